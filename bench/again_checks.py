@@ -31,12 +31,26 @@ def lived(programs: Programs, name: str, off: str) -> dict[str, str]:
 
 def measured(programs: Programs, name: str, check: Check) -> dict[str, Any]:
     off = ",".join(filter(None, (check.beside, name)))
-    traps = [{"trap": trap, "on": lived(programs, trap, check.beside), "off": lived(programs, trap, off)} for trap in check.traps]
+    traps = [
+        {"trap": trap, "on": lived(programs, trap, check.beside), "off": lived(programs, trap, off)}
+        for trap in check.traps
+    ]
     seen = any(trap["on"]["verdict"] in SAFE and trap["off"]["verdict"] in SEEN for trap in traps)
     for trap in traps:
-        print(f"  {name}, {trap['trap']}: on {trap['on']['verdict']} ({short(trap['on'])}), off {trap['off']['verdict']} ({short(trap['off'])})", flush=True)
-    return {"name": name, "what": check.what, "module": check.module, "words": list(check.words), "beside": check.beside, "why": check.why,
-            "traps": traps, "matters": seen}
+        print(
+            f"  {name}, {trap['trap']}: on {trap['on']['verdict']} ({short(trap['on'])}), off {trap['off']['verdict']} ({short(trap['off'])})",
+            flush=True,
+        )
+    return {
+        "name": name,
+        "what": check.what,
+        "module": check.module,
+        "words": list(check.words),
+        "beside": check.beside,
+        "why": check.why,
+        "traps": traps,
+        "matters": seen,
+    }
 
 
 def short(verdict: dict[str, str]) -> str:
@@ -45,18 +59,38 @@ def short(verdict: dict[str, str]) -> str:
 
 def page(rows: list[dict[str, Any]]) -> str:
     seen = [row for row in rows if row["matters"]]
-    table = markdown_table(("check", "program", "with it", "without it"), [
-        (row["what"] + (f" (without the check `{row['beside']}`, too)" if row["beside"] else ""), trap["trap"].replace("_", " "), short(trap["on"]),
-         spelled(trap["off"])) for row in rows for trap in row["traps"]])
-    parts = ["# Checks of exact resume, each disabled\n",
-             f"{len(rows)} checks, each disabled by itself. Disabling {len(seen)} of them makes a program resume WRONG that was rejected or right before: "
-             f"it ends differently from an undisturbed run, without an error.\n", table]
+    table = markdown_table(
+        ("check", "program", "with it", "without it"),
+        [
+            (
+                row["what"] + (f" (without the check `{row['beside']}`, too)" if row["beside"] else ""),
+                trap["trap"].replace("_", " "),
+                short(trap["on"]),
+                spelled(trap["off"]),
+            )
+            for row in rows
+            for trap in row["traps"]
+        ],
+    )
+    parts = [
+        "# Checks of exact resume, each disabled\n",
+        f"{len(rows)} checks, each disabled by itself. Disabling {len(seen)} of them makes a program resume WRONG that was rejected or right before: "
+        f"it ends differently from an undisturbed run, without an error.\n",
+        table,
+    ]
     rest = [row for row in rows if not row["matters"]]
     if rest:
-        parts.append("\n## Checks without a wrong result when disabled\n\n" + "\n".join(f"- {row['what']}: {row['why'] or 'no reason known'}"
-                                                                                              for row in rest))
-    parts.append("\n## How each check is disabled\n\n" + markdown_table(("check", "module", "code", "replaced by"), [
-        (row["name"], row["module"], *row["words"]) for row in rows]))
+        parts.append(
+            "\n## Checks without a wrong result when disabled\n\n"
+            + "\n".join(f"- {row['what']}: {row['why'] or 'no reason known'}" for row in rest)
+        )
+    parts.append(
+        "\n## How each check is disabled\n\n"
+        + markdown_table(
+            ("check", "module", "code", "replaced by"),
+            [(row["name"], row["module"], *row["words"]) for row in rows],
+        )
+    )
     return "\n".join(parts)
 
 
@@ -79,7 +113,9 @@ def main() -> None:
     write_result("again_checks", made, page(rows), {"checks": rows}, folder=args.out)
     unseen = [row["name"] for row in rows if not row["matters"] and not row["why"]]
     if unseen:
-        raise SystemExit(f"again_checks: no program goes wrong without these checks, and no reason is recorded: {', '.join(unseen)}")
+        raise SystemExit(
+            f"again_checks: no program goes wrong without these checks, and no reason is recorded: {', '.join(unseen)}"
+        )
 
 
 if __name__ == "__main__":

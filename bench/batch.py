@@ -48,7 +48,9 @@ STEPS = 60
 LONGEST_S = 120.0
 
 
-def advice(argv: list[str], sizes: tuple[int, ...], budget_s: float, job: JobFolder, facts: Facts) -> BatchRecord:
+def advice(
+    argv: list[str], sizes: tuple[int, ...], budget_s: float, job: JobFolder, facts: Facts
+) -> BatchRecord:
     record = BatchRecord(argv, str(ROOT))
     return BatchCurve(understand(argv), job, facts, record, BatchOptions(sizes, budget_s)).run()
 
@@ -59,7 +61,9 @@ def samples_per_s(argv: list[str], plan: Plan, job: JobFolder, facts: Facts) -> 
         return measure(trial, STEPS, seconds() + LONGEST_S).samples_per_s
 
 
-def sweep(runs: dict[str, tuple[list[str], Plan]], rounds: int, job: JobFolder, facts: Facts) -> dict[str, list[float]]:
+def sweep(
+    runs: dict[str, tuple[list[str], Plan]], rounds: int, job: JobFolder, facts: Facts
+) -> dict[str, list[float]]:
     """Runs every command once a round; the order reverses each round."""
     found: dict[str, list[float]] = {name: [] for name in runs}
     for at in range(rounds):
@@ -81,11 +85,24 @@ def measure_program(name: str, budget_s: float, rounds: int, facts: Facts) -> di
         if record.why_no_curve or record.own is None:
             return {"record": record.to_json(), "sweep": {}}
         loader = record.loader or 0
-        runs = {str(size): (argv, Plan((Choice("batch_size", {"size": size, "loader": loader}),)) if size != record.own else Plan())
-                for size in sorted({*sizes, record.own})}
+        runs = {
+            str(size): (
+                argv,
+                Plan((Choice("batch_size", {"size": size, "loader": loader}),))
+                if size != record.own
+                else Plan(),
+            )
+            for size in sorted({*sizes, record.own})
+        }
         if script == ACCUMULATING:
-            runs |= {f"{size} x {OWN // size}": (["python", str(ROOT / script), "--batch", str(size), "--parts", str(OWN // size)], Plan())
-                     for size in sizes if size < OWN}
+            runs |= {
+                f"{size} x {OWN // size}": (
+                    ["python", str(ROOT / script), "--batch", str(size), "--parts", str(OWN // size)],
+                    Plan(),
+                )
+                for size in sizes
+                if size < OWN
+            }
         return {"record": record.to_json(), "sweep": sweep(runs, rounds, job, facts)}
     finally:
         shutil.rmtree(place, ignore_errors=True)
@@ -98,24 +115,64 @@ def regret(entry: dict[str, Any], size: int | None) -> float | None:
 
 def kept(entry: dict[str, Any]) -> list[tuple[int, float, float]]:
     """Yields size, computed speed and measured speed, both relative to the program's own size."""
-    record, rates = BatchRecord.from_json(entry["record"]), {name: median(found) for name, found in entry["sweep"].items() if found}
-    return [(point.size, point.kept_speed.median, rates[f"{point.size} x {OWN // point.size}"] / rates[str(record.own)]) for point in record.points
-            if point.kept_speed is not None and f"{point.size} x {OWN // point.size}" in rates and str(record.own) in rates]
+    record, rates = (
+        BatchRecord.from_json(entry["record"]),
+        {name: median(found) for name, found in entry["sweep"].items() if found},
+    )
+    return [
+        (
+            point.size,
+            point.kept_speed.median,
+            rates[f"{point.size} x {OWN // point.size}"] / rates[str(record.own)],
+        )
+        for point in record.points
+        if point.kept_speed is not None
+        and f"{point.size} x {OWN // point.size}" in rates
+        and str(record.own) in rates
+    ]
 
 
 def page(programs: dict[str, dict[str, Any]]) -> str:
     def spelled(value: float | None) -> str:
         return "-" if value is None else f"{value:.1%}"
 
-    rows = [(name, entry["record"]["own"], entry["record"]["best"], spelled(regret(entry, entry["record"]["best"])), entry["record"]["enough"],
-             spelled(regret(entry, entry["record"]["enough"])), max(map(len, entry["sweep"].values()), default=0)) for name, entry in programs.items()]
+    rows = [
+        (
+            name,
+            entry["record"]["own"],
+            entry["record"]["best"],
+            spelled(regret(entry, entry["record"]["best"])),
+            entry["record"]["enough"],
+            spelled(regret(entry, entry["record"]["enough"])),
+            max(map(len, entry["sweep"].values()), default=0),
+        )
+        for name, entry in programs.items()
+    ]
     header = ("program", "own size", "called fastest", "regret", "called enough", "regret", "n")
-    parts = ["# Batch sizes: the advice compared with a sweep\n", markdown_table(header, rows),
-             f"\nRegret: best throughput of the sweep over the recommended size's, minus 1. Goal: {GOAL:.0%} for the fastest, {2 * GOAL:.0%} for enough.\n"]
-    found = [(name, size, f"{a:.3f}", f"{b:.3f}", f"{a / b - 1:+.1%}") for name, entry in programs.items() for size, a, b in kept(entry)]
+    parts = [
+        "# Batch sizes: the advice compared with a sweep\n",
+        markdown_table(header, rows),
+        f"\nRegret: best throughput of the sweep over the recommended size's, minus 1. Goal: {GOAL:.0%} for the fastest, {2 * GOAL:.0%} for enough.\n",
+    ]
+    found = [
+        (name, size, f"{a:.3f}", f"{b:.3f}", f"{a / b - 1:+.1%}")
+        for name, entry in programs.items()
+        for size, a, b in kept(entry)
+    ]
     if found:
-        parts += [markdown_table(("program", "micro-batch", "computed, relative to the own size", "measured with accumulation", "error"), found),
-                  f"\nGoal: within {GOAL_KEPT:.0%}."]
+        parts += [
+            markdown_table(
+                (
+                    "program",
+                    "micro-batch",
+                    "computed, relative to the own size",
+                    "measured with accumulation",
+                    "error",
+                ),
+                found,
+            ),
+            f"\nGoal: within {GOAL_KEPT:.0%}.",
+        ]
     return "\n".join(parts)
 
 
@@ -124,7 +181,9 @@ def main() -> None:
     parser.add_argument("programs", nargs="*", default=list(PROGRAMS), help=f"some of {', '.join(PROGRAMS)}")
     parser.add_argument("--budget", default="3m", help="budget of `flatout batch` for each program")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=None, help="write the results to this folder instead of bench/results")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="write the results to this folder instead of bench/results"
+    )
     asked = parser.parse_args()
     unknown = set(asked.programs) - set(PROGRAMS)
     if unknown:
@@ -134,7 +193,9 @@ def main() -> None:
         print(f"{name}", file=sys.stderr, flush=True)
         found[name] = measure_program(name, Duration().convert(asked.budget, None, None), asked.rounds, facts)
     print(page(found))
-    text, _ = write_result("batch", made, page(found), {"programs": found}, **({"folder": asked.folder} if asked.folder else {}))
+    text, _ = write_result(
+        "batch", made, page(found), {"programs": found}, **({"folder": asked.folder} if asked.folder else {})
+    )
     print(text)
 
 

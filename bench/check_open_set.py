@@ -47,13 +47,23 @@ def alarms(folder: Path, name: str) -> tuple[list[dict[str, Any]], dict[str, Any
             alarm = _alarm(finding, folder, name)
             found.setdefault((alarm["script"], alarm["code"], alarm["line"]), alarm)
     return sorted(found.values(), key=lambda alarm: (alarm["script"], alarm["line"], alarm["code"])), {
-        "repository": name, "files": len(files), "training loops": loops, "unread": unread, "seconds": round(seconds() - began, 1)}
+        "repository": name,
+        "files": len(files),
+        "training loops": loops,
+        "unread": unread,
+        "seconds": round(seconds() - began, 1),
+    }
 
 
 def _alarm(finding: Finding, folder: Path, name: str) -> dict[str, Any]:
     place = finding.place
     assert place is not None
-    return {"script": f"{name}/{Path(place.file).relative_to(folder).as_posix()}", "line": place.line, "code": finding.rule, "said": finding.said}
+    return {
+        "script": f"{name}/{Path(place.file).relative_to(folder).as_posix()}",
+        "line": place.line,
+        "code": finding.rule,
+        "said": finding.said,
+    }
 
 
 def judge(found: list[dict[str, Any]], verdicts: list[dict[str, Any]]) -> None:
@@ -61,7 +71,11 @@ def judge(found: list[dict[str, Any]], verdicts: list[dict[str, Any]]) -> None:
 
     A verdict with lines applies to these lines, a verdict without lines to the whole file.
     """
-    table = {(verdict["script"], verdict["code"], line): verdict for verdict in verdicts for line in verdict.get("lines", [0])}
+    table = {
+        (verdict["script"], verdict["code"], line): verdict
+        for verdict in verdicts
+        for line in verdict.get("lines", [0])
+    }
     for alarm in found:
         key = alarm["script"].partition("[")[0], alarm["code"]
         verdict = table.get((*key, alarm["line"])) or table.get((*key, 0)) or {}
@@ -71,37 +85,86 @@ def judge(found: list[dict[str, Any]], verdicts: list[dict[str, Any]]) -> None:
 def page(found: list[dict[str, Any]], read: list[dict[str, Any]], known: dict[str, Any]) -> str:
     ten = [alarm for alarm in found if alarm["script"] in known["ten"]]
     others = [alarm for alarm in found if alarm["script"] not in known["ten"]]
-    lines = ["# `flatout check` on public scripts", "", __doc__.split("\n\n")[2].replace("\n", " "), "",
-             "The scripts are read, never run: no figure depends on the machine. The authors of the rules judged each finding by hand.", "",
-             markdown_table(("repository", "commit", "files", "training loops", "alarms"),
-                            [(f"`{each['repository']}`", known["repositories"][each["repository"]], each["files"], each["training loops"],
-                              sum(alarm["script"].startswith(each["repository"] + "/") for alarm in found)) for each in read]), ""]
+    lines = [
+        "# `flatout check` on public scripts",
+        "",
+        __doc__.split("\n\n")[2].replace("\n", " "),
+        "",
+        "The scripts are read, never run: no figure depends on the machine. The authors of the rules judged each finding by hand.",
+        "",
+        markdown_table(
+            ("repository", "commit", "files", "training loops", "alarms"),
+            [
+                (
+                    f"`{each['repository']}`",
+                    known["repositories"][each["repository"]],
+                    each["files"],
+                    each["training loops"],
+                    sum(alarm["script"].startswith(each["repository"] + "/") for alarm in found),
+                )
+                for each in read
+            ],
+        ),
+        "",
+    ]
     if known.get("first_looks"):
-        lines += ["## Programs not used while writing the rules", "",
-                  "The authors developed the rules on test pages and corrected them on the first eleven repositories. They then checked these two sets "
-                  "once, before any change because of them. The tables below show the current findings.", "",
-                  markdown_table(("repositories", "files", "alarms", "false", "which"), [tuple(look.values()) for look in known["first_looks"]]), ""]
+        lines += [
+            "## Programs not used while writing the rules",
+            "",
+            "The authors developed the rules on test pages and corrected them on the first eleven repositories. They then checked these two sets "
+            "once, before any change because of them. The tables below show the current findings.",
+            "",
+            markdown_table(
+                ("repositories", "files", "alarms", "false", "which"),
+                [tuple(look.values()) for look in known["first_looks"]],
+            ),
+            "",
+        ]
     for heading, alarms_there in (("The ten scripts of the open set", ten), ("All others", others)):
         counts = Counter(alarm["verdict"] for alarm in alarms_there)
         metadata = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind] or kind == "false")
         lines += [f"## {heading}", "", f"{len(alarms_there)} findings: {metadata}.", ""]
         rows: dict[tuple[str, str, str, str], list[int]] = {}
         for alarm in alarms_there:
-            rows.setdefault((alarm["script"], alarm["code"], alarm["verdict"], alarm["why"]), []).append(alarm["line"])
-        lines += [markdown_table(("script", "lines", "rule", "verdict", "why"),
-                                 [(script, ", ".join(map(str, at)), code, verdict, why) for (script, code, verdict, why), at in rows.items()]), ""]
+            rows.setdefault((alarm["script"], alarm["code"], alarm["verdict"], alarm["why"]), []).append(
+                alarm["line"]
+            )
+        lines += [
+            markdown_table(
+                ("script", "lines", "rule", "verdict", "why"),
+                [
+                    (script, ", ".join(map(str, at)), code, verdict, why)
+                    for (script, code, verdict, why), at in rows.items()
+                ],
+            ),
+            "",
+        ]
     titles = {rule.code: rule.title for rule in TABLE}
     by_rule = Counter((alarm["code"], alarm["verdict"]) for alarm in found)
-    lines += ["## By rule", "", markdown_table(("rule", "what", *KINDS), [(code, titles[code], *(by_rule[code, kind] for kind in KINDS))
-                                                                         for code in sorted({code for code, _ in by_rule})]), ""]
+    lines += [
+        "## By rule",
+        "",
+        markdown_table(
+            ("rule", "what", *KINDS),
+            [
+                (code, titles[code], *(by_rule[code, kind] for kind in KINDS))
+                for code in sorted({code for code, _ in by_rule})
+            ],
+        ),
+        "",
+    ]
     return "\n".join(lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("--verdicts", type=Path, default=VERDICTS)
-    parser.add_argument("--show", action="store_true", help="print the findings without a verdict, and write nothing")
+    parser.add_argument(
+        "--show", action="store_true", help="print the findings without a verdict, and write nothing"
+    )
     given = parser.parse_args()
     known = json.loads(given.verdicts.read_text(encoding="utf-8"))
     found, read = [], []

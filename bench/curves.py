@@ -44,7 +44,10 @@ def losses(root: str, plan: Plan, seed: int, job: JobFolder, facts: Any) -> list
 
 def smooth(curve: list[float]) -> list[float]:
     """Returns the means of ten adjacent losses."""
-    return [sum(curve[at:at + SMOOTHED]) / len(curve[at:at + SMOOTHED]) for at in range(0, len(curve), SMOOTHED)]
+    return [
+        sum(curve[at : at + SMOOTHED]) / len(curve[at : at + SMOOTHED])
+        for at in range(0, len(curve), SMOOTHED)
+    ]
 
 
 def drawn(found: dict[str, list[list[float]]]) -> str:
@@ -55,20 +58,35 @@ def drawn(found: dict[str, list[list[float]]]) -> str:
     def line(curve: list[float], colour: str, style: str) -> str:
         points = smooth(curve)
         across, down = (WIDTH - 2 * MARGIN) / (len(points) - 1), (HEIGHT - 2 * MARGIN) / (high - low)
-        places = " ".join(f"{MARGIN + at * across:.1f},{HEIGHT - MARGIN - (v - low) * down:.1f}" for at, v in enumerate(points))
+        places = " ".join(
+            f"{MARGIN + at * across:.1f},{HEIGHT - MARGIN - (v - low) * down:.1f}"
+            for at, v in enumerate(points)
+        )
         return f'<polyline points="{places}" fill="none" stroke="{colour}" {style}/>'
 
     wide, thin = 'stroke-width="7" stroke-opacity="0.3"', 'stroke-width="1.5"'
-    lines = [line(c, COLOURS[at], wide) for at, c in enumerate(found["plain"])] + [line(c, COLOURS[at], thin) for at, c in enumerate(found["lowered"])]
-    words = [f'<text x="{MARGIN}" y="20">Training loss of CIFAR-10, three seeds: plain (wide), lowered (thin)</text>',
-             *(f'<text x="6" y="{y}">{value:.2f}</text>' for y, value in ((MARGIN + 4, high), (HEIGHT - MARGIN + 4, low))),
-             f'<text x="{MARGIN}" y="{HEIGHT - 14}">step 1</text>', f'<text x="{WIDTH - MARGIN - 50}" y="{HEIGHT - 14}">step {STEPS}</text>']
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="13" fill="#333">'
-            f'<rect width="100%" height="100%" fill="#fff"/>{"".join(lines)}{"".join(words)}</svg>\n')
+    lines = [line(c, COLOURS[at], wide) for at, c in enumerate(found["plain"])] + [
+        line(c, COLOURS[at], thin) for at, c in enumerate(found["lowered"])
+    ]
+    words = [
+        f'<text x="{MARGIN}" y="20">Training loss of CIFAR-10, three seeds: plain (wide), lowered (thin)</text>',
+        *(
+            f'<text x="6" y="{y}">{value:.2f}</text>'
+            for y, value in ((MARGIN + 4, high), (HEIGHT - MARGIN + 4, low))
+        ),
+        f'<text x="{MARGIN}" y="{HEIGHT - 14}">step 1</text>',
+        f'<text x="{WIDTH - MARGIN - 50}" y="{HEIGHT - 14}">step {STEPS}</text>',
+    ]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="13" fill="#333">'
+        f'<rect width="100%" height="100%" fill="#fff"/>{"".join(lines)}{"".join(words)}</svg>\n'
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("root", help="folder that holds cifar-10-batches-py")
     root = str(Path(parser.parse_args().root).resolve())
     facts = look()
@@ -77,16 +95,32 @@ def main() -> None:
     try:
         for seed in SEEDS:
             for name, plan in SIDES.items():
-                found[name].append(losses(root, plan, seed, JobFolder(place / f"{name}-{seed}").make(), facts))
+                found[name].append(
+                    losses(root, plan, seed, JobFolder(place / f"{name}-{seed}").make(), facts)
+                )
     finally:
         shutil.rmtree(place, ignore_errors=True)
     rows = []
     for seed, plain, lowered in zip(SEEDS, found["plain"], found["lowered"], strict=True):
         same = sum(a == b for a, b in zip(plain, lowered, strict=False))
-        rows.append((seed, f"{smooth(plain)[-1]:.4f}", f"{smooth(lowered)[-1]:.4f}", f"{same} of {max(len(plain), len(lowered))}"))
+        rows.append(
+            (
+                seed,
+                f"{smooth(plain)[-1]:.4f}",
+                f"{smooth(lowered)[-1]:.4f}",
+                f"{same} of {max(len(plain), len(lowered))}",
+            )
+        )
     chart = f"curves_{made['slug']}_{made['date'][:7].replace('-', '')}.svg"
     table = markdown_table(("seed", "last ten losses, plain", "lowered", "losses equal bit for bit"), rows)
-    page = "\n".join(["# Learning curves, plain and lowered\n", (__doc__ or "").split("\n\n", 1)[1], table, f"\n![Learning curves]({chart})"])
+    page = "\n".join(
+        [
+            "# Learning curves, plain and lowered\n",
+            (__doc__ or "").split("\n\n", 1)[1],
+            table,
+            f"\n![Learning curves]({chart})",
+        ]
+    )
     text, _ = write_result("curves", made, page, {"losses": found})
     write_whole(text.with_suffix(".svg"), drawn(found))
     print(page)

@@ -45,8 +45,16 @@ ALONE, TRAINING = HERE / "programs" / "loader_alone.py", HERE / "programs" / "sm
 SETS = ("cifar", "mnist")
 KEPT = Choice("cached_prefix", {"mib": 512, "ahead": True}, Origin.USER)
 BATCHED = Choice("batched_transforms", "all", Origin.USER)
-PLANS = {"flatout, batched_transforms": Plan((BATCHED,)), "flatout, cached_prefix": Plan((KEPT,)), "flatout, both": Plan((KEPT, BATCHED))}
-PEERS = {"torchdata, 2 threads": ("torchdata", 2), "SPDL, 2 threads": ("spdl", 2), "kornia, by hand": ("kornia", 0)}
+PLANS = {
+    "flatout, batched_transforms": Plan((BATCHED,)),
+    "flatout, cached_prefix": Plan((KEPT,)),
+    "flatout, both": Plan((KEPT, BATCHED)),
+}
+PEERS = {
+    "torchdata, 2 threads": ("torchdata", 2),
+    "SPDL, 2 threads": ("spdl", 2),
+    "kornia, by hand": ("kornia", 0),
+}
 ROUND_S = 1.0  # reading time for each side and round
 GOAL_TIMES, GOAL_SHARE = 10.0, 0.95
 
@@ -69,8 +77,15 @@ def started(reader: Reader, facts: Facts) -> Iterator[subprocess.Popen[str]]:
     if reader.plan is not None:
         environment = run_environment(reader.plan, facts)
         folder = Path(environment["FLATOUT_JOB"]).parent
-    process = subprocess.Popen([sys.executable, *reader.argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               env=environment, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, *reader.argv],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
     try:
         yield process
     finally:
@@ -123,7 +138,10 @@ def one_set(readers: Sequence[Reader], at: int, rounds: int, facts: Facts) -> No
 
 def times(reader: Reader, against: Reader) -> Any:
     """Returns the batches a second relative to another side."""
-    pairs = [[Round(1 / a, 1 / b) for a, b in zip(theirs, ours, strict=True)] for theirs, ours in zip(against.rates, reader.rates, strict=True)]
+    pairs = [
+        [Round(1 / a, 1 / b) for a, b in zip(theirs, ours, strict=True)]
+        for theirs, ours in zip(against.rates, reader.rates, strict=True)
+    ]
     return compare(pairs) if any(pairs) else None
 
 
@@ -131,8 +149,12 @@ def alone(which: str, sets: int, rounds: int, facts: Facts) -> dict[str, Any]:
     def side(name: str, kind: str, workers: int, plan: Plan | None = None) -> Reader:
         return Reader(name, [str(ALONE), "--set", which, "--kind", kind, "--workers", str(workers)], plan)
 
-    readers = [*(side(f"{n} workers", "plain", n) for n in (0, 2, 4)), side("0 workers, repeated (A/A)", "plain", 0),
-               *(side(name, "plain", 0, plan) for name, plan in PLANS.items()), *(side(name, kind, n) for name, (kind, n) in PEERS.items())]
+    readers = [
+        *(side(f"{n} workers", "plain", n) for n in (0, 2, 4)),
+        side("0 workers, repeated (A/A)", "plain", 0),
+        *(side(name, "plain", 0, plan) for name, plan in PLANS.items()),
+        *(side(name, kind, n) for name, (kind, n) in PEERS.items()),
+    ]
     for at in range(sets):
         one_set([reader for reader in readers if not reader.failure], at, rounds, facts)
         print(f"    {which}: set {at + 1} of {sets}", file=sys.stderr, flush=True)
@@ -140,21 +162,48 @@ def alone(which: str, sets: int, rounds: int, facts: Facts) -> dict[str, Any]:
     found = {}
     for reader in readers:
         rates = [rate for one in reader.rates for rate in one]
-        ratios = {f"times_{n}": times(reader, by_name[f"{n} workers"]) for n in (0, 4)} if not reader.failure else {}
-        found[reader.name] = {"failure": reader.failure, "batches_per_s": median(rates) if rates else None, "rates": reader.rates,
-                              **{key: ratio.to_json() if ratio else None for key, ratio in ratios.items()}}
+        ratios = (
+            {f"times_{n}": times(reader, by_name[f"{n} workers"]) for n in (0, 4)}
+            if not reader.failure
+            else {}
+        )
+        found[reader.name] = {
+            "failure": reader.failure,
+            "batches_per_s": median(rates) if rates else None,
+            "rates": reader.rates,
+            **{key: ratio.to_json() if ratio else None for key, ratio in ratios.items()},
+        }
     return found
 
 
 def in_training(which: str, sets: int, rounds: int, facts: Facts) -> dict[str, Any]:
     def side(name: str, *more: str, plan: Plan | None = None) -> ComparisonSide:
-        return ComparisonSide(name, understand(["python", str(TRAINING), "--set", which, *more]), plan or Plan())
+        return ComparisonSide(
+            name, understand(["python", str(TRAINING), "--set", which, *more]), plan or Plan()
+        )
 
-    floor, again = side("one preloaded batch", "--same-batch"), side("one preloaded batch, repeated (A/A)", "--same-batch")
-    sides = [floor, again, side("0 workers"), side("4 workers", "--workers", "4"), *(side(name, plan=plan) for name, plan in PLANS.items())]
+    floor, again = (
+        side("one preloaded batch", "--same-batch"),
+        side("one preloaded batch, repeated (A/A)", "--same-batch"),
+    )
+    sides = [
+        floor,
+        again,
+        side("0 workers"),
+        side("4 workers", "--workers", "4"),
+        *(side(name, plan=plan) for name, plan in PLANS.items()),
+    ]
     place = Path(tempfile.mkdtemp(prefix="data-"))
     try:
-        comparison(sides, JobFolder(place).make(), facts, sets, rounds, seconds() + 1800, lambda at: print(f"    {which}: set {at}", file=sys.stderr, flush=True))
+        comparison(
+            sides,
+            JobFolder(place).make(),
+            facts,
+            sets,
+            rounds,
+            seconds() + 1800,
+            lambda at: print(f"    {which}: set {at}", file=sys.stderr, flush=True),
+        )
     finally:
         shutil.rmtree(place, ignore_errors=True)
     plain = sides[2]
@@ -163,9 +212,16 @@ def in_training(which: str, sets: int, rounds: int, facts: Facts) -> dict[str, A
         blocks = [ms for each in one.blocks_ms for ms in each]
         against_floor, against_plain = ratio_of(floor, one), ratio_of(plain, one)
         data = [record.phases.get("data", {}).get("median_ms") for record in one.records]
-        found[one.name] = {"failure": one.failure, "step_ms": median(blocks) if blocks else None, "blocks_ms": one.blocks_ms,
-                           "data_ms": median([ms for ms in data if ms is not None]) if any(ms is not None for ms in data) else None,
-                           "of_floor": against_floor.to_json() if against_floor else None, "times_plain": against_plain.to_json() if against_plain else None}
+        found[one.name] = {
+            "failure": one.failure,
+            "step_ms": median(blocks) if blocks else None,
+            "blocks_ms": one.blocks_ms,
+            "data_ms": median([ms for ms in data if ms is not None])
+            if any(ms is not None for ms in data)
+            else None,
+            "of_floor": against_floor.to_json() if against_floor else None,
+            "times_plain": against_plain.to_json() if against_plain else None,
+        }
     return found
 
 
@@ -176,18 +232,53 @@ def number(value: float | None, digits: int) -> str:
 def page(found: dict[str, Any]) -> str:
     parts = ["# Training limited by the data loader\n", (__doc__ or "").split("\n\n", 1)[1]]
     for which, rows in found.get("alone", {}).items():
-        table = [(name, number(row["batches_per_s"], 0), spell(row.get("times_0")), spell(row.get("times_4")), row["failure"]) for name, row in rows.items()]
-        parts += [f"\n## {which}: the loader by itself\n", markdown_table(("side", "batches/s", "times 0 workers", "times 4 workers", "remark"), table)]
+        table = [
+            (
+                name,
+                number(row["batches_per_s"], 0),
+                spell(row.get("times_0")),
+                spell(row.get("times_4")),
+                row["failure"],
+            )
+            for name, row in rows.items()
+        ]
+        parts += [
+            f"\n## {which}: the loader by itself\n",
+            markdown_table(("side", "batches/s", "times 0 workers", "times 4 workers", "remark"), table),
+        ]
     for which, rows in found.get("training", {}).items():
-        table = [(name, number(row["step_ms"], 2), number(row["data_ms"], 2), spell(row["of_floor"]), spell(row["times_plain"]), row["failure"])
-                 for name, row in rows.items()]
-        parts += [f"\n## {which}: in training\n",
-                  markdown_table(("side", "step, ms", "waiting for data", "speed relative to a preloaded batch", "times 0 workers", "remark"), table)]
+        table = [
+            (
+                name,
+                number(row["step_ms"], 2),
+                number(row["data_ms"], 2),
+                spell(row["of_floor"]),
+                spell(row["times_plain"]),
+                row["failure"],
+            )
+            for name, row in rows.items()
+        ]
+        parts += [
+            f"\n## {which}: in training\n",
+            markdown_table(
+                (
+                    "side",
+                    "step, ms",
+                    "waiting for data",
+                    "speed relative to a preloaded batch",
+                    "times 0 workers",
+                    "remark",
+                ),
+                table,
+            ),
+        ]
     return "\n".join(parts)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sets", type=int, default=3, help="sets of fresh processes")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=("alone", "training"))
@@ -195,7 +286,9 @@ def main() -> None:
     wanted = parser.parse_args()
     facts = look()
     made = stamp(facts)
-    found: dict[str, Any] = {key: value for key, value in read_result("data", made).items() if key in ("alone", "training")}
+    found: dict[str, Any] = {
+        key: value for key, value in read_result("data", made).items() if key in ("alone", "training")
+    }
     for part, measure in (("alone", alone), ("training", in_training)):
         for which in (wanted.data,) if wanted.data else SETS:
             if wanted.only in (None, part):

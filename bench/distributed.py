@@ -52,7 +52,12 @@ from flatout.tune.search import observe
 from flatout.tune.tuning import Goal, Tuning
 
 ROUNDING, SPREADS = 1e-4, 1.5
-HOW = {"index": "as a {}, by index", "cut": "as a {}, cut after fetching", "door": "as a {}, at the model's input", "whole": "the model only"}
+HOW = {
+    "index": "as a {}, by index",
+    "cut": "as a {}, cut after fetching",
+    "door": "as a {}, at the model's input",
+    "whole": "the model only",
+}
 STEPS, SECONDS = 30, 60.0
 TIMEOUT_S = 900.0
 SPEED_S = 40.0  # of interleaved blocks
@@ -60,15 +65,34 @@ SPEED_S = 40.0  # of interleaved blocks
 
 def course(command: Command, plan: Plan, job: JobFolder, facts: Facts, seed: int) -> list[float]:
     """Returns the losses of the first steps. Raises ProgramGone."""
-    with Trial(command, job.new_trial(), plan, facts, seed=seed, reseed=True, entry=ENTRY, requested={"steps": STEPS, "seconds": SECONDS}) as trial:
+    with Trial(
+        command,
+        job.new_trial(),
+        plan,
+        facts,
+        seed=seed,
+        reseed=True,
+        entry=ENTRY,
+        requested={"steps": STEPS, "seconds": SECONDS},
+    ) as trial:
         return [float.fromhex(loss) for loss in trial.wait_ready(seconds() + TIMEOUT_S)["losses"]]
 
 
-def speed(command: Command, division: dict[str, Any], procs: int, job: JobFolder, facts: Facts) -> dict[str, Any]:
+def speed(
+    command: Command, division: dict[str, Any], procs: int, job: JobFolder, facts: Facts
+) -> dict[str, Any]:
     """Returns the speed-up of the ranks and the pace of each. Raises ProgramGone, FlatoutError."""
     session = SessionRecord(list(command.typed), str(Path.cwd()), {}, ranks=RanksRecord(procs, division))
     base = Plan((Choice(LEVER, division),))
-    tuning = Tuning(launcher_of(command, procs, cores=facts.cores), job, facts, session, Goal(SPEED_S / SHARE), base=base, alone=command)
+    tuning = Tuning(
+        launcher_of(command, procs, cores=facts.cores),
+        job,
+        facts,
+        session,
+        Goal(SPEED_S / SHARE),
+        base=base,
+        alone=command,
+    )
     try:
         observe(tuning)
         beside_one_process(tuning)
@@ -89,13 +113,22 @@ def run(script: dict[str, Any], folder: Path, procs: int, facts: Facts) -> dict[
     try:
         with standing_in(folder / script["cwd"], script.get("env")):
             job, command = JobFolder(place / "job").make(), understand(script["argv"])
-            found = Rehearsal(command, lambda one: launcher_of(one, procs), procs, job, facts, stage=lambda name, what: print(f"    {what}", flush=True)).run()
+            found = Rehearsal(
+                command,
+                lambda one: launcher_of(one, procs),
+                procs,
+                job,
+                facts,
+                stage=lambda name, what: print(f"    {what}", flush=True),
+            ).run()
             entry: dict[str, Any] = {"rehearsed": found.to_json()}
             if found.division is not None:
                 at = "cut" if found.division["batches"] == "index" else found.division["batches"]
                 alike = {**found.division, "batchnorm": "all", "draws": "all", "batches": at}
                 for name, division in (("exact", alike), ("ranks", found.division)):
-                    entry[name] = course(launcher_of(command, procs), Plan((Choice(LEVER, division),)), job, facts, 0)
+                    entry[name] = course(
+                        launcher_of(command, procs), Plan((Choice(LEVER, division),)), job, facts, 0
+                    )
                 entry["speed"] = speed(command, found.division, procs, job, facts)
                 entry["one"] = [course(command, Plan(), job, facts, seed) for seed in (0, 1, 2)]
             return entry
@@ -117,10 +150,23 @@ def row(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
     one = entry["one"]
     exact, own = apart(entry["exact"], one[0]), apart(entry["ranks"], one[0])
     spread = max(apart(one[a], one[b]) for a, b in ((1, 0), (2, 0), (2, 1)))
-    verdict = "the same" if own <= ROUNDING else "other random numbers" if own <= SPREADS * spread else "**other**"
+    verdict = (
+        "the same" if own <= ROUNDING else "other random numbers" if own <= SPREADS * spread else "**other**"
+    )
     how = HOW[found.division["batches"]].format(found.division["reduction"])
     fast, exchange = pace(entry.get("speed"))
-    return (name, how, error, f"{exact:.1e}", f"{own:.1e}", f"{spread:.1e}", verdict, fast, exchange, "; ".join(found.notes))
+    return (
+        name,
+        how,
+        error,
+        f"{exact:.1e}",
+        f"{own:.1e}",
+        f"{spread:.1e}",
+        verdict,
+        fast,
+        exchange,
+        "; ".join(found.notes),
+    )
 
 
 def pace(metadata: dict[str, Any] | None) -> tuple[str, str]:
@@ -130,19 +176,39 @@ def pace(metadata: dict[str, Any] | None) -> tuple[str, str]:
         return "*not run*" if found is None else found.why_not, ""
     share = [pace.exchange_ms / pace.step_ms for pace in found.paces if pace.step_ms]
     ratio = found.ratio
-    return f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]", f"{min(share):.0%} to {max(share):.0%}".replace("%", " %") if share else ""
+    return (
+        f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]",
+        f"{min(share):.0%} to {max(share):.0%}".replace("%", " %") if share else "",
+    )
 
 
 def page(entries: dict[str, dict[str, Any]], procs: int) -> str:
-    header = ("script", "split", "error of the first gradient", "exact", "own", "spread", "verdict", "speed", "exchange", "why, notes")
+    header = (
+        "script",
+        "split",
+        "error of the first gradient",
+        "exact",
+        "own",
+        "spread",
+        "verdict",
+        "speed",
+        "exchange",
+        "why, notes",
+    )
     steps = [len(entry["ranks"]) for entry in entries.values() if "ranks" in entry]
-    return "\n".join([f"# Single-process scripts on {procs} ranks\n\n{(__doc__ or '').split(chr(10), 2)[2].strip()}\n",
-                      f"Losses of {min(steps, default=0)} to {max(steps, default=0)} backward passes; gloo, {procs} processes with one thread each.\n",
-                      markdown_table(header, [row(name, entry) for name, entry in entries.items()])])
+    return "\n".join(
+        [
+            f"# Single-process scripts on {procs} ranks\n\n{(__doc__ or '').split(chr(10), 2)[2].strip()}\n",
+            f"Losses of {min(steps, default=0)} to {max(steps, default=0)} backward passes; gloo, {procs} processes with one thread each.\n",
+            markdown_table(header, [row(name, entry) for name, entry in entries.items()]),
+        ]
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--procs", type=int, default=2)
     parser.add_argument("--only", default="", help="run only these scripts, separated by commas")

@@ -32,13 +32,24 @@ TIMEOUT_S = 3000.0
 CALM = 1.0  # load average above which nothing is timed
 A: dict[str, Any] = {"mib": 25}
 SIDES: dict[str, dict[str, Any]] = {
-    "no early buckets": {"mib": 25, "early": False}, "buckets of 1 MiB": {"mib": 1}, "buckets of 5 MiB": {"mib": 5}, "one bucket": {"mib": "all"},
-    "bf16": {"mib": 25, "way": "bf16"}, "fp16": {"mib": 25, "way": "fp16"}, "powersgd, rank 2": {"mib": 25, "way": {"kind": "powersgd", "rank": 2, "after": 0}},
-    "bf16, buckets of 5 MiB": {"mib": 5, "way": "bf16"}}
+    "no early buckets": {"mib": 25, "early": False},
+    "buckets of 1 MiB": {"mib": 1},
+    "buckets of 5 MiB": {"mib": 5},
+    "one bucket": {"mib": "all"},
+    "bf16": {"mib": 25, "way": "bf16"},
+    "fp16": {"mib": 25, "way": "fp16"},
+    "powersgd, rank 2": {"mib": 25, "way": {"kind": "powersgd", "rank": 2, "after": 0}},
+    "bf16, buckets of 5 MiB": {"mib": 5, "way": "bf16"},
+}
 COURSES: dict[str, Any] = {
-    "synchronous": None, "average, every 8": {"every": 8}, "average, every 8, overlapped": {"every": 8, "overlap": True},
-    "DiLoCo, every 8": {"every": 8, "outer": "nesterov"}, "DiLoCo, every 8, overlapped": {"every": 8, "outer": "nesterov", "overlap": True},
-    "average, every 32": {"every": 32}, "DiLoCo, every 32": {"every": 32, "outer": "nesterov"}}
+    "synchronous": None,
+    "average, every 8": {"every": 8},
+    "average, every 8, overlapped": {"every": 8, "overlap": True},
+    "DiLoCo, every 8": {"every": 8, "outer": "nesterov"},
+    "DiLoCo, every 8, overlapped": {"every": 8, "outer": "nesterov", "overlap": True},
+    "average, every 32": {"every": 32},
+    "DiLoCo, every 32": {"every": 32, "outer": "nesterov"},
+}
 WIDTH, HEIGHT, MARGIN = 760, 360, 44
 COLOURS = ("#222222", "#2a6fdb", "#8fb4ee", "#d1495b", "#eaa5ae", "#3a9a5c", "#c98a1b")
 
@@ -47,14 +58,34 @@ def ranks(job: dict[str, Any], procs: int, rate: str | None) -> dict[str, Any]:
     """Returns the records of the program. ``rate``: the limit of the loopback."""
     folder, space = Path(tempfile.mkdtemp(prefix="exchange-")), f"fo{os.getpid() % 10000}x"
     (folder / "job.json").write_text(json.dumps(job))
-    words = [sys.executable, "-m", "flatout.launch.local_launcher", "--procs", str(procs), "--", sys.executable, str(PROGRAM), str(folder / "job.json"), str(folder)]
+    words = [
+        sys.executable,
+        "-m",
+        "flatout.launch.local_launcher",
+        "--procs",
+        str(procs),
+        "--",
+        sys.executable,
+        str(PROGRAM),
+        str(folder / "job.json"),
+        str(folder),
+    ]
     try:
         if rate is not None:
-            for command in (f"ip netns add {space}", f"ip -n {space} link set lo up",
-                            f"ip netns exec {space} tc qdisc add dev lo root tbf rate {rate} burst 512kb latency 50ms"):
+            for command in (
+                f"ip netns add {space}",
+                f"ip -n {space} link set lo up",
+                f"ip netns exec {space} tc qdisc add dev lo root tbf rate {rate} burst 512kb latency 50ms",
+            ):
                 subprocess.run(command.split(), check=True, capture_output=True, text=True)
             words = ["ip", "netns", "exec", space, *words]
-        done = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(
+            words,
+            env={**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
         if done.returncode:
             raise SystemExit(done.stderr[-2000:])
         found: dict[str, Any] = json.loads((folder / "result.json").read_text())
@@ -66,28 +97,65 @@ def ranks(job: dict[str, Any], procs: int, rate: str | None) -> dict[str, Any]:
 
 
 def comparisons(procs: int, rate: str | None, args: argparse.Namespace) -> dict[str, Any]:
-    job = {"kind": "comparison", "width": args.width, "layers": args.layers, "batch": args.batch * procs, "rounds": args.rounds, "block": args.block,
-           "pairs": [{"name": name, "a": A, "b": side} for name, side in SIDES.items()]}
-    return {**ranks(job, procs, rate), "procs": procs, "rate": rate, "width": args.width, "layers": args.layers, "batch": args.batch}
+    job = {
+        "kind": "comparison",
+        "width": args.width,
+        "layers": args.layers,
+        "batch": args.batch * procs,
+        "rounds": args.rounds,
+        "block": args.block,
+        "pairs": [{"name": name, "a": A, "b": side} for name, side in SIDES.items()],
+    }
+    return {
+        **ranks(job, procs, rate),
+        "procs": procs,
+        "rate": rate,
+        "width": args.width,
+        "layers": args.layers,
+        "batch": args.batch,
+    }
 
 
 def rows_of(found: dict[str, Any]) -> list[tuple[Any, ...]]:
     """Returns the rows; the first is A itself, over all comparisons."""
+
     def of(pairs: list[dict[str, Any]], side: str) -> tuple[float, list[float]]:
         blocks = [block for pair in pairs for round_ in pair["rounds"] for block in round_[side]]
-        return median([time for times, _ in blocks for time in times]), [wait for _, waits in blocks for wait in waits]
+        return median([time for times, _ in blocks for time in times]), [
+            wait for _, waits in blocks for wait in waits
+        ]
 
-    def row(name: str, traffic: dict[str, Any], step: float, waits: list[float], ratio: str) -> tuple[Any, ...]:
-        return (name, f"{traffic['sent_bytes'] / 1e6:.2f}", traffic["collectives"], f"{traffic['left_early']} of {traffic['buckets']}", f"{step:.0f}",
-                f"{median(waits):.0f} [{quantile(waits, 0.25):.0f}, {quantile(waits, 0.75):.0f}]", ratio)
+    def row(
+        name: str, traffic: dict[str, Any], step: float, waits: list[float], ratio: str
+    ) -> tuple[Any, ...]:
+        return (
+            name,
+            f"{traffic['sent_bytes'] / 1e6:.2f}",
+            traffic["collectives"],
+            f"{traffic['left_early']} of {traffic['buckets']}",
+            f"{step:.0f}",
+            f"{median(waits):.0f} [{quantile(waits, 0.25):.0f}, {quantile(waits, 0.75):.0f}]",
+            ratio,
+        )
 
     pairs = found["pairs"]
     rows = [row("A: float32, 25 MiB, early", pairs[0]["traffic"]["a"], *of(pairs, "a"), "1")]
     for pair in pairs:
         # a round has two blocks a side: the outer and the inner ones
-        rounds = [Round(block_ms(a[0]), block_ms(b[0])) for blocks in pair["rounds"] for a, b in zip(blocks["a"], blocks["b"], strict=True)]
+        rounds = [
+            Round(block_ms(a[0]), block_ms(b[0]))
+            for blocks in pair["rounds"]
+            for a, b in zip(blocks["a"], blocks["b"], strict=True)
+        ]
         ratio = compare([rounds])
-        rows.append(row(pair["name"], pair["traffic"]["b"], *of([pair], "b"), f"{ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]"))
+        rows.append(
+            row(
+                pair["name"],
+                pair["traffic"]["b"],
+                *of([pair], "b"),
+                f"{ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]",
+            )
+        )
     return rows
 
 
@@ -95,60 +163,103 @@ def drawn(found: dict[str, Any]) -> str:
     """Returns the chart of held-out loss by step, as the mean of the seeds; the loss axis is logarithmic."""
     from math import log
 
-    curves = {name: [sum(values) / len(values) for values in zip(*seeds, strict=True)] for name, seeds in found["curves"].items()}
+    curves = {
+        name: [sum(values) / len(values) for values in zip(*seeds, strict=True)]
+        for name, seeds in found["curves"].items()
+    }
     every = [log(value) for curve in curves.values() for value in curve]
     low, high, count = min(every), max(every), len(next(iter(curves.values())))
     across, down = (WIDTH - 2 * MARGIN) / max(1, count - 1), (HEIGHT - 2 * MARGIN) / (high - low or 1.0)
-    lines, words = [], [f'<text x="{MARGIN}" y="20">Held-out loss on digits, {found["procs"]} ranks, mean of {len(found["seeds"])} seeds</text>']
+    lines, words = (
+        [],
+        [
+            f'<text x="{MARGIN}" y="20">Held-out loss on digits, {found["procs"]} ranks, mean of {len(found["seeds"])} seeds</text>'
+        ],
+    )
     for at, (name, curve) in enumerate(curves.items()):
-        places = " ".join(f"{MARGIN + step * across:.1f},{HEIGHT - MARGIN - (log(value) - low) * down:.1f}" for step, value in enumerate(curve))
+        places = " ".join(
+            f"{MARGIN + step * across:.1f},{HEIGHT - MARGIN - (log(value) - low) * down:.1f}"
+            for step, value in enumerate(curve)
+        )
         dashes = ' stroke-dasharray="5 3"' if "overlapped" in name else ""
         style = 'stroke-width="4" stroke-opacity="0.4"' if at == 0 else f'stroke-width="1.5"{dashes}'
-        lines.append(f'<polyline points="{places}" fill="none" stroke="{COLOURS[at % len(COLOURS)]}" {style}/>')
-        words.append(f'<text x="{WIDTH - 250}" y="{44 + 17 * at}" fill="{COLOURS[at % len(COLOURS)]}">{name}</text>')
-    words += [f'<text x="4" y="{MARGIN + 4}">{2.718281828 ** high:.3f}</text>', f'<text x="4" y="{HEIGHT - MARGIN + 4}">{2.718281828 ** low:.3f}</text>',
-              f'<text x="{MARGIN}" y="{HEIGHT - 14}">step {found["evaluate"]}</text>',
-              f'<text x="{WIDTH - MARGIN - 60}" y="{HEIGHT - 14}">step {found["evaluate"] * count}</text>']
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="13" fill="#333">'
-            f'<rect width="100%" height="100%" fill="#fff"/>{"".join(lines)}{"".join(words)}</svg>\n')
+        lines.append(
+            f'<polyline points="{places}" fill="none" stroke="{COLOURS[at % len(COLOURS)]}" {style}/>'
+        )
+        words.append(
+            f'<text x="{WIDTH - 250}" y="{44 + 17 * at}" fill="{COLOURS[at % len(COLOURS)]}">{name}</text>'
+        )
+    words += [
+        f'<text x="4" y="{MARGIN + 4}">{2.718281828**high:.3f}</text>',
+        f'<text x="4" y="{HEIGHT - MARGIN + 4}">{2.718281828**low:.3f}</text>',
+        f'<text x="{MARGIN}" y="{HEIGHT - 14}">step {found["evaluate"]}</text>',
+        f'<text x="{WIDTH - MARGIN - 60}" y="{HEIGHT - 14}">step {found["evaluate"] * count}</text>',
+    ]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="13" fill="#333">'
+        f'<rect width="100%" height="100%" fill="#fff"/>{"".join(lines)}{"".join(words)}</svg>\n'
+    )
 
 
 def course_rows(found: dict[str, Any]) -> list[tuple[Any, ...]]:
     rows = []
     for name, seeds in found["curves"].items():
         last, middle = [curve[-1] for curve in seeds], [curve[len(curve) // 4] for curve in seeds]
-        rows.append((name, found["exchanges"][name]["exchanges"], f"{sum(middle) / len(middle):.4f}", f"{sum(last) / len(last):.4f}",
-                     f"{min(last):.4f} to {max(last):.4f}"))
+        rows.append(
+            (
+                name,
+                found["exchanges"][name]["exchanges"],
+                f"{sum(middle) / len(middle):.4f}",
+                f"{sum(last) / len(last):.4f}",
+                f"{min(last):.4f} to {max(last):.4f}",
+            )
+        )
     return rows
 
 
 def page(links: dict[str, Any], courses: dict[str, Any] | None, chart: str) -> str:
     parts = [f"# Traffic between ranks\n\n{(__doc__ or '').split(chr(10), 2)[2].strip()}\n"]
-    header = ("side", "MB sent a step", "collectives", "early buckets", "step, ms", "waiting, ms", "step, A over it")
+    header = (
+        "side",
+        "MB sent a step",
+        "collectives",
+        "early buckets",
+        "step, ms",
+        "waiting, ms",
+        "step, A over it",
+    )
     for name, found in links.items():
         parts.append(f"## {name}\n")
         if found is None:
             parts.append("*not run*\n")
             continue
         rounds = found["pairs"][0]["rounds"]
-        parts.append(f"{found['parameters'] / 1e6:.1f} M parameters ({found['layers']} layers of {found['width']}), {found['batch']} samples for each rank, "
-                     f"{len(rounds)} rounds of A B B A, {len(rounds[0]['a'][0][0])} passes a block.\n")
+        parts.append(
+            f"{found['parameters'] / 1e6:.1f} M parameters ({found['layers']} layers of {found['width']}), {found['batch']} samples for each rank, "
+            f"{len(rounds)} rounds of A B B A, {len(rounds[0]['a'][0][0])} passes a block.\n"
+        )
         parts.append(markdown_table(header, rows_of(found)) + "\n")
     parts.append("## Fewer exchanges\n")
     if courses is None:
         parts.append("*not run*\n")
     else:
-        parts.append(f"{courses['procs']} ranks, batches of {courses['batch']}, {courses['steps']} steps, seeds {courses['seeds']}; evaluated every "
-                     f"{courses['evaluate']} steps, which ends a round early if the round is not complete. DiLoCo uses the rate and momentum of its paper, "
-                     "which were tuned for hundreds of steps a round; in such a short training they overshoot.\n")
+        parts.append(
+            f"{courses['procs']} ranks, batches of {courses['batch']}, {courses['steps']} steps, seeds {courses['seeds']}; evaluated every "
+            f"{courses['evaluate']} steps, which ends a round early if the round is not complete. DiLoCo uses the rate and momentum of its paper, "
+            "which were tuned for hundreds of steps a round; in such a short training they overshoot.\n"
+        )
         header = ("side", "exchanges", "held-out loss after a quarter", "at the end", "range over the seeds")
         parts.append(markdown_table(header, course_rows(courses)) + f"\n\n![Held-out loss]({chart})\n")
     return "\n".join(parts)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="some of loopback, limited, four, courses, separated by commas")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", help="some of loopback, limited, four, courses, separated by commas"
+    )
     parser.add_argument("--rate", default="2gbit", help="rate of the limited link, in the notation of tc")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=12)
@@ -157,12 +268,18 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=5, help="passes for each block")
     parser.add_argument("--steps", type=int, default=1280, help="steps of each training curve")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--busy", action="store_true", help="measure even if the machine is busy (to test the benchmark)")
+    parser.add_argument(
+        "--busy", action="store_true", help="measure even if the machine is busy (to test the benchmark)"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     made = stamp()
     known = read_result("exchange", made, args.out)
-    names = {"loopback": "Two ranks, loopback", "limited": f"Two ranks, a link of {args.rate} in total", "four": "Four ranks on two cores, loopback"}
+    names = {
+        "loopback": "Two ranks, loopback",
+        "limited": f"Two ranks, a link of {args.rate} in total",
+        "four": "Four ranks on two cores, loopback",
+    }
     links: dict[str, Any] = {name: known.get("links", {}).get(name) for name in names.values()}
     courses: dict[str, Any] | None = known.get("courses")
     wanted = args.only.split(",") if args.only else [*names, "courses"]
@@ -170,16 +287,39 @@ def main() -> None:
         raise SystemExit(f"--only accepts some of {', '.join([*names, 'courses'])}, not {args.only!r}")
     calm = args.busy or (made["load_at_start"] or 0.0) < CALM
     if not calm and set(wanted) & set(names):
-        print(f"nothing is measured because the load average is {made['load_at_start']}; wait until the machine is idle, or add --busy", file=sys.stderr)
+        print(
+            f"nothing is measured because the load average is {made['load_at_start']}; wait until the machine is idle, or add --busy",
+            file=sys.stderr,
+        )
     chart = f"exchange_{made['slug']}_{made['date'][:7].replace('-', '')}.svg"
     for name in wanted:
         print(name, file=sys.stderr, flush=True)
         if name == "courses":
-            job = {"kind": "course", "sides": COURSES, "seeds": list(range(args.seeds)), "steps": args.steps, "evaluate": 64, "batch": 64, "rate": 1e-3}
-            courses = {**ranks(job, 4, None), **{key: job[key] for key in ("seeds", "steps", "evaluate", "batch")}, "procs": 4}
+            job = {
+                "kind": "course",
+                "sides": COURSES,
+                "seeds": list(range(args.seeds)),
+                "steps": args.steps,
+                "evaluate": 64,
+                "batch": 64,
+                "rate": 1e-3,
+            }
+            courses = {
+                **ranks(job, 4, None),
+                **{key: job[key] for key in ("seeds", "steps", "evaluate", "batch")},
+                "procs": 4,
+            }
         elif calm:
-            links[names[name]] = comparisons(4 if name == "four" else 2, args.rate if name == "limited" else None, args)
-        text, _ = write_result("exchange", made, page(links, courses, chart), {"links": links, "courses": courses}, folder=args.out)
+            links[names[name]] = comparisons(
+                4 if name == "four" else 2, args.rate if name == "limited" else None, args
+            )
+        text, _ = write_result(
+            "exchange",
+            made,
+            page(links, courses, chart),
+            {"links": links, "courses": courses},
+            folder=args.out,
+        )
         if courses is not None:
             write_whole(text.with_suffix(".svg"), drawn(courses))
     print(page(links, courses, chart))

@@ -27,7 +27,9 @@ from flatout.measure.clock import seconds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--only", default="", help="only parsers whose name contains this")
@@ -66,7 +68,11 @@ def main() -> None:
         while seconds() - began < 60 * asked.minutes:
             for opener in kinds:
                 if opener.sound:
-                    once(opener, f"seed {seed}", lambda path, opener=opener, seed=seed: path.write_bytes(mutated(opener, seed)))
+                    once(
+                        opener,
+                        f"seed {seed}",
+                        lambda path, opener=opener, seed=seed: path.write_bytes(mutated(opener, seed)),
+                    )
                     counts["mutated"] += 1
             seed += 1
     rows = [
@@ -84,14 +90,18 @@ def main() -> None:
         [
             f"{counts['on purpose']:,} files that are hostile on purpose and {counts['mutated']:,} mutated ones (seeds {asked.seed} to {seed - 1}) in "
             f"{(seconds() - began) / 60:.0f} minutes: {len(wrong)} wrong, code of a file executed {sum('code of' in each['why'] for each in wrong)} times.",
-            markdown_table(["parser", "files", "exit code: files", "longest, s of CPU", "largest, MiB", "wrong"], rows),
+            markdown_table(
+                ["parser", "files", "exit code: files", "longest, s of CPU", "largest, MiB", "wrong"], rows
+            ),
             " ".join((__doc__ or "").split("\n\n")[1].split()),
         ]
     )
     if asked.no_page:
         print(text)
     else:
-        write_result("fuzz", made, text, {"wrong": wrong, "seeds": [asked.seed, seed], "counts": dict(counts)})
+        write_result(
+            "fuzz", made, text, {"wrong": wrong, "seeds": [asked.seed, seed], "counts": dict(counts)}
+        )
 
 
 if __name__ == "__main__":

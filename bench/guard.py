@@ -30,7 +30,9 @@ from typing import Any
 
 from provenance import HERE, ROOT, markdown_table, stamp, write_result
 
-os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ["PYTHONPATH"]])  # the programs import the bed's levers
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(HERE), os.environ["PYTHONPATH"]]
+)  # the programs import the bed's levers
 
 from guard_end import end_section, rows_of_the_end
 from guard_levers import BAD, TABLE
@@ -82,7 +84,9 @@ class Bed:
 
     def __post_init__(self) -> None:
         arguments, self.ticks, self.late_ticks = PROGRAMS[self.name]
-        self.script = (HERE / "programs" if self.name in OF_HALF_PRECISION else ROOT / "examples") / f"{self.name}.py"
+        self.script = (
+            HERE / "programs" if self.name in OF_HALF_PRECISION else ROOT / "examples"
+        ) / f"{self.name}.py"
         self.command = understand(("python", str(self.script), *arguments))
 
     def tries(self, lever: Lever) -> bool:
@@ -92,9 +96,20 @@ class Bed:
         folder = self.folder / title
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "claim").unlink(missing_ok=True)
-        return Trial(self.command, TrialFolder(folder), plan, self.facts, seed, reseed=True, table="guard_levers:TABLE", perturbation=perturbation)
+        return Trial(
+            self.command,
+            TrialFolder(folder),
+            plan,
+            self.facts,
+            seed,
+            reseed=True,
+            table="guard_levers:TABLE",
+            perturbation=perturbation,
+        )
 
-    def record(self, title: str, plan: Plan, seed: int, perturbation: float = 0.0, draws: bool = False) -> TrialRecord:
+    def record(
+        self, title: str, plan: Plan, seed: int, perturbation: float = 0.0, draws: bool = False
+    ) -> TrialRecord:
         """Returns the record of a run, from the folder if it exists there.
 
         A perturbed run needs only the first losses. ``draws``: as for `measure`.
@@ -102,9 +117,13 @@ class Bed:
         known = read_json(self.folder / f"{title}.json")
         if known is None:
             with self.trial(title, plan, seed, perturbation) as trial:
-                record = measure(trial, START_STEPS if perturbation else self.ticks, seconds() + TIMEOUT_S, draws)
+                record = measure(
+                    trial, START_STEPS if perturbation else self.ticks, seconds() + TIMEOUT_S, draws
+                )
             if record.status != "finished":
-                raise SystemExit(f"guard: {self.name}, {title}: {record.status}: {record.reason[-400:]}\n{record.log_tail[-800:]}")
+                raise SystemExit(
+                    f"guard: {self.name}, {title}: {record.status}: {record.reason[-400:]}\n{record.log_tail[-800:]}"
+                )
             known = record.to_json()
             write_json(self.folder / f"{title}.json", known)
         return TrialRecord.from_json(known)
@@ -129,7 +148,13 @@ class Bed:
         with self.running() as trial:
             answers = trial.ask({"do": "options"}, seconds() + TIMEOUT_S)["options"]
             seen["options"] |= {lever.name: answers[lever.name] for lever in todo}
-            asked = [lever for lever in todo if "skip" not in answers[lever.name] and lever.live and effect_of(lever, seen) is not Effect.EXACT]
+            asked = [
+                lever
+                for lever in todo
+                if "skip" not in answers[lever.name]
+                and lever.live
+                and effect_of(lever, seen) is not Effect.EXACT
+            ]
             for lever in asked:
                 seen["replicas"][lever.name] = self.replica(trial, lever, answers)
             trial.go(self.late_ticks, seconds() + TIMEOUT_S)
@@ -144,9 +169,13 @@ class Bed:
         say(f"{self.name}: replica of {lever.name}")
         choice = Choice(lever.name, answers[lever.name]["values"][0])
         try:
-            metadata: dict[str, Any] = trial.ask({"do": "replica", "choices": [choice.to_json()]}, seconds() + TIMEOUT_S)["replica"]
+            metadata: dict[str, Any] = trial.ask(
+                {"do": "replica", "choices": [choice.to_json()]}, seconds() + TIMEOUT_S
+            )["replica"]
         except ProgramGone as gone:
-            raise SystemExit(f"guard: {self.name} failed during the replica of {lever.name}: {gone.record.reason[-400:]}") from None
+            raise SystemExit(
+                f"guard: {self.name} failed during the replica of {lever.name}: {gone.record.reason[-400:]}"
+            ) from None
         return metadata
 
 
@@ -168,7 +197,9 @@ def verdict_of(bed: Bed, lever: Lever, seen: dict[str, Any]) -> GuardRecord | st
     for metadata, prefix in ((replica, ""), (late, "late ")):
         if failed(metadata):
             checks = [{**check, "name": prefix + check["name"]} for check in (metadata or {})["checks"]]
-            return GuardRecord.from_json({"verdict": "failed", "why": failed(metadata)[0]["why"], "checks": checks})
+            return GuardRecord.from_json(
+                {"verdict": "failed", "why": failed(metadata)[0]["why"], "checks": checks}
+            )
     plan, draws = Plan((Choice(lever.name, answer["values"][0]),)), effect is Effect.RESAMPLED
     again, plain, tuned = bed.record("plain-again", Plan(), 0), [], []
     for seed in SEEDS:
@@ -191,7 +222,12 @@ def alone(bed: Bed, lever: Lever, effect: Effect) -> bool | None:
     known = read_json(bed.folder / f"{lever.name}-{SEEDS[0]}.json")
     if known is None or effect in (Effect.EXACT, Effect.RESAMPLED):
         return None
-    agrees = start_agrees(effect, bed.record(f"plain-{SEEDS[0]}", Plan(), SEEDS[0], draws=True), TrialRecord.from_json(known), bed.perturbed(effect))
+    agrees = start_agrees(
+        effect,
+        bed.record(f"plain-{SEEDS[0]}", Plan(), SEEDS[0], draws=True),
+        TrialRecord.from_json(known),
+        bed.perturbed(effect),
+    )
     return None if agrees is None else agrees.passed
 
 
@@ -204,12 +240,23 @@ def rows_of(beds: list[Bed], levers: list[Lever]) -> list[dict[str, Any]]:
             start = seconds()
             found = verdict_of(bed, lever, seen)
             effect = effect_of(lever, seen)
-            row = {"program": bed.name, "lever": lever.name, "broken": lever.name in BROKEN, "claim": effect.value}
+            row = {
+                "program": bed.name,
+                "lever": lever.name,
+                "broken": lever.name in BROKEN,
+                "claim": effect.value,
+            }
             if isinstance(found, str):
                 row |= {"outcome": "not applicable", "why": found}
             else:
-                row |= {"outcome": "rejected" if found.verdict == "failed" else "accepted", "verdict": found.verdict, "why": found.why,
-                        "checks": [c.to_json() for c in found.checks], "alone": alone(bed, lever, effect), **nearest(found)}
+                row |= {
+                    "outcome": "rejected" if found.verdict == "failed" else "accepted",
+                    "verdict": found.verdict,
+                    "why": found.why,
+                    "checks": [c.to_json() for c in found.checks],
+                    "alone": alone(bed, lever, effect),
+                    **nearest(found),
+                }
             say(f"{bed.name}: {lever.name} {row['outcome']}{mark(row)} ({seconds() - start:.0f} s)")
             rows.append(row)
     return rows
@@ -220,46 +267,85 @@ def nearest(found: GuardRecord) -> dict[str, Any]:
     failed = [c for c in found.checks if not c.passed]
     measured = [c for c in found.checks if c.value is not None and c.limit]
     one = failed[0] if failed else max(measured, key=share, default=None)
-    return {"check": one.name if one else "bitwise", "value": one.value if one else None, "limit": one.limit if one else None}
+    return {
+        "check": one.name if one else "bitwise",
+        "value": one.value if one else None,
+        "limit": one.limit if one else None,
+    }
 
 
 def share(check: Any) -> float:
     """Returns the used share of a check's limit; a p-value must stay above its limit."""
-    return float(check.limit / max(check.value, 1e-300) if check.name in P_VALUES else check.value / check.limit)
+    return float(
+        check.limit / max(check.value, 1e-300) if check.name in P_VALUES else check.value / check.limit
+    )
 
 
 def mark(row: dict[str, Any]) -> str:
-    return {(True, "accepted"): " (FALSE ACCEPT)", (False, "rejected"): " (FALSE REJECT)"}.get((row["broken"], row["outcome"]), "")
+    return {(True, "accepted"): " (FALSE ACCEPT)", (False, "rejected"): " (FALSE REJECT)"}.get(
+        (row["broken"], row["outcome"]), ""
+    )
 
 
 def counts(rows: list[dict[str, Any]]) -> dict[str, int]:
     judged = [row for row in rows if row["outcome"] != "not applicable"]
     found = {}
-    for kind, wrong, of_kind in (("broken", "accepted", [r for r in judged if r["broken"]]), ("sound", "rejected", [r for r in judged if not r["broken"]])):
+    for kind, wrong, of_kind in (
+        ("broken", "accepted", [r for r in judged if r["broken"]]),
+        ("sound", "rejected", [r for r in judged if not r["broken"]]),
+    ):
         metadata = [r for r in of_kind if r["alone"] is not None]
-        found |= {kind: len(of_kind), f"false_{'accepts' if kind == 'broken' else 'rejects'}": sum(r["outcome"] == wrong for r in of_kind),
-                  f"{kind}_alone": len(metadata), f"{kind}_blamed": sum(not r["alone"] for r in metadata)}
+        found |= {
+            kind: len(of_kind),
+            f"false_{'accepts' if kind == 'broken' else 'rejects'}": sum(
+                r["outcome"] == wrong for r in of_kind
+            ),
+            f"{kind}_alone": len(metadata),
+            f"{kind}_blamed": sum(not r["alone"] for r in metadata),
+        }
     return found
 
 
 def page(rows: list[dict[str, Any]], end: list[dict[str, Any]]) -> str:
     found = counts(rows)
-    parts = ["# The guard's test bed\n",
-             f"Broken levers accepted: **{found['false_accepts']} of {found['broken']}**. "
-             f"Sound levers rejected: **{found['false_rejects']} of {found['sound']}**.",
-             f"One case is a lever in a program; {len(SEEDS)} seeds each.\n",
-             f"The first losses of one seed (`start_agrees`) reject {found['broken_blamed']} of the {found['broken_alone']} broken levers that the",
-             f"replica accepts, and {found['sound_blamed']} of {found['sound_alone']} sound ones.\n",
-             "*late* is the replica after a stretch of training; *later* is the step that a replica repeats after its updates. A replica does not",
-             "repeat the script's work outside its root modules: only the losses show a late error in a loss computed there.\n",
-             "*check* is the deciding comparison: the first that failed, otherwise the one closest to its limit. A p-value (distribution,",
-             "shift, draws) must stay above its limit, every other value at or below it; a bitwise comparison has neither. No such test",
-             "finds a deviation that is rarer than the number of steps.\n"]
+    parts = [
+        "# The guard's test bed\n",
+        f"Broken levers accepted: **{found['false_accepts']} of {found['broken']}**. "
+        f"Sound levers rejected: **{found['false_rejects']} of {found['sound']}**.",
+        f"One case is a lever in a program; {len(SEEDS)} seeds each.\n",
+        f"The first losses of one seed (`start_agrees`) reject {found['broken_blamed']} of the {found['broken_alone']} broken levers that the",
+        f"replica accepts, and {found['sound_blamed']} of {found['sound_alone']} sound ones.\n",
+        "*late* is the replica after a stretch of training; *later* is the step that a replica repeats after its updates. A replica does not",
+        "repeat the script's work outside its root modules: only the losses show a late error in a loss computed there.\n",
+        "*check* is the deciding comparison: the first that failed, otherwise the one closest to its limit. A p-value (distribution,",
+        "shift, draws) must stay above its limit, every other value at or below it; a bitwise comparison has neither. No such test",
+        "finds a deviation that is rarer than the number of steps.\n",
+    ]
     for title, broken in (("Broken levers (to be rejected)", True), ("Sound levers (to be accepted)", False)):
-        table = [(row["lever"], row["program"], row["claim"], f"{row['outcome']}{mark(row)}", row["check"], number(row["value"]), number(row["limit"]))
-                 for row in sorted(rows, key=lambda r: r["lever"]) if row["broken"] is broken and row["outcome"] != "not applicable"]
-        parts.append(f"\n## {title}\n\n" + markdown_table(("lever", "program", "claim", "outcome", "check", "value", "limit"), table))
-    left = sorted({f"{row['lever']} in {row['program']} ({row['why']})" for row in rows if row["outcome"] == "not applicable"})
+        table = [
+            (
+                row["lever"],
+                row["program"],
+                row["claim"],
+                f"{row['outcome']}{mark(row)}",
+                row["check"],
+                number(row["value"]),
+                number(row["limit"]),
+            )
+            for row in sorted(rows, key=lambda r: r["lever"])
+            if row["broken"] is broken and row["outcome"] != "not applicable"
+        ]
+        parts.append(
+            f"\n## {title}\n\n"
+            + markdown_table(("lever", "program", "claim", "outcome", "check", "value", "limit"), table)
+        )
+    left = sorted(
+        {
+            f"{row['lever']} in {row['program']} ({row['why']})"
+            for row in rows
+            if row["outcome"] == "not applicable"
+        }
+    )
     return "\n".join([*parts, *end_section(end), f"\nNot applicable: {'; '.join(left) or 'nothing'}."])
 
 
@@ -272,12 +358,18 @@ def say(line: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--programs", default=",".join(DEFAULT), help=f"some of {', '.join(PROGRAMS)}")
     parser.add_argument("--levers", default="", help="only these levers of the test bed (default: all)")
-    parser.add_argument("--records", type=Path, help="folder for the records of all runs (default: a temporary folder)")
+    parser.add_argument(
+        "--records", type=Path, help="folder for the records of all runs (default: a temporary folder)"
+    )
     parser.add_argument("--out", type=Path, help="write the results to this folder instead of bench/results")
-    parser.add_argument("--to-the-end", action="store_true", help="also train the programs of bench/programs to their end")
+    parser.add_argument(
+        "--to-the-end", action="store_true", help="also train the programs of bench/programs to their end"
+    )
     args = parser.parse_args()
     programs, names = args.programs.split(","), set(filter(None, args.levers.split(",")))
     unknown = [*(p for p in programs if p not in PROGRAMS), *(names - {lever.name for lever in TABLE})]
@@ -288,10 +380,19 @@ def main() -> int:
         folder = args.records or Path(temporary)
         beds = [Bed(name, folder / name, facts) for name in programs]
         rows = rows_of(beds, [lever for lever in TABLE if not names or lever.name in names])
-        end = rows_of_the_end([bed for bed in beds if bed.name in OF_HALF_PRECISION], SEEDS) if args.to_the_end else []
+        end = (
+            rows_of_the_end([bed for bed in beds if bed.name in OF_HALF_PRECISION], SEEDS)
+            if args.to_the_end
+            else []
+        )
     found = counts(rows)
-    text, data = write_result("guard", made, page(rows, end), {"rows": rows, "counts": found, "end": end, "seeds": SEEDS},
-                              **({"folder": args.out} if args.out else {}))
+    text, data = write_result(
+        "guard",
+        made,
+        page(rows, end),
+        {"rows": rows, "counts": found, "end": end, "seeds": SEEDS},
+        **({"folder": args.out} if args.out else {}),
+    )
     print(f"broken levers accepted: {found['false_accepts']} of {found['broken']}")
     print(f"sound levers rejected: {found['false_rejects']} of {found['sound']}\n{text}\n{data}")
     return 1 if found["false_accepts"] else 0

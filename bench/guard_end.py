@@ -37,7 +37,15 @@ def rows_of_the_end(beds: Sequence[Any], seeds: Sequence[int]) -> list[dict[str,
         plain = [metric(bed, f"end-plain-{seed}", Plan(), seed) for seed in seeds]
         for choice in HALF:
             found = [metric(bed, f"end-{choice.name}-{seed}", Plan((choice,)), seed) for seed in seeds]
-            rows.append({"program": bed.name, "lever": choice.name, "plain": plain, "half": found, **compared(plain, found)})
+            rows.append(
+                {
+                    "program": bed.name,
+                    "lever": choice.name,
+                    "plain": plain,
+                    "half": found,
+                    **compared(plain, found),
+                }
+            )
     return rows
 
 
@@ -52,7 +60,9 @@ def metric(bed: Any, title: str, plan: Plan, seed: int) -> float:
             text = Path(trial.folder.stdout).read_text(encoding="utf-8")
         lines = [line for line in text.splitlines() if line.startswith("final ")]
         if record.status != "ended" or not lines:
-            raise SystemExit(f"guard: {bed.name}, {title}: {record.status}: {record.reason[-400:]}\n{record.log_tail[-800:]}")
+            raise SystemExit(
+                f"guard: {bed.name}, {title}: {record.status}: {record.reason[-400:]}\n{record.log_tail[-800:]}"
+            )
         known = {"final": float(lines[-1].split()[1]), "skipped": record.skipped}
         write_json(bed.folder / f"{title}.json", known)
     if known["skipped"]:
@@ -71,11 +81,25 @@ def compared(plain: Sequence[float], half: Sequence[float]) -> dict[str, Any]:
 def end_section(rows: Sequence[dict[str, Any]]) -> list[str]:
     if not rows:
         return []
-    table = [(row["program"], row["lever"], numbers(row["plain"]), numbers(row["half"]), f"{row['difference']:+.2g}", f"{row['limit']:.2g}",
-              "yes" if row["same"] else "**no**") for row in rows]
+    table = [
+        (
+            row["program"],
+            row["lever"],
+            numbers(row["plain"]),
+            numbers(row["half"]),
+            f"{row['difference']:+.2g}",
+            f"{row['limit']:.2g}",
+            "yes" if row["same"] else "**no**",
+        )
+        for row in rows
+    ]
     header = ("program", "lever", "plain", "half precision", "difference", "95 %", "same")
-    return ["\n## Trained to the end\n", "The last metric of each seed (accuracy; a distance for gan and a loss for vae), and the difference of the means,\n"
-            "compared with the range of 95 % of differences between equal programs.\n", markdown_table(header, table)]
+    return [
+        "\n## Trained to the end\n",
+        "The last metric of each seed (accuracy; a distance for gan and a loss for vae), and the difference of the means,\n"
+        "compared with the range of 95 % of differences between equal programs.\n",
+        markdown_table(header, table),
+    ]
 
 
 def numbers(values: Sequence[float]) -> str:

@@ -38,6 +38,7 @@ def half_loss(context: Any, value: Any, ledger: Any) -> Undo:
 
         def short(x: Any, *args: Any, really: Any = really, **kwargs: Any) -> Any:
             return really(x.bfloat16().to(x.dtype), *args, **kwargs).bfloat16().to(x.dtype)
+
         ledger.set(functional, name, short)
     return ledger.restore
 
@@ -52,6 +53,7 @@ def raw_autocast(context: Any, value: Any, ledger: Any) -> Undo:
                 output = forward(*args, **kwargs)
             parts = tuple(part.float() for part in (output if isinstance(output, tuple) else (output,)))
             return parts if isinstance(output, tuple) else parts[0]
+
         return in_half_precision
 
     for root in context.roots:
@@ -73,6 +75,7 @@ def inside_roots(context: Any, ledger: Any, replaced: dict[str, Callable[..., An
             finally:
                 for name, other in before.items():
                     setattr(functional, name, other)
+
         return changed
 
     for root in context.roots:
@@ -99,9 +102,14 @@ def half_softmax_gradient(context: Any, value: Any, ledger: Any) -> Undo:
             return ((share - found.exp().bfloat16()) * total).to(grad.dtype)
 
     really = functional.nll_loss
-    return inside_roots(context, ledger, {
-        "log_softmax": lambda x, dim=-1, **_: Short.apply(x),
-        "cross_entropy": lambda x, target, **kwargs: really(Short.apply(x), target, **kwargs)})
+    return inside_roots(
+        context,
+        ledger,
+        {
+            "log_softmax": lambda x, dim=-1, **_: Short.apply(x),
+            "cross_entropy": lambda x, target, **kwargs: really(Short.apply(x), target, **kwargs),
+        },
+    )
 
 
 def saturating_softmax(context: Any, value: Any, ledger: Any) -> Undo:
@@ -113,9 +121,15 @@ def saturating_softmax(context: Any, value: Any, ledger: Any) -> Undo:
         return x - x.exp().sum(dim, keepdim=True).log()
 
     really = functional.nll_loss
-    return inside_roots(context, ledger, {
-        "log_softmax": log_softmax, "softmax": lambda x, dim=-1, **_: torch.exp(log_softmax(x, dim)),
-        "cross_entropy": lambda x, target, **kwargs: really(log_softmax(x), target, **kwargs)})
+    return inside_roots(
+        context,
+        ledger,
+        {
+            "log_softmax": log_softmax,
+            "softmax": lambda x, dim=-1, **_: torch.exp(log_softmax(x, dim)),
+            "cross_entropy": lambda x, target, **kwargs: really(log_softmax(x), target, **kwargs),
+        },
+    )
 
 
 def small_flushed(torch: Any, g: Any) -> Any:
@@ -135,9 +149,13 @@ def flushed_late(context: Any, value: Any, ledger: Any) -> Undo:
         def counted(*args: Any, **kwargs: Any) -> Any:
             updates[0] += 1
             return step(*args, **kwargs)
+
         return counted
+
     around_step(context, ledger, make)
-    return hook_gradients(context, ledger, lambda g: small_flushed(context.torch, g) if updates[0] >= LATE_STEP else g)
+    return hook_gradients(
+        context, ledger, lambda g: small_flushed(context.torch, g) if updates[0] >= LATE_STEP else g
+    )
 
 
 def float16_unscaled(context: Any, value: Any, ledger: Any) -> Undo:
@@ -147,17 +165,23 @@ def float16_unscaled(context: Any, value: Any, ledger: Any) -> Undo:
 
 def float8_gradients(context: Any, value: Any, ledger: Any) -> Undo:
     """Keeps gradients in 8-bit floats (E4M3), with a separate scale for each tensor."""
+
     def rounded(g: Any) -> Any:
         scale = g.abs().max().clamp_min(1e-30) / 448
         return (g / scale).to(context.torch.float8_e4m3fn).to(g.dtype) * scale
+
     return hook_gradients(context, ledger, rounded)
 
 
 def half_running_statistics(context: Any, value: Any, ledger: Any) -> Undo:
     """Keeps BatchNorm's running statistics in bfloat16: small changes are lost."""
+
     def rounded(module: Any, args: tuple, output: Any) -> None:
         if module.training:
-            for held in (module.running_mean.data, module.running_var.data):  # .data: the backward pass checks the version of the buffers
+            for held in (
+                module.running_mean.data,
+                module.running_var.data,
+            ):  # .data: the backward pass checks the version of the buffers
                 held.copy_(held.bfloat16())
 
     for module in modules(context, "BatchNorm"):
@@ -179,18 +203,22 @@ def half_running_sums(context: Any, value: Any, ledger: Any) -> Undo:
         def backward(ctx: Any, grad: Any) -> tuple[Any, Any]:
             x, weight = ctx.saved_tensors
             sum_ = torch.zeros_like(weight, dtype=torch.bfloat16)
-            for g, part in zip(grad.flatten(0, -2).chunk(SUM_PARTS), x.flatten(0, -2).chunk(SUM_PARTS), strict=True):
+            for g, part in zip(
+                grad.flatten(0, -2).chunk(SUM_PARTS), x.flatten(0, -2).chunk(SUM_PARTS), strict=True
+            ):
                 sum_ += (g.t() @ part).bfloat16()
             return grad @ weight, sum_.to(weight.dtype)
 
     def linear(x: Any, weight: Any, bias: Any = None) -> Any:
         found = Summed.apply(x, weight)
         return found if bias is None else found + bias
+
     return inside_roots(context, ledger, {"linear": linear})
 
 
 def half_moments(context: Any, value: Any, ledger: Any) -> Undo:
     """Keeps the optimizer's averages in bfloat16: slow changes are lost."""
+
     def make(optimizer: Any, step: Callable) -> Callable:
         def rounded(*args: Any, **kwargs: Any) -> Any:
             result = step(*args, **kwargs)
@@ -199,31 +227,51 @@ def half_moments(context: Any, value: Any, ledger: Any) -> Undo:
                     if isinstance(held, context.torch.Tensor) and held.dim():
                         held.copy_(held.bfloat16())
             return result
+
         return rounded
+
     return around_step(context, ledger, make)
 
 
 def in_autocast(other: Callable[[Any, Any, Any], Undo]) -> Callable[[Any, Any, Any], Undo]:
     """Combines sound half precision with a fault: its rounding does not excuse the fault."""
+
     def apply(context: Any, value: Any, ledger: Any) -> Undo:
         other(context, value, ledger)
         assert AUTOCAST.apply is not None
         return AUTOCAST.apply(context, "bfloat16", ledger)
+
     return apply
 
 
 # Some of these are harmless in some programs: logits stay small with label smoothing, and sums of losses have
 # large gradients.
 HALF_BAD: tuple[Lever, ...] = (
-    lever_of("half_loss", PRECISION, half_loss, in_script("cross_entropy", "CrossEntropyLoss", "nll_loss", "mse_loss", "binary_cross_entropy", "BCELoss")),
+    lever_of(
+        "half_loss",
+        PRECISION,
+        half_loss,
+        in_script(
+            "cross_entropy", "CrossEntropyLoss", "nll_loss", "mse_loss", "binary_cross_entropy", "BCELoss"
+        ),
+    ),
     lever_of("raw_autocast", PRECISION, raw_autocast, in_root("log_share")),
     lever_of("half_softmax_gradient", PRECISION, half_softmax_gradient, in_root("log_share")),
-    lever_of("saturating_softmax", PRECISION, saturating_softmax, in_root("return F.log_softmax", "F.cross_entropy")),
+    lever_of(
+        "saturating_softmax",
+        PRECISION,
+        saturating_softmax,
+        in_root("return F.log_softmax", "F.cross_entropy"),
+    ),
     lever_of("small_gradients_flushed", PRECISION, small_gradients_flushed, with_weights(100)),
     lever_of("flushed_late", PRECISION, flushed_late, both(with_weights(100), with_optimizer)),
-    lever_of("float16_unscaled", PRECISION, float16_unscaled, in_root("log_share", "F.cross_entropy")),  # in other programs gradients are large enough
+    lever_of(
+        "float16_unscaled", PRECISION, float16_unscaled, in_root("log_share", "F.cross_entropy")
+    ),  # in other programs gradients are large enough
     lever_of("float8_gradients", PRECISION, float8_gradients, with_weights(100)),
     lever_of("half_running_statistics", PRECISION, half_running_statistics, with_layer("BatchNorm2d")),
-    lever_of("half_running_sums", PRECISION, half_running_sums, both(with_layer("Linear"), with_weights(100))),
+    lever_of(
+        "half_running_sums", PRECISION, half_running_sums, both(with_layer("Linear"), with_weights(100))
+    ),
     lever_of("half_moments", PRECISION, half_moments, with_optimizer),
 )

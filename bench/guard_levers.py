@@ -53,7 +53,11 @@ def bf16_like_noise(context: Any, value: Any, ledger: Any) -> Undo:
     """Changes every gradient element by up to 2^-9 of itself, like bfloat16; uses its own generator."""
     draw = context.torch.Generator(device=context.device_type).manual_seed(1)
     torch = context.torch
-    return hook_gradients(context, ledger, lambda g: g * (1 + (torch.rand(g.shape, generator=draw, device=g.device) * 2 - 1) * 2.0**-9))
+    return hook_gradients(
+        context,
+        ledger,
+        lambda g: g * (1 + (torch.rand(g.shape, generator=draw, device=g.device) * 2 - 1) * 2.0**-9),
+    )
 
 
 def ten_bit_products(context: Any, value: Any, ledger: Any) -> Undo:
@@ -73,7 +77,12 @@ def ten_bit_products(context: Any, value: Any, ledger: Any) -> Undo:
 def zero_grad_none(context: Any, value: Any, ledger: Any) -> Undo:
     for optimizer in context.optimizers:
         zero_grad = optimizer.zero_grad
-        ledger.set(optimizer, "zero_grad", lambda *_, zero_grad=zero_grad, **__: zero_grad(set_to_none=True), new=True)
+        ledger.set(
+            optimizer,
+            "zero_grad",
+            lambda *_, zero_grad=zero_grad, **__: zero_grad(set_to_none=True),
+            new=True,
+        )
     return ledger.restore
 
 
@@ -97,6 +106,7 @@ def stale_batchnorm(context: Any, value: Any, ledger: Any) -> Undo:
 
 def stale_gradient(context: Any, value: Any, ledger: Any) -> Undo:
     """Uses the gradient of the previous step in each step, like a faulty overlap."""
+
     def make(optimizer: Any, step: Callable) -> Callable:
         held: dict[Any, Any] = {}
 
@@ -104,7 +114,9 @@ def stale_gradient(context: Any, value: Any, ledger: Any) -> Undo:
             for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
                 p.grad, held[p] = held.get(p, p.grad), p.grad.clone()
             return step(*args, **kwargs)
+
         return late
+
     return around_step(context, ledger, make)
 
 
@@ -114,7 +126,11 @@ def stale_gradient(context: Any, value: Any, ledger: Any) -> Undo:
 def label_smoothing(context: Any, value: Any, ledger: Any) -> Undo:
     functional = context.torch.nn.functional
     really = functional.cross_entropy
-    ledger.set(functional, "cross_entropy", lambda *args, **kwargs: really(*args, **{**kwargs, "label_smoothing": 0.1}))
+    ledger.set(
+        functional,
+        "cross_entropy",
+        lambda *args, **kwargs: really(*args, **{**kwargs, "label_smoothing": 0.1}),
+    )
     return ledger.restore
 
 
@@ -126,6 +142,7 @@ def off_by_one_mean(context: Any, value: Any, ledger: Any) -> Undo:
 
         def wrong(x: Any, target: Any, *args: Any, really: Any = really, **kwargs: Any) -> Any:
             return really(x, target, *args, **kwargs) * (len(target) / max(1, len(target) - 1))
+
         ledger.set(functional, name, wrong)
     return ledger.restore
 
@@ -139,12 +156,15 @@ def zero_grad_lost(context: Any, value: Any, ledger: Any) -> Undo:
             calls[0] += 1
             if calls[0] % 2:
                 really(*args, **kwargs)
+
         ledger.set(owner, "zero_grad", sometimes, new=True)
     return ledger.restore
 
 
 def clip_lost(context: Any, value: Any, ledger: Any) -> Undo:
-    ledger.set(context.torch.nn.utils, "clip_grad_norm_", lambda parameters, *args, **kwargs: context.torch.zeros(()))
+    ledger.set(
+        context.torch.nn.utils, "clip_grad_norm_", lambda parameters, *args, **kwargs: context.torch.zeros(())
+    )
     return ledger.restore
 
 
@@ -167,13 +187,17 @@ def skipped_step(every: int) -> Callable[[Any, Any, Any], Undo]:
                 for group, lr in zip(optimizer.param_groups, group_lr, strict=True):
                     group["lr"] = lr
                 return result
+
             return sometimes
+
         return around_step(context, ledger, make)
+
     return apply
 
 
 def state_lost(context: Any, value: Any, ledger: Any) -> Undo:
     """Resets momentum and second moments every fifth step."""
+
     def make(optimizer: Any, step: Callable) -> Callable:
         calls = [0]
 
@@ -182,7 +206,9 @@ def state_lost(context: Any, value: Any, ledger: Any) -> Undo:
             if calls[0] % 5 == 0:
                 optimizer.state.clear()
             return step(*args, **kwargs)
+
         return forgetful
+
     return around_step(context, ledger, make)
 
 
@@ -195,6 +221,7 @@ def weight_decay_lost(context: Any, value: Any, ledger: Any) -> Undo:
 
 def coarse_weights(coarse: Callable[[Any], Any]) -> Callable[[Any, Any, Any], Undo]:
     """Keeps the weights in few bits: small updates are lost."""
+
     def apply(context: Any, value: Any, ledger: Any) -> Undo:
         def make(optimizer: Any, step: Callable) -> Callable:
             def rounded(*args: Any, **kwargs: Any) -> Any:
@@ -203,8 +230,11 @@ def coarse_weights(coarse: Callable[[Any], Any]) -> Callable[[Any, Any, Any], Un
                     for p in (p for group in optimizer.param_groups for p in group["params"]):
                         p.copy_(coarse(p))
                 return result
+
             return rounded
+
         return around_step(context, ledger, make)
+
     return apply
 
 
@@ -227,6 +257,7 @@ def _bad(of: str, when: When = anywhere) -> Lever:
 
 def _where(of: str, when: When, name: str = "") -> Lever:
     """Returns a lever of the shelf, where it applies by itself and ``unless`` gives no reason against it."""
+
     def applies(facts: Any, context: Any) -> Options | Skip:
         reason = when(context)
         return Skip(reason) if reason else OF_SHELF[of].applies(facts, context)
@@ -236,6 +267,7 @@ def _where(of: str, when: When, name: str = "") -> Lever:
 
 def _good(of: str, value: Any, when: When = anywhere, name: str = "") -> Lever:
     """Returns a lever of the shelf, applied although it gives no speed-up here."""
+
     def applies(facts: Any, context: Any) -> Options | Skip:
         reason = when(context)
         return Skip(reason) if reason else Options((value,))
@@ -244,7 +276,11 @@ def _good(of: str, value: Any, when: When = anywhere, name: str = "") -> Lever:
 
 
 def _runs_in_bf16(context: Any) -> str:
-    return "oneDNN has no bfloat16 LSTM on many CPUs" if context.has_layer("LSTM") and context.device_type == "cpu" else ""
+    return (
+        "oneDNN has no bfloat16 LSTM on many CPUs"
+        if context.has_layer("LSTM") and context.device_type == "cpu"
+        else ""
+    )
 
 
 dropout_of_images = in_root("self.dropout1(x)")
@@ -258,7 +294,10 @@ def with_attention(context: Any) -> str:
     return getattr(OF_SHELF["attention"].applies(Facts(), context), "reason", "")
 
 
-with_mean_loss = both(without_tokens, in_script("cross_entropy", "CrossEntropyLoss", "nll_loss", "mse_loss", "binary_cross_entropy", "BCELoss"))
+with_mean_loss = both(
+    without_tokens,
+    in_script("cross_entropy", "CrossEntropyLoss", "nll_loss", "mse_loss", "binary_cross_entropy", "BCELoss"),
+)
 
 GOOD: tuple[Lever, ...] = (
     OF_SHELF["malloc"],
@@ -268,7 +307,10 @@ GOOD: tuple[Lever, ...] = (
     OF_SHELF["loader"],
     OF_SHELF["cached_prefix"],
     OF_SHELF["batched_transforms"],
-    _where("channels_last", lambda context: "" if dropout_of_images(context) else "dropout of images uses a different mask"),
+    _where(
+        "channels_last",
+        lambda context: "" if dropout_of_images(context) else "dropout of images uses a different mask",
+    ),
     _good("autocast", "bfloat16", _runs_in_bf16),
     _good("reduced_precision", True, _runs_in_bf16),
     OF_SHELF["compile"],
@@ -290,7 +332,10 @@ BAD: tuple[Lever, ...] = (
     _bad("cudnn_benchmark", with_layer("Conv2d")),  # convolutions with two bits after the point
     _bad("threads"),  # a data race on the first parameter
     _bad("tf32"),  # weights of four bits and a sign
-    _bad("reduced_precision", lambda context: "the inputs are integers" if context.has_layer("Embedding") else ""),  # inputs of three bits
+    _bad(
+        "reduced_precision",
+        lambda context: "the inputs are integers" if context.has_layer("Embedding") else "",
+    ),  # inputs of three bits
     _bad("autocast"),  # gradients scaled, never unscaled
     _bad("channels_last", with_images),  # height read as width
     _bad("compile", with_layer("BatchNorm", "Dropout")),  # batch statistics frozen
@@ -305,12 +350,26 @@ BAD: tuple[Lever, ...] = (
     _bad("cached_prefix", with_images),  # the adjacent samples
     _bad("batched_transforms", with_images),  # brighter images
     # For the ten gradients of the linear model, eight bits are as precise as bfloat16.
-    lever_of("eight_bit_gradients", ROUNDING, lambda context, value, ledger: hook_gradients(context, ledger, eight_bits), with_weights(100)),
-    lever_of("gradients_twice", ROUNDING, lambda context, value, ledger: hook_gradients(context, ledger, lambda g: 2 * g)),
+    lever_of(
+        "eight_bit_gradients",
+        ROUNDING,
+        lambda context, value, ledger: hook_gradients(context, ledger, eight_bits),
+        with_weights(100),
+    ),
+    lever_of(
+        "gradients_twice",
+        ROUNDING,
+        lambda context, value, ledger: hook_gradients(context, ledger, lambda g: 2 * g),
+    ),
     lever_of("dropout_off", ROUNDING, dropout_off, with_layer("Dropout")),
     lever_of("stale_batchnorm", ROUNDING, stale_batchnorm, with_layer("BatchNorm")),
     lever_of("stale_gradient", ROUNDING, stale_gradient, with_optimizer),
-    lever_of("label_smoothing", ROUNDING, label_smoothing, both(in_script("cross_entropy", "CrossEntropyLoss"), classes)),
+    lever_of(
+        "label_smoothing",
+        ROUNDING,
+        label_smoothing,
+        both(in_script("cross_entropy", "CrossEntropyLoss"), classes),
+    ),
     lever_of("off_by_one_mean", ROUNDING, off_by_one_mean, with_mean_loss),
     lever_of("zero_grad_lost", ROUNDING, zero_grad_lost),
     lever_of("clip_lost", ROUNDING, clip_lost, in_script("clip_grad_norm_")),
@@ -323,16 +382,36 @@ BAD: tuple[Lever, ...] = (
     lever_of("other_constants", RESAMPLED, other_constants, with_transform("Normalize"), Moment.LOADER),
     lever_of("no_augmentation", RESAMPLED, no_augmentation, with_transform("Random"), Moment.LOADER),
     lever_of("no_flip", RESAMPLED, no_flip, with_transform("RandomHorizontalFlip"), Moment.LOADER),
-    lever_of("always_flipped", RESAMPLED, always_flipped, with_transform("RandomHorizontalFlip"), Moment.LOADER),
+    lever_of(
+        "always_flipped", RESAMPLED, always_flipped, with_transform("RandomHorizontalFlip"), Moment.LOADER
+    ),
     lever_of("same_crop", RESAMPLED, same_crop, with_transform("RandomCrop"), Moment.LOADER),
     *HALF_BAD,
-    _where("channels_last", dropout_of_images, "channels_last_with_dropout"),  # a different mask under a claim of ROUNDING
-    lever_of("half_label_smoothing", PRECISION, in_autocast(label_smoothing), both(in_script("cross_entropy", "CrossEntropyLoss"), _runs_in_bf16, classes)),
-    lever_of("half_off_by_one_mean", PRECISION, in_autocast(off_by_one_mean), both(with_mean_loss, _runs_in_bf16)),
+    _where(
+        "channels_last", dropout_of_images, "channels_last_with_dropout"
+    ),  # a different mask under a claim of ROUNDING
+    lever_of(
+        "half_label_smoothing",
+        PRECISION,
+        in_autocast(label_smoothing),
+        both(in_script("cross_entropy", "CrossEntropyLoss"), _runs_in_bf16, classes),
+    ),
+    lever_of(
+        "half_off_by_one_mean", PRECISION, in_autocast(off_by_one_mean), both(with_mean_loss, _runs_in_bf16)
+    ),
     lever_of("half_zero_grad_lost", PRECISION, in_autocast(zero_grad_lost), _runs_in_bf16),
-    lever_of("half_clip_lost", PRECISION, in_autocast(clip_lost), both(in_script("clip_grad_norm_"), _runs_in_bf16)),
-    lever_of("half_dropout_off", PRECISION, in_autocast(dropout_off), both(with_layer("Dropout"), _runs_in_bf16)),
-    lever_of("half_gradients_twice", PRECISION, in_autocast(lambda context, value, ledger: hook_gradients(context, ledger, lambda g: 2 * g)), _runs_in_bf16),
+    lever_of(
+        "half_clip_lost", PRECISION, in_autocast(clip_lost), both(in_script("clip_grad_norm_"), _runs_in_bf16)
+    ),
+    lever_of(
+        "half_dropout_off", PRECISION, in_autocast(dropout_off), both(with_layer("Dropout"), _runs_in_bf16)
+    ),
+    lever_of(
+        "half_gradients_twice",
+        PRECISION,
+        in_autocast(lambda context, value, ledger: hook_gradients(context, ledger, lambda g: 2 * g)),
+        _runs_in_bf16,
+    ),
     lever_of("kept_too_late", RESAMPLED, kept_too_late, with_transform("Random"), Moment.LOADER),
 )
 

@@ -29,7 +29,11 @@ def with_optimizer(context: Any) -> str:
 
 def with_group(*keys: str) -> When:
     """Applies if some optimizer has one of these settings enabled."""
-    return lambda context: "" if any(g.get(k) for o in context.optimizers for g in o.param_groups for k in keys) else f"no optimizer with {keys[0]}"
+    return lambda context: (
+        ""
+        if any(g.get(k) for o in context.optimizers for g in o.param_groups for k in keys)
+        else f"no optimizer with {keys[0]}"
+    )
 
 
 def with_layer(*names: str) -> When:
@@ -38,12 +42,16 @@ def with_layer(*names: str) -> When:
 
 def with_out_of_place(context: Any) -> str:
     """Applies if some ReLU could be in place and is not."""
-    found = any(type(m) is context.torch.nn.ReLU and not m.inplace for root in context.roots for m in root.modules())
+    found = any(
+        type(m) is context.torch.nn.ReLU and not m.inplace for root in context.roots for m in root.modules()
+    )
     return "" if found else "no ReLU layer, or all are in place already"
 
 
 def with_weights(count: int) -> When:
-    return lambda context: "" if sum(p.numel() for p in context.parameters) > count else f"at most {count} parameters"
+    return lambda context: (
+        "" if sum(p.numel() for p in context.parameters) > count else f"at most {count} parameters"
+    )
 
 
 def without_tokens(context: Any) -> str:
@@ -53,10 +61,16 @@ def without_tokens(context: Any) -> str:
 
 def with_transform(*names: str) -> When:
     """Applies if the first loaded data set has one of these transforms; unknown before there is a loader."""
+
     def when(context: Any) -> str:
         seen = context._loaders._dataset
         held = getattr(getattr(seen() if seen else None, "transform", None), "transforms", ())
-        return "" if not context.steps or any(type(t).__name__.startswith(names) for t in held) else f"no transform {names[0]}"
+        return (
+            ""
+            if not context.steps or any(type(t).__name__.startswith(names) for t in held)
+            else f"no transform {names[0]}"
+        )
+
     return when
 
 
@@ -66,17 +80,27 @@ def both(*conditions: When) -> When:
 
 def in_script(*words: str) -> When:
     """Applies if the program's own file contains one of these words."""
+
     def when(context: Any) -> str:
-        text = Path(getattr(sys.modules["__main__"], "__file__", "") or sys.argv[0]).read_text(encoding="utf-8")
-        return "" if any(re.search(rf"\b{word}\b", text) for word in words) else f"the program has no {words[0]}"
+        text = Path(getattr(sys.modules["__main__"], "__file__", "") or sys.argv[0]).read_text(
+            encoding="utf-8"
+        )
+        return (
+            "" if any(re.search(rf"\b{word}\b", text) for word in words) else f"the program has no {words[0]}"
+        )
+
     return when
 
 
 def in_root(*words: str) -> When:
     """Applies if the class of some root module contains one of these words."""
+
     def when(context: Any) -> str:
         texts = [inspect.getsource(type(root)) for root in context.roots]
-        return "" if any(word in text for text in texts for word in words) else f"no root module with {words[0]}"
+        return (
+            "" if any(word in text for text in texts for word in words) else f"no root module with {words[0]}"
+        )
+
     return when
 
 
@@ -87,7 +111,9 @@ def with_images(context: Any) -> str:
 # -- tools ---------------------------------------------------------------------------------------------------
 
 
-def hook_gradients(context: Any, ledger: Any, change: Callable[[Any], Any], only: slice = slice(None)) -> Undo:
+def hook_gradients(
+    context: Any, ledger: Any, change: Callable[[Any], Any], only: slice = slice(None)
+) -> Undo:
     for p in context.parameters[only]:
         ledger.call("gradient hook", p.register_hook(change).remove)
     return ledger.restore
@@ -101,6 +127,7 @@ def around_step(context: Any, ledger: Any, make: Callable[[Any, Callable], Calla
 
 def around_transforms(context: Any, ledger: Any, change: Callable[[list[Any]], list[Any]]) -> Undo:
     """Changes the list of transforms of every data set that a loader uses."""
+
     def rule(dataset: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         transform = getattr(dataset, "transform", None)
         if hasattr(transform, "transforms"):
@@ -115,9 +142,20 @@ def modules(context: Any, *names: str) -> list[Any]:
     return [m for root in context.roots for m in root.modules() if type(m).__name__.startswith(names)]
 
 
-def lever_of(name: str, effect: Effect, apply: Any, when: When = anywhere, moment: Moment = Moment.STEP) -> Lever:
+def lever_of(
+    name: str, effect: Effect, apply: Any, when: When = anywhere, moment: Moment = Moment.STEP
+) -> Lever:
     def applies(facts: Any, context: Any) -> Options | Skip:
         reason = when(context)
         return Skip(reason) if reason else Options((True,))
 
-    return Lever(name, moment, effect, applies, lambda value: "", apply=apply, live=moment is not Moment.LOADER, page=(apply.__doc__ or "").strip())
+    return Lever(
+        name,
+        moment,
+        effect,
+        applies,
+        lambda value: "",
+        apply=apply,
+        live=moment is not Moment.LOADER,
+        page=(apply.__doc__ or "").strip(),
+    )

@@ -27,26 +27,52 @@ from flatout.measure.clock import seconds
 Others = Callable[[Any, Any], dict[str, Callable[..., Any]]]
 
 
-def measure(theme: str, title: str, args: argparse.Namespace, others: Others | None = None, goals: Callable[[list[KernelTiming]], list[str]] | None = None) -> int:
+def measure(
+    theme: str,
+    title: str,
+    args: argparse.Namespace,
+    others: Others | None = None,
+    goals: Callable[[list[KernelTiming]], list[str]] | None = None,
+) -> int:
     """Runs the benchmark; writes its page after each kernel, so that an interrupted run keeps its results."""
     made, roof, rows = stamp(), roofline(args.smoke), list[KernelTiming]()
     folder = args.out or (Path(tempfile.mkdtemp(prefix="smoke-")) if args.smoke else RESULTS)
     text, end_s, late = "", seconds() + args.limit_s, list[str]()
     for name in args.kernels.split(","):
-        for row in rows_of(kernel_of(name), 1 if args.smoke else args.rounds, args.case, others, roof) if seconds() < end_s else ():
+        for row in (
+            rows_of(kernel_of(name), 1 if args.smoke else args.rounds, args.case, others, roof)
+            if seconds() < end_s
+            else ()
+        ):
             rows.append(row)
             if seconds() >= end_s:
                 break
-            print(f"  {row.kernel}, {row.case}, {row.work}: {' | '.join(cells(row))}", file=sys.stderr, flush=True)
+            print(
+                f"  {row.kernel}, {row.case}, {row.work}: {' | '.join(cells(row))}",
+                file=sys.stderr,
+                flush=True,
+            )
         late += [name] if seconds() >= end_s else []
         rates = ", ".join(f"{rate:,.2f} TFLOP/s in {dtype}" for dtype, rate in roof.tflop_per_s.items())
-        parts = [f"# {title}\n", *(["**A smoke run of one round: its figures are meaningless.**\n"] if args.smoke else []),
-                 f"Roofline, measured first on {roof.device}: {roof.gb_per_s:,.0f} GB/s copied (read and written), {rates}. One round is about 20 ms;",
-                 f"{1 if args.smoke else args.rounds} rounds. Baseline: the reference, plain torch.\n",
-                 *([f"**Incomplete after {args.limit_s:.0f} s: {', '.join(late)}.**\n"] if late else []), *(goals(rows) if goals else []),
-                 markdown_table(("kernel", "case", "work", *COLUMNS),
-                                [(row.kernel, row.case, row.work, *cells(row)) for row in rows])]
-        text, data = write_result(theme, made, "\n".join(parts), {"roofline": vars(roof), "rows": [row.to_json() for row in rows]}, folder=folder)
+        parts = [
+            f"# {title}\n",
+            *(["**A smoke run of one round: its figures are meaningless.**\n"] if args.smoke else []),
+            f"Roofline, measured first on {roof.device}: {roof.gb_per_s:,.0f} GB/s copied (read and written), {rates}. One round is about 20 ms;",
+            f"{1 if args.smoke else args.rounds} rounds. Baseline: the reference, plain torch.\n",
+            *([f"**Incomplete after {args.limit_s:.0f} s: {', '.join(late)}.**\n"] if late else []),
+            *(goals(rows) if goals else []),
+            markdown_table(
+                ("kernel", "case", "work", *COLUMNS),
+                [(row.kernel, row.case, row.work, *cells(row)) for row in rows],
+            ),
+        ]
+        text, data = write_result(
+            theme,
+            made,
+            "\n".join(parts),
+            {"roofline": vars(roof), "rows": [row.to_json() for row in rows]},
+            folder=folder,
+        )
     print(f"{text}\n{data}")
     return 0
 
@@ -56,9 +82,18 @@ def options(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--kernels", default=",".join(NAMES), help=f"some of {', '.join(NAMES)}, or your own")
     parser.add_argument("--case", default="", help="only cases whose title contains this")
     parser.add_argument("--rounds", type=int, default=12, help="rounds of every candidate (default 12)")
-    parser.add_argument("--limit-s", type=float, default=math.inf, help="stop measuring after this many seconds; the page lists what is missing")
-    parser.add_argument("--smoke", action="store_true", help="run one round into a temporary folder, to test the benchmark")
-    parser.add_argument("--out", type=Path, default=None, help="write the results to this folder instead of bench/results")
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        default=math.inf,
+        help="stop measuring after this many seconds; the page lists what is missing",
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="run one round into a temporary folder, to test the benchmark"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=None, help="write the results to this folder instead of bench/results"
+    )
     return parser
 
 

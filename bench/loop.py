@@ -28,8 +28,16 @@ from flatout.plan.records import Ratio
 PROGRAM = HERE / "programs" / "loops.py"
 # approximate ms -> width, layers, batch, steps of a block
 SIZES = {0.3: (32, 1, 16, 80), 1.0: (128, 3, 64, 40), 5.0: (256, 6, 256, 8), 20.0: (512, 6, 512, 3)}
-NEEDS = {"raw": "", "Loop": "", "raw, clipped and scheduled": "", "Loop, clipped and scheduled": "", "Fabric": "lightning", "Accelerate": "accelerate",
-         "Lightning": "lightning", "Ignite": "ignite"}
+NEEDS = {
+    "raw": "",
+    "Loop": "",
+    "raw, clipped and scheduled": "",
+    "Loop, clipped and scheduled": "",
+    "Fabric": "lightning",
+    "Accelerate": "accelerate",
+    "Lightning": "lightning",
+    "Ignite": "ignite",
+}
 DISTRIBUTIONS = {"ignite": "pytorch-ignite"}
 BASELINE = {"Loop, clipped and scheduled": "raw, clipped and scheduled"}
 GOAL, GOAL_SIZE = 1.05, 0.3
@@ -47,7 +55,9 @@ def measured(size: float, names: list[str], rounds: int) -> dict[str, list[float
 
 def over_raw(processes: list[dict[str, list[float]]], name: str) -> Ratio:
     baseline = BASELINE.get(name, "raw")
-    return compare([[Round(a, b) for a, b in zip(each[name], each[baseline], strict=True)] for each in processes])
+    return compare(
+        [[Round(a, b) for a, b in zip(each[name], each[baseline], strict=True)] for each in processes]
+    )
 
 
 def page(found: dict[float, list[dict[str, list[float]]]], missing: list[str]) -> str:
@@ -55,13 +65,19 @@ def page(found: dict[float, list[dict[str, list[float]]]], missing: list[str]) -
     rows = []
     for processes in found.values():
         raw_ms = median([ms for each in processes for ms in each["raw"]])
-        ratios = {name: over_raw(processes, name) for name in names if name not in ("raw", *BASELINE.values())}
+        ratios = {
+            name: over_raw(processes, name) for name in names if name not in ("raw", *BASELINE.values())
+        }
         rows.append((f"{raw_ms:.3g}", *(f"{spell(ratios[name])}" for name in ratios)))
     header = ("raw, ms a step", *(name for name in names if name not in ("raw", *BASELINE.values())))
     goal = over_raw(found[GOAL_SIZE], "Loop") if GOAL_SIZE in found else None
     said = f"Goal: at most {GOAL} on the smallest step: {_judged(goal)}, {spell(goal)}.\n" if goal else ""
     present = sorted({NEEDS[name] for name in names if NEEDS.get(name)})
-    versions = f"Libraries: {', '.join(f'{each} {version(DISTRIBUTIONS.get(each, each))}' for each in present)}.\n" if present else ""
+    versions = (
+        f"Libraries: {', '.join(f'{each} {version(DISTRIBUTIONS.get(each, each))}' for each in present)}.\n"
+        if present
+        else ""
+    )
     absent = f"Not installed, not run: {', '.join(missing)}.\n" if missing else ""
     return f"# Overhead of a training loop\n\n{(__doc__ or '').split(chr(10), 2)[2].strip()}\n\n{said}\n{versions}{absent}\n{markdown_table(header, rows)}\n"
 
@@ -73,11 +89,17 @@ def _judged(ratio: Ratio) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="sizes to measure, in milliseconds of a raw step")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sizes", default=",".join(map(str, SIZES)), help="sizes to measure, in milliseconds of a raw step"
+    )
     parser.add_argument("--processes", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--only", default="", help="only these candidates in addition to raw, separated by semicolons")
+    parser.add_argument(
+        "--only", default="", help="only these candidates in addition to raw, separated by semicolons"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     asked = [name for name in NEEDS if not args.only or name in ("raw", *args.only.split(";"))]
@@ -88,7 +110,11 @@ def main() -> None:
         found[size] = []
         for at in range(args.processes):
             found[size].append(measured(size, names, args.rounds))
-            print(f"{size} ms, process {at + 1}: " + ", ".join(f"{name} {median(ms):.4g}" for name, ms in found[size][-1].items()), flush=True)
+            print(
+                f"{size} ms, process {at + 1}: "
+                + ", ".join(f"{name} {median(ms):.4g}" for name, ms in found[size][-1].items()),
+                flush=True,
+            )
     text = page(found, missing)
     print(text)
     raw = {"sizes": {str(size): processes for size, processes in found.items()}}

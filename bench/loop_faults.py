@@ -39,20 +39,44 @@ def run(words: list[str], folder: str) -> list[Any]:
     """Runs the program, as one process or two ranks, and returns its records. A hang is a record, too."""
     ranks = 2 if words[0] == "ranks" else 1
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pair = [subprocess.Popen([sys.executable, str(PROGRAM), *words, str(rank), folder], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                             text=True) for rank in range(ranks)]
+    pair = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), *words, str(rank), folder],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
     said = []
     try:
         for process in pair:
             out, err = process.communicate(timeout=TIMEOUT_S)
             said.append((process.returncode, out, err))
     except subprocess.TimeoutExpired:
-        return [{"phase": words[0], "case": " ".join(words), "site": "", "verdict": "wrong", "why": f"no end within {TIMEOUT_S} s"}]
+        return [
+            {
+                "phase": words[0],
+                "case": " ".join(words),
+                "site": "",
+                "verdict": "wrong",
+                "why": f"no end within {TIMEOUT_S} s",
+            }
+        ]
     finally:
         for process in pair:
             process.kill()
     if any(code for code, *_ in said):
-        return [{"phase": words[0], "case": " ".join(words), "site": "", "verdict": "wrong", "why": said[0][2][-300:] or said[-1][2][-300:]}]
+        return [
+            {
+                "phase": words[0],
+                "case": " ".join(words),
+                "site": "",
+                "verdict": "wrong",
+                "why": said[0][2][-300:] or said[-1][2][-300:],
+            }
+        ]
     return [json.loads(line) for line in said[0][1].splitlines()]
 
 
@@ -61,31 +85,57 @@ def page(found: list[Any]) -> str:
     verdicts = ("done again", "refused", "wrong")
     phases = list(dict.fromkeys(each["phase"] for each in found))
     counts = {phase: Counter(each["verdict"] for each in found if each["phase"] == phase) for phase in phases}
-    rows = [(phase, sum(counts[phase].values()), *(counts[phase][verdict] for verdict in verdicts)) for phase in phases]
+    rows = [
+        (phase, sum(counts[phase].values()), *(counts[phase][verdict] for verdict in verdicts))
+        for phase in phases
+    ]
     cases = list(dict.fromkeys((each["phase"], each["case"]) for each in found))
-    each_case = [(phase, case, len(of), *(sum(each["verdict"] == verdict for each in of) for verdict in verdicts))
-                 for phase, case in cases for of in [[each for each in found if (each["phase"], each["case"]) == (phase, case)]]]
-    wrong = [(each["phase"], each["case"], each["site"], each["why"]) for each in found if each["verdict"] == "wrong"]
+    each_case = [
+        (phase, case, len(of), *(sum(each["verdict"] == verdict for each in of) for verdict in verdicts))
+        for phase, case in cases
+        for of in [[each for each in found if (each["phase"], each["case"]) == (phase, case)]]
+    ]
+    wrong = [
+        (each["phase"], each["case"], each["site"], each["why"])
+        for each in found
+        if each["verdict"] == "wrong"
+    ]
     total = Counter(each["verdict"] for each in injected)
-    said = f"{len(injected)} injected sites: {total['done again']} done again, {total['refused']} refused with an error message, **{total['wrong']} wrong**. " \
-           f"Goal: at least {GOAL} sites, none wrong: {'reached' if len(injected) >= GOAL and not total['wrong'] else '**missed**'}."
+    said = (
+        f"{len(injected)} injected sites: {total['done again']} done again, {total['refused']} refused with an error message, **{total['wrong']} wrong**. "
+        f"Goal: at least {GOAL} sites, none wrong: {'reached' if len(injected) >= GOAL and not total['wrong'] else '**missed**'}."
+    )
     text = f"# Out of memory in a Loop\n\n{(__doc__ or '').strip()}\n\n{said}\n\n{markdown_table(('where', 'sites', *verdicts), rows)}\n"
     text += f"\n## Cases\n\n{markdown_table(('where', 'case', 'sites', *verdicts), each_case)}\n"
-    return text + (f"\n## Wrong\n\n{markdown_table(('where', 'case', 'site', 'why'), wrong)}\n" if wrong else "")
+    return text + (
+        f"\n## Wrong\n\n{markdown_table(('where', 'case', 'site', 'why'), wrong)}\n" if wrong else ""
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--every", type=int, default=3, help="inject at every n-th operator")
-    parser.add_argument("--only", default="", help="some of gradients, optimizer, evaluation, ranks, real, separated by commas")
-    parser.add_argument("--at-once", type=int, default=3, help="programs that run at once; the benchmark measures no times")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="some of gradients, optimizer, evaluation, ranks, real, separated by commas",
+    )
+    parser.add_argument(
+        "--at-once", type=int, default=3, help="programs that run at once; the benchmark measures no times"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     asked = args.only.split(",") if args.only else ["gradients", "optimizer", "evaluation", "ranks", "real"]
     made = stamp()
-    todo = [(phase, str(more)) for phase in asked for more in (LIMITS_MIB if phase == "real" else [args.every])]
+    todo = [
+        (phase, str(more)) for phase in asked for more in (LIMITS_MIB if phase == "real" else [args.every])
+    ]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.at_once) as pool:
-        found = [each for records in pool.map(lambda words: run(list(words), folder), todo) for each in records]
+        found = [
+            each for records in pool.map(lambda words: run(list(words), folder), todo) for each in records
+        ]
     text = page(found)
     print(text.split("## Cases")[0])
     for each in found:

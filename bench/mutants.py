@@ -51,7 +51,10 @@ class Mutant:
 
 
 def read() -> list[Mutant]:
-    return [Mutant(**{**row, "tests": tuple(row["tests"])}) for row in tomllib.loads(LIST.read_text(encoding="utf-8"))["mutant"]]
+    return [
+        Mutant(**{**row, "tests": tuple(row["tests"])})
+        for row in tomllib.loads(LIST.read_text(encoding="utf-8"))["mutant"]
+    ]
 
 
 def errors(mutants: list[Mutant]) -> list[str]:
@@ -59,15 +62,25 @@ def errors(mutants: list[Mutant]) -> list[str]:
     found = []
     for mutant in mutants:
         try:
-            compile(mutant.applied((ROOT / "src" / "flatout" / mutant.file).read_text(encoding="utf-8")), mutant.file, "exec")
+            compile(
+                mutant.applied((ROOT / "src" / "flatout" / mutant.file).read_text(encoding="utf-8")),
+                mutant.file,
+                "exec",
+            )
         except (OSError, ValueError, SyntaxError) as error:
             found.append(str(error))
-        found += [f"{mutant.file}: there is no {test}" for test in mutant.tests if not (ROOT / test.partition("::")[0]).exists()]
+        found += [
+            f"{mutant.file}: there is no {test}"
+            for test in mutant.tests
+            if not (ROOT / test.partition("::")[0]).exists()
+        ]
     return found
 
 
 def copy_of_repository(place: Path) -> Path:
-    tracked = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    tracked = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     for name in tracked:
         if (ROOT / name).is_file() and not name.startswith("bench/results/"):
             (place / name).parent.mkdir(parents=True, exist_ok=True)
@@ -83,8 +96,15 @@ def outcome(mutant: Mutant | None, tests: tuple[str, ...], place: Path) -> tuple
     try:
         if path is not None and mutant is not None:
             path.write_text(mutant.applied(before), encoding="utf-8")
-        done = subprocess.run([sys.executable, "-m", "pytest", "-x", "-q", "-o", "addopts=", "-p", "no:cacheprovider", *tests], cwd=place, env=environment,
-                              capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "-q", "-o", "addopts=", "-p", "no:cacheprovider", *tests],
+            cwd=place,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return "hung", f"not done after {LIMIT_S} s"
     finally:
@@ -96,18 +116,30 @@ def outcome(mutant: Mutant | None, tests: tuple[str, ...], place: Path) -> tuple
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="only breaks of these packages or files, separated by commas")
-    parser.add_argument("--check", action="store_true", help="only look whether each text is in its file once")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="breaks at once (default: one a core)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="write the results to this folder instead of bench/results")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", help="only breaks of these packages or files, separated by commas"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="only look whether each text is in its file once"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="breaks at once (default: one a core)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="write the results to this folder instead of bench/results"
+    )
     args = parser.parse_args()
     only = [word for word in args.only.split(",") if word]
     mutants = [mutant for mutant in read() if not only or mutant.package in only or mutant.file in only]
     if wrong := errors(mutants):
         sys.exit("\n".join(wrong))
     if args.check:
-        print(f"{len(mutants)} breaks of {len({mutant.package for mutant in mutants})} packages; each text is in its file once")
+        print(
+            f"{len(mutants)} breaks of {len({mutant.package for mutant in mutants})} packages; each text is in its file once"
+        )
         return
     made, found = stamp(), {}
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
@@ -123,7 +155,10 @@ def main() -> None:
                 places.put(place)
 
         with ThreadPoolExecutor(args.jobs) as pool:
-            plain = {tests: pool.submit(tried, None, tests) for tests in sorted({mutant.tests for mutant in mutants})}
+            plain = {
+                tests: pool.submit(tried, None, tests)
+                for tests in sorted({mutant.tests for mutant in mutants})
+            }
             broken = {mutant: pool.submit(tried, mutant, mutant.tests) for mutant in mutants}
             for tests, future in plain.items():
                 if future.result()[0] != "green":
@@ -133,9 +168,21 @@ def main() -> None:
                 print(f"{found[mutant][0]:6} {mutant.file}: {mutant.why}", flush=True)
     noticed = sum(how in ("red", "hung") for how, _ in found.values())
     rows = [(mutant.file, mutant.why, how, said) for mutant, (how, said) in found.items()]
-    text = "\n".join(["# Deliberate breaks of the source\n", f"Noticed by a test: **{noticed} of {len(found)}**.\n",
-                      markdown_table(("file", "the break", "tests", "first failure"), rows)])
-    write_result("mutants", made, text, {"mutants": [dict(zip(("file", "why", "outcome", "said"), row, strict=True)) for row in rows]}, {}, args.out)
+    text = "\n".join(
+        [
+            "# Deliberate breaks of the source\n",
+            f"Noticed by a test: **{noticed} of {len(found)}**.\n",
+            markdown_table(("file", "the break", "tests", "first failure"), rows),
+        ]
+    )
+    write_result(
+        "mutants",
+        made,
+        text,
+        {"mutants": [dict(zip(("file", "why", "outcome", "said"), row, strict=True)) for row in rows]},
+        {},
+        args.out,
+    )
     print(f"noticed by a test: {noticed} of {len(found)}")
     sys.exit(noticed != len(found))
 

@@ -46,7 +46,13 @@ from flatout.probe.machine import look
 LOOP = HERE / "programs" / "step_loop.py"
 ON_AND_OFF = HERE / "programs" / "on_and_off.py"
 ENTERED = HERE / "programs" / "entered.py"
-SIZES = {0.1: (8, 4), 0.5: (64, 16), 2.0: (256, 32), 10.0: (256, 64), 50.0: (512, 64)}  # ms -> width, batch of the loop
+SIZES = {
+    0.1: (8, 4),
+    0.5: (64, 16),
+    2.0: (256, 32),
+    10.0: (256, 64),
+    50.0: (512, 64),
+}  # ms -> width, batch of the loop
 GOAL_US, GOAL_SHARE, GOAL_START_S = 20.0, 0.01, 0.15
 DRAWS = 2000
 
@@ -61,7 +67,9 @@ def attached_environment(facts: Facts) -> Iterator[dict[str, str]]:
         shutil.rmtree(Path(environment["FLATOUT_JOB"]).parent, ignore_errors=True)
 
 
-def run(program: Path, arguments: list[str], environment: dict[str, str], isolated: bool = False) -> tuple[dict[str, Any], str]:
+def run(
+    program: Path, arguments: list[str], environment: dict[str, str], isolated: bool = False
+) -> tuple[dict[str, Any], str]:
     """Returns the program's answer in its last line, and its output on standard error."""
     words = [sys.executable, *(["-I"] if isolated else []), str(program), *arguments]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600, check=False)
@@ -73,14 +81,21 @@ def run(program: Path, arguments: list[str], environment: dict[str, str], isolat
 def run_loop(program: Path, arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
     result, said = run(program, arguments, environment)
     if ("applied nothing" in said) != ("FLATOUT_JOB" in environment):
-        raise SystemExit(f"overhead: {program.name} is attached but should be plain, or plain but should be attached; its output:\n{said[-2000:]}")
+        raise SystemExit(
+            f"overhead: {program.name} is attached but should be plain, or plain but should be attached; its output:\n{said[-2000:]}"
+        )
     return result
 
 
 def import_torch(environment: dict[str, str]) -> dict[str, float]:
     """Returns the wall time and the processor time of one process, in seconds."""
     start = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-c", "import torch"], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import torch"],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
@@ -103,10 +118,17 @@ def interval(groups: list[list[float]]) -> dict[str, float]:
     rng = random.Random(0)
 
     def draw() -> float:
-        return median(median(rng.choices(group, k=len(group))) for group in rng.choices(groups, k=len(groups)))
+        return median(
+            median(rng.choices(group, k=len(group))) for group in rng.choices(groups, k=len(groups))
+        )
 
     draws = [draw() for _ in range(DRAWS)]
-    return {"median": median(map(median, groups)), "low": quantile(draws, 0.025), "high": quantile(draws, 0.975), "n": len(groups)}
+    return {
+        "median": median(map(median, groups)),
+        "low": quantile(draws, 0.025),
+        "high": quantile(draws, 0.975),
+        "n": len(groups),
+    }
 
 
 def spell(x: dict[str, float], digits: int) -> str:
@@ -122,24 +144,53 @@ def verdict(x: dict[str, float], same: dict[str, float], goal: float) -> str:
     return "missed" if x["low"] > goal else "open: the interval includes the goal"
 
 
-def measure_steps(sizes: list[float], processes: int, seconds: float, plain: dict[str, str], facts: Facts, made: dict[str, Any],
-                  watched: bool = False) -> list[dict[str, Any]]:
+def measure_steps(
+    sizes: list[float],
+    processes: int,
+    seconds: float,
+    plain: dict[str, str],
+    facts: Facts,
+    made: dict[str, Any],
+    watched: bool = False,
+) -> list[dict[str, Any]]:
     results = []
     for size in sizes:
         width, batch = SIZES[size]
         shape = ["--width", str(width), "--batch", str(batch)]
-        layers = 1 if size == min(SIZES) else run_loop(LOOP, [*shape, "--calibrate", str(size)], plain)["layers"]
+        layers = (
+            1 if size == min(SIZES) else run_loop(LOOP, [*shape, "--calibrate", str(size)], plain)["layers"]
+        )
         found = []
         for at in range(processes):
             with attached_environment(facts) as attached:
-                found.append(run_loop(ON_AND_OFF, [*shape, "--layers", str(layers), "--seconds", str(seconds), *["--watched"] * watched], attached))
+                found.append(
+                    run_loop(
+                        ON_AND_OFF,
+                        [
+                            *shape,
+                            "--layers",
+                            str(layers),
+                            "--seconds",
+                            str(seconds),
+                            *["--watched"] * watched,
+                        ],
+                        attached,
+                    )
+                )
             print(f"  step of {size} ms: process {at + 1} of {processes}", file=sys.stderr, flush=True)
-        results.append({
-            "target_ms": size, "made": made, "layers": layers, "width": width, "batch": batch, "processes": found,
-            "plain_us": median((a + d) / 2 for one in found for a, _, _, d in one["rounds"]),
-            "cost_us": interval([[(b + c - a - d) / 2 for a, b, c, d in one["rounds"]] for one in found]),
-            "aa_us": interval([[d - a for a, _, _, d in one["rounds"]] for one in found]),
-        })
+        results.append(
+            {
+                "target_ms": size,
+                "made": made,
+                "layers": layers,
+                "width": width,
+                "batch": batch,
+                "processes": found,
+                "plain_us": median((a + d) / 2 for one in found for a, _, _, d in one["rounds"]),
+                "cost_us": interval([[(b + c - a - d) / 2 for a, b, c, d in one["rounds"]] for one in found]),
+                "aa_us": interval([[d - a for a, _, _, d in one["rounds"]] for one in found]),
+            }
+        )
     return results
 
 
@@ -150,7 +201,9 @@ def measure_start(count: int, plain: dict[str, str], facts: Facts) -> dict[str, 
     for of in ("cpu_s", "wall_s"):
         found[of] = {
             "plain": median(r[side][of] for r in rounds for side in ("plain", "plain_again")),
-            "cost": interval([[r["attached"][of] - (r["plain"][of] + r["plain_again"][of]) / 2] for r in rounds]),
+            "cost": interval(
+                [[r["attached"][of] - (r["plain"][of] + r["plain_again"][of]) / 2] for r in rounds]
+            ),
             "aa": interval([[r["plain_again"][of] - r["plain"][of]] for r in rounds]),
         }
     return found
@@ -166,33 +219,103 @@ def measure_inside(count: int, facts: Facts) -> dict[str, Any]:
 
 
 def page(steps: list[dict[str, Any]], start: dict[str, Any]) -> str:
-    rows = [(f"{s['plain_us'] / 1000:.3g}", spell(s["cost_us"], 1), spell(s["aa_us"], 1), f"{s['cost_us']['median'] / s['plain_us']:+.2%}",
-             f"{s['cost_us']['n']} x {len(s['processes'][0]['rounds'])}", s["made"]["date"][:10], verdict(s["cost_us"], s["aa_us"], GOAL_US)) for s in steps]
-    parts = ["# The cost of attaching flatout\n",
-             "Baseline: the same process with flatout detached; blocks off, on, on, off. 95 % intervals, bootstrap over processes and rounds.\n",
-             markdown_table(("plain step, ms", "attached, us a step", "A/A, us a step", "share of a step", "processes x rounds", "date",
-                             f"at most {GOAL_US:.0f} us"), rows)]
+    rows = [
+        (
+            f"{s['plain_us'] / 1000:.3g}",
+            spell(s["cost_us"], 1),
+            spell(s["aa_us"], 1),
+            f"{s['cost_us']['median'] / s['plain_us']:+.2%}",
+            f"{s['cost_us']['n']} x {len(s['processes'][0]['rounds'])}",
+            s["made"]["date"][:10],
+            verdict(s["cost_us"], s["aa_us"], GOAL_US),
+        )
+        for s in steps
+    ]
+    parts = [
+        "# The cost of attaching flatout\n",
+        "Baseline: the same process with flatout detached; blocks off, on, on, off. 95 % intervals, bootstrap over processes and rounds.\n",
+        markdown_table(
+            (
+                "plain step, ms",
+                "attached, us a step",
+                "A/A, us a step",
+                "share of a step",
+                "processes x rounds",
+                "date",
+                f"at most {GOAL_US:.0f} us",
+            ),
+            rows,
+        ),
+    ]
     two = next((s for s in steps if s["target_ms"] == 2.0), None)
     if two:
         limit = GOAL_SHARE * two["plain_us"]
-        parts.append(f"\nOn the step of {two['plain_us'] / 1000:.2g} ms, 1 % is {limit:.0f} us: {verdict(two['cost_us'], two['aa_us'], limit)}.")
-    rows = [(name, f"{start[of]['plain']:.2f}", spell(start[of]["cost"], 3), spell(start[of]["aa"], 3), start[of]["cost"]["n"],
-             verdict(start[of]["cost"], start[of]["aa"], GOAL_START_S)) for of, name in (("cpu_s", "processor time"), ("wall_s", "wall time"))]
+        parts.append(
+            f"\nOn the step of {two['plain_us'] / 1000:.2g} ms, 1 % is {limit:.0f} us: {verdict(two['cost_us'], two['aa_us'], limit)}."
+        )
+    rows = [
+        (
+            name,
+            f"{start[of]['plain']:.2f}",
+            spell(start[of]["cost"], 3),
+            spell(start[of]["aa"], 3),
+            start[of]["cost"]["n"],
+            verdict(start[of]["cost"], start[of]["aa"], GOAL_START_S),
+        )
+        for of, name in (("cpu_s", "processor time"), ("wall_s", "wall time"))
+    ]
     inside = start["inside"]
-    rows.append(("inside the process", "-", spell(inside, 3), "-", inside["n"], "met" if inside["high"] <= GOAL_START_S else "missed"))
-    parts.append("\n## Start-up\n\nBaseline: `python -c \"import torch\"`; plain, attached, plain in fresh processes."
-                 " The last row times flatout's own code alone.\n")
-    parts.append(markdown_table(("measured as", "plain, s", "cost of attaching, s", "A/A, s", "rounds", f"at most {GOAL_START_S} s"), rows))
+    rows.append(
+        (
+            "inside the process",
+            "-",
+            spell(inside, 3),
+            "-",
+            inside["n"],
+            "met" if inside["high"] <= GOAL_START_S else "missed",
+        )
+    )
+    parts.append(
+        '\n## Start-up\n\nBaseline: `python -c "import torch"`; plain, attached, plain in fresh processes.'
+        " The last row times flatout's own code alone.\n"
+    )
+    parts.append(
+        markdown_table(
+            (
+                "measured as",
+                "plain, s",
+                "cost of attaching, s",
+                "A/A, s",
+                "rounds",
+                f"at most {GOAL_START_S} s",
+            ),
+            rows,
+        )
+    )
     return "\n".join(parts)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--processes", type=int, default=5, help="processes for each step size (default 5)")
-    parser.add_argument("--start-rounds", type=int, default=20, help="rounds of three processes for the start-up (default 20)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="how long each process measures its steps (default 20)")
-    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="milliseconds a step, of " + ", ".join(map(str, SIZES)))
-    parser.add_argument("--watched", action="store_true", help="measure the steps of `flatout run --watch`; print the figures without saving them")
+    parser.add_argument(
+        "--start-rounds", type=int, default=20, help="rounds of three processes for the start-up (default 20)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="how long each process measures its steps (default 20)"
+    )
+    parser.add_argument(
+        "--sizes",
+        default=",".join(map(str, SIZES)),
+        help="milliseconds a step, of " + ", ".join(map(str, SIZES)),
+    )
+    parser.add_argument(
+        "--watched",
+        action="store_true",
+        help="measure the steps of `flatout run --watch`; print the figures without saving them",
+    )
     parser.add_argument("--out", type=Path, help="write the results to this folder instead of bench/results")
     args = parser.parse_args()
     sizes = [float(word) for word in args.sizes.split(",")]
@@ -206,15 +329,32 @@ def main() -> None:
     if args.watched:
         for step in measure_steps(sizes, args.processes, args.seconds, plain, facts, made, watched=True):
             share = step["cost_us"]["median"] / step["plain_us"]
-            print(f"{step['plain_us'] / 1000:.3g} ms: monitored {spell(step['cost_us'], 1)} us a step, {share:+.2%}; A/A {spell(step['aa_us'], 1)}")
+            print(
+                f"{step['plain_us'] / 1000:.3g} ms: monitored {spell(step['cost_us'], 1)} us a step, {share:+.2%}; A/A {spell(step['aa_us'], 1)}"
+            )
         return
     start = measure_start(args.start_rounds, plain, facts)
-    kept = {step["target_ms"]: step for step in read_result("overhead", made, args.out or RESULTS).get("steps", ())}
-    kept |= {step["target_ms"]: step for step in measure_steps(sizes, args.processes, args.seconds, plain, facts, made)}
+    kept = {
+        step["target_ms"]: step
+        for step in read_result("overhead", made, args.out or RESULTS).get("steps", ())
+    }
+    kept |= {
+        step["target_ms"]: step
+        for step in measure_steps(sizes, args.processes, args.seconds, plain, facts, made)
+    }
     steps = [kept[size] for size in sorted(kept)]
     text = page(steps, start)
-    paths = write_result("overhead", made, text, {"goals": {"us": GOAL_US, "share": GOAL_SHARE, "start_s": GOAL_START_S}, "start": start, "steps": steps},
-                         **({"folder": args.out} if args.out else {}))
+    paths = write_result(
+        "overhead",
+        made,
+        text,
+        {
+            "goals": {"us": GOAL_US, "share": GOAL_SHARE, "start_s": GOAL_START_S},
+            "start": start,
+            "steps": steps,
+        },
+        **({"folder": args.out} if args.out else {}),
+    )
     print(text)
     print("\nwritten: " + ", ".join(path.name for path in paths))
 

@@ -59,7 +59,9 @@ def enter(interleaver: Interleaver, plan: Plan, seed: int, timeout_s: float = TI
         interleaver.tick_ms = max(trial.ready["tick_ms"], 1e-3)
         if interleaver.tick_ms < 2000:
             interleaver.tick_ms = max(block_ms(trial.go(SETTLING_TICKS, seconds() + timeout_s)), 1e-3)
-        workers = max((loader["num_workers"] for loader in ask_options(trial)["context"]["loaders"]), default=0)
+        workers = max(
+            (loader["num_workers"] for loader in ask_options(trial)["context"]["loaders"]), default=0
+        )
         trial.hold()
         interleaver.prefetched_ticks = 3 * workers
     except BaseException:
@@ -81,8 +83,17 @@ class ComparisonSide:
     failure: str = ""
 
 
-def comparison(sides: Sequence[ComparisonSide], job: JobFolder, facts: Facts, sets: int, rounds: int, until_s: float,
-            observed: Callable[[int], None] = lambda at: None, first_seed: int = 0, set_s: float = math.inf) -> int:
+def comparison(
+    sides: Sequence[ComparisonSide],
+    job: JobFolder,
+    facts: Facts,
+    sets: int,
+    rounds: int,
+    until_s: float,
+    observed: Callable[[int], None] = lambda at: None,
+    first_seed: int = 0,
+    set_s: float = math.inf,
+) -> int:
     """Runs sets of fresh processes, one a side, interleaved block by block; returns how many are complete.
 
     The order reverses each round and each set. A side that fails is named in its ``failure`` and left out
@@ -106,7 +117,15 @@ def comparison(sides: Sequence[ComparisonSide], job: JobFolder, facts: Facts, se
 Running = dict[str, tuple[Interleaver, RunningCandidate]]
 
 
-def _one_set(sides: Sequence[ComparisonSide], at: int, seed: int, job: JobFolder, facts: Facts, rounds: int, set_s: float) -> bool:
+def _one_set(
+    sides: Sequence[ComparisonSide],
+    at: int,
+    seed: int,
+    job: JobFolder,
+    facts: Facts,
+    rounds: int,
+    set_s: float,
+) -> bool:
     """Runs one fresh process a side, ``rounds`` blocks each. Returns False if a side failed."""
     order = list(sides) if at % 2 == 0 else list(reversed(sides))
     running: Running = {}
@@ -145,11 +164,16 @@ def _enter_side(side: ComparisonSide, seed: int, job: JobFolder, facts: Facts, r
         if not shared:
             interleaver.close()
         raise
-    interleaver.tick_ms, interleaver.prefetched_ticks = (tick_ms + interleaver.tick_ms) / (len(shared) + 1), max(prefetched, interleaver.prefetched_ticks)
+    interleaver.tick_ms, interleaver.prefetched_ticks = (
+        (tick_ms + interleaver.tick_ms) / (len(shared) + 1),
+        max(prefetched, interleaver.prefetched_ticks),
+    )
     running[side.name] = interleaver, candidate
 
 
-def _turns(order: Sequence[ComparisonSide], running: Running, rounds: int, set_s: float) -> dict[str, list[float]]:
+def _turns(
+    order: Sequence[ComparisonSide], running: Running, rounds: int, set_s: float
+) -> dict[str, list[float]]:
     """Returns the milliseconds a step of each side's blocks, equally many for each.
 
     The clock or the end of a program may end it early, but never before one round.
@@ -187,7 +211,10 @@ def _blamed(side: ComparisonSide, may_end: bool = False) -> Iterator[None]:
 
 
 def rounds_of(a: ComparisonSide, b: ComparisonSide) -> list[list[Round]]:
-    return [[Round(x, y) for x, y in zip(one, other, strict=True)] for one, other in zip(a.blocks_ms, b.blocks_ms, strict=False)]
+    return [
+        [Round(x, y) for x, y in zip(one, other, strict=True)]
+        for one, other in zip(a.blocks_ms, b.blocks_ms, strict=False)
+    ]
 
 
 def ratio_of(a: ComparisonSide, b: ComparisonSide) -> Ratio | None:
@@ -221,17 +248,41 @@ class Pairs:
 
     def to_json(self) -> dict[str, Any]:
         ratio = self.ratio
-        return {"ratio": ratio.to_json() if ratio else None, "failure": self.failure, "rounds_ms": [[(r.a_ms, r.b_ms) for r in pair] for pair in self.rounds]}
+        return {
+            "ratio": ratio.to_json() if ratio else None,
+            "failure": self.failure,
+            "rounds_ms": [[(r.a_ms, r.b_ms) for r in pair] for pair in self.rounds],
+        }
 
 
-def fresh_pairs(command: Command, a: Plan, b: Plan, job: JobFolder, facts: Facts, pairs: int = 3, rounds: int = ROUNDS, first_seed: int = FIRST_SEED,
-                pair_s: float = 120.0, observed: Callable[[int, Pairs], None] = lambda at, found: None) -> Pairs:
+def fresh_pairs(
+    command: Command,
+    a: Plan,
+    b: Plan,
+    job: JobFolder,
+    facts: Facts,
+    pairs: int = 3,
+    rounds: int = ROUNDS,
+    first_seed: int = FIRST_SEED,
+    pair_s: float = 120.0,
+    observed: Callable[[int, Pairs], None] = lambda at, found: None,
+) -> Pairs:
     """Runs fresh pairs, ``a`` against ``b``, until one fails. The tuner does not use these seeds.
 
     The side that starts first alternates from pair to pair.
     """
     found = Pairs(ComparisonSide("a", command, a), ComparisonSide("b", command, b))
-    comparison((found.a, found.b), job, facts, pairs, rounds, math.inf, lambda done: observed(done - 1, found), first_seed, pair_s)
+    comparison(
+        (found.a, found.b),
+        job,
+        facts,
+        pairs,
+        rounds,
+        math.inf,
+        lambda done: observed(done - 1, found),
+        first_seed,
+        pair_s,
+    )
     return found
 
 

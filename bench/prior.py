@@ -50,12 +50,21 @@ BETWEEN_PROGRAMS = 0.15  # standard deviation of an effect from program to progr
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=TABLE_FILE, help="write the table to this file instead of the packaged one")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=TABLE_FILE,
+        help="write the table to this file instead of the packaged one",
+    )
     out = parser.parse_args().out
     table = table_of(all_records(RESULTS))
     write_whole(out, rendered(table))
-    print(f"{out.name}: {len(table['entries'])} entries for {len({each['lever'] for each in table['entries']})} levers")
+    print(
+        f"{out.name}: {len(table['entries'])} entries for {len({each['lever'] for each in table['entries']})} levers"
+    )
 
 
 @dataclass(frozen=True)
@@ -78,13 +87,22 @@ class Estimate:
         return math.sqrt(self.variance * (self.worth + 1) / self.worth)
 
     def after(self, records: Sequence[Record]) -> Estimate:
-        weights = [record.count * BETWEEN_PROGRAMS**2 / (BETWEEN_PROGRAMS**2 + record.variance) for record in records]
+        weights = [
+            record.count * BETWEEN_PROGRAMS**2 / (BETWEEN_PROGRAMS**2 + record.variance) for record in records
+        ]
         n = sum(weights)
         mean = sum(w * record.effect for w, record in zip(weights, records, strict=True)) / n
-        squares = sum(w * ((record.effect - mean) ** 2 + record.spread**2) for w, record in zip(weights, records, strict=True))
+        squares = sum(
+            w * ((record.effect - mean) ** 2 + record.spread**2)
+            for w, record in zip(weights, records, strict=True)
+        )
         worth = self.worth + n
-        return Estimate((self.worth * self.mean + n * mean) / worth, worth, self.shape + n / 2,
-                      self.scale + squares / 2 + self.worth * n * (mean - self.mean) ** 2 / (2 * worth))
+        return Estimate(
+            (self.worth * self.mean + n * mean) / worth,
+            worth,
+            self.shape + n / 2,
+            self.scale + squares / 2 + self.worth * n * (mean - self.mean) ** 2 / (2 * worth),
+        )
 
 
 def unmeasured() -> Estimate:
@@ -111,16 +129,28 @@ def table_of(records: Iterable[Record]) -> dict[str, Any]:
     return {"schema": 1, "made_by": "python bench/prior.py", "entries": entries}
 
 
-def entry(lever: str, value: str, device: str, kind: str, estimate: Estimate, records: Sequence[Record]) -> dict[str, Any]:
-    return {"lever": lever, "value": value, "device": device, "kind": kind, "mean": round(estimate.mean, 3), "sd": round(estimate.sd, 3),
-            "n": sum(record.count for record in records), "published": sum(record.count for record in records if record.published)}
+def entry(
+    lever: str, value: str, device: str, kind: str, estimate: Estimate, records: Sequence[Record]
+) -> dict[str, Any]:
+    return {
+        "lever": lever,
+        "value": value,
+        "device": device,
+        "kind": kind,
+        "mean": round(estimate.mean, 3),
+        "sd": round(estimate.sd, 3),
+        "n": sum(record.count for record in records),
+        "published": sum(record.count for record in records if record.published),
+    }
 
 
 def rendered(table: Mapping[str, Any]) -> str:
     """Returns JSON with a line for each entry."""
     lines = ",\n".join(f"  {json.dumps(each)}" for each in table["entries"])
-    head = ", ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in table.items() if key != "entries")
-    return f"{{{head}, \"entries\": [\n{lines}\n]}}\n"
+    head = ", ".join(
+        f"{json.dumps(key)}: {json.dumps(value)}" for key, value in table.items() if key != "entries"
+    )
+    return f'{{{head}, "entries": [\n{lines}\n]}}\n'
 
 
 if __name__ == "__main__":

@@ -40,16 +40,40 @@ BY_REGRESSION = "design"  # the tuner's name for a ratio that includes its own p
 
 # Layers of the programs whose records predate the field for layers.
 LAYERS = {
-    "mnist": CONVOLUTIONS, "imagenet": CONVOLUTIONS, "pytorch_cifar": CONVOLUTIONS, "nanogpt": TRANSFORMER, "dcgan": CONVOLUTIONS, "word_lm": RECURRENT,
-    "time_sequence": RECURRENT, "reinforce": DENSE, "vae": DENSE, "lightning": DENSE, "linear": DENSE, "mlp": DENSE, "lstm": RECURRENT,
-    "gpt": TRANSFORMER, "cnn": CONVOLUTIONS, "resnet18": CONVOLUTIONS, "wide_mlp": DENSE, "many_small": DENSE, "unet": CONVOLUTIONS,
-    "data cifar": CONVOLUTIONS, "data mnist": CONVOLUTIONS, "memory": TRANSFORMER,
+    "mnist": CONVOLUTIONS,
+    "imagenet": CONVOLUTIONS,
+    "pytorch_cifar": CONVOLUTIONS,
+    "nanogpt": TRANSFORMER,
+    "dcgan": CONVOLUTIONS,
+    "word_lm": RECURRENT,
+    "time_sequence": RECURRENT,
+    "reinforce": DENSE,
+    "vae": DENSE,
+    "lightning": DENSE,
+    "linear": DENSE,
+    "mlp": DENSE,
+    "lstm": RECURRENT,
+    "gpt": TRANSFORMER,
+    "cnn": CONVOLUTIONS,
+    "resnet18": CONVOLUTIONS,
+    "wide_mlp": DENSE,
+    "many_small": DENSE,
+    "unet": CONVOLUTIONS,
+    "data cifar": CONVOLUTIONS,
+    "data mnist": CONVOLUTIONS,
+    "memory": TRANSFORMER,
 }
 DATA_LEVERS = {
-    "flatout, batched_transforms": ("batched_transforms", "all"), "flatout, cached_prefix": ("cached_prefix", "mib"), "4 workers": ("loader", "workers"),
+    "flatout, batched_transforms": ("batched_transforms", "all"),
+    "flatout, cached_prefix": ("cached_prefix", "mib"),
+    "4 workers": ("loader", "workers"),
 }
 RECOMPUTED = {
-    "cheap": "ops=cheap", "linear, a third": "ops=linear, share", "linear, half": "ops=linear, share", "linear": "ops=linear, share", "blocks, half": "blocks",
+    "cheap": "ops=cheap",
+    "linear, a third": "ops=linear, share",
+    "linear, half": "ops=linear, share",
+    "linear": "ops=linear, share",
+    "blocks, half": "blocks",
     "blocks": "blocks",
 }
 
@@ -95,30 +119,99 @@ class Published:
 # Published figures, not measured by this project. The spread of the 180 models is not published; 0.3 is an
 # assumption, and they count as ten.
 PUBLISHED = (
-    Published("tf32", "on", CUDA, (TRANSFORMER, LONG_STEPS), 2.21, "124M GPT, one A100, torch 2.6: LLMs-from-scratch, chapter 5"),
-    Published("autocast", "bfloat16", CUDA, (TRANSFORMER, LONG_STEPS), 1.60, "124M GPT over TF32, one A100, torch 2.6: LLMs-from-scratch, chapter 5"),
-    Published("compile", "default", CUDA, (), 1.41, "geometric mean over 180 models, A100: Ansel et al., ASPLOS 2024", 10, 0.3),
-    Published("channels_last", "on", CUDA, (CONVOLUTIONS, LONG_STEPS), 1.47, "ResNet-50 with AMP, RTX 3090, torch 1.12: timm benchmark tables"),
-    Published("channels_last", "on", CUDA, (TRANSFORMER, LONG_STEPS), 1.005, "ViT-B with AMP, RTX 3090, torch 1.12: timm benchmark tables"),
-    Published("fused_optimizer", "fused", CUDA, (TRANSFORMER, LONG_STEPS), 1.03, "124M GPT, one A100, torch 2.6: LLMs-from-scratch, chapter 5"),
-    Published("reduced_precision", "on", CPU_BF16, (CONVOLUTIONS,), 1.30,
-              "convolution backward 1.14 to 1.48 on Sapphire Rapids: pytorch pull request 126054"),
+    Published(
+        "tf32",
+        "on",
+        CUDA,
+        (TRANSFORMER, LONG_STEPS),
+        2.21,
+        "124M GPT, one A100, torch 2.6: LLMs-from-scratch, chapter 5",
+    ),
+    Published(
+        "autocast",
+        "bfloat16",
+        CUDA,
+        (TRANSFORMER, LONG_STEPS),
+        1.60,
+        "124M GPT over TF32, one A100, torch 2.6: LLMs-from-scratch, chapter 5",
+    ),
+    Published(
+        "compile",
+        "default",
+        CUDA,
+        (),
+        1.41,
+        "geometric mean over 180 models, A100: Ansel et al., ASPLOS 2024",
+        10,
+        0.3,
+    ),
+    Published(
+        "channels_last",
+        "on",
+        CUDA,
+        (CONVOLUTIONS, LONG_STEPS),
+        1.47,
+        "ResNet-50 with AMP, RTX 3090, torch 1.12: timm benchmark tables",
+    ),
+    Published(
+        "channels_last",
+        "on",
+        CUDA,
+        (TRANSFORMER, LONG_STEPS),
+        1.005,
+        "ViT-B with AMP, RTX 3090, torch 1.12: timm benchmark tables",
+    ),
+    Published(
+        "fused_optimizer",
+        "fused",
+        CUDA,
+        (TRANSFORMER, LONG_STEPS),
+        1.03,
+        "124M GPT, one A100, torch 2.6: LLMs-from-scratch, chapter 5",
+    ),
+    Published(
+        "reduced_precision",
+        "on",
+        CPU_BF16,
+        (CONVOLUTIONS,),
+        1.30,
+        "convolution backward 1.14 to 1.48 on Sapphire Rapids: pytorch pull request 126054",
+    ),
 )
 
 
 def all_records(folder: Path) -> list[Record]:
     """Returns the records of every result file in ``folder``, and the published figures."""
-    published = [Record(each.source, each.lever, each.value, each.device, each.kinds, -math.log(each.ratio), 0.0, each.count, each.spread, True)
-                 for each in PUBLISHED]
-    measured = [*open_set_records(programs_of(folder, "open_set", "scripts")), *regret_records(programs_of(folder, "regret", "programs")),
-                *data_records(programs_of(folder, "data", "training")), *memory_records(folder)]
+    published = [
+        Record(
+            each.source,
+            each.lever,
+            each.value,
+            each.device,
+            each.kinds,
+            -math.log(each.ratio),
+            0.0,
+            each.count,
+            each.spread,
+            True,
+        )
+        for each in PUBLISHED
+    ]
+    measured = [
+        *open_set_records(programs_of(folder, "open_set", "scripts")),
+        *regret_records(programs_of(folder, "regret", "programs")),
+        *data_records(programs_of(folder, "data", "training")),
+        *memory_records(folder),
+    ]
     return [*one_per_program(measured), *published]
 
 
 def programs_of(folder: Path, theme: str, field: str) -> dict[tuple[str, str], dict[str, Any]]:
     """Returns (program, device) -> its record; of several months, the newest that has the program."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
-    for path in sorted(folder.glob(f"{theme}_*.json"), key=lambda path: (path.stem.rpartition("_")[2], path.stem)):
+    for path in sorted(
+        folder.glob(f"{theme}_*.json"), key=lambda path: (path.stem.rpartition("_")[2], path.stem)
+    ):
         data = read_json(path)
         if isinstance(data, dict) and data.get("theme") == theme:
             for name, entry in data[field].items():
@@ -141,13 +234,23 @@ def open_set_records(scripts: Mapping[tuple[str, str], Mapping[str, Any]]) -> It
         for comparison in entry.get("comparisons", entry.get("comparisons", ())):
             choice = single_difference(comparison["plan"], comparison["against"], cores_of(entry["made"]))
             if choice and comparison["ratio"] and comparison["how"] != BY_REGRESSION:
-                yield Record(name, *choice, device, kinds, -math.log(comparison["ratio"]), variance(comparison["low"], comparison["high"]))
+                yield Record(
+                    name,
+                    *choice,
+                    device,
+                    kinds,
+                    -math.log(comparison["ratio"]),
+                    variance(comparison["low"], comparison["high"]),
+                )
+
+        yield from block_records(
+            name, device, kinds, entry.get("blocks", {"keys": [], "rows": []}), cores_of(entry["made"])
+        )
 
 
-        yield from block_records(name, device, kinds, entry.get("blocks", {"keys": [], "rows": []}), cores_of(entry["made"]))
-
-
-def block_records(name: str, device: str, kinds: tuple[str, ...], blocks: Mapping[str, Any], cores: int) -> Iterator[Record]:
+def block_records(
+    name: str, device: str, kinds: tuple[str, ...], blocks: Mapping[str, Any], cores: int
+) -> Iterator[Record]:
     """Returns the effects of each lever and value from the blocks of one session, without prior knowledge.
 
     Leaves out effects that the blocks cannot separate.
@@ -157,7 +260,13 @@ def block_records(name: str, device: str, kinds: tuple[str, ...], blocks: Mappin
     space = Space(tuple(Factor(key, named[key][0], False, 0.0, FLAT_SD) for key in keys))
     if not keys:
         return
-    fitted = fit(space, [TimedBlock(process, frozenset(keys[at] for at in on), at_s, window, ms) for process, window, at_s, ms, *on in blocks["rows"]])
+    fitted = fit(
+        space,
+        [
+            TimedBlock(process, frozenset(keys[at] for at in on), at_s, window, ms)
+            for process, window, at_s, ms, *on in blocks["rows"]
+        ],
+    )
     for at, key in enumerate(keys):
         spread = float(fitted.cov[at, at])
         if spread < TELLING_SD**2:
@@ -172,25 +281,43 @@ def regret_records(programs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Ite
         tiny = (TINY_STEPS if median(steps) < TINY_STEP_MS else LONG_STEPS,) if steps else ()
         kinds = (*((LAYERS[name],) if name in LAYERS else ()), *tiny)
         cores = cores_of(entry["made"])
-        tried = {frozenset(choices(each["plan"], cores)): each["ratio"] for each in entry["screened"] if each["ratio"]}
+        tried = {
+            frozenset(choices(each["plan"], cores)): each["ratio"]
+            for each in entry["screened"]
+            if each["ratio"]
+        }
         for plan, ratio in tried.items():
             for choice in plan:
                 base = tried.get(plan - {choice})
                 if base:
-                    both = variance(ratio["low"], ratio["high"]) + (variance(base["low"], base["high"]) if base["n"] else 0.0)
-                    yield Record(name, *choice, device, kinds, math.log(base["median"] / ratio["median"]), both)
+                    both = variance(ratio["low"], ratio["high"]) + (
+                        variance(base["low"], base["high"]) if base["n"] else 0.0
+                    )
+                    yield Record(
+                        name, *choice, device, kinds, math.log(base["median"] / ratio["median"]), both
+                    )
 
 
 def data_records(programs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Iterator[Record]:
     for (name, device), ways in programs.items():
         plain = ways["0 workers"]
         share = plain["data_ms"] / plain["step_ms"]
-        kinds = (LAYERS[f"data {name}"], TINY_STEPS if plain["step_ms"] < TINY_STEP_MS else LONG_STEPS,
-                 DATA_BOUND if share >= DATA_BOUND_SHARE else COMPUTE_BOUND)
+        kinds = (
+            LAYERS[f"data {name}"],
+            TINY_STEPS if plain["step_ms"] < TINY_STEP_MS else LONG_STEPS,
+            DATA_BOUND if share >= DATA_BOUND_SHARE else COMPUTE_BOUND,
+        )
         for way, choice in DATA_LEVERS.items():
             if way in ways and ways[way].get("times_plain"):
                 ratio = ways[way]["times_plain"]
-                yield Record(f"data {name}", *choice, device, kinds, -math.log(ratio["median"]), variance(ratio["low"], ratio["high"]))
+                yield Record(
+                    f"data {name}",
+                    *choice,
+                    device,
+                    kinds,
+                    -math.log(ratio["median"]),
+                    variance(ratio["low"], ratio["high"]),
+                )
 
 
 def memory_records(folder: Path) -> Iterator[Record]:
@@ -200,9 +327,20 @@ def memory_records(folder: Path) -> Iterator[Record]:
             continue
         for process in data["processes"]:
             for way, value in RECOMPUTED.items():
-                logs = [math.log(a / b) for a, b in zip(process["ms"].get(way, ()), process["ms"]["plain"], strict=False)]
+                logs = [
+                    math.log(a / b)
+                    for a, b in zip(process["ms"].get(way, ()), process["ms"]["plain"], strict=False)
+                ]
                 if logs:
-                    yield Record("memory", "recompute", value, device_of(data["made"], data), (LAYERS["memory"], LONG_STEPS), median(logs), LEAST_SD**2)
+                    yield Record(
+                        "memory",
+                        "recompute",
+                        value,
+                        device_of(data["made"], data),
+                        (LAYERS["memory"], LONG_STEPS),
+                        median(logs),
+                        LEAST_SD**2,
+                    )
         return
 
 
@@ -231,7 +369,10 @@ def choices(plan: str, cores: int) -> list[tuple[str, str]]:
     for text in re.split(r", (?![^(]*\))", plan):
         name, _, rest = text.partition("(")
         if rest:
-            value: Any = {key: read_value(item) for key, _, item in (part.partition("=") for part in rest.rstrip(")").split(", "))}
+            value: Any = {
+                key: read_value(item)
+                for key, _, item in (part.partition("=") for part in rest.rstrip(")").split(", "))
+            }
         else:
             name, equals, item = text.partition("=")
             value = read_value(item) if equals else True

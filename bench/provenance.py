@@ -37,53 +37,231 @@ from flatout.tune.prior import device_kind  # noqa: E402
 
 # theme, the command that makes it, what it measures
 THEMES = (
-    ("overhead", "python bench/overhead.py", "The cost of attaching flatout: microseconds a step, seconds at start-up"),
-    ("transparent", "python bench/open_set.py DIR --transparent", "Whether attaching flatout changes anything: losses bit by bit, output, exit code"),
-    ("open_set", "python bench/open_set.py DIR --experts", "The speed-up from tuning public training scripts, measured again and compared with expert plans"),
-    ("time_to_accuracy", "python bench/time_to_accuracy.py DIR", "Complete trainings, plain and tuned: the final metric, and the time to reach a metric"),
-    ("check_open_set", "python bench/check_open_set.py DIR", "The findings of `flatout check` on public training scripts, each reviewed by hand"),
-    ("data", "python bench/data.py", "The speed-up of the data path, by itself and in training, compared with a preloaded batch and other libraries"),
-    ("curves", "python bench/curves.py FOLDER", "Learning curves of a CIFAR-10 script with per-sample and batched transforms: three seeds each"),
-    ("regret", "python bench/regret.py", "How much slower the chosen plan is than the best plan of an exhaustive search"),
-    ("search_simulator", "python bench/search_simulator.py", "The quality of the plans that each search strategy finds in a given time, on simulated programs"),
-    ("batch", "python bench/batch.py", "How much slower the recommended batch size is than the best of a sweep; accumulation, computed and measured"),
-    ("memory_prediction", "python bench/memory_prediction.py [DIR]", "A step's peak memory, predicted without computing, compared with the allocator's events"),
-    ("what_ifs", "python bench/what_ifs.py", "The what-if bounds of a profile, compared with the measured speed-up from removing each bottleneck"),
-    ("zoo", "python bench/zoo.py", "Whether diagnosis reports a planted fault first, with its line; false alarms on the fixed versions"),
-    ("scaling", "python bench/scaling.py --here", "Step times on many devices predicted by `flatout scale`, compared with published runs and local ranks"),
-    ("loop", "python bench/loop.py", "The overhead of a training loop library: `flatout.Loop` and others, compared with the raw loop"),
-    ("loop_faults", "python bench/loop_faults.py", "Recovery of `flatout.Loop` from out-of-memory errors injected at hundreds of places, on one and two ranks"),
-    ("faults", "python bench/faults.py", "Checkpoints interrupted at every point, hit by power loss or damaged: wrong choices; silent errors of torch.load"),
-    ("fuzz", "python bench/fuzz.py --minutes 60", "Hostile and mutated input files for every parser: code executed, time, memory, error messages"),
-    ("resume", "python bench/resume.py --stall 120", "Trainings with the Loop, killed at random until done: bitwise equality, lost steps, cost of checkpoints"),
-    ("distributed", "python bench/distributed.py DIR", "Public single-process scripts on several ranks: parallelised or rejected, and their losses"),
-    ("exchange", "python bench/exchange.py", "Traffic between ranks: bytes and waiting time by codec and bucket size, and the loss with fewer exchanges"),
-    ("rescue", "python bench/rescue.py DIR", "Public scripts killed under `run --rescue`: whether the checkpoint is correct, bit for bit; its cost"),
-    ("again", "python bench/again.py DIR", "Public scripts killed at random under `run --resume`: whether they resume exactly, weights and output; how fast"),
-    ("again_cost", "python bench/again_cost.py", "The cost of the journal of exact resume a step, absolute and as a share of the steps of public scripts"),
-    ("again_pace", "python bench/again_pace.py", "How fast exact resume replays the steps of a small model, and whether the training continues the same"),
-    ("traps", "python bench/traps.py", "Small programs that are hard to resume exactly, killed and restarted: the undisturbed result, or a clear error"),
-    ("again_checks", "python bench/again_checks.py", "Each check of exact resume, disabled: which rejected program then resumes wrongly"),
-    ("two_hosts", "python bench/two_hosts.py", "A training over two hosts with link cuts and kills: continues, restarts or ends, and never hangs"),
-    ("launcher", "python bench/launcher.py", "Processes that outlive a killed launcher of several ranks; whether the first failed rank is identified"),
-    ("supervise", "python bench/supervise.py --faults 60 --alarms 6 --kills 100 --told 100 --overhead 60",
-     "Programs that hang, crash and receive SIGTERM under `--supervise`: time to detection, false alarms, orphans, cost"),
+    (
+        "overhead",
+        "python bench/overhead.py",
+        "The cost of attaching flatout: microseconds a step, seconds at start-up",
+    ),
+    (
+        "transparent",
+        "python bench/open_set.py DIR --transparent",
+        "Whether attaching flatout changes anything: losses bit by bit, output, exit code",
+    ),
+    (
+        "open_set",
+        "python bench/open_set.py DIR --experts",
+        "The speed-up from tuning public training scripts, measured again and compared with expert plans",
+    ),
+    (
+        "time_to_accuracy",
+        "python bench/time_to_accuracy.py DIR",
+        "Complete trainings, plain and tuned: the final metric, and the time to reach a metric",
+    ),
+    (
+        "check_open_set",
+        "python bench/check_open_set.py DIR",
+        "The findings of `flatout check` on public training scripts, each reviewed by hand",
+    ),
+    (
+        "data",
+        "python bench/data.py",
+        "The speed-up of the data path, by itself and in training, compared with a preloaded batch and other libraries",
+    ),
+    (
+        "curves",
+        "python bench/curves.py FOLDER",
+        "Learning curves of a CIFAR-10 script with per-sample and batched transforms: three seeds each",
+    ),
+    (
+        "regret",
+        "python bench/regret.py",
+        "How much slower the chosen plan is than the best plan of an exhaustive search",
+    ),
+    (
+        "search_simulator",
+        "python bench/search_simulator.py",
+        "The quality of the plans that each search strategy finds in a given time, on simulated programs",
+    ),
+    (
+        "batch",
+        "python bench/batch.py",
+        "How much slower the recommended batch size is than the best of a sweep; accumulation, computed and measured",
+    ),
+    (
+        "memory_prediction",
+        "python bench/memory_prediction.py [DIR]",
+        "A step's peak memory, predicted without computing, compared with the allocator's events",
+    ),
+    (
+        "what_ifs",
+        "python bench/what_ifs.py",
+        "The what-if bounds of a profile, compared with the measured speed-up from removing each bottleneck",
+    ),
+    (
+        "zoo",
+        "python bench/zoo.py",
+        "Whether diagnosis reports a planted fault first, with its line; false alarms on the fixed versions",
+    ),
+    (
+        "scaling",
+        "python bench/scaling.py --here",
+        "Step times on many devices predicted by `flatout scale`, compared with published runs and local ranks",
+    ),
+    (
+        "loop",
+        "python bench/loop.py",
+        "The overhead of a training loop library: `flatout.Loop` and others, compared with the raw loop",
+    ),
+    (
+        "loop_faults",
+        "python bench/loop_faults.py",
+        "Recovery of `flatout.Loop` from out-of-memory errors injected at hundreds of places, on one and two ranks",
+    ),
+    (
+        "faults",
+        "python bench/faults.py",
+        "Checkpoints interrupted at every point, hit by power loss or damaged: wrong choices; silent errors of torch.load",
+    ),
+    (
+        "fuzz",
+        "python bench/fuzz.py --minutes 60",
+        "Hostile and mutated input files for every parser: code executed, time, memory, error messages",
+    ),
+    (
+        "resume",
+        "python bench/resume.py --stall 120",
+        "Trainings with the Loop, killed at random until done: bitwise equality, lost steps, cost of checkpoints",
+    ),
+    (
+        "distributed",
+        "python bench/distributed.py DIR",
+        "Public single-process scripts on several ranks: parallelised or rejected, and their losses",
+    ),
+    (
+        "exchange",
+        "python bench/exchange.py",
+        "Traffic between ranks: bytes and waiting time by codec and bucket size, and the loss with fewer exchanges",
+    ),
+    (
+        "rescue",
+        "python bench/rescue.py DIR",
+        "Public scripts killed under `run --rescue`: whether the checkpoint is correct, bit for bit; its cost",
+    ),
+    (
+        "again",
+        "python bench/again.py DIR",
+        "Public scripts killed at random under `run --resume`: whether they resume exactly, weights and output; how fast",
+    ),
+    (
+        "again_cost",
+        "python bench/again_cost.py",
+        "The cost of the journal of exact resume a step, absolute and as a share of the steps of public scripts",
+    ),
+    (
+        "again_pace",
+        "python bench/again_pace.py",
+        "How fast exact resume replays the steps of a small model, and whether the training continues the same",
+    ),
+    (
+        "traps",
+        "python bench/traps.py",
+        "Small programs that are hard to resume exactly, killed and restarted: the undisturbed result, or a clear error",
+    ),
+    (
+        "again_checks",
+        "python bench/again_checks.py",
+        "Each check of exact resume, disabled: which rejected program then resumes wrongly",
+    ),
+    (
+        "two_hosts",
+        "python bench/two_hosts.py",
+        "A training over two hosts with link cuts and kills: continues, restarts or ends, and never hangs",
+    ),
+    (
+        "launcher",
+        "python bench/launcher.py",
+        "Processes that outlive a killed launcher of several ranks; whether the first failed rank is identified",
+    ),
+    (
+        "supervise",
+        "python bench/supervise.py --faults 60 --alarms 6 --kills 100 --told 100 --overhead 60",
+        "Programs that hang, crash and receive SIGTERM under `--supervise`: time to detection, false alarms, orphans, cost",
+    ),
     ("guard", "python bench/guard.py", "False accepts and false rejects of the guard"),
-    ("explain", "python bench/explain.py", "Explanations of provoked failures, live and from their text, with tested fixes; recorded GPU failures"),
-    ("kernels", "python bench/kernels.py", "Each kernel compared with its reference, torch.compile and the device's own roofline"),
-    ("runs_gpu", "python bench/gpu/runs.py", "Whether flatout works on a GPU: programs plain, attached, under levers, interrupted, profiled, tuned"),
-    ("kernels_gpu", "python bench/gpu/kernels.py", "The kernels on a GPU: bandwidth, memory and time, compared with torch and Liger-Kernel"),
-    ("memory", "python bench/memory.py", "Memory savings and their cost: activation recomputation, accumulation in the Loop"),
-    ("memory_gpu", "python bench/gpu/memory.py", "A 124M GPT: trade-off of recompute and batch size, real out-of-memory errors, the batch finder and a sweep"),
-    ("ranks_gpu", "python bench/gpu/ranks.py", "Several ranks on one GPU, compared with one process: gradients, losses, memory, with and without sharding"),
+    (
+        "explain",
+        "python bench/explain.py",
+        "Explanations of provoked failures, live and from their text, with tested fixes; recorded GPU failures",
+    ),
+    (
+        "kernels",
+        "python bench/kernels.py",
+        "Each kernel compared with its reference, torch.compile and the device's own roofline",
+    ),
+    (
+        "runs_gpu",
+        "python bench/gpu/runs.py",
+        "Whether flatout works on a GPU: programs plain, attached, under levers, interrupted, profiled, tuned",
+    ),
+    (
+        "kernels_gpu",
+        "python bench/gpu/kernels.py",
+        "The kernels on a GPU: bandwidth, memory and time, compared with torch and Liger-Kernel",
+    ),
+    (
+        "memory",
+        "python bench/memory.py",
+        "Memory savings and their cost: activation recomputation, accumulation in the Loop",
+    ),
+    (
+        "memory_gpu",
+        "python bench/gpu/memory.py",
+        "A 124M GPT: trade-off of recompute and batch size, real out-of-memory errors, the batch finder and a sweep",
+    ),
+    (
+        "ranks_gpu",
+        "python bench/gpu/ranks.py",
+        "Several ranks on one GPU, compared with one process: gradients, losses, memory, with and without sharding",
+    ),
     ("again_gpu", "python bench/gpu/again.py", "Exact resume on a GPU: plain scripts, killed and resumed"),
-    ("trust_gpu", "python bench/gpu/trust.py", "Checkpoints on a GPU: trainings killed and resumed, their cost, a program that runs out of memory"),
-    ("diagnosis_gpu", "python bench/gpu/diagnosis.py", "A GPU profile, compared with torch events, sync debug mode and Nsight Compute; leaks; out of memory"),
-    ("tutorial", "python bench/gpu/tutorial.py", "ResNet-18 at 32x32: the plain tutorial, common one-line optimisations, flatout"),
-    ("gpt", "python bench/gpu/gpt.py", "GPT-2 124M in float32: the plain script, common one-line optimisations, flatout"),
-    ("small", "python bench/gpu/small.py", "A launch-bound network: the plain script, common one-line optimisations, flatout"),
+    (
+        "trust_gpu",
+        "python bench/gpu/trust.py",
+        "Checkpoints on a GPU: trainings killed and resumed, their cost, a program that runs out of memory",
+    ),
+    (
+        "diagnosis_gpu",
+        "python bench/gpu/diagnosis.py",
+        "A GPU profile, compared with torch events, sync debug mode and Nsight Compute; leaks; out of memory",
+    ),
+    (
+        "tutorial",
+        "python bench/gpu/tutorial.py",
+        "ResNet-18 at 32x32: the plain tutorial, common one-line optimisations, flatout",
+    ),
+    (
+        "gpt",
+        "python bench/gpu/gpt.py",
+        "GPT-2 124M in float32: the plain script, common one-line optimisations, flatout",
+    ),
+    (
+        "small",
+        "python bench/gpu/small.py",
+        "A launch-bound network: the plain script, common one-line optimisations, flatout",
+    ),
 )
-NEEDS_GPU = {"runs_gpu", "kernels_gpu", "memory_gpu", "ranks_gpu", "again_gpu", "trust_gpu", "diagnosis_gpu", "tutorial", "gpt", "small"}
+NEEDS_GPU = {
+    "runs_gpu",
+    "kernels_gpu",
+    "memory_gpu",
+    "ranks_gpu",
+    "again_gpu",
+    "trust_gpu",
+    "diagnosis_gpu",
+    "tutorial",
+    "gpt",
+    "small",
+}
 COLUMNS_OF_INDEX = ("theme", "what it measures", "device", "date", "page", "made by")
 
 
@@ -105,15 +283,38 @@ def stamp(facts: Facts | None = None) -> dict[str, Any]:
 
 
 def _slug(gpu: str) -> str:
-    words = [word for word in gpu.lower().replace("-", " ").split() if word not in ("nvidia", "amd", "tesla", "geforce")]
-    return "".join(c for c in "_".join(words[:2] if words[:1] == ["rtx"] else words[:1]) if c.isalnum() or c == "_") or "gpu"
+    words = [
+        word
+        for word in gpu.lower().replace("-", " ").split()
+        if word not in ("nvidia", "amd", "tesla", "geforce")
+    ]
+    return (
+        "".join(
+            c for c in "_".join(words[:2] if words[:1] == ["rtx"] else words[:1]) if c.isalnum() or c == "_"
+        )
+        or "gpu"
+    )
 
 
 def _commit() -> str:
     """Returns the commit in brackets, with a + for modified files; empty without git."""
     try:
-        short = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-        changed = subprocess.run(["git", "status", "--porcelain", "--", "src"], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True).stdout
+        short = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        ).stdout.strip()
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "--", "src"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
     return f" ({short}{'+' if changed.strip() else ''})"
@@ -128,14 +329,19 @@ def _of_repository(path: str) -> str:
 
 def provenance_lines(made: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
-    busy = "" if made.get("load_at_start") is None else f" Load average at the start: {made['load_at_start']}."
+    busy = (
+        "" if made.get("load_at_start") is None else f" Load average at the start: {made['load_at_start']}."
+    )
     return f"Device: {made['device']}.  \nVersions: {versions}.  \nDate: {made['date']}.{busy}  \nCommand: `{made['command']}`"
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Returns a Markdown table. Cells are plain text; a bar inside a cell becomes a slash."""
     lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
-    lines += ["| " + " | ".join(str(cell).replace("|", "/").replace("\n", " ") for cell in row) + " |" for row in rows]
+    lines += [
+        "| " + " | ".join(str(cell).replace("|", "/").replace("\n", " ") for cell in row) + " |"
+        for row in rows
+    ]
     return "\n".join(lines)
 
 
@@ -144,8 +350,14 @@ def result_paths(theme: str, made: Mapping[str, Any], folder: Path = RESULTS) ->
     return folder / f"{name}.md", folder / f"{name}.json"
 
 
-def write_result(theme: str, made: Mapping[str, Any], page: str, raw: Mapping[str, Any], hidden: Mapping[str, str] | None = None,
-                 folder: Path = RESULTS) -> tuple[Path, Path]:
+def write_result(
+    theme: str,
+    made: Mapping[str, Any],
+    page: str,
+    raw: Mapping[str, Any],
+    hidden: Mapping[str, str] | None = None,
+    folder: Path = RESULTS,
+) -> tuple[Path, Path]:
     """Writes the page and the raw records. ``hidden`` adds paths to those that are replaced by a word."""
     if theme not in {each for each, _, _ in THEMES}:
         raise ValueError(f"{theme} is missing in THEMES, so the index would not list its page; add it there")
@@ -160,7 +372,14 @@ def write_result(theme: str, made: Mapping[str, Any], page: str, raw: Mapping[st
 
 def dense(record: Any) -> str:
     """Returns JSON with a line for each item, and one line for each list of numbers."""
-    return re.sub(r"\[[\s\d.eE,+-]+\]", lambda numbers: " ".join(numbers[0].split()).replace("[ ", "[").replace(" ]", "]"), json.dumps(record, indent=1)) + "\n"
+    return (
+        re.sub(
+            r"\[[\s\d.eE,+-]+\]",
+            lambda numbers: " ".join(numbers[0].split()).replace("[ ", "[").replace(" ]", "]"),
+            json.dumps(record, indent=1),
+        )
+        + "\n"
+    )
 
 
 def some_or_all(doc: str | None, what: str) -> argparse.Namespace:
@@ -169,8 +388,14 @@ def some_or_all(doc: str | None, what: str) -> argparse.Namespace:
     ``only``: names of entries to measure again; empty for all. ``out``: a folder.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help=f"measure only these {what}, separated by commas; keep the rows of the others")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="write the results to this folder instead of bench/results")
+    parser.add_argument(
+        "--only",
+        default="",
+        help=f"measure only these {what}, separated by commas; keep the rows of the others",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="write the results to this folder instead of bench/results"
+    )
     asked = parser.parse_args()
     asked.only = set(filter(None, asked.only.split(",")))
     return asked
@@ -184,7 +409,14 @@ def read_result(theme: str, made: Mapping[str, Any], folder: Path = RESULTS) -> 
 
 def _hidden(extra: dict[str, str]) -> dict[str, str]:
     given = {word: "DIR" for word in sys.argv[1:] if Path(word).is_absolute()}
-    known = {**given, **extra, str(ROOT): ".", sys.prefix: "ENVIRONMENT", tempfile.gettempdir(): "TMP", str(Path.home()): "~"}
+    known = {
+        **given,
+        **extra,
+        str(ROOT): ".",
+        sys.prefix: "ENVIRONMENT",
+        tempfile.gettempdir(): "TMP",
+        str(Path.home()): "~",
+    }
     both = {**known, **{os.path.realpath(path): word for path, word in known.items()}}
     return {path: both[path] for path in sorted(both, key=len, reverse=True) if len(path) > 3}
 
@@ -207,14 +439,34 @@ def write_index(folder: Path = RESULTS) -> None:
     """Writes ``README.md`` of the results: a row for each page, and one for each benchmark without a page."""
     rows = []
     for theme, command, question in THEMES:
-        records = {path: read_json(path) or {} for path in sorted(folder.glob(f"{theme}_*.json"), reverse=True)}
+        records = {
+            path: read_json(path) or {} for path in sorted(folder.glob(f"{theme}_*.json"), reverse=True)
+        }
         # The name of one theme may be a prefix of another.
         found = {path: data.get("made", {}) for path, data in records.items() if data.get("theme") == theme}
         for path, made in found.items():
             page = path.with_suffix(".md").name
-            rows.append((theme, question, made.get("device", "?"), made.get("date", "?")[:10], f"[{page}]({page})", f"`{command}`"))
+            rows.append(
+                (
+                    theme,
+                    question,
+                    made.get("device", "?"),
+                    made.get("date", "?")[:10],
+                    f"[{page}]({page})",
+                    f"`{command}`",
+                )
+            )
         if not found:
-            rows.append((theme, question, "needs a CUDA GPU" if theme in NEEDS_GPU else "any", "*not run*", "", f"`{command}`"))
+            rows.append(
+                (
+                    theme,
+                    question,
+                    "needs a CUDA GPU" if theme in NEEDS_GPU else "any",
+                    "*not run*",
+                    "",
+                    f"`{command}`",
+                )
+            )
     text = (
         "# Results\n\nThe benchmarks write these pages. Each page states device, versions, n, spread, baseline and date; the JSON file\n"
         "next to it holds the raw records. A benchmark without figures has not been run: no figure is an estimate.\n\n"

@@ -40,8 +40,16 @@ from flatout.measure.links import Fabric
 from flatout.measure.scaling import Workload, evenly, predict
 from flatout.plan.scale import NETWORKS, Timing, read_link
 
-PARAMETERS = {"ResNet-50": 25.557e6, "ResNet-101": 44.549e6, "ResNeXt-50": 25.029e6, "ResNeXt-101 32x8d": 88.791e6, "ResNeXt-101 32x4d": 44.18e6,
-              "BERT-large": 335.1e6, "GPT-2 124M": 163.0e6, "Llama 3.1 8B": 8.03e9}
+PARAMETERS = {
+    "ResNet-50": 25.557e6,
+    "ResNet-101": 44.549e6,
+    "ResNeXt-50": 25.029e6,
+    "ResNeXt-101 32x8d": 88.791e6,
+    "ResNeXt-101 32x4d": 44.18e6,
+    "BERT-large": 335.1e6,
+    "GPT-2 124M": 163.0e6,
+    "Llama 3.1 8B": 8.03e9,
+}
 V100 = Fabric(read_link("ib-edr,cards=4"), NETWORKS["nvlink2"], 8)
 DGX2 = Fabric(NETWORKS["nvlink2"])
 A100 = Fabric(NETWORKS["nvlink3"])
@@ -82,30 +90,76 @@ class Run:
         """Returns the efficiency on ``devices`` relative to ``base``."""
         parameters = PARAMETERS[self.model]
         alone_ms = self.alone_ms - self.outside_ms[0]
-        work = Workload(Timing(alone_ms / 3, 2 * alone_ms / 3, 0.0), evenly(self.reduced * parameters), self.gathered * parameters, overhead=overhead,
-                    overlap=self.overlap)
-        few, many = (predict(work, self.fabric, self.strategy, count).step_ms or 0.0 for count in (self.base, self.devices))
+        work = Workload(
+            Timing(alone_ms / 3, 2 * alone_ms / 3, 0.0),
+            evenly(self.reduced * parameters),
+            self.gathered * parameters,
+            overhead=overhead,
+            overlap=self.overlap,
+        )
+        few, many = (
+            predict(work, self.fabric, self.strategy, count).step_ms or 0.0
+            for count in (self.base, self.devices)
+        )
         return (few + self.outside_ms[0]) / (many + self.outside_ms[1])
 
 
 def _ddp_benchmark(model: str, alone_ms: float, eight_ms: float, sixteen_ms: float) -> list[Run]:
-    return [Run(f"{model}, {count} V100", "ddp", model, V100, count, alone_ms, alone_ms / many_ms) for count, many_ms in ((8, eight_ms), (16, sixteen_ms))]
+    return [
+        Run(f"{model}, {count} V100", "ddp", model, V100, count, alone_ms, alone_ms / many_ms)
+        for count, many_ms in ((8, eight_ms), (16, sixteen_ms))
+    ]
 
 
-def _throughput(name: str, source: str, model: str, fabric: Fabric, devices: int, batch: int, alone: float, many: float, reduced: float = 4.0) -> Run:
-    return Run(name, source, model, fabric, devices, 1000 * batch / alone, many / alone / devices, reduced=reduced)
+def _throughput(
+    name: str,
+    source: str,
+    model: str,
+    fabric: Fabric,
+    devices: int,
+    batch: int,
+    alone: float,
+    many: float,
+    reduced: float = 4.0,
+) -> Run:
+    return Run(
+        name, source, model, fabric, devices, 1000 * batch / alone, many / alone / devices, reduced=reduced
+    )
 
 
-SETS_OVERHEAD = Run("ResNet-50, 2 V100", "ddp", "ResNet-50", V100, 2, 97.0, 97 / 103, counted=False, note="sets the overhead")
-SETS_CONTENTION = Run("BERT-large float32, 8 V100, batch 4", "dle-b", "BERT-large", V100, 8, 4000 / 8.96, 64.64 / 8.96 / 8, counted=False,
-                      note="sets the contention of NVLink")
+SETS_OVERHEAD = Run(
+    "ResNet-50, 2 V100", "ddp", "ResNet-50", V100, 2, 97.0, 97 / 103, counted=False, note="sets the overhead"
+)
+SETS_CONTENTION = Run(
+    "BERT-large float32, 8 V100, batch 4",
+    "dle-b",
+    "BERT-large",
+    V100,
+    8,
+    4000 / 8.96,
+    64.64 / 8.96 / 8,
+    counted=False,
+    note="sets the contention of NVLink",
+)
 GPT_MS = 1000 * 32 * 1024 / 142156
 GPT_FORWARD_MS = GPT_MS / 3 / (1 + 0.2 / 3)  # a step includes a fifth of two forward passes
 
 
 def _gpt(name: str, fabric: Fabric) -> Run:
-    return Run(name, "gpt", "GPT-2 124M", fabric, 4, GPT_MS, 419259 / 142156 / 4, reduced=2.0, overlap=False,
-               outside_ms=(2 * GPT_FORWARD_MS / 10, 2 * GPT_FORWARD_MS / 5), counted=False, note="the link is not named")
+    return Run(
+        name,
+        "gpt",
+        "GPT-2 124M",
+        fabric,
+        4,
+        GPT_MS,
+        419259 / 142156 / 4,
+        reduced=2.0,
+        overlap=False,
+        outside_ms=(2 * GPT_FORWARD_MS / 10, 2 * GPT_FORWARD_MS / 5),
+        counted=False,
+        note="the link is not named",
+    )
 
 
 RUNS = [
@@ -125,15 +179,49 @@ RUNS = [
     _throughput("ResNeXt-101 AMP, 8 V100", "dle-x", "ResNeXt-101 32x4d", V100, 8, 128, 587, 4065),
     _throughput("BERT-large mixed, 8 V100, batch 4", "dle-b", "BERT-large", V100, 8, 4, 35.88, 227.84, 2.0),
     _throughput("BERT-large mixed, 8 V100, batch 10", "dle-b", "BERT-large", V100, 8, 10, 45.2, 327.2, 2.0),
-    _throughput("BERT-large float32, 8 V100 of 32 GB, batch 8", "dle-b", "BERT-large", V100, 8, 8, 8.64, 64.32),
-    _throughput("BERT-large mixed, 8 V100 of 32 GB, batch 8", "dle-b", "BERT-large", V100, 8, 8, 36.04, 231.04, 2.0),
-    _throughput("BERT-large mixed, 8 V100 of 32 GB, batch 10", "dle-b", "BERT-large", V100, 8, 10, 46.0, 325.6, 2.0),
+    _throughput(
+        "BERT-large float32, 8 V100 of 32 GB, batch 8", "dle-b", "BERT-large", V100, 8, 8, 8.64, 64.32
+    ),
+    _throughput(
+        "BERT-large mixed, 8 V100 of 32 GB, batch 8", "dle-b", "BERT-large", V100, 8, 8, 36.04, 231.04, 2.0
+    ),
+    _throughput(
+        "BERT-large mixed, 8 V100 of 32 GB, batch 10", "dle-b", "BERT-large", V100, 8, 10, 46.0, 325.6, 2.0
+    ),
     _throughput("BERT-large float32, 16 V100, batch 4", "dle-b", "BERT-large", DGX2, 16, 4, 9.92, 141.4),
     _throughput("BERT-large mixed, 16 V100, batch 4", "dle-b", "BERT-large", DGX2, 16, 4, 38.16, 462.08, 2.0),
     _throughput("BERT-large mixed, 16 V100, batch 10", "dle-b", "BERT-large", DGX2, 16, 10, 47.4, 648.0, 2.0),
     _gpt("GPT-2 124M, 4 A100, were they on PCIe", PCIE),
     _gpt("GPT-2 124M, 4 A100, were they on NVLink", A100),
-    *(Run(f"Llama 3.1 8B{name}, 128 H100 against 8", "titan", "Llama 3.1 8B", H100, 128, 1000 * LLAMA_TOKENS / eight, many / eight, "fsdp", 8, gathered)
-      for name, eight, many, gathered in (("", 5762, 5605, 2.0), (" compiled", 6667, 6514, 2.0), (" float8", 8532, 8380, 2.0))),
-    Run("Llama 3.1 8B float8, 64 H200 against 32", "trainy", "Llama 3.1 8B", H100, 64, 1000 * LLAMA_TOKENS / 10938, 10753 / 10938, "fsdp", 32, 1.0),
+    *(
+        Run(
+            f"Llama 3.1 8B{name}, 128 H100 against 8",
+            "titan",
+            "Llama 3.1 8B",
+            H100,
+            128,
+            1000 * LLAMA_TOKENS / eight,
+            many / eight,
+            "fsdp",
+            8,
+            gathered,
+        )
+        for name, eight, many, gathered in (
+            ("", 5762, 5605, 2.0),
+            (" compiled", 6667, 6514, 2.0),
+            (" float8", 8532, 8380, 2.0),
+        )
+    ),
+    Run(
+        "Llama 3.1 8B float8, 64 H200 against 32",
+        "trainy",
+        "Llama 3.1 8B",
+        H100,
+        64,
+        1000 * LLAMA_TOKENS / 10938,
+        10753 / 10938,
+        "fsdp",
+        32,
+        1.0,
+    ),
 ]

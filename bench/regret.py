@@ -70,8 +70,18 @@ def space(answers: dict[str, Any], searched: Mapping[str, int]) -> list[Plan]:
     for lever in TABLE:
         answer = answers.get(lever.name, {})
         if lever.name in searched and "values" in answer:
-            axes.append([None, *(Choice(lever.name, value, Origin.TUNER) for value in answer["values"][: searched[lever.name]])])
-    return [Plan(tuple(choice for choice in picked if choice is not None)) for picked in itertools.product(*axes)]
+            axes.append(
+                [
+                    None,
+                    *(
+                        Choice(lever.name, value, Origin.TUNER)
+                        for value in answer["values"][: searched[lever.name]]
+                    ),
+                ]
+            )
+    return [
+        Plan(tuple(choice for choice in picked if choice is not None)) for picked in itertools.product(*axes)
+    ]
 
 
 def options_of(command: Command, job: JobFolder, facts: Facts) -> dict[str, Any]:
@@ -85,7 +95,7 @@ def options_of(command: Command, job: JobFolder, facts: Facts) -> dict[str, Any]
 
 def groups(plans: Sequence[Plan]) -> Iterable[Sequence[Plan]]:
     for at in range(0, len(plans), TOGETHER):
-        yield plans[at:at + TOGETHER]
+        yield plans[at : at + TOGETHER]
 
 
 def screen(command: Command, plans: Sequence[Plan], job: JobFolder, facts: Facts) -> list[dict[str, Any]]:
@@ -100,15 +110,34 @@ def screen(command: Command, plans: Sequence[Plan], job: JobFolder, facts: Facts
                 try:
                     candidates.append(interleaver.enter(plan, 0, TIMEOUT_S))
                 except ProgramGone as gone:
-                    found.append({"plan": plan.describe(), "ratio": None, "why": last_line(gone.record), "digest": plan.digest})
+                    found.append(
+                        {
+                            "plan": plan.describe(),
+                            "ratio": None,
+                            "why": last_line(gone.record),
+                            "digest": plan.digest,
+                        }
+                    )
             if candidates:
-                first, *others = (Member(candidate.trial, (None,) * TURNS, ProgramResult()) for candidate in (plain, *candidates))
+                first, *others = (
+                    Member(candidate.trial, (None,) * TURNS, ProgramResult())
+                    for candidate in (plain, *candidates)
+                )
                 take_turns(interleaver, [first, *others], seconds() + RACE_S * len(candidates))
                 for candidate, member in zip(candidates, others, strict=True):
-                    entry: dict[str, Any] = {"plan": candidate.plan.describe(), "digest": candidate.plan.digest}
-                    rounds = [Round(a.ms, b.ms) for a, b in zip(first.seen.blocks, member.seen.blocks, strict=False)]
+                    entry: dict[str, Any] = {
+                        "plan": candidate.plan.describe(),
+                        "digest": candidate.plan.digest,
+                    }
+                    rounds = [
+                        Round(a.ms, b.ms) for a, b in zip(first.seen.blocks, member.seen.blocks, strict=False)
+                    ]
                     gone = last_line(member.seen.gone) if member.seen.gone is not None else ""
-                    found.append({**entry, "ratio": None, "why": gone} if gone or not rounds else {**entry, "ratio": compare([rounds]).to_json()})
+                    found.append(
+                        {**entry, "ratio": None, "why": gone}
+                        if gone or not rounds
+                        else {**entry, "ratio": compare([rounds]).to_json()}
+                    )
         finally:
             interleaver.close()
         print(f"    {len(found)} of {len(plans)} combinations", file=sys.stderr, flush=True)
@@ -120,7 +149,9 @@ def speed(entry: dict[str, Any]) -> float:
     return float(entry["ratio"]["median"]) if entry["ratio"] else 0.0
 
 
-def measure_program(name: str, budget_s: float, facts: Facts, pairs: int, finalists: int, searched: Mapping[str, int]) -> dict[str, Any]:
+def measure_program(
+    name: str, budget_s: float, facts: Facts, pairs: int, finalists: int, searched: Mapping[str, int]
+) -> dict[str, Any]:
     script, *arguments = PROGRAMS[name]
     argv = ["python", str(ROOT / script), *arguments]
     place = Path(tempfile.mkdtemp(prefix="regret-"))
@@ -132,25 +163,51 @@ def measure_program(name: str, budget_s: float, facts: Facts, pairs: int, finali
             if failure or session is None:
                 return {**found, "status": "failed", "why": failure}
             chosen = plan_of(session)
-            found |= {"chosen": chosen.describe(), "chosen_ratio": session.speedup.to_json() if session.speedup else None, "spent_s": round(session.spent_s, 1),
-                      "guard": session.guard.verdict, "levers": [lever.to_json() for lever in session.levers]}
+            found |= {
+                "chosen": chosen.describe(),
+                "chosen_ratio": session.speedup.to_json() if session.speedup else None,
+                "spent_s": round(session.spent_s, 1),
+                "guard": session.guard.verdict,
+                "levers": [lever.to_json() for lever in session.levers],
+            }
             plans = space(options_of(command, job, facts), searched)
-            print(f"    chosen: {found['chosen']} {spell(session.speedup)}; {len(plans)} combinations", file=sys.stderr, flush=True)
+            print(
+                f"    chosen: {found['chosen']} {spell(session.speedup)}; {len(plans)} combinations",
+                file=sys.stderr,
+                flush=True,
+            )
             found["screened"] = screen(command, [plan for plan in plans if len(plan)], job, facts)
-            found["screened"].append({"plan": "plain", "digest": Plan().digest, "ratio": {"median": 1.0, "low": 1.0, "high": 1.0, "n": 0}})
+            found["screened"].append(
+                {
+                    "plan": "plain",
+                    "digest": Plan().digest,
+                    "ratio": {"median": 1.0, "low": 1.0, "high": 1.0, "n": 0},
+                }
+            )
             found["screened"].sort(key=speed, reverse=True)
             by_digest = {plan.digest: plan for plan in plans}
-            rivals = [entry for entry in found["screened"] if entry["ratio"] and entry["digest"] != chosen.digest][:finalists]
+            rivals = [
+                entry for entry in found["screened"] if entry["ratio"] and entry["digest"] != chosen.digest
+            ][:finalists]
 
             def meet(rival: dict[str, Any], pairs: int) -> dict[str, Any]:
                 met = fresh_pairs(command, chosen, by_digest[rival["digest"]], job, facts, pairs)
-                print(f"    final: {rival['plan']}: {spell(met.ratio)} of the chosen plan's speed {met.failure}", file=sys.stderr, flush=True)
+                print(
+                    f"    final: {rival['plan']}: {spell(met.ratio)} of the chosen plan's speed {met.failure}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 return {"plan": rival["plan"], "digest": rival["digest"], **met.to_json()}
 
             found["finals"] = [{**meet(rival, pairs), "screened": rival["ratio"]} for rival in rivals]
             best = fastest(found["finals"])
             found["last"] = meet(best, 2 * pairs) if best else None
-        return {**found, "status": "measured", "combinations": len(plans), **regret_of(found["finals"], found["last"])}
+        return {
+            **found,
+            "status": "measured",
+            "combinations": len(plans),
+            **regret_of(found["finals"], found["last"]),
+        }
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
@@ -164,10 +221,19 @@ def fastest(finals: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 def regret_of(finals: Sequence[dict[str, Any]], last: dict[str, Any] | None) -> dict[str, Any]:
     """Returns the regret from the last comparison of the fastest finalist with the chosen plan, or None."""
     if not any(final["ratio"] for final in finals) or (last and not last["ratio"]):
-        return {"regret": None, "regret_low": None, "regret_high": None, "best": "all other combinations failed"}
+        return {
+            "regret": None,
+            "regret_low": None,
+            "regret_high": None,
+            "best": "all other combinations failed",
+        }
     low, middle, high = (last["ratio"][key] - 1 if last else 0.0 for key in ("low", "median", "high"))
-    return {"regret": max(0.0, middle), "regret_low": max(0.0, low), "regret_high": max(0.0, high),
-            "best": last["plan"] if last and middle > 0 else "the chosen plan"}
+    return {
+        "regret": max(0.0, middle),
+        "regret_low": max(0.0, low),
+        "regret_high": max(0.0, high),
+        "best": last["plan"] if last and middle > 0 else "the chosen plan",
+    }
 
 
 def verdict(entry: dict[str, Any]) -> str:
@@ -175,11 +241,21 @@ def verdict(entry: dict[str, Any]) -> str:
         return "not measured"
     if entry["regret_high"] <= GOAL:
         return "met"
-    return "missed" if entry["regret_low"] > GOAL else "met by the median" if entry["regret"] <= GOAL else "missed by the median"
+    return (
+        "missed"
+        if entry["regret_low"] > GOAL
+        else "met by the median"
+        if entry["regret"] <= GOAL
+        else "missed by the median"
+    )
 
 
 def percent(entry: dict[str, Any]) -> str:
-    return "-" if entry["regret"] is None else f"{entry['regret']:.1%} [{entry['regret_low']:.1%}, {entry['regret_high']:.1%}]"
+    return (
+        "-"
+        if entry["regret"] is None
+        else f"{entry['regret']:.1%} [{entry['regret_low']:.1%}, {entry['regret_high']:.1%}]"
+    )
 
 
 def page(programs: dict[str, dict[str, Any]]) -> str:
@@ -188,35 +264,90 @@ def page(programs: dict[str, dict[str, Any]]) -> str:
         if entry["status"] == "failed":
             rows.append((name, "failed: " + entry["why"].splitlines()[0][:160], "-", "-", "-", "-", "-"))
             continue
-        rows.append((name, entry["chosen"], spell(entry["chosen_ratio"]) if entry["chosen_ratio"] else "plain stays", entry["combinations"], entry["best"],
-                     percent(entry), verdict(entry)))
-        finals += [(name, final["plan"], spell(final["screened"]), spell(final["ratio"]), final["failure"]) for final in entry["finals"]]
+        rows.append(
+            (
+                name,
+                entry["chosen"],
+                spell(entry["chosen_ratio"]) if entry["chosen_ratio"] else "plain stays",
+                entry["combinations"],
+                entry["best"],
+                percent(entry),
+                verdict(entry),
+            )
+        )
+        finals += [
+            (name, final["plan"], spell(final["screened"]), spell(final["ratio"]), final["failure"])
+            for final in entry["finals"]
+        ]
         if entry["last"]:
-            finals.append((name, entry["last"]["plan"], "-", spell(entry["last"]["ratio"]), f"repeated {entry['last']['failure']}"))
-    measured = [entry for entry in programs.values() if entry["status"] == "measured" and entry["regret"] is not None]
-    parts = ["# Regret of the chosen plan\n",
-             "Regret = speed of the best combination over the chosen plan's, minus 1; fresh pairs of processes, interleaved; 95 % intervals.\n",
-             markdown_table(("program", "chosen plan", "relative to plain, in the session", "combinations tried", "best combination", "regret",
-                             f"goal of at most {GOAL:.0%}"), rows)]
+            finals.append(
+                (
+                    name,
+                    entry["last"]["plan"],
+                    "-",
+                    spell(entry["last"]["ratio"]),
+                    f"repeated {entry['last']['failure']}",
+                )
+            )
+    measured = [
+        entry for entry in programs.values() if entry["status"] == "measured" and entry["regret"] is not None
+    ]
+    parts = [
+        "# Regret of the chosen plan\n",
+        "Regret = speed of the best combination over the chosen plan's, minus 1; fresh pairs of processes, interleaved; 95 % intervals.\n",
+        markdown_table(
+            (
+                "program",
+                "chosen plan",
+                "relative to plain, in the session",
+                "combinations tried",
+                "best combination",
+                "regret",
+                f"goal of at most {GOAL:.0%}",
+            ),
+            rows,
+        ),
+    ]
     if measured:
         worst = max(measured, key=lambda entry: entry["regret"])
         mean = sum(entry["regret"] for entry in measured) / len(measured)
         budgets = ", ".join(sorted({f"{entry['budget_s']:g} s" for entry in measured}))
-        parts.append(f"\nPrograms measured: {len(measured)}. Mean regret {mean:.1%}, largest {worst['regret']:.1%}. Budget for tuning: {budgets}.")
-    header = ("program", "combination", "relative to plain, screened", "relative to the chosen plan, fresh pairs", "remark")
+        parts.append(
+            f"\nPrograms measured: {len(measured)}. Mean regret {mean:.1%}, largest {worst['regret']:.1%}. Budget for tuning: {budgets}."
+        )
+    header = (
+        "program",
+        "combination",
+        "relative to plain, screened",
+        "relative to the chosen plan, fresh pairs",
+        "remark",
+    )
     parts += ["\n## The finalists\n", markdown_table(header, finals)]
     return "\n".join(parts)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--budget", default="3m", help="time to tune each program (default 3m)")
-    parser.add_argument("--only", default="", help=f"only these programs, separated by commas: {', '.join(PROGRAMS)}")
+    parser.add_argument(
+        "--only", default="", help=f"only these programs, separated by commas: {', '.join(PROGRAMS)}"
+    )
     parser.add_argument("--pairs", type=int, default=3, help="fresh pairs for each finalist (default 3)")
-    parser.add_argument("--finalists", type=int, default=FINALISTS, help="number of combinations to compare with the chosen plan again (default 3)")
-    parser.add_argument("--levers", default=",".join(SEARCHED), help="search only these, of " + ", ".join(SEARCHED))
+    parser.add_argument(
+        "--finalists",
+        type=int,
+        default=FINALISTS,
+        help="number of combinations to compare with the chosen plan again (default 3)",
+    )
+    parser.add_argument(
+        "--levers", default=",".join(SEARCHED), help="search only these, of " + ", ".join(SEARCHED)
+    )
     parser.add_argument("--again", action="store_true", help="measure again what is measured already")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="write the results to this folder instead of bench/results")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="write the results to this folder instead of bench/results"
+    )
     args = parser.parse_args()
     budget_s = Duration().convert(args.budget, None, None)
     wanted = [word for word in args.only.split(",") if word] or list(PROGRAMS)
@@ -237,9 +368,21 @@ def main() -> None:
         print(f"{name} ...", flush=True)
         done[name] = measure_program(name, budget_s, facts, args.pairs, args.finalists, searched)
         done = {known: done[known] for known in PROGRAMS if known in done}
-        write_result("regret", made, page(done), {"programs": done, "searched": searched, "goal": GOAL}, folder=args.out)
+        write_result(
+            "regret",
+            made,
+            page(done),
+            {"programs": done, "searched": searched, "goal": GOAL},
+            folder=args.out,
+        )
     if done:
-        paths = write_result("regret", made, page(done), {"programs": done, "searched": searched, "goal": GOAL}, folder=args.out)
+        paths = write_result(
+            "regret",
+            made,
+            page(done),
+            {"programs": done, "searched": searched, "goal": GOAL},
+            folder=args.out,
+        )
         print(f"\n{page(done)}\n\nwritten: {', '.join(path.name for path in paths)}")
 
 

@@ -44,7 +44,11 @@ TIMEOUT_S = 90.0  # of one start
 LONGEST_LIFE_S = 0.9
 MOST_LIVES = 60  # of one training
 GOAL = 1000
-STATES = (("small", 64, 2, 64), ("60 MB", 1300, 3, 64), ("60 MB, large steps", 1300, 3, 512))  # width, layers, batch
+STATES = (
+    ("small", 64, 2, 64),
+    ("60 MB", 1300, 3, 64),
+    ("60 MB, large steps", 1300, 3, 512),
+)  # width, layers, batch
 
 
 class Life:
@@ -137,7 +141,11 @@ def training(setting: Any, scratch: Path, most: int = MOST_LIVES) -> dict[str, A
     draw = random.Random(f"kills {setting.seed}")
     expected, whole_s, wrong = undisturbed(setting, scratch)
     folder = Path(tempfile.mkdtemp(dir=scratch))
-    kills, lost, longest = 0, [], min(LONGEST_LIFE_S if setting.start == "fork" else 12.0, 0.8 * whole_s)  # early enough to kill the first start
+    kills, lost, longest = (
+        0,
+        [],
+        min(LONGEST_LIFE_S if setting.start == "fork" else 12.0, 0.8 * whole_s),
+    )  # early enough to kill the first start
     before: int | None = None
     while not wrong:
         life = Life(setting, folder, scratch)
@@ -153,7 +161,9 @@ def training(setting: Any, scratch: Path, most: int = MOST_LIVES) -> dict[str, A
         said = [path.read_text() for path in life.out]
         life.end()
         if ended:
-            wrong = next((each for each in said if each.startswith("error")), "") or (f"exit codes {life.codes}" if any(life.codes.values()) else "")
+            wrong = next((each for each in said if each.startswith("error")), "") or (
+                f"exit codes {life.codes}" if any(life.codes.values()) else ""
+            )
             wrong = wrong or ("" if said == expected else "other bits")
             break
         if last:
@@ -165,7 +175,9 @@ def training(setting: Any, scratch: Path, most: int = MOST_LIVES) -> dict[str, A
     return {**setting.to_json(), "kills": kills, "lost": lost, "whole_s": round(whole_s, 2), "wrong": wrong}
 
 
-def campaign(number: int, seeds: Iterator[int], kills: int, spawn_every: int, out: Path, scratch: Path) -> None:
+def campaign(
+    number: int, seeds: Iterator[int], kills: int, spawn_every: int, out: Path, scratch: Path
+) -> None:
     """Runs in a separate process until its share of kills is done. Writes a JSON line for each training."""
     from resuming import drawn
 
@@ -177,7 +189,10 @@ def campaign(number: int, seeds: Iterator[int], kills: int, spawn_every: int, ou
             record = training(drawn(seed, at % spawn_every == spawn_every - 1), scratch)
             done += record["kills"]
             print(json.dumps(record), file=file, flush=True)
-            print(f"[{number}] {done} of {kills} kills, seed {seed}: {record['wrong'][-300:] or 'the same bits'}", flush=True)
+            print(
+                f"[{number}] {done} of {kills} kills, seed {seed}: {record['wrong'][-300:] or 'the same bits'}",
+                flush=True,
+            )
 
 
 def warm() -> None:
@@ -200,14 +215,31 @@ def summary(found: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     def row(name: str, chosen: list[dict[str, Any]]) -> tuple[Any, ...]:
         lost = [each for record in chosen for each in record["lost"]]
         wrong = sum(bool(record["wrong"]) for record in chosen)
-        return (name, len(chosen), sum(record["kills"] for record in chosen), max(lost, default=0), median(lost) if lost else 0,
-                sum(record["wrong"] == "other bits" for record in chosen), wrong)
+        return (
+            name,
+            len(chosen),
+            sum(record["kills"] for record in chosen),
+            max(lost, default=0),
+            median(lost) if lost else 0,
+            sum(record["wrong"] == "other bits" for record in chosen),
+            wrong,
+        )
 
-    ways = {"all": lambda r: True, "no loader workers": lambda r: r["workers"] == 0, "2 workers": lambda r: r["workers"] == 2 and r["start"] == "fork",
-            "4 workers": lambda r: r["workers"] == 4, "spawned workers": lambda r: r["start"] == "spawn",
-            "persistent workers": lambda r: r["persistent"] and r["workers"], "augmented": lambda r: r["augment"], "accumulated": lambda r: r["accumulate"] > 1,
-            "2 ranks": lambda r: r["ranks"] == 2, "every step": lambda r: r["every"] == 1, "every 4 steps": lambda r: r["every"] == 4,
-            "every 16 steps": lambda r: r["every"] == 16, "chosen interval": lambda r: r["every"] == 0}
+    ways = {
+        "all": lambda r: True,
+        "no loader workers": lambda r: r["workers"] == 0,
+        "2 workers": lambda r: r["workers"] == 2 and r["start"] == "fork",
+        "4 workers": lambda r: r["workers"] == 4,
+        "spawned workers": lambda r: r["start"] == "spawn",
+        "persistent workers": lambda r: r["persistent"] and r["workers"],
+        "augmented": lambda r: r["augment"],
+        "accumulated": lambda r: r["accumulate"] > 1,
+        "2 ranks": lambda r: r["ranks"] == 2,
+        "every step": lambda r: r["every"] == 1,
+        "every 4 steps": lambda r: r["every"] == 4,
+        "every 16 steps": lambda r: r["every"] == 16,
+        "chosen interval": lambda r: r["every"] == 0,
+    }
     return [row(name, [record for record in found if way(record)]) for name, way in ways.items()]
 
 
@@ -242,13 +274,30 @@ def stall(seconds_each: float, scratch: Path) -> list[dict[str, Any]]:
         for side in loops:
             block(side, 2.0)
         waited_s, worked_s, saves = saver.cost.waited_s, saver.cost.worked_s, saver.cost.saves
-        length_s, began = max(2.0, 2.5 * saver.cost.last_s / saver.share), time.monotonic()  # at least two checkpoints in each block
+        length_s, began = (
+            max(2.0, 2.5 * saver.cost.last_s / saver.share),
+            time.monotonic(),
+        )  # at least two checkpoints in each block
         rounds = []
         while time.monotonic() - began < seconds_each or len(rounds) < 3:
             rounds.append([block(side, length_s) for side in ("plain", "saves", "saves", "plain")])
-        size = sum(stored.bytes for stored in saver.last.manifest.files.values()) if saver.last is not None else 0
-        found.append({"state": name, "bytes": size, "saves": saver.cost.saves - saves, "block_s": length_s, "rounds": rounds,
-                      "seconds": 2 * len(rounds) * length_s, "waited_s": saver.cost.waited_s - waited_s, "worked_s": saver.cost.worked_s - worked_s})
+        size = (
+            sum(stored.bytes for stored in saver.last.manifest.files.values())
+            if saver.last is not None
+            else 0
+        )
+        found.append(
+            {
+                "state": name,
+                "bytes": size,
+                "saves": saver.cost.saves - saves,
+                "block_s": length_s,
+                "rounds": rounds,
+                "seconds": 2 * len(rounds) * length_s,
+                "waited_s": saver.cost.waited_s - waited_s,
+                "worked_s": saver.cost.worked_s - worked_s,
+            }
+        )
         for iterator in steps.values():
             iterator.close()
     return found
@@ -259,23 +308,63 @@ def stall_page(found: list[dict[str, Any]]) -> str:
     for each in found:
         shares = [(b + c) / (a + d) - 1 for a, b, c, d in each["rounds"]]
         same = [d / a - 1 for a, _, _, d in each["rounds"]]
-        rows.append((each["state"], f"{each['bytes']:,}", each["saves"], f"{each['block_s']:.1f}", len(each["rounds"]),
-                     f"{median((a + d) / 2 for a, _, _, d in each['rounds']):.3f} ms", f"{spell(interval([[100 * x for x in shares]]), 2)} %",
-                     f"{spell(interval([[100 * x for x in same]]), 2)} %", f"{each['waited_s'] / each['seconds']:.2%}",
-                     f"{(each['waited_s'] + each['worked_s']) / each['seconds']:.2%}"))
-    return "\n## The cost of checkpoints\n\n" + markdown_table(
-        ("state", "bytes of a checkpoint", "checkpoints", "block, s", "rounds", "plain step", "with checkpoints", "A/A", "waiting (statistics)",
-         "waiting and writing"), rows) + "\n"
+        rows.append(
+            (
+                each["state"],
+                f"{each['bytes']:,}",
+                each["saves"],
+                f"{each['block_s']:.1f}",
+                len(each["rounds"]),
+                f"{median((a + d) / 2 for a, _, _, d in each['rounds']):.3f} ms",
+                f"{spell(interval([[100 * x for x in shares]]), 2)} %",
+                f"{spell(interval([[100 * x for x in same]]), 2)} %",
+                f"{each['waited_s'] / each['seconds']:.2%}",
+                f"{(each['waited_s'] + each['worked_s']) / each['seconds']:.2%}",
+            )
+        )
+    return (
+        "\n## The cost of checkpoints\n\n"
+        + markdown_table(
+            (
+                "state",
+                "bytes of a checkpoint",
+                "checkpoints",
+                "block, s",
+                "rounds",
+                "plain step",
+                "with checkpoints",
+                "A/A",
+                "waiting (statistics)",
+                "waiting and writing",
+            ),
+            rows,
+        )
+        + "\n"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=GOAL)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the first training; the others use the next ones")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the first training; the others use the next ones"
+    )
     parser.add_argument("--at-once", type=int, default=2, help="trainings that run at once")
-    parser.add_argument("--spawn-every", type=int, default=12, help="let one training in this many spawn its loader workers")
-    parser.add_argument("--stall", type=float, default=0.0, metavar="SECONDS", help="measure the cost of checkpoints, for this long at each size")
-    parser.add_argument("--more", action="store_true", help="add to the existing trainings instead of starting from scratch")
+    parser.add_argument(
+        "--spawn-every", type=int, default=12, help="let one training in this many spawn its loader workers"
+    )
+    parser.add_argument(
+        "--stall",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="measure the cost of checkpoints, for this long at each size",
+    )
+    parser.add_argument(
+        "--more", action="store_true", help="add to the existing trainings instead of starting from scratch"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -291,35 +380,85 @@ def main() -> None:
             pid = os.fork()
             if pid == 0:
                 try:
-                    campaign(number, seeds, -(-args.kills // args.at_once), args.spawn_every, out, Path(scratch))
+                    campaign(
+                        number, seeds, -(-args.kills // args.at_once), args.spawn_every, out, Path(scratch)
+                    )
                 finally:
                     os._exit(0)
             children.append((pid, out))
         for pid, _ in children:
             os.waitpid(pid, 0)
         found = [json.loads(line) for _, out in children for line in out.read_text().splitlines()]
-    campaigns = [{"minutes": (time.monotonic() - began) / 60, "date": made["date"], "version": made["versions"]["flatout"]}] if found else []
+    campaigns = (
+        [
+            {
+                "minutes": (time.monotonic() - began) / 60,
+                "date": made["date"],
+                "version": made["versions"]["flatout"],
+            }
+        ]
+        if found
+        else []
+    )
     if args.more or not args.kills:
         new = {record["seed"] for record in found}
         found = [record for record in before.get("trainings", []) if record["seed"] not in new] + found
         campaigns = before.get("campaigns", []) + campaigns
     rows = summary(found)
     kills, wrong = rows[0][2], rows[0][6]
-    late = [record["seed"] for record in found if record["every"] and any(lost > 2 * record["every"] for lost in record["lost"])]
+    late = [
+        record["seed"]
+        for record in found
+        if record["every"] and any(lost > 2 * record["every"] for lost in record["lost"])
+    ]
     at_once = [lost for record in found if record["every"] == 1 for lost in record["lost"]]
     minutes = sum(each["minutes"] for each in campaigns)
-    said = f"{kills} kills of {len(found)} trainings in {minutes:.0f} minutes: **{wrong} not recovered bit for bit**; " \
-           f"with a checkpoint every step at most {max(at_once, default=0)} steps lost; more than twice the interval: {late or 'none'}. " \
-           f"Goal: {GOAL} kills, none wrong: {'reached' if kills >= GOAL and not wrong and not late else '**missed**'}. " \
-           + " ".join(f"Measured on {each['date']} with flatout {each['version']}." for each in campaigns)
-    text = f"# Killed at random, resumed exactly\n\n{(__doc__ or '').strip()}\n\n{said}\n\n" + markdown_table(
-        ("trainings", "n", "kills", "lost steps, maximum", "median", "other bits", "unrecovered in total"), rows) + "\n"
+    said = (
+        f"{kills} kills of {len(found)} trainings in {minutes:.0f} minutes: **{wrong} not recovered bit for bit**; "
+        f"with a checkpoint every step at most {max(at_once, default=0)} steps lost; more than twice the interval: {late or 'none'}. "
+        f"Goal: {GOAL} kills, none wrong: {'reached' if kills >= GOAL and not wrong and not late else '**missed**'}. "
+        + " ".join(f"Measured on {each['date']} with flatout {each['version']}." for each in campaigns)
+    )
+    text = (
+        f"# Killed at random, resumed exactly\n\n{(__doc__ or '').strip()}\n\n{said}\n\n"
+        + markdown_table(
+            (
+                "trainings",
+                "n",
+                "kills",
+                "lost steps, maximum",
+                "median",
+                "other bits",
+                "unrecovered in total",
+            ),
+            rows,
+        )
+        + "\n"
+    )
     if stalls:
         text += stall_page(stalls)
     if wrong:
-        text += "\n## Wrong\n\n" + markdown_table(("seed", "why"), [(record["seed"], record["wrong"][-400:]) for record in found if record["wrong"]]) + "\n"
+        text += (
+            "\n## Wrong\n\n"
+            + markdown_table(
+                ("seed", "why"),
+                [(record["seed"], record["wrong"][-400:]) for record in found if record["wrong"]],
+            )
+            + "\n"
+        )
     print(text)
-    print(*(path.name for path in write_result("resume", made, text, {"trainings": found, "campaigns": campaigns, "stall": stalls}, folder=args.out)))
+    print(
+        *(
+            path.name
+            for path in write_result(
+                "resume",
+                made,
+                text,
+                {"trainings": found, "campaigns": campaigns, "stall": stalls},
+                folder=args.out,
+            )
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -54,16 +54,32 @@ def published_page() -> str:
     rows, errors, baseline = [], [], []
     for run in RUNS:
         found = run.predicted(OVERHEAD)
-        rows.append((run.name, run.strategy, f"{run.devices} against {run.base}", f"{run.efficiency:.1%}", f"{found:.1%}",
-                     f"{100 * (found - run.efficiency):+.1f}", _remark(run), run.source))
+        rows.append(
+            (
+                run.name,
+                run.strategy,
+                f"{run.devices} against {run.base}",
+                f"{run.efficiency:.1%}",
+                f"{found:.1%}",
+                f"{100 * (found - run.efficiency):+.1f}",
+                _remark(run),
+                run.source,
+            )
+        )
         if run.counted:
             errors.append(abs(found - run.efficiency))
             baseline.append(abs(run.without_links(OVERHEAD) - run.efficiency))
-    return "\n".join([
-        "## Published runs\n", markdown_table(("run", "strategy", "devices", "published", "predicted", "points", "", "source"), rows),
-        f"\nGoal: within {100 * GOAL_POINTS:.0f} points. Predicted: {_summary(errors)}. The overhead alone, without links: {_summary(baseline)}.\n",
-        "The largest errors are short steps of mixed precision: the time of one device does not show the cost of loading data and launching kernels.\n",
-        "Sources, and the inputs of each prediction: `bench/published_runs.py`."])
+    return "\n".join(
+        [
+            "## Published runs\n",
+            markdown_table(
+                ("run", "strategy", "devices", "published", "predicted", "points", "", "source"), rows
+            ),
+            f"\nGoal: within {100 * GOAL_POINTS:.0f} points. Predicted: {_summary(errors)}. The overhead alone, without links: {_summary(baseline)}.\n",
+            "The largest errors are short steps of mixed precision: the time of one device does not show the cost of loading data and launching kernels.\n",
+            "Sources, and the inputs of each prediction: `bench/published_runs.py`.",
+        ]
+    )
 
 
 def _summary(errors: list[float]) -> str:
@@ -81,14 +97,40 @@ class Launch:
     def __init__(self, model: str, world: int, turns: int, steps: int, timeout_s: float) -> None:
         with tempfile.TemporaryDirectory(prefix="ranks-") as place:
             out = Path(place) / "out.json"
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-            ranks = [subprocess.Popen([sys.executable, str(HERE / "programs" / "ranks.py"), model, str(rank), str(world), f"{place}/store", str(out),
-                                       "--turns", str(turns), "--steps", str(steps), "--patience", str(timeout_s)], env=environment) for rank in range(world)]
+            environment = {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "MKL_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+            }
+            ranks = [
+                subprocess.Popen(
+                    [
+                        sys.executable,
+                        str(HERE / "programs" / "ranks.py"),
+                        model,
+                        str(rank),
+                        str(world),
+                        f"{place}/store",
+                        str(out),
+                        "--turns",
+                        str(turns),
+                        "--steps",
+                        str(steps),
+                        "--patience",
+                        str(timeout_s),
+                    ],
+                    env=environment,
+                )
+                for rank in range(world)
+            ]
             try:
                 codes = [rank.wait(timeout_s + LAUNCH_S) for rank in ranks]
             except subprocess.TimeoutExpired:
-                raise SystemExit(f"{model} on {world} processes did not end within {timeout_s + LAUNCH_S:.0f} s: the machine is too busy. "
-                                 "End other programs or raise --patience") from None
+                raise SystemExit(
+                    f"{model} on {world} processes did not end within {timeout_s + LAUNCH_S:.0f} s: the machine is too busy. "
+                    "End other programs or raise --patience"
+                ) from None
             finally:
                 for rank in ranks:
                     rank.kill()
@@ -98,7 +140,11 @@ class Launch:
 
 
 def quiet_turns(metadata: dict[str, Any]) -> list[dict[str, Any]]:
-    return [turn for turn in metadata["turns"] if metadata["busy"] or all(block["others"] <= QUIET_CORES for block in turn.values())]
+    return [
+        turn
+        for turn in metadata["turns"]
+        if metadata["busy"] or all(block["others"] <= QUIET_CORES for block in turn.values())
+    ]
 
 
 def timing_of(block: dict[str, Any]) -> Timing:
@@ -115,13 +161,20 @@ def link_of(metadata: dict[str, Any], world: int) -> Link:
 
     Medians over the sweeps; over undisturbed ones if there are any.
     """
-    sweeps = [each for each in metadata["sweeps"] if metadata["busy"] or each["others"] <= QUIET_CORES] or metadata["sweeps"]
-    times = {int(size): median(each["all_reduce_ms"][size] for each in sweeps) for size in sweeps[0]["all_reduce_ms"]}
+    sweeps = [
+        each for each in metadata["sweeps"] if metadata["busy"] or each["others"] <= QUIET_CORES
+    ] or metadata["sweeps"]
+    times = {
+        int(size): median(each["all_reduce_ms"][size] for each in sweeps)
+        for size in sweeps[0]["all_reduce_ms"]
+    }
     smallest, largest = min(times), max(times)
     share = 2 * (world - 1) / world
     bandwidth = 1e3 * share * (largest - smallest) / max(times[largest] - times[smallest], 1e-6)
     contention = min(1.0, max(0.0, median(each["contention"] for each in sweeps)))
-    return Link("loopback", bandwidth, 1e3 * times[smallest] / (2 * (world - 1)), contention=contention, inside=True)
+    return Link(
+        "loopback", bandwidth, 1e3 * times[smallest] / (2 * (world - 1)), contention=contention, inside=True
+    )
 
 
 def forecast(metadata: dict[str, Any], turn: dict[str, Any], world: int, cores: int, beside: bool) -> float:
@@ -130,12 +183,21 @@ def forecast(metadata: dict[str, Any], turn: dict[str, Any], world: int, cores: 
     crowd = timing_of(turn["quiet"]).step_ms / timing.step_ms if beside else max(1.0, world / cores)
     shared = Timing(*(crowd * ms for ms in (timing.forward_ms, timing.backward_ms, timing.optimizer_ms)))
     sizes = tuple(float(size) for size in metadata["gradient_bytes"])
-    return predict(Workload(shared, sizes, sum(sizes)), Fabric(link_of(metadata, world)), "ddp", world).step_ms or 0.0
+    return (
+        predict(Workload(shared, sizes, sum(sizes)), Fabric(link_of(metadata, world)), "ddp", world).step_ms
+        or 0.0
+    )
 
 
 def against(launches: list[dict[str, Any]], world: int, cores: int, beside: bool) -> Ratio | None:
     """Returns predicted over measured: a launch is a pair, a turn a round. None without undisturbed turns."""
-    pairs = [[Round(forecast(metadata, turn, world, cores, beside), measured_ms(turn["sent"])) for turn in quiet_turns(metadata)] for metadata in launches]
+    pairs = [
+        [
+            Round(forecast(metadata, turn, world, cores, beside), measured_ms(turn["sent"]))
+            for turn in quiet_turns(metadata)
+        ]
+        for metadata in launches
+    ]
     return compare(pairs) if any(pairs) else None
 
 
@@ -146,23 +208,64 @@ def here_page(programs: dict[str, list[dict[str, Any]]], cores: int) -> str:
             launches = [entry[str(world)] for entry in entries]
             turns = [turn for metadata in launches for turn in quiet_turns(metadata)]
             all_turns = sum(len(metadata["turns"]) for metadata in launches)
-            ms = [f"{median(measured_ms(turn[kind]) for turn in turns):.1f} ms" if turns else "-" for kind in ("alone", "quiet", "sent")]
-            errors = [f"{ratio.median - 1:+.1%} [{ratio.low - 1:+.1%}, {ratio.high - 1:+.1%}]" if ratio else "-"
-                      for ratio in (against(launches, world, cores, False), against(launches, world, cores, True))]
-            others = f"{median(block['others'] for turn in turns for block in turn.values()):.1f}" if turns else "-"
-            rows.append((model, world, f"{sum(launches[0]['gradient_bytes']) / 1e6:.1f} MB", *ms, *errors,
-                         f"{sum(bool(quiet_turns(metadata)) for metadata in launches)} of {len(launches)}", f"{len(turns)} of {all_turns}", others))
+            ms = [
+                f"{median(measured_ms(turn[kind]) for turn in turns):.1f} ms" if turns else "-"
+                for kind in ("alone", "quiet", "sent")
+            ]
+            errors = [
+                f"{ratio.median - 1:+.1%} [{ratio.low - 1:+.1%}, {ratio.high - 1:+.1%}]" if ratio else "-"
+                for ratio in (against(launches, world, cores, False), against(launches, world, cores, True))
+            ]
+            others = (
+                f"{median(block['others'] for turn in turns for block in turn.values()):.1f}"
+                if turns
+                else "-"
+            )
+            rows.append(
+                (
+                    model,
+                    world,
+                    f"{sum(launches[0]['gradient_bytes']) / 1e6:.1f} MB",
+                    *ms,
+                    *errors,
+                    f"{sum(bool(quiet_turns(metadata)) for metadata in launches)} of {len(launches)}",
+                    f"{len(turns)} of {all_turns}",
+                    others,
+                )
+            )
             found = [link_of(metadata, world) for metadata in launches]
-            links.append((model, world, f"{median(link.bandwidth_bytes_per_s for link in found) / 1e9:.2f} GB/s",
-                          f"{median(link.latency_us for link in found):.0f} us", f"{median(link.contention for link in found):.2f}"))
-    header = ("program", "processes", "gradients", "one process", "all, no communication", "with DDP", "error, by cores", "error, beside them", "launches",
-              "turns", "cores used by others")
-    return "\n".join([
-        f"## Ranks on this machine, {cores} cores\n", markdown_table(header, rows),
-        f"\nThe error is the predicted step over the measured one, minus 1, with a 95 % interval. Goal: within {GOAL_STEP:.0%}. Four processes on two "
-        "cores have half a core each; `by cores` knows nothing else of them. Launches and turns count if others used at most "
-        f"{QUIET_CORES} cores, unless the check is off (`--patience 0`).\n",
-        markdown_table(("program", "processes", "loopback bandwidth", "a hop", "contention"), links)])
+            links.append(
+                (
+                    model,
+                    world,
+                    f"{median(link.bandwidth_bytes_per_s for link in found) / 1e9:.2f} GB/s",
+                    f"{median(link.latency_us for link in found):.0f} us",
+                    f"{median(link.contention for link in found):.2f}",
+                )
+            )
+    header = (
+        "program",
+        "processes",
+        "gradients",
+        "one process",
+        "all, no communication",
+        "with DDP",
+        "error, by cores",
+        "error, beside them",
+        "launches",
+        "turns",
+        "cores used by others",
+    )
+    return "\n".join(
+        [
+            f"## Ranks on this machine, {cores} cores\n",
+            markdown_table(header, rows),
+            f"\nThe error is the predicted step over the measured one, minus 1, with a 95 % interval. Goal: within {GOAL_STEP:.0%}. Four processes on two "
+            "cores have half a core each; `by cores` knows nothing else of them. Launches and turns count if others used at most "
+            f"{QUIET_CORES} cores, unless the check is off (`--patience 0`).\n",
+            markdown_table(("program", "processes", "loopback bandwidth", "a hop", "contention"), links),
+        ]
+    )
 
 
 def main() -> None:
@@ -172,8 +275,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds that a launch may wait for an idle machine")
-    parser.add_argument("--folder", type=Path, default=None, help="write the results to this folder instead of bench/results")
+    parser.add_argument(
+        "--patience", type=float, default=60.0, help="seconds that a launch may wait for an idle machine"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="write the results to this folder instead of bench/results"
+    )
     asked = parser.parse_args()
     facts = look()
     made = stamp(facts)
@@ -183,17 +290,29 @@ def main() -> None:
     for at in range(asked.rounds if asked.here else 0):
         for model in asked.models:
             worlds = WORLDS if at % 2 == 0 else WORLDS[::-1]
-            metadata = {str(world): Launch(model, world, asked.turns, asked.steps, asked.timeout).metadata for world in worlds}
+            metadata = {
+                str(world): Launch(model, world, asked.turns, asked.steps, asked.timeout).metadata
+                for world in worlds
+            }
             programs.setdefault(model, []).append(metadata)
             text = publish(programs, facts.cores, made, where)
             calm = {world: len(quiet_turns(each)) for world, each in metadata.items()}
-            print(f"    {model}: round {at + 1} of {asked.rounds}, undisturbed turns {calm}", file=sys.stderr, flush=True)
+            print(
+                f"    {model}: round {at + 1} of {asked.rounds}, undisturbed turns {calm}",
+                file=sys.stderr,
+                flush=True,
+            )
     print(text)
 
 
-def publish(programs: dict[str, list[dict[str, Any]]], cores: int, made: dict[str, Any], where: dict[str, Any]) -> Path:
+def publish(
+    programs: dict[str, list[dict[str, Any]]], cores: int, made: dict[str, Any], where: dict[str, Any]
+) -> Path:
     """Writes the current results, so that an interrupted run keeps them; later runs of this month add."""
-    parts = ["# Predicted steps on many devices, compared with published and measured ones\n", published_page()]
+    parts = [
+        "# Predicted steps on many devices, compared with published and measured ones\n",
+        published_page(),
+    ]
     not_run = "## Ranks on this machine\n\nNot run: `python bench/scaling.py --here`, on an idle machine."
     parts.append(here_page(programs, cores) if programs else not_run)
     return write_result("scaling", made, "\n\n".join(parts), {"programs": programs}, **where)[0]

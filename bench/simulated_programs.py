@@ -30,13 +30,27 @@ import numpy as np
 from flatout.tune.space import Factor, Space
 
 MALLOCS = ("malloc=tcmalloc", "malloc=mimalloc", "malloc=glibc")
-LIVE_ELSEWHERE = ("debug_off", "fused_ops", "inplace", "cudnn_benchmark")  # in addition to those measured on many scripts
+LIVE_ELSEWHERE = (
+    "debug_off",
+    "fused_ops",
+    "inplace",
+    "cudnn_benchmark",
+)  # in addition to those measured on many scripts
 JITTER = 0.03
 WARM_UP_S = 8.0  # of a compiled program, beyond its start
 EVERY_LEVER_HAS = 0.15  # sd of the prior of an effect for an unknown lever
 DATA_LEVERS = ("loader", "cached_prefix", "batched_transforms")
-KNOWN_PAIRS = frozenset(map(frozenset, (("loader", "threads"), ("cached_prefix", "batched_transforms"), ("loader", "cached_prefix"),
-                                        ("loader", "batched_transforms"))))
+KNOWN_PAIRS = frozenset(
+    map(
+        frozenset,
+        (
+            ("loader", "threads"),
+            ("cached_prefix", "batched_transforms"),
+            ("loader", "cached_prefix"),
+            ("loader", "batched_transforms"),
+        ),
+    )
+)
 
 
 def measured_effects(pages: Iterable[Path]) -> dict[str, list[float]]:
@@ -66,7 +80,10 @@ class Program:
 
     def log_times(self, rows: Any) -> Any:
         """Returns the (n,) true log times of a step, of (n, factors) booleans; plain is 0."""
-        parts = {name: math.log(max(share, 1e-9)) * np.ones(len(rows)) for name, share in zip(("compute", "fetch", "transform"), self.shares, strict=True)}
+        parts = {
+            name: math.log(max(share, 1e-9)) * np.ones(len(rows))
+            for name, share in zip(("compute", "fetch", "transform"), self.shares, strict=True)
+        }
         columns = self.space.columns_of
         on = {lever: rows[:, at].any(axis=1) for lever, at in columns.items()}
         for at, factor in enumerate(self.space.factors):
@@ -97,36 +114,70 @@ class Program:
 
 def draw_program(rng: np.random.Generator, measured: dict[str, list[float]], informed: bool) -> Program:
     """Generates a program. ``informed``: priors have the measured mean and spread; otherwise mean 0."""
+
     def draw(lever: str) -> float:
         return float(rng.choice(measured[lever]) + JITTER * rng.standard_normal())
 
     data_bound = bool(rng.random() < 0.4)
     malloc = draw("malloc")
     chosen: list[tuple[str, str, bool, bool, float]] = []  # key, lever, live, warms up, effect
-    for at, key in enumerate(rng.permutation(np.array(MALLOCS[:2 + int(rng.random() < 0.3)], dtype=object))):
-        chosen.append((key, "malloc", False, False, malloc if at == 0 else malloc * float(rng.uniform(-0.3, 1.0))))
+    for at, key in enumerate(rng.permutation(np.array(MALLOCS[: 2 + int(rng.random() < 0.3)], dtype=object))):
+        chosen.append(
+            (key, "malloc", False, False, malloc if at == 0 else malloc * float(rng.uniform(-0.3, 1.0)))
+        )
     if data_bound:
-        chosen += [("loader=1", "loader", False, False, 0.0), ("cached_prefix", "cached_prefix", False, False, math.log(rng.uniform(0.05, 0.7))),
-                   ("batched_transforms", "batched_transforms", False, False, math.log(rng.uniform(0.1, 0.9)))]
+        chosen += [
+            ("loader=1", "loader", False, False, 0.0),
+            ("cached_prefix", "cached_prefix", False, False, math.log(rng.uniform(0.05, 0.7))),
+            ("batched_transforms", "batched_transforms", False, False, math.log(rng.uniform(0.1, 0.9))),
+        ]
     if rng.random() < 0.5:
         chosen.append(("compile", "compile", True, True, draw("compile") - abs(float(rng.normal(0, 0.1)))))
-    chosen += [("threads=1", "threads", True, False, draw("threads")), ("gc_pause", "gc_pause", True, False, draw("gc_pause")),
-               ("fused_optimizer", "fused_optimizer", True, False, draw("fused_optimizer"))]
+    chosen += [
+        ("threads=1", "threads", True, False, draw("threads")),
+        ("gc_pause", "gc_pause", True, False, draw("gc_pause")),
+        ("fused_optimizer", "fused_optimizer", True, False, draw("fused_optimizer")),
+    ]
     if rng.random() < 0.6:
         chosen.append(("channels_last", "channels_last", True, False, draw("channels_last")))
-    pool = [effect for lever in ("channels_last", "gc_pause", "fused_optimizer", "debug_off") for effect in measured[lever]]
-    chosen += [(lever, lever, True, False, float((rng.random() < 0.5) * rng.choice(pool) + JITTER * rng.standard_normal()))
-               for lever in LIVE_ELSEWHERE if rng.random() < 0.5]
+    pool = [
+        effect
+        for lever in ("channels_last", "gc_pause", "fused_optimizer", "debug_off")
+        for effect in measured[lever]
+    ]
+    chosen += [
+        (
+            lever,
+            lever,
+            True,
+            False,
+            float((rng.random() < 0.5) * rng.choice(pool) + JITTER * rng.standard_normal()),
+        )
+        for lever in LIVE_ELSEWHERE
+        if rng.random() < 0.5
+    ]
     shares = (1.0, 0.0, 0.0)
     if data_bound:
         data, fetch = float(rng.uniform(0.05, 0.65)), float(rng.uniform(0.2, 0.8))
         shares = (1 - data, data * fetch, data * (1 - fetch))
-    factors = tuple(Factor(key, lever, live, *_prior(lever, measured, informed), warms_up=warms) for key, lever, live, warms, _ in chosen)
+    factors = tuple(
+        Factor(key, lever, live, *_prior(lever, measured, informed), warms_up=warms)
+        for key, lever, live, warms, _ in chosen
+    )
     pairs = [rng.choice(len(factors), 2, replace=False) for _ in range(int(rng.integers(1, 4)))]
     space = Space(factors, frozenset({frozenset(("compile", "inplace"))}), {}, KNOWN_PAIRS)
-    return Program(space, np.array([effect for *_, effect in chosen]), shares, tuple((int(i), int(j), float(rng.normal(0, 0.05))) for i, j in pairs),
-                   float(rng.uniform(0.05, 0.3)), luck=float(rng.uniform(0.02, 0.07)), noise=float(rng.uniform(0.02, 0.08)), drift=float(rng.uniform(0, 0.02)),
-                   work=float(rng.uniform(0.05, 0.2)) if rng.random() < 0.3 else 0.0, outliers=float(rng.uniform(0, 0.05)))
+    return Program(
+        space,
+        np.array([effect for *_, effect in chosen]),
+        shares,
+        tuple((int(i), int(j), float(rng.normal(0, 0.05))) for i, j in pairs),
+        float(rng.uniform(0.05, 0.3)),
+        luck=float(rng.uniform(0.02, 0.07)),
+        noise=float(rng.uniform(0.02, 0.08)),
+        drift=float(rng.uniform(0, 0.02)),
+        work=float(rng.uniform(0.05, 0.2)) if rng.random() < 0.3 else 0.0,
+        outliers=float(rng.uniform(0, 0.05)),
+    )
 
 
 def _prior(lever: str, measured: dict[str, list[float]], informed: bool) -> tuple[float, float]:
@@ -175,5 +226,12 @@ class Machine:
         self.walk += program.drift * math.sqrt(passed / 100) * rng.standard_normal()
         if window not in self.work:
             self.work[window] = program.work * rng.standard_normal()
-        noise = program.noise * rng.standard_t(3) / math.sqrt(3) + (rng.random() < program.outliers) * rng.uniform(0.2, 0.8)
-        return float(100 * math.exp(program.log_time(on) + self.luck[process] + self.wave + self.walk + self.work[window] + noise))
+        noise = program.noise * rng.standard_t(3) / math.sqrt(3) + (
+            rng.random() < program.outliers
+        ) * rng.uniform(0.2, 0.8)
+        return float(
+            100
+            * math.exp(
+                program.log_time(on) + self.luck[process] + self.wave + self.walk + self.work[window] + noise
+            )
+        )

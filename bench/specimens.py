@@ -38,4 +38,11 @@ def read_specimen(path: Path) -> Specimen:
                 texts[kind].append(bare)
         if found and found[1].endswith("!"):
             lines.add(len(texts["ill"]))
-    return Specimen(path.stem, fault[1], tuple(codes[1].split()), "\n".join(texts["ill"]), "\n".join(texts["well"]), frozenset(lines))
+    return Specimen(
+        path.stem,
+        fault[1],
+        tuple(codes[1].split()),
+        "\n".join(texts["ill"]),
+        "\n".join(texts["well"]),
+        frozenset(lines),
+    )

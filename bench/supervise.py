@@ -42,8 +42,20 @@ from overhead import interval, spell
 from provenance import HERE, RESULTS, markdown_table, read_result, stamp, write_result
 
 PROGRAM = HERE / "programs" / "supervised.py"
-KINDS = [("SIGKILL", "main"), ("SIGSEGV", "main"), ("exit", "main"), ("loop", "main"), ("wait", "main"), ("lock", "main"), ("SIGSTOP", "main"),
-         ("SIGKILL", "worker"), ("exit", "worker"), ("loop", "worker"), ("lock", "worker"), ("SIGSTOP", "worker")]
+KINDS = [
+    ("SIGKILL", "main"),
+    ("SIGSEGV", "main"),
+    ("exit", "main"),
+    ("loop", "main"),
+    ("wait", "main"),
+    ("lock", "main"),
+    ("SIGSTOP", "main"),
+    ("SIGKILL", "worker"),
+    ("exit", "worker"),
+    ("loop", "worker"),
+    ("lock", "worker"),
+    ("SIGSTOP", "worker"),
+]
 DIES = {"SIGKILL", "SIGSEGV", "exit"}
 LIMIT_S, WORKER_LIMIT_S = 10.0, 15.0
 LAYERS, STEP_US = (1, 24), 5000.0
@@ -51,14 +63,38 @@ TIMEOUT_S = 240.0
 
 
 def start(mark: str, folder: str, *words: str, options: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "flatout", "run", "--supervise", *options, sys.executable, str(PROGRAM), *words]
+    command = [
+        sys.executable,
+        "-m",
+        "flatout",
+        "run",
+        "--supervise",
+        *options,
+        sys.executable,
+        str(PROGRAM),
+        *words,
+    ]
     environment = {**os.environ, LAUNCH_MARK: mark, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=environment, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command,
+        env=environment,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def undisturbed() -> str:
     with tempfile.TemporaryDirectory() as folder:
-        return subprocess.run([sys.executable, str(PROGRAM), "--fault", "none", "main", "-1"], cwd=folder, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [sys.executable, str(PROGRAM), "--fault", "none", "main", "-1"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
 
 
 def faulted(seed: int, plain: str) -> dict[str, Any]:
@@ -71,22 +107,51 @@ def faulted(seed: int, plain: str) -> dict[str, Any]:
         said, found_at = [], None
         for line in process.stderr:
             said.append(line)
-            if found_at is None and re.search(r"has finished no step|has returned no batch|was stopped|was killed by|ended with exit code|"
-                                              r"failed after step", line) \
-                    and line.startswith("flatout:"):
+            if (
+                found_at is None
+                and re.search(
+                    r"has finished no step|has returned no batch|was stopped|was killed by|ended with exit code|"
+                    r"failed after step",
+                    line,
+                )
+                and line.startswith("flatout:")
+            ):
                 found_at = time.monotonic()
         out = process.communicate(timeout=TIMEOUT_S)[0]
         struck = float(Path(folder, "struck").read_text())
-        records = [json.loads(line) for path in Path(folder).glob(".flatout/*/incidents.jsonl") for line in path.read_text().splitlines()]
+        records = [
+            json.loads(line)
+            for path in Path(folder).glob(".flatout/*/incidents.jsonl")
+            for line in path.read_text().splitlines()
+        ]
         orphans = left(mark)
         end(mark)
     text = "".join(said)
-    named = bool(re.search(r"loader worker \d+ \(process \d+\)|DataLoader worker \(pid\S* \d+\)", text)) if where == "worker" else found_at is not None
-    place = kind in DIES or kind == "SIGSTOP" or re.search(r"supervised\.py, line \d+, in strike", text) is not None
-    return {"seed": seed, "kind": kind, "where": where, "found_s": None if found_at is None else round(found_at - struck, 2), "named": named and place,
-            "code": process.returncode, "same": where == "worker" or out == plain, "orphans": orphans,
-            "incidents": [{key: record[key] for key in ("kind", "detect_s", "stop_s", "start_s", "load_s")} for record in records],
-            "said": "" if named and place and process.returncode == 0 else text[-3000:]}
+    named = (
+        bool(re.search(r"loader worker \d+ \(process \d+\)|DataLoader worker \(pid\S* \d+\)", text))
+        if where == "worker"
+        else found_at is not None
+    )
+    place = (
+        kind in DIES
+        or kind == "SIGSTOP"
+        or re.search(r"supervised\.py, line \d+, in strike", text) is not None
+    )
+    return {
+        "seed": seed,
+        "kind": kind,
+        "where": where,
+        "found_s": None if found_at is None else round(found_at - struck, 2),
+        "named": named and place,
+        "code": process.returncode,
+        "same": where == "worker" or out == plain,
+        "orphans": orphans,
+        "incidents": [
+            {key: record[key] for key in ("kind", "detect_s", "stop_s", "start_s", "load_s")}
+            for record in records
+        ],
+        "said": "" if named and place and process.returncode == 0 else text[-3000:],
+    }
 
 
 def alarmed(seed: int, minutes: float) -> dict[str, Any]:
@@ -95,9 +160,19 @@ def alarmed(seed: int, minutes: float) -> dict[str, Any]:
         process = start(mark, folder, "--jitter", str(seed), str(int(60 * minutes)), str(int(seed % 4 == 0)))
         out, said = process.communicate()
         end(mark)
-    alarms = [line for line in said.splitlines() if re.search(r"has finished no step|has returned no batch|was stopped|restarted", line)]
-    return {"seed": seed, "minutes": minutes, "compiles": seed % 4 == 0, "code": process.returncode, "alarms": alarms,
-            **(json.loads(out.splitlines()[-1]) if process.returncode == 0 else {"said": said[-3000:]})}
+    alarms = [
+        line
+        for line in said.splitlines()
+        if re.search(r"has finished no step|has returned no batch|was stopped|restarted", line)
+    ]
+    return {
+        "seed": seed,
+        "minutes": minutes,
+        "compiles": seed % 4 == 0,
+        "code": process.returncode,
+        "alarms": alarms,
+        **(json.loads(out.splitlines()[-1]) if process.returncode == 0 else {"said": said[-3000:]}),
+    }
 
 
 def killed(seed: int) -> dict[str, Any]:
@@ -133,7 +208,13 @@ def metadata(seed: int) -> dict[str, Any]:
         saved = Path(folder, "last.pt").exists()
         orphans = left(mark)
         end(mark)
-    return {"seed": seed, "code": process.returncode, "saved": saved, "took_s": round(took, 3), "orphans": orphans}
+    return {
+        "seed": seed,
+        "code": process.returncode,
+        "saved": saved,
+        "took_s": round(took, 3),
+        "orphans": orphans,
+    }
 
 
 def goodput(seed: int, minutes: float) -> dict[str, Any]:
@@ -156,16 +237,34 @@ def goodput(seed: int, minutes: float) -> dict[str, Any]:
                 os.kill(pid, signal.SIGKILL)
                 kills.append(round(time.monotonic() - began, 1))
             time.sleep(0.01)
-        took_s = time.monotonic() - began - float(Path(folder, "goal").read_text().split()[1])  # without the calibration of the step count
+        took_s = (
+            time.monotonic() - began - float(Path(folder, "goal").read_text().split()[1])
+        )  # without the calibration of the step count
         reader.join()
-        counted = dict(line.split() for line in Path(folder, "steps").read_text().splitlines() if len(line.split()) == 2)
-        records = [json.loads(line) for path in Path(folder).glob(".flatout/*/incidents.jsonl") for line in path.read_text().splitlines()]
-        lost = sum(len(line.split()) == 2 for line in Path(folder, "steps").read_text().splitlines()) - len(counted)
+        counted = dict(
+            line.split() for line in Path(folder, "steps").read_text().splitlines() if len(line.split()) == 2
+        )
+        records = [
+            json.loads(line)
+            for path in Path(folder).glob(".flatout/*/incidents.jsonl")
+            for line in path.read_text().splitlines()
+        ]
+        lost = sum(len(line.split()) == 2 for line in Path(folder, "steps").read_text().splitlines()) - len(
+            counted
+        )
         end(mark)
     words = re.search(r"(\d+)% of the time", "".join(said))
-    return {"seed": seed, "code": process.returncode, "took_s": took_s, "kills": kills, "steps": len(counted), "again": lost,
-            "goodput": sum(map(float, counted.values())) / took_s, "said": int(words[1]) / 100 if words else None,
-            "restarts": [{key: record[key] for key in ("stop_s", "start_s", "load_s")} for record in records]}
+    return {
+        "seed": seed,
+        "code": process.returncode,
+        "took_s": took_s,
+        "kills": kills,
+        "steps": len(counted),
+        "again": lost,
+        "goodput": sum(map(float, counted.values())) / took_s,
+        "said": int(words[1]) / 100 if words else None,
+        "restarts": [{key: record[key] for key in ("stop_s", "start_s", "load_s")} for record in records],
+    }
 
 
 def overhead(seconds: float, processes: int) -> list[dict[str, Any]]:
@@ -181,9 +280,17 @@ def overhead(seconds: float, processes: int) -> list[dict[str, Any]]:
                 if process.returncode:
                     raise SystemExit(said[-2000:])
                 found.append(json.loads(out.splitlines()[-1]))
-    return [{"layers": layers, "processes": found, "memory_kib": memory, "plain_us": median((a + d) / 2 for one in found for a, _, _, d in one["rounds"]),
-             "cost_us": interval([[(b + c - a - d) / 2 for a, b, c, d in one["rounds"]] for one in found]),
-             "aa_us": interval([[d - a for a, _, _, d in one["rounds"]] for one in found])} for layers, found in ran.items()]
+    return [
+        {
+            "layers": layers,
+            "processes": found,
+            "memory_kib": memory,
+            "plain_us": median((a + d) / 2 for one in found for a, _, _, d in one["rounds"]),
+            "cost_us": interval([[(b + c - a - d) / 2 for a, b, c, d in one["rounds"]] for one in found]),
+            "aa_us": interval([[d - a for a, _, _, d in one["rounds"]] for one in found]),
+        }
+        for layers, found in ran.items()
+    ]
 
 
 def supervisors_memory(pid: int) -> int:
@@ -191,9 +298,17 @@ def supervisors_memory(pid: int) -> int:
     total = 0
     for folder in Path("/proc").iterdir():
         try:
-            if folder.name.isdigit() and b"flatout.cli.supervised" in (folder / "cmdline").read_bytes() and (
-                    folder.name == str(pid) or (folder / "stat").read_text().rpartition(")")[2].split()[1] == str(pid)):
-                total += int(re.search(r"^Pss: +(\d+)", (folder / "smaps_rollup").read_text(), re.MULTILINE)[1])  # type: ignore[index]
+            if (
+                folder.name.isdigit()
+                and b"flatout.cli.supervised" in (folder / "cmdline").read_bytes()
+                and (
+                    folder.name == str(pid)
+                    or (folder / "stat").read_text().rpartition(")")[2].split()[1] == str(pid)
+                )
+            ):
+                total += int(
+                    re.search(r"^Pss: +(\d+)", (folder / "smaps_rollup").read_text(), re.MULTILINE)[1]
+                )  # type: ignore[index]
         except OSError:
             continue
     return total
@@ -212,15 +327,46 @@ def faults_part(found: list[Any]) -> str:
         times = sorted(each["found_s"] for each in of if each["found_s"] is not None)
         if of:
             well = sum(each["code"] == 0 and each["same"] for each in of)
-            rows.append((kind, where, len(of), sum(each["named"] for each in of), figure(times, median), figure(times, max), well,
-                         sum(bool(each["orphans"]) for each in of)))
-    header = ("fault", "in", "n", "identified", "found after s (median)", "maximum", "ended well (in main: same weights)", "with orphans")
+            rows.append(
+                (
+                    kind,
+                    where,
+                    len(of),
+                    sum(each["named"] for each in of),
+                    figure(times, median),
+                    figure(times, max),
+                    well,
+                    sum(bool(each["orphans"]) for each in of),
+                )
+            )
+    header = (
+        "fault",
+        "in",
+        "n",
+        "identified",
+        "found after s (median)",
+        "maximum",
+        "ended well (in main: same weights)",
+        "with orphans",
+    )
     text = "## Faults\n\n" + markdown_table(header, rows)
     restarts = [each for one in found for each in one["incidents"] if each["start_s"] is not None]
     rows = []
-    for name, key in (("stop", "stop_s"), ("start: until torch is imported", "start_s"), ("load: until the first step", "load_s")):
+    for name, key in (
+        ("stop", "stop_s"),
+        ("start: until torch is imported", "start_s"),
+        ("load: until the first step", "load_s"),
+    ):
         times = sorted(each[key] for each in restarts)
-        rows.append((name, len(times), figure(times, median), figure(times, lambda times: times[int(0.95 * len(times))]), figure(times, max)))
+        rows.append(
+            (
+                name,
+                len(times),
+                figure(times, median),
+                figure(times, lambda times: times[int(0.95 * len(times))]),
+                figure(times, max),
+            )
+        )
     return f"{text}\n\nRestarts, seconds:\n\n" + markdown_table(("part", "n", "median", "95 %", "most"), rows)
 
 
@@ -229,51 +375,130 @@ def figure(times: list[float], of: Any) -> str:
 
 
 def alarms_part(found: list[Any]) -> str:
-    total = {name: sum(each.get(name, 0) for each in found) for name in ("minutes", "pauses", "evaluations", "between", "compiled")}
-    return (f"## False alarms\n\n**{sum(bool(each['alarms']) for each in found)}** in {total['minutes']:.0f} minutes of {len(found)} jittered runs: "
-            f"{total['pauses']} pauses of 2 to 7 s, {total['evaluations']} evaluations of 12 to 45 s, {total['between']} gaps between epochs of 12 to 30 s, "
-            f"{total['compiled']} recompilations.")
+    total = {
+        name: sum(each.get(name, 0) for each in found)
+        for name in ("minutes", "pauses", "evaluations", "between", "compiled")
+    }
+    return (
+        f"## False alarms\n\n**{sum(bool(each['alarms']) for each in found)}** in {total['minutes']:.0f} minutes of {len(found)} jittered runs: "
+        f"{total['pauses']} pauses of 2 to 7 s, {total['evaluations']} evaluations of 12 to 45 s, {total['between']} gaps between epochs of 12 to 30 s, "
+        f"{total['compiled']} recompilations."
+    )
 
 
 def kills_part(found: list[Any]) -> str:
-    return (f"## Killed supervisors\n\n{len(found)} kills, {sum(each['processes'] for each in found)} processes at those moments: "
-            f"**{sum(len(each['orphans']) for each in found)} left** three seconds later.")
+    return (
+        f"## Killed supervisors\n\n{len(found)} kills, {sum(each['processes'] for each in found)} processes at those moments: "
+        f"**{sum(len(each['orphans']) for each in found)} left** three seconds later."
+    )
 
 
 def goodput_part(found: list[Any]) -> str:
-    rows = [(each["seed"], f"{each['took_s'] / 60:.1f}", len(each["kills"]), each["steps"], each["again"],
-             *(figure(sorted(one[key] for one in each["restarts"] if one[key] is not None), median) for key in ("stop_s", "start_s", "load_s")),
-             f"{each['goodput']:.1%}", f"{each['said']:.0%}" if each["said"] is not None else "") for each in found]
-    header = ("seed", "minutes", "kills", "steps", "repeated", "stop, s", "start, s", "load, s", "goodput (goal: 90 %)", "goodput reported by flatout")
+    rows = [
+        (
+            each["seed"],
+            f"{each['took_s'] / 60:.1f}",
+            len(each["kills"]),
+            each["steps"],
+            each["again"],
+            *(
+                figure(sorted(one[key] for one in each["restarts"] if one[key] is not None), median)
+                for key in ("stop_s", "start_s", "load_s")
+            ),
+            f"{each['goodput']:.1%}",
+            f"{each['said']:.0%}" if each["said"] is not None else "",
+        )
+        for each in found
+    ]
+    header = (
+        "seed",
+        "minutes",
+        "kills",
+        "steps",
+        "repeated",
+        "stop, s",
+        "start, s",
+        "load, s",
+        "goodput (goal: 90 %)",
+        "goodput reported by flatout",
+    )
     return "## Goodput\n\n" + markdown_table(header, rows)
 
 
 def told_part(found: list[Any]) -> str:
     times = [each["took_s"] for each in found]
-    right = sum(each["code"] in (143, -signal.SIGTERM) and each["saved"] and not each["orphans"] for each in found)
-    return (f"## SIGTERM\n\n{len(found)} signals: **{right}** with a checkpoint, exit code 143 as in a shell, and no remaining processes. "
-            f"It took {median(times):.2f} s (median), {max(times):.2f} s (maximum).")
+    right = sum(
+        each["code"] in (143, -signal.SIGTERM) and each["saved"] and not each["orphans"] for each in found
+    )
+    return (
+        f"## SIGTERM\n\n{len(found)} signals: **{right}** with a checkpoint, exit code 143 as in a shell, and no remaining processes. "
+        f"It took {median(times):.2f} s (median), {max(times):.2f} s (maximum)."
+    )
 
 
 def overhead_part(found: list[Any]) -> str:
-    rows = [(f"{it['plain_us'] / 1000:.2f} ms", f"{spell(it['cost_us'], 1)} us", f"{it['cost_us']['median'] / STEP_US:+.3%}", f"{spell(it['aa_us'], 1)} us",
-             len(it["processes"]), sum(len(one["rounds"]) for one in it["processes"])) for it in found]
-    return ("## Cost\n\n" + markdown_table(("step", "cost of monitoring", "share of a step of 5 ms (goal: 0.1 %)", "A/A", "processes", "rounds"), rows)
-            + f"\n\nThe supervisor and its reaper together use {median(found[0]['memory_kib']) / 1024:.1f} MiB (goal: 20).")
+    rows = [
+        (
+            f"{it['plain_us'] / 1000:.2f} ms",
+            f"{spell(it['cost_us'], 1)} us",
+            f"{it['cost_us']['median'] / STEP_US:+.3%}",
+            f"{spell(it['aa_us'], 1)} us",
+            len(it["processes"]),
+            sum(len(one["rounds"]) for one in it["processes"]),
+        )
+        for it in found
+    ]
+    return (
+        "## Cost\n\n"
+        + markdown_table(
+            (
+                "step",
+                "cost of monitoring",
+                "share of a step of 5 ms (goal: 0.1 %)",
+                "A/A",
+                "processes",
+                "rounds",
+            ),
+            rows,
+        )
+        + f"\n\nThe supervisor and its reaper together use {median(found[0]['memory_kib']) / 1024:.1f} MiB (goal: 20)."
+    )
 
 
-PARTS = {"faults": faults_part, "alarms": alarms_part, "kills": kills_part, "metadata": told_part, "goodput": goodput_part, "overhead": overhead_part}
+PARTS = {
+    "faults": faults_part,
+    "alarms": alarms_part,
+    "kills": kills_part,
+    "metadata": told_part,
+    "goodput": goodput_part,
+    "overhead": overhead_part,
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--faults", type=int, default=0, help="number of faults")
     parser.add_argument("--alarms", type=int, default=0, metavar="RUNS", help="number of jittered runs")
-    parser.add_argument("--minutes", type=float, default=10, help="duration of each jittered run, and of each training that is killed once a minute")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=10,
+        help="duration of each jittered run, and of each training that is killed once a minute",
+    )
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--told", type=int, default=0, metavar="SIGNALS")
-    parser.add_argument("--goodput", type=int, default=0, metavar="RUNS", help="number of trainings of --minutes each")
-    parser.add_argument("--overhead", type=float, default=0, metavar="SECONDS", help="duration of each of --processes processes")
+    parser.add_argument(
+        "--goodput", type=int, default=0, metavar="RUNS", help="number of trainings of --minutes each"
+    )
+    parser.add_argument(
+        "--overhead",
+        type=float,
+        default=0,
+        metavar="SECONDS",
+        help="duration of each of --processes processes",
+    )
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--at-once", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
@@ -301,7 +526,9 @@ def main() -> None:
         if args.metadata:
             keep("metadata", pool.map(metadata, seeds(args.metadata)))
         if args.goodput:
-            keep("goodput", (goodput(seed, args.minutes) for seed in seeds(args.goodput)))  # one at a time: each needs the whole machine
+            keep(
+                "goodput", (goodput(seed, args.minutes) for seed in seeds(args.goodput))
+            )  # one at a time: each needs the whole machine
         if args.alarms:
             keep("alarms", pool.map(lambda seed: alarmed(seed, args.minutes), seeds(args.alarms)))
     text = page(raw)

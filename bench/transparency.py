@@ -64,11 +64,21 @@ def fresh_copy(folder: Path) -> Iterator[Path]:
         shutil.rmtree(copy, ignore_errors=True)
 
 
-def run_quietly(argv: Sequence[str], folder: Path, environment: dict[str, str], limit_s: float) -> tuple[int | None, str, str]:
+def run_quietly(
+    argv: Sequence[str], folder: Path, environment: dict[str, str], limit_s: float
+) -> tuple[int | None, str, str]:
     """Returns exit code (None: stopped at the limit), output, error output. Its input is at its end."""
     outside, inside = pty.openpty()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = subprocess.Popen(list(argv), cwd=folder, env=environment, stdin=inside, stdout=out, stderr=err, start_new_session=True)
+        process = subprocess.Popen(
+            list(argv),
+            cwd=folder,
+            env=environment,
+            stdin=inside,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
         os.close(inside)
         os.write(outside, b"\x04")
         try:
@@ -88,11 +98,28 @@ def run_quietly(argv: Sequence[str], folder: Path, environment: dict[str, str], 
     return code, texts[0], texts[1]
 
 
-def under_flatout(argv: Sequence[str], folder: Path, environment: dict[str, str], steps: int, limit_s: float) -> Run:
+def under_flatout(
+    argv: Sequence[str], folder: Path, environment: dict[str, str], steps: int, limit_s: float
+) -> Run:
     with tempfile.TemporaryDirectory() as place:
         record_path = Path(place) / "record.json"
-        command = [sys.executable, "-m", "flatout", "trial", "--plan", "none", "--seed", "0", "--steps", str(steps), "--out", str(record_path),
-                   "--timeout", f"{limit_s:.0f}s", *argv]
+        command = [
+            sys.executable,
+            "-m",
+            "flatout",
+            "trial",
+            "--plan",
+            "none",
+            "--seed",
+            "0",
+            "--steps",
+            str(steps),
+            "--out",
+            str(record_path),
+            "--timeout",
+            f"{limit_s:.0f}s",
+            *argv,
+        ]
         code, out, err = run_quietly(command, folder, environment, limit_s + 60)
         record = read_json(record_path) or {}
     ended = record.get("status") in ("ended", "failed")  # a non-zero exit code of the script counts as failed
@@ -101,9 +128,13 @@ def under_flatout(argv: Sequence[str], folder: Path, environment: dict[str, str]
     return Run(record["losses"], out, err[-2000:], code, ended)
 
 
-def plainly(argv: Sequence[str], folder: Path, environment: dict[str, str], count: int, limit_s: float) -> Run:
+def plainly(
+    argv: Sequence[str], folder: Path, environment: dict[str, str], count: int, limit_s: float
+) -> Run:
     """Runs the script with seeds and nothing else. With ``count`` 0 it runs to its own end."""
-    if not Path(argv[0]).name.startswith("python") or (len(argv) > 1 and argv[1].startswith("-") and argv[1] != "-m"):
+    if not Path(argv[0]).name.startswith("python") or (
+        len(argv) > 1 and argv[1].startswith("-") and argv[1] != "-m"
+    ):
         raise ValueError("cannot record this command; use `python script.py ...` or `python -m module ...`")
     with tempfile.TemporaryDirectory() as place:
         log = Path(place) / "losses"
@@ -113,7 +144,9 @@ def plainly(argv: Sequence[str], folder: Path, environment: dict[str, str], coun
     return Run(losses, out, err[-2000:], code, code is not None and (not count or len(losses) < count))
 
 
-def compare(argv: Sequence[str], folder: Path, extra: dict[str, str], steps: int, limit_s: float) -> dict[str, Any]:
+def compare(
+    argv: Sequence[str], folder: Path, extra: dict[str, str], steps: int, limit_s: float
+) -> dict[str, Any]:
     """Runs one script both ways.
 
     ``verdict`` is ``same``, ``differs``, ``not repeatable`` or ``failed``; ``why`` gives the reason.
@@ -122,23 +155,44 @@ def compare(argv: Sequence[str], folder: Path, extra: dict[str, str], steps: int
     with fresh_copy(folder) as copy:
         ours = under_flatout(argv, copy, environment, steps, limit_s)
     if not ours.losses:
-        return {"verdict": "failed", "why": f"no loss was recorded: {_last(ours.stderr_tail)}", "flatout": ours.to_json()}
+        return {
+            "verdict": "failed",
+            "why": f"no loss was recorded: {_last(ours.stderr_tail)}",
+            "flatout": ours.to_json(),
+        }
     count = 0 if ours.ended else len(ours.losses)
     with fresh_copy(folder) as copy:
         plain = plainly(argv, copy, environment, count, limit_s)
-    found = {"flatout": ours.to_json(), "plain": plain.to_json(), "losses": len(ours.losses), "ended": ours.ended,
-             "output": output_difference(plain.stdout, ours.stdout)}
+    found = {
+        "flatout": ours.to_json(),
+        "plain": plain.to_json(),
+        "losses": len(ours.losses),
+        "ended": ours.ended,
+        "output": output_difference(plain.stdout, ours.stdout),
+    }
     if not plain.losses:
-        return {**found, "verdict": "failed", "why": f"the plain script recorded no loss: {_last(plain.stderr_tail)}"}
+        return {
+            **found,
+            "verdict": "failed",
+            "why": f"the plain script recorded no loss: {_last(plain.stderr_tail)}",
+        }
     different = losses_difference(plain.losses, ours.losses)
     if different:
         with fresh_copy(folder) as copy:
             again = plainly(argv, copy, environment, len(plain.losses), limit_s)
         if again.losses != plain.losses:
-            return {**found, "verdict": "not repeatable", "why": f"the plain script differs from itself: {losses_difference(plain.losses, again.losses)}"}
+            return {
+                **found,
+                "verdict": "not repeatable",
+                "why": f"the plain script differs from itself: {losses_difference(plain.losses, again.losses)}",
+            }
         return {**found, "verdict": "differs", "why": different}
     if ours.ended and plain.exit_code != ours.exit_code:
-        return {**found, "verdict": "differs", "why": f"exit code {ours.exit_code} instead of {plain.exit_code}"}
+        return {
+            **found,
+            "verdict": "differs",
+            "why": f"exit code {ours.exit_code} instead of {plain.exit_code}",
+        }
     return {**found, "verdict": "same", "why": f"{len(ours.losses)} losses, bit for bit"}
 
 
@@ -159,8 +213,14 @@ def output_difference(plain: str, ours: str) -> str:
     shared = min(len(a), len(b))
     parted = next((at for at in range(shared) if a[at] != b[at]), None)
     if parted is None:
-        return "the same" if len(a) == len(b) else f"the same for {shared} lines; then only one of them continues"
-    if all(NUMBER.sub("", a[at]) == NUMBER.sub("", b[at]) for at in range(parted, shared)) and len(a) == len(b):
+        return (
+            "the same"
+            if len(a) == len(b)
+            else f"the same for {shared} lines; then only one of them continues"
+        )
+    if all(NUMBER.sub("", a[at]) == NUMBER.sub("", b[at]) for at in range(parted, shared)) and len(a) == len(
+        b
+    ):
         return f"the same except for numbers, first in line {parted + 1}: {b[parted].strip()[:60]!r} instead of {a[parted].strip()[:60]!r}"
     return f"differs from line {parted + 1} of {shared}: {b[parted].strip()[:80]!r} instead of {a[parted].strip()[:80]!r}"
 

@@ -24,13 +24,21 @@ OF_ITS_OWN = ("accumulator_made_inside", "list_of_losses", "own_generators")
 OWN_PROCESS, EARLY = "in a process of its own", "killed twice, the second time before its next save"
 KILLS = {"killed once": ONCE, "killed twice": TWICE, EARLY: BEFORE_ITS_NEXT_SAVE, OWN_PROCESS: ONCE}
 SAFE = ("right", "refused", "from_scratch", "unkilled")
-MEANS = {"right": "resumed exactly", "refused": "rejected with an error", "from_scratch": "started from scratch", "unkilled": "finished before the kill",
-         "WRONG": "**WRONG**", "crashed": "**crashed**"}
+MEANS = {
+    "right": "resumed exactly",
+    "refused": "rejected with an error",
+    "from_scratch": "started from scratch",
+    "unkilled": "finished before the kill",
+    "WRONG": "**WRONG**",
+    "crashed": "**crashed**",
+}
 
 
 def lived(programs: Programs, name: str, trap: Trap, how: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="traps-") as place:
-        found = live(programs, Path(place), trap.in_a_process_of_its_own if how == OWN_PROCESS else trap, KILLS[how])
+        found = live(
+            programs, Path(place), trap.in_a_process_of_its_own if how == OWN_PROCESS else trap, KILLS[how]
+        )
     print(f"  {name}, {how}: {found.verdict} {found.after or ''} {found.why}".rstrip(), flush=True)
     return {"name": name, "how": how, "verdict": found.verdict, "after": found.after, "why": found.why}
 
@@ -47,14 +55,29 @@ def page(rows: list[dict[str, Any]]) -> str:
     count = Counter(row["verdict"] for row in rows)
     metadata = ", ".join(f"{number} {MEANS[verdict].strip('*')}" for verdict, number in count.most_common())
     wrong = sum(row["verdict"] not in SAFE for row in rows)
-    table = markdown_table(("program", "how", "it", "after step", "why"), [
-        (row["name"].replace("_", " "), row["how"], MEANS[row["verdict"]], row["after"] or "-", row["why"]) for row in rows])
-    return (f"# Programs that exact resume could get wrong\n\n{len({row['name'] for row in rows})} programs, {len(rows)} runs: {metadata}. "
-            f"{wrong} ended differently from an undisturbed run without an error.\n\nEach is {STEPS_TOLD}.\n\n{table}")
+    table = markdown_table(
+        ("program", "how", "it", "after step", "why"),
+        [
+            (
+                row["name"].replace("_", " "),
+                row["how"],
+                MEANS[row["verdict"]],
+                row["after"] or "-",
+                row["why"],
+            )
+            for row in rows
+        ],
+    )
+    return (
+        f"# Programs that exact resume could get wrong\n\n{len({row['name'] for row in rows})} programs, {len(rows)} runs: {metadata}. "
+        f"{wrong} ended differently from an undisturbed run without an error.\n\nEach is {STEPS_TOLD}.\n\n{table}"
+    )
 
 
-STEPS_TOLD = ("a training of 24 steps, with checkpoints after the first step and after step 10, killed after step 16 (if killed twice: checkpoints after 8 "
-              "and 16, kills after 12 and 20; or a checkpoint after 8, kills after 12 and 14)")
+STEPS_TOLD = (
+    "a training of 24 steps, with checkpoints after the first step and after step 10, killed after step 16 (if killed twice: checkpoints after 8 "
+    "and 16, kills after 12 and 20; or a checkpoint after 8, kills after 12 and 14)"
+)
 
 
 def main() -> None:

@@ -39,7 +39,9 @@ TIMEOUT_S = 180.0  # longer than this is a hang
 def sh(words: str) -> str:
     done = subprocess.run(words.split(), capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"`{words}` failed: {done.stderr.strip()}. This bench needs root, iproute2, network namespaces, veth and the tbf queue (sch_tbf).")
+        raise SystemExit(
+            f"`{words}` failed: {done.stderr.strip()}. This bench needs root, iproute2, network namespaces, veth and the tbf queue (sch_tbf)."
+        )
     return done.stdout
 
 
@@ -60,7 +62,9 @@ class Hosts:
                 sh(f"ip -n {at} link set {device} up")
             sh(f"ip -n {name} route add default via 10.77.{n}.1")
             for at, device in ((name, "eth0"), (self.router, f"port{n}")):
-                sh(f"ip netns exec {at} tc qdisc add dev {device} root tbf rate {RATE} burst 64kb latency 50ms")
+                sh(
+                    f"ip netns exec {at} tc qdisc add dev {device} root tbf rate {RATE} burst 64kb latency 50ms"
+                )
         self.fix()
 
     def fix(self) -> None:
@@ -97,10 +101,16 @@ class Job:
             self.start(host)
 
     def start(self, host: int) -> None:
-        argv = agent_command(self.nodes, Command((), (sys.executable, str(PROGRAM), str(self.folder), str(STEPS))), divided=True)
+        argv = agent_command(
+            self.nodes,
+            Command((), (sys.executable, str(PROGRAM), str(self.folder), str(STEPS))),
+            divided=True,
+        )
         environment = {**os.environ, "PYTHONPATH": f"{SITE}{os.pathsep}{SRC}", "OMP_NUM_THREADS": "1"}
         said = (self.folder / f"host{host}.{len(self.agents[host])}.txt").open("w")
-        process = subprocess.Popen(["ip", "netns", "exec", self.hosts.names[host], *argv], env=environment, stdout=said, stderr=said)
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", self.hosts.names[host], *argv], env=environment, stdout=said, stderr=said
+        )
         self.agents[host].append((process, said.name))
 
     def steps(self) -> list[dict[str, Any]]:
@@ -126,7 +136,11 @@ class Job:
 
     def said(self, host: int) -> str:
         lines = Path(self.agents[host][-1][1]).read_text(errors="replace").splitlines()
-        ours = [line.removeprefix("flatout: ") for line in lines if line.startswith("flatout: ") and "no authentication" not in line]
+        ours = [
+            line.removeprefix("flatout: ")
+            for line in lines
+            if line.startswith("flatout: ") and "no authentication" not in line
+        ]
         return ours[-1] if ours else ""
 
     def end(self) -> None:
@@ -141,7 +155,9 @@ def undisturbed(hosts: Hosts) -> dict[str, Any]:
     job = Job(hosts, 2, 0)
     try:
         job.until(job.over)
-        return ended(job, "undisturbed, two nodes", None, ["both nodes end with 0"], [job.code(0) == job.code(1) == 0])
+        return ended(
+            job, "undisturbed, two nodes", None, ["both nodes end with 0"], [job.code(0) == job.code(1) == 0]
+        )
     finally:
         job.end()
 
@@ -154,7 +170,13 @@ def cut_5s(hosts: Hosts) -> dict[str, Any]:
         time.sleep(5)
         hosts.fix()
         job.until(job.over)
-        return ended(job, "link cut for 5 s", at, ["both nodes exit with 0", "no new round"], [job.code(0) == job.code(1) == 0, rounds(job) == 1])
+        return ended(
+            job,
+            "link cut for 5 s",
+            at,
+            ["both nodes exit with 0", "no new round"],
+            [job.code(0) == job.code(1) == 0, rounds(job) == 1],
+        )
     finally:
         hosts.fix()
         job.end()
@@ -166,8 +188,16 @@ def cut_for_good(hosts: Hosts) -> dict[str, Any]:
         at = reached(job, 15)
         hosts.cut()
         job.until(job.over)
-        return ended(job, "link cut permanently, --nodes 2", at, ["both nodes exit, neither with 0", "both report the other"],
-                     [job.over() and job.code(0) != 0 != job.code(1), "no heartbeat" in whole(job, 0) and "has not answered" in whole(job, 1)])
+        return ended(
+            job,
+            "link cut permanently, --nodes 2",
+            at,
+            ["both nodes exit, neither with 0", "both report the other"],
+            [
+                job.over() and job.code(0) != 0 != job.code(1),
+                "no heartbeat" in whole(job, 0) and "has not answered" in whole(job, 1),
+            ],
+        )
     finally:
         hosts.fix()
         job.end()
@@ -179,8 +209,13 @@ def cut_elastic(hosts: Hosts) -> dict[str, Any]:
         at = reached(job, 15)
         hosts.cut()
         job.until(job.over)
-        return ended(job, "link cut permanently, --nodes 1:2 --restarts 2", at, ["host 0 finishes as a single node", "host 1 exits with an error"],
-                     [job.code(0) == 0, job.code(1) not in (None, 0)])
+        return ended(
+            job,
+            "link cut permanently, --nodes 1:2 --restarts 2",
+            at,
+            ["host 0 finishes as a single node", "host 1 exits with an error"],
+            [job.code(0) == 0, job.code(1) not in (None, 0)],
+        )
     finally:
         hosts.fix()
         job.end()
@@ -192,7 +227,13 @@ def killed_elastic(hosts: Hosts) -> dict[str, Any]:
         at = reached(job, 15)
         hosts.kill(1)
         job.until(job.over)
-        return ended(job, "all processes of host 1 killed, --nodes 1:2 --restarts 2", at, ["host 0 finishes as a single node"], [job.code(0) == 0])
+        return ended(
+            job,
+            "all processes of host 1 killed, --nodes 1:2 --restarts 2",
+            at,
+            ["host 0 finishes as a single node"],
+            [job.code(0) == 0],
+        )
     finally:
         job.end()
 
@@ -208,8 +249,13 @@ def power_and_back(hosts: Hosts) -> dict[str, Any]:
         hosts.fix()
         job.start(1)
         job.until(job.over)
-        return ended(job, "host 1 loses power, back after 20 s, --nodes 2 --restarts 2", at, ["both finish with exit code 0"],
-                     [job.code(0) == job.code(1) == 0])
+        return ended(
+            job,
+            "host 1 loses power, back after 20 s, --nodes 2 --restarts 2",
+            at,
+            ["both finish with exit code 0"],
+            [job.code(0) == job.code(1) == 0],
+        )
     finally:
         hosts.fix()
         job.end()
@@ -222,15 +268,27 @@ def serving_killed(hosts: Hosts) -> dict[str, Any]:
         hosts.cut()
         hosts.kill(0)
         job.until(job.over)
-        return ended(job, "host 0, which serves the rendezvous, loses power", at, ["host 1 exits with an error that says why"],
-                     [job.code(1) not in (None, 0) and "has not answered" in whole(job, 1)])
+        return ended(
+            job,
+            "host 0, which serves the rendezvous, loses power",
+            at,
+            ["host 1 exits with an error that says why"],
+            [job.code(1) not in (None, 0) and "has not answered" in whole(job, 1)],
+        )
     finally:
         hosts.fix()
         job.end()
 
 
-CASES = {"undisturbed": undisturbed, "cut_5s": cut_5s, "cut_for_good": cut_for_good, "cut_elastic": cut_elastic, "killed": killed_elastic,
-         "back": power_and_back, "serving": serving_killed}
+CASES = {
+    "undisturbed": undisturbed,
+    "cut_5s": cut_5s,
+    "cut_for_good": cut_for_good,
+    "cut_elastic": cut_elastic,
+    "killed": killed_elastic,
+    "back": power_and_back,
+    "serving": serving_killed,
+}
 
 
 def reached(job: Job, step: int) -> float:
@@ -255,12 +313,19 @@ def ended(job: Job, name: str, at: float | None, expected: list[str], held: list
     times = [line["at"] for line in steps if line["world"] == 2]
     per_step = sorted(b - a for a, b in zip(times[::2], times[2::2], strict=False)) if at is None else []
     weights = job.folder / "weights.json"
-    return {"case": name, "expected": expected, "held": held, "codes": [job.code(0), job.code(1)], "rounds": rounds(job),
-            "longest_pause_s": max((b - a for a, b in zip([0.0, *after], after, strict=False)), default=None),
-            "ended_s": None if at is None or not job.over() else time.monotonic() - at,
-            "last_step": max(line["step"] for line in steps) + 1, "said": [job.said(0), job.said(1)],
-            "step_ms": 1000 * per_step[len(per_step) // 2] if per_step else None,
-            "weights": json.loads(weights.read_text()) if weights.exists() else None}
+    return {
+        "case": name,
+        "expected": expected,
+        "held": held,
+        "codes": [job.code(0), job.code(1)],
+        "rounds": rounds(job),
+        "longest_pause_s": max((b - a for a, b in zip([0.0, *after], after, strict=False)), default=None),
+        "ended_s": None if at is None or not job.over() else time.monotonic() - at,
+        "last_step": max(line["step"] for line in steps) + 1,
+        "said": [job.said(0), job.said(1)],
+        "step_ms": 1000 * per_step[len(per_step) // 2] if per_step else None,
+        "weights": json.loads(weights.read_text()) if weights.exists() else None,
+    }
 
 
 def page(found: list[dict[str, Any]]) -> str:
@@ -270,21 +335,52 @@ def page(found: list[dict[str, Any]]) -> str:
     def weights(each: dict[str, Any]) -> str:
         if each["weights"] is None:
             return "no end"
-        return "bit for bit" if each["weights"]["digest"] == right else "other rounding: fewer ranks" if each["weights"]["world"] == 1 else "**other**"
+        return (
+            "bit for bit"
+            if each["weights"]["digest"] == right
+            else "other rounding: fewer ranks"
+            if each["weights"]["world"] == 1
+            else "**other**"
+        )
 
-    rows = [(each["case"], "; ".join(f"{'yes' if held else '**no**'}: {what}" for what, held in zip(each["expected"], each["held"], strict=True)),
-             "/".join("hangs" if code is None else str(code) for code in each["codes"]), each["rounds"], _seconds(each["longest_pause_s"]),
-             _seconds(each["ended_s"]), f"{each['last_step']} of {STEPS}", weights(each)) for each in found]
+    rows = [
+        (
+            each["case"],
+            "; ".join(
+                f"{'yes' if held else '**no**'}: {what}"
+                for what, held in zip(each["expected"], each["held"], strict=True)
+            ),
+            "/".join("hangs" if code is None else str(code) for code in each["codes"]),
+            each["rounds"],
+            _seconds(each["longest_pause_s"]),
+            _seconds(each["ended_s"]),
+            f"{each['last_step']} of {STEPS}",
+            weights(each),
+        )
+        for each in found
+    ]
     said = [(each["case"], host, words) for each in found for host, words in enumerate(each["said"]) if words]
     held = sum(all(each["held"]) for each in found)
     hangs = sum(code is None for each in found for code in each["codes"])
-    table = markdown_table(("fault", "expected behaviour", "exit codes", "rounds", "longest pause", "all ended after", "steps", "final weights"), rows)
+    table = markdown_table(
+        (
+            "fault",
+            "expected behaviour",
+            "exit codes",
+            "rounds",
+            "longest pause",
+            "all ended after",
+            "steps",
+            "final weights",
+        ),
+        rows,
+    )
     return f"""# A training over two hosts under faults
 
-{(__doc__ or '').strip()}
+{(__doc__ or "").strip()}
 
 **{held} of {len(found)}** cases ended as expected; **{hangs}** hung (no end within {TIMEOUT_S:.0f} s).
-A step takes {first['step_ms'] if first else float('nan'):.0f} ms over {RATE} without a fault.
+A step takes {first["step_ms"] if first else float("nan"):.0f} ms over {RATE} without a fault.
 
 {table}
 
@@ -301,7 +397,9 @@ def _seconds(value: float | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help=f"{', '.join(CASES)}, separated by commas")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()

@@ -33,10 +33,21 @@ from flatout.probe.machine import look
 PROGRAM = str(ROOT / "bench" / "programs" / "what_if.py")
 # case of the program -> its what-if
 ASKED = {
-    "sleeping loader": "loader", "computing loader": "loader", "decoding loader": "loader", "computing loader beside a larger model": "loader",
-    "loader with a worker": "loader", "collation of many small samples": "loader", "stream of samples": "loader",
-    "Adam, one loop over 60 layers": "optimizer", "Adagrad over a large table": "optimizer", "AdamW over a large table": "optimizer",
-    "printing": "logging", "logging": "logging", "garbage collection": "gc", "one thread more": "one thread more", "one thread fewer": "one thread fewer",
+    "sleeping loader": "loader",
+    "computing loader": "loader",
+    "decoding loader": "loader",
+    "computing loader beside a larger model": "loader",
+    "loader with a worker": "loader",
+    "collation of many small samples": "loader",
+    "stream of samples": "loader",
+    "Adam, one loop over 60 layers": "optimizer",
+    "Adagrad over a large table": "optimizer",
+    "AdamW over a large table": "optimizer",
+    "printing": "logging",
+    "logging": "logging",
+    "garbage collection": "gc",
+    "one thread more": "one thread more",
+    "one thread fewer": "one thread fewer",
 }
 GOAL = 0.2
 PROGRAMS_OF_THE_GOAL = 12
@@ -50,7 +61,9 @@ def command(*words: str) -> Command:
 def predicted(case: str, job: JobFolder, facts: Facts) -> tuple[Ratio | None, str]:
     """Returns the what-if as `flatout profile` measures it, or why there is none."""
     record = ProfileRecord(["python", PROGRAM, case], str(ROOT))
-    requested = ProfileOptions(steps=20, budget_s=30.0, stages=frozenset({"what-ifs"}), what_ifs=frozenset({ASKED[case]}))
+    requested = ProfileOptions(
+        steps=20, budget_s=30.0, stages=frozenset({"what-ifs"}), what_ifs=frozenset({ASKED[case]})
+    )
     try:
         Profiling(command(case), job, facts, requested, record, {}).run()
     except FlatoutError as error:
@@ -60,7 +73,10 @@ def predicted(case: str, job: JobFolder, facts: Facts) -> tuple[Ratio | None, st
 
 
 def measured(case: str, job: JobFolder, facts: Facts, sets: int) -> tuple[Ratio | None, str]:
-    sides = [ComparisonSide("unchanged", command(case), Plan()), ComparisonSide("without", command(case, "--without"), Plan())]
+    sides = [
+        ComparisonSide("unchanged", command(case), Plan()),
+        ComparisonSide("without", command(case, "--without"), Plan()),
+    ]
     comparison(sides, job, facts, sets, ROUNDS, seconds() + sets * SET_S)
     return ratio_of(*sides), "; ".join(f"{side.name}: {side.failure}" for side in sides if side.failure)
 
@@ -69,16 +85,31 @@ def page(rows: list[dict[str, Any]]) -> str:
     done = [row for row in rows if row["error"] is not None]
     met = [row for row in done if abs(row["error"]) <= GOAL]
     said = f"{len(met)} of {len(done)} programs within {GOAL:.0%}"
-    table = markdown_table(("program", "what-if", "predicted", "measured", "error", f"within {GOAL:.0%}"),
-                           [(row["case"], row["what_if"], spell(row["predicted"]), spell(row["measured"]),
-                             "-" if row["error"] is None else f"{row['error']:+.1%}",
-                             row["why_not"] or ("-" if row["error"] is None else "yes" if abs(row["error"]) <= GOAL else "no")) for row in rows])
+    table = markdown_table(
+        ("program", "what-if", "predicted", "measured", "error", f"within {GOAL:.0%}"),
+        [
+            (
+                row["case"],
+                row["what_if"],
+                spell(row["predicted"]),
+                spell(row["measured"]),
+                "-" if row["error"] is None else f"{row['error']:+.1%}",
+                row["why_not"]
+                or ("-" if row["error"] is None else "yes" if abs(row["error"]) <= GOAL else "no"),
+            )
+            for row in rows
+        ],
+    )
     return f"# What-if bounds, checked\n\n{__doc__.split(chr(10), 2)[2].strip()}\n\n**{said}.** n: rounds of one program, and fresh pairs.\n\n{table}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", choices=sorted(ASKED), help="run only this program; repeatable")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", action="append", choices=sorted(ASKED), help="run only this program; repeatable"
+    )
     parser.add_argument("--sets", type=int, default=SETS, help="fresh pairs of processes for each program")
     parser.add_argument("--again", action="store_true", help="measure again what is measured already")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -93,8 +124,14 @@ def main() -> int:
             ratio, why = predicted(case, job, facts)
             truth, failure = measured(case, job, facts, args.sets)
             error = ratio.median / truth.median - 1 if ratio is not None and truth is not None else None
-            done[case] = {"case": case, "what_if": ASKED[case], "predicted": ratio.to_json() if ratio else None, "measured": truth.to_json() if truth else None,
-                         "error": error, "why_not": why or failure}
+            done[case] = {
+                "case": case,
+                "what_if": ASKED[case],
+                "predicted": ratio.to_json() if ratio else None,
+                "measured": truth.to_json() if truth else None,
+                "error": error,
+                "why_not": why or failure,
+            }
             metadata = f"error {error:+.1%}" if error is not None else why or failure
             print(f"{case}: predicted {spell(ratio)}, measured {spell(truth)}, {metadata}", flush=True)
             rows = [done[each] for each in ASKED if each in done]

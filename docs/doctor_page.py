@@ -16,12 +16,19 @@ knowing, and may be meant), *ok*, or *not seen*: what could not be looked at is 
 
 
 def page() -> str:
-    parts = [HEAD, _contents(), *(f"## {theme}\n\n" + "\n".join(_entry(q) for q in TABLE if q.theme == theme) for theme in THEMES), _versions()]
+    parts = [
+        HEAD,
+        _contents(),
+        *(f"## {theme}\n\n" + "\n".join(_entry(q) for q in TABLE if q.theme == theme) for theme in THEMES),
+        _versions(),
+    ]
     return "\n".join(parts)
 
 
 def _contents() -> str:
-    rows = [f"| [{q.code}](#{q.code.lower()}-{q.name.replace('_', '-')}) | {q.theme} | {q.title} |" for q in TABLE]
+    rows = [
+        f"| [{q.code}](#{q.code.lower()}-{q.name.replace('_', '-')}) | {q.theme} | {q.title} |" for q in TABLE
+    ]
     return "\n".join(["| code | theme | what must hold |", "|---|---|---|", *rows, ""])
 
 
@@ -33,13 +40,29 @@ def _entry(asked: MachineCheck) -> str:
 
 def _versions() -> str:
     table = versions()
-    rows = ["## What fits what", "", "| torch | Python | glibc of its wheels | CUDA builds (cuDNN, NCCL) | compute capabilities on x86-64 |",
-            "|---|---|---|---|---|"]
+    rows = [
+        "## What fits what",
+        "",
+        "| torch | Python | glibc of its wheels | CUDA builds (cuDNN, NCCL) | compute capabilities on x86-64 |",
+        "|---|---|---|---|---|",
+    ]
     for release in table.releases:
-        builds = "; ".join(f"{b.cuda} ({b.cudnn or 'unknown'}, {b.nccl or 'unknown'})" for b in release.builds)
-        capabilities = "; ".join(f"{b.cuda}: {', '.join(b.capabilities)}" if b.capabilities else f"{b.cuda}: unknown" for b in release.builds)
+        builds = "; ".join(
+            f"{b.cuda} ({b.cudnn or 'unknown'}, {b.nccl or 'unknown'})" for b in release.builds
+        )
+        capabilities = "; ".join(
+            f"{b.cuda}: {', '.join(b.capabilities)}" if b.capabilities else f"{b.cuda}: unknown"
+            for b in release.builds
+        )
         python = f"{'.'.join(map(str, release.python_min))} to {'.'.join(map(str, release.python_max))}"
-        rows.append(f"| {release.torch} | {python} | {'.'.join(map(str, release.glibc_min)) if release.glibc_min else 'unknown'} | {builds} | {capabilities} |")
+        rows.append(
+            f"| {release.torch} | {python} | {'.'.join(map(str, release.glibc_min)) if release.glibc_min else 'unknown'} | {builds} | {capabilities} |"
+        )
     rows += ["", "| CUDA | oldest driver on Linux |", "|---|---|"]
-    rows += [f"| {major}.x | {'.'.join(map(str, least))} |" for major, least in sorted(table.drivers.items(), reverse=True)]
-    return "\n".join([*rows, "", "Sources and dates stand in each row of `src/flatout/diagnose/doctor/versions.json`.", ""])
+    rows += [
+        f"| {major}.x | {'.'.join(map(str, least))} |"
+        for major, least in sorted(table.drivers.items(), reverse=True)
+    ]
+    return "\n".join(
+        [*rows, "", "Sources and dates stand in each row of `src/flatout/diagnose/doctor/versions.json`.", ""]
+    )

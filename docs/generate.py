@@ -76,13 +76,22 @@ class Shelf:
 
 
 SHELVES = (
-    Shelf("rules", "Rules",
-          "What `flatout check` and `flatout profile` look for in a training program. `flatout check --explain CODE` shows the same page in the "
-          "terminal. `# flatout: ignore CODE` hides a rule on its line.", rules.TABLE, lambda rule: str(rule.severity).capitalize()),
-    Shelf("errors", "Errors",
-          "`flatout explain train.log` names the kind of failure, the line of your code and the fix. Under `flatout run`, the same stands below the "
-          "traceback of a program that dies. A failure that is not in this list is reported as unknown; nothing is guessed.",
-          failures.TABLE, lambda kind: failures.FAMILIES[kind.code[2:4]]),
+    Shelf(
+        "rules",
+        "Rules",
+        "What `flatout check` and `flatout profile` look for in a training program. `flatout check --explain CODE` shows the same page in the "
+        "terminal. `# flatout: ignore CODE` hides a rule on its line.",
+        rules.TABLE,
+        lambda rule: str(rule.severity).capitalize(),
+    ),
+    Shelf(
+        "errors",
+        "Errors",
+        "`flatout explain train.log` names the kind of failure, the line of your code and the fix. Under `flatout run`, the same stands below the "
+        "traceback of a program that dies. A failure that is not in this list is reported as unknown; nothing is guessed.",
+        failures.TABLE,
+        lambda kind: failures.FAMILIES[kind.code[2:4]],
+    ),
 )
 
 
@@ -99,15 +108,24 @@ def pages() -> dict[str, str]:
         made[f"reference/{shelf.folder}/index.md"] = index(shelf)
         made.update({f"reference/{shelf.folder}/{entry.code}.md": page(entry) for entry in shelf.table})
     for path in sorted(RESULTS.glob("*.md")):
-        made[f"benchmarks/{'index.md' if path.name == 'README.md' else path.name}"] = path.read_text(encoding="utf-8")
+        made[f"benchmarks/{'index.md' if path.name == 'README.md' else path.name}"] = path.read_text(
+            encoding="utf-8"
+        )
     return made
 
 
 def page(entry: Entry) -> str:
     """One rule, or one kind of failure."""
     names = getattr(entry, "levers", ())
-    without_edit = "without an edit: " + ", ".join(f"[`{name}`](../levers.md#{name})" for name in names) if names else ""
-    lines = [f"# {entry.code} {entry.title}", "", " · ".join(filter(None, [f"*{entry.severity}*", f"`{entry.name}`", without_edit])), ""]
+    without_edit = (
+        "without an edit: " + ", ".join(f"[`{name}`](../levers.md#{name})" for name in names) if names else ""
+    )
+    lines = [
+        f"# {entry.code} {entry.title}",
+        "",
+        " · ".join(filter(None, [f"*{entry.severity}*", f"`{entry.name}`", without_edit])),
+        "",
+    ]
     for name in entry.sections:
         text = entry.section(name)
         if text and name in CODE_SECTIONS:
@@ -121,20 +139,45 @@ def index(shelf: Shelf) -> str:
     """A shelf's table of contents, in groups."""
     lines = [f"# {shelf.heading}", "", shelf.introduction, ""]
     for heading, entries in groupby(shelf.table, key=shelf.group):
-        lines += [f"## {heading}", "", "| code | what |", "|---|---|", *(f"| [{entry.code}]({entry.code}.md) | {entry.title} |" for entry in entries), ""]
+        lines += [
+            f"## {heading}",
+            "",
+            "| code | what |",
+            "|---|---|",
+            *(f"| [{entry.code}]({entry.code}.md) | {entry.title} |" for entry in entries),
+            "",
+        ]
     return "\n".join(lines)
 
 
 def levers() -> str:
     """Every lever's docstring, in the order in which levers act."""
-    lines = ["# Levers", "", "A lever is one optimisation. `flatout levers NAME` shows the same text in the terminal. The order is the one in which levers act.", "",
-             "| lever | may change | what it does |", "|---|---|---|"]
-    lines += [f"| [`{lever.name}`](#{lever.name}) | {lever.effect.value} | {lever.page.strip().splitlines()[0]} |" for lever in LEVERS]
+    lines = [
+        "# Levers",
+        "",
+        "A lever is one optimisation. `flatout levers NAME` shows the same text in the terminal. The order is the one in which levers act.",
+        "",
+        "| lever | may change | what it does |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| [`{lever.name}`](#{lever.name}) | {lever.effect.value} | {lever.page.strip().splitlines()[0]} |"
+        for lever in LEVERS
+    ]
     for lever in LEVERS:
         title, _, text = lever.page.strip().partition("\n")
         text = re.sub(r"\n[ \t]+", "\n", text.strip())
         text = re.sub(r"^([A-Z][A-Za-z' ]{3,40}): ", r"\n**\1.** ", text, flags=re.MULTILINE)
-        lines += ["", f"## {lever.name}", "", title, "", f"*{lever.effect.value}* · acts at {lever.moment.value}" + (" · can be switched between steps" if lever.live else ""), text]
+        lines += [
+            "",
+            f"## {lever.name}",
+            "",
+            title,
+            "",
+            f"*{lever.effect.value}* · acts at {lever.moment.value}"
+            + (" · can be switched between steps" if lever.live else ""),
+            text,
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -151,7 +194,16 @@ def commands() -> str:
 
 def _command(command: click.Command, name: str, depth: int = 2) -> Iterator[str]:
     context = click.Context(command, info_name=name)
-    yield from ("#" * depth + f" {name}", "", "```", command.get_usage(context).removeprefix("Usage: "), "```", "", *_paragraphs(command.help or ""), "")
+    yield from (
+        "#" * depth + f" {name}",
+        "",
+        "```",
+        command.get_usage(context).removeprefix("Usage: "),
+        "```",
+        "",
+        *_paragraphs(command.help or ""),
+        "",
+    )
     options = [param for param in command.params if isinstance(param, click.Option) and not param.hidden]
     if options:
         yield from ("| option | what it does |", "|---|---|")
@@ -166,7 +218,11 @@ def _command(command: click.Command, name: str, depth: int = 2) -> Iterator[str]
 
 def _paragraphs(text: str) -> Iterator[str]:
     for paragraph in text.replace("\b\n", "\b").split("\n\n"):
-        yield from (["```", *paragraph.lstrip("\b").strip("\n").splitlines(), "```"] if paragraph.startswith("\b") else [" ".join(paragraph.split())])
+        yield from (
+            ["```", *paragraph.lstrip("\b").strip("\n").splitlines(), "```"]
+            if paragraph.startswith("\b")
+            else [" ".join(paragraph.split())]
+        )
         yield ""
 
 
@@ -176,8 +232,13 @@ def _cell(text: str) -> str:
 
 def records() -> str:
     """The fields of each JSON file, with their types; records that lie inside follow."""
-    lines = ["# Records", "", "flatout writes JSON into the job's folder, `.flatout/<job>`. Times are in milliseconds unless a name says otherwise (`_s`, `_us`); sizes "
-             "are in bytes. A reader must ignore fields that it does not know. `schema` grows when the meaning of a field changes.", ""]
+    lines = [
+        "# Records",
+        "",
+        "flatout writes JSON into the job's folder, `.flatout/<job>`. Times are in milliseconds unless a name says otherwise (`_s`, `_us`); sizes "
+        "are in bytes. A reader must ignore fields that it does not know. `schema` grows when the meaning of a field changes.",
+        "",
+    ]
     queue = [(f"`{file}`: {dotted.rpartition('.')[2]}", _resolve(dotted)) for file, dotted in RECORDS.items()]
     seen = {record for _, record in queue}
     while queue:
@@ -201,7 +262,11 @@ def _resolve(dotted: str) -> type:
 
 def _prose(record: type) -> str:
     text = record.__doc__ or ""
-    return "" if text.startswith(f"{record.__name__}(") else "\n".join(line.strip() for line in text.strip().splitlines())
+    return (
+        ""
+        if text.startswith(f"{record.__name__}(")
+        else "\n".join(line.strip() for line in text.strip().splitlines())
+    )
 
 
 def write(made: Iterable[tuple[str, str]]) -> None:

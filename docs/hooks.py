@@ -19,7 +19,9 @@ def on_page_markdown(markdown: str, page, **_: object) -> str:
             return match[0]
         if path.startswith("bench/results/"):
             name = path.removeprefix("bench/results/")
-            inside = posixpath.relpath(f"benchmarks/{'index.md' if name in ('README.md', '') else name}", folder or ".")
+            inside = posixpath.relpath(
+                f"benchmarks/{'index.md' if name in ('README.md', '') else name}", folder or "."
+            )
             return f"{image}[{text}]({inside}{anchor})"
         return f"{text} (`{path}`)" if path.rsplit("/")[-1] not in text else text
 

@@ -28,7 +28,7 @@ def _alone(name: str) -> str:
 def _pair(name: str) -> str:
     plain, loop = _differing(_main(name), _main(f"{name}_loop"))
     cells = f"<tr><td>\n\n{_fenced(plain)}\n\n</td><td>\n\n{_fenced(loop)}\n\n</td></tr>"
-    heads = f"<tr><th><a href=\"../../examples/{name}.py\">{name}.py</a></th><th><a href=\"../../examples/{name}_loop.py\">{name}_loop.py</a></th></tr>"
+    heads = f'<tr><th><a href="../../examples/{name}.py">{name}.py</a></th><th><a href="../../examples/{name}_loop.py">{name}_loop.py</a></th></tr>'
     return f"## {_title(name)}\n\n<table>\n{heads}\n{cells}\n</table>\n"
 
 
@@ -42,9 +42,17 @@ def _parsed(name: str) -> ast.Module:
 
 def _main(name: str) -> list[str]:
     """The lines of ``main`` behind the one that reads the arguments."""
-    main = next(node for node in _parsed(name).body if isinstance(node, ast.FunctionDef) and node.name == "main")
-    arguments = next(node for node in main.body if isinstance(node, ast.Assign) and ast.unparse(node).startswith("args ="))
-    lines = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()[arguments.end_lineno:main.end_lineno]
+    main = next(
+        node for node in _parsed(name).body if isinstance(node, ast.FunctionDef) and node.name == "main"
+    )
+    arguments = next(
+        node for node in main.body if isinstance(node, ast.Assign) and ast.unparse(node).startswith("args =")
+    )
+    lines = (
+        (EXAMPLES / f"{name}.py")
+        .read_text(encoding="utf-8")
+        .splitlines()[arguments.end_lineno : main.end_lineno]
+    )
     return dedent("\n".join(lines)).strip("\n").splitlines()
 
 
@@ -53,7 +61,7 @@ def _differing(plain: list[str], loop: list[str]) -> tuple[list[str], list[str]]
     same = 0
     while same < min(len(plain), len(loop)) - 1 and plain[-1 - same] == loop[-1 - same]:
         same += 1
-    return plain[:len(plain) - same], loop[:len(loop) - same]
+    return plain[: len(plain) - same], loop[: len(loop) - same]
 
 
 def _fenced(lines: list[str]) -> str:

@@ -22,13 +22,17 @@ def main():
     args = parser.parse_args()
 
     flatout.seed(args.seed)
-    transform = transforms.Compose([
-        transforms.RandomCrop(SIZE, padding=3),
-        transforms.RandomHorizontalFlip(),
-        transforms.ToTensor(),
-        transforms.Normalize((0.46, 0.46, 0.40), (0.28, 0.27, 0.31)),
-    ])
-    loader = DataLoader(Patches(transform, args.images), batch_size=args.batch_size, shuffle=True, num_workers=args.workers)
+    transform = transforms.Compose(
+        [
+            transforms.RandomCrop(SIZE, padding=3),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize((0.46, 0.46, 0.40), (0.28, 0.27, 0.31)),
+        ]
+    )
+    loader = DataLoader(
+        Patches(transform, args.images), batch_size=args.batch_size, shuffle=True, num_workers=args.workers
+    )
     model = Net().to(flatout.device())
     criterion = nn.CrossEntropyLoss()
 
@@ -37,14 +41,24 @@ def main():
         output = model(x)
         return criterion(output, y), {"right": (output.argmax(1) == y).sum()}
 
-    loop = flatout.Loop(model, torch.optim.Adam(model.parameters(), lr=args.lr), loss_fn, loader, epochs=args.epochs, metrics={"right": "sum"})
+    loop = flatout.Loop(
+        model,
+        torch.optim.Adam(model.parameters(), lr=args.lr),
+        loss_fn,
+        loader,
+        epochs=args.epochs,
+        metrics={"right": "sum"},
+    )
     total, right = 0.0, 0
     for step in loop:
         total += step.loss.item() * step.samples
         right += step.metrics["right"].item()
         if step.ends_epoch:
             count = len(loader.dataset)
-            print(f"epoch {step.epoch + 1}/{args.epochs}: loss {total / count:.4f}, training accuracy {right / count:.2%}", flush=True)
+            print(
+                f"epoch {step.epoch + 1}/{args.epochs}: loss {total / count:.4f}, training accuracy {right / count:.2%}",
+                flush=True,
+            )
             total, right = 0.0, 0
 
 

@@ -23,7 +23,9 @@ def main() -> None:
     flatout("tune", "--budget", "3m", "--no-write", *JOB)
     flatout("run", *JOB)
     newest = max(Path(".flatout").glob("*/report.html"), key=lambda path: path.stat().st_mtime)
-    print(f"\nThe report with pictures: {newest.resolve()}\nThe plan, and the same by hand: flatout plan {' '.join(JOB)}")
+    print(
+        f"\nThe report with pictures: {newest.resolve()}\nThe plan, and the same by hand: flatout plan {' '.join(JOB)}"
+    )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,10 @@ class Block(nn.Module):
 
     def forward(self, x):
         batch, length, width = x.shape
-        q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, dim=-1))
+        q, k, v = (
+            part.view(batch, length, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).reshape(batch, length, width))
         return x + self.mlp(self.norm2(x))

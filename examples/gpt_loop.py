@@ -37,8 +37,16 @@ def main():
     model = GPT(len(letters), args.context).to(flatout.device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
-    loop = flatout.Loop(model, optimizer, loss_fn, batches(), steps=args.steps, effective_batch=args.accumulate * args.batch_size, clip=1.0,
-                        scheduler=warm_up)
+    loop = flatout.Loop(
+        model,
+        optimizer,
+        loss_fn,
+        batches(),
+        steps=args.steps,
+        effective_batch=args.accumulate * args.batch_size,
+        clip=1.0,
+        scheduler=warm_up,
+    )
     for step in loop:
         if step.index % 10 == 0:
             print(f"step {step.index}: loss {float(step.loss):.4f}", flush=True)

@@ -40,9 +40,17 @@ def main():
     counts = {}
     for word in words:
         counts[word] = counts.get(word, 0) + 1
-    index = {word: at + 1 for at, word in enumerate(sorted(counts, key=counts.get, reverse=True)[:1000])}  # 0: any rarer word
+    index = {
+        word: at + 1 for at, word in enumerate(sorted(counts, key=counts.get, reverse=True)[:1000])
+    }  # 0: any rarer word
     data = torch.tensor([index.get(word, 0) for word in words])
-    data = data[: len(data) // args.batch_size * args.batch_size].view(args.batch_size, -1).t().contiguous().to(device)
+    data = (
+        data[: len(data) // args.batch_size * args.batch_size]
+        .view(args.batch_size, -1)
+        .t()
+        .contiguous()
+        .to(device)
+    )
 
     model = Model(len(index) + 1, args.width).to(device)
     criterion = nn.CrossEntropyLoss()

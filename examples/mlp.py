@@ -28,8 +28,12 @@ def main():
     loader = DataLoader(TensorDataset(x, y), batch_size=args.batch_size, shuffle=True)
 
     model = nn.Sequential(
-        nn.Linear(64, args.width), nn.GELU(), nn.LayerNorm(args.width),
-        nn.Linear(args.width, args.width), nn.GELU(), nn.LayerNorm(args.width),
+        nn.Linear(64, args.width),
+        nn.GELU(),
+        nn.LayerNorm(args.width),
+        nn.Linear(args.width, args.width),
+        nn.GELU(),
+        nn.LayerNorm(args.width),
         nn.Linear(args.width, 10),
     ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.05)

@@ -23,7 +23,12 @@ class Digits(Dataset):
     """1,797 digits of 8x8 pixels with 17 grey levels, enlarged to 32x32."""
 
     def __init__(self, images, labels, transform):
-        self.images = [Image.fromarray((image * 15).astype("uint8")).resize((32, 32), Image.Resampling.BICUBIC).convert("RGB") for image in images]
+        self.images = [
+            Image.fromarray((image * 15).astype("uint8"))
+            .resize((32, 32), Image.Resampling.BICUBIC)
+            .convert("RGB")
+            for image in images
+        ]
         self.labels = labels
         self.transform = transform
 
@@ -35,17 +40,25 @@ class Digits(Dataset):
 
 
 def make_loaders(batch_size, workers, images=None):
-    augment = transforms.Compose([
-        transforms.RandomCrop(32, padding=4),
-        transforms.ColorJitter(brightness=0.3, contrast=0.3),
-        transforms.ToTensor(),
-        transforms.Normalize(MEAN, STD),
-    ])
+    augment = transforms.Compose(
+        [
+            transforms.RandomCrop(32, padding=4),
+            transforms.ColorJitter(brightness=0.3, contrast=0.3),
+            transforms.ToTensor(),
+            transforms.Normalize(MEAN, STD),
+        ]
+    )
     plain = transforms.Compose([transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
     digits = load_digits()
     images, labels = digits.images[:images], digits.target[:images]
     train_x, test_x, train_y, test_y = train_test_split(images, labels, test_size=0.2, random_state=0)
-    train = DataLoader(Digits(train_x, train_y, augment), batch_size=batch_size, shuffle=True, drop_last=True, num_workers=workers)
+    train = DataLoader(
+        Digits(train_x, train_y, augment),
+        batch_size=batch_size,
+        shuffle=True,
+        drop_last=True,
+        num_workers=workers,
+    )
     return train, DataLoader(Digits(test_x, test_y, plain), batch_size=batch_size)
 
 
@@ -84,7 +97,10 @@ def main():
             optimizer.step()
             schedule.step()
             total += loss.item()
-        print(f"epoch {epoch + 1}/{args.epochs}: loss {total / len(train):.4f}, accuracy {accuracy(model, test, device):.2%}", flush=True)
+        print(
+            f"epoch {epoch + 1}/{args.epochs}: loss {total / len(train):.4f}, accuracy {accuracy(model, test, device):.2%}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -34,7 +34,10 @@ def main():
     for step in flatout.Loop(model, optimizer, loss_fn, train, epochs=args.epochs, scheduler=schedule):
         total += step.loss.item()
         if step.ends_epoch:
-            print(f"epoch {step.epoch + 1}/{args.epochs}: loss {total / len(train):.4f}, accuracy {accuracy(model, test, device):.2%}", flush=True)
+            print(
+                f"epoch {step.epoch + 1}/{args.epochs}: loss {total / len(train):.4f}, accuracy {accuracy(model, test, device):.2%}",
+                flush=True,
+            )
             model.train()
             total = 0.0
 

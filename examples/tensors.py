@@ -25,7 +25,9 @@ def main():
         loss.backward()
         optimizer.step()
         if step % 50 == 0:
-            print(f"step {step}: loss {loss.item():.4f}", flush=True)  # .item() waits for the device, so not in each step
+            print(
+                f"step {step}: loss {loss.item():.4f}", flush=True
+            )  # .item() waits for the device, so not in each step
 
 
 if __name__ == "__main__":

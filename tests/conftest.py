@@ -28,12 +28,29 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 MARK = "FLATOUT_TEST_RUN"
 NOT_RUN = pytest.StashKey[int]()
 MANY_OBJECTS = 100_000
-OF_ONE_PROCESS = {"engine", "kernels", "levers", "measure", "pipeline", "plan", "probe", "render", "saved", "state"}
+OF_ONE_PROCESS = {
+    "engine",
+    "kernels",
+    "levers",
+    "measure",
+    "pipeline",
+    "plan",
+    "probe",
+    "render",
+    "saved",
+    "state",
+}
 GRACE_S = 8.0  # the time that a program may take to end after a request
 
 # Speed is not tested: a slow machine must not fail a rule.
-settings.register_profile("flatout", deadline=None, max_examples=60, print_blob=True, derandomize="CI" in os.environ,
-                          suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+settings.register_profile(
+    "flatout",
+    deadline=None,
+    max_examples=60,
+    print_blob=True,
+    derandomize="CI" in os.environ,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 settings.load_profile("flatout")
 
 TINY = '''\
@@ -58,9 +75,15 @@ print("done", flush=True)
 
 # The same without torch's own optimizer, the first of which imports torch's compiler: two seconds in every
 # process.
-BY_HAND = TINY.replace("optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)\n", "").replace("optimizer.zero_grad()", "model.zero_grad()").replace(
-    "    optimizer.step()\n", "    with torch.no_grad():\n        for p in model.parameters():\n            p -= 0.01 * p.grad\n").replace(
-    "one optimizer", "no optimizer")
+BY_HAND = (
+    TINY.replace("optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)\n", "")
+    .replace("optimizer.zero_grad()", "model.zero_grad()")
+    .replace(
+        "    optimizer.step()\n",
+        "    with torch.no_grad():\n        for p in model.parameters():\n            p -= 0.01 * p.grad\n",
+    )
+    .replace("one optimizer", "no optimizer")
+)
 
 
 @dataclass
@@ -90,7 +113,9 @@ def marked(mark: str) -> dict[int, str]:
         try:
             state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
             if state != "Z" and f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found[int(folder.name)] = (
+                    (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
         except OSError:
             continue
     return found
@@ -104,17 +129,41 @@ class Flatout:
         self._begun: list[str] = []
 
     def environment(self, more: Mapping[str, str] = {}) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("FLATOUT_", "PYTEST_", "MALLOC_")) and k not in ("LD_PRELOAD", "PYTHONPATH")}
+        kept = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("FLATOUT_", "PYTEST_", "MALLOC_")) and k not in ("LD_PRELOAD", "PYTHONPATH")
+        }
         mark = uuid.uuid4().hex
         self._begun.append(mark)
-        return {**kept, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "COLUMNS": "120",
-                MARK: mark, **more}
+        return {
+            **kept,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+            "COLUMNS": "120",
+            MARK: mark,
+            **more,
+        }
 
-    def start(self, *words: str, env: Mapping[str, str] = {}, cwd: Path | None = None, prefix: Sequence[str] = (), stdin: int | None = None,
-              python: Sequence[str] | None = None) -> subprocess.Popen[str]:
+    def start(
+        self,
+        *words: str,
+        env: Mapping[str, str] = {},
+        cwd: Path | None = None,
+        prefix: Sequence[str] = (),
+        stdin: int | None = None,
+        python: Sequence[str] | None = None,
+    ) -> subprocess.Popen[str]:
         command = [*prefix, *(python if python is not None else [sys.executable, "-m", "flatout"]), *words]
-        return subprocess.Popen(command, cwd=cwd or self.folder, env=self.environment(env), stdin=stdin if stdin is not None else subprocess.DEVNULL,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            command,
+            cwd=cwd or self.folder,
+            env=self.environment(env),
+            stdin=stdin if stdin is not None else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
     def __call__(self, *words: str, stdin: str | None = None, timeout: float = 120, **options) -> Done:
         process = self.start(*words, stdin=subprocess.PIPE if stdin is not None else None, **options)
@@ -128,9 +177,15 @@ class Flatout:
 
         out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        with (mock.patch.dict(os.environ, self.environment(env), clear=True), mock.patch.object(sys, "argv", ["flatout", *words]),
-              mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()))), contextlib.chdir(self.folder),
-              contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as left):
+        with (
+            mock.patch.dict(os.environ, self.environment(env), clear=True),
+            mock.patch.object(sys, "argv", ["flatout", *words]),
+            mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()))),
+            contextlib.chdir(self.folder),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            pytest.raises(SystemExit) as left,
+        ):
             main()
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -301,7 +356,9 @@ def cluster() -> Iterator[str]:
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     if config.stash.get(NOT_RUN, 0):
-        terminalreporter.write_line(f"{config.stash[NOT_RUN]} tests for a GPU: not run, there is no CUDA device here")
+        terminalreporter.write_line(
+            f"{config.stash[NOT_RUN]} tests for a GPU: not run, there is no CUDA device here"
+        )
 
 
 def _has_gpu() -> bool:

@@ -37,5 +37,9 @@ def made(folder: Path) -> Path:
     if compiler is None:
         pytest.skip("no C compiler here to make a driver library with")
     (folder / "driver.c").write_text(DRIVER)
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(folder / "driver.c")], check=True, timeout=60)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(folder / "driver.c")],
+        check=True,
+        timeout=60,
+    )
     return folder

@@ -36,7 +36,14 @@ def workers(count: int) -> tuple[str, Any]:
 
 
 def augmented() -> Any:
-    return v1.Compose([v1.RandomCrop(10, padding=2), v1.RandomHorizontalFlip(), v1.ToTensor(), v1.Normalize([0.5] * 3, [0.25] * 3)])
+    return v1.Compose(
+        [
+            v1.RandomCrop(10, padding=2),
+            v1.RandomHorizontalFlip(),
+            v1.ToTensor(),
+            v1.Normalize([0.5] * 3, [0.25] * 3),
+        ]
+    )
 
 
 def fixed() -> Any:
@@ -45,7 +52,10 @@ def fixed() -> Any:
 
 def charts(count: int = 24, height: int = 11, width: int = 13, mode: str = "RGB") -> list[Any]:
     make = np.random.RandomState(3)
-    return [Image.fromarray(make.randint(0, 256, (height, width, 3), dtype=np.uint8)).convert(mode) for _ in range(count)]
+    return [
+        Image.fromarray(make.randint(0, 256, (height, width, 3), dtype=np.uint8)).convert(mode)
+        for _ in range(count)
+    ]
 
 
 class Images(Dataset):
@@ -63,7 +73,9 @@ class Images(Dataset):
         return self.transform(self.images[index]), self.labels[index]
 
 
-def epochs(dataset: Any, count: int = 2, meanwhile: Callable[[Any, int, int], Any] | None = None, **arguments: Any) -> list[Any]:
+def epochs(
+    dataset: Any, count: int = 2, meanwhile: Callable[[Any, int, int], Any] | None = None, **arguments: Any
+) -> list[Any]:
     """Every batch of some epochs.
 
     After each one follow the model's own random number and the result of ``meanwhile(dataset, epoch,
@@ -91,7 +103,11 @@ def run(program: Callable[[], Any], *levers: tuple[str, Any]) -> tuple[Any, list
         random.seed(5)
         np.random.seed(5)
         answer = program()
-        end = [torch.get_rng_state().tolist(), random.getstate(), [part.tolist() if hasattr(part, "tolist") else part for part in np.random.get_state()]]
+        end = [
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+            [part.tolist() if hasattr(part, "tolist") else part for part in np.random.get_state()],
+        ]
     finally:
         if context is not None:
             context.rest()
@@ -108,14 +124,27 @@ def difference(a: Any, b: Any, way: str = "") -> str:
         return f"{way}: {type(a).__name__} and {type(b).__name__}"
     if isinstance(a, Tensor):
         if (a.dtype, a.shape, a.stride()) != (b.dtype, b.shape, b.stride()):
-            return f"{way}: {a.dtype} {tuple(a.shape)} {a.stride()} and {b.dtype} {tuple(b.shape)} {b.stride()}"
-        return "" if a.numpy().tobytes() == b.numpy().tobytes() else f"{way}: {int((a != b).sum())} of {a.numel()} values"
+            return (
+                f"{way}: {a.dtype} {tuple(a.shape)} {a.stride()} and {b.dtype} {tuple(b.shape)} {b.stride()}"
+            )
+        return (
+            ""
+            if a.numpy().tobytes() == b.numpy().tobytes()
+            else f"{way}: {int((a != b).sum())} of {a.numel()} values"
+        )
     if isinstance(a, dict):
-        return f"{way}: keys" if list(a) != list(b) else next((w for key in a if (w := difference(a[key], b[key], f"{way}[{key!r}]"))), "")
+        return (
+            f"{way}: keys"
+            if list(a) != list(b)
+            else next((w for key in a if (w := difference(a[key], b[key], f"{way}[{key!r}]"))), "")
+        )
     if isinstance(a, (list, tuple)):
         if len(a) != len(b):
             return f"{way}: {len(a)} and {len(b)} parts"
-        return next((w for i, (x, y) in enumerate(zip(a, b, strict=True)) if (w := difference(x, y, f"{way}[{i}]"))), "")
+        return next(
+            (w for i, (x, y) in enumerate(zip(a, b, strict=True)) if (w := difference(x, y, f"{way}[{i}]"))),
+            "",
+        )
     return "" if a == b else f"{way}: {a!r} and {b!r}"
 
 

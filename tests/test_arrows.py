@@ -19,14 +19,43 @@ import flatout
 HOME = Path(flatout.__file__).parent
 FILES = sorted(path.relative_to(HOME).as_posix() for path in HOME.rglob("*.py"))
 
-NUMBER = {"plan": 0, "kernels": 1, "pipeline": 1, "probe": 1, "measure": 1, "capture": 1, "state": 1, "launch": 1, "render": 1, "saved": 1, "ranks": 1,
-          "levers": 2, "engine": 2, "replay": 2, "trial": 3, "tune": 4, "diagnose": 4, "loop": 5, "cli": 5}
+NUMBER = {
+    "plan": 0,
+    "kernels": 1,
+    "pipeline": 1,
+    "probe": 1,
+    "measure": 1,
+    "capture": 1,
+    "state": 1,
+    "launch": 1,
+    "render": 1,
+    "saved": 1,
+    "ranks": 1,
+    "levers": 2,
+    "engine": 2,
+    "replay": 2,
+    "trial": 3,
+    "tune": 4,
+    "diagnose": 4,
+    "loop": 5,
+    "cli": 5,
+}
 BELOW_TRIAL = {room for room, number in NUMBER.items() if number <= 2}
 MAY_IMPORT = {
-    "plan": set(), "kernels": set(), "pipeline": set(), "saved": set(), "ranks": {"plan"},
-    "probe": {"plan"}, "measure": {"plan"}, "capture": {"plan"}, "state": {"plan"}, "launch": {"plan"}, "render": {"plan"},
+    "plan": set(),
+    "kernels": set(),
+    "pipeline": set(),
+    "saved": set(),
+    "ranks": {"plan"},
+    "probe": {"plan"},
+    "measure": {"plan"},
+    "capture": {"plan"},
+    "state": {"plan"},
+    "launch": {"plan"},
+    "render": {"plan"},
     "levers": {"plan", "kernels", "pipeline", "saved", "ranks"},
-    "engine": {"plan", "capture", "measure", "state"}, "replay": {"plan", "capture", "state"},
+    "engine": {"plan", "capture", "measure", "state"},
+    "replay": {"plan", "capture", "state"},
     "trial": BELOW_TRIAL,
     "tune": {"plan", "levers", "measure", "trial", "engine", "launch"},
     "diagnose": {"plan", "probe", "levers", "measure", "trial", "engine", "launch"},
@@ -35,8 +64,15 @@ MAY_IMPORT = {
 }
 # Imports allowed while a file loads, in addition to the standard library. Everything else is imported inside
 # a function.
-HEAVY_AT_TOP = {"tune": {"numpy"}, "kernels": {"torch", "triton"}, "pipeline": {"torch"}, "replay": {"torch"}, "launch": {"psutil"}, "cli": {"click", "rich"},
-                "render": {"rich", "jinja2", "markupsafe", "plotly"}}
+HEAVY_AT_TOP = {
+    "tune": {"numpy"},
+    "kernels": {"torch", "triton"},
+    "pipeline": {"torch"},
+    "replay": {"torch"},
+    "launch": {"psutil"},
+    "cli": {"click", "rich"},
+    "render": {"rich", "jinja2", "markupsafe", "plotly"},
+}
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "base", "core", "manager"}
 
 MAY_PATCH = {"capture/ledger.py"}
@@ -74,7 +110,11 @@ def imported(tree: ast.AST, name: str) -> list[tuple[int, str, bool]]:
                 module = ".".join([*package[: len(package) - node.level + 1], *filter(None, [module])])
             whole = [f"{module}.{alias.name}" for alias in node.names] if module == "flatout" else [module]
             found += [(node.lineno, each, id(node) in top) for each in whole]
-        elif isinstance(node, ast.Call) and _spelled(node.func) in ("importlib.import_module", "import_module", "__import__") and node.args:
+        elif (
+            isinstance(node, ast.Call)
+            and _spelled(node.func) in ("importlib.import_module", "import_module", "__import__")
+            and node.args
+        ):
             first = node.args[0]
             if isinstance(first, ast.Constant) and isinstance(first.value, str):
                 found.append((node.lineno, first.value, False))
@@ -102,7 +142,9 @@ def _spelled(node: ast.AST) -> str:
 def arrows(name: str, source: str) -> set[str]:
     """The other packages that a file imports."""
     modules = [module.split(".") for _, module, _ in imported(ast.parse(source), name)]
-    return {parts[1] for parts in modules if parts[0] == "flatout" and len(parts) > 1 and parts[1] in NUMBER} - {package_of(name)}
+    return {
+        parts[1] for parts in modules if parts[0] == "flatout" and len(parts) > 1 and parts[1] in NUMBER
+    } - {package_of(name)}
 
 
 def complaints(name: str, source: str) -> list[str]:
@@ -113,17 +155,32 @@ def complaints(name: str, source: str) -> list[str]:
         found.append(f"{name}: {room} is not a room of the house")
     stem = Path(name).stem
     if stem in FORBIDDEN_NAMES:
-        found.append(f"{name}: a file is not called {stem}; the shared function goes to the room that owns its noun")
+        found.append(
+            f"{name}: a file is not called {stem}; the shared function goes to the room that owns its noun"
+        )
     found += _import_complaints(name, room, tree)
-    bound = {alias.asname or alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    bound = {
+        alias.asname or alias.name.split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             found += _call_complaints(name, room, node)
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, (ast.AugAssign, ast.AnnAssign)) else []
+        targets = (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, (ast.AugAssign, ast.AnnAssign))
+            else []
+        )
         for target in targets:
             owner = _spelled(target).split(".")[0] if isinstance(target, ast.Attribute) else ""
             if owner and (owner in bound or owner == "torch") and name not in MAY_PATCH:
-                found.append(f"{name}:{target.lineno}: {_spelled(target)} is assigned; foreign objects change through the ledger alone")
+                found.append(
+                    f"{name}:{target.lineno}: {_spelled(target)} is assigned; foreign objects change through the ledger alone"
+                )
     return found
 
 
@@ -136,16 +193,26 @@ def _import_complaints(name: str, room: str, tree: ast.AST) -> list[str]:
             if other not in NUMBER or other == room or not room:
                 continue
             if NUMBER[other] >= NUMBER.get(room, 9):
-                found.append(f"{name}:{line}: {room} ({NUMBER.get(room)}) imports {other} ({NUMBER[other]}); arrows only point down")
+                found.append(
+                    f"{name}:{line}: {room} ({NUMBER.get(room)}) imports {other} ({NUMBER[other]}); arrows only point down"
+                )
             elif other not in MAY_IMPORT[room]:
                 found.append(f"{name}:{line}: {room} may not import {other}")
         else:
-            if at_top and parts[0] not in sys.stdlib_module_names and parts[0] not in HEAVY_AT_TOP.get(room, set()):
-                found.append(f"{name}:{line}: {parts[0]} is imported at the top; {room or 'this file'} must load without it")
+            if (
+                at_top
+                and parts[0] not in sys.stdlib_module_names
+                and parts[0] not in HEAVY_AT_TOP.get(room, set())
+            ):
+                found.append(
+                    f"{name}:{line}: {parts[0]} is imported at the top; {room or 'this file'} must load without it"
+                )
             if parts[0] in CLOCKS and name not in MAY_READ_CLOCKS:
                 found.append(f"{name}:{line}: {parts[0]} is imported; the clocks are in measure/clock.py")
             if parts[0] in STARTERS and not may_start_processes(name):
-                found.append(f"{name}:{line}: {parts[0]} is imported; processes are started in launch/ and trial/")
+                found.append(
+                    f"{name}:{line}: {parts[0]} is imported; processes are started in launch/ and trial/"
+                )
             if room == "render" and parts[0] == "torch":
                 found.append(f"{name}:{line}: a view needs no torch")
     return found
@@ -158,7 +225,9 @@ def _call_complaints(name: str, room: str, node: ast.Call) -> list[str]:
     if spelled in LOUD_STREAMS and room != "cli" and not (name in MAY_WRITE_STDERR and "stderr" in spelled):
         return [f"{name}:{node.lineno}: {spelled}() is called; only cli/ prints"]
     if spelled in ("setattr", "delattr", "object.__setattr__") and name not in MAY_PATCH | MAY_SET_OWN:
-        return [f"{name}:{node.lineno}: {spelled}() is called; foreign objects change through the ledger alone"]
+        return [
+            f"{name}:{node.lineno}: {spelled}() is called; foreign objects change through the ledger alone"
+        ]
     if spelled.startswith("os.") and spelled[3:].startswith(STARTING_CALLS) and not may_start_processes(name):
         return [f"{name}:{node.lineno}: {spelled}() is called; processes are started in launch/ and trial/"]
     return []
@@ -197,7 +266,9 @@ def test_no_cycles_between_packages():
     graph: dict[str, set[str]] = {}
     for name in FILES:
         if package_of(name):
-            graph.setdefault(package_of(name), set()).update(arrows(name, (HOME / name).read_text(encoding="utf-8")))
+            graph.setdefault(package_of(name), set()).update(
+                arrows(name, (HOME / name).read_text(encoding="utf-8"))
+            )
     assert cycles(graph) == []
 
 
@@ -216,8 +287,16 @@ def test_no_package_hides_in_a_single_file():
         ("plan/plan.py", "import flatout.cli.main", "arrows only point down"),
         ("plan/plan.py", "from ..cli import main", "arrows only point down"),
         ("plan/plan.py", "from flatout import cli", "arrows only point down"),
-        ("plan/plan.py", "import importlib\nimportlib.import_module('flatout.trial.parent')", "arrows only point down"),
-        ("measure/phases.py", "from flatout.capture.training_context import TrainingContext", "arrows only point down"),
+        (
+            "plan/plan.py",
+            "import importlib\nimportlib.import_module('flatout.trial.parent')",
+            "arrows only point down",
+        ),
+        (
+            "measure/phases.py",
+            "from flatout.capture.training_context import TrainingContext",
+            "arrows only point down",
+        ),
         ("engine/applier.py", "from flatout.levers import TABLE", "arrows only point down"),
         ("levers/tf32.py", "from flatout.measure.clock import seconds", "may not import"),
         ("tune/search.py", "from flatout.render import summary", "may not import"),
@@ -239,10 +318,22 @@ def test_no_package_hides_in_a_single_file():
         ("capture/training_context.py", "import sys\nsys.stderr.write('x')", "only cli/ prints"),
         ("capture/bootstrap.py", "import sys\nsys.stdout.write('x')", "only cli/ prints"),
         ("launch/local_launcher.py", "print('x')", "only cli/ prints"),
-        ("levers/tf32.py", "def apply(torch):\n    torch.backends.cudnn.allow_tf32 = True", "through the ledger alone"),
+        (
+            "levers/tf32.py",
+            "def apply(torch):\n    torch.backends.cudnn.allow_tf32 = True",
+            "through the ledger alone",
+        ),
         ("trial/worker.py", "import sys\nsys.excepthook = None", "through the ledger alone"),
-        ("levers/tf32.py", "def apply(flags):\n    setattr(flags, 'fp32_precision', 'tf32')", "through the ledger alone"),
-        ("levers/tf32.py", "undo = lambda flags: setattr(flags, 'fp32_precision', 'tf32')", "through the ledger alone"),
+        (
+            "levers/tf32.py",
+            "def apply(flags):\n    setattr(flags, 'fp32_precision', 'tf32')",
+            "through the ledger alone",
+        ),
+        (
+            "levers/tf32.py",
+            "undo = lambda flags: setattr(flags, 'fp32_precision', 'tf32')",
+            "through the ledger alone",
+        ),
         ("render/summary.py", "def f():\n    import torch", "a view needs no torch"),
         ("engine/utils.py", "", "a file is not called utils"),
         ("plan/base.py", "", "a file is not called base"),
@@ -292,5 +383,11 @@ def test_a_cycle_is_detected():
 def test_torch_is_not_loaded(code):
     numpy_too = set() if "flatout.tune.search" in code else {"numpy"}  # the regression of a search needs it
     code += f"\nimport sys\nheavy = {{'torch', 'plotly', 'tomlkit', 'jinja2'}} | {numpy_too!r}\nassert not heavy & set(sys.modules), heavy"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": ""})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": ""},
+    )
     assert done.returncode == 0, done.stderr

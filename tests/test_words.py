@@ -44,7 +44,8 @@ RETIRED = {
     r"twins?": "counterpart",
     r"(leave|leaves|left) away": "remove",
 }
-WORDS = re.compile(r"(?<![A-Za-z])(?:%s)(?![A-Za-z])" % "|".join(f"(?:{word})" for word in RETIRED), re.IGNORECASE)
+ALL = "|".join(f"(?:{word})" for word in RETIRED)
+WORDS = re.compile(rf"(?<![A-Za-z])(?:{ALL})(?![A-Za-z])", re.IGNORECASE)
 # Terms of others, as they call them.
 TERMS = ("watching the watcher",)
 MOST_IN_SOURCE = 20
@@ -60,22 +61,44 @@ def prose(path: Path) -> list[tuple[int, str]]:
     """Comments, strings and names of a Python file, by line; the parts of a name apart, as in ``contest_row``."""
     with tokenize.open(path) as file:
         tokens = list(tokenize.generate_tokens(io.StringIO(file.read()).readline))
-    return [(token.start[0], re.sub(r"(?<=[a-z])(?=[A-Z])|_", " ", token.string)) for token in tokens
-            if token.type in (tokenize.NAME, tokenize.STRING, tokenize.COMMENT)]
+    return [
+        (token.start[0], re.sub(r"(?<=[a-z])(?=[A-Z])|_", " ", token.string))
+        for token in tokens
+        if token.type in (tokenize.NAME, tokenize.STRING, tokenize.COMMENT)
+    ]
 
 
 def test_the_source_has_nearly_none():
-    found = [f"{path.relative_to(ROOT)}:{line}: {word}" for path in sorted((ROOT / "src").rglob("*.py")) for line, text in prose(path) for word in retired(text)]
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {word}"
+        for path in sorted((ROOT / "src").rglob("*.py"))
+        for line, text in prose(path)
+        for word in retired(text)
+    ]
     assert len(found) <= MOST_IN_SOURCE, "\n".join(found)
 
 
 def test_file_names_have_none():
-    names = [path.relative_to(ROOT).as_posix() for folder in ("src", "docs") for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md")]
+    names = [
+        path.relative_to(ROOT).as_posix()
+        for folder in ("src", "docs")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".md")
+    ]
     assert [name for name in names if retired(name.replace("_", " "))] == []
 
 
-@pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))],
-                         ids=lambda path: path.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "path",
+    [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "CHANGELOG.md",
+        ROOT / "SECURITY.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+    ],
+    ids=lambda path: path.relative_to(ROOT).as_posix(),
+)
 def test_pages_have_none(path):
     lines = path.read_text(encoding="utf-8").splitlines()
     assert [f"{number}: {word}" for number, line in enumerate(lines, 1) for word in retired(line)] == []

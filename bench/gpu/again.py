@@ -64,7 +64,17 @@ def killed(kind: str, steps: int, kills: int, smoke: bool, folder: Path) -> dict
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONHASHSEED": "0"}
 
     def words(out: Path) -> list[str]:
-        return [sys.executable, str(Path(__file__).resolve()), "--child", kind, "--steps", str(steps), "--to", str(out), *(["--smoke"] if smoke else [])]
+        return [
+            sys.executable,
+            str(Path(__file__).resolve()),
+            "--child",
+            kind,
+            "--steps",
+            str(steps),
+            "--to",
+            str(out),
+            *(["--smoke"] if smoke else []),
+        ]
 
     began, resume_points, done = time.monotonic(), [], 0
     failed = run_through(words(plain), cwd=folder, env=environment)
@@ -72,8 +82,14 @@ def killed(kind: str, steps: int, kills: int, smoke: bool, folder: Path) -> dict
     while not failed:
         began = time.monotonic()
         with open(folder / "said", "w") as said:
-            process = subprocess.Popen([sys.executable, "-m", "flatout", "run", "--plan", "none", "--resume", *words(again)], cwd=folder, env=environment,
-                                       stdout=subprocess.DEVNULL, stderr=said, start_new_session=True)
+            process = subprocess.Popen(
+                [sys.executable, "-m", "flatout", "run", "--plan", "none", "--resume", *words(again)],
+                cwd=folder,
+                env=environment,
+                stdout=subprocess.DEVNULL,
+                stderr=said,
+                start_new_session=True,
+            )
         expected, resume_point = bool(done), None
         wait = draw.uniform(0.1, whole_s / (kills + 1))
         while process.poll() is None and time.monotonic() - began < CHILD_S:
@@ -82,7 +98,11 @@ def killed(kind: str, steps: int, kills: int, smoke: bool, folder: Path) -> dict
                 resume_point = int(found[1])
                 resume_points.append([resume_point, round(time.monotonic() - began, 2)])
             manifests = folder.glob(".flatout/*/rescue/*/manifest.json")
-            ready = resume_point is not None if expected else any(read_json(path)["metadata"].get("exact") == "" for path in manifests)
+            ready = (
+                resume_point is not None
+                if expected
+                else any(read_json(path)["metadata"].get("exact") == "" for path in manifests)
+            )
             if ready and done < kills:
                 time.sleep(wait)
                 os.killpg(process.pid, signal.SIGKILL)
@@ -96,24 +116,60 @@ def killed(kind: str, steps: int, kills: int, smoke: bool, folder: Path) -> dict
                 os.killpg(process.pid, signal.SIGKILL)
                 failed = "it did not finish in time"
             break
-    return {"training": kind, "steps": steps, "kills": done, "resume_points": resume_points, "whole_s": whole_s, "failed": failed,
-            "same": not failed and plain.read_text() == again.read_text()}
+    return {
+        "training": kind,
+        "steps": steps,
+        "kills": done,
+        "resume_points": resume_points,
+        "whole_s": whole_s,
+        "failed": failed,
+        "same": not failed and plain.read_text() == again.read_text(),
+    }
 
 
 def page(found: dict[str, Any]) -> str:
-    return f"# Exact resume of a plain script on a GPU\n\n{(__doc__ or '').split(chr(10), 2)[2].split('    python')[0].strip()}\n\n" + markdown_table(
-        ("training", "steps", "kills", "resumed at step (s after the start)", "whole run, s", "equal bit for bit"),
-        [(each["training"], each["steps"], each["kills"], ", ".join(f"{step} ({seconds})" for step, seconds in each["resume_points"]), f"{each['whole_s']:.0f}",
-          "yes" if each["same"] else f"**no** {each['failed']}") for each in found["killed"]]) + "\n"
+    return (
+        f"# Exact resume of a plain script on a GPU\n\n{(__doc__ or '').split(chr(10), 2)[2].split('    python')[0].strip()}\n\n"
+        + markdown_table(
+            (
+                "training",
+                "steps",
+                "kills",
+                "resumed at step (s after the start)",
+                "whole run, s",
+                "equal bit for bit",
+            ),
+            [
+                (
+                    each["training"],
+                    each["steps"],
+                    each["kills"],
+                    ", ".join(f"{step} ({seconds})" for step, seconds in each["resume_points"]),
+                    f"{each['whole_s']:.0f}",
+                    "yes" if each["same"] else f"**no** {each['failed']}",
+                )
+                for each in found["killed"]
+            ],
+        )
+        + "\n"
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="run the same code at a tiny size, without a GPU on the CPU; write to a temporary folder")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="run the same code at a tiny size, without a GPU on the CPU; write to a temporary folder",
+    )
     parser.add_argument("--kills", type=int, default=5, help="kills of each training (default 5)")
     for hidden, kind in (("--child", str), ("--to", Path), ("--steps", int)):
         parser.add_argument(hidden, type=kind, default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=None, help="write the results to this folder instead of bench/results")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="write the results to this folder instead of bench/results"
+    )
     args = parser.parse_args()
     if args.child is not None:
         child(args.child, args.steps, args.to, args.smoke)
@@ -121,10 +177,16 @@ def main() -> int:
     import torch
 
     if not torch.cuda.is_available() and not args.smoke:
-        sys.stderr.write("this benchmark needs a CUDA GPU, and torch finds none: nothing was measured or written.\n"
-                         "Add --smoke to run the same code at a tiny size on the CPU.\n")
+        sys.stderr.write(
+            "this benchmark needs a CUDA GPU, and torch finds none: nothing was measured or written.\n"
+            "Add --smoke to run the same code at a tiny size on the CPU.\n"
+        )
         return NO_GPU
-    theme, begun, found = "again_gpu" if torch.cuda.is_available() else "again_gpu_smoke", stamp(), dict[str, Any](killed=[])
+    theme, begun, found = (
+        "again_gpu" if torch.cuda.is_available() else "again_gpu_smoke",
+        stamp(),
+        dict[str, Any](killed=[]),
+    )
     out = args.out or (Path(tempfile.mkdtemp(prefix="smoke-")) if args.smoke else RESULTS)
     with tempfile.TemporaryDirectory() as name:
         for kind, steps in (("tutorial", 40 if args.smoke else 400), ("gpt", 60 if args.smoke else 300)):

@@ -53,29 +53,81 @@ class Row:
 SEARCH = ("--budget", "120s", "--limit", "4m15s", "--sets", "2")
 SMALL_SEARCH = ("--smoke", "--budget", "10s", "--rounds", "2")
 ROWS = (
-    Row("runs", 150, "runs.py", what="basic operation: programs with and without flatout, their levers, a profile, a search"),
-    Row("tutorial", 265, "tutorial.py", SEARCH, SMALL_SEARCH, what="ResNet-18 of the tutorial: plain, one-liners, flatout"),
+    Row(
+        "runs",
+        150,
+        "runs.py",
+        what="basic operation: programs with and without flatout, their levers, a profile, a search",
+    ),
+    Row(
+        "tutorial",
+        265,
+        "tutorial.py",
+        SEARCH,
+        SMALL_SEARCH,
+        what="ResNet-18 of the tutorial: plain, one-liners, flatout",
+    ),
     Row("gpt", 265, "gpt.py", SEARCH, SMALL_SEARCH, what="GPT-2 124M: plain, one-liners, flatout"),
-    Row("small", 180, "small.py", ("--budget", "75s", "--limit", "2m50s", "--sets", "2"), SMALL_SEARCH, what="a launch-bound network"),
-    Row("kernels", 80, "kernels.py", ("--limit-s", "70"), ("--smoke", "--kernels", "layer_norm", "--case", "4,096 rows of 1,024"),
-        what="the kernels compared with torch's own", compiles=True),
-    Row("diagnosis", 140, "diagnosis.py", ("--budget", "30s"), ("--smoke", "--budget", "6s"), what="profiles compared with direct measurements"),
+    Row(
+        "small",
+        180,
+        "small.py",
+        ("--budget", "75s", "--limit", "2m50s", "--sets", "2"),
+        SMALL_SEARCH,
+        what="a launch-bound network",
+    ),
+    Row(
+        "kernels",
+        80,
+        "kernels.py",
+        ("--limit-s", "70"),
+        ("--smoke", "--kernels", "layer_norm", "--case", "4,096 rows of 1,024"),
+        what="the kernels compared with torch's own",
+        compiles=True,
+    ),
+    Row(
+        "diagnosis",
+        140,
+        "diagnosis.py",
+        ("--budget", "30s"),
+        ("--smoke", "--budget", "6s"),
+        what="profiles compared with direct measurements",
+    ),
     Row("memory", 130, "memory.py", ("--limit-s", "105"), what="out of memory, micro-batches, recomputation"),
-    Row("trust", 120, "trust.py", ("--kills", "2", "--seconds", "40"), what="checkpoints: killed and resumed"),
+    Row(
+        "trust", 120, "trust.py", ("--kills", "2", "--seconds", "40"), what="checkpoints: killed and resumed"
+    ),
     Row("again", 100, "again.py", ("--kills", "2"), what="exact resume of plain scripts"),
     Row("ranks", 70, "ranks.py", what="ranks that share the GPU"),
 )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--list", action="store_true", help="print the rows and their limits, then exit")
-    parser.add_argument("--minutes", type=float, default=None, help="start only rows that fit into this many minutes")
-    parser.add_argument("--only", default=None, help="run only these rows, separated by commas, even if they are done")
-    parser.add_argument("--rehearse", action="store_true", help="run at a small size on the stand-in for a GPU")
-    parser.add_argument("--folder", type=Path, default=None, help="states and outputs of the rows (default .flatout/gpu)")
-    parser.add_argument("--out", type=Path, default=None, help="write the results to this folder instead of bench/results")
-    parser.add_argument("--archive", type=Path, default=None, help="after each row, write folder and results into this .tar.gz")
+    parser.add_argument(
+        "--minutes", type=float, default=None, help="start only rows that fit into this many minutes"
+    )
+    parser.add_argument(
+        "--only", default=None, help="run only these rows, separated by commas, even if they are done"
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="run at a small size on the stand-in for a GPU"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="states and outputs of the rows (default .flatout/gpu)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=None, help="write the results to this folder instead of bench/results"
+    )
+    parser.add_argument(
+        "--archive",
+        type=Path,
+        default=None,
+        help="after each row, write folder and results into this .tar.gz",
+    )
     args = parser.parse_args()
     if args.list:
         for row in ROWS:
@@ -99,7 +151,10 @@ def main() -> int:
             left_out.append(row.name)
             continue
         state = run(row, folder, out, args.rehearse)
-        print(f"{row.name}: {state['state']}, {state['seconds']} s{': ' + state['why'] if state['why'] else ''}", flush=True)
+        print(
+            f"{row.name}: {state['state']}, {state['seconds']} s{': ' + state['why'] if state['why'] else ''}",
+            flush=True,
+        )
         if args.archive:
             archive(args.archive, folder, out or ROOT / "bench" / "results")
     if left_out:
@@ -117,7 +172,10 @@ def state_of(folder: Path, row: Row) -> dict:
 def run(row: Row, folder: Path, out: Path | None, rehearse: bool) -> dict:
     """Runs a row and records its outcome. Its output goes to NAME.log, which grows while it runs."""
     command = [sys.executable, "-u", str(HERE / row.script), *(row.small if rehearse else row.arguments)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])),
+    }
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     if rehearse and not row.compiles:
         from stand_in import environment as with_card
@@ -130,8 +188,16 @@ def run(row: Row, folder: Path, out: Path | None, rehearse: bool) -> dict:
     limit_s = row.limit_s * (SLOWER if rehearse else 1)
     state, why = DONE, ""
     with log.open("w") as output:
-        child = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                                 preexec_fn=ends_with_parent)
+        child = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=ends_with_parent,
+        )
         try:
             if child.wait(limit_s):
                 state, why = FAILED, last_line(log) or f"exit code {child.returncode}"

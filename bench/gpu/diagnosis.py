@@ -33,8 +33,25 @@ from flatout.plan.profile import ProfileRecord
 
 HERE = Path(__file__).resolve().parent
 PROGRAMS = HERE / "programs"
-TINY = {"tutorial.py": ("--batch-size", "8", "--images", "2000"),
-        "gpt.py": ("--batch-size", "1", "--context", "32", "--vocabulary", "211", "--width", "32", "--heads", "2", "--layers", "2", "--tokens", "20000")}
+TINY = {
+    "tutorial.py": ("--batch-size", "8", "--images", "2000"),
+    "gpt.py": (
+        "--batch-size",
+        "1",
+        "--context",
+        "32",
+        "--vocabulary",
+        "211",
+        "--width",
+        "32",
+        "--heads",
+        "2",
+        "--layers",
+        "2",
+        "--tokens",
+        "20000",
+    ),
+}
 TENSOR_CORES = "sm__inst_executed_pipe_tensor.sum"
 LAUNCHES = 400  # kernels that Nsight Compute profiles, after skipping as many
 LIMIT_S = 200.0
@@ -44,8 +61,14 @@ class Failed(Exception):
     """Raised for a command that gave no figures, with its output."""
 
 
-def run(*words: str, limit_s: float = LIMIT_S, codes: tuple[int, ...] = (0,)) -> subprocess.CompletedProcess[str]:
-    print(f"  {' '.join(Path(word).name if '/' in word else word for word in words)[:150]}", file=sys.stderr, flush=True)
+def run(
+    *words: str, limit_s: float = LIMIT_S, codes: tuple[int, ...] = (0,)
+) -> subprocess.CompletedProcess[str]:
+    print(
+        f"  {' '.join(Path(word).name if '/' in word else word for word in words)[:150]}",
+        file=sys.stderr,
+        flush=True,
+    )
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
@@ -57,7 +80,9 @@ def run(*words: str, limit_s: float = LIMIT_S, codes: tuple[int, ...] = (0,)) ->
 
 def profiled(place: Path, budget: str, script: str, *arguments: str) -> ProfileRecord:
     flags = ("--json", "--job", str(place / script), "--steps", "40", "--budget", budget)
-    done = run(sys.executable, "-m", "flatout", "profile", *flags, sys.executable, str(PROGRAMS / script), *arguments)
+    done = run(
+        sys.executable, "-m", "flatout", "profile", *flags, sys.executable, str(PROGRAMS / script), *arguments
+    )
     return ProfileRecord.from_json(json.loads(done.stdout))
 
 
@@ -71,8 +96,24 @@ def tensor_core_kernels(script: str, *arguments: str) -> dict[str, bool]:
     ncu = shutil.which("ncu")
     if ncu is None:
         raise Failed("Nsight Compute is not installed")
-    done = run(ncu, "--csv", "--metrics", TENSOR_CORES, "--clock-control", "none", "--launch-skip", str(LAUNCHES), "--launch-count", str(LAUNCHES),
-               sys.executable, str(HERE / "truth.py"), "3", str(PROGRAMS / script), *arguments, codes=())
+    done = run(
+        ncu,
+        "--csv",
+        "--metrics",
+        TENSOR_CORES,
+        "--clock-control",
+        "none",
+        "--launch-skip",
+        str(LAUNCHES),
+        "--launch-count",
+        str(LAUNCHES),
+        sys.executable,
+        str(HERE / "truth.py"),
+        "3",
+        str(PROGRAMS / script),
+        *arguments,
+        codes=(),
+    )
     lines = done.stdout.splitlines()
     start = next((at for at, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
@@ -89,12 +130,19 @@ def beside_truth(record: ProfileRecord, true: dict[str, Any]) -> list[tuple[str,
     """Returns rows with the figure's name, the profile's figure, and the figure of torch alone."""
     step = true["step_ms"]
     of_profile = record.step_ms_list
-    rows = [("step, ms [quartiles]", f"{record.step_ms:.3g} [{quantile(of_profile, 0.25):.3g}, {quantile(of_profile, 0.75):.3g}], n={len(of_profile)}",
-             f"{median(step):.3g} [{quantile(step, 0.25):.3g}, {quantile(step, 0.75):.3g}], n={len(step)}")]
+    rows = [
+        (
+            "step, ms [quartiles]",
+            f"{record.step_ms:.3g} [{quantile(of_profile, 0.25):.3g}, {quantile(of_profile, 0.75):.3g}], n={len(of_profile)}",
+            f"{median(step):.3g} [{quantile(step, 0.25):.3g}, {quantile(step, 0.75):.3g}], n={len(step)}",
+        )
+    ]
     observed = {}
     for synchronisation in record.synchronisations:
         if synchronisation.place is not None and not synchronisation.non_blocking:
-            observed[synchronisation.place.line] = observed.get(synchronisation.place.line, 0.0) + synchronisation.calls
+            observed[synchronisation.place.line] = (
+                observed.get(synchronisation.place.line, 0.0) + synchronisation.calls
+            )
     syncs = {int(line): calls for line, calls in true["syncs"].items()} if true["syncs"] is not None else None
     spelled = _lines(syncs) if syncs is not None else "not on a CPU"
     rows.append(("synchronisations, calls a step by line", _lines(observed), spelled))
@@ -109,18 +157,51 @@ def _lines(calls: dict[int, float]) -> str:
 
 
 def of_profile(record: ProfileRecord) -> str:
-    rows = [(o.name, f"{o.calls:.3g}", "-" if o.device_ms is None else f"{o.device_ms:.3g}", f"{100 * o.share:.0f} %",
-             "-" if o.roofline is None else f"{100 * o.roofline:.0f} %", o.limit or "-", {True: "yes", False: "no", None: "-"}[o.tensor_cores],
-             f"{Path(o.place.file).name}:{o.place.line}" if o.place else "-") for o in record.operations[:8]]
-    what_ifs = [(w.name, f"{w.ratio.median:.2f}x [{w.ratio.low:.2f}, {w.ratio.high:.2f}]" if w.ratio else w.why_not) for w in record.what_ifs]
+    rows = [
+        (
+            o.name,
+            f"{o.calls:.3g}",
+            "-" if o.device_ms is None else f"{o.device_ms:.3g}",
+            f"{100 * o.share:.0f} %",
+            "-" if o.roofline is None else f"{100 * o.roofline:.0f} %",
+            o.limit or "-",
+            {True: "yes", False: "no", None: "-"}[o.tensor_cores],
+            f"{Path(o.place.file).name}:{o.place.line}" if o.place else "-",
+        )
+        for o in record.operations[:8]
+    ]
+    what_ifs = [
+        (w.name, f"{w.ratio.median:.2f}x [{w.ratio.low:.2f}, {w.ratio.high:.2f}]" if w.ratio else w.why_not)
+        for w in record.what_ifs
+    ]
     gaps = ", ".join(f"{gap.what} {gap.ms:.3g} ms" for gap in record.idle_gaps[:4])
     idle = f"{record.idle_ms:.3g} ms a step ({gaps})" if record.idle_ms is not None else "not measured"
     overhead = f"{record.overhead.median:.2f}x" if record.overhead else "not measured"
-    return "\n".join([
-        f"Bound: **{record.bound}**: {record.bound_why}  ", f"Device idle: {idle}. A profiled step compared with an undisturbed one: {overhead}.\n",
-        markdown_table(("operator", "calls", "device ms", "share", "share of its roofline", "limit", "Tensor Cores", "line"), rows), "",
-        markdown_table(("without", "as fast"), what_ifs), "",
-        *(f"* {f.rule} {f.said}" for f in record.findings), *(f"* note: {note}" for note in record.notes), ""])
+    return "\n".join(
+        [
+            f"Bound: **{record.bound}**: {record.bound_why}  ",
+            f"Device idle: {idle}. A profiled step compared with an undisturbed one: {overhead}.\n",
+            markdown_table(
+                (
+                    "operator",
+                    "calls",
+                    "device ms",
+                    "share",
+                    "share of its roofline",
+                    "limit",
+                    "Tensor Cores",
+                    "line",
+                ),
+                rows,
+            ),
+            "",
+            markdown_table(("without", "as fast"), what_ifs),
+            "",
+            *(f"* {f.rule} {f.said}" for f in record.findings),
+            *(f"* note: {note}" for note in record.notes),
+            "",
+        ]
+    )
 
 
 def attempt(parts: list[str], raw: dict[str, Any], name: str, work: Callable[[], tuple[str, Any]]) -> None:
@@ -133,21 +214,35 @@ def attempt(parts: list[str], raw: dict[str, Any], name: str, work: Callable[[],
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="run the same code at a tiny size, without a GPU on the CPU; write to a temporary folder")
-    parser.add_argument("--budget", default=None, help="time budget of each profile (default 60s; 15s with --smoke)")
-    parser.add_argument("--out", type=Path, default=None, help="write the results to this folder instead of bench/results")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="run the same code at a tiny size, without a GPU on the CPU; write to a temporary folder",
+    )
+    parser.add_argument(
+        "--budget", default=None, help="time budget of each profile (default 60s; 15s with --smoke)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=None, help="write the results to this folder instead of bench/results"
+    )
     args = parser.parse_args()
     if not args.smoke and not has_gpu():
-        sys.stderr.write("this benchmark needs a CUDA GPU, and torch finds none: nothing was measured or written.\n"
-                         "Add --smoke to run the same code at a tiny size on the CPU.\n")
+        sys.stderr.write(
+            "this benchmark needs a CUDA GPU, and torch finds none: nothing was measured or written.\n"
+            "Add --smoke to run the same code at a tiny size on the CPU.\n"
+        )
         return NO_GPU
     budget = args.budget or ("15s" if args.smoke else "60s")
     made = stamp(look())
     folder = args.out or (Path(tempfile.mkdtemp(prefix="smoke-")) if args.smoke else RESULTS)
     parts, raw = ["# `flatout profile` on a GPU, compared with direct measurements\n"], dict[str, Any]()
     if args.smoke:
-        parts.append("**A smoke run at a tiny size: it only shows that the benchmark works. Its figures are meaningless.**\n")
+        parts.append(
+            "**A smoke run at a tiny size: it only shows that the benchmark works. Its figures are meaningless.**\n"
+        )
     with tempfile.TemporaryDirectory(prefix="profile-") as home:
         place = Path(home)
 
@@ -157,6 +252,7 @@ def main() -> int:
                 record, true = profiled(place, budget, script, *arguments), truth(script, *arguments)
                 text = markdown_table(("", "flatout profile", "torch alone"), beside_truth(record, true))
                 return f"{text}\n\n{of_profile(record)}", {"profile": record.to_json(), "truth": true}
+
             return work
 
         def counted() -> tuple[str, Any]:
@@ -168,14 +264,36 @@ def main() -> int:
             found = profiled(place, budget, "leaking.py").leak
             if found is None:
                 raise Failed("the profile did not search for a leak")
-            line = f"{Path(found.place.file).name}:{found.place.line}: {found.place.text.strip()}" if found.place else "no line"
-            return f"{found.bytes_a_step / 1024:.1f} KiB a step on the {found.where}, leaking: {found.leaking}; {found.holder}; {line}\n", found.to_json()
+            line = (
+                f"{Path(found.place.file).name}:{found.place.line}: {found.place.text.strip()}"
+                if found.place
+                else "no line"
+            )
+            return (
+                f"{found.bytes_a_step / 1024:.1f} KiB a step on the {found.where}, leaking: {found.leaking}; {found.holder}; {line}\n",
+                found.to_json(),
+            )
 
         def too_large() -> tuple[str, Any]:
-            done = run(sys.executable, "-m", "flatout", "run", sys.executable, str(PROGRAMS / "too_large.py"), codes=())
-            return f"```\n{done.stderr.strip()[-2500:]}\n```\n", {"code": done.returncode, "stderr": done.stderr[-6000:]}
+            done = run(
+                sys.executable,
+                "-m",
+                "flatout",
+                "run",
+                sys.executable,
+                str(PROGRAMS / "too_large.py"),
+                codes=(),
+            )
+            return f"```\n{done.stderr.strip()[-2500:]}\n```\n", {
+                "code": done.returncode,
+                "stderr": done.stderr[-6000:],
+            }
 
-        steps = {"Tutorial ResNet-18": program("tutorial.py"), "GPT-2 124M": program("gpt.py"), "A loop that keeps its losses": leak}
+        steps = {
+            "Tutorial ResNet-18": program("tutorial.py"),
+            "GPT-2 124M": program("gpt.py"),
+            "A loop that keeps its losses": leak,
+        }
         if has_gpu():
             steps |= {"Tensor Cores of GPT-2, by Nsight Compute": counted, "Out of memory": too_large}
         for name, work in steps.items():

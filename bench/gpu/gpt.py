@@ -25,7 +25,12 @@ class Size:
     @property
     def parameters(self) -> int:
         """Returns the parameters without position embedding; the output layer shares the token embedding."""
-        block = 4 * (self.width + 1) * self.width + (self.width + 1) * 4 * self.width + (4 * self.width + 1) * self.width + 4 * self.width
+        block = (
+            4 * (self.width + 1) * self.width
+            + (self.width + 1) * 4 * self.width
+            + (4 * self.width + 1) * self.width
+            + 4 * self.width
+        )
         return self.vocabulary * self.width + self.layers * block + 2 * self.width
 
     @property
@@ -33,8 +38,15 @@ class Size:
         return 6 * self.parameters + 12 * self.layers * self.width * self.context
 
     def arguments(self, batch: int) -> tuple[str, ...]:
-        named = {"batch-size": batch, "width": self.width, "heads": self.heads, "layers": self.layers, "context": self.context,
-                 "vocabulary": self.vocabulary, "tokens": self.tokens}
+        named = {
+            "batch-size": batch,
+            "width": self.width,
+            "heads": self.heads,
+            "layers": self.layers,
+            "context": self.context,
+            "vocabulary": self.vocabulary,
+            "tokens": self.tokens,
+        }
         return tuple(word for name, value in named.items() for word in (f"--{name}", str(value)))
 
 
@@ -44,15 +56,28 @@ TINY = Size(width=64, heads=4, layers=2, context=64, vocabulary=512, tokens=200_
 def theme(smoke: bool, args: argparse.Namespace) -> Theme:
     size = TINY if smoke else Size()
     return Theme(
-        name="gpt", title="GPT-2 124M, 1,024 tokens, float32: plain, the one-liners, flatout", plain="gpt.py", one_liners="gpt_one_liners.py",
-        unit="tokens", per_sample=size.context, batch=args.batch_size, flop_per_unit=size.flop_per_token,
+        name="gpt",
+        title="GPT-2 124M, 1,024 tokens, float32: plain, the one-liners, flatout",
+        plain="gpt.py",
+        one_liners="gpt_one_liners.py",
+        unit="tokens",
+        per_sample=size.context,
+        batch=args.batch_size,
+        flop_per_unit=size.flop_per_token,
         formula=f"{size.flop_per_token / 1e6:.1f} MFLOP a token (6 N + 12 L H Q T, N = {size.parameters / 1e6:.2f} M)",
-        arguments=size.arguments(args.batch_size), one_liner_arguments=("--backend", "aot_eager") if smoke else ())
+        arguments=size.arguments(args.batch_size),
+        one_liner_arguments=("--backend", "aot_eager") if smoke else (),
+    )
 
 
 def main() -> int:
     parser = options(__doc__)
-    parser.add_argument("--batch-size", type=int, default=4, help="sequences a step (default 4; the interleaved programs share the GPU's memory)")
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=4,
+        help="sequences a step (default 4; the interleaved programs share the GPU's memory)",
+    )
     return run(theme, parser.parse_args())
 
 

@@ -38,8 +38,13 @@ from flatout.measure.statistics import median, quantile
 NO_GPU = 2
 LEVERS = {lever.name: lever for lever in TABLE}
 WAYS: dict[str, tuple[str, Any] | None] = {
-    "plain": None, "plain again": None, "cheap": ("recompute", {"ops": "cheap"}), "linear, half": ("recompute", {"ops": "linear", "share": 0.5}),
-    "linear": ("recompute", {"ops": "linear"}), "blocks, half": ("recompute", {"blocks": 0.5}), "blocks": ("recompute", {"blocks": 1.0}),
+    "plain": None,
+    "plain again": None,
+    "cheap": ("recompute", {"ops": "cheap"}),
+    "linear, half": ("recompute", {"ops": "linear", "share": 0.5}),
+    "linear": ("recompute", {"ops": "linear"}),
+    "blocks, half": ("recompute", {"blocks": 0.5}),
+    "blocks": ("recompute", {"blocks": 1.0}),
     "offload": ("offload", "activations"),
 }
 BATCHES = (4, 8, 16, 32, 64)
@@ -142,7 +147,9 @@ class Bench:
                         self.step(batch)
                     ms[name].append(self.timed(lambda batch=batch: self.step(batch)))
                     undo()
-            self.found["frontier"] += [{"batch": size, "way": name, "peak_bytes": here[name], "ms": ms[name]} for name in here]
+            self.found["frontier"] += [
+                {"batch": size, "way": name, "peak_bytes": here[name], "ms": ms[name]} for name in here
+            ]
             self.write()
 
     def too_much_to_pin(self, size: int, peak: int | None) -> str:
@@ -150,7 +157,9 @@ class Bench:
 
         Blocks are powers of two.
         """
-        peaks = [entry for entry in self.found["frontier"] if entry["way"] == "plain" and entry.get("peak_bytes")]
+        peaks = [
+            entry for entry in self.found["frontier"] if entry["way"] == "plain" and entry.get("peak_bytes")
+        ]
         if peak is None and peaks:  # it did not fit into the device
             peak = peaks[-1]["peak_bytes"] * size // peaks[-1]["batch"]
         if peak is None or 2 * peak < PINNED * available_bytes():
@@ -176,7 +185,9 @@ class Bench:
         for share in LIMITS:
             self.empty()
             cap = true.numel() * 4 + fixed + share * (peak - fixed)
-            cuda.set_per_process_memory_fraction(min(1.0, (cap + 2**28) / cuda.get_device_properties(0).total_memory))
+            cuda.set_per_process_memory_fraction(
+                min(1.0, (cap + 2**28) / cuda.get_device_properties(0).total_memory)
+            )
             frozen = self.torch.optim.SGD(self.model.parameters(), lr=0.0)
             entry: dict[str, Any] = {"batch": size, "cap_bytes": int(cap), "plain_peak_bytes": peak}
             try:
@@ -185,7 +196,11 @@ class Bench:
                 step = next(iter(loop))
                 self.sync()
                 mine = self.torch.cat([p.grad.flatten().float() for p in self.model.parameters()])
-                entry |= {"parts": step.parts, "seconds": seconds() - start, "error": float((mine - true).norm() / true.norm())}
+                entry |= {
+                    "parts": step.parts,
+                    "seconds": seconds() - start,
+                    "error": float((mine - true).norm() / true.norm()),
+                }
                 del mine
             except Exception as error:  # a failure of the Loop is a result, too
                 entry["failed"] = f"{type(error).__name__}: {str(error)[:200]}"
@@ -205,7 +220,9 @@ class Bench:
                 while True:
                     yield batch
 
-            return Loop(self.model, self.optimizer, self.loss_fn, batches(), micro_batch=micro_batch, reduction="mean")
+            return Loop(
+                self.model, self.optimizer, self.loss_fn, batches(), micro_batch=micro_batch, reduction="mean"
+            )
 
         loops, ms = {each: iter(loop(each)) for each in micro_batches}, dict[int, list[float]]()
         for each, steps in list(loops.items()):
@@ -226,18 +243,32 @@ class Bench:
             if auto.sized is not None or taken > 200:
                 break
         chosen = auto.sized.micro_batch if auto.sized is not None else None
-        self.found["finder"] = {"batch": size, "ms": {str(each): times for each, times in ms.items()}, "chosen": chosen,
-                                "said": auto.sized.sentence() if auto.sized is not None else "no decision after 200 steps"}
+        self.found["finder"] = {
+            "batch": size,
+            "ms": {str(each): times for each, times in ms.items()},
+            "chosen": chosen,
+            "said": auto.sized.sentence() if auto.sized is not None else "no decision after 200 steps",
+        }
         self.write()
 
     # -- the page --------------------------------------------------------------------------------------------
 
     def write(self) -> tuple[Path, ...]:
-        return write_result("memory_gpu" if self.device.type == "cuda" else "memory_gpu_smoke", self.made, self.page(), self.found, folder=self.out)
+        return write_result(
+            "memory_gpu" if self.device.type == "cuda" else "memory_gpu_smoke",
+            self.made,
+            self.page(),
+            self.found,
+            folder=self.out,
+        )
 
     def page(self) -> str:
         rows = []
-        plain = {entry["batch"]: median(entry["ms"]) for entry in self.found["frontier"] if entry["way"] == "plain" and entry.get("ms")}
+        plain = {
+            entry["batch"]: median(entry["ms"])
+            for entry in self.found["frontier"]
+            if entry["way"] == "plain" and entry.get("ms")
+        }
         for entry in self.found["frontier"]:
             if "why_not" in entry:
                 rows.append((entry["batch"], entry["way"], "-", "-", entry["why_not"]))
@@ -245,38 +276,108 @@ class Bench:
             ms, peak = entry["ms"], entry["peak_bytes"]
             rate = entry["batch"] * self.context / median(ms) * 1000
             spread = f"[{quantile(ms, 0.25):.4g}, {quantile(ms, 0.75):.4g}], n={len(ms)}"
-            times = f"{median(ms) / plain[entry['batch']]:.2f}x" if entry["batch"] in plain else "plain does not fit"
-            rows.append((entry["batch"], entry["way"], "-" if peak is None else f"{peak / 2**30:.2f}", f"{rate:,.0f}", f"{median(ms):.4g} {spread}, {times}"))
-        failed = [(f"{e['cap_bytes'] / 2**30:.1f} of {e['plain_peak_bytes'] / 2**30:.1f}", e.get("parts", "-"),
-                   f"{e['error']:.1e}, {'same' if e['error'] <= CLOSE * 100 else '**different gradient**'}" if "error" in e else e["failed"],
-                   f"{e['seconds']:.2f}" if "seconds" in e else "-") for e in self.found["out_of_memory"]]
+            times = (
+                f"{median(ms) / plain[entry['batch']]:.2f}x"
+                if entry["batch"] in plain
+                else "plain does not fit"
+            )
+            rows.append(
+                (
+                    entry["batch"],
+                    entry["way"],
+                    "-" if peak is None else f"{peak / 2**30:.2f}",
+                    f"{rate:,.0f}",
+                    f"{median(ms):.4g} {spread}, {times}",
+                )
+            )
+        failed = [
+            (
+                f"{e['cap_bytes'] / 2**30:.1f} of {e['plain_peak_bytes'] / 2**30:.1f}",
+                e.get("parts", "-"),
+                f"{e['error']:.1e}, {'same' if e['error'] <= CLOSE * 100 else '**different gradient**'}"
+                if "error" in e
+                else e["failed"],
+                f"{e['seconds']:.2f}" if "seconds" in e else "-",
+            )
+            for e in self.found["out_of_memory"]
+        ]
         finder = self.found["finder"]
         sweep = {int(each): median(ms) for each, ms in finder.get("ms", {}).items() if ms}
         best = min(sweep, key=lambda each: sweep[each]) if sweep else None
-        beside = f"Chosen: {finder.get('chosen')}; the sweep's fastest: {best}" + \
-            (f"; chosen over fastest: {sweep[finder['chosen']] / sweep[best]:.3f}" if best and finder.get("chosen") in sweep else "") if finder else "not run"
-        return "\n".join([
-            f"# Memory of a 124M GPT\n\n{(__doc__ or '').split(chr(10), 2)[2].split('    python')[0].strip()}\n",
-            "## Frontier (bfloat16 autocast, TF32, AdamW)\n",
-            markdown_table(("sequences", "method", "peak, GiB", "tokens/s", "ms a step [quartiles], relative to plain"), rows), "",
-            "## Out of memory\n", markdown_table(("allowed GiB of the step's GiB", "micro-batches", "error of the gradient", "seconds"), failed)
-            if failed else "not run", "", "## The batch finder\n", beside + (f". {finder['said']}" if finder else ""), "",
-            markdown_table(("micro-batch", "ms a step"), [(each, f"{ms:.4g}") for each, ms in sweep.items()]) if sweep else "", ""])
+        beside = (
+            f"Chosen: {finder.get('chosen')}; the sweep's fastest: {best}"
+            + (
+                f"; chosen over fastest: {sweep[finder['chosen']] / sweep[best]:.3f}"
+                if best and finder.get("chosen") in sweep
+                else ""
+            )
+            if finder
+            else "not run"
+        )
+        return "\n".join(
+            [
+                f"# Memory of a 124M GPT\n\n{(__doc__ or '').split(chr(10), 2)[2].split('    python')[0].strip()}\n",
+                "## Frontier (bfloat16 autocast, TF32, AdamW)\n",
+                markdown_table(
+                    (
+                        "sequences",
+                        "method",
+                        "peak, GiB",
+                        "tokens/s",
+                        "ms a step [quartiles], relative to plain",
+                    ),
+                    rows,
+                ),
+                "",
+                "## Out of memory\n",
+                markdown_table(
+                    ("allowed GiB of the step's GiB", "micro-batches", "error of the gradient", "seconds"),
+                    failed,
+                )
+                if failed
+                else "not run",
+                "",
+                "## The batch finder\n",
+                beside + (f". {finder['said']}" if finder else ""),
+                "",
+                markdown_table(
+                    ("micro-batch", "ms a step"), [(each, f"{ms:.4g}") for each, ms in sweep.items()]
+                )
+                if sweep
+                else "",
+                "",
+            ]
+        )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="run the same code at a tiny size, without a GPU on the CPU; write to a temporary folder")
-    parser.add_argument("--limit-s", type=float, default=440.0, help="start no new measurement after this many seconds")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="run the same code at a tiny size, without a GPU on the CPU; write to a temporary folder",
+    )
+    parser.add_argument(
+        "--limit-s", type=float, default=440.0, help="start no new measurement after this many seconds"
+    )
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     import torch
 
     if not torch.cuda.is_available() and not args.smoke:
-        sys.stderr.write("this benchmark needs a CUDA GPU, and torch finds none: nothing was measured or written.\n"
-                         "Add --smoke to run the same code at a tiny size on the CPU.\n")
+        sys.stderr.write(
+            "this benchmark needs a CUDA GPU, and torch finds none: nothing was measured or written.\n"
+            "Add --smoke to run the same code at a tiny size on the CPU.\n"
+        )
         return NO_GPU
-    bench = Bench(torch, args.smoke, args.out or (Path(tempfile.mkdtemp(prefix="smoke-")) if args.smoke else RESULTS), args.limit_s)
+    bench = Bench(
+        torch,
+        args.smoke,
+        args.out or (Path(tempfile.mkdtemp(prefix="smoke-")) if args.smoke else RESULTS),
+        args.limit_s,
+    )
     for part in (bench.out_of_memory, bench.finder, bench.frontier):
         if seconds() < bench.end_s:
             part()

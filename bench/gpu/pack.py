@@ -20,8 +20,15 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 THERE = {"torch", "torchvision", "triton", "numpy", "flatout"}
 EXTRAS = {"", "gpu"}
 MOST_MIB = 64
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux_2_12_x86_64",
-             "manylinux2010_x86_64", "manylinux1_x86_64")
+PLATFORMS = (
+    "manylinux_2_28_x86_64",
+    "manylinux_2_27_x86_64",
+    "manylinux_2_17_x86_64",
+    "manylinux2014_x86_64",
+    "manylinux_2_12_x86_64",
+    "manylinux2010_x86_64",
+    "manylinux1_x86_64",
+)
 
 
 def needed() -> list[str]:
@@ -44,19 +51,38 @@ def needed() -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--python", default="3.12", help="Python version of the machine (default 3.12)")
     parser.add_argument("--out", type=Path, default=ROOT / ".wheels")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     names = needed()
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--implementation", "cp",
-               "--python-version", args.python, *(part for platform in PLATFORMS for part in ("--platform", platform)), "--dest", str(args.out), *names]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--implementation",
+        "cp",
+        "--python-version",
+        args.python,
+        *(part for platform in PLATFORMS for part in ("--platform", platform)),
+        "--dest",
+        str(args.out),
+        *names,
+    ]
     if subprocess.run(command, check=False).returncode:
         sys.exit(f"pack: some of {', '.join(names)} have no wheel for Python {args.python}")
     wheels = sorted(args.out.glob("*.whl"))
     mib = sum(wheel.stat().st_size for wheel in wheels) / 2**20
-    print(f"{len(wheels)} wheels, {mib:.1f} MiB, in {args.out}: {', '.join(wheel.name.split('-')[0] for wheel in wheels)}")
+    print(
+        f"{len(wheels)} wheels, {mib:.1f} MiB, in {args.out}: {', '.join(wheel.name.split('-')[0] for wheel in wheels)}"
+    )
     if mib > MOST_MIB:
         sys.exit(f"pack: the wheels exceed the limit of {MOST_MIB} MiB")
 

@@ -29,7 +29,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from provenance import RESULTS, markdown_table, stamp, write_result
 
 NO_GPU, CHILD_S = 2, 300
-WAYS = {"one process": 1, "two ranks": 2, "two ranks, sharding": 2, "one rank, NCCL": 1, "FSDP2, one rank": 1, "FSDP2, one rank, offloaded": 1}
+WAYS = {
+    "one process": 1,
+    "two ranks": 2,
+    "two ranks, sharding": 2,
+    "one rank, NCCL": 1,
+    "FSDP2, one rank": 1,
+    "FSDP2, one rank, offloaded": 1,
+}
 STEPS = 8
 SAME = 1e-4  # relative: float32, different order of sums
 
@@ -51,8 +58,12 @@ def child(way: str, out: Path, smoke: bool) -> None:
     training_context = _as_a_rank(torch, way.endswith("sharding")) if here is not None else None
     torch.manual_seed(0)
     model = GPT(vocabulary, context, *((32, 2, 2) if smoke else (768, 12, 12))).to(device)
-    tokens = torch.randint(0, vocabulary, (STEPS * batch, context + 1), generator=torch.Generator().manual_seed(1))
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=batch)
+    tokens = torch.randint(
+        0, vocabulary, (STEPS * batch, context + 1), generator=torch.Generator().manual_seed(1)
+    )
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=batch
+    )
     if here is None and way != "one process":
         _by_hand(torch, model, device, way)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -69,11 +80,21 @@ def child(way: str, out: Path, smoke: bool) -> None:
     whole = way.endswith("sharding") and not all(hasattr(p, "_local_tensor") for p in model.parameters())
     if training_context is not None and (training_context.divided.batches.share is None or whole):
         raise RuntimeError("nothing was sharded")
-    state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, torch.Tensor)]
-    found = {"losses": losses, "gradients": gradients, "weights_bytes": _bytes(model.parameters()),
-             "gradients_bytes": _bytes(p.grad for p in model.parameters() if p.grad is not None), "state_bytes": _bytes(state),
-             "on": sorted({_local(p).device.type for p in model.parameters()}),
-             "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None}
+    state = [
+        value
+        for each in optimizer.state.values()
+        for value in each.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    found = {
+        "losses": losses,
+        "gradients": gradients,
+        "weights_bytes": _bytes(model.parameters()),
+        "gradients_bytes": _bytes(p.grad for p in model.parameters() if p.grad is not None),
+        "state_bytes": _bytes(state),
+        "on": sorted({_local(p).device.type for p in model.parameters()}),
+        "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+    }
     out.with_suffix(f".{here.rank if here is not None else 0}.json").write_text(json.dumps(found))
 
 
@@ -86,7 +107,10 @@ def _as_a_rank(torch: Any, shards: bool) -> Any:
     levers = {lever.name: lever for lever in TABLE}
     training_context = TrainingContext(torch, Listener(), Ledger())
     training_context.install()
-    for name, value in (("data_parallel", {"reduction": "mean"}), *((("sharding", {"over": "node"}),) if shards else ())):
+    for name, value in (
+        ("data_parallel", {"reduction": "mean"}),
+        *((("sharding", {"over": "node"}),) if shards else ()),
+    ):
         levers[name].apply(training_context, value, Ledger())
     return training_context
 
@@ -96,7 +120,9 @@ def _by_hand(torch: Any, model: Any, device: Any, way: str) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1
+    )
     if way == "one rank, NCCL":
         for p in model.parameters():
             torch.distributed.broadcast(p.data, src=0)
@@ -125,7 +151,15 @@ def _bytes(tensors: Any) -> int:
 
 def run_way(way: str, procs: int, smoke: bool, folder: Path) -> dict[str, Any]:
     out = folder / way.replace(" ", "_").replace(",", "")
-    words = [sys.executable, str(Path(__file__).resolve()), "--child", way, "--out", str(out), *(["--smoke"] if smoke else [])]
+    words = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        "--child",
+        way,
+        "--out",
+        str(out),
+        *(["--smoke"] if smoke else []),
+    ]
     if procs > 1:
         words = [sys.executable, "-m", "flatout.launch.local_launcher", "--procs", str(procs), "--", *words]
     try:
@@ -133,9 +167,16 @@ def run_way(way: str, procs: int, smoke: bool, folder: Path) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"way": way, "failed": f"not finished after {CHILD_S} s"}
     if done.returncode:
-        lines = [line for line in done.stderr.strip().splitlines() if "Error" in line] or done.stderr.strip().splitlines() or ["no words"]
+        lines = (
+            [line for line in done.stderr.strip().splitlines() if "Error" in line]
+            or done.stderr.strip().splitlines()
+            or ["no words"]
+        )
         return {"way": way, "failed": lines[-1][:300]}
-    return {"way": way, "ranks": [json.loads(out.with_suffix(f".{rank}.json").read_text()) for rank in range(procs)]}
+    return {
+        "way": way,
+        "ranks": [json.loads(out.with_suffix(f".{rank}.json").read_text()) for rank in range(procs)],
+    }
 
 
 def distance(a: list[list[float]], b: list[list[float]]) -> float:
@@ -153,21 +194,57 @@ def page(found: list[dict[str, Any]]) -> str:
             continue
         for rank, seen in enumerate(entry["ranks"]):
             gradient = distance(seen["gradients"], one["gradients"]) if one else float("nan")
-            losses = max(abs(x / y - 1) for x, y in zip(seen["losses"], one["losses"], strict=True)) if one else float("nan")
+            losses = (
+                max(abs(x / y - 1) for x, y in zip(seen["losses"], one["losses"], strict=True))
+                if one
+                else float("nan")
+            )
             peak = seen["peak_bytes"]
-            rows.append((entry["way"] + (f", rank {rank}" if len(entry["ranks"]) > 1 else ""), "same" if max(gradient, losses) <= SAME else "**differs**",
-                         f"{gradient:.1e}", f"{losses:.1e}", *(f"{seen[kind] / 2**20:.4g}" for kind in ("weights_bytes", "gradients_bytes", "state_bytes")),
-                         f"{peak / 2**20:.4g}" if peak is not None else "-"))
-    return "\n".join([
-        f"# Ranks on one GPU\n\n{(__doc__ or '').split(chr(10), 2)[2].split('    python')[0].strip()}\n",
-        markdown_table(("configuration", f"compared with one process (at most {SAME:g})", "error of the first gradient", "error of the losses",
-                        "weights, MiB", "gradients, MiB", "optimizer state, MiB", "allocator's peak, MiB"), rows), "",
-        f"GPT-2 124M (a tiny one with --smoke), float32, AdamW, {STEPS} steps. Memory that each rank holds, and its own peak; two ranks share the device.", ""])
+            rows.append(
+                (
+                    entry["way"] + (f", rank {rank}" if len(entry["ranks"]) > 1 else ""),
+                    "same" if max(gradient, losses) <= SAME else "**differs**",
+                    f"{gradient:.1e}",
+                    f"{losses:.1e}",
+                    *(
+                        f"{seen[kind] / 2**20:.4g}"
+                        for kind in ("weights_bytes", "gradients_bytes", "state_bytes")
+                    ),
+                    f"{peak / 2**20:.4g}" if peak is not None else "-",
+                )
+            )
+    return "\n".join(
+        [
+            f"# Ranks on one GPU\n\n{(__doc__ or '').split(chr(10), 2)[2].split('    python')[0].strip()}\n",
+            markdown_table(
+                (
+                    "configuration",
+                    f"compared with one process (at most {SAME:g})",
+                    "error of the first gradient",
+                    "error of the losses",
+                    "weights, MiB",
+                    "gradients, MiB",
+                    "optimizer state, MiB",
+                    "allocator's peak, MiB",
+                ),
+                rows,
+            ),
+            "",
+            f"GPT-2 124M (a tiny one with --smoke), float32, AdamW, {STEPS} steps. Memory that each rank holds, and its own peak; two ranks share the device.",
+            "",
+        ]
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="run the same code at a tiny size, without a GPU on the CPU; write to a temporary folder")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="run the same code at a tiny size, without a GPU on the CPU; write to a temporary folder",
+    )
     parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
@@ -177,15 +254,23 @@ def main() -> int:
     import torch
 
     if not torch.cuda.is_available() and not args.smoke:
-        sys.stderr.write("this benchmark needs a CUDA GPU, and torch finds none: nothing was measured or written.\n"
-                         "Add --smoke to run the same code at a tiny size on the CPU.\n")
+        sys.stderr.write(
+            "this benchmark needs a CUDA GPU, and torch finds none: nothing was measured or written.\n"
+            "Add --smoke to run the same code at a tiny size on the CPU.\n"
+        )
         return NO_GPU
     out = args.out or (Path(tempfile.mkdtemp(prefix="smoke-")) if args.smoke else RESULTS)
     made, found, written = stamp(), list[dict[str, Any]](), tuple[Path, ...]()
     with tempfile.TemporaryDirectory() as folder:
         for way, procs in WAYS.items():
             found.append(run_way(way, procs, args.smoke, Path(folder)))
-            written = write_result("ranks_gpu" if torch.cuda.is_available() else "ranks_gpu_smoke", made, page(found), {"ways": found}, folder=out)
+            written = write_result(
+                "ranks_gpu" if torch.cuda.is_available() else "ranks_gpu_smoke",
+                made,
+                page(found),
+                {"ways": found},
+                folder=out,
+            )
     print(f"{page(found)}\n\nwritten: {', '.join(path.name for path in written)}")
     return 0
 

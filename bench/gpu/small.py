@@ -18,9 +18,18 @@ SMOKE = ("--blocks", "3", "--width", "32", "--rows", "4000")
 
 def theme(smoke: bool, args: argparse.Namespace) -> Theme:
     return Theme(
-        name="small", title="A deep, narrow network, batch 64: plain, the one-liners, flatout", plain="small.py", one_liners="small_one_liners.py",
-        unit="rows", per_sample=1, batch=64, flop_per_unit=6 * WEIGHTS, formula=f"{6 * WEIGHTS / 1e6:.2f} MFLOP a row (6 N, N = {WEIGHTS / 1e6:.3f} M)",
-        arguments=SMOKE if smoke else (), one_liner_arguments=("--backend", "aot_eager") if smoke else ())
+        name="small",
+        title="A deep, narrow network, batch 64: plain, the one-liners, flatout",
+        plain="small.py",
+        one_liners="small_one_liners.py",
+        unit="rows",
+        per_sample=1,
+        batch=64,
+        flop_per_unit=6 * WEIGHTS,
+        formula=f"{6 * WEIGHTS / 1e6:.2f} MFLOP a row (6 N, N = {WEIGHTS / 1e6:.3f} M)",
+        arguments=SMOKE if smoke else (),
+        one_liner_arguments=("--backend", "aot_eager") if smoke else (),
+    )
 
 
 if __name__ == "__main__":

@@ -74,8 +74,15 @@ class Truth:
             self.torch.cuda.synchronize()
         pairs = zip(self.marks, self.marks[1:], strict=False)
         ms = [a.elapsed_time(b) if self.cuda else 1000 * (b - a) for a, b in pairs]
-        syncs = {line: count / self.steps for line, count in sorted(self.syncs.items())} if self.cuda else None
-        return {"device": self.torch.cuda.get_device_name() if self.cuda else "cpu", "step_ms": ms, "syncs": syncs, "peak_bytes": self.peak_bytes}
+        syncs = (
+            {line: count / self.steps for line, count in sorted(self.syncs.items())} if self.cuda else None
+        )
+        return {
+            "device": self.torch.cuda.get_device_name() if self.cuda else "cpu",
+            "step_ms": ms,
+            "syncs": syncs,
+            "peak_bytes": self.peak_bytes,
+        }
 
 
 def main() -> None:

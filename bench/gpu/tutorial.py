@@ -17,9 +17,18 @@ SMOKE = ("--batch-size", "8", "--images", "3000")
 
 def theme(smoke: bool, args: argparse.Namespace) -> Theme:
     return Theme(
-        name="tutorial", title="ResNet-18 at 32x32, batch 128: the tutorial, the one-liners, flatout", plain="tutorial.py", one_liners="tutorial_one_liners.py",
-        unit="images", per_sample=1, batch=8 if smoke else 128, flop_per_unit=FLOP_PER_IMAGE, formula="217.28 MFLOP an image (forward and backward)",
-        arguments=SMOKE if smoke else (), one_liner_arguments=("--backend", "aot_eager") if smoke else ())
+        name="tutorial",
+        title="ResNet-18 at 32x32, batch 128: the tutorial, the one-liners, flatout",
+        plain="tutorial.py",
+        one_liners="tutorial_one_liners.py",
+        unit="images",
+        per_sample=1,
+        batch=8 if smoke else 128,
+        flop_per_unit=FLOP_PER_IMAGE,
+        formula="217.28 MFLOP an image (forward and backward)",
+        arguments=SMOKE if smoke else (),
+        one_liner_arguments=("--backend", "aot_eager") if smoke else (),
+    )
 
 
 if __name__ == "__main__":

@@ -20,8 +20,16 @@ asked = parser.parse_args()
 torch.manual_seed(0)
 data = TensorDataset(torch.randn(4096, 3, 32, 32), torch.randint(0, 10, (4096,)))
 loader = DataLoader(data, asked.batch, shuffle=True, drop_last=True)
-model = nn.Sequential(nn.Conv2d(3, 16, 3, stride=2), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(1568, 512), nn.ReLU(),
-                      nn.Linear(512, 10))
+model = nn.Sequential(
+    nn.Conv2d(3, 16, 3, stride=2),
+    nn.ReLU(),
+    nn.Conv2d(16, 32, 3, stride=2),
+    nn.ReLU(),
+    nn.Flatten(),
+    nn.Linear(1568, 512),
+    nn.ReLU(),
+    nn.Linear(512, 10),
+)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 for _ in range(asked.epochs):
     for at, (images, labels) in enumerate(loader):

@@ -42,7 +42,9 @@ def main():
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
-    loader = DataLoader(TensorDataset(*gratings(6000, 16, 2.0, seed=1)), batch_size=64, shuffle=True, drop_last=True)
+    loader = DataLoader(
+        TensorDataset(*gratings(6000, 16, 2.0, seed=1)), batch_size=64, shuffle=True, drop_last=True
+    )
     test = gratings(4000, 16, 2.0, seed=2)
     model = Net()
     optimizer = torch.optim.Adadelta(model.parameters(), lr=args.lr)

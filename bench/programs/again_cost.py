@@ -53,10 +53,14 @@ def steps(model, optimizer, loader, fewest, reads):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--reads", type=int, nargs="+", default=[1], help="values that are read in each step (default 1)")
+    parser.add_argument(
+        "--reads", type=int, nargs="+", default=[1], help="values that are read in each step (default 1)"
+    )
     parser.add_argument("--seconds", type=float, default=20.0)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -64,15 +68,22 @@ def main():
     model = make(args.layers, args.width)[0]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     length = statistics.median(steps(model, optimizer, loader, 30, args.reads[0]))
-    rescue, again = (next(thing for thing in gc.get_objects() if isinstance(thing, kind)) for kind in (Rescue, ScriptReplay))
+    rescue, again = (
+        next(thing for thing in gc.get_objects() if isinstance(thing, kind))
+        for kind in (Rescue, ScriptReplay)
+    )
     if not rescue.active or rescue.saver is None or again.tape.journal is None:
         raise SystemExit("nothing is recorded of this program")
     switch = Recording(rescue, again)
     rescue.saver.wait()
     rescue.saver.every = NEVER
     tape, count, start = again.tape, max(5, round(SHORT_S / length)), time.perf_counter()
-    metadata = {reads: {"reads": reads, "rounds": [], "entries": 0, "bytes": 0, "steps": 0} for reads in args.reads}
-    while time.perf_counter() - start < args.seconds or any(len(each["rounds"]) < 3 for each in metadata.values()):
+    metadata = {
+        reads: {"reads": reads, "rounds": [], "entries": 0, "bytes": 0, "steps": 0} for reads in args.reads
+    }
+    while time.perf_counter() - start < args.seconds or any(
+        len(each["rounds"]) < 3 for each in metadata.values()
+    ):
         for reads, each in metadata.items():
             times = []
             tape.write()

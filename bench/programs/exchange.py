@@ -65,10 +65,14 @@ def comparison(job: dict[str, Any], here: RankEnvironment) -> dict[str, Any]:
     """
     context, exposed, ledger = entered(here)
     torch.manual_seed(0)
-    layers = [each for _ in range(job["layers"]) for each in (nn.Linear(job["width"], job["width"]), nn.ReLU())]
+    layers = [
+        each for _ in range(job["layers"]) for each in (nn.Linear(job["width"], job["width"]), nn.ReLU())
+    ]
     model = nn.Sequential(*layers, nn.Linear(job["width"], 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    data = torch.utils.data.TensorDataset(torch.randn(job["batch"], job["width"]), torch.randint(10, (job["batch"],)))
+    data = torch.utils.data.TensorDataset(
+        torch.randn(job["batch"], job["width"]), torch.randint(10, (job["batch"],))
+    )
     loader = torch.utils.data.DataLoader(data, batch_size=job["batch"])
 
     def passes(number: int) -> tuple[list[float], list[float]]:
@@ -131,7 +135,9 @@ def course(job: dict[str, Any], here: RankEnvironment) -> dict[str, Any]:
             place = replace(here, meeting=f"{here.meeting}-{name}-{seed}".replace(" ", "-"))
             context, exposed, ledger = entered(place, value)
             torch.manual_seed(seed)
-            model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+            model = nn.Sequential(
+                nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
+            )
             optimizer = torch.optim.AdamW(model.parameters(), lr=job["rate"])
             data = torch.utils.data.TensorDataset(x[held_out:], y[held_out:])
             loader = torch.utils.data.DataLoader(data, batch_size=job["batch"], shuffle=True, drop_last=True)
@@ -145,7 +151,9 @@ def course(job: dict[str, Any], here: RankEnvironment) -> dict[str, Any]:
                     steps += 1
                     if steps % job["evaluate"] == 0:
                         with torch.no_grad():
-                            curve.append(nn.functional.cross_entropy(model(x[:held_out]), y[:held_out]).item())
+                            curve.append(
+                                nn.functional.cross_entropy(model(x[:held_out]), y[:held_out]).item()
+                            )
                     if steps == job["steps"]:
                         break
             local = context.divided.local

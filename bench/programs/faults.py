@@ -23,7 +23,11 @@ from flatout.plan.errors import LoopError
 PHASE, EVERY, RANK, FOLDER = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
 STEPS, SAMPLES, AT, MOST = 4, 8, 2, 2000
 ENGINE = torch.autograd.Variable._execution_engine
-EXCHANGING = {torch.ops.aten.mul.out, torch.ops.aten.div.out, torch.ops.aten.fill_.Scalar}  # inside an exchange: tested separately, it ends all ranks
+EXCHANGING = {
+    torch.ops.aten.mul.out,
+    torch.ops.aten.div.out,
+    torch.ops.aten.fill_.Scalar,
+}  # inside an exchange: tested separately, it ends all ranks
 
 
 class Injector(TorchDispatchMode):
@@ -43,7 +47,11 @@ class Injector(TorchDispatchMode):
 class Tagger(nn.Module):
     def __init__(self):
         super().__init__()
-        self.table, self.cell, self.head = nn.Embedding(11, 12), nn.GRU(12, 8, batch_first=True), nn.Linear(8, 11)
+        self.table, self.cell, self.head = (
+            nn.Embedding(11, 12),
+            nn.GRU(12, 8, batch_first=True),
+            nn.Linear(8, 11),
+        )
 
     def forward(self, tokens):
         return self.head(self.cell(self.table(tokens))[0])
@@ -52,7 +60,11 @@ class Tagger(nn.Module):
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
-        self.table, self.block, self.head = nn.Embedding(11, 8), nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), nn.Linear(8, 11)
+        self.table, self.block, self.head = (
+            nn.Embedding(11, 8),
+            nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True),
+            nn.Linear(8, 11),
+        )
 
     def forward(self, tokens):
         return self.head(self.block(self.table(tokens)))
@@ -63,42 +75,95 @@ def perceptron():
 
 
 def convolutional():
-    return nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.GELU(), nn.Flatten(), nn.Linear(36, 5))
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 6)),
+        nn.Conv1d(1, 6, 3, padding=1),
+        nn.GroupNorm(2, 6),
+        nn.GELU(),
+        nn.Flatten(),
+        nn.Linear(36, 5),
+    )
 
 
 def classes(model, batch):
-    return nn.functional.cross_entropy(model(batch[0]).float() if batch[0].dtype == torch.bfloat16 else model(batch[0]), batch[1])
+    return nn.functional.cross_entropy(
+        model(batch[0]).float() if batch[0].dtype == torch.bfloat16 else model(batch[0]), batch[1]
+    )
 
 
 def tokens(model, batch):
-    return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=0), (batch[1] != 0).sum()
+    return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=0), (
+        batch[1] != 0
+    ).sum()
 
 
 def data(kind, dtype, seed):
     generator = torch.Generator().manual_seed(100 * seed + RANK)
     if kind is tokens:
-        return [(torch.randint(1, 11, (SAMPLES, 5), generator=generator), torch.randint(0, 11, (SAMPLES, 5), generator=generator)) for _ in range(STEPS)]
-    return [(torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64).to(dtype), torch.randint(0, 5, (SAMPLES,), generator=generator))
-            for _ in range(STEPS)]
+        return [
+            (
+                torch.randint(1, 11, (SAMPLES, 5), generator=generator),
+                torch.randint(0, 11, (SAMPLES, 5), generator=generator),
+            )
+            for _ in range(STEPS)
+        ]
+    return [
+        (
+            torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64).to(dtype),
+            torch.randint(0, 5, (SAMPLES,), generator=generator),
+        )
+        for _ in range(STEPS)
+    ]
 
 
-MODELS = {"perceptron": (perceptron, classes), "convolution": (convolutional, classes), "GRU": (Tagger, tokens), "attention": (Attention, tokens)}
-OPTIMIZERS = {"SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
-              "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True)}
+MODELS = {
+    "perceptron": (perceptron, classes),
+    "convolution": (convolutional, classes),
+    "GRU": (Tagger, tokens),
+    "attention": (Attention, tokens),
+}
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
+    "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+}
 DTYPES = {"float64": torch.float64, "bf16-master": torch.bfloat16}
 # Adam's first step divides each gradient by its own size, so the rounding of the smallest ones counts fully.
 # A wrong step has a far larger error.
-TIGHT = {"float64": 1e-9, "float32": 2e-4, "bf16": 0.1, "fp16": 0.1, "bf16-master": 0.1}  # distance over how far the weights have moved
-CASES = [("perceptron", "SGD", "float64", 0), ("perceptron", "AdamW", "float32", 1), ("convolution", "AdamW", "float64", 0), ("GRU", "SGD", "float64", 1),
-         ("attention", "AdamW, foreach", "float64", 0), ("convolution", "SGD", "bf16", 0), ("perceptron", "SGD", "fp16", 1),
-         ("perceptron", "SGD", "bf16-master", 0)]
-CASES_OF_RANKS = [("perceptron", "SGD", "float64", 0), ("convolution", "AdamW", "float64", 1), ("GRU", "AdamW, foreach", "float64", 0)]
-OF_OPTIMIZERS = [("perceptron", name, "float64", seed) for name in OPTIMIZERS for seed in (0, 1)] + [("GRU", "AdamW", "float32", 0)]
+TIGHT = {
+    "float64": 1e-9,
+    "float32": 2e-4,
+    "bf16": 0.1,
+    "fp16": 0.1,
+    "bf16-master": 0.1,
+}  # distance over how far the weights have moved
+CASES = [
+    ("perceptron", "SGD", "float64", 0),
+    ("perceptron", "AdamW", "float32", 1),
+    ("convolution", "AdamW", "float64", 0),
+    ("GRU", "SGD", "float64", 1),
+    ("attention", "AdamW, foreach", "float64", 0),
+    ("convolution", "SGD", "bf16", 0),
+    ("perceptron", "SGD", "fp16", 1),
+    ("perceptron", "SGD", "bf16-master", 0),
+]
+CASES_OF_RANKS = [
+    ("perceptron", "SGD", "float64", 0),
+    ("convolution", "AdamW", "float64", 1),
+    ("GRU", "AdamW, foreach", "float64", 0),
+]
+OF_OPTIMIZERS = [("perceptron", name, "float64", seed) for name in OPTIMIZERS for seed in (0, 1)] + [
+    ("GRU", "AdamW", "float32", 0)
+]
 
 
 def live_bytes():
     gc.collect()
-    return sum(t.untyped_storage().nbytes() for t in gc.get_objects() if type(t) is torch.Tensor and t.device.type == "cpu")
+    return sum(
+        t.untyped_storage().nbytes()
+        for t in gc.get_objects()
+        if type(t) is torch.Tensor and t.device.type == "cpu"
+    )
 
 
 def train(case, number=-1, at=AT, rank=0):
@@ -164,7 +229,10 @@ def apart(ours, theirs):
     for x, y in zip(ours, theirs, strict=True):
         x, y = (torch.cat([p.flatten() for p in each]) for each in (x, y))
         same &= torch.equal(x, y)
-        worst = max(worst, float((x - y).norm() / max(float((y - start).norm()), 1e-12)) if not torch.equal(x, y) else 0.0)
+        worst = max(
+            worst,
+            float((x - y).norm() / max(float((y - start).norm()), 1e-12)) if not torch.equal(x, y) else 0.0,
+        )
     return worst, same
 
 
@@ -180,12 +248,27 @@ def judged(case, reference, seen):
         return "wrong", f"{alive} tensors of a failed attempt live on"
     if max(parts) == 1 and not same:
         return "wrong", f"no micro-batch was needed, and the weights differ by {distance:.2g}"
-    return ("done again", f"{distance:.2g}") if distance <= TIGHT[case[2]] else ("wrong", f"the weights differ by {distance:.2g} of their way")
+    return (
+        ("done again", f"{distance:.2g}")
+        if distance <= TIGHT[case[2]]
+        else ("wrong", f"the weights differ by {distance:.2g} of their way")
+    )
 
 
 def tell(case, at, fired, verdict, why):
     if RANK == 0:
-        print(json.dumps({"phase": PHASE, "case": f"{', '.join(map(str, case))}, step {at}", "site": fired, "verdict": verdict, "why": why}), flush=True)
+        print(
+            json.dumps(
+                {
+                    "phase": PHASE,
+                    "case": f"{', '.join(map(str, case))}, step {at}",
+                    "site": fired,
+                    "verdict": verdict,
+                    "why": why,
+                }
+            ),
+            flush=True,
+        )
 
 
 def campaign(cases, moments):
@@ -200,7 +283,9 @@ def campaign(cases, moments):
                 fired, verdict = seen[3], judged(case, reference, seen)
                 if PHASE == "ranks":
                     metadata = [None, None]
-                    distributed.all_gather_object(metadata, (fired, verdict, [w.tolist() for w in seen[0][-1]]))
+                    distributed.all_gather_object(
+                        metadata, (fired, verdict, [w.tolist() for w in seen[0][-1]])
+                    )
                     fired = metadata[0][0] or metadata[1][0]
                     if metadata[0][2] != metadata[1][2]:
                         verdict = "wrong", "the ranks have different weights"
@@ -220,14 +305,24 @@ def real():
 
     def trained(limit):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 2048), nn.Tanh(), nn.Linear(2048, 128), nn.Tanh(), nn.Linear(128, 8))
+        model = nn.Sequential(
+            nn.Linear(64, 2048), nn.Tanh(), nn.Linear(2048, 128), nn.Tanh(), nn.Linear(128, 8)
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         generator = torch.Generator().manual_seed(0)
-        batches = [(torch.randn(4096, 64, generator=generator), torch.randint(0, 8, (4096,), generator=generator)) for _ in range(3)]
+        batches = [
+            (torch.randn(4096, 64, generator=generator), torch.randint(0, 8, (4096,), generator=generator))
+            for _ in range(3)
+        ]
         if limit:
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (used + limit * 2**20, resource.RLIM_INFINITY))
-        parts = [step.parts for step in Loop(model, optimizer, lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]), batches)]
+        parts = [
+            step.parts
+            for step in Loop(
+                model, optimizer, lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]), batches
+            )
+        ]
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         return parts, torch.cat([p.detach().flatten() for p in model.parameters()])
 
@@ -242,8 +337,17 @@ if PHASE == "real":
     torch.set_num_threads(1)
     real()
 elif PHASE == "ranks":
-    distributed.init_process_group("gloo", init_method=f"file://{FOLDER / 'store'}", rank=RANK, world_size=2, timeout=timedelta(seconds=120))
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{FOLDER / 'store'}",
+        rank=RANK,
+        world_size=2,
+        timeout=timedelta(seconds=120),
+    )
     campaign(CASES_OF_RANKS, [(0, 1), (AT, 0)])
     distributed.barrier()
 else:
-    campaign(OF_OPTIMIZERS if PHASE == "optimizer" else CASES, [(0, 0), (AT, 0)] if PHASE != "evaluation" else [(AT, 0)])
+    campaign(
+        OF_OPTIMIZERS if PHASE == "optimizer" else CASES,
+        [(0, 0), (AT, 0)] if PHASE != "evaluation" else [(AT, 0)],
+    )

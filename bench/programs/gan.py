@@ -16,16 +16,28 @@ SIZE, NOISE = 16, 32
 
 def generator(width):
     return nn.Sequential(
-        nn.ConvTranspose2d(NOISE, 2 * width, 4, bias=False), nn.BatchNorm2d(2 * width), nn.ReLU(),
-        nn.ConvTranspose2d(2 * width, width, 4, stride=2, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-        nn.ConvTranspose2d(width, 1, 4, stride=2, padding=1, bias=False), nn.Tanh())
+        nn.ConvTranspose2d(NOISE, 2 * width, 4, bias=False),
+        nn.BatchNorm2d(2 * width),
+        nn.ReLU(),
+        nn.ConvTranspose2d(2 * width, width, 4, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+        nn.ConvTranspose2d(width, 1, 4, stride=2, padding=1, bias=False),
+        nn.Tanh(),
+    )
 
 
 def discriminator(width):
     return nn.Sequential(
-        nn.Conv2d(1, width, 4, stride=2, padding=1, bias=False), nn.LeakyReLU(0.2),
-        nn.Conv2d(width, 2 * width, 4, stride=2, padding=1, bias=False), nn.BatchNorm2d(2 * width), nn.LeakyReLU(0.2),
-        nn.Conv2d(2 * width, 1, 4, bias=False), nn.Sigmoid(), nn.Flatten(0))
+        nn.Conv2d(1, width, 4, stride=2, padding=1, bias=False),
+        nn.LeakyReLU(0.2),
+        nn.Conv2d(width, 2 * width, 4, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(2 * width),
+        nn.LeakyReLU(0.2),
+        nn.Conv2d(2 * width, 1, 4, bias=False),
+        nn.Sigmoid(),
+        nn.Flatten(0),
+    )
 
 
 def start(module):
@@ -56,7 +68,9 @@ def main():
     torch.manual_seed(args.seed)
     loader = DataLoader(TensorDataset(blobs(4096, SIZE, seed=1)), batch_size=64, shuffle=True, drop_last=True)
     make, tell = generator(args.width).apply(start), discriminator(args.width).apply(start)
-    of_make, of_tell = (torch.optim.Adam(net.parameters(), lr=args.lr, betas=(0.5, 0.999)) for net in (make, tell))
+    of_make, of_tell = (
+        torch.optim.Adam(net.parameters(), lr=args.lr, betas=(0.5, 0.999)) for net in (make, tell)
+    )
     criterion = nn.BCELoss()
     for epoch in range(args.epochs):
         for (images,) in loader:
@@ -71,7 +85,9 @@ def main():
             loss = criterion(tell(fake), torch.ones(len(images)))
             loss.backward()
             of_make.step()
-        print(f"epoch {epoch + 1}/{args.epochs}: {real.item() + false.item():.4f} {loss.item():.4f}", flush=True)
+        print(
+            f"epoch {epoch + 1}/{args.epochs}: {real.item() + false.item():.4f} {loss.item():.4f}", flush=True
+        )
     print(f"final {distance(make):.6f}", flush=True)
 
 

@@ -27,5 +27,7 @@ def blobs(count, size, seed):
     image = torch.zeros(count, size, size)
     for _ in range(2):
         left, top, width = (torch.rand(count, 1, 1, generator=draw) for _ in range(3))
-        image += torch.exp(-((x - 1.2 * left + 0.6).square() + (y - 1.2 * top + 0.6).square()) / (0.05 + 0.1 * width))
+        image += torch.exp(
+            -((x - 1.2 * left + 0.6).square() + (y - 1.2 * top + 0.6).square()) / (0.05 + 0.1 * width)
+        )
     return (2 * image.clamp(max=1) - 1)[:, None]

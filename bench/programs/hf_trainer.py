@@ -32,7 +32,9 @@ class Blocks(Dataset):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=400)
@@ -43,14 +45,37 @@ def main():
     parser.add_argument("--batch-size", type=int, default=16)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
-    config = GPT2Config(vocab_size=256, n_positions=args.length, n_embd=args.width, n_layer=args.layers, n_head=4, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        vocab_size=256,
+        n_positions=args.length,
+        n_embd=args.width,
+        n_layer=args.layers,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     with tempfile.TemporaryDirectory() as folder:
         options = TrainingArguments(
-            output_dir=folder, seed=args.seed, max_steps=args.steps, per_device_train_batch_size=args.batch_size, per_device_eval_batch_size=EVALUATED_BLOCKS,
-            learning_rate=1e-3, eval_strategy="steps", eval_steps=args.every, logging_steps=args.every, save_strategy="no", report_to=[], disable_tqdm=True,
-            use_cpu=not torch.cuda.is_available())
-        trainer = Trainer(GPT2LMHeadModel(config), options, train_dataset=Blocks(args.data / "train.txt", args.length),
-                          eval_dataset=Blocks(args.data / "valid.txt", args.length, EVALUATED_BLOCKS))
+            output_dir=folder,
+            seed=args.seed,
+            max_steps=args.steps,
+            per_device_train_batch_size=args.batch_size,
+            per_device_eval_batch_size=EVALUATED_BLOCKS,
+            learning_rate=1e-3,
+            eval_strategy="steps",
+            eval_steps=args.every,
+            logging_steps=args.every,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=not torch.cuda.is_available(),
+        )
+        trainer = Trainer(
+            GPT2LMHeadModel(config),
+            options,
+            train_dataset=Blocks(args.data / "train.txt", args.length),
+            eval_dataset=Blocks(args.data / "valid.txt", args.length, EVALUATED_BLOCKS),
+        )
         trainer.train()
 
 

@@ -19,7 +19,9 @@ def join():
     from torch import distributed
 
     path = os.environ["FLATOUT_RENDEZVOUS"].removeprefix("file://")
-    distributed.init_process_group("gloo", store=distributed.FileStore(path, WORLD), rank=RANK, world_size=WORLD)
+    distributed.init_process_group(
+        "gloo", store=distributed.FileStore(path, WORLD), rank=RANK, world_size=WORLD
+    )
     return torch, distributed
 
 

@@ -28,7 +28,9 @@ def torchdata(data, transform, workers):
         while True:
             yield from torch.randperm(len(data)).tolist()
 
-    samples = nodes.ParallelMapper(nodes.IterableWrapper(orders()), map_fn=data.__getitem__, num_workers=max(1, workers), method="thread")
+    samples = nodes.ParallelMapper(
+        nodes.IterableWrapper(orders()), map_fn=data.__getitem__, num_workers=max(1, workers), method="thread"
+    )
     yield from nodes.Loader(nodes.Mapper(nodes.Batcher(samples, BATCH), default_collate))
 
 
@@ -41,8 +43,15 @@ def spdl(data, transform, workers):
             yield from torch.randperm(len(data)).tolist()
 
     threads = max(1, workers)
-    pipeline = (PipelineBuilder().add_source(orders()).pipe(data.__getitem__, concurrency=threads).aggregate(BATCH, drop_last=True)
-                .pipe(default_collate).add_sink(4).build(num_threads=threads))
+    pipeline = (
+        PipelineBuilder()
+        .add_source(orders())
+        .pipe(data.__getitem__, concurrency=threads)
+        .aggregate(BATCH, drop_last=True)
+        .pipe(default_collate)
+        .add_sink(4)
+        .build(num_threads=threads)
+    )
     with pipeline.auto_stop():
         yield from pipeline
 
@@ -54,8 +63,14 @@ def kornia(data, transform, workers):
     images, labels = torch.from_numpy(data.data), torch.tensor(data.targets)
     colours = images.dim() == 4
     normalize = transform.transforms[-1]
-    steps = [augmentation.RandomCrop((32, 32), padding=4), augmentation.RandomHorizontalFlip(p=0.5)] if colours else []
-    change = torch.nn.Sequential(*steps, augmentation.Normalize(mean=torch.tensor(normalize.mean), std=torch.tensor(normalize.std)))
+    steps = (
+        [augmentation.RandomCrop((32, 32), padding=4), augmentation.RandomHorizontalFlip(p=0.5)]
+        if colours
+        else []
+    )
+    change = torch.nn.Sequential(
+        *steps, augmentation.Normalize(mean=torch.tensor(normalize.mean), std=torch.tensor(normalize.std))
+    )
     while True:
         for at in torch.randperm(len(images)).split(BATCH)[:-1]:
             batch = images[at].permute(0, 3, 1, 2) if colours else images[at].unsqueeze(1)

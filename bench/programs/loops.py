@@ -26,7 +26,9 @@ BATCHES = 64
 
 def make():
     torch.manual_seed(0)
-    model = nn.Sequential(*[part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())], nn.Linear(WIDTH, 10))
+    model = nn.Sequential(
+        *[part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())], nn.Linear(WIDTH, 10)
+    )
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
@@ -35,7 +37,13 @@ class Batches:
 
     def __init__(self):
         generator = torch.Generator().manual_seed(0)
-        self.batches = [(torch.randn(BATCH, WIDTH, generator=generator), torch.randint(0, 10, (BATCH,), generator=generator)) for _ in range(BATCHES)]
+        self.batches = [
+            (
+                torch.randn(BATCH, WIDTH, generator=generator),
+                torch.randint(0, 10, (BATCH,), generator=generator),
+            )
+            for _ in range(BATCHES)
+        ]
 
     def __iter__(self):
         while True:
@@ -68,7 +76,16 @@ def flatout_safe():
     from flatout import Loop
 
     model, optimizer = make()
-    return iter(Loop(model, optimizer, loss_of, Batches(), clip=1.0, scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer)))
+    return iter(
+        Loop(
+            model,
+            optimizer,
+            loss_of,
+            Batches(),
+            clip=1.0,
+            scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer),
+        )
+    )
 
 
 def raw_safe():
@@ -161,8 +178,17 @@ def lightning():
             self.after()
 
     def run(after):
-        lightning.Trainer(accelerator="cpu", devices=1, max_steps=-1, max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-                          enable_model_summary=False, callbacks=[After(after)]).fit(Module(), Batches())
+        lightning.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_steps=-1,
+            max_epochs=-1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[After(after)],
+        ).fit(Module(), Batches())
 
     return threaded(run)
 
@@ -188,8 +214,16 @@ def ignite():
     return threaded(run)
 
 
-CONTESTANTS = {"raw": raw, "Loop": flatout_loop, "raw, clipped and scheduled": raw_safe, "Loop, clipped and scheduled": flatout_safe, "Fabric": fabric,
-               "Accelerate": accelerate, "Lightning": lightning, "Ignite": ignite}
+CONTESTANTS = {
+    "raw": raw,
+    "Loop": flatout_loop,
+    "raw, clipped and scheduled": raw_safe,
+    "Loop, clipped and scheduled": flatout_safe,
+    "Fabric": fabric,
+    "Accelerate": accelerate,
+    "Lightning": lightning,
+    "Ignite": ignite,
+}
 
 
 def blocks_of(made):

@@ -7,8 +7,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 def main():
     torch.manual_seed(0)
-    loader = DataLoader(TensorDataset(torch.randn(8192, 32), torch.randn(8192, 1)), batch_size=64, shuffle=True)
-    model = nn.Sequential(nn.Linear(32, 48), *[nn.Sequential(nn.Linear(48, 48), nn.LayerNorm(48), nn.SiLU()) for _ in range(12)], nn.Linear(48, 1))
+    loader = DataLoader(
+        TensorDataset(torch.randn(8192, 32), torch.randn(8192, 1)), batch_size=64, shuffle=True
+    )
+    model = nn.Sequential(
+        nn.Linear(32, 48),
+        *[nn.Sequential(nn.Linear(48, 48), nn.LayerNorm(48), nn.SiLU()) for _ in range(12)],
+        nn.Linear(48, 1),
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for epoch in range(100_000):
         total = 0.0

@@ -24,8 +24,12 @@ class Invented(Dataset):
 
     def __getitem__(self, index):
         torch_generator = torch.Generator().manual_seed(index)
-        return tuple(torch.randn(part[1], generator=torch_generator) if part[0] == "float" else torch.randint(part[2], part[1], generator=torch_generator)
-                     for part in self.parts)
+        return tuple(
+            torch.randn(part[1], generator=torch_generator)
+            if part[0] == "float"
+            else torch.randint(part[2], part[1], generator=torch_generator)
+            for part in self.parts
+        )
 
 
 class Gpt(nn.Module):
@@ -34,8 +38,13 @@ class Gpt(nn.Module):
     def __init__(self, vocabulary=2000, length=64, width=128, heads=4, layers=3):
         super().__init__()
         self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.attention = nn.ModuleList(nn.MultiheadAttention(width, heads, batch_first=True) for _ in range(layers))
-        self.mlp = nn.ModuleList(nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(layers))
+        self.attention = nn.ModuleList(
+            nn.MultiheadAttention(width, heads, batch_first=True) for _ in range(layers)
+        )
+        self.mlp = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(layers)
+        )
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2 * layers))
         self.head = nn.Linear(width, vocabulary)
 
@@ -43,7 +52,9 @@ class Gpt(nn.Module):
         length = tokens.shape[1]
         x = self.token(tokens) + self.position.weight[:length]
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
-        for attention, mlp, first, second in zip(self.attention, self.mlp, self.norms[::2], self.norms[1::2], strict=True):
+        for attention, mlp, first, second in zip(
+            self.attention, self.mlp, self.norms[::2], self.norms[1::2], strict=True
+        ):
             normed = first(x)
             x = x + attention(normed, normed, normed, attn_mask=mask, is_causal=True, need_weights=False)[0]
             x = x + mlp(second(x))
@@ -67,7 +78,9 @@ class UNet(nn.Module):
         super().__init__()
         self.down = nn.ModuleList([self.block(3, width), self.block(width, 2 * width)])
         self.middle = self.block(2 * width, 4 * width)
-        self.rise = nn.ModuleList([nn.ConvTranspose2d(4 * width, 2 * width, 2, 2), nn.ConvTranspose2d(2 * width, width, 2, 2)])
+        self.rise = nn.ModuleList(
+            [nn.ConvTranspose2d(4 * width, 2 * width, 2, 2), nn.ConvTranspose2d(2 * width, width, 2, 2)]
+        )
         self.up = nn.ModuleList([self.block(4 * width, 2 * width), self.block(2 * width, width)])
         self.out = nn.Conv2d(width, 2, 1)
 
@@ -75,7 +88,11 @@ class UNet(nn.Module):
     def block(inside, outside):
         layers = []
         for channels in (inside, outside):
-            layers += [nn.Conv2d(channels, outside, 3, padding=1, bias=False), nn.BatchNorm2d(outside), nn.ReLU(inplace=True)]
+            layers += [
+                nn.Conv2d(channels, outside, 3, padding=1, bias=False),
+                nn.BatchNorm2d(outside),
+                nn.ReLU(inplace=True),
+            ]
         return nn.Sequential(*layers)
 
     def forward(self, x):
@@ -133,7 +150,9 @@ def paint(model, batch):
 def rebuild(model, batch):
     x = batch[0].sigmoid()
     again, mean, spread = model(x)
-    return F.binary_cross_entropy(again, x, reduction="sum") - 0.5 * torch.sum(1 + spread - mean.pow(2) - spread.exp())
+    return F.binary_cross_entropy(again, x, reduction="sum") - 0.5 * torch.sum(
+        1 + spread - mean.pow(2) - spread.exp()
+    )
 
 
 def rate(model, batch):
@@ -153,27 +172,60 @@ def plain_sgd(parameters):
 
 
 def vit():
-    return torchvision.models.VisionTransformer(image_size=64, patch_size=8, num_layers=4, num_heads=4, hidden_dim=192, mlp_dim=768, num_classes=100)
+    return torchvision.models.VisionTransformer(
+        image_size=64, patch_size=8, num_layers=4, num_heads=4, hidden_dim=192, mlp_dim=768, num_classes=100
+    )
 
 
 def mlp():
-    return nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Dropout(0.1), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+    return nn.Sequential(
+        nn.Linear(512, 1024),
+        nn.ReLU(),
+        nn.Dropout(0.1),
+        nn.Linear(1024, 1024),
+        nn.ReLU(),
+        nn.Linear(1024, 10),
+    )
 
 
 TOKENS = ("class", (65,), 2000)
 # case -> model, data set, loss, optimizer, batch size
 CASES = {
-    "resnet18 sgd": (lambda: torchvision.models.resnet18(num_classes=100), images(64, 100), classify, sgd, 16),
-    "resnet18 adamw": (lambda: torchvision.models.resnet18(num_classes=100), images(64, 100), classify, adamw, 16),
+    "resnet18 sgd": (
+        lambda: torchvision.models.resnet18(num_classes=100),
+        images(64, 100),
+        classify,
+        sgd,
+        16,
+    ),
+    "resnet18 adamw": (
+        lambda: torchvision.models.resnet18(num_classes=100),
+        images(64, 100),
+        classify,
+        adamw,
+        16,
+    ),
     "resnet50 sgd": (lambda: torchvision.models.resnet50(num_classes=100), images(64, 100), classify, sgd, 8),
-    "resnet50 adamw": (lambda: torchvision.models.resnet50(num_classes=100), images(64, 100), classify, adamw, 8),
+    "resnet50 adamw": (
+        lambda: torchvision.models.resnet50(num_classes=100),
+        images(64, 100),
+        classify,
+        adamw,
+        8,
+    ),
     "vit": (vit, images(64, 100), classify, adamw, 16),
     "gpt": (Gpt, Invented(TOKENS), next_token, adamw, 8),
     "lstm": (Lstm, Invented(("class", (33,), 4000)), next_token, adamw, 8),
     "mlp": (mlp, Invented(("float", (512,)), ("class", (), 10)), classify, adamw, 64),
     "unet": (UNet, Invented(("float", (3, 64, 64)), ("class", (64, 64), 2)), paint, adamw, 4),
     "vae": (Vae, Invented(("float", (784,))), rebuild, adamw, 128),
-    "embedding": (Recommender, Invented(("class", (), 60000), ("class", (), 30000), ("float", ())), rate, plain_sgd, 256),
+    "embedding": (
+        Recommender,
+        Invented(("class", (), 60000), ("class", (), 30000), ("float", ())),
+        rate,
+        plain_sgd,
+        256,
+    ),
     "gpt bf16": (Gpt, Invented(TOKENS), next_token, adamw, 8),
     "gpt accumulate": (Gpt, Invented(TOKENS), next_token, adamw, 4),
     "gan": (None, Invented(("float", (3, 32, 32))), None, adamw, 32),
@@ -182,11 +234,30 @@ CASES = {
 
 def train_gan(loader, device):
     """A generator and a critic, each with an optimizer of its own."""
-    generator = nn.Sequential(nn.ConvTranspose2d(64, 128, 4), nn.BatchNorm2d(128), nn.ReLU(),
-                              nn.ConvTranspose2d(128, 64, 4, 2, 1), nn.BatchNorm2d(64), nn.ReLU(),
-                              nn.ConvTranspose2d(64, 32, 4, 2, 1), nn.BatchNorm2d(32), nn.ReLU(), nn.ConvTranspose2d(32, 3, 4, 2, 1), nn.Tanh()).to(device)
-    critic = nn.Sequential(nn.Conv2d(3, 32, 4, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(32, 64, 4, 2, 1), nn.BatchNorm2d(64), nn.LeakyReLU(0.2),
-                           nn.Conv2d(64, 128, 4, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(128, 1, 4), nn.Flatten(0)).to(device)
+    generator = nn.Sequential(
+        nn.ConvTranspose2d(64, 128, 4),
+        nn.BatchNorm2d(128),
+        nn.ReLU(),
+        nn.ConvTranspose2d(128, 64, 4, 2, 1),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.ConvTranspose2d(64, 32, 4, 2, 1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.ConvTranspose2d(32, 3, 4, 2, 1),
+        nn.Tanh(),
+    ).to(device)
+    critic = nn.Sequential(
+        nn.Conv2d(3, 32, 4, 2, 1),
+        nn.LeakyReLU(0.2),
+        nn.Conv2d(32, 64, 4, 2, 1),
+        nn.BatchNorm2d(64),
+        nn.LeakyReLU(0.2),
+        nn.Conv2d(64, 128, 4, 2, 1),
+        nn.LeakyReLU(0.2),
+        nn.Conv2d(128, 1, 4),
+        nn.Flatten(0),
+    ).to(device)
     of_critic, of_generator = adamw(critic.parameters()), adamw(generator.parameters())
     while True:
         for (real,) in loader:
@@ -195,7 +266,9 @@ def train_gan(loader, device):
             of_critic.zero_grad()
             invented = generator(noise)
             said, of_invented = critic(real), critic(invented.detach())
-            loss = F.binary_cross_entropy_with_logits(said, torch.ones_like(said)) + F.binary_cross_entropy_with_logits(of_invented, torch.zeros_like(said))
+            loss = F.binary_cross_entropy_with_logits(
+                said, torch.ones_like(said)
+            ) + F.binary_cross_entropy_with_logits(of_invented, torch.zeros_like(said))
             loss.backward()
             of_critic.step()
             of_generator.zero_grad()

@@ -45,9 +45,14 @@ class Bench:
         torch.manual_seed(0)
         self.size = size
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model = GPT(VOCABULARY, size["context"], size["width"], size["heads"], size["layers"]).to(self.device)
+        self.model = GPT(VOCABULARY, size["context"], size["width"], size["heads"], size["layers"]).to(
+            self.device
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.batch = [torch.randint(0, VOCABULARY, (size["batch"], size["context"]), device=self.device) for _ in range(2)]
+        self.batch = [
+            torch.randint(0, VOCABULARY, (size["batch"], size["context"]), device=self.device)
+            for _ in range(2)
+        ]
         self.context = TrainingContext(torch, Listener(), Ledger())
         self.context.introduce([self.model], [self.optimizer], [])
         self.context.first_step_done(1)
@@ -84,7 +89,9 @@ class Bench:
             self.optimizer.step()
             torch.cuda.synchronize()
             return saved, torch.cuda.max_memory_allocated() - start
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as recorded:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as recorded:
             loss = self.forward()
             with torch.profiler.record_function("between"):
                 pass
@@ -113,7 +120,16 @@ class Bench:
                 yield tuple(self.batch)
 
         micro_batch = self.size["batch"] // parts
-        return iter(Loop(self.model, self.optimizer, lambda model, batch: model(*batch)[1], batches(), micro_batch=micro_batch, reduction="mean"))
+        return iter(
+            Loop(
+                self.model,
+                self.optimizer,
+                lambda model, batch: model(*batch)[1],
+                batches(),
+                micro_batch=micro_batch,
+                reduction="mean",
+            )
+        )
 
     def kept(self, loop):
         """Returns the maximum bytes that autograd keeps during a step, without parameters and the batch."""

@@ -34,12 +34,16 @@ def switch(context, on, watched):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--width", type=int, default=8)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=10.0, help="how long to measure")
-    parser.add_argument("--watched", action="store_true", help="count as `flatout run --watch` does, beside resting")
+    parser.add_argument(
+        "--watched", action="store_true", help="count as `flatout run --watch` does, beside resting"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     data = torch.randn(args.batch, args.width)

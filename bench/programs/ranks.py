@@ -53,20 +53,38 @@ class Block(nn.Module):
 def mlp() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     """Many parameters for little computation: 17 MB of gradients."""
     width = 1024
-    return (nn.Sequential(nn.Linear(512, width), nn.ReLU(), *[layer for _ in range(3) for layer in (nn.Linear(width, width), nn.ReLU())],
-                          nn.Linear(width, 512)), torch.randn(64, 512), torch.randint(512, (64,)))
+    return (
+        nn.Sequential(
+            nn.Linear(512, width),
+            nn.ReLU(),
+            *[layer for _ in range(3) for layer in (nn.Linear(width, width), nn.ReLU())],
+            nn.Linear(width, 512),
+        ),
+        torch.randn(64, 512),
+        torch.randint(512, (64,)),
+    )
 
 
 def cnn() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     """Few parameters for its computation: 4.3 MB of gradients."""
     layers: list[nn.Module] = []
     for inside, outside in ((3, 64), (64, 128), (128, 256), (256, 256)):
-        layers += [nn.Conv2d(inside, outside, 3, padding=1, bias=False), nn.GroupNorm(8, outside), nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(256 * 4, 100)), torch.randn(8, 3, 32, 32), torch.randint(100, (8,))
+        layers += [
+            nn.Conv2d(inside, outside, 3, padding=1, bias=False),
+            nn.GroupNorm(8, outside),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        ]
+    return (
+        nn.Sequential(*layers, nn.Flatten(), nn.Linear(256 * 4, 100)),
+        torch.randn(8, 3, 32, 32),
+        torch.randint(100, (8,)),
+    )
 
 
 def gpt() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     """An embedding whose gradient comes last: 10 MB of gradients."""
+
     class Model(nn.Module):
         def __init__(self, words: int = 2048, width: int = 192) -> None:
             super().__init__()
@@ -165,7 +183,9 @@ def sweep() -> dict[str, object]:
         return 1e3 * (time.perf_counter() - start)
 
     compute(20)
-    rounds = max(20, int(2.5 * times[SIZES_BYTES[-1]] / (compute(100) / 100)))  # longer than the simultaneous all-reduce
+    rounds = max(
+        20, int(2.5 * times[SIZES_BYTES[-1]] / (compute(100) / 100))
+    )  # longer than the simultaneous all-reduce
     shares = []
     for _ in range(REPEATS):
         dist.barrier()
@@ -178,7 +198,11 @@ def sweep() -> dict[str, object]:
     used = torch.tensor([time.process_time() - own])
     machine, passed = machine_s() - machine, time.perf_counter() - start_s
     dist.all_reduce(used)
-    return {"all_reduce_ms": times, "contention": median(shares), "others": max(0.0, machine - float(used)) / passed}
+    return {
+        "all_reduce_ms": times,
+        "contention": median(shares),
+        "others": max(0.0, machine - float(used)) / passed,
+    }
 
 
 def main() -> None:
@@ -195,8 +219,12 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(asked.rank)
     module, x, y = MODELS[asked.model]()
-    metadata: dict[str, object] = {"gradient_bytes": [4 * p.numel() for p in reversed(list(module.parameters()))]}
-    dist.init_process_group("gloo", init_method=f"file://{asked.store}", rank=asked.rank, world_size=asked.world)
+    metadata: dict[str, object] = {
+        "gradient_bytes": [4 * p.numel() for p in reversed(list(module.parameters()))]
+    }
+    dist.init_process_group(
+        "gloo", init_method=f"file://{asked.store}", rank=asked.rank, world_size=asked.world
+    )
     alone, together = Steps(copy.deepcopy(module), x, y), Steps(DistributedDataParallel(module), x, y)
     steps = {"alone": alone, "quiet": together, "sent": together}
     for kind in KINDS:
@@ -204,6 +232,7 @@ def main() -> None:
     until = time.perf_counter() + asked.timeout
     sweeps: list[dict[str, object]] = []
     turns: list[dict[str, dict[str, object]]] = []
+
     # A machine that is never idle still gives one sweep and one turn; their blocks record the disturbance.
     def go_on() -> bool:
         if not asked.timeout:
@@ -213,7 +242,12 @@ def main() -> None:
     while go_on():
         if len(sweeps) <= len(turns) // 3:
             sweeps.append(sweep())
-        turns.append({kind: steps[kind].block(kind, asked.steps) for kind in KINDS[len(turns) % 3:] + KINDS[:len(turns) % 3]})
+        turns.append(
+            {
+                kind: steps[kind].block(kind, asked.steps)
+                for kind in KINDS[len(turns) % 3 :] + KINDS[: len(turns) % 3]
+            }
+        )
     metadata["sweeps"], metadata["turns"] = sweeps, turns
     if asked.rank == 0:
         asked.out.write_text(json.dumps(metadata))

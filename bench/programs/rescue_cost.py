@@ -34,8 +34,10 @@ class Switch:
             context.install()
             context._stop_looking()
             for root in self.roots:
-                context._root_hooks[id(root)] = [root.register_forward_pre_hook(context._root_begins, with_kwargs=True, prepend=True),
-                                               root.register_forward_hook(context._root_ends)]
+                context._root_hooks[id(root)] = [
+                    root.register_forward_pre_hook(context._root_begins, with_kwargs=True, prepend=True),
+                    root.register_forward_hook(context._root_ends),
+                ]
         elif not on:
             context.ledger.restore()
             for hooks in context._root_hooks.values():
@@ -60,7 +62,9 @@ def steps(model, optimizer, data, fewest):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=20.0, help="how long to measure each of the two")
@@ -91,7 +95,15 @@ def main():
         steps(model, optimizer, data, 3)
     saver.wait()
     wall_s = time.perf_counter() - start
-    print(json.dumps({"rounds": found, "saves": cost.saves - before[0], "share": (cost.waited_s + cost.worked_s - before[1]) / wall_s}))
+    print(
+        json.dumps(
+            {
+                "rounds": found,
+                "saves": cost.saves - before[0],
+                "share": (cost.waited_s + cost.worked_s - before[1]) / wall_s,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,9 @@ class Block(nn.Module):
         self.conv2, self.norm2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs)
         self.short = nn.Sequential()
         if stride != 1 or inputs != outputs:
-            self.short = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            self.short = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
 
     def forward(self, x):
         y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
@@ -28,9 +30,17 @@ class Block(nn.Module):
 
 def network(width=16):
     return nn.Sequential(
-        nn.Conv2d(1, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-        Block(width, width, 1), Block(width, 2 * width, 2), Block(2 * width, 2 * width, 1), Block(2 * width, 4 * width, 2),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, CLASSES))
+        nn.Conv2d(1, width, 3, 1, 1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+        Block(width, width, 1),
+        Block(width, 2 * width, 2),
+        Block(2 * width, 2 * width, 1),
+        Block(2 * width, 4 * width, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4 * width, CLASSES),
+    )
 
 
 def main():
@@ -41,7 +51,9 @@ def main():
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
-    loader = DataLoader(TensorDataset(*gratings(4000, 16, 2.0, seed=1)), batch_size=64, shuffle=True, drop_last=True)
+    loader = DataLoader(
+        TensorDataset(*gratings(4000, 16, 2.0, seed=1)), batch_size=64, shuffle=True, drop_last=True
+    )
     images, labels = gratings(2000, 16, 2.0, seed=2)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)

@@ -55,15 +55,29 @@ def drawn(seed: int, spawn: bool) -> Setting:
     start = draw.choice(("fork", "fork", "fork", "spawn")) if spawn and workers else "fork"
     if start == "spawn":
         workers = 2
-    return Setting(seed, workers, start, draw.random() < 0.5, draw.random() < 0.8, draw.random() < 0.7, draw.choice((1, 1, 2)),
-                   draw.choice((1, 1, 1, 2)) if start == "fork" else 1, draw.choice((1, 1, 4, 16, 0)), draw.choice(OPTIMIZERS), draw.random() < 0.3,
-                   2 if start == "spawn" else 4)
+    return Setting(
+        seed,
+        workers,
+        start,
+        draw.random() < 0.5,
+        draw.random() < 0.8,
+        draw.random() < 0.7,
+        draw.choice((1, 1, 2)),
+        draw.choice((1, 1, 1, 2)) if start == "fork" else 1,
+        draw.choice((1, 1, 4, 16, 0)),
+        draw.choice(OPTIMIZERS),
+        draw.random() < 0.3,
+        2 if start == "spawn" else 4,
+    )
 
 
 class Invented(Dataset):
     def __init__(self, augment: bool) -> None:
         generator = torch.Generator().manual_seed(7)
-        self.x, self.y = torch.randn(SAMPLES, FEATURES, generator=generator), torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+        self.x, self.y = (
+            torch.randn(SAMPLES, FEATURES, generator=generator),
+            torch.randint(0, CLASSES, (SAMPLES,), generator=generator),
+        )
         self.augment, self.own = augment, np.random.default_rng(3)
 
     def __len__(self) -> int:
@@ -72,7 +86,13 @@ class Invented(Dataset):
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         x = self.x[index]
         if self.augment:
-            x = x + 0.1 * torch.randn(FEATURES) + random.random() * 0.1 + float(np.random.rand()) * 0.1 + float(self.own.random()) * 0.1
+            x = (
+                x
+                + 0.1 * torch.randn(FEATURES)
+                + random.random() * 0.1
+                + float(np.random.rand()) * 0.1
+                + float(self.own.random()) * 0.1
+            )
         return x, self.y[index]
 
 
@@ -105,11 +125,17 @@ def live(setting: Setting, folder: Path, store: str, rank: int, metadata: Told) 
     """
     warnings.filterwarnings("ignore", "This DataLoader will create")
     if setting.ranks > 1:
-        distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=setting.ranks)
+        distributed.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=setting.ranks
+        )
     flatout.seed(setting.seed)
-    model = nn.Sequential(nn.Linear(FEATURES, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, CLASSES))
+    model = nn.Sequential(
+        nn.Linear(FEATURES, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, CLASSES)
+    )
     model[0].register_buffer("scratch", torch.zeros(3), persistent=False)
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
     optimizer = getattr(torch.optim, setting.optimizer)(model.parameters(), lr=0.01, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=2000)
     flatout.seed(setting.seed + 1000 * rank)
@@ -117,12 +143,32 @@ def live(setting: Setting, folder: Path, store: str, rank: int, metadata: Told) 
     more: dict[str, Any] = {"num_workers": setting.workers, "collate_fn": jittered}
     if setting.workers:
         more |= {"multiprocessing_context": setting.start, "persistent_workers": setting.persistent}
-    sampler = DistributedSampler(data, setting.ranks, rank, shuffle=setting.shuffle) if setting.ranks > 1 else None
-    loader = DataLoader(data, 4, shuffle=setting.shuffle if sampler is None else None, sampler=sampler, drop_last=setting.ranks > 1, **more)
+    sampler = (
+        DistributedSampler(data, setting.ranks, rank, shuffle=setting.shuffle) if setting.ranks > 1 else None
+    )
+    loader = DataLoader(
+        data,
+        4,
+        shuffle=setting.shuffle if sampler is None else None,
+        sampler=sampler,
+        drop_last=setting.ranks > 1,
+        **more,
+    )
     trained = nn.parallel.DistributedDataParallel(model) if setting.ranks > 1 else model
-    loop = flatout.Loop(trained, optimizer, loss_fn, loader, epochs=setting.epochs, scheduler=scheduler, clip=1.0 if setting.clip else None,
-                        effective_batch=4 * setting.accumulate if setting.accumulate > 1 else None, allow_inexact=True, checkpoint_dir=folder,
-                        save_every=setting.every or None, extra_state={"average": average})
+    loop = flatout.Loop(
+        trained,
+        optimizer,
+        loss_fn,
+        loader,
+        epochs=setting.epochs,
+        scheduler=scheduler,
+        clip=1.0 if setting.clip else None,
+        effective_batch=4 * setting.accumulate if setting.accumulate > 1 else None,
+        allow_inexact=True,
+        checkpoint_dir=folder,
+        save_every=setting.every or None,
+        extra_state={"average": average},
+    )
     metadata.put(rank, 1, loop.resumed.step if loop.resumed is not None else -1)
     if loop.resumed is not None and not loop.resumed.exact:
         raise RuntimeError("; ".join(loop.resumed.sentences()))
@@ -142,8 +188,15 @@ def _digest(model: Any, average: Any, optimizer: Any, scheduler: Any) -> str:
             digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     for number, state in sorted(optimizer.state_dict()["state"].items()):
         for name, value in sorted(state.items()):
-            digest.update(f"{number}{name}".encode() + (value.numpy().tobytes() if hasattr(value, "numpy") else repr(value).encode()))
+            digest.update(
+                f"{number}{name}".encode()
+                + (value.numpy().tobytes() if hasattr(value, "numpy") else repr(value).encode())
+            )
     digest.update(repr(scheduler.get_last_lr()).encode())
-    digest.update(torch.get_rng_state().numpy().tobytes() + repr(random.getstate()).encode() + np.random.get_state()[1].tobytes())
+    digest.update(
+        torch.get_rng_state().numpy().tobytes()
+        + repr(random.getstate()).encode()
+        + np.random.get_state()[1].tobytes()
+    )
     digest.update(repr(np.random.get_state()[2:]).encode())
     return digest.hexdigest()

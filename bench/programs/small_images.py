@@ -13,8 +13,14 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchvision import datasets, transforms
 
-CIFAR = transforms.Compose([transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip(), transforms.ToTensor(),
-                            transforms.Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))])
+CIFAR = transforms.Compose(
+    [
+        transforms.RandomCrop(32, padding=4),
+        transforms.RandomHorizontalFlip(),
+        transforms.ToTensor(),
+        transforms.Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    ]
+)
 MNIST = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
 SETS = {"cifar": ((50_000, 32, 32, 3), CIFAR), "mnist": ((60_000, 28, 28), MNIST)}
 
@@ -36,8 +42,18 @@ class Images(Dataset):
 
 
 def network(channels):
-    return nn.Sequential(nn.Conv2d(channels, 24, 3, padding=1), nn.BatchNorm2d(24), nn.ReLU(), nn.MaxPool2d(2),
-                         nn.Conv2d(24, 48, 3, padding=1), nn.BatchNorm2d(48), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(768, 10))
+    return nn.Sequential(
+        nn.Conv2d(channels, 24, 3, padding=1),
+        nn.BatchNorm2d(24),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(24, 48, 3, padding=1),
+        nn.BatchNorm2d(48),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(768, 10),
+    )
 
 
 def batches(loader, same):

@@ -70,7 +70,10 @@ def step(model, speed, batch):
 
 
 def save(model, speed, done):
-    torch.save({"model": model.state_dict(), "speed": speed, "step": done, "random": torch.get_rng_state()}, "last.new")
+    torch.save(
+        {"model": model.state_dict(), "speed": speed, "step": done, "random": torch.get_rng_state()},
+        "last.new",
+    )
     os.replace("last.new", "last.pt")
 
 
@@ -85,7 +88,11 @@ def fault(kind, where, at):
         torch.set_rng_state(kept["random"])
     if kind == "metadata":
         signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
-    loader = torch.utils.data.DataLoader(Data(kind, at * 8) if where == "worker" else Data(), batch_size=8, num_workers=2 if where == "worker" else 0)
+    loader = torch.utils.data.DataLoader(
+        Data(kind, at * 8) if where == "worker" else Data(),
+        batch_size=8,
+        num_workers=2 if where == "worker" else 0,
+    )
     batches = iter(loader) if where == "worker" else None  # creating one consumes a random number
     for done in range(begin, 200 if kind != "metadata" else 10**9):
         batch = next(batches) if where == "worker" else torch.randn(8, 8)
@@ -200,7 +207,15 @@ def goodput(seconds):
             lengths.append(time.perf_counter() - began)
         goal.write_text(f"{int(seconds / statistics.median(lengths))} {time.perf_counter() - first}")
         flatout.seed(0)
-    loop = flatout.Loop(model, optimizer, lambda m, x: m(x).square().mean(), loader, epochs=10**6, steps=int(goal.read_text().split()[0]), checkpoint_dir="saves")
+    loop = flatout.Loop(
+        model,
+        optimizer,
+        lambda m, x: m(x).square().mean(),
+        loader,
+        epochs=10**6,
+        steps=int(goal.read_text().split()[0]),
+        checkpoint_dir="saves",
+    )
     with open("steps", "a", buffering=1) as out:
         Path("trains").write_text(str(os.getpid()))
         last = time.monotonic()

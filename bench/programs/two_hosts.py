@@ -29,9 +29,13 @@ def main() -> None:
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
     here = standing() or RankEnvironment(0, 0, 1, 1, f"file://{folder}/alone")
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", store=store(torch, here, 60.0), rank=here.rank, world_size=here.world_size)
+    torch.distributed.init_process_group(
+        "gloo", store=store(torch, here, 60.0), rank=here.rank, world_size=here.world_size
+    )
     torch.manual_seed(0)
-    raw = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    raw = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)
+    )
     optimizer = torch.optim.SGD(raw.parameters(), lr=0.05, momentum=0.9)
     first, saved = 0, folder / "saved.pt"
     if saved.exists():
@@ -49,14 +53,35 @@ def main() -> None:
             loss = (model(x[share]) - x[share].sum(1, keepdim=True) / WIDTH**0.5).square().mean()
             loss.backward()
             optimizer.step()
-            out.write(json.dumps({"at": time.monotonic(), "step": step, "world": here.world_size, "loss": loss.item(), "meeting": here.meeting}) + "\n")
+            out.write(
+                json.dumps(
+                    {
+                        "at": time.monotonic(),
+                        "step": step,
+                        "world": here.world_size,
+                        "loss": loss.item(),
+                        "meeting": here.meeting,
+                    }
+                )
+                + "\n"
+            )
             out.flush()
             if here.rank == 0 and (step + 1) % SAVE_STEPS == 0:
-                torch.save({"model": raw.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, folder / "saving.pt")
+                torch.save(
+                    {"model": raw.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1},
+                    folder / "saving.pt",
+                )
                 os.replace(folder / "saving.pt", saved)
     if here.rank == 0:
         weights = torch.cat([each.detach().flatten() for each in raw.parameters()])
-        (folder / "weights.json").write_text(json.dumps({"digest": hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:16], "world": here.world_size}))
+        (folder / "weights.json").write_text(
+            json.dumps(
+                {
+                    "digest": hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:16],
+                    "world": here.world_size,
+                }
+            )
+        )
         torch.save(weights, folder / "weights.pt")
     torch.distributed.destroy_process_group()
 

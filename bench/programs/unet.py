@@ -9,7 +9,10 @@ class Noisy(Dataset):
     def __init__(self, count=2000, size=32):
         waves = torch.linspace(0, 6.3, size)
         phases = torch.rand(count, 2, 1) * 6.3
-        self.clean = (torch.sin(waves + phases[:, 0])[:, None, None, :] * torch.cos(waves + phases[:, 1])[:, None, :, None]).float()
+        self.clean = (
+            torch.sin(waves + phases[:, 0])[:, None, None, :]
+            * torch.cos(waves + phases[:, 1])[:, None, :, None]
+        ).float()
 
     def __len__(self):
         return len(self.clean)
@@ -25,8 +28,15 @@ def block(inputs, outputs):
 class UNet(nn.Module):
     def __init__(self, width=12):
         super().__init__()
-        self.down1, self.down2, self.middle = block(1, width), block(width, 2 * width), block(2 * width, 2 * width)
-        self.up, self.out = nn.ConvTranspose2d(2 * width, width, 2, stride=2), nn.Sequential(block(2 * width, width), nn.Conv2d(width, 1, 1))
+        self.down1, self.down2, self.middle = (
+            block(1, width),
+            block(width, 2 * width),
+            block(2 * width, 2 * width),
+        )
+        self.up, self.out = (
+            nn.ConvTranspose2d(2 * width, width, 2, stride=2),
+            nn.Sequential(block(2 * width, width), nn.Conv2d(width, 1, 1)),
+        )
 
     def forward(self, x):
         first = self.down1(x)

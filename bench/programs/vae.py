@@ -17,7 +17,11 @@ SIZE = 16
 class Autoencoder(nn.Module):
     def __init__(self, width=200, code=12):
         super().__init__()
-        self.inside, self.mean, self.log_variance = nn.Linear(SIZE * SIZE, width), nn.Linear(width, code), nn.Linear(width, code)
+        self.inside, self.mean, self.log_variance = (
+            nn.Linear(SIZE * SIZE, width),
+            nn.Linear(width, code),
+            nn.Linear(width, code),
+        )
         self.outside, self.pixels = nn.Linear(code, width), nn.Linear(width, SIZE * SIZE)
 
     def forward(self, x):

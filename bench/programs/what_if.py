@@ -1,6 +1,6 @@
 """Small programs with one expensive part each; --without really removes that part. Independent of flatout.
 
-    python what_if.py CASE [--without]
+python what_if.py CASE [--without]
 """
 
 import gc
@@ -73,7 +73,9 @@ def loader(make, workers=0, batch_size=16):
 
 
 def narrow(layers=4):
-    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(layers)], nn.Linear(WIDTH, 10))
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(layers)], nn.Linear(WIDTH, 10)
+    )
 
 
 class Embedded(nn.Module):
@@ -100,20 +102,30 @@ def train(batches, model, optimizer, after=lambda loss: None):
 def slow_loader(make, workers=0, layers=4, batch_size=16):
     def case(without):
         model = narrow(layers)
-        train(batches_from(loader(make, workers, batch_size), without), model, torch.optim.SGD(model.parameters(), 1e-3))
+        train(
+            batches_from(loader(make, workers, batch_size), without),
+            model,
+            torch.optim.SGD(model.parameters(), 1e-3),
+        )
 
     return case
 
 
 def stream(without):
     model = narrow()
-    train(batches_from(DataLoader(Stream(computing), batch_size=16), without), model, torch.optim.SGD(model.parameters(), 1e-3))
+    train(
+        batches_from(DataLoader(Stream(computing), batch_size=16), without),
+        model,
+        torch.optim.SGD(model.parameters(), 1e-3),
+    )
 
 
 def heavy_optimizer(make_model, make_optimizer):
     def case(without):
         model = make_model()
-        train(batches_from(loader(ready), True), model, None if without else make_optimizer(model.parameters()))
+        train(
+            batches_from(loader(ready), True), model, None if without else make_optimizer(model.parameters())
+        )
 
     return case
 
@@ -121,7 +133,10 @@ def heavy_optimizer(make_model, make_optimizer):
 def printing(without):
     def tell(loss):
         for layer in () if without else range(150):
-            print(f"layer {layer}: the loss is what it was before, and the weights have moved a little further", flush=True)
+            print(
+                f"layer {layer}: the loss is what it was before, and the weights have moved a little further",
+                flush=True,
+            )
 
     model = narrow(2)
     train(batches_from(loader(ready), True), model, torch.optim.SGD(model.parameters(), 1e-3), tell)
@@ -134,7 +149,9 @@ def logged(without):
 
     def tell(loss):
         for layer in () if without else range(60):
-            logger.info("layer %d: the loss is what it was before, and the weights have moved by %f", layer, 0.001)
+            logger.info(
+                "layer %d: the loss is what it was before, and the weights have moved by %f", layer, 0.001
+            )
 
     model = narrow(2)
     train(batches_from(loader(ready), True), model, torch.optim.SGD(model.parameters(), 1e-3), tell)
@@ -180,7 +197,9 @@ CASES = {
     "loader with a worker": slow_loader(sleeping, workers=1),
     "collation of many small samples": slow_loader(ready, batch_size=256),
     "stream of samples": stream,
-    "Adam, one loop over 60 layers": heavy_optimizer(lambda: narrow(60), lambda p: torch.optim.Adam(p, foreach=False)),
+    "Adam, one loop over 60 layers": heavy_optimizer(
+        lambda: narrow(60), lambda p: torch.optim.Adam(p, foreach=False)
+    ),
     "Adagrad over a large table": heavy_optimizer(Embedded, lambda p: torch.optim.Adagrad(p)),
     "AdamW over a large table": heavy_optimizer(Embedded, lambda p: torch.optim.AdamW(p)),
     "printing": printing,

@@ -7,7 +7,9 @@ from torch import nn
 def main():
     torch.manual_seed(0)
     x, y = torch.randn(4096, 512), torch.randint(0, 20, (4096,))
-    model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 20))
+    model = nn.Sequential(
+        nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 20)
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for step in range(1_000_000):
         rows = torch.randint(len(x), (128,))

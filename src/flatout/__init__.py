@@ -13,8 +13,14 @@ flatout` imports neither torch nor any other heavy package.
 
 __version__ = "0.1.0"
 
-_LAZY = {"Loop": "flatout.loop.loop", "Pipeline": "flatout.loop.pipeline_parallel", "Step": "flatout.loop.step", "Plan": "flatout.plan.plan",
-         "device": "flatout.loop.start", "seed": "flatout.loop.start"}
+_LAZY = {
+    "Loop": "flatout.loop.loop",
+    "Pipeline": "flatout.loop.pipeline_parallel",
+    "Step": "flatout.loop.step",
+    "Plan": "flatout.plan.plan",
+    "device": "flatout.loop.start",
+    "seed": "flatout.loop.start",
+}
 
 
 def __getattr__(name: str) -> object:

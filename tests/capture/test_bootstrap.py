@@ -14,7 +14,7 @@ import flatout
 
 SITE = Path(flatout.__file__).parent / "capture" / "site"
 
-ENTRY = '''
+ENTRY = """
 import os, sys
 def attach(job):
     torch = sys.modules["torch"]
@@ -23,7 +23,7 @@ def attach(job):
         note.write(f"{os.getpid()}\\n")
 def broken(job):
     raise KeyError("no such thing")
-'''
+"""
 STAND_IN = "nn = type('nn', (), {'Linear': 1})\nseeds = []\nmanual_seed = seeds.append\n"
 
 
@@ -35,7 +35,9 @@ def enter(tmp_path):
     (tmp_path / "entry_of_test.py").write_text(ENTRY)
     note = tmp_path / "note"
 
-    def run(source, *, job=None, options=(), real_torch=False, torch=STAND_IN, env=(), more_path=(), arguments=()):
+    def run(
+        source, *, job=None, options=(), real_torch=False, torch=STAND_IN, env=(), more_path=(), arguments=()
+    ):
         folder = tmp_path / "work"
         folder.mkdir(exist_ok=True)
         (folder / "script.py").write_text(source)
@@ -47,8 +49,14 @@ def enter(tmp_path):
         environment["PYTHONPATH"] = os.pathsep.join([str(SITE), *map(str, more_path), str(tmp_path)])
         if job is not False:
             environment["FLATOUT_JOB"] = str(tmp_path / "job.json")
-        done = subprocess.run([sys.executable, *options, "script.py", *arguments], cwd=folder, env={**environment, **dict(env)}, capture_output=True,
-                              text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, *options, "script.py", *arguments],
+            cwd=folder,
+            env={**environment, **dict(env)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         entered = [int(line) for line in note.read_text().split()] if note.exists() else []
         return done, entered
 
@@ -56,7 +64,10 @@ def enter(tmp_path):
 
 
 def test_without_a_job_nothing_is_done(enter):
-    done, entered = enter("import sys, torch\nprint([m for m in sys.modules if m.startswith('flatout')], len(sys.meta_path))", job=False)
+    done, entered = enter(
+        "import sys, torch\nprint([m for m in sys.modules if m.startswith('flatout')], len(sys.meta_path))",
+        job=False,
+    )
     assert done.returncode == 0
     assert done.stdout.startswith("[] ")
     assert done.stderr == ""
@@ -64,13 +75,23 @@ def test_without_a_job_nothing_is_done(enter):
 
 
 def test_the_entry_is_called_once_right_after_torch(enter):
-    done, entered = enter("import os\nprint(os.getpid())\nimport torch\nimport torch\nfrom torch import nn\nimport importlib\nimportlib.reload(torch)")
+    done, entered = enter(
+        "import os\nprint(os.getpid())\nimport torch\nimport torch\nfrom torch import nn\nimport importlib\nimportlib.reload(torch)"
+    )
     assert done.stderr == ""
     assert entered == [int(done.stdout)]
 
 
-@pytest.mark.parametrize("way", ["from torch import nn", "__import__('torch')", "import importlib; importlib.import_module('torch')", "exec('import torch')",
-                                 "import threading; t = threading.Thread(target=lambda: __import__('torch')); t.start(); t.join()"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "from torch import nn",
+        "__import__('torch')",
+        "import importlib; importlib.import_module('torch')",
+        "exec('import torch')",
+        "import threading; t = threading.Thread(target=lambda: __import__('torch')); t.start(); t.join()",
+    ],
+)
 def test_every_way_of_importing(enter, way):
     done, entered = enter(way)
     assert done.stderr == ""
@@ -79,14 +100,18 @@ def test_every_way_of_importing(enter, way):
 
 def test_asking_for_torch_before_importing_it(enter):
     """Libraries check with ``find_spec`` whether torch is installed, long before it is imported."""
-    done, entered = enter("import importlib.util\nfor _ in range(3): assert importlib.util.find_spec('torch') is not None\nimport torch")
+    done, entered = enter(
+        "import importlib.util\nfor _ in range(3): assert importlib.util.find_spec('torch') is not None\nimport torch"
+    )
     assert done.stderr == ""
     assert len(entered) == 1
 
 
 def test_a_program_without_torch_pays_nothing(enter):
-    done, entered = enter("import sys, json\nprint(sorted(m for m in sys.modules if m.startswith('flatout')))\n"
-                          "print([m for m in ('click', 'rich', 'tomllib', 'dataclasses', 'numpy') if m in sys.modules])")
+    done, entered = enter(
+        "import sys, json\nprint(sorted(m for m in sys.modules if m.startswith('flatout')))\n"
+        "print([m for m in ('click', 'rich', 'tomllib', 'dataclasses', 'numpy') if m in sys.modules])"
+    )
     assert entered == []
     assert done.stdout.splitlines()[0] == "['flatout', 'flatout.capture', 'flatout.capture.bootstrap']"
     assert done.stdout.splitlines()[1] == "[]"
@@ -101,7 +126,10 @@ def test_missing_torch_is_the_programs_own_error(enter, tmp_path):
 
 
 def test_a_broken_torch_raises_its_own_error(enter):
-    done, entered = enter("try:\n    import torch\nexcept ImportError as error:\n    print('caught', error)", torch="raise ImportError('libcudart.so.99')")
+    done, entered = enter(
+        "try:\n    import torch\nexcept ImportError as error:\n    print('caught', error)",
+        torch="raise ImportError('libcudart.so.99')",
+    )
     assert done.stdout == "caught libcudart.so.99\n"
     assert "flatout" not in done.stderr
     assert entered == []
@@ -109,13 +137,20 @@ def test_a_broken_torch_raises_its_own_error(enter):
 
 def test_a_second_import_after_a_broken_one_is_observed(enter):
     """Some programs repair their environment and import again."""
-    source = "import os\ntry:\n    import torch\nexcept ImportError:\n    os.environ['MENDED'] = '1'\nimport torch"
-    done, entered = enter(source, torch="import os\nif 'MENDED' not in os.environ: raise ImportError('x')\n" + STAND_IN)
+    source = (
+        "import os\ntry:\n    import torch\nexcept ImportError:\n    os.environ['MENDED'] = '1'\nimport torch"
+    )
+    done, entered = enter(
+        source, torch="import os\nif 'MENDED' not in os.environ: raise ImportError('x')\n" + STAND_IN
+    )
     assert done.returncode == 0, done.stderr
     assert len(entered) == 1
 
 
-@pytest.mark.parametrize("job", [{"entry": "entry_of_test:broken"}, {"entry": "entry_of_test:missing"}, {"entry": "no_such_module:f"}])
+@pytest.mark.parametrize(
+    "job",
+    [{"entry": "entry_of_test:broken"}, {"entry": "entry_of_test:missing"}, {"entry": "no_such_module:f"}],
+)
 def test_an_entry_that_fails_lets_the_program_run(enter, job):
     done, _ = enter("import torch\nprint('still', torch.nn.Linear)", job=job)
     assert done.returncode == 0
@@ -147,7 +182,11 @@ def test_another_sitecustomize_is_not_hidden(enter, tmp_path, job):
     other = tmp_path / "other"
     other.mkdir()
     (other / "sitecustomize.py").write_text("print('other site', __name__)\nANSWER = 42\n")
-    done, entered = enter("import sys, sitecustomize, torch\nprint(sitecustomize.ANSWER, sitecustomize.__file__)", job=job, more_path=[other])
+    done, entered = enter(
+        "import sys, sitecustomize, torch\nprint(sitecustomize.ANSWER, sitecustomize.__file__)",
+        job=job,
+        more_path=[other],
+    )
     assert done.stdout.splitlines() == ["other site sitecustomize", f"42 {other / 'sitecustomize.py'}"]
     assert len(entered) == (job is None)
 
@@ -181,7 +220,9 @@ def test_the_script_sees_itself_as_in_a_plain_run(enter):
 
 def test_nothing_of_the_programs_is_hidden(enter):
     """A program's own module called flatout, or plan, stays its own: flatout's folder is last on the path."""
-    done, _ = enter("import sys, os\nprint(sys.path.index(os.path.dirname(os.path.abspath(__file__))))\nimport torch")
+    done, _ = enter(
+        "import sys, os\nprint(sys.path.index(os.path.dirname(os.path.abspath(__file__))))\nimport torch"
+    )
     assert done.stdout == "0\n"
 
 
@@ -195,8 +236,17 @@ if 'AGAIN' not in os.environ:  # exec keeps the process number, so a process tha
 """
 
 
-@pytest.mark.parametrize(("source", "says"), [("", "never imported torch"), ("import torch", "never finished a training step"),
-                                              ("from flatout.capture.bootstrap import speaks_first; print(speaks_first(os.environ['FLATOUT_JOB']))", None)])
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("", "never imported torch"),
+        ("import torch", "never finished a training step"),
+        (
+            "from flatout.capture.bootstrap import speaks_first; print(speaks_first(os.environ['FLATOUT_JOB']))",
+            None,
+        ),
+    ],
+)
 def test_the_first_process_reports_where_nothing_could_act_and_cleans_up(enter, tmp_path, source, says):
     done, _ = enter(BECOMES_FIRST + source)
     assert done.stderr == (f"flatout: nothing was applied: this program {says}\n" if says else "")
@@ -224,7 +274,7 @@ def test_seeds(enter):
 
 # -- children, with the real torch ----------------------------------------------------------------------------------
 
-CHILDREN = '''
+CHILDREN = """
 import multiprocessing, os, subprocess, sys
 import torch
 
@@ -242,7 +292,7 @@ if __name__ == "__main__":
         child.join()
     print("subprocess", subprocess.check_output([sys.executable, "-c", "import os, torch; print(os.getpid())"], text=True).strip(), flush=True)
     subprocess.check_call([sys.executable, "-c", "print('no torch')"])
-'''
+"""
 
 
 @pytest.mark.timeout(120)
@@ -254,7 +304,11 @@ def test_children_are_reached(enter):
     pytest.importorskip("torch")
     done, entered = enter(CHILDREN, real_torch=True)
     assert done.returncode == 0, done.stderr
-    numbers = {line.split()[0]: int(line.split()[1]) for line in done.stdout.splitlines() if line.split()[1].isdigit()}
+    numbers = {
+        line.split()[0]: int(line.split()[1])
+        for line in done.stdout.splitlines()
+        if line.split()[1].isdigit()
+    }
     assert sorted(entered) == sorted([numbers["main"], numbers["spawn"], numbers["subprocess"]])
     assert numbers["fork"] not in entered
     assert done.stderr == ""

@@ -16,7 +16,7 @@ import flatout
 from flatout.launch.environment import listening
 
 SITE = Path(flatout.__file__).parent / "capture" / "site"
-ENTRY = '''
+ENTRY = """
 def explain(error):
     return [f"because of {type(error).__name__}", "  mend   so"]
 def nothing(error):
@@ -31,7 +31,7 @@ def interrupted(error):
     return explain(error)
 def leaves(error):
     raise SystemExit(9)
-'''
+"""
 
 
 @pytest.fixture
@@ -49,12 +49,20 @@ def die(tmp_path):
         for observed in (False, True):
             environment = {**kept, "PYTHONPATH": str(tmp_path)}
             if observed:
-                environment |= {"PYTHONPATH": f"{SITE}{os.pathsep}{tmp_path}", "FLATOUT_EXPLAIN": f"entry_of_test:{function}", "FLATOUT_CRASH_REPORTS": str(info)}
+                environment |= {
+                    "PYTHONPATH": f"{SITE}{os.pathsep}{tmp_path}",
+                    "FLATOUT_EXPLAIN": f"entry_of_test:{function}",
+                    "FLATOUT_CRASH_REPORTS": str(info),
+                }
             command = [sys.executable, *options, "script.py"]
             if observed and first:  # exec keeps the process number, as `flatout run` does
                 becomes = f"import os; os.environ['FLATOUT_FIRST'] = str(os.getpid()); os.execv({sys.executable!r}, {command!r})"
                 command = [sys.executable, "-S", "-c", becomes]
-            found.append(subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60))
+            found.append(
+                subprocess.run(
+                    command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+                )
+            )
         return found
 
     return run
@@ -63,27 +71,51 @@ def die(tmp_path):
 WORDS = "flatout: because of {}\nflatout:   mend   so\n"
 
 
-@pytest.mark.parametrize(("source", "kind"), [
-    ("1 / 0", "ZeroDivisionError"),
-    ("def f():\n    raise ValueError('x' * 10)\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    f()", "ValueError"),
-    ("import sys\nprint('out')\nsys.stderr.write('err')\n{}['a']", "KeyError"),
-    ("import threading\nthreading.Thread(target=lambda: None).start()\nraise OSError(5, 'io')", "OSError"),
-])
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        ("1 / 0", "ZeroDivisionError"),
+        (
+            "def f():\n    raise ValueError('x' * 10)\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    f()",
+            "ValueError",
+        ),
+        ("import sys\nprint('out')\nsys.stderr.write('err')\n{}['a']", "KeyError"),
+        (
+            "import threading\nthreading.Thread(target=lambda: None).start()\nraise OSError(5, 'io')",
+            "OSError",
+        ),
+    ],
+)
 def test_they_follow_the_programs_own(die, source, kind):
     plain, observed = die(source)
     assert observed.stderr == plain.stderr + WORDS.format(kind)
     assert (observed.stdout, observed.returncode) == (plain.stdout, plain.returncode) == (plain.stdout, 1)
 
 
-@pytest.mark.parametrize("source", ["print('fine')", "import sys; sys.exit(3)", "raise SystemExit('bye')", "raise KeyboardInterrupt", "import os; os._exit(4)",
-                                    "import os; os.kill(os.getpid(), 9)", "try:\n    1 / 0\nexcept ZeroDivisionError:\n    pass",
-                                    "import threading\nt = threading.Thread(target=lambda: 1 / 0)\nt.start()\nt.join()", "def f(:\n  pass"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "print('fine')",
+        "import sys; sys.exit(3)",
+        "raise SystemExit('bye')",
+        "raise KeyboardInterrupt",
+        "import os; os._exit(4)",
+        "import os; os.kill(os.getpid(), 9)",
+        "try:\n    1 / 0\nexcept ZeroDivisionError:\n    pass",
+        "import threading\nt = threading.Thread(target=lambda: 1 / 0)\nt.start()\nt.join()",
+        "def f(:\n  pass",
+    ],
+)
 def test_other_exits_have_no_crash_report(die, source):
     plain, observed = die(source)
     if "def f(:" in source:  # a program that cannot be parsed fails, too
         assert observed.stderr == plain.stderr + WORDS.format("SyntaxError")
         return
-    assert (observed.stdout, observed.stderr.replace("Thread-1", ""), observed.returncode) == (plain.stdout, plain.stderr.replace("Thread-1", ""), plain.returncode)
+    assert (observed.stdout, observed.stderr.replace("Thread-1", ""), observed.returncode) == (
+        plain.stdout,
+        plain.stderr.replace("Thread-1", ""),
+        plain.returncode,
+    )
 
 
 HOOK = "import sys\ndef mine(kind, error, trace):\n    print('mine', kind.__name__, file=sys.stderr)\n    {}\nsys.excepthook = mine\n1 / 0\n"
@@ -107,7 +139,9 @@ def test_a_hook_that_calls_the_one_before_it(die):
 
 def test_an_exception_caught_by_a_test_runner_is_no_failure(die):
     """pytest and debuggers leave caught exceptions in sys.last_value."""
-    plain, observed = die("import sys\ntry:\n    1 / 0\nexcept ZeroDivisionError as error:\n    sys.last_value = error\nsys.exit(1)")
+    plain, observed = die(
+        "import sys\ntry:\n    1 / 0\nexcept ZeroDivisionError as error:\n    sys.last_value = error\nsys.exit(1)"
+    )
     assert observed.stderr == plain.stderr == ""
 
 
@@ -124,7 +158,9 @@ def test_an_interrupting_signal_does_not_suppress_the_report(die):
 
 
 def test_an_entry_that_cannot_be_found(die):
-    plain, observed = die("import os\nos.environ.pop('FLATOUT_EXPLAIN', None)\n1 / 0", function="explain:explain")
+    plain, observed = die(
+        "import os\nos.environ.pop('FLATOUT_EXPLAIN', None)\n1 / 0", function="explain:explain"
+    )
     assert observed.stderr == plain.stderr
 
 
@@ -132,17 +168,23 @@ def test_nothing_is_imported_before(die):
     source = "import sys\nprint(sorted(name for name in sys.modules if name.startswith('flatout')))\nprint(len(sys.meta_path))\n"
     source += "print('typing' in sys.modules, 'json' in sys.modules, 'traceback' in sys.modules)\nprint(sorted(sys.path))"
     plain, observed = die(source)
-    assert observed.stdout.splitlines()[0] == "['flatout', 'flatout.capture', 'flatout.capture.crash_report', 'flatout.capture.ledger']"
+    assert (
+        observed.stdout.splitlines()[0]
+        == "['flatout', 'flatout.capture', 'flatout.capture.crash_report', 'flatout.capture.ledger']"
+    )
     assert observed.stdout.splitlines()[1:3] == plain.stdout.splitlines()[1:3]
-    assert set(ast.literal_eval(observed.stdout.splitlines()[3])) == {*ast.literal_eval(plain.stdout.splitlines()[3]), str(SITE)}
+    assert set(ast.literal_eval(observed.stdout.splitlines()[3])) == {
+        *ast.literal_eval(plain.stdout.splitlines()[3]),
+        str(SITE),
+    }
 
 
-CHILDREN = '''
+CHILDREN = """
 import subprocess, sys
 for _ in range(2):
     subprocess.run([sys.executable, "-c", "raise ValueError('child')"])
 {}
-'''
+"""
 
 
 def test_one_process_reports_and_the_first_one_always(die, tmp_path):
@@ -150,7 +192,9 @@ def test_one_process_reports_and_the_first_one_always(die, tmp_path):
     _, observed = die(CHILDREN.format("1 / 0"))
     assert observed.stderr.count("because of ValueError") == 1
     assert observed.stderr.count("because of ZeroDivisionError") == 1
-    _, reports = die(CHILDREN.format("class ChildFailedError(Exception): pass\nraise ChildFailedError('they died')"))
+    _, reports = die(
+        CHILDREN.format("class ChildFailedError(Exception): pass\nraise ChildFailedError('they died')")
+    )
     assert reports.stderr.count("because of") == 1
     assert not (tmp_path / "info").exists()  # the first process cleans up
 

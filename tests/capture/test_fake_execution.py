@@ -24,7 +24,13 @@ def fake_run():
     ledger = Ledger()
 
     def install(blocks, device_type="cpu"):
-        fake_execution = FakeExecution(torch, ledger, lambda size, real: blocks.take(size, "real" if real else "temporary"), blocks.give_back, device_type)
+        fake_execution = FakeExecution(
+            torch,
+            ledger,
+            lambda size, real: blocks.take(size, "real" if real else "temporary"),
+            blocks.give_back,
+            device_type,
+        )
         fake_execution.install()
         return fake_execution
 
@@ -35,7 +41,13 @@ def fake_run():
 
 def test_a_step_changes_nothing_and_its_memory_is_counted(fake_run):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(100, 1000), torch.nn.BatchNorm1d(1000), torch.nn.ReLU(), torch.nn.Dropout(0.5), torch.nn.Linear(1000, 10))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(100, 1000),
+        torch.nn.BatchNorm1d(1000),
+        torch.nn.ReLU(),
+        torch.nn.Dropout(0.5),
+        torch.nn.Linear(1000, 10),
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     before = [t.detach().clone() for t in model.state_dict().values()]
     random, blocks = torch.get_rng_state(), MemoryBlockTracker()
@@ -94,9 +106,15 @@ def test_reads_are_answered(fake_run):
 def test_an_lstm_keeps_what_onednn_keeps(fake_run):
     model, x = torch.nn.LSTM(32, 64, num_layers=2, batch_first=True), torch.randn(24, 40, 32)
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.untyped_storage()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(t.untyped_storage()) or t, lambda t: t
+    ):
         model(x)
-    truth = sum(s.nbytes() for s in {s.data_ptr(): s for s in saved}.values()) - x.nbytes - sum(p.nbytes for p in model.parameters())
+    truth = (
+        sum(s.nbytes() for s in {s.data_ptr(): s for s in saved}.values())
+        - x.nbytes
+        - sum(p.nbytes for p in model.parameters())
+    )
     blocks = MemoryBlockTracker()
     fake_run(blocks)
     kept = model(x)
@@ -104,8 +122,15 @@ def test_an_lstm_keeps_what_onednn_keeps(fake_run):
     assert blocks.peak().kinds["temporary"] == pytest.approx(truth, rel=0.1)
 
 
-BATCHES = st.recursive(st.lists(st.integers(1, 4), max_size=3).map(tuple), lambda inner: st.one_of(st.lists(inner, max_size=3), st.tuples(inner, inner),
-                       st.dictionaries(st.sampled_from("abc"), inner, max_size=3)), max_leaves=6)
+BATCHES = st.recursive(
+    st.lists(st.integers(1, 4), max_size=3).map(tuple),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+    ),
+    max_leaves=6,
+)
 
 
 def filled(thing, samples):
@@ -122,7 +147,12 @@ def test_a_batch_in_another_size(shape, samples, wanted):
     batch = filled(shape, samples)
     found = samples_in(batch, samples)
     assert found == (samples if list(tensors_of(batch)) else None)
-    made = resized(batch, samples, wanted, lambda t, at: t.new_zeros([wanted if i == at else n for i, n in enumerate(t.shape)]))
+    made = resized(
+        batch,
+        samples,
+        wanted,
+        lambda t, at: t.new_zeros([wanted if i == at else n for i, n in enumerate(t.shape)]),
+    )
     assert type(made) is type(batch)
     for before, after in zip(tensors_of(batch), tensors_of(made), strict=True):
         assert after.shape == (wanted, *before.shape[1:])
@@ -131,9 +161,16 @@ def test_a_batch_in_another_size(shape, samples, wanted):
 def test_samples_in_another_dimension():
     steps_first, boxes = torch.zeros(35, 20, 8), [torch.zeros(n, 4) for n in (3, 1, 2)]
     assert samples_in([steps_first, torch.zeros(35)], 20) == 20
-    assert [batch_dimension(shape, 20) for shape in ((20, 20), (35, 20), (20,), (3, 20, 20), (35, 8), ())] == [0, 1, 0, None, None, None]
+    assert [
+        batch_dimension(shape, 20) for shape in ((20, 20), (35, 20), (20,), (3, 20, 20), (35, 8), ())
+    ] == [0, 1, 0, None, None, None]
     assert samples_in((torch.zeros(6, 3), torch.zeros(6)), 64) == 6  # a data set smaller than its batch
-    made = resized({"x": torch.zeros(3, 2), "boxes": boxes, "name": "three"}, 3, 7, lambda t, at: t if at is None else t.new_zeros(7, *t.shape[1:]))
+    made = resized(
+        {"x": torch.zeros(3, 2), "boxes": boxes, "name": "three"},
+        3,
+        7,
+        lambda t, at: t if at is None else t.new_zeros(7, *t.shape[1:]),
+    )
     assert made["x"].shape == (7, 2)
     assert [len(box) for box in made["boxes"]] == [7 if len(box) == 3 else len(box) for box in made["boxes"]]
     assert made["name"] == "three"

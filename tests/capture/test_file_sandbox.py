@@ -34,7 +34,13 @@ def contents(folder: Path) -> dict[str, object]:
     found: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
-        found[name] = os.readlink(path) if path.is_symlink() else "folder" if path.is_dir() else (path.read_bytes(), path.stat().st_mtime_ns)
+        found[name] = (
+            os.readlink(path)
+            if path.is_symlink()
+            else "folder"
+            if path.is_dir()
+            else (path.read_bytes(), path.stat().st_mtime_ns)
+        )
     return found
 
 
@@ -153,7 +159,10 @@ def other_writers():
 
 def logging_to_files():
     logger = logging.getLogger("test_shelter")
-    handlers = [logging.FileHandler("log.txt"), logging.handlers.RotatingFileHandler("rotating.log", maxBytes=40, backupCount=2)]
+    handlers = [
+        logging.FileHandler("log.txt"),
+        logging.handlers.RotatingFileHandler("rotating.log", maxBytes=40, backupCount=2),
+    ]
     for handler in handlers:
         logger.addHandler(handler)
     for at in range(6):
@@ -181,7 +190,12 @@ def copies():
     shutil.copy("best.txt", "copy2.txt")
     shutil.copy2("best.txt", "runs")
     shutil.copy2("log.txt", "copy3.txt")
-    assert [open(name).read() for name in ("copy1.txt", "copy2.txt", "runs/best.txt", "copy3.txt")] == ["best", "best", "best", OLD]
+    assert [open(name).read() for name in ("copy1.txt", "copy2.txt", "runs/best.txt", "copy3.txt")] == [
+        "best",
+        "best",
+        "best",
+        OLD,
+    ]
 
 
 def moves():
@@ -336,10 +350,34 @@ def devices_and_descriptors():
         assert file.read() == "a"
 
 
-WAYS = [new_text, overwriting, appending, changing_in_place, exclusive, absolute_and_relative_names_are_one_file, torch_save, numpy_save, other_writers,
-        logging_to_files, new_folders, copies, moves, moving_what_was_there, removing_what_was_there, removing_what_it_wrote, beginning_with_an_empty_folder,
-        removing_folders, atomic_checkpoint, checkpoint_by_way_of_the_temporary_folder, temporary_files_and_folders, low_level, links, reading_only,
-        errors_of_the_script_stay_its_own, devices_and_descriptors]
+WAYS = [
+    new_text,
+    overwriting,
+    appending,
+    changing_in_place,
+    exclusive,
+    absolute_and_relative_names_are_one_file,
+    torch_save,
+    numpy_save,
+    other_writers,
+    logging_to_files,
+    new_folders,
+    copies,
+    moves,
+    moving_what_was_there,
+    removing_what_was_there,
+    removing_what_it_wrote,
+    beginning_with_an_empty_folder,
+    removing_folders,
+    atomic_checkpoint,
+    checkpoint_by_way_of_the_temporary_folder,
+    temporary_files_and_folders,
+    low_level,
+    links,
+    reading_only,
+    errors_of_the_script_stay_its_own,
+    devices_and_descriptors,
+]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
@@ -404,8 +442,23 @@ def test_leaving_restores_python(here, tmp_path):
     import builtins
     import io
 
-    names = [(builtins, "open"), (io, "open"), (torch, "save"), (torch, "load"), (os, "mkdir"), (os, "rename"), (os, "replace"), (os, "remove"),
-             (os, "unlink"), (os.path, "exists"), (os.path, "isfile"), (os.path, "getsize"), (os, "open"), (os, "stat"), (os, "rmdir")]
+    names = [
+        (builtins, "open"),
+        (io, "open"),
+        (torch, "save"),
+        (torch, "load"),
+        (os, "mkdir"),
+        (os, "rename"),
+        (os, "replace"),
+        (os, "remove"),
+        (os, "unlink"),
+        (os.path, "exists"),
+        (os.path, "isfile"),
+        (os.path, "getsize"),
+        (os, "open"),
+        (os, "stat"),
+        (os, "rmdir"),
+    ]
     before = [getattr(owner, name) for owner, name in names]
     ledger = Ledger()
     FileSandbox(str(tmp_path / "saved"), ledger).install(torch)
@@ -421,7 +474,7 @@ def test_a_whole_trial_leaves_nothing_behind(flatout, script, tmp_path):
     work = flatout.folder
     (work / "log.txt").write_text(OLD)
     (work / "model.pt").write_text(OLD)
-    script('''
+    script("""
 import os, logging
 import torch
 logging.basicConfig(filename="log.txt", level=logging.INFO)
@@ -439,9 +492,18 @@ for step in range(100000):
         torch.save(model.state_dict(), f"checkpoints/{step}.pt")
         model.load_state_dict(torch.load("model.pt"))
         print("read back", open("log.txt").read().count("step"), flush=True)
-''')
+""")
     before = contents(work)
-    done = flatout("trial", "--steps", "5", "--out", str(tmp_path / "record.json"), "python", "train.py", env={"TMPDIR": str(tmp_path / "tmp")})
+    done = flatout(
+        "trial",
+        "--steps",
+        "5",
+        "--out",
+        str(tmp_path / "record.json"),
+        "python",
+        "train.py",
+        env={"TMPDIR": str(tmp_path / "tmp")},
+    )
     assert done.code == 0, done.err
     assert "read back 5" in done.out
     assert contents(work) == before

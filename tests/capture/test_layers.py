@@ -29,7 +29,10 @@ def test_subclasses_count_as_torchs_layer_own_modules_by_name_and_containers_not
 
 def test_a_module_that_two_roots_share_counts_once():
     shared = nn.Linear(1, 1)
-    assert layer_counts([nn.Sequential(shared), nn.Sequential(shared, nn.GRU(1, 1))]) == {"GRU": 1, "Linear": 1}
+    assert layer_counts([nn.Sequential(shared), nn.Sequential(shared, nn.GRU(1, 1))]) == {
+        "GRU": 1,
+        "Linear": 1,
+    }
 
 
 def test_the_list_is_bounded_and_keeps_the_most_frequent():

@@ -45,7 +45,9 @@ def train(steps: int = 4) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("event", [event for event in EVENTS if not event.startswith("exchange")])  # one process communicates with none
+@pytest.mark.parametrize(
+    "event", [event for event in EVENTS if not event.startswith("exchange")]
+)  # one process communicates with none
 def test_program_trains_on(event):
     plain = train()
     ledger, listener = Ledger(), Clumsy(event)
@@ -74,7 +76,9 @@ def test_every_event_is_passed_on():
         pass
 
     listener = Hears()
-    listener.__dict__.update({name: lambda *args, name=name: observed.append((name, args)) for name in EVENTS})
+    listener.__dict__.update(
+        {name: lambda *args, name=name: observed.append((name, args)) for name in EVENTS}
+    )
     guarded = Guarded(listener)
     for name in EVENTS:
         getattr(guarded, name)()

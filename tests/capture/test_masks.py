@@ -13,8 +13,24 @@ torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")
 
 MASK = torch.arange(3) > 0
-ONE = st.sampled_from([0, slice(None), slice(1, 3), None, Ellipsis, torch.tensor(1), torch.tensor([0, 2]), [0, 2], numpy.array([1, 0]),
-                       True, MASK, MASK.numpy(), MASK.to(torch.uint8), [True, False, True]])
+ONE = st.sampled_from(
+    [
+        0,
+        slice(None),
+        slice(1, 3),
+        None,
+        Ellipsis,
+        torch.tensor(1),
+        torch.tensor([0, 2]),
+        [0, 2],
+        numpy.array([1, 0]),
+        True,
+        MASK,
+        MASK.numpy(),
+        MASK.to(torch.uint8),
+        [True, False, True],
+    ]
+)
 
 
 def test_torch_is_restored():  # the first: older torch allows one hook at a time

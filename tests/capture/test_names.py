@@ -89,5 +89,6 @@ def test_a_function_that_asks_for_its_own_variables_keeps_them():
 
 
 def test_a_class_as_a_variable():
-    assert [spelled(name) for name in ("LitAutoEncoder", "VAE", "GPT2Model", "Net", "LSTMTagger", "_Inner")] == \
-        ["lit_auto_encoder", "vae", "gpt2_model", "net", "lstm_tagger", "inner"]
+    assert [
+        spelled(name) for name in ("LitAutoEncoder", "VAE", "GPT2Model", "Net", "LSTMTagger", "_Inner")
+    ] == ["lit_auto_encoder", "vae", "gpt2_model", "net", "lstm_tagger", "inner"]

@@ -8,10 +8,25 @@ from flatout.capture.rank_environment import from_torchrun, own_device
 from flatout.plan.rank_environment import RankEnvironment, standing
 from flatout.ranks.rendezvous import store
 
-SET = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "ROLE_RANK": "5",
-       "ROLE_NAME": "default", "ROLE_WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "40001", "TORCHELASTIC_RESTART_COUNT": "0",
-       "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True",
-       "TORCHELASTIC_ERROR_FILE": "/tmp/e", "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM"}
+SET = {
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "ROLE_RANK": "5",
+    "ROLE_NAME": "default",
+    "ROLE_WORLD_SIZE": "8",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "40001",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_MAX_RESTARTS": "3",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_ERROR_FILE": "/tmp/e",
+    "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM",
+}
 OTHER = {"HOME": "/root", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "OMP_NUM_THREADS": "2", "MASTERPIECE": "1"}
 
 
@@ -19,8 +34,14 @@ def test_torchruns_variables_are_translated_and_removed():
     environment = {**SET, **OTHER}
     info = from_torchrun(environment)
     assert info == RankEnvironment(5, 1, 8, 4, "tcp://10.0.0.1:40001")
-    assert environment == {**OTHER, "FLATOUT_RANK": "5", "FLATOUT_LOCAL_RANK": "1", "FLATOUT_WORLD_SIZE": "8", "FLATOUT_LOCAL_WORLD_SIZE": "4",
-                           "FLATOUT_RENDEZVOUS": "tcp://10.0.0.1:40001"}
+    assert environment == {
+        **OTHER,
+        "FLATOUT_RANK": "5",
+        "FLATOUT_LOCAL_RANK": "1",
+        "FLATOUT_WORLD_SIZE": "8",
+        "FLATOUT_LOCAL_WORLD_SIZE": "4",
+        "FLATOUT_RENDEZVOUS": "tcp://10.0.0.1:40001",
+    }
     assert standing(environment) == info
     assert from_torchrun(environment) is None  # its children belong to no agent
 
@@ -31,7 +52,9 @@ def test_an_address_of_ipv6_stays_one_place():
     assert info.meeting == "tcp://[fe80::1]:40001"
 
 
-@pytest.mark.parametrize("environment", [{}, OTHER, {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}])
+@pytest.mark.parametrize(
+    "environment", [{}, OTHER, {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}]
+)
 def test_a_process_of_no_agent_is_left_alone(environment):
     before = dict(environment)
     assert from_torchrun(environment) is None

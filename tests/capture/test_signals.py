@@ -108,6 +108,13 @@ def test_a_child_has_the_programs_own_handlers(stand):
     stand()
     child = os.fork()
     if not child:
-        caught = int(next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt")).split()[1], 16)
+        caught = int(
+            next(
+                line
+                for line in Path("/proc/self/status").read_text().splitlines()
+                if line.startswith("SigCgt")
+            ).split()[1],
+            16,
+        )
         os._exit(caught >> (signal.SIGTERM - 1) & 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -41,7 +41,9 @@ def test_one_optimizer_whatever_is_accumulated(cycles, backwards):
 @given(counts, st.permutations([1, 2]), st.integers(1, 3))
 def test_a_gan(cycles, order, backwards):
     """Discriminator and generator; the first may have two or more backward passes."""
-    assert cycle_ends(knowing(1, 2), cycles, ["b"] * backwards + [order[0], "b", order[1]]) == list(range(cycles))
+    assert cycle_ends(knowing(1, 2), cycles, ["b"] * backwards + [order[0], "b", order[1]]) == list(
+        range(cycles)
+    )
 
 
 @given(counts, st.integers(1, 20))
@@ -82,7 +84,7 @@ def test_no_optimizer_object(cycles, unused):
     assert ended == list(range(1, cycles))
     for _ in range(unused):  # forward passes between two backward passes end it once
         ended.append(boundaries.forward_or_backward_begins())
-    assert ended[cycles - 1:] == [True] + [False] * (unused - 1)
+    assert ended[cycles - 1 :] == [True] + [False] * (unused - 1)
 
 
 @given(st.integers(1, 40))
@@ -125,7 +127,14 @@ def test_a_second_phase_with_its_own_optimizer(first, second):
     assert len(cycle_ends(boundaries, PATIENCE + second, ["b", 2])) >= second
 
 
-@given(st.lists(st.sampled_from(["make", "gone", "step", "b", "f"]).flatmap(lambda what: st.tuples(st.just(what), st.integers(0, 3))), max_size=300))
+@given(
+    st.lists(
+        st.sampled_from(["make", "gone", "step", "b", "f"]).flatmap(
+            lambda what: st.tuples(st.just(what), st.integers(0, 3))
+        ),
+        max_size=300,
+    )
+)
 def test_any_order_of_events(events):
     """There are never more steps than optimizer steps and passes together, and the answer is always yes or
     no.
@@ -139,7 +148,11 @@ def test_any_order_of_events(events):
         elif what == "b":
             boundaries.backward_ended()
         else:
-            answer = boundaries.optimizer_stepped(key) if what == "step" else boundaries.forward_or_backward_begins()
+            answer = (
+                boundaries.optimizer_stepped(key)
+                if what == "step"
+                else boundaries.forward_or_backward_begins()
+            )
             assert answer in (True, False)
             ends += answer
             chances += 1

@@ -42,18 +42,29 @@ def here() -> int:
 def test_each_kind_is_recorded_once_with_its_line(synchronisations):
     x = torch.arange(4.0)
     asked = {}
-    x.sum().item(); asked["item", here()] = 1  # noqa: E702
-    bool(x.sum() > 1); asked["item", here()] = 1  # noqa: E702
-    x.tolist(); asked["item", here()] = 1  # noqa: E702
-    f"{x.sum():.2f}"; asked["print", here()] = 1  # noqa: E702
-    str(x); asked["print", here()] = 1  # noqa: E702
-    x.numpy(); asked["numpy", here()] = 1  # noqa: E702
-    x[x > 1]; asked["nonzero", here()] = 1  # noqa: E702
-    torch.where(x > 1); asked["nonzero", here()] = 1  # noqa: E702
-    torch.equal(x, x); asked["compare", here()] = 1  # noqa: E702
-    x.allclose(x); asked["compare", here()] = 1  # noqa: E702
+    x.sum().item()
+    asked["item", here()] = 1
+    bool(x.sum() > 1)
+    asked["item", here()] = 1
+    x.tolist()
+    asked["item", here()] = 1
+    f"{x.sum():.2f}"
+    asked["print", here()] = 1
+    str(x)
+    asked["print", here()] = 1
+    x.numpy()
+    asked["numpy", here()] = 1
+    x[x > 1]
+    asked["nonzero", here()] = 1
+    torch.where(x > 1)
+    asked["nonzero", here()] = 1
+    torch.equal(x, x)
+    asked["compare", here()] = 1
+    x.allclose(x)
+    asked["compare", here()] = 1
     for _ in range(3):
-        float(x[0]); asked["item", here()] = 3  # noqa: E702
+        float(x[0])
+        asked["item", here()] = 3
     x.to(torch.float64), x[1], torch.where(x > 1, x, x)  # none of these waits
     found = synchronisations.seen(1)
     assert {(c.kind, c.place.line): c.calls for c in found} == asked
@@ -98,20 +109,27 @@ def test_a_copy_to_a_device_has_its_kind():
     torch.ones(8).to("meta")
     torch.tensor([1.0, 2.0], device="meta")
     ledger.restore()
-    found = [(c.calls, c.sized_bytes, c.pinned, c.non_blocking) for c in sorted(observed.seen(1), key=lambda c: c.place.line)]
+    found = [
+        (c.calls, c.sized_bytes, c.pinned, c.non_blocking)
+        for c in sorted(observed.seen(1), key=lambda c: c.place.line)
+    ]
     assert found == [(2, 64, False, True), (1, 32, False, False), (1, 8, False, False)]
     assert {c.kind for c in observed.seen(1)} == {"to device"}
 
 
 def test_torch_is_restored():
-    before = {name: getattr(torch.Tensor, name) for name in (*METHODS, "to", "cuda", "__getitem__")} | {name: getattr(torch, name) for name in FUNCTIONS}
+    before = {name: getattr(torch.Tensor, name) for name in (*METHODS, "to", "cuda", "__getitem__")} | {
+        name: getattr(torch, name) for name in FUNCTIONS
+    }
     own = set(vars(torch.Tensor))
     ledger = Ledger()
     SyncRecorder(torch, ledger, "cpu", ticking(), lambda: False).install()
     CallCounters(torch, ledger, ticking()).install()
     assert torch.Tensor.item is not before["item"]
     ledger.restore()
-    after = {name: getattr(torch.Tensor, name) for name in (*METHODS, "to", "cuda", "__getitem__")} | {name: getattr(torch, name) for name in FUNCTIONS}
+    after = {name: getattr(torch.Tensor, name) for name in (*METHODS, "to", "cuda", "__getitem__")} | {
+        name: getattr(torch, name) for name in FUNCTIONS
+    }
     assert before == after
     assert set(vars(torch.Tensor)) == own
 
@@ -127,7 +145,12 @@ def test_calls_are_counted_with_their_place():
         gc.collect()
     ledger.restore()
     seen = counters.seen(steps=2)
-    assert {name: event_of["calls"] for name, event_of in seen.items()} == {"make_optimizer": 0.5, "zero_grad": 2.0, "zero_grad_to_zero": 2.0, "gc_collect": 2.0}
+    assert {name: event_of["calls"] for name, event_of in seen.items()} == {
+        "make_optimizer": 0.5,
+        "zero_grad": 2.0,
+        "zero_grad_to_zero": 2.0,
+        "gc_collect": 2.0,
+    }
     assert seen["gc_collect"]["places"][0]["text"] == "gc.collect()"
     assert seen["gc_collect"]["ms"] > 0
 

@@ -55,7 +55,9 @@ def plain(out):
 def with_a_loader(out):
     model = network()
     data = [(x[0], y[0]) for x, y in batches(CYCLES * 4, 1)]
-    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(2))
+    loader = torch.utils.data.DataLoader(
+        data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(2)
+    )
     return steps(out, model, torch.optim.SGD(model.parameters(), lr=0.01), loader)
 
 
@@ -91,6 +93,7 @@ def closure(out):
     model = network()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
     for x, y in batches():
+
         def again(x=x, y=y):
             optimizer.zero_grad()
             loss = functional.mse_loss(model(x), y)
@@ -197,7 +200,7 @@ def double_backward(out):
         x.requires_grad_()
         optimizer.zero_grad()
         prediction = model(x)
-        slope, = torch.autograd.grad(prediction.sum(), x, create_graph=True)
+        (slope,) = torch.autograd.grad(prediction.sum(), x, create_graph=True)
         loss = functional.mse_loss(prediction, y) + slope.square().mean()
         loss.backward()
         optimizer.step()
@@ -372,7 +375,9 @@ def gradients_asked_for_by_hand(out):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for x, y in batches():
         loss = functional.mse_loss(model(x), y)
-        for p, grad in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
+        for p, grad in zip(
+            model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
+        ):
             p.grad = grad
         optimizer.step()
         out.append(loss.item())
@@ -430,10 +435,32 @@ def sharpness_aware(out):
 
 
 PROGRAMS = [
-    plain, reentrant_checkpoint, with_a_loader, next_batch_between_forward_and_backward, no_optimizer, closure, gan, critic_steps_more_often,
-    one_optimizer_a_parameter, accumulation, grad_scaler, grad_scaler_switched_off, double_backward, backward_with_create_graph, loss_on_the_module,
-    evaluation_in_between, duck_typed_optimizer, wrapper_optimizer, optimizer_made_again, with_a_scheduler, autocast_of_its_own,
-    several_losses_at_once, gradients_asked_for_by_hand, checkpointed_parts, scripted, sharpness_aware,
+    plain,
+    reentrant_checkpoint,
+    with_a_loader,
+    next_batch_between_forward_and_backward,
+    no_optimizer,
+    closure,
+    gan,
+    critic_steps_more_often,
+    one_optimizer_a_parameter,
+    accumulation,
+    grad_scaler,
+    grad_scaler_switched_off,
+    double_backward,
+    backward_with_create_graph,
+    loss_on_the_module,
+    evaluation_in_between,
+    duck_typed_optimizer,
+    wrapper_optimizer,
+    optimizer_made_again,
+    with_a_scheduler,
+    autocast_of_its_own,
+    several_losses_at_once,
+    gradients_asked_for_by_hand,
+    checkpointed_parts,
+    scripted,
+    sharpness_aware,
 ]
 
 
@@ -479,7 +506,9 @@ def test_the_steps_are_found_and_nothing_changes(program, enter):
 )
 def test_the_objects_found(program, expected, enter):
     context, _ = enter()
-    models = program([])  # they exist while they are described; the optimizers are gone, but the boundaries keep them
+    models = program(
+        []
+    )  # they exist while they are described; the optimizers are gone, but the boundaries keep them
     gc.collect()
     described = context.describe()
     assert {k: described[k] for k in expected} == expected
@@ -513,8 +542,16 @@ def test_a_loss_without_parameters_is_not_a_root(enter):
     assert context.loss_modules == [criterion]
 
 
-@pytest.mark.parametrize(("program", "flag"), [(autocast_of_its_own, "autocast_seen"), (backward_with_create_graph, "create_graph_seen"),
-                                               (double_backward, "create_graph_seen"), (closure, "closure_steps")], ids=lambda x: getattr(x, "__name__", x))
+@pytest.mark.parametrize(
+    ("program", "flag"),
+    [
+        (autocast_of_its_own, "autocast_seen"),
+        (backward_with_create_graph, "create_graph_seen"),
+        (double_backward, "create_graph_seen"),
+        (closure, "closure_steps"),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
 def test_facts_for_levers(program, flag, enter):
     """Compiled functions cannot be differentiated twice, whether by backward or by autograd.grad; and similar
     facts.
@@ -562,7 +599,13 @@ def test_the_loader_is_described_as_the_script_asked(enter):
     context, probe = enter()
     with_a_loader([])
     loader = context.loaders[0]
-    assert (loader["dataset"], loader["length"], loader["batch_size"], loader["num_workers"], loader["iterable"]) == ("list", CYCLES * 4, 4, 0, False)
+    assert (
+        loader["dataset"],
+        loader["length"],
+        loader["batch_size"],
+        loader["num_workers"],
+        loader["iterable"],
+    ) == ("list", CYCLES * 4, 4, 0, False)
     assert len(probe.batches) == CYCLES
 
 
@@ -652,7 +695,11 @@ class WithStateOfItsOwn(nn.Module):
         return self.__dict__.copy()
 
 
-@pytest.mark.parametrize("make", [network, WithItsLoss, WithStateOfItsOwn], ids=["Sequential", "with its loss", "with __getstate__"])
+@pytest.mark.parametrize(
+    "make",
+    [network, WithItsLoss, WithStateOfItsOwn],
+    ids=["Sequential", "with its loss", "with __getstate__"],
+)
 @pytest.mark.parametrize("wrapped", [False, True], ids=["listened to", "under a lever"])
 def test_saving_and_copying_a_model_in_training(enter, make, wrapped):
     context, _ = enter()
@@ -663,13 +710,19 @@ def test_saving_and_copying_a_model_in_training(enter, make, wrapped):
 
     def step(trained):
         for x, y in batches(2):
-            loss = trained(batch={"x": x, "y": y})["loss"] if make is WithItsLoss else functional.mse_loss(trained(x), y)
+            loss = (
+                trained(batch={"x": x, "y": y})["loss"]
+                if make is WithItsLoss
+                else functional.mse_loss(trained(x), y)
+            )
             loss.backward()
             optimizer.step()
 
     step(model)
     if wrapped:
-        context.wrap_forward(model, lambda forward: lambda *args, **kwargs: forward(*args, **kwargs), context.ledger)
+        context.wrap_forward(
+            model, lambda forward: lambda *args, **kwargs: forward(*args, **kwargs), context.ledger
+        )
         step(model)
     whole = io.BytesIO()
     torch.save(model, whole)
@@ -703,7 +756,9 @@ def test_a_copy_has_its_own_forward(enter):
     for x, y in batches(2):
         functional.mse_loss(model(x), y).backward()
         optimizer.step()
-    context.wrap_forward(model, lambda forward: lambda *args, **kwargs: forward(*args, **kwargs), context.ledger)
+    context.wrap_forward(
+        model, lambda forward: lambda *args, **kwargs: forward(*args, **kwargs), context.ledger
+    )
     other = copy.deepcopy(model)
     with torch.no_grad():
         for p in other.parameters():
@@ -767,10 +822,21 @@ def test_leaving_restores_torch(enter):
     from torch.optim import optimizer as optimizers
 
     def look():
-        return [torch.autograd.backward, torch.optim.Optimizer.__init__, torch.utils.data.DataLoader.__init__, torch.amp.GradScaler.step,
-                torch.amp.GradScaler.scale, torch.distributions.Distribution.__init__, vars(nn.Module).get("__reduce_ex__"), torch.autograd.grad,
-                torch.utils.data.dataloader._BaseDataLoaderIter.__next__, len(modules._global_forward_hooks), len(modules._global_forward_pre_hooks),
-                len(optimizers._global_optimizer_pre_hooks), len(optimizers._global_optimizer_post_hooks)]
+        return [
+            torch.autograd.backward,
+            torch.optim.Optimizer.__init__,
+            torch.utils.data.DataLoader.__init__,
+            torch.amp.GradScaler.step,
+            torch.amp.GradScaler.scale,
+            torch.distributions.Distribution.__init__,
+            vars(nn.Module).get("__reduce_ex__"),
+            torch.autograd.grad,
+            torch.utils.data.dataloader._BaseDataLoaderIter.__next__,
+            len(modules._global_forward_hooks),
+            len(modules._global_forward_pre_hooks),
+            len(optimizers._global_optimizer_pre_hooks),
+            len(optimizers._global_optimizer_post_hooks),
+        ]
 
     before = look()
     context, _ = enter()
@@ -820,9 +886,17 @@ def test_a_loader_rule_chooses_arguments(enter):
     assert [len(b) for b in torch.utils.data.DataLoader([1, 2, 3, 4], 4)] == [4]
 
 
-@pytest.mark.parametrize(("item", "random"), [
-    (lambda at: torch.tensor(at), False), (lambda at: torch.rand(1), True), (lambda at: __import__("random").random(), True),
-    (lambda at: __import__("numpy").random.rand(), True), (lambda at: 1 / 0, True)], ids=["no", "torch", "random", "numpy", "broken"])
+@pytest.mark.parametrize(
+    ("item", "random"),
+    [
+        (lambda at: torch.tensor(at), False),
+        (lambda at: torch.rand(1), True),
+        (lambda at: __import__("random").random(), True),
+        (lambda at: __import__("numpy").random.rand(), True),
+        (lambda at: 1 / 0, True),
+    ],
+    ids=["no", "torch", "random", "numpy", "broken"],
+)
 def test_whether_a_data_set_draws_random_numbers(enter, item, random):
     import random as rng
 

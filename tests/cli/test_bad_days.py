@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.timeout(200)
 
-LOOP = '''
+LOOP = """
 import os, sys, time, signal
 import torch
 model = torch.nn.Linear(4, 1)
@@ -24,7 +24,7 @@ def steps(count):  # by hand: an optimizer of torch's own takes a second to impo
         with torch.no_grad():
             for p in model.parameters():
                 p -= 0.01 * p.grad
-'''
+"""
 NEEDS_TORCH = pytest.mark.skipif(not pytest.importorskip("torch"), reason="not run: torch is not installed")
 
 
@@ -38,7 +38,7 @@ def tune(flatout):
         done = flatout("tune", "--budget", budget, *options, *words, timeout=150, **more)
         assert done.left == []
         assert "Traceback" not in "".join(done.said)
-        assert 'flatout/cli/' not in done.err  # a traceback from flatout itself
+        assert "flatout/cli/" not in done.err  # a traceback from flatout itself
         if speaks:
             assert len([line for line in done.said if len(line.split()) > 4]) >= 1, done.err
         return done
@@ -145,14 +145,20 @@ def test_a_program_that_reads_its_input(tune, flatout, script):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_signals_leave_no_process(flatout, script, number):
     """Nothing survives, even if flatout gets SIGKILL while programs are paused: they die with it."""
-    script("import multiprocessing\n" + LOOP + '''
+    script(
+        "import multiprocessing\n"
+        + LOOP
+        + """
 class Data(torch.utils.data.Dataset):
     def __len__(self): return 10**6
     def __getitem__(self, at): return torch.zeros(4)
 for x in torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=1):
     steps(1)
-''')
-    process = flatout.start("tune", "--budget", "100s", "--levers", "gc_pause,fused_optimizer", "python", "train.py")
+"""
+    )
+    process = flatout.start(
+        "tune", "--budget", "100s", "--levers", "gc_pause,fused_optimizer", "python", "train.py"
+    )
     until = time.monotonic() + 100
     while not any(session["baseline"]["step_ms"] for session in sessions(flatout.folder)):
         assert process.poll() is None
@@ -174,7 +180,9 @@ for x in torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=1):
 def test_a_full_disk(tune, flatout, script):
     """No file may grow beyond 2 kB, so the session cannot be written."""
     script(LOOP + "steps(10**9)\n")
-    done = flatout("tune", "--budget", "20s", "python", "train.py", prefix=["prlimit", "--fsize=2048"], timeout=150)
+    done = flatout(
+        "tune", "--budget", "20s", "python", "train.py", prefix=["prlimit", "--fsize=2048"], timeout=150
+    )
     assert done.left == []
     assert done.code == 4, done.err
     assert "cannot write" in done.err

@@ -32,7 +32,7 @@ def test_output_shows_locations_lines_and_fixes(program):
     assert done.code == 1
     shown = done.out.splitlines()
     at = shown.index("  train.py:8:5")
-    assert shown[at + 1: at + 3] == ["      optimizer.step()", "      ^"]
+    assert shown[at + 1 : at + 3] == ["      optimizer.step()", "      ^"]
     assert "  fix: optimizer.zero_grad()  # before the forward pass of every cycle" in shown
     assert "  parts.py:6:5 in make" in shown
     assert shown.index("wrong result") < shown.index("fragile")
@@ -40,8 +40,16 @@ def test_output_shows_locations_lines_and_fixes(program):
     assert "Found 2 (1 wrong result, 1 fragile) in 2 files." in shown[-1]
 
 
-@pytest.mark.parametrize("words", [("python", "train.py", "--lr", "1"), ("-m", "train"), (".",),
-                                   ("python", "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py")], ids=["python", "-m", "folder", "launcher"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("python", "train.py", "--lr", "1"),
+        ("-m", "train"),
+        (".",),
+        ("python", "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"),
+    ],
+    ids=["python", "-m", "folder", "launcher"],
+)
 def test_the_script_of_a_command_is_found(program, words):
     if words == (".",):
         (program.folder / "train.py").rename(program.folder / "__main__.py")
@@ -84,7 +92,18 @@ def test_the_pages(flatout):
         (b"", ("check", "--explain", "FL999"), "FL999"),
         (b"", ("check", "--format", "xml", "train.py"), "xml"),
     ],
-    ids=["syntax", "binary", "encoding", "nothing", "no script", "no program", "no module", "no rule", "no page", "no format"],
+    ids=[
+        "syntax",
+        "binary",
+        "encoding",
+        "nothing",
+        "no script",
+        "no program",
+        "no module",
+        "no rule",
+        "no page",
+        "no format",
+    ],
 )
 def test_mistakes_exit_with_two_and_a_clear_message(flatout, content, words, said):
     (flatout.folder / "train.py").write_bytes(content)
@@ -123,10 +142,15 @@ def test_run_adds_runtime_findings(flatout, script):
     ran = flatout("check", "--format", "json", "--run", "5s", "train.py", timeout=110)
     assert ran.code == 1, ran.err
     assert ran.left == []
-    by_reading, by_running = ({f["name"]: f for f in json.loads(done.out)["findings"]} for done in (read, ran))
+    by_reading, by_running = (
+        {f["name"]: f for f in json.loads(done.out)["findings"]} for done in (read, ran)
+    )
     assert "whole_model_saved" in by_reading
     assert "not_finite" not in by_reading
     assert set(by_reading) < set(by_running)
     assert by_running["not_finite"]["severity"] == "wrong result"
-    assert (by_running["not_finite"]["place"]["file"], by_running["not_finite"]["place"]["line"]) == ("train.py", 8)
+    assert (by_running["not_finite"]["place"]["file"], by_running["not_finite"]["place"]["line"]) == (
+        "train.py",
+        8,
+    )
     assert flatout.here("check", "--run", "1s", "train.py").code == 2

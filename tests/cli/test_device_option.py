@@ -73,15 +73,34 @@ torch.set_default_tensor_type("torch.cuda.FloatTensor")
 print(again[0] == again[2], torch.rand(1).device, isinstance(chance, torch.Generator), os.environ["CUDA_VISIBLE_DEVICES"])
 """
 SPELLINGS_BY_HAND = {
-    'os.environ["CUDA_VISIBLE_DEVICES"] = "0"': 'os.environ["CUDA_VISIBLE_DEVICES"] = ""', "from torch.cuda import synchronize": "synchronize = print",
-    "torch.cuda.manual_seed_all(1)": "", "torch.cuda.set_device(0)": "", 'device("cuda:0")': 'device("cpu")', 'device="cuda"': 'device="cpu"',
-    ", pin_memory=True": "", "torch.cuda.Event(enable_timing=True), torch.cuda.Event(True), torch.cuda.Stream(priority=-1)": "None, None, None",
-    'device("cuda")': 'device("cpu")', '.to("cuda").to(0)': "", ".cuda(device)": "", "start.record()": "", ".cuda(non_blocking=True)": "",
-    "torch.cuda.FloatTensor)": "torch.FloatTensor)", "with torch.cuda.stream(side), torch.cuda.device(0)": "if True", ".pin_memory().cuda(0)": "",
-    'device="cuda:0"': 'device="cpu"', "torch.cuda.FloatTensor(16, 8)": "torch.FloatTensor(16, 8)", "device=x.get_device()": "device='cpu'",
-    "torch.cuda.current_stream().wait_stream(side)": "", "x.record_stream(side)": "", '.type("torch.cuda.FloatTensor")': "", "end.record()": "",
-    "synchronize()": "", "start.elapsed_time(end) > 0, torch.cuda.memory_allocated() + torch.cuda.max_memory_allocated(device)": "True, 0",
-    "torch.cuda.device_count()": "1", "torch.cuda.get_rng_state": "torch.get_rng_state", "torch.cuda.set_rng_state": "torch.set_rng_state",
+    'os.environ["CUDA_VISIBLE_DEVICES"] = "0"': 'os.environ["CUDA_VISIBLE_DEVICES"] = ""',
+    "from torch.cuda import synchronize": "synchronize = print",
+    "torch.cuda.manual_seed_all(1)": "",
+    "torch.cuda.set_device(0)": "",
+    'device("cuda:0")': 'device("cpu")',
+    'device="cuda"': 'device="cpu"',
+    ", pin_memory=True": "",
+    "torch.cuda.Event(enable_timing=True), torch.cuda.Event(True), torch.cuda.Stream(priority=-1)": "None, None, None",
+    'device("cuda")': 'device("cpu")',
+    '.to("cuda").to(0)': "",
+    ".cuda(device)": "",
+    "start.record()": "",
+    ".cuda(non_blocking=True)": "",
+    "torch.cuda.FloatTensor)": "torch.FloatTensor)",
+    "with torch.cuda.stream(side), torch.cuda.device(0)": "if True",
+    ".pin_memory().cuda(0)": "",
+    'device="cuda:0"': 'device="cpu"',
+    "torch.cuda.FloatTensor(16, 8)": "torch.FloatTensor(16, 8)",
+    "device=x.get_device()": "device='cpu'",
+    "torch.cuda.current_stream().wait_stream(side)": "",
+    "x.record_stream(side)": "",
+    '.type("torch.cuda.FloatTensor")': "",
+    "end.record()": "",
+    "synchronize()": "",
+    "start.elapsed_time(end) > 0, torch.cuda.memory_allocated() + torch.cuda.max_memory_allocated(device)": "True, 0",
+    "torch.cuda.device_count()": "1",
+    "torch.cuda.get_rng_state": "torch.get_rng_state",
+    "torch.cuda.set_rng_state": "torch.set_rng_state",
     'torch.set_default_tensor_type("torch.cuda.FloatTensor")': "",
 }
 AMP = """
@@ -111,8 +130,12 @@ scaler.load_state_dict(torch.load("scaler.pt", map_location="cuda")["scaler"])
 """
 AMP_BY_HAND = {
     "from torch.cuda.amp import GradScaler, autocast": "GradScaler = lambda: torch.amp.GradScaler('cpu')\nautocast = lambda: torch.autocast('cpu')",
-    ".cuda()": "", 'device="cuda"': 'device="cpu"', 'GradScaler("cuda"': 'GradScaler("cpu"', 'autocast("cuda")': 'autocast("cpu")',
-    'device_type="cuda"': 'device_type="cpu"', 'map_location="cuda"': 'map_location="cpu"',
+    ".cuda()": "",
+    'device="cuda"': 'device="cpu"',
+    'GradScaler("cuda"': 'GradScaler("cpu"',
+    'autocast("cuda")': 'autocast("cpu")',
+    'device_type="cuda"': 'device_type="cpu"',
+    'map_location="cuda"': 'map_location="cpu"',
 }
 PARALLEL = """
 import io, torch, zipfile
@@ -145,15 +168,19 @@ train(fresh)
 print("both", nn.parallel.data_parallel(fresh.module, torch.ones(4, 8).cuda(), [0, 1]).sum().item().hex())
 """
 PARALLEL_BY_HAND = {
-    "nn.DataParallel(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), device_ids=[0, 1])":
-    "nn.Module()\nmodel.module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))\nmodel.forward = model.module.forward",
-    "nn.DataParallel(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).cuda())":
-    "nn.Module()\nfresh.module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))\nfresh.forward = fresh.module.forward",
-    ".cuda()": "", ".cuda(non_blocking=True)": "", '"cuda", "cuda:0", torch.device("cuda:1"), {"cpu": "cuda:0"}, lambda storage, place: storage.cuda(0), None':
-    '"cpu"] * 6 + [', 'load("card.pt")': 'load("kept.pt")', "nn.parallel.data_parallel(fresh.module, torch.ones(4, 8), [0, 1])":
-    "fresh.module(torch.ones(4, 8))",
+    "nn.DataParallel(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), device_ids=[0, 1])": "nn.Module()\nmodel.module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))\nmodel.forward = model.module.forward",
+    "nn.DataParallel(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).cuda())": "nn.Module()\nfresh.module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))\nfresh.forward = fresh.module.forward",
+    ".cuda()": "",
+    ".cuda(non_blocking=True)": "",
+    '"cuda", "cuda:0", torch.device("cuda:1"), {"cpu": "cuda:0"}, lambda storage, place: storage.cuda(0), None': '"cpu"] * 6 + [',
+    'load("card.pt")': 'load("kept.pt")',
+    "nn.parallel.data_parallel(fresh.module, torch.ones(4, 8), [0, 1])": "fresh.module(torch.ones(4, 8))",
 }
-PROGRAMS = {"spellings": (SPELLINGS, SPELLINGS_BY_HAND), "amp": (AMP, AMP_BY_HAND), "parallel": (PARALLEL, PARALLEL_BY_HAND)}
+PROGRAMS = {
+    "spellings": (SPELLINGS, SPELLINGS_BY_HAND),
+    "amp": (AMP, AMP_BY_HAND),
+    "parallel": (PARALLEL, PARALLEL_BY_HAND),
+}
 
 
 def by_hand(source: str, edits: dict[str, str]) -> str:
@@ -235,37 +262,62 @@ def test_a_program_with_a_path_for_the_cpu_takes_it(flatout, script):
     plain = flatout.plain("python", "train.py", env={"CUDA_VISIBLE_DEVICES": ""})
     done = flatout("run", "--device", "cpu", "python", "train.py")
     assert (done.code, done.out) == (0, plain.out)
-    assert done.said == ["flatout: no plan fits this command yet; running it as it is. To tune: flatout tune --device cpu python train.py"]
+    assert done.said == [
+        "flatout: no plan fits this command yet; running it as it is. To tune: flatout tune --device cpu python train.py"
+    ]
 
 
 def test_seeds_of_cuda_alone_are_those_of_the_cpu(flatout, script):
-    script("import torch\ntorch.cuda.manual_seed_all(7)\nprint(torch.rand(2, device='cuda').tolist())\ntorch.cuda.manual_seed(7)\n"
-           "print(torch.rand(2).tolist())\ntorch.manual_seed(7)\ntorch.cuda.manual_seed(8)\nprint(torch.rand(2).tolist())")
+    script(
+        "import torch\ntorch.cuda.manual_seed_all(7)\nprint(torch.rand(2, device='cuda').tolist())\ntorch.cuda.manual_seed(7)\n"
+        "print(torch.rand(2).tolist())\ntorch.manual_seed(7)\ntorch.cuda.manual_seed(8)\nprint(torch.rand(2).tolist())"
+    )
     done = flatout("run", "--device", "cpu", "python", "train.py")
     assert len(done.out.splitlines()) == 3, done.err
-    assert set(done.out.splitlines()) == {str(torch.rand(2, generator=torch.Generator().manual_seed(7)).tolist())}
+    assert set(done.out.splitlines()) == {
+        str(torch.rand(2, generator=torch.Generator().manual_seed(7)).tolist())
+    }
 
 
-@pytest.mark.parametrize(("text", "demands"), [
-    ("assert torch.cuda.is_available()", True), ("assert not torch.cuda.is_available()", False), ("print(torch.cuda.is_available())", False),
-    ("if not torch.cuda.is_available(): raise E", True), ("if torch.cuda.is_available(): raise E", False),
-    ("if torch.cuda.is_available() == False: exit()", True), ("if torch.cuda.is_available():\n  f()\nelse:\n  sys.exit('no')", True),
-    ("if torch.cuda.is_available():\n  f()\nelse:\n  g()", False), ("d = 'cuda' if torch.cuda.is_available() else 'cpu'\nassert d", False),
-    ("ok = torch.cuda.is_available() and not args.cpu\nassert ok", True),
-    ("args.cuda = torch.cuda.is_available()\nif not args.cuda:\n  print('no')\n  sys.exit(1)", True),
-    ("no = not torch.cuda.is_available()\nif no: raise E", True), ("if torch.cuda.device_count() < 1: raise E", True),
-    ("if torch.cuda.device_count() > 1: raise E", False), ("assert x.is_cuda", True), ("y = y.cuda() if x.is_cuda else y", False),
-    ("def f():\n  if not torch.cuda.is_available():\n    return None", False),
-    ("def f():\n  if not torch.cuda.is_available():\n    print('no')\n    return", True), ("while not (a := torch.cuda.is_available()): pass", False),
-    ("if (a := torch.cuda.is_available()): pass\nassert a", True), ("assert dist.is_available()", False),
-    ("a = torch.cuda.is_available()\na = a\nassert a", True), ("if torch.cuda.is_available() is not True: raise E", True),
-])
+@pytest.mark.parametrize(
+    ("text", "demands"),
+    [
+        ("assert torch.cuda.is_available()", True),
+        ("assert not torch.cuda.is_available()", False),
+        ("print(torch.cuda.is_available())", False),
+        ("if not torch.cuda.is_available(): raise E", True),
+        ("if torch.cuda.is_available(): raise E", False),
+        ("if torch.cuda.is_available() == False: exit()", True),
+        ("if torch.cuda.is_available():\n  f()\nelse:\n  sys.exit('no')", True),
+        ("if torch.cuda.is_available():\n  f()\nelse:\n  g()", False),
+        ("d = 'cuda' if torch.cuda.is_available() else 'cpu'\nassert d", False),
+        ("ok = torch.cuda.is_available() and not args.cpu\nassert ok", True),
+        ("args.cuda = torch.cuda.is_available()\nif not args.cuda:\n  print('no')\n  sys.exit(1)", True),
+        ("no = not torch.cuda.is_available()\nif no: raise E", True),
+        ("if torch.cuda.device_count() < 1: raise E", True),
+        ("if torch.cuda.device_count() > 1: raise E", False),
+        ("assert x.is_cuda", True),
+        ("y = y.cuda() if x.is_cuda else y", False),
+        ("def f():\n  if not torch.cuda.is_available():\n    return None", False),
+        ("def f():\n  if not torch.cuda.is_available():\n    print('no')\n    return", True),
+        ("while not (a := torch.cuda.is_available()): pass", False),
+        ("if (a := torch.cuda.is_available()): pass\nassert a", True),
+        ("assert dist.is_available()", False),
+        ("a = torch.cuda.is_available()\na = a\nassert a", True),
+        ("if torch.cuda.is_available() is not True: raise E", True),
+    ],
+)
 def test_where_a_program_would_end(text, demands):
     assert bool(Source(text).demanded) is demands
 
 
-NAMES = st.one_of(st.sampled_from(["cpu", "cuda", "xpu", "mps", "meta", "cuda:nonsense", "", "vulkan:0"]),
-                  st.builds("{}:{}".format, st.sampled_from(["cuda", "xpu", "cpu"]), st.integers(0, 9)), st.integers(-1, 9), st.none(), st.just(torch.float32))
+NAMES = st.one_of(
+    st.sampled_from(["cpu", "cuda", "xpu", "mps", "meta", "cuda:nonsense", "", "vulkan:0"]),
+    st.builds("{}:{}".format, st.sampled_from(["cuda", "xpu", "cpu"]), st.integers(0, 9)),
+    st.integers(-1, 9),
+    st.none(),
+    st.just(torch.float32),
+)
 
 
 @given(NAMES, st.sampled_from(["cpu", "cuda", "cuda:0", "cuda:1", "xpu:2", "mps"]))
@@ -309,12 +361,32 @@ import torch
 torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
 """
 OTHERS = {
-    "extension": (EXTENSION, "a CUDA extension: its kernels run only on a CUDA device", "use the script's path without the extension"),
-    "triton": (TRITON, "a Triton kernel: it is compiled for a GPU", "TRITON_INTERPRET=1 flatout run --device cpu"),
+    "extension": (
+        EXTENSION,
+        "a CUDA extension: its kernels run only on a CUDA device",
+        "use the script's path without the extension",
+    ),
+    "triton": (
+        TRITON,
+        "a Triton kernel: it is compiled for a GPU",
+        "TRITON_INTERPRET=1 flatout run --device cpu",
+    ),
     "nccl": (NCCL, "NCCL: it connects CUDA devices", "without torchrun"),
-    "graph": ("import torch\ng = torch.cuda.CUDAGraph()", "a CUDA graph: it replays work", "without torch.cuda.CUDAGraph"),
-    "nvml": ("import torch, pynvml\npynvml.nvmlInit()", "NVML: it reads the counters", "remove the code that reads them"),
-    "comparison": ("import torch\nassert torch.ones(2).cuda().device.type == 'cuda'", "compares a device with cuda", "change this line"),
+    "graph": (
+        "import torch\ng = torch.cuda.CUDAGraph()",
+        "a CUDA graph: it replays work",
+        "without torch.cuda.CUDAGraph",
+    ),
+    "nvml": (
+        "import torch, pynvml\npynvml.nvmlInit()",
+        "NVML: it reads the counters",
+        "remove the code that reads them",
+    ),
+    "comparison": (
+        "import torch\nassert torch.ones(2).cuda().device.type == 'cuda'",
+        "compares a device with cuda",
+        "change this line",
+    ),
 }
 NEEDS = {"triton": "triton", "nvml": "pynvml"}
 
@@ -337,19 +409,35 @@ def test_unsupported_uses_of_cuda_are_named(flatout, script, name):
     assert re.search(rf"^flatout:   fix +.*{re.escape(then)}", message, re.MULTILINE)
     assert re.search(r"^flatout:   at .*train\.py:\d+", message, re.MULTILINE)
     assert message.endswith("flatout explain FE000")
-    assert ("flatout: --device cpu cannot redirect the CUDA extension 'twice_of_it'" in message) is (name == "extension")
+    assert ("flatout: --device cpu cannot redirect the CUDA extension 'twice_of_it'" in message) is (
+        name == "extension"
+    )
     if name == "triton":  # the suggested command
-        assert flatout("run", "--device", "cpu", "python", "train.py", env={"TRITON_INTERPRET": "1"}).out == "[2.0, 2.0, 2.0, 2.0]\n"
+        assert (
+            flatout("run", "--device", "cpu", "python", "train.py", env={"TRITON_INTERPRET": "1"}).out
+            == "[2.0, 2.0, 2.0, 2.0]\n"
+        )
 
 
-@pytest.mark.parametrize(("message", "what"), [
-    ("No supported gpu backend found!", "a trainer that requests a GPU"), ("Found no NVIDIA driver on your system.", "this use of CUDA"),
-    ("x must be a CUDA tensor", "a CUDA extension"), ("mat1 and mat2 shapes cannot be multiplied (16x8 and 4x4)", ""),
-])
+@pytest.mark.parametrize(
+    ("message", "what"),
+    [
+        ("No supported gpu backend found!", "a trainer that requests a GPU"),
+        ("Found no NVIDIA driver on your system.", "this use of CUDA"),
+        ("x must be a CUDA tensor", "a CUDA extension"),
+        ("mat1 and mat2 shapes cannot be multiplied (16x8 and 4x4)", ""),
+    ],
+)
 def test_texts_of_unsupported_uses_of_cuda(message, what):
     """The text appears only with the option, and only for a device other than CUDA."""
+
     def explained(device):
-        return explain(FailureRecord([ExceptionRecord("RuntimeError", ["RuntimeError"], message)], facts={"device": device} if device else {}))
+        return explain(
+            FailureRecord(
+                [ExceptionRecord("RuntimeError", ["RuntimeError"], message)],
+                facts={"device": device} if device else {},
+            )
+        )
 
     found = explained("cpu")
     assert found is not None
@@ -358,13 +446,31 @@ def test_texts_of_unsupported_uses_of_cuda(message, what):
     assert all(other is None or other.rule != "FE000" for other in map(explained, ("", "cuda:1")))
 
 
-@pytest.mark.parametrize(("words", "says"), [
-    (("--device", "gpu", "python", "train.py"), "'gpu' is not a device; write cpu, cuda, cuda:1, xpu or mps"),
-    (("--device", "cpu", "python", "-I", "train.py"), "`python -I` disables flatout, so --device cpu cannot redirect anything. Remove -I."),
-    (("--device", "cpu", "--gpus", "2", "python", "train.py"), "--gpus gives each rank its own CUDA device, but --device cpu is a single device"),
-    (("--device", "cuda:1", "--procs", "2", "python", "train.py"), "--procs 2 would put all ranks on cuda:1. Use --gpus 2"),
-    (("--device", "cpu", "--slurm", "python", "train.py"), "--device cpu is a device of this machine, but --slurm starts the program on others"),
-])
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ("--device", "gpu", "python", "train.py"),
+            "'gpu' is not a device; write cpu, cuda, cuda:1, xpu or mps",
+        ),
+        (
+            ("--device", "cpu", "python", "-I", "train.py"),
+            "`python -I` disables flatout, so --device cpu cannot redirect anything. Remove -I.",
+        ),
+        (
+            ("--device", "cpu", "--gpus", "2", "python", "train.py"),
+            "--gpus gives each rank its own CUDA device, but --device cpu is a single device",
+        ),
+        (
+            ("--device", "cuda:1", "--procs", "2", "python", "train.py"),
+            "--procs 2 would put all ranks on cuda:1. Use --gpus 2",
+        ),
+        (
+            ("--device", "cpu", "--slurm", "python", "train.py"),
+            "--device cpu is a device of this machine, but --slurm starts the program on others",
+        ),
+    ],
+)
 def test_mistakes(flatout, script, words, says):
     script("print('runs')")
     done = flatout.here("run", *words)
@@ -379,7 +485,10 @@ def test_a_device_that_is_not_here(flatout, script):
     script("print('runs')")
     done = flatout("run", "--device", "cuda:3", "python", "train.py")
     assert (done.code, done.out) == (2, "")
-    assert re.fullmatch(r"flatout: this machine has no device cuda:3\. torch sees cpu.*\. Try `flatout run --device \S+ python train\.py`\.\n", done.err)
+    assert re.fullmatch(
+        r"flatout: this machine has no device cuda:3\. torch sees cpu.*\. Try `flatout run --device \S+ python train\.py`\.\n",
+        done.err,
+    )
 
 
 # -- together with other features of flatout -------------------------------------------------------------------------------
@@ -403,8 +512,14 @@ for epoch in range(int(os.environ.get("EPOCHS", 1))):
         if at == 5 and "STOPS" in os.environ:
             os.kill(os.getpid(), 15)
 """
-TRAINS_BY_HAND = {".cuda()": "", ".cuda(non_blocking=True)": "", 'device="cuda"': 'device="cpu"', ", pin_memory=True": "", "torch.cuda.synchronize()": "",
-                  "torch.cuda.max_memory_allocated()": "0"}
+TRAINS_BY_HAND = {
+    ".cuda()": "",
+    ".cuda(non_blocking=True)": "",
+    'device="cuda"': 'device="cpu"',
+    ", pin_memory=True": "",
+    "torch.cuda.synchronize()": "",
+    "torch.cuda.max_memory_allocated()": "0",
+}
 
 
 @pytest.fixture(scope="module")
@@ -415,7 +530,14 @@ def trained(flatout_in, tmp_path_factory):
     return cli.plain("python", "twin.py").out
 
 
-@pytest.mark.parametrize("options", [["--with", "gc_pause", "--with", "loader", "--with", "resident_data"], ["--rescue", "--watch"], ["--supervise"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--with", "gc_pause", "--with", "loader", "--with", "resident_data"],
+        ["--rescue", "--watch"],
+        ["--supervise"],
+    ],
+)
 def test_with_the_other_options(flatout, script, trained, options):
     """Levers see a program on the CPU; every bit stays the same."""
     script(TRAINS)
@@ -439,7 +561,18 @@ def test_an_interrupted_run_is_resumed_exactly(flatout, script, trained):
 
 def test_a_trial_is_redirected_too(flatout, script):
     script(TRAINS)
-    done = flatout("trial", "--device", "cpu", "--steps", "5", "--out", "record.json", "python", "train.py", env={"EPOCHS": "40"})
+    done = flatout(
+        "trial",
+        "--device",
+        "cpu",
+        "--steps",
+        "5",
+        "--out",
+        "record.json",
+        "python",
+        "train.py",
+        env={"EPOCHS": "40"},
+    )
     assert done.code == 0, done.err
     record = json.loads((flatout.folder / "record.json").read_text())
     assert record["steps"] == 5
@@ -448,7 +581,9 @@ def test_a_trial_is_redirected_too(flatout, script):
 
 def test_a_plan_belongs_to_its_device():
     command = understand(["python", "-c", "1"])
-    own, redirected = (key_of(command, Facts(environment=environment)) for environment in ({}, {"FLATOUT_DEVICE": "cpu"}))
+    own, redirected = (
+        key_of(command, Facts(environment=environment)) for environment in ({}, {"FLATOUT_DEVICE": "cpu"})
+    )
     assert differences(own, redirected) == ["another device ('the device in the script')"]
     assert differences(redirected, own) == ["another device ('cpu')"]
     assert differences(redirected, redirected) == []

@@ -129,7 +129,9 @@ def test_data_parallel_inside_a_rank_passes_through(flatout, script):
     assert (one.code, two.code) == (0, 0), two.err
     *losses, same = two.out.splitlines()
     assert same == "the same on both ranks: True"
-    assert [float(line.split()[1]) for line in losses] == pytest.approx([float(line.split()[1]) for line in one.out.splitlines()], abs=2e-5)
+    assert [float(line.split()[1]) for line in losses] == pytest.approx(
+        [float(line.split()[1]) for line in one.out.splitlines()], abs=2e-5
+    )
     for name, before in weights.items():
         after = torch.load(flatout.folder / f"{name}.pt")
         assert list(after) == list(before)
@@ -190,15 +192,34 @@ def test_the_right_command_is_named(tmp_path, monkeypatch):
         (tmp_path / name).write_text("")
     script = understand(["python", "-u", "train.py", "--lr", "0.1"])
     assert meant("group", script, 4).endswith("flatout run torchrun --nproc-per-node 4 train.py --lr 0.1")
-    assert meant("group", understand(["train.py", "a b"]), 2).endswith("torchrun --nproc-per-node 2 train.py 'a b'")
-    assert meant("group", understand(["python", "-m", "train", "-x"]), 2).endswith("torchrun --nproc-per-node 2 -m train -x")
-    assert meant("group", Command(("./job.sh",), ("./job.sh",)), 2).endswith("torchrun --nproc-per-node 2 --no-python ./job.sh")
-    assert meant("launcher", understand(["torchrun", "--nproc-per-node", "2", "train.py"]), 4).endswith(": flatout run torchrun --nproc-per-node 2 train.py")
+    assert meant("group", understand(["train.py", "a b"]), 2).endswith(
+        "torchrun --nproc-per-node 2 train.py 'a b'"
+    )
+    assert meant("group", understand(["python", "-m", "train", "-x"]), 2).endswith(
+        "torchrun --nproc-per-node 2 -m train -x"
+    )
+    assert meant("group", Command(("./job.sh",), ("./job.sh",)), 2).endswith(
+        "torchrun --nproc-per-node 2 --no-python ./job.sh"
+    )
+    assert meant("launcher", understand(["torchrun", "--nproc-per-node", "2", "train.py"]), 4).endswith(
+        ": flatout run torchrun --nproc-per-node 2 train.py"
+    )
     assert how("launcher") != how("group") != how("children")
 
 
-@pytest.mark.parametrize(("last", "name"), [
-    ("ValueError: Error initializing torch.distributed using env:// rendezvous: environment variable RANK expected, but not set", "RANK"),
-    ("KeyError: 'LOCAL_RANK'", "LOCAL_RANK"), ("KeyError: 'rank'", ""), ("ValueError: RANK", "")])
+@pytest.mark.parametrize(
+    ("last", "name"),
+    [
+        (
+            "ValueError: Error initializing torch.distributed using env:// rendezvous: environment variable RANK expected, but not set",
+            "RANK",
+        ),
+        ("KeyError: 'LOCAL_RANK'", "LOCAL_RANK"),
+        ("KeyError: 'rank'", ""),
+        ("ValueError: RANK", ""),
+    ],
+)
 def test_a_program_that_needs_a_launcher_is_distinguished_from_one_that_fails(last, name):
-    assert missing(TrialRecord(status="failed", reason=f"Traceback (most recent call last):\n{last}\n")) == name
+    assert (
+        missing(TrialRecord(status="failed", reason=f"Traceback (most recent call last):\n{last}\n")) == name
+    )

@@ -68,7 +68,9 @@ def test_a_problem_is_shown_with_its_command(here):
     """
     cli, done = here
     data = json.loads(done.out)
-    data["snapshot"]["files"]["/proc/self/mountinfo"] += "999 1 0:99 / /dev/shm rw - tmpfs shm rw,size=65536k\n"
+    data["snapshot"]["files"]["/proc/self/mountinfo"] += (
+        "999 1 0:99 / /dev/shm rw - tmpfs shm rw,size=65536k\n"
+    )
     data["snapshot"]["environment"]["CUDA_LAUNCH_BLOCKING"] = "1"
     data["snapshot"]["python"]["libc"] = ["glibc", "2.17"]
     (cli.folder / "small.json").write_text(json.dumps(data), encoding="utf-8")
@@ -76,7 +78,12 @@ def test_a_problem_is_shown_with_its_command(here):
     assert shown.code == 1
     lines = shown.out.splitlines()
     assert lines[0].startswith("2 problems and ")
-    assert shown.out.index("FD050") < shown.out.index("FD071") < shown.out.index("FD100") < shown.out.index("\nok\n")
+    assert (
+        shown.out.index("FD050")
+        < shown.out.index("FD071")
+        < shown.out.index("FD100")
+        < shown.out.index("\nok\n")
+    )
     assert '      docker run --rm -it -v "$PWD":/work -w /work pytorch/pytorch bash' in lines
     assert "      docker run --shm-size=8g ..." in lines
 
@@ -87,7 +94,9 @@ def test_invalid_records_are_rejected(here, text):
     (cli.folder / "other.json").write_text(text, encoding="utf-8")
     done = cli("doctor", "--replay", "other.json", env=LIGHT)
     assert done.code == 2
-    assert done.said == ["flatout: other.json is not the output of `flatout doctor --json`. Create it with `flatout doctor --json > other.json`."]
+    assert done.said == [
+        "flatout: other.json is not the output of `flatout doctor --json`. Create it with `flatout doctor --json > other.json`."
+    ]
 
 
 @pytest.fixture
@@ -95,10 +104,17 @@ def bench(monkeypatch, tmp_path):
     """`flatout doctor --bench` with an instant diagnosis and an instant measurement; everything after them is
     the command's own code.
     """
-    record = CeilingsRecord("0123456789ab", threads=2, busy_cores=1.5, ceilings=[
-        Ceiling("matmul_float32_flops", "cpu", 30.6e9, 22.7e9, 26.1e9, 7, "1024 x 1024"),
-        Ceiling("disk_read_bytes_per_s", "cpu", 1.46e9, 0.7e9, 1.3e9, 3, "[red]x"),
-        Ceiling("loader_start_s", "cpu", 0.183, 0.168, 0.193, 5, "one worker"), Ceiling("matmul_tf32_flops", "cpu", note="not run: Tensor Cores are needed")])
+    record = CeilingsRecord(
+        "0123456789ab",
+        threads=2,
+        busy_cores=1.5,
+        ceilings=[
+            Ceiling("matmul_float32_flops", "cpu", 30.6e9, 22.7e9, 26.1e9, 7, "1024 x 1024"),
+            Ceiling("disk_read_bytes_per_s", "cpu", 1.46e9, 0.7e9, 1.3e9, 3, "[red]x"),
+            Ceiling("loader_start_s", "cpu", 0.183, 0.168, 0.193, 5, "one worker"),
+            Ceiling("matmul_tf32_flops", "cpu", note="not run: Tensor Cores are needed"),
+        ],
+    )
 
     def measure(facts, folder, tell):
         tell("[red]things")
@@ -119,7 +135,9 @@ def test_ceilings_are_shown_and_kept(bench):
     done = run("--bench")
     assert done.return_value == 0
     rows = [line.split() for line in done.output.splitlines()]
-    assert ["matmul", "float32", "cpu", "30.6", "GFLOP/s", "22.7", "to", "26.1", "7"] in [row[:9] for row in rows]
+    assert ["matmul", "float32", "cpu", "30.6", "GFLOP/s", "22.7", "to", "26.1", "7"] in [
+        row[:9] for row in rows
+    ]
     assert ["disk", "read", "cpu", "1.46", "GB/s"] in [row[:5] for row in rows]
     assert ["loader", "start", "cpu", "183", "ms", "168", "to", "193", "5"] in [row[:9] for row in rows]
     assert ["matmul", "tf32", "cpu", "not", "run", "-", "-"] in [row[:7] for row in rows]
@@ -144,12 +162,29 @@ def test_another_machine_is_not_measured(bench):
 def test_under_real_limits_with_torch_hidden(flatout):
     """The limits are real: few open files, no core dumps, one core, and a torch.py next to the script."""
     (flatout.folder / "torch.py").write_text("raise RuntimeError('this is not torch')\n", encoding="utf-8")
-    limited = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128)); " \
-              "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    limited = (
+        "import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128)); "
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    )
     # With -P the command, like the installed script, does not search the working folder for modules.
-    done = flatout("-c", limited, "-P", "-m", "flatout", "doctor", "--json", python=[sys.executable],
-                   env={**LIGHT, "OMP_NUM_THREADS": "64", "LD_PRELOAD": "/no/such.so",
-                   "CUDA_LAUNCH_BLOCKING": "1", "SECRET_TOKEN": "do not tell", "NCCL_API_KEY": "do not tell"})
+    done = flatout(
+        "-c",
+        limited,
+        "-P",
+        "-m",
+        "flatout",
+        "doctor",
+        "--json",
+        python=[sys.executable],
+        env={
+            **LIGHT,
+            "OMP_NUM_THREADS": "64",
+            "LD_PRELOAD": "/no/such.so",
+            "CUDA_LAUNCH_BLOCKING": "1",
+            "SECRET_TOKEN": "do not tell",
+            "NCCL_API_KEY": "do not tell",
+        },
+    )
     found = verdicts(done)
     assert done.code == 1
     assert {"FD003", "FD010", "FD080"} <= problems(found)
@@ -183,7 +218,9 @@ def test_torch_is_not_installed(flatout, tmp_path):
     found = verdicts(done)
     assert found["FD010"]["seen"] == "torch is not installed for this Python"
     assert found["FD010"]["fix"] == "pip install torch"
-    assert {code for code in ("FD011", "FD012", "FD014", "FD024") if found[code]["verdict"] != "not seen"} == set()
+    assert {
+        code for code in ("FD011", "FD012", "FD014", "FD024") if found[code]["verdict"] != "not seen"
+    } == set()
     assert done.code == 1
 
 

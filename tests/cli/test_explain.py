@@ -18,11 +18,19 @@ UNKNOWN = "KeyError: 'lr'"
 @pytest.mark.parametrize("way", ["words", "several words", "file", "stdin", "no argument"])
 def test_inputs(flatout, way):
     (flatout.folder / "train.log").write_text(f"step 3\n{ERROR}\n")
-    words = {"words": [ERROR], "several words": ERROR.split(), "file": ["train.log"], "stdin": ["-"], "no argument": []}[way]
+    words = {
+        "words": [ERROR],
+        "several words": ERROR.split(),
+        "file": ["train.log"],
+        "stdin": ["-"],
+        "no argument": [],
+    }[way]
     run, given = (flatout, {"stdin": ERROR}) if way in ("stdin", "no argument") else (flatout.here, {})
     done = run("explain", *words, **given)
     assert done.code == 0
-    assert done.out.startswith("FE020 matrix-sizes: a product of 64x512 and 256x10: 512 and 256 must be equal.\n")
+    assert done.out.startswith(
+        "FE020 matrix-sizes: a product of 64x512 and 256x10: 512 and 256 must be equal.\n"
+    )
     assert done.err == ""
 
 
@@ -49,8 +57,15 @@ def test_unknown_failures_exit_with_1(flatout, options):
     assert "does not guess" in done.out or json.loads(done.out) == []
 
 
-@pytest.mark.parametrize(("words", "says"), [(["missing.log"], "missing.log cannot be read"), (["runs/3"], "cannot be read"), (["."], "cannot be read"),
-                                             (["FE999"], "there is no kind FE999")])
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["missing.log"], "missing.log cannot be read"),
+        (["runs/3"], "cannot be read"),
+        (["."], "cannot be read"),
+        (["FE999"], "there is no kind FE999"),
+    ],
+)
 def test_mistakes(flatout, words, says):
     done = flatout.here("explain", *words)
     assert done.code == 2
@@ -70,9 +85,13 @@ def test_bytes_that_are_not_text(flatout):
     assert flatout.here("explain", "core.log").code == 0
 
 
-@pytest.mark.parametrize(("command", "ending", "code", "says"), [
-    ("trial", "os.kill(os.getpid(), signal.SIGKILL)", 137, "the program was killed with SIGKILL"),
-    ("tune", "os.kill(os.getpid(), signal.SIGSEGV)", 139, "a segmentation fault")])
+@pytest.mark.parametrize(
+    ("command", "ending", "code", "says"),
+    [
+        ("trial", "os.kill(os.getpid(), signal.SIGKILL)", 137, "the program was killed with SIGKILL"),
+        ("tune", "os.kill(os.getpid(), signal.SIGSEGV)", 139, "a segmentation fault"),
+    ],
+)
 def test_a_program_that_a_signal_has_ended(flatout, script, tmp_path, command, ending, code, says):
     """The dead program cannot report anything, so its parent does."""
     script(f"import os, signal\n{ending}\n")
@@ -87,7 +106,10 @@ def test_a_program_that_dies_in_a_trial_is_explained(flatout, script, tmp_path):
     script("import torch\nloss = torch.ones(3).sum()\nloss.backward()\n")
     done = flatout("trial", "--out", str(tmp_path / "record.json"), "python", "train.py")
     assert done.code == 1
-    assert "flatout: `loss` has no autograd graph: it depends on no parameter that requires a gradient." in done.said
+    assert (
+        "flatout: `loss` has no autograd graph: it depends on no parameter that requires a gradient."
+        in done.said
+    )
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["status"] == "failed"
     assert "has no autograd graph" in record["log_tail"]

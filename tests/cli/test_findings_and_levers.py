@@ -20,7 +20,14 @@ from flatout.tune.session import job_folder
 from flatout.tune.tuning import Goal
 
 WORDS = ("python", "train.py")
-SLOW = Finding("FL150", "data_wait", Severity.TIME.value, "it waits", levers=["loader", "threads"], predicted=Ratio(1.8, 1.6, 2.0, 20))
+SLOW = Finding(
+    "FL150",
+    "data_wait",
+    Severity.TIME.value,
+    "it waits",
+    levers=["loader", "threads"],
+    predicted=Ratio(1.8, 1.6, 2.0, 20),
+)
 
 
 @pytest.fixture
@@ -48,11 +55,18 @@ def searched(monkeypatch, levers):
 
 
 def test_findings_drive_levers_and_record_their_outcome(job, monkeypatch):
-    hints = searched(monkeypatch, [LeverRecord("loader", {"workers": 1}, "applied", 1.5, 1.4, 1.6, 9),
-                                  LeverRecord("gc_pause", True, "applied", 3.0, 2.9, 3.1, 9)])
+    hints = searched(
+        monkeypatch,
+        [
+            LeverRecord("loader", {"workers": 1}, "applied", 1.5, 1.4, 1.6, 9),
+            LeverRecord("gc_pause", True, "applied", 3.0, 2.9, 3.1, 9),
+        ],
+    )
     session, _ = tune(WORDS, Goal(60.0), beside=False)
     assert hints == [("loader", "threads")]
-    assert [(p.name, p.lever, p.predicted.median, p.measured.median) for p in session.predictions] == [("data_wait", "loader", 1.8, 1.5)]
+    assert [(p.name, p.lever, p.predicted.median, p.measured.median) for p in session.predictions] == [
+        ("data_wait", "loader", 1.8, 1.5)
+    ]
     profile = load_profile(job)
     assert profile is not None
     assert profile.findings[0].measured == Ratio(1.5, 1.4, 1.6, 9)
@@ -65,7 +79,11 @@ def test_findings_drive_levers_and_record_their_outcome(job, monkeypatch):
 TOMORROWS = json.dumps({**healthy(findings=[SLOW]).to_json(), "schema": 99})
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"schema": 1, "command": 3}', TOMORROWS], ids=["empty", "table", "list", "half", "tomorrow's"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[1]", '{"schema": 1, "command": 3}', TOMORROWS],
+    ids=["empty", "table", "list", "half", "tomorrow's"],
+)
 def test_a_file_that_is_not_a_profile_is_ignored(job, monkeypatch, text):
     job.profile.write_text(text, encoding="utf-8")
     hints = searched(monkeypatch, [])

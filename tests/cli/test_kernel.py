@@ -44,8 +44,7 @@ reference, cases = doubled, doubled_cases
 
 
 def test_a_crash_fails_only_its_own_check(flatout, script):
-    """A crash and an out-of-bounds write by one element are each one failed check; the other checks continue.
-    """
+    """A crash and an out-of-bounds write by one element are each one failed check; the other checks continue."""
     script(FAULTY, "faulty.py")
     done = flatout("kernel", "check", "faulty.py:fails")
     assert done.code == 1
@@ -86,7 +85,10 @@ def test_unsupported_requests_are_explained(tmp_path, monkeypatch, capsys, words
 
 def test_new_in_one_language(flatout):
     """The template contains no trace of the other language."""
-    for name, way, without in (("one", "--triton", {"kernel.cu", "in_cuda.py"}), ("two", "--cuda", {"in_triton.py"})):
+    for name, way, without in (
+        ("one", "--triton", {"kernel.cu", "in_cuda.py"}),
+        ("two", "--cuda", {"in_triton.py"}),
+    ):
         assert flatout("kernel", "new", name, way).code == 0
         names = {path.name for path in (flatout.folder / name).iterdir()}
         assert not without & names

@@ -49,11 +49,24 @@ def test_a_run_on_this_machine_is_not_remote():
 
 
 def test_an_agent_gets_the_given_options():
-    nodes = ["--nodes", "1:2", "--rendezvous", "10.0.0.1:29400", "--node-rank", "0", "--restarts", "3", "--gpus", "8"]
+    nodes = [
+        "--nodes",
+        "1:2",
+        "--rendezvous",
+        "10.0.0.1:29400",
+        "--node-rank",
+        "0",
+        "--restarts",
+        "3",
+        "--gpus",
+        "8",
+    ]
     code, out = said(*nodes, "--", "python", "t.py", "--", "x")
     assert code == 0
-    assert out == ("(Nodes(fewest=1, most=2, procs=8, rendezvous=Endpoint(host='10.0.0.1', port=29400), node_rank=0, restarts=3, gpus=True), True, "
-                   "['python', 't.py', '--', 'x'])\n")
+    assert out == (
+        "(Nodes(fewest=1, most=2, procs=8, rendezvous=Endpoint(host='10.0.0.1', port=29400), node_rank=0, restarts=3, gpus=True), True, "
+        "['python', 't.py', '--', 'x'])\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,14 +90,38 @@ def test_contradictory_options(words, message):
 
 
 def test_the_kinds_that_help_names_are_there():
-    assert f"With --k8s: {' or '.join(KINDS)}." in [option.help for option in run.params if isinstance(option, click.Option)]
+    assert f"With --k8s: {' or '.join(KINDS)}." in [
+        option.help for option in run.params if isinstance(option, click.Option)
+    ]
 
 
 def test_a_manifest_is_printed_whole():
-    code, out = said("--k8s", "--nodes", "2", "--gpus", "8", "--image", "i:1", "--limits", "cpu=16,memory=64Gi", "python", "train my.py", "$x")
+    code, out = said(
+        "--k8s",
+        "--nodes",
+        "2",
+        "--gpus",
+        "8",
+        "--image",
+        "i:1",
+        "--limits",
+        "cpu=16,memory=64Gi",
+        "python",
+        "train my.py",
+        "$x",
+    )
     worker = json.loads(out)["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     assert code == 0
-    assert worker["command"][:8] == ["flatout", "run", "--nodes", "2", "--rendezvous", "python-worker-0:29500", "--gpus", "8"]
+    assert worker["command"][:8] == [
+        "flatout",
+        "run",
+        "--nodes",
+        "2",
+        "--rendezvous",
+        "python-worker-0:29500",
+        "--gpus",
+        "8",
+    ]
     assert worker["command"][8:] == ["--plan", "my plan.toml", "--", "python", "train my.py", "$$x"]
     assert worker["resources"]["limits"] == {"nvidia.com/gpu": "8", "cpu": "16", "memory": "64Gi"}
 
@@ -92,10 +129,12 @@ def test_a_manifest_is_printed_whole():
 def test_a_script_for_slurm_is_written_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/nowhere")
-    code, out = said("--slurm", "--nodes", "2", "--procs", "4", "--slurm-options", "--partition=gpu", "python", "train.py")
-    script, = tmp_path.glob("*.sbatch")
+    code, out = said(
+        "--slurm", "--nodes", "2", "--procs", "4", "--slurm-options", "--partition=gpu", "python", "train.py"
+    )
+    (script,) = tmp_path.glob("*.sbatch")
     assert code == 0
     assert f"sbatch {script}" in out
     text = script.read_text()
     assert "#SBATCH --partition=gpu\n" in text
-    assert '--rendezvous "$rendezvous" --procs 4 --plan \'my plan.toml\' -- \\\n  python train.py\n' in text
+    assert "--rendezvous \"$rendezvous\" --procs 4 --plan 'my plan.toml' -- \\\n  python train.py\n" in text

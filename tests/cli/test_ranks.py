@@ -95,7 +95,9 @@ def test_a_script_for_one_process_as_two(flatout, script):
         folder.mkdir()
         (folder / "train.py").write_text(TRAINS)
     one = flatout("train.py", python=[sys.executable], cwd=folders[0])
-    two = flatout("run", "--procs", "2", "--split-evaluation", "python", "train.py", cwd=folders[1], timeout=150)
+    two = flatout(
+        "run", "--procs", "2", "--split-evaluation", "python", "train.py", cwd=folders[1], timeout=150
+    )
     assert (one.code, two.code) == (0, 0), two.err
     assert len(two.out.splitlines()) == len(one.out.splitlines())
     assert numbers(two.out) == pytest.approx(numbers(one.out), abs=2e-4)
@@ -112,15 +114,30 @@ def test_a_script_for_one_process_as_two(flatout, script):
     assert sorted(path.name for path in folders[1].iterdir()) == [".flatout", "runs", "train.py"]
     assert two.left == []
 
-    fails = flatout("run", "--procs", "2", "python", "train.py", cwd=folders[1], env={"FAILS": "1"}, timeout=100)
+    fails = flatout(
+        "run", "--procs", "2", "python", "train.py", cwd=folders[1], env={"FAILS": "1"}, timeout=100
+    )
     assert fails.code == 1
     assert "rehearsing" not in fails.err
     assert "flatout: rank 1" in fails.err
     assert "ValueError: a fault of this rank alone" in fails.err
     assert fails.left == []
 
-    tune = flatout("tune", "--procs", "2", "--budget", "12s", "--levers", "tf32", "--no-write", "python", "train.py", cwd=folders[1], env={"EPOCHS": "100000"},
-                   timeout=150)
+    tune = flatout(
+        "tune",
+        "--procs",
+        "2",
+        "--budget",
+        "12s",
+        "--levers",
+        "tf32",
+        "--no-write",
+        "python",
+        "train.py",
+        cwd=folders[1],
+        env={"EPOCHS": "100000"},
+        timeout=150,
+    )
     assert tune.code == 0, tune.err
     assert "rehearsing" not in tune.err
     job = next(path for path in (folders[1] / ".flatout").iterdir() if path.name.endswith("-2-processes"))
@@ -146,17 +163,24 @@ def test_a_loss_between_samples_sees_whole_batches(flatout, script):
     two = flatout("run", "--procs", "2", "python", "train.py", timeout=170)
     assert (one.code, two.code) == (0, 0), two.err
     assert "batches=whole" in two.err
-    assert re.sub(r"0\.|\d\.\d+", "", two.out) == re.sub(r"0\.|\d\.\d+", "", one.out)  # sizes and counts to the last digit
+    assert re.sub(r"0\.|\d\.\d+", "", two.out) == re.sub(
+        r"0\.|\d\.\d+", "", one.out
+    )  # sizes and counts to the last digit
     assert numbers(two.out) == pytest.approx(numbers(one.out), abs=2e-4)
     assert two.left == []
 
 
 def test_an_unsupported_script_is_not_run(flatout, script):
     """The model mixes samples."""
-    script(CONTRASTS.replace("nn.Tanh()", "Mixing()").replace("torch.manual_seed(0)", """torch.manual_seed(0)
+    script(
+        CONTRASTS.replace("nn.Tanh()", "Mixing()").replace(
+            "torch.manual_seed(0)",
+            """torch.manual_seed(0)
 class Mixing(nn.Module):
     def forward(self, x):
-        return torch.tanh(x - x.roll(1, 0))"""))
+        return torch.tanh(x - x.roll(1, 0))""",
+        )
+    )
     done = flatout("run", "--procs", "2", "python", "train.py", timeout=170)
     assert done.code == 6
     assert "neither a mean nor a sum over samples" in done.err

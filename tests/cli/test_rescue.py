@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(120)
 
 # As in most scripts everything lives in a function, so it is gone before the process ends. Each step uses a
 # random number.
-PROGRAM = '''\
+PROGRAM = """\
 import hashlib, os, signal, sys
 import torch
 
@@ -51,9 +51,9 @@ def main(steps, at, number):
 if __name__ == "__main__":
     main(*map(int, sys.argv[1:]))
     print("done")
-'''
+"""
 
-BY_HAND = '''\
+BY_HAND = """\
 import os, resource, sys
 import torch
 torch.manual_seed(0)
@@ -75,7 +75,7 @@ def main(how):
             os.kill(os.getpid(), 9)
 
 main(sys.argv[1])
-'''
+"""
 
 
 def printed_losses(out):
@@ -110,7 +110,9 @@ def test_a_signal_waits_for_the_step_and_the_printed_lines_restore_the_state(ter
     cli, done = terminated
     space, lines = undisturbed
     assert done.code == -signal.SIGTERM
-    assert printed_losses(done.out) == printed_losses(lines)[:20], "the current step completes, and no other starts"
+    assert printed_losses(done.out) == printed_losses(lines)[:20], (
+        "the current step completes, and no other starts"
+    )
     assert done.said[-1].startswith("flatout: rescue: SIGTERM; step 20 is saved.")
     code = written(cli, "out")
     assert len(code.splitlines()) == 5
@@ -118,16 +120,22 @@ def test_a_signal_waits_for_the_step_and_the_printed_lines_restore_the_state(ter
     with contextlib.chdir(cli.folder):
         exec(code, {"net": net, "adam": adam, "decay": decay})
     assert space["digest"](net.state_dict()) == printed_losses(lines)[19][1]
-    assert torch.load(cli.folder / "out" / "net.pt")._metadata["1"] == {"version": 2}, "so that later versions of torch know how to read it"
+    assert torch.load(cli.folder / "out" / "net.pt")._metadata["1"] == {"version": 2}, (
+        "so that later versions of torch know how to read it"
+    )
     assert decay.last_epoch == 20
     with contextlib.redirect_stdout(io.StringIO()) as out:
         for step in range(21, 31):
             space["one"](net, adam, decay, step)
-    assert printed_losses(out.getvalue()) == printed_losses(lines)[20:30], "weights, optimizer and schedule are complete: training continues as if uninterrupted"
+    assert printed_losses(out.getvalue()) == printed_losses(lines)[20:30], (
+        "weights, optimizer and schedule are complete: training continues as if uninterrupted"
+    )
     from safetensors.torch import load_file
 
     flat = load_file(cli.folder / "out" / "net.safetensors")
-    assert {name: value.tolist() for name, value in flat.items()} == {name: value.tolist() for name, value in torch.load(cli.folder / "out" / "net.pt").items()}
+    assert {name: value.tolist() for name, value in flat.items()} == {
+        name: value.tolist() for name, value in torch.load(cli.folder / "out" / "net.pt").items()
+    }
 
 
 def test_the_list(terminated, tmp_path):
@@ -186,7 +194,9 @@ def test_without_an_optimizer(flatout, script):
     done = flatout("run", "--rescue", "python", "train.py", "leaves")
     assert done.code == 3
     written(flatout, "out")
-    total = sum(value.double().sum().item() for value in torch.load(flatout.folder / "out" / "model.pt").values()).hex()
+    total = sum(
+        value.double().sum().item() for value in torch.load(flatout.folder / "out" / "model.pt").values()
+    ).hex()
     assert ("30", total) in printed_losses(done.out)
     (kept,) = flatout.folder.glob(".flatout/*/rescue/step-00000030/manifest.json")
     shutil.move(kept.parents[2], kept.parents[3] / "other")
@@ -212,7 +222,10 @@ def test_checkpoints_of_an_earlier_run_stay(flatout, tmp_path):
 
     for steps in ((1, 900), (1, 40), (1, 50), (2, 3)):
         run(*steps)
-    assert [path.name for path in CheckpointFolder(tmp_path / "rescue").paths()] == ["step-00000003", "step-00000002"]
+    assert [path.name for path in CheckpointFolder(tmp_path / "rescue").paths()] == [
+        "step-00000003",
+        "step-00000002",
+    ]
     newest = [CheckpointFolder(folder).newest()[0].step for folder in earlier_runs(tmp_path / "rescue")]
     assert newest == [50, 900]
     listed = flatout.here("rescue", str(tmp_path))
@@ -230,12 +243,26 @@ def test_control_characters_from_files_do_not_reach_the_terminal(flatout, tmp_pa
     from flatout.state.values import pack
 
     with CheckpointFolder(tmp_path / "rescue") as saves:
-        saves.write("rescue", 1, {"": pack(torch, {})}, {"at": "\x1b[2J", "why": "\x1b]0;x\x07", "ran_s": "soon", "epoch": [], "inside": {},
-                                                         "holds": [7, {"name": "\x1b[31m", "values": "many"}]})
+        saves.write(
+            "rescue",
+            1,
+            {"": pack(torch, {})},
+            {
+                "at": "\x1b[2J",
+                "why": "\x1b]0;x\x07",
+                "ran_s": "soon",
+                "epoch": [],
+                "inside": {},
+                "holds": [7, {"name": "\x1b[31m", "values": "many"}],
+            },
+        )
     done = flatout.here("rescue", str(tmp_path))
     assert done.code == 0
     assert "\x1b" not in done.out
-    assert json.loads((tmp_path / "rescue" / "step-00000001" / "manifest.json").read_text())["metadata"]["at"] == "\x1b[2J"
+    assert (
+        json.loads((tmp_path / "rescue" / "step-00000001" / "manifest.json").read_text())["metadata"]["at"]
+        == "\x1b[2J"
+    )
 
 
 def test_the_help_names_it(flatout):

@@ -17,9 +17,11 @@ pytestmark = pytest.mark.timeout(120)
 
 def keys(flatout, *words, cwd=None):
     """The keys that a plan for this command must have."""
-    code = ("import json, sys\nfrom flatout.launch.command import understand\nfrom flatout.probe.machine import look\n"
-            "from flatout.tune.session import key_of, job_folder\n"
-            "cmd = understand(sys.argv[1:])\nprint(json.dumps([key_of(cmd, look()), str(job_folder(cmd).plan)]))")
+    code = (
+        "import json, sys\nfrom flatout.launch.command import understand\nfrom flatout.probe.machine import look\n"
+        "from flatout.tune.session import key_of, job_folder\n"
+        "cmd = understand(sys.argv[1:])\nprint(json.dumps([key_of(cmd, look()), str(job_folder(cmd).plan)]))"
+    )
     done = flatout(*words, python=[sys.executable, "-c", code], cwd=cwd)
     key, path = json.loads(done.out)
     return key, flatout.folder / path
@@ -39,13 +41,21 @@ def test_it_becomes_the_program(flatout, script):
     """The process number and the parent stay the same; there is no job, and nothing observes what the program
     imports or does.
     """
-    script("import os, sys\nentered = 'FLATOUT_JOB' in os.environ or 'flatout.capture.bootstrap' in sys.modules\n"
-           "print(os.getpid(), os.getppid(), entered, sys.argv)")
+    script(
+        "import os, sys\nentered = 'FLATOUT_JOB' in os.environ or 'flatout.capture.bootstrap' in sys.modules\n"
+        "print(os.getpid(), os.getppid(), entered, sys.argv)"
+    )
     process = flatout.start("run", "python", "train.py", "--lr", "0.1", "--help")
     done = flatout.finish(process)
-    assert done.out.split(maxsplit=2) == [str(process.pid), str(os.getpid()), "False ['train.py', '--lr', '0.1', '--help']\n"]
+    assert done.out.split(maxsplit=2) == [
+        str(process.pid),
+        str(os.getpid()),
+        "False ['train.py', '--lr', '0.1', '--help']\n",
+    ]
     assert done.said == [line for line in done.err.splitlines() if line]
-    assert done.said == ["flatout: no plan fits this command yet; running it as it is. To tune: flatout tune python train.py --lr 0.1 --help"]
+    assert done.said == [
+        "flatout: no plan fits this command yet; running it as it is. To tune: flatout tune python train.py --lr 0.1 --help"
+    ]
 
 
 DYING = """
@@ -90,7 +100,9 @@ def test_the_exit_code(flatout, script, code):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_signals_reach_the_program(flatout, script, number):
-    script(f"import signal, sys\nsignal.signal({int(number)}, lambda *a: sys.exit(40))\nprint('ready', flush=True)\nsignal.pause()")
+    script(
+        f"import signal, sys\nsignal.signal({int(number)}, lambda *a: sys.exit(40))\nprint('ready', flush=True)\nsignal.pause()"
+    )
     process = flatout.start("run", "python", "train.py")
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
@@ -111,10 +123,19 @@ def test_input_and_output_are_the_programs(flatout, script):
 
 
 def test_the_terminal_is_the_programs(flatout, script):
-    script("import sys, os\nprint([f.isatty() for f in (sys.stdin, sys.stdout, sys.stderr)], os.get_terminal_size().columns)")
+    script(
+        "import sys, os\nprint([f.isatty() for f in (sys.stdin, sys.stdout, sys.stderr)], os.get_terminal_size().columns)"
+    )
     outside, inside = pty.openpty()
-    process = subprocess.Popen([sys.executable, "-m", "flatout", "run", "python", "train.py"], cwd=flatout.folder, env=flatout.environment(),
-                               stdin=inside, stdout=inside, stderr=inside, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flatout", "run", "python", "train.py"],
+        cwd=flatout.folder,
+        env=flatout.environment(),
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
+        start_new_session=True,
+    )
     os.close(inside)
     seen = b""
     while True:
@@ -130,7 +151,10 @@ def test_the_terminal_is_the_programs(flatout, script):
     assert b"[True, True, True]" in seen
 
 
-@pytest.mark.parametrize("words", [("sh", "-c", "echo $0 $1", "a", "b"), ("python", "-c", "import sys; print(*sys.argv[1:])", "a", "b")])
+@pytest.mark.parametrize(
+    "words",
+    [("sh", "-c", "echo $0 $1", "a", "b"), ("python", "-c", "import sys; print(*sys.argv[1:])", "a", "b")],
+)
 def test_any_command(flatout, words):
     assert flatout("run", *words).out == "a b\n"
 
@@ -140,9 +164,16 @@ def test_a_script_alone(flatout, script):
     assert flatout("run", "train.py", "-x").out == "['-x']\n"
 
 
-@pytest.mark.parametrize(("words", "code", "says"), [
-    ((), 2, "no program was given"), (("missing.py",), 127, "no script 'missing.py'"), (("nonesuch", "x"), 127, "no program 'nonesuch'"),
-    (("--plan", "missing.toml", "python", "-c", "1"), 2, "no plan 'missing.toml'"), (("--budget", "soon", "python", "-c", "1"), 2, "is not a time")])
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ((), 2, "no program was given"),
+        (("missing.py",), 127, "no script 'missing.py'"),
+        (("nonesuch", "x"), 127, "no program 'nonesuch'"),
+        (("--plan", "missing.toml", "python", "-c", "1"), 2, "no plan 'missing.toml'"),
+        (("--budget", "soon", "python", "-c", "1"), 2, "is not a time"),
+    ],
+)
 def test_mistakes(flatout, words, code, says):
     done = flatout("run", *words)
     assert done.code == code
@@ -189,8 +220,15 @@ def test_of_two_plans_the_newer_one_counts(flatout, script):
     assert "malloc" in flatout("plan", "python", "train.py").out
 
 
-@pytest.mark.parametrize(("what", "says"), [("machine", "another machine ('Z80, 1 cores')"), ("versions", "other versions ('torch 0.1')"),
-                                           ("script", "the script has changed"), ("python", "another Python ('2.7')")])
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("machine", "another machine ('Z80, 1 cores')"),
+        ("versions", "other versions ('torch 0.1')"),
+        ("script", "the script has changed"),
+        ("python", "another Python ('2.7')"),
+    ],
+)
 def test_a_plan_for_another_machine_is_not_used_and_says_why(flatout, script, what, says):
     script("import os; print(os.environ.get('MALLOC_MMAP_THRESHOLD_'))")
     key, path = keys(flatout, "python", "train.py")
@@ -207,7 +245,9 @@ def test_a_plan_for_another_machine_is_not_used_and_says_why(flatout, script, wh
     assert "each lever is checked again here" in asked.said[0]
 
 
-@pytest.mark.parametrize("content", ["[levers", "\x00\x01", "schema = 9", "[levers]\nthreads = []", "x" * 300_000, "levers = 3"])
+@pytest.mark.parametrize(
+    "content", ["[levers", "\x00\x01", "schema = 9", "[levers]\nthreads = []", "x" * 300_000, "levers = 3"]
+)
 def test_a_broken_plan_never_stops_the_program(flatout, script, content):
     script("print('ran')")
     (flatout.folder / "flatout.toml").write_text(content)
@@ -234,7 +274,7 @@ def test_a_plan_that_is_no_file(flatout, script, path):
 
 # -- under a plan ---------------------------------------------------------------------------------------------------
 
-QUIET_TRAINING = '''
+QUIET_TRAINING = """
 import os, sys
 import torch
 print(os.getpid(), flush=True)
@@ -251,7 +291,7 @@ for _ in range(6):
 print(losses)
 print([group["fused"] for group in optimizer.param_groups])
 sys.exit(7)
-'''
+"""
 
 
 @pytest.fixture
@@ -280,17 +320,22 @@ def test_one_line_on_standard_error(train, flatout):
 
 
 def test_levers_act_and_others_are_named(train):
-    done = train('fused_optimizer = "fused"\nno_such_lever = true\nchannels_last = true\nloader = 3\nmalloc = "nosuchmalloc"\ntf32 = true')
+    done = train(
+        'fused_optimizer = "fused"\nno_such_lever = true\nchannels_last = true\nloader = 3\nmalloc = "nosuchmalloc"\ntf32 = true'
+    )
     assert done.code == 7
     assert "[True]" in done.out
     assert len(done.err.splitlines()) == 1
     line = done.err.splitlines()[0]
     applied, _, left = line.partition("; not applied: ")
     assert applied == "flatout: applied fused_optimizer=fused"
-    for part in ("no_such_lever (this version of flatout has no such lever; see `flatout levers`)",
-                 "channels_last (no module of the model is an nn.Conv2d or nn.ConvTranspose2d)",
-                 "loader=3 (it failed to start (TypeError: ", "malloc=nosuchmalloc (nosuchmalloc is not installed here)",
-                 "tf32 (no parameter of the program is on a CUDA device)"):
+    for part in (
+        "no_such_lever (this version of flatout has no such lever; see `flatout levers`)",
+        "channels_last (no module of the model is an nn.Conv2d or nn.ConvTranspose2d)",
+        "loader=3 (it failed to start (TypeError: ",
+        "malloc=nosuchmalloc (nosuchmalloc is not installed here)",
+        "tf32 (no parameter of the program is on a CUDA device)",
+    ):
         assert part in left
 
 
@@ -324,11 +369,15 @@ def test_python_options_that_disable_flatout(flatout, script, tmp_path, option):
     path = write_plan(tmp_path / "plan.toml", "gc_pause = true")
     done = flatout("run", "--plan", str(path), "python", option, "train.py")
     assert done.out == "ran\n"
-    assert done.said == [f"flatout: nothing can be applied: `python {option}` disables flatout; remove the option"]
+    assert done.said == [
+        f"flatout: nothing can be applied: `python {option}` disables flatout; remove the option"
+    ]
 
 
 def test_children_that_train_are_reached_and_only_one_reports(train):
-    done = train('fused_optimizer = "fused"', source=r'''
+    done = train(
+        'fused_optimizer = "fused"',
+        source=r"""
 import os
 import torch
 import torch.multiprocessing as mp
@@ -341,7 +390,8 @@ def work(rank):
     os.write(1, f"child {rank} {optimizer.param_groups[0]['fused']}\n".encode())
 if __name__ == "__main__":
     mp.spawn(work, nprocs=2)
-''')
+""",
+    )
     assert sorted(done.out.splitlines()) == ["child 0 True", "child 1 True"]
     assert done.err.splitlines() == ["flatout: applied fused_optimizer=fused"]
 
@@ -354,12 +404,18 @@ def test_nothing_is_left_in_the_temporary_folder(train, tmp_path):
 
 def test_checkpoints_of_the_program_are_the_plain_ones(train, flatout, tmp_path):
     """A model pickled whole under a plan loads where flatout is not installed."""
-    source = QUIET_TRAINING.replace("sys.exit(7)", "torch.save(model, 'whole.pt'); torch.save(optimizer.state_dict(), 'optimizer.pt')")
+    source = QUIET_TRAINING.replace(
+        "sys.exit(7)", "torch.save(model, 'whole.pt'); torch.save(optimizer.state_dict(), 'optimizer.pt')"
+    )
     done = train("gc_pause = true\nthreads = 1\n", source=source)
     assert done.code == 0
     assert re.match("flatout: applied ", done.err)
     for name in ("whole.pt", "optimizer.pt"):
         assert b"flatout" not in (flatout.folder / name).read_bytes()
-    read = flatout.plain("python", "-c", "import torch, sys; print(torch.load('whole.pt', weights_only=False)); assert 'flatout' not in sys.modules")
+    read = flatout.plain(
+        "python",
+        "-c",
+        "import torch, sys; print(torch.load('whole.pt', weights_only=False)); assert 'flatout' not in sys.modules",
+    )
     assert read.code == 0, read.err
     assert "Linear" in read.out

@@ -17,10 +17,16 @@ from flatout.measure.scaling import Workload, evenly, predict
 from flatout.plan.scale import NETWORKS, ScaleRecord, Timing
 
 # This works whether or not the list of commands has it.
-FLATOUT = [sys.executable, "-c", "from flatout.cli import main; main.COMMANDS.setdefault('scale', ''); main.main()"]
-HERE = {"PYTHONPATH": str(Path(package.__file__).parent.parent)}  # the checkout under test, wherever another one is installed
+FLATOUT = [
+    sys.executable,
+    "-c",
+    "from flatout.cli import main; main.COMMANDS.setdefault('scale', ''); main.main()",
+]
+HERE = {
+    "PYTHONPATH": str(Path(package.__file__).parent.parent)
+}  # the checkout under test, wherever another one is installed
 
-PROGRAM = '''\
+PROGRAM = """\
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -34,7 +40,7 @@ while True:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-'''
+"""
 
 
 @pytest.fixture
@@ -49,29 +55,75 @@ def profile(tmp_path):
 
 @pytest.mark.timeout(60)
 def test_from_a_profile(flatout, profile):
-    done = flatout("scale", "--gpus", "1..64", "--network", "ib-hdr", "--inside", "nvlink3", "--from", str(profile), python=FLATOUT, env=HERE)
+    done = flatout(
+        "scale",
+        "--gpus",
+        "1..64",
+        "--network",
+        "ib-hdr",
+        "--inside",
+        "nvlink3",
+        "--from",
+        str(profile),
+        python=FLATOUT,
+        env=HERE,
+    )
     assert done.code == 0, done.err
-    assert {path.name for path in profile.parent.iterdir() if path.is_file()} == {"profile.json", "scale.json", "scale.html"}
+    assert {path.name for path in profile.parent.iterdir() if path.is_file()} == {
+        "profile.json",
+        "scale.json",
+        "scale.html",
+    }
     assert not list(profile.parent.glob("trials/*"))  # nothing was run
     record = ScaleRecord.from_json(json.loads((profile.parent / "scale.json").read_text()))
     assert (record.status, record.scaling, record.overhead) == ("done", "weak", OVERHEAD)
-    assert record.timing == Timing(pytest.approx(3.5), pytest.approx(5.5), pytest.approx(0.5), pytest.approx(0.5), pytest.approx(32.0))
+    assert record.timing == Timing(
+        pytest.approx(3.5), pytest.approx(5.5), pytest.approx(0.5), pytest.approx(0.5), pytest.approx(32.0)
+    )
     assert record.line("ddp")[0].step_ms == pytest.approx(10.0)
-    work = Workload(record.timing, tuple(map(float, record.tensor_bytes)), 64_040_000.0, overhead=OVERHEAD, local_steps=16)
+    work = Workload(
+        record.timing, tuple(map(float, record.tensor_bytes)), 64_040_000.0, overhead=OVERHEAD, local_steps=16
+    )
     fabric = Fabric(NETWORKS["ib-hdr"], NETWORKS["nvlink3"], 8)
-    assert record.points == [predict(work, fabric, way, 2**power) for way in ("ddp", "fsdp", "hybrid", "local") for power in range(7)]
-    for words in ("Predicted, not measured", "32.0 samples", "devices cost 6.2%", "local SGD averages parameters every 16 steps", "FSDP on 64 devices: "):
+    assert record.points == [
+        predict(work, fabric, way, 2**power)
+        for way in ("ddp", "fsdp", "hybrid", "local")
+        for power in range(7)
+    ]
+    for words in (
+        "Predicted, not measured",
+        "32.0 samples",
+        "devices cost 6.2%",
+        "local SGD averages parameters every 16 steps",
+        "FSDP on 64 devices: ",
+    ):
         assert words in " ".join(done.out.split())
 
 
 def ask(profile, *words):
-    done = CliRunner().invoke(command, [*words, "--json", "--from", str(profile), "--job", str(profile.parent / "job")])
+    done = CliRunner().invoke(
+        command, [*words, "--json", "--from", str(profile), "--job", str(profile.parent / "job")]
+    )
     return ScaleRecord.from_json(json.loads(done.stdout)) if done.exception is None else done.exception
 
 
 def test_another_device_strong_scaling_and_given_figures(profile):
-    plain = ask(profile, "--gpus", "4", "--network", "bandwidth=1GB/s", "--strategies", "ddp", "--overhead", "0")
-    faster = ask(profile, "--gpus", "4", "--network", "bandwidth=1GB/s", "--strategies", "ddp", "--compute-scale", "50", "--overhead", "0")
+    plain = ask(
+        profile, "--gpus", "4", "--network", "bandwidth=1GB/s", "--strategies", "ddp", "--overhead", "0"
+    )
+    faster = ask(
+        profile,
+        "--gpus",
+        "4",
+        "--network",
+        "bandwidth=1GB/s",
+        "--strategies",
+        "ddp",
+        "--compute-scale",
+        "50",
+        "--overhead",
+        "0",
+    )
     assert faster.points[0].compute_ms == pytest.approx(9.5 / 50 + 0.5)  # the host's half millisecond stays
     assert faster.points[0].efficiency < plain.points[0].efficiency < 0.5
     assert any("50 times faster than measured on cuda" in note for note in faster.notes)
@@ -83,9 +135,22 @@ def test_another_device_strong_scaling_and_given_figures(profile):
     half = profile.with_name("half.json")
     other = healthy(device="cuda", step_ms=7.0, samples_per_s=16 / 0.007)
     half.write_text(json.dumps(other.to_json()))
-    two = ("--gpus", "2", "--network", "bandwidth=1000GB/s", "--strategies", "ddp", "--scaling", "strong", "--overhead", "0")
+    two = (
+        "--gpus",
+        "2",
+        "--network",
+        "bandwidth=1000GB/s",
+        "--strategies",
+        "ddp",
+        "--scaling",
+        "strong",
+        "--overhead",
+        "0",
+    )
     strong = ask(profile, *two, "--second", str(half))
-    assert strong.points[0].compute_ms == pytest.approx(0.95 * 7.0 + 0.5)  # the optimizer as with the whole batch
+    assert strong.points[0].compute_ms == pytest.approx(
+        0.95 * 7.0 + 0.5
+    )  # the optimizer as with the whole batch
     assert "another batch size" in str(ask(profile, *two, "--second", str(profile)))
     fixed = ask(profile, *two, "--fixed", "100%")
     assert fixed.points[0].efficiency == pytest.approx(0.5, rel=0.02)
@@ -102,9 +167,15 @@ def test_an_older_profile_has_only_the_sum(profile):
     assert found.points == [predict(work, Fabric(NETWORKS["nvlink4"]), "ddp", 8)]
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["--network", "nonesuch"], "ib-ndr"), (["--network", "nvlink4", "--inside", "nvlink4"], "joins the devices of one machine"),
-    (["--network", "ib-ndr", "--strategies", "tensor"], "ddp, fsdp, hybrid, local"), (["--network", "ib-ndr", "--gpus", "8..2"], "--gpus")])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--network", "nonesuch"], "ib-ndr"),
+        (["--network", "nvlink4", "--inside", "nvlink4"], "joins the devices of one machine"),
+        (["--network", "ib-ndr", "--strategies", "tensor"], "ddp, fsdp, hybrid, local"),
+        (["--network", "ib-ndr", "--gpus", "8..2"], "--gpus"),
+    ],
+)
 def test_invalid_arguments(profile, words, said):
     assert said in str(ask(profile, *words))
 
@@ -120,8 +191,24 @@ def test_a_profile_without_the_needed_figures(profile, change):
 def test_a_real_program(flatout):
     """Measured as it is and with half its batch."""
     (flatout.folder / "train.py").write_text(PROGRAM)
-    done = flatout("scale", "--gpus", "1,2,64", "--network", "ethernet-25g", "--scaling", "strong", "--strategies", "ddp", "--job", "job", "--json",
-                   "python", "train.py", python=FLATOUT, env=HERE)
+    done = flatout(
+        "scale",
+        "--gpus",
+        "1,2,64",
+        "--network",
+        "ethernet-25g",
+        "--scaling",
+        "strong",
+        "--strategies",
+        "ddp",
+        "--job",
+        "job",
+        "--json",
+        "python",
+        "train.py",
+        python=FLATOUT,
+        env=HERE,
+    )
     assert done.code == 0, done.err
     assert done.left == []
     record = ScaleRecord.from_json(json.loads(done.out))

@@ -47,13 +47,21 @@ def test_a_single_process_script_on_two_ranks_with_sharded_weights(flatout, scri
     assert two.out == one.out
     assert "sharding(over=node)" in two.err
     assert "each of the 2 ranks keeps a shard, as requested" in two.err
-    assert (flatout.folder / "held.txt").read_text() == "578 here\n"  # of 1139: half of each layer, and two of three rows of the head
+    assert (
+        flatout.folder / "held.txt"
+    ).read_text() == "578 here\n"  # of 1139: half of each layer, and two of three rows of the head
     again = torch.load(flatout.folder / "last.pt")
     assert list(again["model"]) == list(saved["model"])
-    assert all(torch.allclose(again["model"][name], value, atol=1e-5) for name, value in saved["model"].items())
+    assert all(
+        torch.allclose(again["model"][name], value, atol=1e-5) for name, value in saved["model"].items()
+    )
     assert again["optimizer"]["param_groups"] == saved["optimizer"]["param_groups"]
-    assert all(torch.allclose(again["optimizer"]["state"][at]["exp_avg_sq"], state["exp_avg_sq"], rtol=1e-3, atol=1e-9)
-               for at, state in saved["optimizer"]["state"].items())
+    assert all(
+        torch.allclose(
+            again["optimizer"]["state"][at]["exp_avg_sq"], state["exp_avg_sq"], rtol=1e-3, atol=1e-9
+        )
+        for at, state in saved["optimizer"]["state"].items()
+    )
     assert two.left == []
 
 
@@ -73,7 +81,11 @@ def test_when_weights_are_sharded(request, weights_gib, device, divides, says):
     """The choice compares the need of one process, four times its weights with Adam, with the memory of the
     GPU, or of the machine divided by the ranks.
     """
-    held = {"weights": int(weights_gib * GIB), "gradients": int(weights_gib * GIB), "optimizer state": int(2 * weights_gib * GIB)}
+    held = {
+        "weights": int(weights_gib * GIB),
+        "gradients": int(weights_gib * GIB),
+        "optimizer state": int(2 * weights_gib * GIB),
+    }
     facts = Facts(memory_bytes=32 * GIB, gpus=(Gpu("A100", 80 * GIB, (8, 0)), Gpu("H200", 140 * GIB, (9, 0))))
     found = verdict(request, held, device, facts, 2)
     assert found.divides is divides
@@ -82,7 +94,19 @@ def test_when_weights_are_sharded(request, weights_gib, device, divides, says):
 
 
 def test_running_out_of_memory_is_distinguished_from_other_failures():
-    assert ran_out(TrialRecord("failed", reason="torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", exit_code=1))
-    assert ran_out(TrialRecord("failed", log_tail="RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes", exit_code=1))
+    assert ran_out(
+        TrialRecord(
+            "failed",
+            reason="torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+            exit_code=1,
+        )
+    )
+    assert ran_out(
+        TrialRecord(
+            "failed",
+            log_tail="RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes",
+            exit_code=1,
+        )
+    )
     assert ran_out(TrialRecord("failed", exit_code=-9))
     assert not ran_out(TrialRecord("failed", reason="ValueError: shapes do not match", exit_code=1))

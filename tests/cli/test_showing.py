@@ -23,7 +23,18 @@ RECORDED = Path(__file__).parent.parent / "render" / "session.json"
 def test_help_names_every_command(flatout, word):
     done = flatout(word)
     assert done.code == 0
-    for command in ("tune", "run", "profile", "check", "explain", "doctor", "trial", "plan", "report", "levers"):
+    for command in (
+        "tune",
+        "run",
+        "profile",
+        "check",
+        "explain",
+        "doctor",
+        "trial",
+        "plan",
+        "report",
+        "levers",
+    ):
         assert f"\n  {command} " in done.out
         helped = flatout.here(command, word)
         assert helped.code == 0
@@ -34,7 +45,19 @@ def test_version(flatout):
     assert flatout("--version").out == f"flatout, version {package.__version__}\n"
 
 
-@pytest.mark.parametrize("words", ["nonesuch", "tun python", "levers nonesuch", "levers a b", "plan --nonesuch", "report nonesuch", "report", "levers --why"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "nonesuch",
+        "tun python",
+        "levers nonesuch",
+        "levers a b",
+        "plan --nonesuch",
+        "report nonesuch",
+        "report",
+        "levers --why",
+    ],
+)
 def test_mistakes_exit_with_two_and_a_message(flatout, words):
     done = flatout.here(*words.split())
     assert done.code in (2, 127)
@@ -93,7 +116,8 @@ def test_the_template_is_a_plan(flatout):
 
 def test_a_plan_is_shown_with_its_code_and_evidence(flatout):
     (flatout.folder / "flatout.toml").write_text(
-        '[levers.channels_last]\nvalue = true\norigin = "tuner"\nevidence = "alone 1.30x (1.20-1.40, n=6)"\n[levers.of_tomorrow]\nvalue = 3\n')
+        '[levers.channels_last]\nvalue = true\norigin = "tuner"\nevidence = "alone 1.30x (1.20-1.40, n=6)"\n[levers.of_tomorrow]\nvalue = 3\n'
+    )
     for done in (flatout.here("plan"), flatout.here("plan", "--plan", "flatout.toml")):
         assert done.code == 0, done.err
         assert "channels_last" in done.out
@@ -137,9 +161,21 @@ def test_the_report_is_written_again(flatout, job, named):
     assert (job / "report.html").read_text().startswith("<!doctype html>")
 
 
-@pytest.mark.parametrize("content", [
-    b"", b"{", b"[]", b'{"schema": 99}', b'{"schema": 1}', b'{"schema": 1, "command": [], "cwd": "", "key": {}, "levers": [5]}',
-    b'{"schema": 1, "command": [], "cwd": "", "key": {}, "best": 5}', b'{"schema": 1, "command": 3, "cwd": 4, "key": 5}', b"[" * 100_000, b"\x80"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"schema": 99}',
+        b'{"schema": 1}',
+        b'{"schema": 1, "command": [], "cwd": "", "key": {}, "levers": [5]}',
+        b'{"schema": 1, "command": [], "cwd": "", "key": {}, "best": 5}',
+        b'{"schema": 1, "command": 3, "cwd": 4, "key": 5}',
+        b"[" * 100_000,
+        b"\x80",
+    ],
+)
 def test_a_broken_session_is_reported(flatout, job, content):
     (job / "session.json").write_bytes(content)
     done = flatout.here("report", str(job))

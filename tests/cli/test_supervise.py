@@ -14,7 +14,7 @@ from processes import alive, until
 
 # The program saves and resumes by itself. FAULTS gives one fault per start, "kind@step"; a file counts the
 # starts.
-TRAINS = '''
+TRAINS = """
 import ctypes, hashlib, os, signal, sys, time
 import torch
 torch.manual_seed(0)
@@ -52,7 +52,7 @@ for step in range(begin, 60):
         torch.save({"model": model.state_dict(), "speed": speed, "step": step + 1, "random": torch.get_rng_state()}, "last.new")
         os.replace("last.new", "last.pt")
 print(hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest())
-'''
+"""
 
 
 def incidents(flatout):
@@ -71,18 +71,37 @@ def test_a_run_that_dies_and_hangs_ends_with_the_bits_of_the_undisturbed_run(fla
     plain = flatout.plain("python", "train.py")
     for name in ("last.pt", "starts"):
         (flatout.folder / name).unlink()
-    done = supervise(flatout, "python", "train.py", options=["--hang-after", "3s"], env={"FAULTS": "SIGKILL@13 locks@27 SIGSTOP@42"})
+    done = supervise(
+        flatout,
+        "python",
+        "train.py",
+        options=["--hang-after", "3s"],
+        env={"FAULTS": "SIGKILL@13 locks@27 SIGSTOP@42"},
+    )
     assert (done.code, done.out) == (0, plain.out), done.err
     said = "\n".join(done.said)
     assert "`python train.py` was killed by SIGKILL after step 12." in said
-    assert re.search(r"process \d+ has finished no step for \d s \(after step 16, in a step; its limit is \d s\)\. "
-                     r"It waits .*: train.py, line 22, in strike", said), said
+    assert re.search(
+        r"process \d+ has finished no step for \d s \(after step 16, in a step; its limit is \d s\)\. "
+        r"It waits .*: train.py, line 22, in strike",
+        said,
+    ), said
     assert re.search(r"process \d+ was stopped \(SIGSTOP\) for \d s; it was continued", said), said
     assert "restarted (2 of at most 20): its newest checkpoint is of step 20." in said
-    assert re.search(r"flatout: 60 steps in \d+ s, 2 restarts; \d+% of the time went into steps that were kept; the incidents are in /", said), said
+    assert re.search(
+        r"flatout: 60 steps in \d+ s, 2 restarts; \d+% of the time went into steps that were kept; the incidents are in /",
+        said,
+    ), said
     lines = incidents(flatout)
-    assert [(line["kind"], line["attempt"], line["exit_code"]) for line in lines] == [("signal", 1, 137), ("hung", 2, 8), ("stopped", 3, None)]
-    assert [line["kept"] for line in lines] in ([10, 20, 40], [10, 20, 50])  # training continues while that is written
+    assert [(line["kind"], line["attempt"], line["exit_code"]) for line in lines] == [
+        ("signal", 1, 137),
+        ("hung", 2, 8),
+        ("stopped", 3, None),
+    ]
+    assert [line["kept"] for line in lines] in (
+        [10, 20, 40],
+        [10, 20, 50],
+    )  # training continues while that is written
     for line in lines[:2]:
         assert line["followed_by"] == "restart"
         assert line["start_s"] > 0
@@ -92,7 +111,7 @@ def test_a_run_that_dies_and_hangs_ends_with_the_bits_of_the_undisturbed_run(fla
     assert oct(next(flatout.folder.glob(".flatout/*/incidents.jsonl")).stat().st_mode)[-3:] == "600"
 
 
-WORKERS = '''
+WORKERS = """
 import os, sys, time
 import torch
 class Data(torch.utils.data.Dataset):
@@ -109,7 +128,7 @@ class Data(torch.utils.data.Dataset):
 w = torch.zeros(4, requires_grad=True)
 for batch in torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=2):
     (batch @ w - 1).square().mean().backward()
-'''
+"""
 
 
 def test_a_stalled_loader_worker_is_named(flatout, script):
@@ -117,14 +136,20 @@ def test_a_stalled_loader_worker_is_named(flatout, script):
     done = supervise(flatout, "python", "train.py", options=["--hang-after", "3s", "--restarts", "0"])
     said = "\n".join(done.said)
     assert done.code == 8, done.err
-    assert re.search(r"loader worker 0 \(process \d+\) of process \d+ was stopped \(SIGSTOP\) for \d s; it was continued", said), said
-    assert re.search(r"loader worker 0 \(process \d+\) of process \d+ has returned no batch for \d s \(after step 3\d, waiting for data; its limit is \d s\)\. "
-                     r"The worker runs: train.py, line 1[23], in __getitem__", said), said
+    assert re.search(
+        r"loader worker 0 \(process \d+\) of process \d+ was stopped \(SIGSTOP\) for \d s; it was continued",
+        said,
+    ), said
+    assert re.search(
+        r"loader worker 0 \(process \d+\) of process \d+ has returned no batch for \d s \(after step 3\d, waiting for data; its limit is \d s\)\. "
+        r"The worker runs: train.py, line 1[23], in __getitem__",
+        said,
+    ), said
     assert "not restarted: no restarts are allowed (--restarts 0)." in said
 
 
 # Two processes that wait for each other as ranks do, with one import of torch.
-TWO = '''
+TWO = """
 import os, socket
 import torch
 ours, theirs = socket.socketpair()
@@ -142,7 +167,7 @@ for step in range(1000):
     (w - 1).square().sum().backward()
     line.send(b"x")
     assert line.recv(1)
-'''
+"""
 
 
 def test_the_process_that_blocks_the_waiting_ranks_is_named(flatout, script):
@@ -150,12 +175,15 @@ def test_the_process_that_blocks_the_waiting_ranks_is_named(flatout, script):
     done = supervise(flatout, "python", "train.py", options=["--hang-after", "3s", "--restarts", "0"])
     said = "\n".join(done.said)
     assert done.code == 8, done.err
-    assert re.search(r"\(rank 1\) has finished no step for \d s \(after step \d+, in a step; its limit is \d s\); 1 other waits for it\. "
-                     r"It runs: train.py, line 1[45], in <module>", said), said
+    assert re.search(
+        r"\(rank 1\) has finished no step for \d s \(after step \d+, in a step; its limit is \d s\); 1 other waits for it\. "
+        r"It runs: train.py, line 1[45], in <module>",
+        said,
+    ), said
     assert incidents(flatout)[0]["rank"] == 1
 
 
-RANKS = '''
+RANKS = """
 import hashlib, os, signal
 import torch
 import flatout
@@ -177,7 +205,7 @@ def trained(**more):
 again, plain = trained(checkpoint_dir="saves", save_every=1), trained()
 if rank == 0:
     print("the same" if again == plain else "other bits")
-'''
+"""
 
 
 def test_a_rank_killed_under_torchrun_resumes_with_the_same_bits(flatout, script):
@@ -190,8 +218,10 @@ def test_a_rank_killed_under_torchrun_resumes_with_the_same_bits(flatout, script
 
 
 def test_a_nan_loss_ends_the_program_on_request(flatout, script):
-    script("import torch\nw = torch.ones(4, requires_grad=True)\nfor step in range(50):\n    loss = (w.sum() - 20 * step).log()\n    loss.backward()\n"
-           "    print(step, flush=True)\n")
+    script(
+        "import torch\nw = torch.ones(4, requires_grad=True)\nfor step in range(50):\n    loss = (w.sum() - 20 * step).log()\n    loss.backward()\n"
+        "    print(step, flush=True)\n"
+    )
     done = supervise(flatout, "python", "train.py", options=["--on-nan", "stop"])
     assert (done.code, done.out) == (9, "0\n"), done.err
     assert "the loss of step 2 was NaN or infinite, so --on-nan stop ended the program." in done.err
@@ -210,11 +240,18 @@ def test_repeated_identical_crashes_end_it_with_the_reason(flatout, script):
     assert len([line for line in done.said if "incidents.jsonl cannot be written (" in line]) == 1, done.err
 
 
-@pytest.mark.parametrize(("source", "code", "why"), [
-    ("import sys\nsys.exit(3)", 3, "it failed before its first step and would fail again"),
-    ("raise ValueError('no')", 1, "it failed before its first step and would fail again"),
-    ("raise MemoryError('cannot allocate memory')", 1, "before its first step and would fail again|would run out of memory at the same place"),
-])
+@pytest.mark.parametrize(
+    ("source", "code", "why"),
+    [
+        ("import sys\nsys.exit(3)", 3, "it failed before its first step and would fail again"),
+        ("raise ValueError('no')", 1, "it failed before its first step and would fail again"),
+        (
+            "raise MemoryError('cannot allocate memory')",
+            1,
+            "before its first step and would fail again|would run out of memory at the same place",
+        ),
+    ],
+)
 def test_a_failure_that_would_repeat_is_not_restarted(flatout, script, source, code, why):
     script(f"open('starts', 'a').write('x')\n{source}\n")
     done = supervise(flatout, "python", "train.py")
@@ -223,7 +260,9 @@ def test_a_failure_that_would_repeat_is_not_restarted(flatout, script, source, c
 
 
 def test_input_output_and_exit_code_are_the_programs_own(flatout, script):
-    script("import sys\nsys.stdout.write('x' * 20_000_000)\nsys.stdout.write(sys.stdin.read())\nsys.stderr.write('its own words\\n')\n")
+    script(
+        "import sys\nsys.stdout.write('x' * 20_000_000)\nsys.stdout.write(sys.stdin.read())\nsys.stderr.write('its own words\\n')\n"
+    )
     done = supervise(flatout, "python", "train.py", stdin="typed")
     assert (done.code, len(done.out), done.out[-6:]) == (0, 20_000_005, "xtyped")
     assert "its own words" in done.err
@@ -231,7 +270,7 @@ def test_input_output_and_exit_code_are_the_programs_own(flatout, script):
     assert not (flatout.folder / ".flatout").exists()
 
 
-HANDLES = '''
+HANDLES = """
 import os, signal, sys, time
 how, heard = sys.argv[1], []
 def hear(number, frame):
@@ -247,16 +286,27 @@ while True:
     if heard and how == "saves":
         time.sleep(0.3)  # a second signal of the same press comes meanwhile
         sys.exit(128 + heard[0])
-'''
+"""
 
 
-@pytest.mark.parametrize(("how", "sent", "code", "observed", "said"), [
-    ("saves", ["SIGTERM", "SIGTERM"], 143, "SIGTERM ", None),
-    ("saves", ["SIGUSR1"], 138, "SIGUSR1 ", None),
-    ("plain", ["SIGHUP"], -1, None, None),
-    ("ignores", ["SIGTERM"], -15, "SIGTERM ", "did not exit within 1 s of SIGTERM and was killed. Increase --grace"),
-])
-def test_signals_reach_the_program_once_and_it_gets_time_to_end(flatout, script, how, sent, code, observed, said):
+@pytest.mark.parametrize(
+    ("how", "sent", "code", "observed", "said"),
+    [
+        ("saves", ["SIGTERM", "SIGTERM"], 143, "SIGTERM ", None),
+        ("saves", ["SIGUSR1"], 138, "SIGUSR1 ", None),
+        ("plain", ["SIGHUP"], -1, None, None),
+        (
+            "ignores",
+            ["SIGTERM"],
+            -15,
+            "SIGTERM ",
+            "did not exit within 1 s of SIGTERM and was killed. Increase --grace",
+        ),
+    ],
+)
+def test_signals_reach_the_program_once_and_it_gets_time_to_end(
+    flatout, script, how, sent, code, observed, said
+):
     script(HANDLES)
     process = flatout.start("run", "--supervise", "--grace", "1s", "python", "train.py", how)
     until((flatout.folder / "ready").exists)
@@ -272,21 +322,35 @@ def test_signals_reach_the_program_once_and_it_gets_time_to_end(flatout, script,
 
 
 def test_nothing_outlives_a_supervisor_that_is_killed(flatout, script):
-    script("import os, subprocess, sys, time\nchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
-           "open('pids.new', 'w').write(f'{os.getpid()} {child.pid}')\nos.rename('pids.new', 'pids')\ntime.sleep(600)\n")
+    script(
+        "import os, subprocess, sys, time\nchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        "open('pids.new', 'w').write(f'{os.getpid()} {child.pid}')\nos.rename('pids.new', 'pids')\ntime.sleep(600)\n"
+    )
     process = flatout.start("run", "--supervise", "python", "train.py")
-    pids = [int(word) for word in until(lambda: (flatout.folder / "pids").exists() and (flatout.folder / "pids").read_text()).split()]
-    folder = next(word.partition("=")[2] for word in Path(f"/proc/{pids[0]}/environ").read_bytes().decode().split("\0") if word.startswith("FLATOUT_HEARTBEAT="))
+    pids = [
+        int(word)
+        for word in until(
+            lambda: (flatout.folder / "pids").exists() and (flatout.folder / "pids").read_text()
+        ).split()
+    ]
+    folder = next(
+        word.partition("=")[2]
+        for word in Path(f"/proc/{pids[0]}/environ").read_bytes().decode().split("\0")
+        if word.startswith("FLATOUT_HEARTBEAT=")
+    )
     process.kill()
     until(lambda: not any(map(alive, pids)) and not os.path.exists(folder), 3.0)
     process.communicate()
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["--grace", "5s"], "--grace works only with a supervised program. Add --supervise."),
-    (["--supervise", "--nodes", "2"], "--nodes starts them by an agent on each node"),
-    (["--supervise", "--restarts", "-1"], "Give 0 or a positive number"),
-])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--grace", "5s"], "--grace works only with a supervised program. Add --supervise."),
+        (["--supervise", "--nodes", "2"], "--nodes starts them by an agent on each node"),
+        (["--supervise", "--restarts", "-1"], "Give 0 or a positive number"),
+    ],
+)
 def test_invalid_options(flatout, script, words, said):
     script("pass")
     done = flatout.here("run", *words, "python", "train.py")

@@ -26,7 +26,16 @@ def tuned(flatout_in, tmp_path_factory, tiny):
     """One session of 25 seconds, shared by every test of this file."""
     cli = flatout_in(tmp_path_factory.mktemp("tuned"))
     (cli.folder / "train.py").write_text(WITH_ANOMALY + tiny)
-    done = cli("tune", "--budget", "25s", "--levers", "debug_off,gc_pause,fused_optimizer", "python", "train.py", timeout=200)
+    done = cli(
+        "tune",
+        "--budget",
+        "25s",
+        "--levers",
+        "debug_off,gc_pause,fused_optimizer",
+        "python",
+        "train.py",
+        timeout=200,
+    )
     return cli, done, next((cli.folder / ".flatout").glob("*/"))
 
 
@@ -46,11 +55,15 @@ def test_its_files(tuned):
     cli, _, job = tuned
     assert {path.name for path in cli.folder.iterdir()} == {"train.py", "flatout.toml", ".flatout"}
     assert {path.name for path in job.iterdir()} == {"session.json", "flatout.toml", "report.html", "trials"}
-    assert (cli.folder / ".flatout" / ".gitignore").read_text() == "*\n"  # so that records of runs are not committed by accident
+    assert (
+        cli.folder / ".flatout" / ".gitignore"
+    ).read_text() == "*\n"  # so that records of runs are not committed by accident
     assert job.stat().st_mode & 0o777 == 0o700
     assert (cli.folder / "train.py").read_text().startswith(WITH_ANOMALY)
     for trial in (job / "trials").iterdir():
-        assert {"spec.json", "result.json", "stdout.log", "stderr.log"} <= {path.name for path in trial.iterdir()} | {"result.json"}
+        assert {"spec.json", "result.json", "stdout.log", "stderr.log"} <= {
+            path.name for path in trial.iterdir()
+        } | {"result.json"}
         assert not (trial / "saved").exists()
 
 
@@ -87,7 +100,9 @@ def test_every_lever_ended_with_a_reason_or_a_ratio(session):
             assert 0 < lever["low"] <= lever["ratio"] <= lever["high"]
             assert lever["n"] >= 1
     not_asked = {lever["name"]: lever["reason"] for lever in session["levers"] if lever["name"] == "threads"}
-    assert "not among the requested levers" in not_asked["threads"] or "OMP_NUM_THREADS" in not_asked["threads"]
+    assert (
+        "not among the requested levers" in not_asked["threads"] or "OMP_NUM_THREADS" in not_asked["threads"]
+    )
 
 
 def test_the_parts_agree(tuned, session):
@@ -97,8 +112,12 @@ def test_the_parts_agree(tuned, session):
     cli, done, job = tuned
     plan = Plan.from_toml((job / "flatout.toml").read_text())
     assert (cli.folder / "flatout.toml").read_text() == (job / "flatout.toml").read_text()
-    assert {choice.name for choice in plan} == {lever["name"] for lever in session["levers"] if lever["status"] == "applied"}
-    assert {choice["name"] for choice in session["best"]["plan"].get("choices", ())} == {choice.name for choice in plan}
+    assert {choice.name for choice in plan} == {
+        lever["name"] for lever in session["levers"] if lever["status"] == "applied"
+    }
+    assert {choice["name"] for choice in session["best"]["plan"].get("choices", ())} == {
+        choice.name for choice in plan
+    }
     assert (session["speedup"] is not None) == (len(plan) > 0)
     if session["speedup"]:
         assert session["speedup"]["low"] > 1.0
@@ -106,7 +125,9 @@ def test_the_parts_agree(tuned, session):
         assert session["payback_steps"] is not None
     assert dict(plan.made_for) == session["key"]
     assert all(choice.evidence for choice in plan)
-    assert session["message"].split("x")[0] in done.out or "plain" in session["message"] or session["undecided"]
+    assert (
+        session["message"].split("x")[0] in done.out or "plain" in session["message"] or session["undecided"]
+    )
 
 
 def test_the_report_is_one_self_contained_file(tuned):
@@ -170,14 +191,26 @@ def test_interrupted_and_continued(flatout, script, by_hand):
     assert after["status"] == "done"
     assert after["created"] == kept["created"]
     earlier = [block for block in after["blocks"] if block["host"]]
-    assert [(block["on"], block["ms"]) for block in earlier] == [(block["on"], block["ms"]) for block in kept["blocks"]]
+    assert [(block["on"], block["ms"]) for block in earlier] == [
+        (block["on"], block["ms"]) for block in kept["blocks"]
+    ]
     assert len(after["blocks"]) > len(earlier)
     assert not (flatout.folder / "flatout.toml").exists()
 
 
 def test_half_precision_is_left_out_where_it_was_not_asked_for(flatout, script, tiny):
     script(tiny)
-    words = ("--effects", "exact,rounding", "--levers", "autocast,reduced_precision", "--budget", "10s", "--no-write", "python", "train.py")
+    words = (
+        "--effects",
+        "exact,rounding",
+        "--levers",
+        "autocast,reduced_precision",
+        "--budget",
+        "10s",
+        "--no-write",
+        "python",
+        "train.py",
+    )
     done = flatout("tune", *words, timeout=200)
     assert done.code == 0, done.err
     session = json.loads(next((flatout.folder / ".flatout").glob("*/session.json")).read_text())

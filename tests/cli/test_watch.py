@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.timeout(120)
 
-PROGRAM = '''\
+PROGRAM = """\
 import time
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -27,7 +27,7 @@ for epoch in range(EPOCHS):
         loss.backward()
         optimizer.step()
     print(epoch, loss.item().hex())
-'''
+"""
 
 
 def test_a_file_gets_one_line_at_the_end_and_the_output_stays(flatout, script):
@@ -35,8 +35,10 @@ def test_a_file_gets_one_line_at_the_end_and_the_output_stays(flatout, script):
     watched, plain = flatout("run", "--watch", "python", "train.py"), flatout.plain("python", "train.py")
     assert (watched.code, watched.out) == (0, plain.out)
     (summary,) = [line for line in watched.said if "samples/s" in line]
-    steps, rate, samples = (float(re.search(pattern, summary)[1].replace(",", ""))
-                            for pattern in (r"([\d,]+) steps in", r"([\d.,]+) steps/s", r"([\d.,]+) samples/s"))
+    steps, rate, samples = (
+        float(re.search(pattern, summary)[1].replace(",", ""))
+        for pattern in (r"([\d,]+) steps in", r"([\d.,]+) steps/s", r"([\d.,]+) samples/s")
+    )
     assert 500 < steps <= 512
     assert samples == pytest.approx(16 * rate, rel=0.02)
     assert re.search(r"waits for data \d+ %", summary)
@@ -45,15 +47,24 @@ def test_a_file_gets_one_line_at_the_end_and_the_output_stays(flatout, script):
 
 def test_a_terminal_has_a_row_of_its_own_and_gets_it_back(flatout, script):
     """The program's output is complete; the live row is written between saving and restoring the cursor."""
-    script(PROGRAM.replace("EPOCHS", "15") + "    time.sleep(0.2)\n")  # 3 s: long enough to show the row on any machine
+    script(
+        PROGRAM.replace("EPOCHS", "15") + "    time.sleep(0.2)\n"
+    )  # 3 s: long enough to show the row on any machine
     outside, inside = pty.openpty()
     import fcntl
     import struct
     import termios
 
     fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-    process = subprocess.Popen([sys.executable, "-m", "flatout", "run", "--watch", "python", "train.py"], cwd=flatout.folder, stdin=subprocess.DEVNULL,
-                               env=flatout.environment({"TERM": "xterm"}), stdout=subprocess.PIPE, stderr=inside, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flatout", "run", "--watch", "python", "train.py"],
+        cwd=flatout.folder,
+        stdin=subprocess.DEVNULL,
+        env=flatout.environment({"TERM": "xterm"}),
+        stdout=subprocess.PIPE,
+        stderr=inside,
+        text=True,
+    )
     os.close(inside)
     seen = b""
     while True:
@@ -72,5 +83,7 @@ def test_a_terminal_has_a_row_of_its_own_and_gets_it_back(flatout, script):
     assert rows, seen
     assert all(b"steps/s" in row or b"no step" in row for row in rows)
     assert max(map(len, rows)) < 100
-    assert seen.index(b"\x1b[1;23r") < seen.rindex(b"\x1b[r"), "only the rows above scroll, and at the end all rows scroll again"
+    assert seen.index(b"\x1b[1;23r") < seen.rindex(b"\x1b[r"), (
+        "only the rows above scroll, and at the end all rows scroll again"
+    )
     assert b"steps in" in seen.rpartition(b"\x1b[r")[2]

@@ -48,9 +48,22 @@ def test_it_is_a_choice_of_this_run(flatout):
     """
     (flatout.folder / "plan.toml").write_text("schema = 1\n[levers]\ngc_pause = true\nthreads = 2\n")
     shown = "import json, os; print([(c['name'], c['value'], c['origin']) for c in json.load(open(os.environ['FLATOUT_JOB']))['plan']['choices']])"
-    done = flatout("run", "--plan", "plan.toml", "--with", "comm_compression=bf16", "--with", "threads=1", "python", "-c", shown)
+    done = flatout(
+        "run",
+        "--plan",
+        "plan.toml",
+        "--with",
+        "comm_compression=bf16",
+        "--with",
+        "threads=1",
+        "python",
+        "-c",
+        shown,
+    )
     assert done.code == 0, done.err
-    assert done.out.splitlines() == ["[('gc_pause', True, 'file'), ('comm_compression', 'bf16', 'user'), ('threads', 1, 'user')]"]
+    assert done.out.splitlines() == [
+        "[('gc_pause', True, 'file'), ('comm_compression', 'bf16', 'user'), ('threads', 1, 'user')]"
+    ]
 
 
 def test_by_name_with_ranks(flatout, script):
@@ -58,8 +71,23 @@ def test_by_name_with_ranks(flatout, script):
     that loses the others.
     """
     script(LEARNS)
-    words = ["run", "--procs", "2", "--with", 'data_parallel={reduction = "mean"}', "--with", "comm_compression", "--with", "local_sgd={every = 4}",
-             "--with", "fused_optimizer", "--with", "loader", "python", "train.py"]
+    words = [
+        "run",
+        "--procs",
+        "2",
+        "--with",
+        'data_parallel={reduction = "mean"}',
+        "--with",
+        "comm_compression",
+        "--with",
+        "local_sgd={every = 4}",
+        "--with",
+        "fused_optimizer",
+        "--with",
+        "loader",
+        "python",
+        "train.py",
+    ]
     ranks = flatout(*words)
     assert ranks.code == 0, ranks.err
     assert "rehearsing" not in ranks.err
@@ -75,23 +103,41 @@ def test_by_name_with_ranks(flatout, script):
     assert lost.left == []
 
 
-@pytest.mark.parametrize(("text", "value"), [
-    ("autocast", True), ("comm_compression=bf16", "bf16"), ('comm_compression="bf16"', "bf16"), ("threads=2", 2), ("memory_budget=0.5", 0.5),
-    ("local_sgd={every=8}", {"every": 8}), ('comm_compression={kind = "powersgd", rank = 1}', {"kind": "powersgd", "rank": 1}), ("gc_pause = true", True),
-    ("compile=max-autotune-no-cudagraphs", "max-autotune-no-cudagraphs"),
-])
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("autocast", True),
+        ("comm_compression=bf16", "bf16"),
+        ('comm_compression="bf16"', "bf16"),
+        ("threads=2", 2),
+        ("memory_budget=0.5", 0.5),
+        ("local_sgd={every=8}", {"every": 8}),
+        ('comm_compression={kind = "powersgd", rank = 1}', {"kind": "powersgd", "rank": 1}),
+        ("gc_pause = true", True),
+        ("compile=max-autotune-no-cudagraphs", "max-autotune-no-cudagraphs"),
+    ],
+)
 def test_texts_that_name_a_lever(text, value):
     choice = LeverByName().convert(text, None, None)
     assert (choice.value, choice.origin) == (value, Origin.USER)
     assert LeverByName().convert(as_option(choice), None, None) == choice
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("autocats", "no lever 'autocats'; did you mean autocast?"), ("=3", "no lever ''"), ("nothing_like_it=3", "`flatout levers` lists them"),
-    ("threads=", "not a value for threads"), ("threads=[1, 2]", "not a value for threads"), ("threads=2\nother=1", "not a value for threads"),
-    ("local_sgd={every=0}", "every must be a whole number of steps from 1, not 0"), ("comm_compression=bf17", "powersgd"), ("gradient_buckets=-1", "MiB"),
-    ("data_parallel={reduction='product'}", "reduction must be one of mean, sum"),
-])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("autocats", "no lever 'autocats'; did you mean autocast?"),
+        ("=3", "no lever ''"),
+        ("nothing_like_it=3", "`flatout levers` lists them"),
+        ("threads=", "not a value for threads"),
+        ("threads=[1, 2]", "not a value for threads"),
+        ("threads=2\nother=1", "not a value for threads"),
+        ("local_sgd={every=0}", "every must be a whole number of steps from 1, not 0"),
+        ("comm_compression=bf17", "powersgd"),
+        ("gradient_buckets=-1", "MiB"),
+        ("data_parallel={reduction='product'}", "reduction must be one of mean, sum"),
+    ],
+)
 def test_texts_that_name_no_lever(text, says):
     with pytest.raises(BadParameter, match=re.escape(says)):
         LeverByName().convert(text, None, None)

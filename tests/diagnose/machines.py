@@ -55,19 +55,29 @@ NVCC = "nvcc: NVIDIA (R) Cuda compiler driver\nCuda compilation tools, release 1
 ENVIRON = "/opt/venv/lib/python3.12/site-packages"
 
 FILES: dict[str, str | None] = {
-    "/proc/meminfo": MEMINFO, "/proc/loadavg": "0.42 0.30 0.25 2/812 4711\n", "/proc/self/limits": LIMITS, "/proc/self/status": STATUS,
+    "/proc/meminfo": MEMINFO,
+    "/proc/loadavg": "0.42 0.30 0.25 2/812 4711\n",
+    "/proc/self/limits": LIMITS,
+    "/proc/self/status": STATUS,
     "/proc/swaps": "Filename\t\t\t\tType\t\tSize\t\tUsed\t\tPriority\n/swapfile                               file\t\t8388604\t\t0\t\t-2\n",
     "/proc/version": "Linux version 6.8.0-45-generic (buildd@lcy02-amd64-115) (x86_64-linux-gnu-gcc-13) #45-Ubuntu SMP PREEMPT_DYNAMIC\n",
-    "/proc/sys/vm/overcommit_memory": "0\n", "/proc/cpuinfo": CPUINFO, "/proc/self/mountinfo": MOUNTINFO,
+    "/proc/sys/vm/overcommit_memory": "0\n",
+    "/proc/cpuinfo": CPUINFO,
+    "/proc/self/mountinfo": MOUNTINFO,
     "/proc/self/cgroup": "0::/user.slice/session-2.scope\n",
-    "/sys/fs/cgroup/cgroup.controllers": "cpuset cpu io memory hugetlb pids rdma misc\n", "/sys/fs/cgroup/user.slice/session-2.scope/memory.max": "max\n",
-    "/sys/fs/cgroup/user.slice/session-2.scope/cpu.max": "max 100000\n", "/etc/os-release": 'PRETTY_NAME="Ubuntu 24.04.1 LTS"\nID=ubuntu\n',
-    "/sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n", "/sys/devices/system/cpu/online": "0-15\n",
+    "/sys/fs/cgroup/cgroup.controllers": "cpuset cpu io memory hugetlb pids rdma misc\n",
+    "/sys/fs/cgroup/user.slice/session-2.scope/memory.max": "max\n",
+    "/sys/fs/cgroup/user.slice/session-2.scope/cpu.max": "max 100000\n",
+    "/etc/os-release": 'PRETTY_NAME="Ubuntu 24.04.1 LTS"\nID=ubuntu\n',
+    "/sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
+    "/sys/devices/system/cpu/online": "0-15\n",
     "/sys/devices/system/node/online": "0\n",
     "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "performance\n",
     "/proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11:16 UTC 2025\nGCC version: gcc 13\n",
-    "/.dockerenv": None, "/run/.containerenv": None,
-    "/sys/bus/pci/devices/0000:17:00.0/class": "0x030200\n", "/sys/bus/pci/devices/0000:17:00.0/vendor": "0x10de\n",
+    "/.dockerenv": None,
+    "/run/.containerenv": None,
+    "/sys/bus/pci/devices/0000:17:00.0/class": "0x030200\n",
+    "/sys/bus/pci/devices/0000:17:00.0/vendor": "0x10de\n",
 }
 
 GPU = """\t<gpu id="00000000:{bus}:00.0">
@@ -157,60 +167,154 @@ PROCESS = """\t\t\t<process_info>
 \t\t\t\t<used_memory>30000 MiB</used_memory>
 \t\t\t</process_info>
 """
-FINE: dict[str, Any] = {"bus": "17", "index": 0, "name": "NVIDIA H100 80GB HBM3", "persistence": "Enabled", "mig": "Disabled", "generation": 5, "width": 16,
-                        "state": "P0",
-                        "hot": "Not Active", "used": 1, "mode": "Default", "ecc": "Enabled", "errors": 0, "pending": "No", "temperature": 31, "watts": 700,
-                        "clock": "1980 MHz", "processes": ""}
+FINE: dict[str, Any] = {
+    "bus": "17",
+    "index": 0,
+    "name": "NVIDIA H100 80GB HBM3",
+    "persistence": "Enabled",
+    "mig": "Disabled",
+    "generation": 5,
+    "width": 16,
+    "state": "P0",
+    "hot": "Not Active",
+    "used": 1,
+    "mode": "Default",
+    "ecc": "Enabled",
+    "errors": 0,
+    "pending": "No",
+    "temperature": 31,
+    "watts": 700,
+    "clock": "1980 MHz",
+    "processes": "",
+}
 # The names that changed over the years: nvsmi_device_v11 (drivers to 530), v12 (to 575), v13 (from 580).
-DIALECTS = {11: {"reasons": "throttle", "power": "power_readings", "limit": "enforced_power_limit"},
-            12: {"reasons": "event", "power": "gpu_power_readings", "limit": "current_power_limit"},
-            13: {"reasons": "event", "power": "gpu_power_readings", "limit": "current_power_limit"}}
+DIALECTS = {
+    11: {"reasons": "throttle", "power": "power_readings", "limit": "enforced_power_limit"},
+    12: {"reasons": "event", "power": "gpu_power_readings", "limit": "current_power_limit"},
+    13: {"reasons": "event", "power": "gpu_power_readings", "limit": "current_power_limit"},
+}
 
 
-def smi(*gpus: dict[str, Any], driver: str = "580.95.05", cuda: str = "13.0", dialect: int = 13) -> CommandResult:
+def smi(
+    *gpus: dict[str, Any], driver: str = "580.95.05", cuda: str = "13.0", dialect: int = 13
+) -> CommandResult:
     """The output of `nvidia-smi -q -x` for healthy GPUs, apart from the given values of each."""
-    body = "".join(GPU.format(**{**FINE, "index": at, **DIALECTS[dialect], **gpu}) for at, gpu in enumerate(gpus))
-    out = (f'<?xml version="1.0" ?>\n<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v{dialect}.dtd">\n'
-           '<nvidia_smi_log>\n\t<timestamp>Sat Nov 21 10:00:00 2026</timestamp>\n'
-           f"\t<driver_version>{driver}</driver_version>\n\t<cuda_version>{cuda}</cuda_version>\n\t<attached_gpus>{len(gpus)}</attached_gpus>\n{body}</nvidia_smi_log>\n")
+    body = "".join(
+        GPU.format(**{**FINE, "index": at, **DIALECTS[dialect], **gpu}) for at, gpu in enumerate(gpus)
+    )
+    out = (
+        f'<?xml version="1.0" ?>\n<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v{dialect}.dtd">\n'
+        "<nvidia_smi_log>\n\t<timestamp>Sat Nov 21 10:00:00 2026</timestamp>\n"
+        f"\t<driver_version>{driver}</driver_version>\n\t<cuda_version>{cuda}</cuda_version>\n\t<attached_gpus>{len(gpus)}</attached_gpus>\n{body}</nvidia_smi_log>\n"
+    )
     return CommandResult(["nvidia-smi", "-q", "-x"], 0, out)
 
 
 def capabilities(*each: str) -> CommandResult:
-    out = "".join(f"{at}, GPU-0000000{at}-1111-2222-3333-444444444444, {capability}\n" for at, capability in enumerate(each))
-    return CommandResult(["nvidia-smi", "--query-gpu=index,uuid,compute_cap", "--format=csv,noheader"], 0, out)
+    out = "".join(
+        f"{at}, GPU-0000000{at}-1111-2222-3333-444444444444, {capability}\n"
+        for at, capability in enumerate(each)
+    )
+    return CommandResult(
+        ["nvidia-smi", "--query-gpu=index,uuid,compute_cap", "--format=csv,noheader"], 0, out
+    )
 
 
 _HEALTHY = MachineSnapshot(
-    flatout="0.1.0", created="2026-11-21T10:00:00Z", working_folder="/home/ada/project", home_cache="/home/ada/.cache", temporary_folder="/tmp", files=FILES,
-    folders={"/sys/bus/pci/devices": ["0000:00:00.0", "0000:17:00.0"], "/dev": ["nvidia0", "nvidiactl"], ".": ["train.py"],
-             "/sys/devices/system/cpu/cpu0": ["cache", "cpufreq", "topology"]},
+    flatout="0.1.0",
+    created="2026-11-21T10:00:00Z",
+    working_folder="/home/ada/project",
+    home_cache="/home/ada/.cache",
+    temporary_folder="/tmp",
+    files=FILES,
+    folders={
+        "/sys/bus/pci/devices": ["0000:00:00.0", "0000:17:00.0"],
+        "/dev": ["nvidia0", "nvidiactl"],
+        ".": ["train.py"],
+        "/sys/devices/system/cpu/cpu0": ["cache", "cpufreq", "topology"],
+    },
     environment={},
-    python={"version": "3.12.4", "implementation": "CPython", "executable": "/opt/venv/bin/python", "machine": "x86_64", "prefix": "/opt/venv",
-            "base_prefix": "/usr",
-            "user_site": "/home/ada/.local/lib/python3.12/site-packages", "user_site_used": False, "path": ["/usr/lib/python3.12", ENVIRON],
-            "free_threaded": False,
-            "dev_mode": False, "libc": ["glibc", "2.39"], "cpu_count": 16, "header": True, "root": False,
-            "torch_requires": ["filelock", "nvidia-cudnn-cu13==9.24.0.43; platform_system == \"Linux\"",
-                               "nvidia-nccl-cu13==2.30.7; platform_system == \"Linux\"",
-                               "triton~=3.8.0; platform_system == \"Linux\"", "optree>=0.13.0; extra == \"optree\""], "soabi": "cpython-312-x86_64-linux-gnu"},
-    packages=[["numpy", "2.4.6", ENVIRON], ["nvidia_cudnn_cu13", "9.24.0.43", ENVIRON], ["nvidia_nccl_cu13", "2.30.7", ENVIRON],
-              ["torch", "2.14.1", ENVIRON], ["triton", "3.8.0", ENVIRON]],
-    torch={"found": {"origin": f"{ENVIRON}/torch/__init__.py", "places": [f"{ENVIRON}/torch"]},
-           "imported": {"import_s": 1.9, "file": f"{ENVIRON}/torch/__init__.py"},
-           "build": {"version": "2.14.1+cu130", "cuda": "13.0", "hip": None, "debug": False, "warnings": []},
-           "host": {"threads": 16, "interop_threads": 8, "capability": "AVX512", "warnings": []},
-           "libraries": {"loaded": [f"{ENVIRON}/nvidia/cu13/lib/libcudart.so.13", f"{ENVIRON}/torch/lib/libgomp.so.1", f"{ENVIRON}/torch/lib/libtorch_cpu.so"]},
-           "numpy": {"version": "2.4.6", "works": True, "warnings": []},
-           "cuda": {"available": True, "archs": ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"], "cudnn": 92400, "nccl": "2.30.7",
-                    "devices": [{"name": "NVIDIA H100 80GB HBM3", "capability": [9, 0], "memory_bytes": 80 * GIB, "bfloat16": True}], "computes": True,
-                    "warnings": []}},
-    runs={"nvidia-smi": smi({}), "nvidia-smi capability": capabilities("9.0"),
-          "nvidia-smi topology": CommandResult(["nvidia-smi", "topo", "-m"], 0, "\tGPU0\tCPU Affinity\nGPU0\t X \t0-15\n"),
-          "c++": CommandResult(["g++", "--version"], 0, CXX), "nvcc": CommandResult(["nvcc", "--version"], 0, NVCC), "import torch": CommandResult(["python", "-m", "torch_child"], 0)},
-    disks={"working folder": Disk("/home/ada/project", 900 * GIB, 400 * GIB, 10**7, True), "temporary folder": Disk("/tmp", 900 * GIB, 400 * GIB, 10**7, True),
-           "cache": Disk("/home/ada/.cache", 900 * GIB, 400 * GIB, 10**7, True), "/dev/shm": Disk("/dev/shm", 62 * GIB, 62 * GIB, 10**7, True)},
-    libraries={}, preloads={})
+    python={
+        "version": "3.12.4",
+        "implementation": "CPython",
+        "executable": "/opt/venv/bin/python",
+        "machine": "x86_64",
+        "prefix": "/opt/venv",
+        "base_prefix": "/usr",
+        "user_site": "/home/ada/.local/lib/python3.12/site-packages",
+        "user_site_used": False,
+        "path": ["/usr/lib/python3.12", ENVIRON],
+        "free_threaded": False,
+        "dev_mode": False,
+        "libc": ["glibc", "2.39"],
+        "cpu_count": 16,
+        "header": True,
+        "root": False,
+        "torch_requires": [
+            "filelock",
+            'nvidia-cudnn-cu13==9.24.0.43; platform_system == "Linux"',
+            'nvidia-nccl-cu13==2.30.7; platform_system == "Linux"',
+            'triton~=3.8.0; platform_system == "Linux"',
+            'optree>=0.13.0; extra == "optree"',
+        ],
+        "soabi": "cpython-312-x86_64-linux-gnu",
+    },
+    packages=[
+        ["numpy", "2.4.6", ENVIRON],
+        ["nvidia_cudnn_cu13", "9.24.0.43", ENVIRON],
+        ["nvidia_nccl_cu13", "2.30.7", ENVIRON],
+        ["torch", "2.14.1", ENVIRON],
+        ["triton", "3.8.0", ENVIRON],
+    ],
+    torch={
+        "found": {"origin": f"{ENVIRON}/torch/__init__.py", "places": [f"{ENVIRON}/torch"]},
+        "imported": {"import_s": 1.9, "file": f"{ENVIRON}/torch/__init__.py"},
+        "build": {"version": "2.14.1+cu130", "cuda": "13.0", "hip": None, "debug": False, "warnings": []},
+        "host": {"threads": 16, "interop_threads": 8, "capability": "AVX512", "warnings": []},
+        "libraries": {
+            "loaded": [
+                f"{ENVIRON}/nvidia/cu13/lib/libcudart.so.13",
+                f"{ENVIRON}/torch/lib/libgomp.so.1",
+                f"{ENVIRON}/torch/lib/libtorch_cpu.so",
+            ]
+        },
+        "numpy": {"version": "2.4.6", "works": True, "warnings": []},
+        "cuda": {
+            "available": True,
+            "archs": ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"],
+            "cudnn": 92400,
+            "nccl": "2.30.7",
+            "devices": [
+                {
+                    "name": "NVIDIA H100 80GB HBM3",
+                    "capability": [9, 0],
+                    "memory_bytes": 80 * GIB,
+                    "bfloat16": True,
+                }
+            ],
+            "computes": True,
+            "warnings": [],
+        },
+    },
+    runs={
+        "nvidia-smi": smi({}),
+        "nvidia-smi capability": capabilities("9.0"),
+        "nvidia-smi topology": CommandResult(
+            ["nvidia-smi", "topo", "-m"], 0, "\tGPU0\tCPU Affinity\nGPU0\t X \t0-15\n"
+        ),
+        "c++": CommandResult(["g++", "--version"], 0, CXX),
+        "nvcc": CommandResult(["nvcc", "--version"], 0, NVCC),
+        "import torch": CommandResult(["python", "-m", "torch_child"], 0),
+    },
+    disks={
+        "working folder": Disk("/home/ada/project", 900 * GIB, 400 * GIB, 10**7, True),
+        "temporary folder": Disk("/tmp", 900 * GIB, 400 * GIB, 10**7, True),
+        "cache": Disk("/home/ada/.cache", 900 * GIB, 400 * GIB, 10**7, True),
+        "/dev/shm": Disk("/dev/shm", 62 * GIB, 62 * GIB, 10**7, True),
+    },
+    libraries={},
+    preloads={},
+)
 
 
 def healthy() -> MachineSnapshot:
@@ -221,7 +325,11 @@ def healthy() -> MachineSnapshot:
 def without_gpu() -> MachineSnapshot:
     """The same without a GPU and its driver, and with the CPU build of torch."""
     snapshot = healthy()
-    for path in ("/proc/driver/nvidia/version", "/sys/bus/pci/devices/0000:17:00.0/class", "/sys/bus/pci/devices/0000:17:00.0/vendor"):
+    for path in (
+        "/proc/driver/nvidia/version",
+        "/sys/bus/pci/devices/0000:17:00.0/class",
+        "/sys/bus/pci/devices/0000:17:00.0/vendor",
+    ):
         snapshot.files[path] = None
     snapshot.folders |= {"/sys/bus/pci/devices": ["0000:00:00.0"], "/dev": []}
     for name in ("nvidia-smi", "nvidia-smi capability", "nvidia-smi topology"):

@@ -56,7 +56,9 @@ class Program:
 PROGRAMS: dict[str, Program] = {}
 
 
-def program(code: str, *says: str, apart: bool = False, tried: str = "", slow: bool = False, of_cuda: bool = False) -> Callable:
+def program(
+    code: str, *says: str, apart: bool = False, tried: str = "", slow: bool = False, of_cuda: bool = False
+) -> Callable:
     def keep(run: Callable[[bool], object]) -> Callable[[bool], object]:
         PROGRAMS[run.__name__] = Program(run.__name__, code, says, run, apart, tried, slow, of_cuda)
         return run
@@ -69,7 +71,9 @@ class Net(torch.nn.Module):
 
     def __init__(self, features: int = 392, channels: int = 1) -> None:
         super().__init__()
-        self.body = torch.nn.Sequential(torch.nn.Conv2d(channels, 8, 3, stride=4), torch.nn.ReLU(), torch.nn.Flatten())
+        self.body = torch.nn.Sequential(
+            torch.nn.Conv2d(channels, 8, 3, stride=4), torch.nn.ReLU(), torch.nn.Flatten()
+        )
         self.fc1 = torch.nn.Linear(features, 10)
 
     def forward(self, x):
@@ -96,7 +100,9 @@ def free_port() -> int:
 
 
 def group(rank: int = 0, size: int = 1, port: int = 0, timeout_s: float = 5.0) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port or free_port()), RANK=str(rank), WORLD_SIZE=str(size))
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port or free_port()), RANK=str(rank), WORLD_SIZE=str(size)
+    )
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
 
 
@@ -340,7 +346,9 @@ def bce_with_logits_of_another_shape(well):
 @program("FE034")
 def bce_of_logits(well):
     logits, wanted = torch.tensor([2.0, -1.0]), torch.ones(2)
-    return F.binary_cross_entropy_with_logits(logits, wanted) if well else F.binary_cross_entropy(logits, wanted)
+    return (
+        F.binary_cross_entropy_with_logits(logits, wanted) if well else F.binary_cross_entropy(logits, wanted)
+    )
 
 
 # -- memory and files ---------------------------------------------------------------------------------------------
@@ -467,18 +475,26 @@ def nothing_to_optimize(well):
 @program("FE070", "KeyError", "worker process 0", apart=True)
 def an_error_in_a_worker(well):
     labels = {f"img{at}": at for at in range(10 if well else 4)}
-    return [batch.sum() for batch in DataLoader(Rows(lambda at: labels[f"img{at}"]), num_workers=1, batch_size=2)]
+    return [
+        batch.sum() for batch in DataLoader(Rows(lambda at: labels[f"img{at}"]), num_workers=1, batch_size=2)
+    ]
 
 
 def dies(at: int, how: Callable[[], object], well: bool) -> int:
-    if at == 0 and not well:  # before any batch is handed over: what the main process would meet then depends on timing
+    if (
+        at == 0 and not well
+    ):  # before any batch is handed over: what the main process would meet then depends on timing
         how()
     return at
 
 
 @program("FE071", "SIGKILL", apart=True)
 def a_worker_that_is_killed(well):
-    return list(DataLoader(Rows(lambda at: dies(at, lambda: os.kill(os.getpid(), signal.SIGKILL), well)), num_workers=1))
+    return list(
+        DataLoader(
+            Rows(lambda at: dies(at, lambda: os.kill(os.getpid(), signal.SIGKILL), well)), num_workers=1
+        )
+    )
 
 
 @program("FE071", "unexpectedly", apart=True)
@@ -488,7 +504,11 @@ def a_worker_that_leaves(well):
 
 @program("FE043", apart=True)
 def a_worker_without_shared_memory(well):
-    return list(DataLoader(Rows(lambda at: dies(at, lambda: os.kill(os.getpid(), signal.SIGBUS), well)), num_workers=1))
+    return list(
+        DataLoader(
+            Rows(lambda at: dies(at, lambda: os.kill(os.getpid(), signal.SIGBUS), well)), num_workers=1
+        )
+    )
 
 
 @program("FE072", "[3]", "[4]")
@@ -540,7 +560,9 @@ sys.excepthook = hear
 def a_script_without_a_main_guard(well):
     with tempfile.TemporaryDirectory() as folder:
         script, out = Path(folder) / "train.py", Path(folder) / "seen.json"
-        script.write_text(UNGUARDED.format(out=str(out), guard='if __name__ == "__main__":' if well else "if True:"))
+        script.write_text(
+            UNGUARDED.format(out=str(out), guard='if __name__ == "__main__":' if well else "if True:")
+        )
         subprocess.run([sys.executable, str(script)], check=True)
         if out.exists():
             raise Carried(out.read_text())
@@ -655,7 +677,11 @@ def a_rank_that_is_gone(well):
 
 @program("FE088", apart=True)
 def a_rank_that_stays_behind(well):
-    two_ranks(lambda: dist.all_reduce(torch.ones(2)), lambda: (time.sleep(0 if well else 20), dist.all_reduce(torch.ones(2))), timeout_s=20.0 if well else 2.0)
+    two_ranks(
+        lambda: dist.all_reduce(torch.ones(2)),
+        lambda: (time.sleep(0 if well else 20), dist.all_reduce(torch.ones(2))),
+        timeout_s=20.0 if well else 2.0,
+    )
 
 
 # -- checkpoints --------------------------------------------------------------------------------------------------
@@ -788,7 +814,9 @@ def a_graph_that_breaks(well):
     return step(torch.ones(3))
 
 
-@program("FE102", apart=True, slow=True, tried="a compiler would compile for longer than the whole table takes")
+@program(
+    "FE102", apart=True, slow=True, tried="a compiler would compile for longer than the whole table takes"
+)
 def no_compiler(well):
     os.environ["PATH"] = ""
     os.environ.pop("CXX", None)
@@ -814,8 +842,10 @@ def a_symbol_that_is_not_there(well):
 
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder) / "ext.c", Path(folder) / "_C.so"
-        source.write_text("int _ZN3c10missing_by_designEv(void);\nint f(void) { return _ZN3c10missing_by_designEv(); }\n"
-                          + ("int _ZN3c10missing_by_designEv(void) { return 0; }\n" if well else ""))
+        source.write_text(
+            "int _ZN3c10missing_by_designEv(void);\nint f(void) { return _ZN3c10missing_by_designEv(); }\n"
+            + ("int _ZN3c10missing_by_designEv(void) { return 0; }\n" if well else "")
+        )
         subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
         ctypes.CDLL(str(library), os.RTLD_NOW)
 
@@ -851,7 +881,9 @@ def _seen(error: BaseException) -> tuple[dict, str]:
     trace = error.__traceback__
     # The frames of this file's own harness do not belong to the program.
     trace = trace.tb_next if trace is not None else None
-    return look(error.with_traceback(trace)).to_json(), "".join(traceback.format_exception(type(error), error, trace))
+    return look(error.with_traceback(trace)).to_json(), "".join(
+        traceback.format_exception(type(error), error, trace)
+    )
 
 
 def _die(one: Program, well: bool) -> dict:
@@ -891,7 +923,13 @@ def provoke(one: Program) -> dict:
     run = _apart if one.apart else _die
     ill = run(one, False)
     fixed = {} if one.tried else run(one, True)
-    return {"name": one.name, "code": one.code, **ill, "fixed": fixed.get("text", "") if "signal" not in fixed else "killed", "tried": one.tried}
+    return {
+        "name": one.name,
+        "code": one.code,
+        **ill,
+        "fixed": fixed.get("text", "") if "signal" not in fixed else "killed",
+        "tried": one.tried,
+    }
 
 
 def main() -> None:

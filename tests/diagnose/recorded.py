@@ -75,14 +75,16 @@ RECORDED = (
         "https://github.com/Comfy-Org/ComfyUI/issues/10468",
         FRAMES + "torch.AcceleratorError: CUDA error: no kernel image is available for execution on "
         "the device\nSearch for `cudaErrorNoKernelImageForDevice' in https://docs.nvidia.com/cuda/cuda-runtime-api/"
-        "group__CUDART__TYPES.html for more information.\n"
-        + LATER,
+        "group__CUDART__TYPES.html for more information.\n" + LATER,
     ),
     Recorded(
         "FE006",
         ("number",),
         "https://github.com/OpenBMB/MiniCPM-V/issues/356",
-        "".join(f"[rank6]: {line}\n" for line in (FRAMES + "RuntimeError: CUDA error: invalid device ordinal\n" + LATER).splitlines()),
+        "".join(
+            f"[rank6]: {line}\n"
+            for line in (FRAMES + "RuntimeError: CUDA error: invalid device ordinal\n" + LATER).splitlines()
+        ),
     ),
     Recorded(
         "FE035",
@@ -99,9 +101,7 @@ RECORDED = (
         ("label",),
         "https://github.com/milesial/Pytorch-UNet/issues/375",
         "../aten/src/ATen/native/cuda/NLLLoss2d.cu:103: nll_loss2d_forward_kernel: block: [5,0,0], thread: [996,0,0] Assertion `t >= 0 && "
-        "t < n_classes` failed.\n"
-        + FRAMES
-        + "RuntimeError: CUDA error: device-side assert triggered\n",
+        "t < n_classes` failed.\n" + FRAMES + "RuntimeError: CUDA error: device-side assert triggered\n",
     ),
     Recorded(
         "FE040",
@@ -174,7 +174,12 @@ RECORDED = (
         "https://github.com/zai-org/ChatGLM3/issues/681",
         "RuntimeError: CUDA error: uncorrectable ECC error encountered\n" + LATER,
     ),
-    Recorded("FE053", ("unspecified launch failure",), "https://github.com/CSUBioGroup/PGMG/issues/3", "RuntimeError: CUDA error: unspecified launch failure"),
+    Recorded(
+        "FE053",
+        ("unspecified launch failure",),
+        "https://github.com/CSUBioGroup/PGMG/issues/3",
+        "RuntimeError: CUDA error: unspecified launch failure",
+    ),
     Recorded(
         "FE086",
         ("ALLREDUCE", "1580", "0, 4"),
@@ -223,7 +228,7 @@ RECORDED = (
         "https://github.com/lzhxmu/CPPO/issues/6",
         'Traceback (most recent call last):\n  File "/usr/lib/python3/dist-packages/torch/'
         'distributed/launcher/api.py", line 269, in launch_agent\n    raise ChildFailedError(\n'
-        'torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n'
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
         "============================================================\nsrc/open_r1/grpo_gsm.py "
         "FAILED\n------------------------------------------------------------\nFailures:\n"
         "  <NO_OTHER_FAILURES>\n------------------------------------------------------------\nRoot Cause (first observed failure):\n[0]:\n "

@@ -10,8 +10,18 @@ from flatout.plan.records import PhaseTime, Ratio
 
 
 def profile(**more) -> ProfileRecord:
-    made = ProfileRecord(["python", "train.py"], "/home/me", step_ms=10.0, steps=40, phases={"data": PhaseTime(5.0, 4.0, 6.0, 0.5)},
-                         operations=[Operation("aten::addmm", 4, 2.0, share=0.8, flops=1e6), Operation("aten::relu", 4, 0.5, share=0.2)], python_ms=2.0)
+    made = ProfileRecord(
+        ["python", "train.py"],
+        "/home/me",
+        step_ms=10.0,
+        steps=40,
+        phases={"data": PhaseTime(5.0, 4.0, 6.0, 0.5)},
+        operations=[
+            Operation("aten::addmm", 4, 2.0, share=0.8, flops=1e6),
+            Operation("aten::relu", 4, 0.5, share=0.2),
+        ],
+        python_ms=2.0,
+    )
     for name, value in more.items():
         made.__dict__[name] = value
     return made
@@ -26,15 +36,37 @@ def measured(**ratios: float) -> list[WhatIf]:
     [
         ({"what_ifs": measured(loader=2.5)}, "data", "2.50x (2.48-2.52, n=8) as fast"),
         ({"what_ifs": measured(loader=1.005, optimizer=3.0)}, "optimizer", "an optimizer that does nothing"),
-        ({"what_ifs": measured(loader=1.005, copies=1.9, optimizer=1.1)}, "copy", "batches on the device already"),
+        (
+            {"what_ifs": measured(loader=1.005, copies=1.9, optimizer=1.1)},
+            "copy",
+            "batches on the device already",
+        ),
         ({"what_ifs": []}, "data", "waited for the loader"),
         ({"what_ifs": measured(loader=1.0), "python_ms": 7.0}, "python", "7.00 ms outside operators"),
         ({"what_ifs": measured(loader=1.0, logging=3.0)}, "python", "no messages"),
         ({"what_ifs": measured(loader=1.0)}, "compute", "aten::addmm alone takes 80%"),
-        ({"what_ifs": measured(loader=1.0), "operations": [Operation("aten::add", 1000, 8.0, share=1.0)], "operators_a_step": 1000.0},
-         "launch", "1000 operators"),
-        ({"what_ifs": measured(loader=1.0), "operations": [Operation("aten::add", 4, 8.0, share=1.0)]}, "memory", "aten::add alone"),
-        ({"what_ifs": measured(loader=1.0), "operations": [Operation("aten::addmm", 4, 8.0, share=1.0, flops=1.0, limit="memory")]}, "memory", "aten::addmm"),
+        (
+            {
+                "what_ifs": measured(loader=1.0),
+                "operations": [Operation("aten::add", 1000, 8.0, share=1.0)],
+                "operators_a_step": 1000.0,
+            },
+            "launch",
+            "1000 operators",
+        ),
+        (
+            {"what_ifs": measured(loader=1.0), "operations": [Operation("aten::add", 4, 8.0, share=1.0)]},
+            "memory",
+            "aten::add alone",
+        ),
+        (
+            {
+                "what_ifs": measured(loader=1.0),
+                "operations": [Operation("aten::addmm", 4, 8.0, share=1.0, flops=1.0, limit="memory")],
+            },
+            "memory",
+            "aten::addmm",
+        ),
     ],
 )
 def test_each_bound(more, bound, words):
@@ -44,7 +76,9 @@ def test_each_bound(more, bound, words):
 
 
 def test_a_gain_within_the_noise_is_no_gain():
-    record = profile(what_ifs=[WhatIf("loader", Ratio(1.4, 0.9, 2.0, 2)), WhatIf("optimizer", why_not="no optimizer here")])
+    record = profile(
+        what_ifs=[WhatIf("loader", Ratio(1.4, 0.9, 2.0, 2)), WhatIf("optimizer", why_not="no optimizer here")]
+    )
     assert gain_of(record, "loader") == 0.0
     assert gain_of(record, "optimizer") is None
     assert shares(record)["data"] == 0.0
@@ -52,15 +86,25 @@ def test_a_gain_within_the_noise_is_no_gain():
 
 def test_on_a_device_python_counts_only_while_the_device_waits():
     kernel = Operation("aten::mm", 4, 1.0, device_ms=8.0, share=1.0, flops=1.0)
-    busy = profile(what_ifs=measured(loader=1.0), operations=[kernel], python_ms=9.0, idle_ms=0.2, idle_gaps=[IdleGap("python", 0.2, 3)])
+    busy = profile(
+        what_ifs=measured(loader=1.0),
+        operations=[kernel],
+        python_ms=9.0,
+        idle_ms=0.2,
+        idle_gaps=[IdleGap("python", 0.2, 3)],
+    )
     assert name_bottleneck(busy)[0] == "compute"
     gaps = [IdleGap("aten::add", 7.0, 3), IdleGap("python", 1.0, 3)]
-    idle = profile(what_ifs=measured(loader=1.0), operations=[kernel], python_ms=9.0, idle_ms=8.0, idle_gaps=gaps)
+    idle = profile(
+        what_ifs=measured(loader=1.0), operations=[kernel], python_ms=9.0, idle_ms=8.0, idle_gaps=gaps
+    )
     assert name_bottleneck(idle)[0] == "launch"
 
 
 def test_shares_are_parts_of_one_step():
-    assert sum(shares(profile(what_ifs=measured(loader=2.0, optimizer=1.2), python_ms=9.0)).values()) == pytest.approx(1.0)
+    assert sum(
+        shares(profile(what_ifs=measured(loader=2.0, optimizer=1.2), python_ms=9.0)).values()
+    ) == pytest.approx(1.0)
 
 
 def test_an_unmeasured_share_is_not_named():

@@ -32,7 +32,16 @@ def test_without_comments_both_are_found():
         (("  # flatout: ignored some day", ""), ["FL302", "FL304"]),
         (("; s = '# flatout: ignore FL302'", ""), ["FL302", "FL304"]),
     ],
-    ids=["code", "small letters", "all, and a list", "another code", "unknown code", "line above", "another word", "in a string"],
+    ids=[
+        "code",
+        "small letters",
+        "all, and a list",
+        "another code",
+        "unknown code",
+        "line above",
+        "another word",
+        "in a string",
+    ],
 )
 def test_comments_hide_what_they_name(comments, left):
     assert sorted(codes(SAVES.format(*comments))) == left
@@ -55,7 +64,11 @@ def test_select_and_ignore_take_prefixes_of_codes():
 
 
 def test_worst_first_then_by_line():
-    text = "\n\n".join(rule.section("Bad").replace("# <-", "") for rule in TABLE if rule.code in ("FL304", "FL001", "FL104", "FL203"))
+    text = "\n\n".join(
+        rule.section("Bad").replace("# <-", "")
+        for rule in TABLE
+        if rule.code in ("FL304", "FL001", "FL104", "FL203")
+    )
     found = check(ScriptProgram.of_text(text))
     kinds = ["wrong result", "wasted time", "wasted memory", "fragile"]
     assert [f.severity for f in found] == sorted((f.severity for f in found), key=kinds.index)
@@ -63,8 +76,15 @@ def test_worst_first_then_by_line():
 
 
 def test_the_fix_of_a_finding_uses_the_users_own_names():
-    text = "import torch\nnet = torch.nn.Linear(4, 1)\nsgd = torch.optim.SGD(net.parameters(), lr=0.1)\nfor i in range(9):\n" \
-           "    net(torch.randn(2, 4)).sum().backward()\n    sgd.step()\n"
+    text = (
+        "import torch\nnet = torch.nn.Linear(4, 1)\nsgd = torch.optim.SGD(net.parameters(), lr=0.1)\nfor i in range(9):\n"
+        "    net(torch.randn(2, 4)).sum().backward()\n    sgd.step()\n"
+    )
     (finding,) = check(ScriptProgram.of_text(text))
-    assert (finding.rule, finding.place.line, finding.place.column, finding.place.text) == ("FL001", 6, 5, "sgd.step()")
+    assert (finding.rule, finding.place.line, finding.place.column, finding.place.text) == (
+        "FL001",
+        6,
+        5,
+        "sgd.step()",
+    )
     assert finding.fix.startswith("sgd.zero_grad()")

@@ -21,14 +21,21 @@ def checked(snapshot: MachineSnapshot) -> dict[str, CheckResult]:
 
 
 def test_a_healthy_machine_is_fine():
-    assert {code: (check.verdict, check.seen) for code, check in checked(healthy()).items() if check.verdict != Verdict.OK} == {}
+    assert {
+        code: (check.verdict, check.seen)
+        for code, check in checked(healthy()).items()
+        if check.verdict != Verdict.OK
+    } == {}
     assert len(checked(healthy())) == len(TABLE)
 
 
 def test_a_machine_without_a_gpu_is_fine():
     """Checks about GPUs are skipped; a missing nvcc and a missing GPU are a note."""
     found = checked(without_gpu())
-    assert {code: check.verdict for code, check in found.items() if check.verdict != Verdict.OK} == {"FD020": "note", "FD042": "note"}
+    assert {code: check.verdict for code, check in found.items() if check.verdict != Verdict.OK} == {
+        "FD020": "note",
+        "FD042": "note",
+    }
     assert not {"FD021", "FD030", "FD038"} & set(found)
 
 
@@ -39,18 +46,30 @@ def test_an_empty_record_is_not_fine():
 
 def cannot_import(message: str, kind: str = "ImportError", trace: str = "") -> Change:
     def change(snapshot: MachineSnapshot) -> None:
-        snapshot.torch = {"found": snapshot.torch["found"], "import failed": {
-            "kind": kind, "message": message,
-            "traceback": trace or 'Traceback (most recent call last):\n'
-                                  f'  File "{ENVIRON}/torch/__init__.py", line 427, in <module>\n    from torch._C import *\n{kind}: {message}\n'}}
+        snapshot.torch = {
+            "found": snapshot.torch["found"],
+            "import failed": {
+                "kind": kind,
+                "message": message,
+                "traceback": trace
+                or "Traceback (most recent call last):\n"
+                f'  File "{ENVIRON}/torch/__init__.py", line 427, in <module>\n    from torch._C import *\n{kind}: {message}\n',
+            },
+        }
 
     return change
 
 
 def other_python(snapshot: MachineSnapshot) -> None:
     """PYTHONPATH leads to the packages of a Python 3.11."""
-    cannot_import("\nFailed to load PyTorch C extensions:\n    It appears that PyTorch has loaded the `torch/_C` folder\n ...")(snapshot)
-    snapshot.torch["found"] = {"origin": "/opt/py311/torch/__init__.py", "places": ["/opt/py311/torch"], "compiled": ["_C.cpython-311-x86_64-linux-gnu.so"]}
+    cannot_import(
+        "\nFailed to load PyTorch C extensions:\n    It appears that PyTorch has loaded the `torch/_C` folder\n ..."
+    )(snapshot)
+    snapshot.torch["found"] = {
+        "origin": "/opt/py311/torch/__init__.py",
+        "places": ["/opt/py311/torch"],
+        "compiled": ["_C.cpython-311-x86_64-linux-gnu.so"],
+    }
     snapshot.environment["PYTHONPATH"] = "/opt/py311"
 
 
@@ -69,11 +88,21 @@ def variables(**changes: str) -> Change:
 
 def old_driver(snapshot: MachineSnapshot) -> None:
     """Driver 535 with CUDA 12.2 under a torch built for CUDA 13.0: torch warns, and CUDA is unavailable."""
-    snapshot.runs["nvidia-smi"] = smi({"name": "NVIDIA A100-SXM4-80GB"}, driver="535.54.03", cuda="12.2", dialect=12)
+    snapshot.runs["nvidia-smi"] = smi(
+        {"name": "NVIDIA A100-SXM4-80GB"}, driver="535.54.03", cuda="12.2", dialect=12
+    )
     snapshot.runs["nvidia-smi capability"] = capabilities("8.0")
-    snapshot.files["/proc/driver/nvidia/version"] = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03  Tue Jun  6 22:20:39 UTC 2023\n"
-    snapshot.torch["cuda"] |= {"available": False, "devices": [], "computes": None, "warnings": [
-        "CUDA initialization: The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver by downloading ..."]}
+    snapshot.files["/proc/driver/nvidia/version"] = (
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03  Tue Jun  6 22:20:39 UTC 2023\n"
+    )
+    snapshot.torch["cuda"] |= {
+        "available": False,
+        "devices": [],
+        "computes": None,
+        "warnings": [
+            "CUDA initialization: The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver by downloading ..."
+        ],
+    }
 
 
 def ancient_driver(snapshot: MachineSnapshot) -> None:
@@ -81,8 +110,12 @@ def ancient_driver(snapshot: MachineSnapshot) -> None:
     yet.
     """
     old_driver(snapshot)
-    snapshot.runs["nvidia-smi"] = smi({"name": "Tesla V100-SXM2-32GB"}, driver="470.82.01", cuda="11.4", dialect=11)
-    snapshot.runs["nvidia-smi capability"] = CommandResult(["nvidia-smi"], 2, 'Field "compute_cap" is not a valid field to query.\n')
+    snapshot.runs["nvidia-smi"] = smi(
+        {"name": "Tesla V100-SXM2-32GB"}, driver="470.82.01", cuda="11.4", dialect=11
+    )
+    snapshot.runs["nvidia-smi capability"] = CommandResult(
+        ["nvidia-smi"], 2, 'Field "compute_cap" is not a valid field to query.\n'
+    )
 
 
 def driverless(snapshot: MachineSnapshot) -> None:
@@ -105,8 +138,15 @@ def newer_gpu(snapshot: MachineSnapshot) -> None:
 
 def docker(snapshot: MachineSnapshot) -> None:
     """`docker run --cpus 2 --memory 3g` on a machine of 16 cores, with cgroups v2 in their own namespace."""
-    snapshot.files |= {"/.dockerenv": "", "/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/cpu.max": "200000 100000\n", "/sys/fs/cgroup/memory.max": "3221225472\n",
-                    "/sys/fs/cgroup/memory.current": "1073741824\n", "/sys/fs/cgroup/pids.max": "512\n", "/proc/self/mountinfo": DOCKER_MOUNTS}
+    snapshot.files |= {
+        "/.dockerenv": "",
+        "/proc/self/cgroup": "0::/\n",
+        "/sys/fs/cgroup/cpu.max": "200000 100000\n",
+        "/sys/fs/cgroup/memory.max": "3221225472\n",
+        "/sys/fs/cgroup/memory.current": "1073741824\n",
+        "/sys/fs/cgroup/pids.max": "512\n",
+        "/proc/self/mountinfo": DOCKER_MOUNTS,
+    }
     snapshot.disks["/dev/shm"] = Disk("/dev/shm", 64 * 2**20, 64 * 2**20, None, True)
 
 
@@ -129,20 +169,31 @@ def old_docker(snapshot: MachineSnapshot) -> None:
     group = "/docker/0123456789abcdef"
     snapshot.files |= {
         "/proc/self/cgroup": f"11:pids:{group}\n5:memory:{group}\n4:cpu,cpuacct:{group}\n",
-        "/proc/self/mountinfo": DOCKER_MOUNTS.replace("1205 1204 0:27 / /sys/fs/cgroup ro,nosuid,nodev,noexec,relatime - cgroup2 cgroup rw", "\n".join((
-            f"1211 1205 0:33 {group} /sys/fs/cgroup/memory ro,nosuid - cgroup cgroup rw,memory",
-            f"1212 1205 0:34 {group} /sys/fs/cgroup/cpu,cpuacct ro - cgroup cgroup rw,cpu,cpuacct",
-            f"1213 1205 0:35 {group} /sys/fs/cgroup/pids ro - cgroup cgroup rw,pids"))),
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes": "3221225472\n", "/sys/fs/cgroup/memory/memory.usage_in_bytes": "1073741824\n",
-        "/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "200000\n", "/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
-        "/sys/fs/cgroup/pids/pids.max": "512\n"}
+        "/proc/self/mountinfo": DOCKER_MOUNTS.replace(
+            "1205 1204 0:27 / /sys/fs/cgroup ro,nosuid,nodev,noexec,relatime - cgroup2 cgroup rw",
+            "\n".join(
+                (
+                    f"1211 1205 0:33 {group} /sys/fs/cgroup/memory ro,nosuid - cgroup cgroup rw,memory",
+                    f"1212 1205 0:34 {group} /sys/fs/cgroup/cpu,cpuacct ro - cgroup cgroup rw,cpu,cpuacct",
+                    f"1213 1205 0:35 {group} /sys/fs/cgroup/pids ro - cgroup cgroup rw,pids",
+                )
+            ),
+        ),
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes": "3221225472\n",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes": "1073741824\n",
+        "/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "200000\n",
+        "/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+        "/sys/fs/cgroup/pids/pids.max": "512\n",
+    }
 
 
 def limit(name: str, soft: str, hard: str) -> Change:
     def change(snapshot: MachineSnapshot) -> None:
         text = snapshot.files["/proc/self/limits"] or ""
         given = f"Max {name:<22}{soft:<21}{hard:<21}units"
-        snapshot.files["/proc/self/limits"] = "\n".join(given if line.startswith(f"Max {name} ") else line for line in text.splitlines())
+        snapshot.files["/proc/self/limits"] = "\n".join(
+            given if line.startswith(f"Max {name} ") else line for line in text.splitlines()
+        )
 
     return change
 
@@ -161,7 +212,9 @@ def run(name: str, **changes: object) -> Change:
 
 
 def disk(name: str, free: int, **more: object) -> Change:
-    return lambda snapshot: snapshot.disks.__setitem__(name, Disk(f"/{name}", 900 * GIB, free, **{"free_files": 10**6, "writable": True, **more}))
+    return lambda snapshot: snapshot.disks.__setitem__(
+        name, Disk(f"/{name}", 900 * GIB, free, **{"free_files": 10**6, "writable": True, **more})
+    )
 
 
 def extra(*each: list[str]) -> Change:
@@ -182,103 +235,419 @@ FAULTS = [
     # Python
     ("FD001", "problem", set_python(version="3.9.18"), "needs 3.11", "-m venv"),
     ("FD001", "note", set_python(version="3.15.0"), "experimental", "python3.14 -m venv .venv"),
-    ("FD001", "warning", set_python(version="3.16.0"), "wheels of torch 2.14 are for 3.10 to 3.14", "python3.14 -m venv .venv"),
-    ("FD002", "warning", extra(["lightning", "2.6.0", "/home/ada/.local/lib/python3.12/site-packages"]), "lightning 2.6.0", "export PYTHONNOUSERSITE=1"),
-    ("FD002", "warning", variables(VIRTUAL_ENV="/home/ada/other"), "/home/ada/other", "/home/ada/other/bin/python -m pip install flatout"),
-    ("FD002", "note", set_python(prefix="/usr"), "no virtual environment", "python3 -m venv .venv && . .venv/bin/activate"),
-    ("FD003", "problem", lambda s: s.folders.__setitem__(".", ["torch.py"]), "hides the installed module", "mv torch.py my_torch.py"),
-    ("FD003", "problem", lambda s: s.folders.__setitem__(".", ["torch/"]), "hides the installed module", "mv torch my_torch"),
-    ("FD003", "warning", lambda s: s.folders.__setitem__(".", ["random.py", "train.py"]), "random", "mv random.py my_random.py"),
+    (
+        "FD001",
+        "warning",
+        set_python(version="3.16.0"),
+        "wheels of torch 2.14 are for 3.10 to 3.14",
+        "python3.14 -m venv .venv",
+    ),
+    (
+        "FD002",
+        "warning",
+        extra(["lightning", "2.6.0", "/home/ada/.local/lib/python3.12/site-packages"]),
+        "lightning 2.6.0",
+        "export PYTHONNOUSERSITE=1",
+    ),
+    (
+        "FD002",
+        "warning",
+        variables(VIRTUAL_ENV="/home/ada/other"),
+        "/home/ada/other",
+        "/home/ada/other/bin/python -m pip install flatout",
+    ),
+    (
+        "FD002",
+        "note",
+        set_python(prefix="/usr"),
+        "no virtual environment",
+        "python3 -m venv .venv && . .venv/bin/activate",
+    ),
+    (
+        "FD003",
+        "problem",
+        lambda s: s.folders.__setitem__(".", ["torch.py"]),
+        "hides the installed module",
+        "mv torch.py my_torch.py",
+    ),
+    (
+        "FD003",
+        "problem",
+        lambda s: s.folders.__setitem__(".", ["torch/"]),
+        "hides the installed module",
+        "mv torch my_torch",
+    ),
+    (
+        "FD003",
+        "warning",
+        lambda s: s.folders.__setitem__(".", ["random.py", "train.py"]),
+        "random",
+        "mv random.py my_random.py",
+    ),
     ("FD004", "warning", variables(PYTHONDEVMODE="1"), "PYTHONDEVMODE=1", "unset PYTHONDEVMODE"),
     ("FD004", "note", variables(PYTHONHASHSEED="0"), "PYTHONHASHSEED=0", "unset PYTHONHASHSEED"),
     # torch that cannot be imported, by the family of the message
     ("FD010", "problem", no_torch, "torch is not installed", "pip install torch"),
-    ("FD010", "problem", cannot_import("libcudnn.so.9: cannot open shared object file: No such file or directory"), "nvidia-cudnn", "torch==2.14.1"),
-    ("FD010", "problem", cannot_import("libcufft.so.12: cannot open shared object file: No such file or directory"), "nvidia-cufft is not installed",
-     "torch==2.14.1"),
-    ("FD010", "problem", cannot_import("libtorch_cuda_cu.so: cannot open shared object file: No such file or directory"), "a part of torch itself",
-     "--force-reinstall"),
-    ("FD010", "problem", cannot_import("libgomp.so.1: cannot open shared object file: No such file or directory"), "from the system",
-     "apt-get install libgomp1"),
-    ("FD010", "problem", cannot_import("/lib64/libm.so.6: version `GLIBC_2.27' not found (required by /x/torch/lib/../../libcurand.so.10)"),
-     "needs glibc 2.27", "docker run"),
-    ("FD010", "problem", cannot_import("/lib/x86_64-linux-gnu/libstdc++.so.6: version `GLIBCXX_3.4.30' not found (required by /x/libtorch.so)"),
-     "GLIBCXX 3.4.30", "unset LD_LIBRARY"),
-    ("FD010", "problem", cannot_import("/x/torch/lib/libtorch_cuda.so: undefined symbol: ncclCommRegister"), "needs the symbol ncclCommRegister",
-     "torch==2.14.1"),
-    ("FD010", "problem", cannot_import("/opt/cuda/lib64/libcudart.so.13: file too short", "OSError"), "is not a complete library", "torch==2.14.1"),
-    ("FD010", "problem", cannot_import(OTHER_MODULES, "ModuleNotFoundError"), "needs the module sympy", "pip install sympy"),
-    ("FD010", "problem", cannot_import("No module named 'torch._C'", "ModuleNotFoundError"), "has no compiled part", "--force-reinstall"),
-    ("FD010", "problem", other_python, "was built for another Python (cpython-311-x86_64-linux-gnu)", "unset PYTHONPATH"),
-    ("FD010", "problem", cannot_import("partially initialized module 'random' has no attribute 'Random' (most likely due to a circular import)",
-                                       "AttributeError"),
-     "shadows random", "ls /home/ada/project"),
-    ("FD010", "problem", cannot_import("A module that was compiled using NumPy 1.x cannot be run in NumPy 2.4.6 as it may crash."), "another NumPy", "numpy"),
-    ("FD010", "problem", cannot_import("something that nobody has seen", "RuntimeError"), "RuntimeError: something that nobody has seen", "--force-reinstall"),
-    ("FD010", "problem", lambda s: (s.torch.clear(), s.runs.update({"import torch": CommandResult(["python"], -4)})), "SIGILL", "--force-reinstall"),
-    ("FD010", "problem", lambda s: (s.torch.clear(), s.runs.update({"import torch": CommandResult(["python"], None, timed_out=True)})), "did not finish", "faulthandler"),
-    ("FD010", "problem", lambda s: (s.torch.clear(), s.runs.update({"import torch": CommandResult(["python"], 1, err="AttributeError: module 'types' has no x\n")})),
-     "module 'types'", "import torch"),
+    (
+        "FD010",
+        "problem",
+        cannot_import("libcudnn.so.9: cannot open shared object file: No such file or directory"),
+        "nvidia-cudnn",
+        "torch==2.14.1",
+    ),
+    (
+        "FD010",
+        "problem",
+        cannot_import("libcufft.so.12: cannot open shared object file: No such file or directory"),
+        "nvidia-cufft is not installed",
+        "torch==2.14.1",
+    ),
+    (
+        "FD010",
+        "problem",
+        cannot_import("libtorch_cuda_cu.so: cannot open shared object file: No such file or directory"),
+        "a part of torch itself",
+        "--force-reinstall",
+    ),
+    (
+        "FD010",
+        "problem",
+        cannot_import("libgomp.so.1: cannot open shared object file: No such file or directory"),
+        "from the system",
+        "apt-get install libgomp1",
+    ),
+    (
+        "FD010",
+        "problem",
+        cannot_import(
+            "/lib64/libm.so.6: version `GLIBC_2.27' not found (required by /x/torch/lib/../../libcurand.so.10)"
+        ),
+        "needs glibc 2.27",
+        "docker run",
+    ),
+    (
+        "FD010",
+        "problem",
+        cannot_import(
+            "/lib/x86_64-linux-gnu/libstdc++.so.6: version `GLIBCXX_3.4.30' not found (required by /x/libtorch.so)"
+        ),
+        "GLIBCXX 3.4.30",
+        "unset LD_LIBRARY",
+    ),
+    (
+        "FD010",
+        "problem",
+        cannot_import("/x/torch/lib/libtorch_cuda.so: undefined symbol: ncclCommRegister"),
+        "needs the symbol ncclCommRegister",
+        "torch==2.14.1",
+    ),
+    (
+        "FD010",
+        "problem",
+        cannot_import("/opt/cuda/lib64/libcudart.so.13: file too short", "OSError"),
+        "is not a complete library",
+        "torch==2.14.1",
+    ),
+    (
+        "FD010",
+        "problem",
+        cannot_import(OTHER_MODULES, "ModuleNotFoundError"),
+        "needs the module sympy",
+        "pip install sympy",
+    ),
+    (
+        "FD010",
+        "problem",
+        cannot_import("No module named 'torch._C'", "ModuleNotFoundError"),
+        "has no compiled part",
+        "--force-reinstall",
+    ),
+    (
+        "FD010",
+        "problem",
+        other_python,
+        "was built for another Python (cpython-311-x86_64-linux-gnu)",
+        "unset PYTHONPATH",
+    ),
+    (
+        "FD010",
+        "problem",
+        cannot_import(
+            "partially initialized module 'random' has no attribute 'Random' (most likely due to a circular import)",
+            "AttributeError",
+        ),
+        "shadows random",
+        "ls /home/ada/project",
+    ),
+    (
+        "FD010",
+        "problem",
+        cannot_import(
+            "A module that was compiled using NumPy 1.x cannot be run in NumPy 2.4.6 as it may crash."
+        ),
+        "another NumPy",
+        "numpy",
+    ),
+    (
+        "FD010",
+        "problem",
+        cannot_import("something that nobody has seen", "RuntimeError"),
+        "RuntimeError: something that nobody has seen",
+        "--force-reinstall",
+    ),
+    (
+        "FD010",
+        "problem",
+        lambda s: (s.torch.clear(), s.runs.update({"import torch": CommandResult(["python"], -4)})),
+        "SIGILL",
+        "--force-reinstall",
+    ),
+    (
+        "FD010",
+        "problem",
+        lambda s: (
+            s.torch.clear(),
+            s.runs.update({"import torch": CommandResult(["python"], None, timed_out=True)}),
+        ),
+        "did not finish",
+        "faulthandler",
+    ),
+    (
+        "FD010",
+        "problem",
+        lambda s: (
+            s.torch.clear(),
+            s.runs.update(
+                {
+                    "import torch": CommandResult(
+                        ["python"], 1, err="AttributeError: module 'types' has no x\n"
+                    )
+                }
+            ),
+        ),
+        "module 'types'",
+        "import torch",
+    ),
     ("FD010", "problem", torch_stage("imported", file=None), "an empty folder", "pip install"),
     ("FD010", "warning", torch_stage("imported", import_s=44.0), "took 44 s", "venv"),
-    ("FD011", "warning", torch_stage("build", version="2.3.1+cu121"), "2.11 to 2.14", 'pip install "torch>=2.11,<2.15"'),
-    ("FD011", "warning", torch_stage("build", version="2.99.0"), "newer than flatout's version table, which ends with 2.14", "--upgrade flatout"),
-    ("FD012", "problem", torch_stage("build", version="2.14.1+cpu", cuda=None), "built for the CPU only", "whl/cu132"),
-    ("FD013", "warning", extra(["nvidia_cublas_cu12", "12.6.4.1", ENVIRON]), "CUDA 12 and 13", "pip uninstall nvidia-cublas-cu12"),
-    ("FD013", "warning", extra(["torch", "2.11.0", "/usr/lib/python3/dist-packages"]), "installed 2 times", "pip uninstall torch"),
+    (
+        "FD011",
+        "warning",
+        torch_stage("build", version="2.3.1+cu121"),
+        "2.11 to 2.14",
+        'pip install "torch>=2.11,<2.15"',
+    ),
+    (
+        "FD011",
+        "warning",
+        torch_stage("build", version="2.99.0"),
+        "newer than flatout's version table, which ends with 2.14",
+        "--upgrade flatout",
+    ),
+    (
+        "FD012",
+        "problem",
+        torch_stage("build", version="2.14.1+cpu", cuda=None),
+        "built for the CPU only",
+        "whl/cu132",
+    ),
+    (
+        "FD013",
+        "warning",
+        extra(["nvidia_cublas_cu12", "12.6.4.1", ENVIRON]),
+        "CUDA 12 and 13",
+        "pip uninstall nvidia-cublas-cu12",
+    ),
+    (
+        "FD013",
+        "warning",
+        extra(["torch", "2.11.0", "/usr/lib/python3/dist-packages"]),
+        "installed 2 times",
+        "pip uninstall torch",
+    ),
     ("FD013", "warning", extra(["pytorch_triton", "3.8.0", ENVIRON]), "nightly", "pip uninstall"),
-    ("FD014", "warning", torch_stage("cuda", cudnn=91002), "cuDNN 9.10.2; this build was made with 9.24.0.43", "torch==2.14.1"),
+    (
+        "FD014",
+        "warning",
+        torch_stage("cuda", cudnn=91002),
+        "cuDNN 9.10.2; this build was made with 9.24.0.43",
+        "torch==2.14.1",
+    ),
     ("FD014", "problem", torch_stage("cuda", cudnn=None), "finds no cuDNN", "torch==2.14.1"),
     ("FD015", "warning", torch_stage("cuda", nccl="2.18.1"), "NCCL 2.18.1", "torch==2.14.1"),
     ("FD015", "note", torch_stage("cuda", nccl=None), "without NCCL", "torch==2.14.1"),
     ("FD016", "warning", lambda s: s.packages.pop(), "triton is not installed", "pip install triton"),
-    ("FD017", "problem", torch_stage("numpy", raised="RuntimeError: Numpy is not available", version=None), "Numpy is not available",
-     "pip install --upgrade numpy torch"),
-    ("FD017", "note", lambda s: s.torch.update(numpy={"version": None, "why": "No module named 'numpy'"}), "NumPy is not installed", "pip install numpy"),
-    ("FD018", "warning", torch_stage("libraries", loaded=["/usr/local/cuda/lib64/libcudart.so.13", f"{ENVIRON}/torch/lib/libtorch_cpu.so"]), "not torch's own",
-     "unset LD_LIBRARY_PATH"),
-    ("FD018", "note", torch_stage("libraries", loaded=[f"{ENVIRON}/torch/lib/libtorch_cpu.so", f"{ENVIRON}/torch/lib/libgomp.so.1", "/opt/intel/libiomp5.so"]),
-     "two OpenMP", ""),
-    ("FD019", "warning", lambda s: s.packages[1].__setitem__(1, "9.10.2.21"), "nvidia-cudnn-cu13 9.10.2.21 is installed, torch requires ==9.24.0.43",
-     "torch==2.14.1"),
-    ("FD019", "warning", lambda s: s.packages[4].__setitem__(1, "3.7.1"), "triton 3.7.1 is installed, torch requires ~=3.8.0", "torch==2.14.1"),
+    (
+        "FD017",
+        "problem",
+        torch_stage("numpy", raised="RuntimeError: Numpy is not available", version=None),
+        "Numpy is not available",
+        "pip install --upgrade numpy torch",
+    ),
+    (
+        "FD017",
+        "note",
+        lambda s: s.torch.update(numpy={"version": None, "why": "No module named 'numpy'"}),
+        "NumPy is not installed",
+        "pip install numpy",
+    ),
+    (
+        "FD018",
+        "warning",
+        torch_stage(
+            "libraries",
+            loaded=["/usr/local/cuda/lib64/libcudart.so.13", f"{ENVIRON}/torch/lib/libtorch_cpu.so"],
+        ),
+        "not torch's own",
+        "unset LD_LIBRARY_PATH",
+    ),
+    (
+        "FD018",
+        "note",
+        torch_stage(
+            "libraries",
+            loaded=[
+                f"{ENVIRON}/torch/lib/libtorch_cpu.so",
+                f"{ENVIRON}/torch/lib/libgomp.so.1",
+                "/opt/intel/libiomp5.so",
+            ],
+        ),
+        "two OpenMP",
+        "",
+    ),
+    (
+        "FD019",
+        "warning",
+        lambda s: s.packages[1].__setitem__(1, "9.10.2.21"),
+        "nvidia-cudnn-cu13 9.10.2.21 is installed, torch requires ==9.24.0.43",
+        "torch==2.14.1",
+    ),
+    (
+        "FD019",
+        "warning",
+        lambda s: s.packages[4].__setitem__(1, "3.7.1"),
+        "triton 3.7.1 is installed, torch requires ~=3.8.0",
+        "torch==2.14.1",
+    ),
     ("FD019", "warning", lambda s: s.packages.pop(2), "nvidia-nccl-cu13 is not installed", "torch==2.14.1"),
     # the driver
-    ("FD020", "problem", run("nvidia-smi", code=18, out="Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 535.183\n"),
-     "old one", "sudo reboot"),
-    ("FD020", "problem", run("nvidia-smi", code=9,
-                             out="NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that the latest "
-                             "NVIDIA driver is installed and running.\n"), "kernel module is not loaded", "modprobe nvidia"),
-    ("FD020", "problem", run("nvidia-smi", code=6, out="No devices were found\n"), "finds no usable GPU", "dmesg"),
-    ("FD020", "problem", run("nvidia-smi", code=255, out="Failed to initialize NVML: Unknown Error\n"), "lost access to the devices", "docker restart"),
-    ("FD020", "problem", run("nvidia-smi", code=15,
-                             out="Unable to determine the device handle for GPU0000:17:00.0: GPU is lost.  Reboot the system to recover this GPU\n"),
-     "no longer answers", "dmesg"),
+    (
+        "FD020",
+        "problem",
+        run(
+            "nvidia-smi",
+            code=18,
+            out="Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 535.183\n",
+        ),
+        "old one",
+        "sudo reboot",
+    ),
+    (
+        "FD020",
+        "problem",
+        run(
+            "nvidia-smi",
+            code=9,
+            out="NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that the latest "
+            "NVIDIA driver is installed and running.\n",
+        ),
+        "kernel module is not loaded",
+        "modprobe nvidia",
+    ),
+    (
+        "FD020",
+        "problem",
+        run("nvidia-smi", code=6, out="No devices were found\n"),
+        "finds no usable GPU",
+        "dmesg",
+    ),
+    (
+        "FD020",
+        "problem",
+        run("nvidia-smi", code=255, out="Failed to initialize NVML: Unknown Error\n"),
+        "lost access to the devices",
+        "docker restart",
+    ),
+    (
+        "FD020",
+        "problem",
+        run(
+            "nvidia-smi",
+            code=15,
+            out="Unable to determine the device handle for GPU0000:17:00.0: GPU is lost.  Reboot the system to recover this GPU\n",
+        ),
+        "no longer answers",
+        "dmesg",
+    ),
     ("FD020", "problem", run("nvidia-smi", timed_out=True), "did not answer", "dmesg"),
     ("FD020", "problem", driverless, "on the bus", "docker run --gpus all"),
     ("FD020", "note", run("nvidia-smi", there=False), "driver 580.95.05 is loaded", "docker run --gpus all"),
-    ("FD020", "note", lambda s: (run("nvidia-smi", there=False)(s), s.files.update({"/proc/driver/nvidia/version": None})), "torch reaches the GPU", ""),
+    (
+        "FD020",
+        "note",
+        lambda s: (run("nvidia-smi", there=False)(s), s.files.update({"/proc/driver/nvidia/version": None})),
+        "torch reaches the GPU",
+        "",
+    ),
     ("FD021", "problem", old_driver, "535.54.03 is too old for CUDA 13.0", OLDER),
     ("FD024", "problem", old_driver, "FD021", OLDER),
     ("FD021", "problem", ancient_driver, "No build of this torch", "drivers install"),
-    ("FD023", "not seen", lambda s: (ancient_driver(s), s.torch["cuda"].pop("devices")), "drivers before 510", ""),
+    (
+        "FD023",
+        "not seen",
+        lambda s: (ancient_driver(s), s.torch["cuda"].pop("devices")),
+        "drivers before 510",
+        "",
+    ),
     ("FD021", "note", gpu({}, driver="580.65.06", cuda="12.9"), "PTX", "nvidia-smi"),
-    ("FD022", "problem", variables(CUDA_VISIBLE_DEVICES="0,3"), "'3' is not a GPU of this machine (it has 1), so 1 of 2 are used", "nvidia-smi -L"),
+    (
+        "FD022",
+        "problem",
+        variables(CUDA_VISIBLE_DEVICES="0,3"),
+        "'3' is not a GPU of this machine (it has 1), so 1 of 2 are used",
+        "nvidia-smi -L",
+    ),
     ("FD022", "problem", variables(CUDA_VISIBLE_DEVICES="0,0"), "twice", "unset"),
     ("FD022", "problem", variables(CUDA_VISIBLE_DEVICES="GPU-99999999"), "is not a GPU", "nvidia-smi -L"),
     ("FD022", "warning", variables(CUDA_VISIBLE_DEVICES=""), "hides every GPU", "unset CUDA_VISIBLE_DEVICES"),
     ("FD023", "problem", volta, "compute capability 7.0", OLDER),
     ("FD023", "note", newer_gpu, "PTX", "pip install --upgrade torch"),
-    ("FD024", "problem", torch_stage("cuda", available=False, computes=None, warnings=["CUDA unknown error"]), "CUDA unknown error", "nvidia-smi"),
-    ("FD024", "warning", lambda s: (variables(CUDA_VISIBLE_DEVICES="-1")(s), torch_stage("cuda", available=False, computes=None)(s)), "FD022",
-     "unset CUDA_VISIBLE_DEVICES"),
+    (
+        "FD024",
+        "problem",
+        torch_stage("cuda", available=False, computes=None, warnings=["CUDA unknown error"]),
+        "CUDA unknown error",
+        "nvidia-smi",
+    ),
+    (
+        "FD024",
+        "warning",
+        lambda s: (
+            variables(CUDA_VISIBLE_DEVICES="-1")(s),
+            torch_stage("cuda", available=False, computes=None)(s),
+        ),
+        "FD022",
+        "unset CUDA_VISIBLE_DEVICES",
+    ),
     # the GPUs
     ("FD030", "warning", gpu({"used": 31000, "processes": PROCESS}), "by python (4242, 30000 MiB)", "ps -o"),
     ("FD030", "warning", gpu({"used": 31000}), "not shown here", "fuser"),
-    ("FD030", "note", gpu({"used": 31000, "processes": PROCESS.replace(">C<", ">G<").replace("python", "Xorg")}), "by the display (Xorg)", "multi-user"),
+    (
+        "FD030",
+        "note",
+        gpu({"used": 31000, "processes": PROCESS.replace(">C<", ">G<").replace("python", "Xorg")}),
+        "by the display (Xorg)",
+        "multi-user",
+    ),
     ("FD031", "warning", gpu({"clock": "1200 MHz"}), "set to 1200 MHz", "sudo nvidia-smi -rac"),
     ("FD032", "warning", gpu({"watts": 350}), "350 W, default 700 W", "sudo nvidia-smi -i 0 -pl 700"),
-    ("FD032", "warning", gpu({"watts": 350}, dialect=11), "350 W, default 700 W", "sudo nvidia-smi -i 0 -pl 700"),
+    (
+        "FD032",
+        "warning",
+        gpu({"watts": 350}, dialect=11),
+        "350 W, default 700 W",
+        "sudo nvidia-smi -i 0 -pl 700",
+    ),
     ("FD033", "warning", gpu({"hot": "Active", "temperature": 88}), "too hot", "nvidia-smi -q"),
     ("FD033", "warning", gpu({"hot": "Active"}, dialect=11), "too hot", "nvidia-smi -q"),
     ("FD033", "warning", gpu({"temperature": 86}), "slows down at 89 C", "nvidia-smi -q"),
@@ -290,63 +659,246 @@ FAULTS = [
     ("FD036", "note", gpu({"persistence": "Disabled"}), "off", "sudo nvidia-smi -pm 1"),
     ("FD037", "problem", gpu({"mode": "Prohibited"}), "Prohibited", "-c DEFAULT"),
     ("FD037", "note", gpu({"mode": "Exclusive_Process"}), "one process", "-c DEFAULT"),
-    ("FD038", "warning", gpu({}, {"bus": "18", "width": 4}), "GPU 1: PCIe 5 x4 now, 5 x16 at most", "pcie.link"),
+    (
+        "FD038",
+        "warning",
+        gpu({}, {"bus": "18", "width": 4}),
+        "GPU 1: PCIe 5 x4 now, 5 x16 at most",
+        "pcie.link",
+    ),
     ("FD038", "ok", gpu({"generation": 1, "state": "P8"}), "while idle", ""),
     ("FD038", "note", gpu({"width": 8, "state": "P8"}), "idle", "pcie.link"),
-    ("FD039", "note", lambda s: (gpu({}, {"bus": "b1"})(s), s.runs["nvidia-smi topology"].__setattr__(
-        "out", "\t\x1b[4mGPU0\tGPU1\tCPU Affinity\x1b[0m\nGPU0\t X \tSYS\t0-15\nGPU1\tSYS\t X \t0-15\n")), "SYS", "nvidia-smi topo -m"),
-    ("FD039", "ok", lambda s: (gpu({}, {"bus": "b1"})(s), s.runs["nvidia-smi topology"].__setattr__("out", "\tGPU0\tGPU1\nGPU0\t X \tNV18\nGPU1\tNV18\t X\n")),
-     "NV18", ""),
+    (
+        "FD039",
+        "note",
+        lambda s: (
+            gpu({}, {"bus": "b1"})(s),
+            s.runs["nvidia-smi topology"].__setattr__(
+                "out",
+                "\t\x1b[4mGPU0\tGPU1\tCPU Affinity\x1b[0m\nGPU0\t X \tSYS\t0-15\nGPU1\tSYS\t X \t0-15\n",
+            ),
+        ),
+        "SYS",
+        "nvidia-smi topo -m",
+    ),
+    (
+        "FD039",
+        "ok",
+        lambda s: (
+            gpu({}, {"bus": "b1"})(s),
+            s.runs["nvidia-smi topology"].__setattr__(
+                "out", "\tGPU0\tGPU1\nGPU0\t X \tNV18\nGPU1\tNV18\t X\n"
+            ),
+        ),
+        "NV18",
+        "",
+    ),
     # compilers and the system
     ("FD040", "warning", run("c++", there=False), "torch.compile does not work", "apt-get install g++"),
-    ("FD040", "warning", run("c++", code=0, out="g++ (GCC) 4.8.5 20150623 (Red Hat 4.8.5-44)\n"), "4.8.5 is too old", "apt-get install g++"),
+    (
+        "FD040",
+        "warning",
+        run("c++", code=0, out="g++ (GCC) 4.8.5 20150623 (Red Hat 4.8.5-44)\n"),
+        "4.8.5 is too old",
+        "apt-get install g++",
+    ),
     ("FD041", "warning", set_python(header=False), "Python.h is missing", "apt-get install python3.12-dev"),
-    ("FD042", "warning", run("nvcc", code=0, out="Cuda compilation tools, release 12.4, V12.4.131\n"), "extensions cannot be built", "cuda-nvcc=13.0"),
+    (
+        "FD042",
+        "warning",
+        run("nvcc", code=0, out="Cuda compilation tools, release 12.4, V12.4.131\n"),
+        "extensions cannot be built",
+        "cuda-nvcc=13.0",
+    ),
     ("FD050", "problem", set_python(libc=["glibc", "2.17"]), "the last torch for it is 2.6", "docker run"),
     ("FD050", "warning", set_python(libc=["", ""]), "musl", "docker run"),
-    ("FD051", "warning", files(**{"/proc/version": "Linux version 3.10.0-1160.el7.x86_64 (mockbuild@x)\n",
-                                  "/etc/os-release": 'PRETTY_NAME="CentOS Linux 7 (Core)"\nID="centos"\nVERSION_ID="7"\n'}),
-     "CentOS Linux 7 (Core), kernel 3.10.0", "sudo yum upgrade"),
-    ("FD052", "warning", lambda s: (files(**{"/proc/version": "Linux version 5.15.153.1-microsoft-standard-WSL2 (root@x)\n"})(s), at("/mnt/c/Users/ada")(s)),
-     "Windows disk", "cp -r"),
+    (
+        "FD051",
+        "warning",
+        files(
+            **{
+                "/proc/version": "Linux version 3.10.0-1160.el7.x86_64 (mockbuild@x)\n",
+                "/etc/os-release": 'PRETTY_NAME="CentOS Linux 7 (Core)"\nID="centos"\nVERSION_ID="7"\n',
+            }
+        ),
+        "CentOS Linux 7 (Core), kernel 3.10.0",
+        "sudo yum upgrade",
+    ),
+    (
+        "FD052",
+        "warning",
+        lambda s: (
+            files(**{"/proc/version": "Linux version 5.15.153.1-microsoft-standard-WSL2 (root@x)\n"})(s),
+            at("/mnt/c/Users/ada")(s),
+        ),
+        "Windows disk",
+        "cp -r",
+    ),
     ("FD053", "note", docker, "Docker", ""),
-    ("FD051", "note", files(**{"/proc/version": "Linux version 4.18.0-513.el8.x86_64 (mockbuild@x)\n"}), "kernel 4.18.0", "sudo apt-get dist-upgrade"),
+    (
+        "FD051",
+        "note",
+        files(**{"/proc/version": "Linux version 4.18.0-513.el8.x86_64 (mockbuild@x)\n"}),
+        "kernel 4.18.0",
+        "sudo apt-get dist-upgrade",
+    ),
     # the processor
     ("FD060", "warning", docker, "torch uses 16 threads and gets 2 cores", "export OMP_NUM_THREADS=2"),
     ("FD060", "warning", old_docker, "torch uses 16 threads and gets 2 cores", "export OMP_NUM_THREADS=2"),
-    ("FD060", "ok", lambda s: (docker(s), torch_stage("host", threads=2)(s)), "torch uses 2 thread(s), which fits", ""),
+    (
+        "FD060",
+        "ok",
+        lambda s: (docker(s), torch_stage("host", threads=2)(s)),
+        "torch uses 2 thread(s), which fits",
+        "",
+    ),
     ("FD060", "not seen", lambda s: (docker(s), s.torch.pop("host")), "could not be determined", ""),
-    ("FD060", "note", files(**{"/proc/self/status": "Cpus_allowed_list:\t0-3\nMems_allowed_list:\t0\n"}), "bound to part", "taskset"),
-    ("FD061", "warning", files(**{"/proc/cpuinfo": "model name\t: Old\nflags\t\t: fpu sse sse2 avx\n"}), "without AVX2", "lscpu"),
-    ("FD062", "warning", files(**{"/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave\n"}), "powersave", "cpupower"),
-    ("FD063", "note", files(**{"/sys/devices/system/node/online": "0-1\n", "/sys/devices/system/node/node0/cpulist": "0-7\n",
-                               "/sys/devices/system/node/node1/cpulist": "8-15\n"}),
-     "may run on 2 of them", "numactl --cpunodebind=0"),
-    ("FD064", "warning", variables(OMP_NUM_THREADS="64"), "OMP_NUM_THREADS=64 for 16 core(s)", "export OMP_NUM_THREADS=16"),
-    ("FD064", "warning", variables(MKL_NUM_THREADS="four"), "not a number of threads", "unset MKL_NUM_THREADS"),
+    (
+        "FD060",
+        "note",
+        files(**{"/proc/self/status": "Cpus_allowed_list:\t0-3\nMems_allowed_list:\t0\n"}),
+        "bound to part",
+        "taskset",
+    ),
+    (
+        "FD061",
+        "warning",
+        files(**{"/proc/cpuinfo": "model name\t: Old\nflags\t\t: fpu sse sse2 avx\n"}),
+        "without AVX2",
+        "lscpu",
+    ),
+    (
+        "FD062",
+        "warning",
+        files(**{"/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave\n"}),
+        "powersave",
+        "cpupower",
+    ),
+    (
+        "FD063",
+        "note",
+        files(
+            **{
+                "/sys/devices/system/node/online": "0-1\n",
+                "/sys/devices/system/node/node0/cpulist": "0-7\n",
+                "/sys/devices/system/node/node1/cpulist": "8-15\n",
+            }
+        ),
+        "may run on 2 of them",
+        "numactl --cpunodebind=0",
+    ),
+    (
+        "FD064",
+        "warning",
+        variables(OMP_NUM_THREADS="64"),
+        "OMP_NUM_THREADS=64 for 16 core(s)",
+        "export OMP_NUM_THREADS=16",
+    ),
+    (
+        "FD064",
+        "warning",
+        variables(MKL_NUM_THREADS="four"),
+        "not a number of threads",
+        "unset MKL_NUM_THREADS",
+    ),
     ("FD064", "note", variables(OMP_NUM_THREADS="1"), "one thread", "flatout tune"),
     ("FD065", "problem", variables(GOMP_CPU_AFFINITY="0 31"), "names core 31", "unset GOMP_CPU_AFFINITY"),
-    ("FD065", "warning", variables(GOMP_CPU_AFFINITY="0"), "binds all threads to 1 of 16", "unset GOMP_CPU_AFFINITY"),
-    ("FD065", "note", variables(KMP_AFFINITY="granularity=fine,compact,1,0"), "inherit", "unset KMP_AFFINITY"),
+    (
+        "FD065",
+        "warning",
+        variables(GOMP_CPU_AFFINITY="0"),
+        "binds all threads to 1 of 16",
+        "unset GOMP_CPU_AFFINITY",
+    ),
+    (
+        "FD065",
+        "note",
+        variables(KMP_AFFINITY="granularity=fine,compact,1,0"),
+        "inherit",
+        "unset KMP_AFFINITY",
+    ),
     ("FD066", "note", files(**{"/proc/loadavg": "31.50 30.00 25.00 9/812 4711\n"}), "31.50 threads", "top"),
     # memory
     ("FD070", "warning", docker, "3 GiB by the control group's limit (2 GiB unused)", "docker run --memory"),
-    ("FD070", "warning", old_docker, "3 GiB by the control group's limit (2 GiB unused)", "docker run --memory"),
+    (
+        "FD070",
+        "warning",
+        old_docker,
+        "3 GiB by the control group's limit (2 GiB unused)",
+        "docker run --memory",
+    ),
     ("FD071", "problem", docker, "64 MiB", "docker run --shm-size=8g ..."),
-    ("FD071", "problem", files(**{"/proc/self/mountinfo": DOCKER_MOUNTS.replace("/dev/shm", "/dev/other")}), "not a separate file system", "mount -t tmpfs"),
-    ("FD071", "warning", lambda s: s.disks.update({"/dev/shm": Disk("/dev/shm", 62 * GIB, GIB // 4, None, True)}), "256 MiB of the 62 GiB", "ls -lS /dev/shm"),
-    ("FD072", "warning", files(**{"/proc/swaps": "Filename\tType\tSize\tUsed\tPriority\n/swapfile file 8388604 7000000 -2\n"}), "6.7 GiB are swapped out",
-     "swapoff"),
-    ("FD073", "note", files(**{"/sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n"}), "never", "echo madvise"),
-    ("FD074", "note", variables(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"), "old name", "export PYTORCH_ALLOC_CONF=expandable_segments:True"),
-    ("FD074", "warning", variables(PYTORCH_CUDA_ALLOC_CONF="a:1", PYTORCH_ALLOC_CONF="a:2"), "contradict", "unset"),
-    ("FD074", "problem", variables(PYTORCH_ALLOC_CONF="expandable_segments=True"), "is not a list of name:value", "unset"),
+    (
+        "FD071",
+        "problem",
+        files(**{"/proc/self/mountinfo": DOCKER_MOUNTS.replace("/dev/shm", "/dev/other")}),
+        "not a separate file system",
+        "mount -t tmpfs",
+    ),
+    (
+        "FD071",
+        "warning",
+        lambda s: s.disks.update({"/dev/shm": Disk("/dev/shm", 62 * GIB, GIB // 4, None, True)}),
+        "256 MiB of the 62 GiB",
+        "ls -lS /dev/shm",
+    ),
+    (
+        "FD072",
+        "warning",
+        files(**{"/proc/swaps": "Filename\tType\tSize\tUsed\tPriority\n/swapfile file 8388604 7000000 -2\n"}),
+        "6.7 GiB are swapped out",
+        "swapoff",
+    ),
+    (
+        "FD073",
+        "note",
+        files(**{"/sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n"}),
+        "never",
+        "echo madvise",
+    ),
+    (
+        "FD074",
+        "note",
+        variables(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"),
+        "old name",
+        "export PYTORCH_ALLOC_CONF=expandable_segments:True",
+    ),
+    (
+        "FD074",
+        "warning",
+        variables(PYTORCH_CUDA_ALLOC_CONF="a:1", PYTORCH_ALLOC_CONF="a:2"),
+        "contradict",
+        "unset",
+    ),
+    (
+        "FD074",
+        "problem",
+        variables(PYTORCH_ALLOC_CONF="expandable_segments=True"),
+        "is not a list of name:value",
+        "unset",
+    ),
     ("FD074", "warning", variables(PYTORCH_NO_CUDA_MEMORY_CACHING="1"), "call into the driver", "unset"),
-    ("FD075", "warning", lambda s: s.preloads.update({"/usr/lib/libtcmalloc.so.4": False}), "does not exist", "unset LD_PRELOAD"),
-    ("FD076", "note", lambda s: s.libraries.update({"/usr/local/cuda/lib64": ["libcudart.so.12", "libcudnn.so.8"]}), "libcudart.so.12",
-     "unset LD_LIBRARY_PATH"),
-    ("FD076", "warning", lambda s: s.libraries.update({"/opt/lib": ["libcudart.so.13 (no library)"]}), "/opt/lib/libcudart.so.13, which is not a complete",
-     "unset LD_LIBRARY"),
+    (
+        "FD075",
+        "warning",
+        lambda s: s.preloads.update({"/usr/lib/libtcmalloc.so.4": False}),
+        "does not exist",
+        "unset LD_PRELOAD",
+    ),
+    (
+        "FD076",
+        "note",
+        lambda s: s.libraries.update({"/usr/local/cuda/lib64": ["libcudart.so.12", "libcudnn.so.8"]}),
+        "libcudart.so.12",
+        "unset LD_LIBRARY_PATH",
+    ),
+    (
+        "FD076",
+        "warning",
+        lambda s: s.libraries.update({"/opt/lib": ["libcudart.so.13 (no library)"]}),
+        "/opt/lib/libcudart.so.13, which is not a complete",
+        "unset LD_LIBRARY",
+    ),
     ("FD077", "warning", files(**{"/proc/sys/vm/overcommit_memory": "2\n"}), "cannot be started", "sysctl"),
     # limits, disks, switches
     ("FD080", "warning", limit("open files", "1024", "1048576"), "1024 files may be open", "ulimit -n 65536"),
@@ -355,30 +907,72 @@ FAULTS = [
     ("FD081", "warning", docker, "512 processes and threads", "--pids-limit -1"),
     ("FD081", "warning", limit("processes", "256", "unlimited"), "256 processes", "ulimit -u 65536"),
     ("FD082", "note", limit("locked memory", "65536", "65536"), "InfiniBand", "ulimit -l unlimited"),
-    ("FD083", "problem", limit("address space", "8589934592", "unlimited"), "limited to 8 GiB", "ulimit -v unlimited"),
+    (
+        "FD083",
+        "problem",
+        limit("address space", "8589934592", "unlimited"),
+        "limited to 8 GiB",
+        "ulimit -v unlimited",
+    ),
     ("FD084", "note", limit("core file size", "unlimited", "unlimited"), "any size", "ulimit -c 0"),
     ("FD090", "problem", disk("working folder", GIB // 4), "256 MiB left", "du -xh"),
     ("FD090", "problem", disk("working folder", 90 * GIB, free_files=3), "inodes", "du -xh"),
     ("FD090", "problem", disk("working folder", 90 * GIB, writable=False), "cannot be written", "du -xh"),
     ("FD090", "warning", disk("working folder", 4 * GIB), "4 GiB of 900 GiB left", "du -xh"),
-    ("FD091", "warning", lambda s: (at("/data/x")(s), s.files.update({"/proc/self/mountinfo": f"{s.files['/proc/self/mountinfo']}{NFS}"})),
-     "nfs4, srv:/x", "rsync"),
+    (
+        "FD091",
+        "warning",
+        lambda s: (
+            at("/data/x")(s),
+            s.files.update({"/proc/self/mountinfo": f"{s.files['/proc/self/mountinfo']}{NFS}"}),
+        ),
+        "nfs4, srv:/x",
+        "rsync",
+    ),
     ("FD091", "note", lambda s: at("/dev/shm/x")(s), "in memory", ""),
     ("FD091", "note", docker, "overlay", "docker run -v"),
     ("FD092", "problem", disk("temporary folder", 100), "0.0 MiB left", "export TMPDIR"),
-    ("FD093", "problem", disk("cache", 90 * GIB, writable=False), "cannot be written", "export XDG_CACHE_HOME"),
-    ("FD100", "warning", variables(CUDA_LAUNCH_BLOCKING="1"), "CUDA_LAUNCH_BLOCKING=1", "unset CUDA_LAUNCH_BLOCKING"),
+    (
+        "FD093",
+        "problem",
+        disk("cache", 90 * GIB, writable=False),
+        "cannot be written",
+        "export XDG_CACHE_HOME",
+    ),
+    (
+        "FD100",
+        "warning",
+        variables(CUDA_LAUNCH_BLOCKING="1"),
+        "CUDA_LAUNCH_BLOCKING=1",
+        "unset CUDA_LAUNCH_BLOCKING",
+    ),
     ("FD100", "ok", variables(CUDA_LAUNCH_BLOCKING="0"), "", ""),
     ("FD100", "note", variables(TORCH_USE_CUDA_DSA="1"), "TORCH_USE_CUDA_DSA=1", "unset TORCH_USE_CUDA_DSA"),
     ("FD101", "warning", variables(NCCL_P2P_DISABLE="1"), "slower path", "unset NCCL_P2P_DISABLE"),
     ("FD101", "note", variables(NCCL_DEBUG="INFO"), "NCCL_DEBUG=INFO", "unset NCCL_DEBUG"),
-    ("FD102", "warning", variables(TORCHDYNAMO_DISABLE="1"), "TORCHDYNAMO_DISABLE=1", "unset TORCHDYNAMO_DISABLE"),
-    ("FD102", "warning", variables(NVIDIA_TF32_OVERRIDE="0"), "NVIDIA_TF32_OVERRIDE=0", "unset NVIDIA_TF32_OVERRIDE"),
+    (
+        "FD102",
+        "warning",
+        variables(TORCHDYNAMO_DISABLE="1"),
+        "TORCHDYNAMO_DISABLE=1",
+        "unset TORCHDYNAMO_DISABLE",
+    ),
+    (
+        "FD102",
+        "warning",
+        variables(NVIDIA_TF32_OVERRIDE="0"),
+        "NVIDIA_TF32_OVERRIDE=0",
+        "unset NVIDIA_TF32_OVERRIDE",
+    ),
     ("FD102", "note", variables(TORCH_LOGS="recompiles"), "TORCH_LOGS=recompiles", "unset TORCH_LOGS"),
 ]
 
 
-@pytest.mark.parametrize(("code", "verdict", "change", "seen", "fix"), FAULTS, ids=[f"{code}-{seen[:24]}" for code, _, _, seen, _ in FAULTS])
+@pytest.mark.parametrize(
+    ("code", "verdict", "change", "seen", "fix"),
+    FAULTS,
+    ids=[f"{code}-{seen[:24]}" for code, _, _, seen, _ in FAULTS],
+)
 def test_a_fault_is_named(code, verdict, change, seen, fix):
     snapshot = healthy()
     change(snapshot)
@@ -393,7 +987,9 @@ def test_a_fault_is_named(code, verdict, change, seen, fix):
 
 def test_every_check_has_a_fault_that_it_names():
     """A check that no fault in the table turns red would prove nothing."""
-    assert {question.code for question in TABLE} - {code for code, verdict, *_ in FAULTS if verdict != "ok"} == set()
+    assert {question.code for question in TABLE} - {
+        code for code, verdict, *_ in FAULTS if verdict != "ok"
+    } == set()
 
 
 def test_one_fault_is_one_alarm():
@@ -403,7 +999,9 @@ def test_one_fault_is_one_alarm():
     expected = {"FD021", "FD024"}
     snapshot = healthy()
     old_driver(snapshot)
-    assert {code for code, check in checked(snapshot).items() if check.verdict in ("problem", "warning")} == expected
+    assert {
+        code for code, check in checked(snapshot).items() if check.verdict in ("problem", "warning")
+    } == expected
 
 
 def test_root_needs_no_sudo():
@@ -414,9 +1012,16 @@ def test_root_needs_no_sudo():
     assert checked(snapshot)["FD036"].fix == "nvidia-smi -pm 1"
 
 
-@pytest.mark.parametrize(("release", "fix"), [
-    ("ID=debian\n", "sudo apt-get install g++"), ('ID="rocky"\nID_LIKE="rhel centos fedora"\n', "sudo dnf install gcc-c++"),
-    ('ID="centos"\nVERSION_ID="7"\n', "sudo yum install gcc-c++"), ("ID=arch\n", "sudo pacman -S g++"), ("", "sudo apt-get install g++")])
+@pytest.mark.parametrize(
+    ("release", "fix"),
+    [
+        ("ID=debian\n", "sudo apt-get install g++"),
+        ('ID="rocky"\nID_LIKE="rhel centos fedora"\n', "sudo dnf install gcc-c++"),
+        ('ID="centos"\nVERSION_ID="7"\n', "sudo yum install gcc-c++"),
+        ("ID=arch\n", "sudo pacman -S g++"),
+        ("", "sudo apt-get install g++"),
+    ],
+)
 def test_the_command_is_of_this_system(release, fix):
     snapshot = healthy()
     snapshot.files["/etc/os-release"] = release
@@ -447,7 +1052,8 @@ def test_the_table_of_versions():
         sources = row.get("sources") or [row["source"]]
         assert all(source.startswith("https://") for source in sources)
         assert len(row["date"]) == 10
-    assert [release.torch for release in versions().releases] == sorted((r.torch for r in versions().releases), key=lambda t: int(t.split(".")[1]),
-                                                                        reverse=True)
+    assert [release.torch for release in versions().releases] == sorted(
+        (r.torch for r in versions().releases), key=lambda t: int(t.split(".")[1]), reverse=True
+    )
     assert versions().build_for_driver(versions().release("2.14.1"), (535, 54)).cuda == "12.6"
     assert versions().build_for_driver(versions().release("2.14.1"), (470, 82)) is None

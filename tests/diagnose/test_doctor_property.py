@@ -16,8 +16,15 @@ from flatout.plan.machine_snapshot import CommandResult, MachineSnapshot, Verdic
 
 # A text of letters, blanks and line breaks is no valid answer of a kernel, program or library.
 GARBAGE = st.text(st.sampled_from("abcxyz \n\t<&\x00\ufffd"), max_size=60)
-JUNK = st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.floats(allow_nan=True), GARBAGE, st.lists(GARBAGE, max_size=2),
-                 st.dictionaries(GARBAGE, GARBAGE, max_size=2))
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 3),
+    st.floats(allow_nan=True),
+    GARBAGE,
+    st.lists(GARBAGE, max_size=2),
+    st.dictionaries(GARBAGE, GARBAGE, max_size=2),
+)
 
 
 def spoiled(need: str, text: str | None) -> MachineSnapshot:
@@ -27,7 +34,9 @@ def spoiled(need: str, text: str | None) -> MachineSnapshot:
     if kind == "file":
         snapshot.files[rest] = text
     elif kind == "run":
-        snapshot.runs[rest] = CommandResult([rest], 0, text or "", text or "") if text is not None else snapshot.runs.pop(rest)
+        snapshot.runs[rest] = (
+            CommandResult([rest], 0, text or "", text or "") if text is not None else snapshot.runs.pop(rest)
+        )
         if text is None:
             del snapshot.runs[rest]
     elif kind == "folder":
@@ -47,8 +56,16 @@ NEEDED = sorted({(question.code, need) for question in TABLE for need in questio
 BY_CODE = {question.code: question for question in TABLE}
 # Names, lists and other fields that cannot be misread, and fields that are read in addition to the deciding
 # text.
-FREE = {("FD002", "python prefix"), ("FD002", "python path"), ("FD018", "python path"), ("FD041", "python version"), ("FD041", "python path"),
-        ("FD010", "run import torch"), ("FD039", "run nvidia-smi topology"), ("FD062", "folder /sys/devices/system/cpu/cpu0")}
+FREE = {
+    ("FD002", "python prefix"),
+    ("FD002", "python path"),
+    ("FD018", "python path"),
+    ("FD041", "python version"),
+    ("FD041", "python path"),
+    ("FD010", "run import torch"),
+    ("FD039", "run nvidia-smi topology"),
+    ("FD062", "folder /sys/devices/system/cpu/cpu0"),
+}
 
 
 @pytest.mark.parametrize(("code", "need"), NEEDED, ids=[f"{code}-{need}" for code, need in NEEDED])

@@ -1,10 +1,10 @@
 """Snapshots recorded on real machines, with folder and host names changed, get the verdicts they got there.
 
-    virtual_machine             2 cores, no GPU, torch 2.14.1 for CUDA 13.0, cgroups v1
-    limited_container           the same with 64 MiB of /dev/shm, a memory limit of 2 GB, one core,
-                                1,024 open files
-    library_missing             torch's links to NVIDIA's libraries are broken
-    torch_of_another_python     a Python 3.12 that finds the packages of a Python 3.11
+virtual_machine             2 cores, no GPU, torch 2.14.1 for CUDA 13.0, cgroups v1
+limited_container           the same with 64 MiB of /dev/shm, a memory limit of 2 GB, one core,
+                            1,024 open files
+library_missing             torch's links to NVIDIA's libraries are broken
+torch_of_another_python     a Python 3.12 that finds the packages of a Python 3.11
 """
 
 from __future__ import annotations
@@ -20,19 +20,41 @@ from flatout.plan.machine_snapshot import MachineSnapshot
 HERE = Path(__file__).parent / "recorded"
 
 
-@pytest.mark.parametrize(("name", "alarms"), [
-    ("virtual_machine", {}),
-    ("limited_container", {"FD064": "export OMP_NUM_THREADS=1", "FD070": "docker run --memory 32g ...", "FD071": "docker run --shm-size=8g ...",
-                           "FD080": "echo '* - nofile 65536' | tee /etc/security/limits.d/flatout.conf"}),
-    ("library_missing", {"FD010": "pip install --force-reinstall torch==2.14.1"}),
-    ("torch_of_another_python", {"FD010": "unset PYTHONPATH"}),
-])
+@pytest.mark.parametrize(
+    ("name", "alarms"),
+    [
+        ("virtual_machine", {}),
+        (
+            "limited_container",
+            {
+                "FD064": "export OMP_NUM_THREADS=1",
+                "FD070": "docker run --memory 32g ...",
+                "FD071": "docker run --shm-size=8g ...",
+                "FD080": "echo '* - nofile 65536' | tee /etc/security/limits.d/flatout.conf",
+            },
+        ),
+        ("library_missing", {"FD010": "pip install --force-reinstall torch==2.14.1"}),
+        ("torch_of_another_python", {"FD010": "unset PYTHONPATH"}),
+    ],
+)
 def test_a_recorded_machine(name, alarms):
-    checks = {check.code: check for check in examine(MachineSnapshot.from_json(json.loads((HERE / f"{name}.json").read_text(encoding="utf-8"))))}
-    assert {code: check.fix for code, check in checks.items() if check.verdict in ("problem", "warning")} == alarms
+    checks = {
+        check.code: check
+        for check in examine(
+            MachineSnapshot.from_json(json.loads((HERE / f"{name}.json").read_text(encoding="utf-8")))
+        )
+    }
+    assert {
+        code: check.fix for code, check in checks.items() if check.verdict in ("problem", "warning")
+    } == alarms
     assert checks["FD020"].verdict == "note"  # no GPU, and nothing wrong with that
     assert not [check for check in checks.values() if "bug in flatout" in check.seen]
 
 
 def test_every_recording_is_judged():
-    assert {path.stem for path in HERE.iterdir()} == {"virtual_machine", "limited_container", "library_missing", "torch_of_another_python"}
+    assert {path.stem for path in HERE.iterdir()} == {
+        "virtual_machine",
+        "limited_container",
+        "library_missing",
+        "torch_of_another_python",
+    }

@@ -18,6 +18,7 @@ from flatout.diagnose.doctor.snapshot import SnapshotTaker
 @pytest.fixture
 def look(monkeypatch, tmp_path):
     """``look(source)``: the checks by code, in a folder where torch.py is that source."""
+
     def looked(source: str, limit_s: float = 20.0):
         (tmp_path / "torch.py").write_text(source, encoding="utf-8")
         monkeypatch.chdir(tmp_path)
@@ -45,7 +46,9 @@ assert not heavy, heavy
 
 
 def test_leaving_ends_the_children(tmp_path, monkeypatch):
-    (tmp_path / "torch.py").write_text("import os, time\nopen('number', 'w').write(str(os.getpid()))\ntime.sleep(600)", encoding="utf-8")
+    (tmp_path / "torch.py").write_text(
+        "import os, time\nopen('number', 'w').write(str(os.getpid()))\ntime.sleep(600)", encoding="utf-8"
+    )
     monkeypatch.chdir(tmp_path)
     with SnapshotTaker():
         until = time.monotonic() + 20
@@ -61,15 +64,21 @@ def test_it_hangs(look):
     assert "did not finish within the time limit" in found.seen
 
 
-@pytest.mark.parametrize(("source", "seen"), [
-    ("import os, signal\nos.kill(os.getpid(), signal.SIGILL)", "was ended by SIGILL: the processor lacks an instruction"),
-    ("import os\nos._exit(7)", "exit code 7"),
-    ("raise SystemExit('no licence')", "SystemExit: no licence"),
-    ("def f(:", "SyntaxError: "),
-    ("import no_such_module_x", "torch needs the module no_such_module_x, which is not installed"),
-    ("import torch\ntorch.nn", "shadows torch during its import"),
-    ("x = 1", "is not torch: AttributeError"),
-])
+@pytest.mark.parametrize(
+    ("source", "seen"),
+    [
+        (
+            "import os, signal\nos.kill(os.getpid(), signal.SIGILL)",
+            "was ended by SIGILL: the processor lacks an instruction",
+        ),
+        ("import os\nos._exit(7)", "exit code 7"),
+        ("raise SystemExit('no licence')", "SystemExit: no licence"),
+        ("def f(:", "SyntaxError: "),
+        ("import no_such_module_x", "torch needs the module no_such_module_x, which is not installed"),
+        ("import torch\ntorch.nn", "shadows torch during its import"),
+        ("x = 1", "is not torch: AttributeError"),
+    ],
+)
 def test_it_ends_in_its_own_way(look, source, seen):
     found = look(source)
     assert found["FD003"].verdict == "problem"

@@ -16,7 +16,12 @@ from flatout.plan.findings import Severity
 from flatout.probe.program import ScriptProgram
 
 STATIC = [rule for rule in TABLE if rule.look is not None]
-NUMBERS = {Severity.WRONG: range(1, 100), Severity.TIME: range(101, 200), Severity.MEMORY: range(201, 300), Severity.FRAGILE: range(301, 400)}
+NUMBERS = {
+    Severity.WRONG: range(1, 100),
+    Severity.TIME: range(101, 200),
+    Severity.MEMORY: range(201, 300),
+    Severity.FRAGILE: range(301, 400),
+}
 # Bad programs with more than one fault, and the other findings allowed in them.
 ALSO: dict[str, set[str]] = {"FL307": {"FL115"}}
 
@@ -55,7 +60,9 @@ def test_page_is_whole(rule: Rule):
     for name in SECTIONS[:-1] if rule.look is not None else SECTIONS[:3]:
         assert rule.section(name), f"{rule.code} has no section {name}"
     headings = re.findall(r"^(\w[\w ]*):$", rule.page, re.MULTILINE)
-    assert headings == [name for name in SECTIONS if name in headings], "the sections are in order, and there is no other"
+    assert headings == [name for name in SECTIONS if name in headings], (
+        "the sections are in order, and there is no other"
+    )
 
 
 def test_table_is_in_order_and_without_doubles():

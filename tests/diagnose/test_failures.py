@@ -30,9 +30,15 @@ ENDED_BY_A_SIGNAL = ("FE042", "FE045")  # such a process leaves no text
 def provoked(tmp_path_factory) -> dict[str, dict]:
     """The results of all programs, from one process that runs them."""
     out = tmp_path_factory.mktemp("provoked") / "seen.json"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLATOUT_", "RANK", "WORLD_SIZE", "MASTER_"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("FLATOUT_", "RANK", "WORLD_SIZE", "MASTER_"))
+    }
     command = [sys.executable, str(HERE / "provoked.py"), str(out)]
-    done = subprocess.run(command, env={**kept, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        command, env={**kept, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return {one["name"]: one for one in json.loads(out.read_text())}
 
@@ -40,7 +46,9 @@ def provoked(tmp_path_factory) -> dict[str, dict]:
 @pytest.mark.parametrize("name", NAMES)
 def test_explained_in_the_dying_process(provoked, name):
     seen, program = provoked[name], PROGRAMS[name]
-    record = FailureRecord(signal=seen["signal"]) if "signal" in seen else FailureRecord.from_json(seen["live"])
+    record = (
+        FailureRecord(signal=seen["signal"]) if "signal" in seen else FailureRecord.from_json(seen["live"])
+    )
     finding = explain(record)
     assert finding is not None, seen["text"]
     assert finding.rule == program.code, seen["text"]
@@ -78,6 +86,7 @@ def test_enough_kinds_are_provoked():
 
 def test_details_that_only_a_living_process_knows(provoked):
     """The layer's own name, the bad label and its place, the operation that was changed."""
+
     def said(name):
         finding = explain(FailureRecord.from_json(provoked[name]["live"]))
         assert finding is not None

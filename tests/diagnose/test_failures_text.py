@@ -33,7 +33,11 @@ def test_recorded_failures(one):
     if "/home/me/train.py" in one.text:
         place = info[0].finding.place
         assert place is not None
-        assert (place.file, place.line, place.text) == ("/home/me/train.py", 24, "loss = criterion(model(images), labels)")
+        assert (place.file, place.line, place.text) == (
+            "/home/me/train.py",
+            24,
+            "loss = criterion(model(images), labels)",
+        )
 
 
 # -- pages ----------------------------------------------------------------------------------------------------------
@@ -41,7 +45,9 @@ def test_recorded_failures(one):
 
 def test_codes_and_names_are_given_once():
     assert len({kind.code for kind in TABLE}) == len({kind.name for kind in TABLE}) == len(TABLE)
-    assert [kind.code for kind in TABLE] == sorted((kind.code for kind in TABLE), key=lambda code: int(code[2:])), "the table is in the order of the codes"
+    assert [kind.code for kind in TABLE] == sorted(
+        (kind.code for kind in TABLE), key=lambda code: int(code[2:])
+    ), "the table is in the order of the codes"
 
 
 @pytest.mark.parametrize("kind", TABLE, ids=[kind.code for kind in TABLE])
@@ -55,19 +61,24 @@ def test_every_kind_has_its_page(kind):
 
 # -- unknown texts -----------------------------------------------------------------------------------------------------
 
-OWN = '''Traceback (most recent call last):
+OWN = """Traceback (most recent call last):
   File "/home/me/train.py", line 9, in <module>
     {line}
 {error}
-'''
+"""
 ORDINARY = [
     ("config['lr']", "KeyError: 'lr'"),
     ("import models.resnet", "ModuleNotFoundError: No module named 'models.resnet'"),
     ("assert batch > 0", "AssertionError: the size of the batch must be positive"),
     ("raise ValueError(text)", "ValueError: not enough memory in the replay buffer for 3 sizes"),
-    ("raise ValueError('Target size (torch.Size([8])) must be the same as input size (torch.Size([8, 1]))')",
-     "ValueError: Target size (torch.Size([8])) must be the same as input size (torch.Size([8, 1]))"),
-    ("raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB')", "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB"),
+    (
+        "raise ValueError('Target size (torch.Size([8])) must be the same as input size (torch.Size([8, 1]))')",
+        "ValueError: Target size (torch.Size([8])) must be the same as input size (torch.Size([8, 1]))",
+    ),
+    (
+        "raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB')",
+        "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB",
+    ),
     ("check(x)", "ValueError: size mismatch in the configuration"),
     ("check(x)", "RuntimeError: the device is not on the same planet"),
     ("open('data.csv')", "FileNotFoundError: [Errno 2] No such file or directory: 'data.csv'"),
@@ -82,7 +93,10 @@ ORDINARY = [
     ("json.load(file)", "json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
     ("shutil.copy(a, b)", "OSError: [Errno 28] No space left on device"),
     ("zipfile.ZipFile(p)", "zipfile.BadZipFile: File is not a zip file"),
-    ("subprocess.run(cmd, check=True)", "subprocess.CalledProcessError: Command '['ls']' returned non-zero exit status 2."),
+    (
+        "subprocess.run(cmd, check=True)",
+        "subprocess.CalledProcessError: Command '['ls']' returned non-zero exit status 2.",
+    ),
     ("time.sleep(9)", "KeyboardInterrupt"),
     ("requests.get(url)", "TimeoutError: timed out"),
     ("os.environ['HOME_OF_DATA']", "KeyError: 'HOME_OF_DATA'"),
@@ -90,7 +104,10 @@ ORDINARY = [
     ("import triton_helpers", "ModuleNotFoundError: No module named 'triton_helpers'"),
     ("import triton", "ModuleNotFoundError: No module named 'triton'"),
     ("table['RANK']", "KeyError: 'RANK'"),
-    ("pickle.dumps(f)", "_pickle.PicklingError: Can't pickle <function <lambda> at 0x7f0>: attribute lookup <lambda> on __main__ failed"),
+    (
+        "pickle.dumps(f)",
+        "_pickle.PicklingError: Can't pickle <function <lambda> at 0x7f0>: attribute lookup <lambda> on __main__ failed",
+    ),
     ("copy.deepcopy(db)", "TypeError: cannot pickle 'sqlite3.Connection' object"),
     ("db.connect()", "RuntimeError: failed to connect to db.internal:5432"),
     ("call()", "myproject.errors.UserError: the budget is gone"),
@@ -111,16 +128,38 @@ def test_ordinary_errors_stay_unknown(line, error):
     assert explain_text(OWN.format(line=line, error=error)) == []
 
 
-@pytest.mark.parametrize("text", [
-    "", "\n\n", "hello", "the kernel was killed by a new design", "memory 3.2 GiB", "loss nan", "step 137 size 64 CUDA memory 3 GB",
-    "Killed it! 97 % accuracy\nbest epoch 12", "epoch 3\ndone", "exit code 0", "Traceback (most recent call last):", 'File "x.py", line 3',
-    "[rank0]: hello\n[rank1]: there", "WARNING: out of memory is possible", "rank 3 finished",
-    "sending SIGKILL to stragglers in 10 s", "HTTP status code 137 items", "RuntimeError", "RuntimeError: ", "ValueError: bad size"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "\n\n",
+        "hello",
+        "the kernel was killed by a new design",
+        "memory 3.2 GiB",
+        "loss nan",
+        "step 137 size 64 CUDA memory 3 GB",
+        "Killed it! 97 % accuracy\nbest epoch 12",
+        "epoch 3\ndone",
+        "exit code 0",
+        "Traceback (most recent call last):",
+        'File "x.py", line 3',
+        "[rank0]: hello\n[rank1]: there",
+        "WARNING: out of memory is possible",
+        "rank 3 finished",
+        "sending SIGKILL to stragglers in 10 s",
+        "HTTP status code 137 items",
+        "RuntimeError",
+        "RuntimeError: ",
+        "ValueError: bad size",
+    ],
+)
 def test_ordinary_words_are_no_failure(text):
     assert explain_text(text) == []
 
 
-@given(st.text(st.characters(exclude_categories=("Cs", "Ll")), max_size=400))  # every message of a failure has a small letter
+@given(
+    st.text(st.characters(exclude_categories=("Cs", "Ll")), max_size=400)
+)  # every message of a failure has a small letter
 @example("\x00\x1b[31mTraceback (most recent call last):\n")
 @example("Traceback (most recent call last):\n" * 3)
 @example("[rank99999999999999999999]: x")
@@ -195,19 +234,27 @@ def test_the_root_of_a_chain_and_its_consequences():
 
 
 def test_a_worker_has_its_own_traceback():
-    text = FRAMES + '''KeyError: Caught KeyError in DataLoader worker process 1.
+    text = (
+        FRAMES
+        + """KeyError: Caught KeyError in DataLoader worker process 1.
 Original Traceback (most recent call last):
   File "/usr/lib/python3/dist-packages/torch/utils/data/_utils/worker.py", line 349, in _worker_loop
     data = fetcher.fetch(index)
   File "/home/me/data.py", line 12, in __getitem__
     return self.labels[name]
 KeyError: 'img7'
-'''
+"""
+    )
     (info,) = explain_text(text)
     assert info.finding.rule == "FE070"
-    assert "KeyError in DataLoader worker process 1 at /home/me/data.py:12 in __getitem__: 'img7'" in info.finding.said
+    assert (
+        "KeyError in DataLoader worker process 1 at /home/me/data.py:12 in __getitem__: 'img7'"
+        in info.finding.said
+    )
     inner = text.replace("KeyError: Caught KeyError", "RuntimeError: Caught RuntimeError")
-    inner = inner.replace("KeyError: 'img7'", "RuntimeError: a Tensor with 3 elements cannot be converted to Scalar")
+    inner = inner.replace(
+        "KeyError: 'img7'", "RuntimeError: a Tensor with 3 elements cannot be converted to Scalar"
+    )
     assert [one.finding.rule for one in explain_text(inner)] == ["FE029"]
 
 
@@ -227,16 +274,26 @@ ConnectionResetError: [Errno 104] Connection reset by peer
     assert explain_text(text.replace("rebuild_storage_fd", "ask").replace("_try_get_data", "ask")) == []
 
 
-@pytest.mark.parametrize(("text", "code"), [
-    ("epoch 1\nKilled\n", "FE042"), ("train.sh: line 3: 812 Killed   python train.py", "FE042"), ("Command exited with code 137", "FE042"),
-    ("epoch 1\nSegmentation fault (core dumped)", "FE045"), ("epoch 1\nBus error (core dumped)", "FE043"), ("Aborted (core dumped)", "FE045"),
-    ("epoch 1\nIllegal instruction (core dumped)", "FE045"), ("process exit code: -9", "FE042")])
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("epoch 1\nKilled\n", "FE042"),
+        ("train.sh: line 3: 812 Killed   python train.py", "FE042"),
+        ("Command exited with code 137", "FE042"),
+        ("epoch 1\nSegmentation fault (core dumped)", "FE045"),
+        ("epoch 1\nBus error (core dumped)", "FE043"),
+        ("Aborted (core dumped)", "FE045"),
+        ("epoch 1\nIllegal instruction (core dumped)", "FE045"),
+        ("process exit code: -9", "FE042"),
+    ],
+)
 def test_a_log_that_ends_without_an_error(text, code):
     assert [one.finding.rule for one in explain_text(text)] == [code]
 
 
 def test_an_endless_log_keeps_its_tracebacks():
     """A failure in the middle of 200,000 lines is found, and the kept text is bounded."""
+
     def log():
         yield from (f"step {at} loss 0.{at}" for at in range(100_000))
         yield from OOM.splitlines()
@@ -249,7 +306,10 @@ def test_an_endless_log_keeps_its_tracebacks():
 
 
 def test_terminal_control_sequences_are_removed():
-    text = OWN.format(line="model(x\x1b[2J)", error="RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)\x1b]0;owned\x07")
+    text = OWN.format(
+        line="model(x\x1b[2J)",
+        error="RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)\x1b]0;owned\x07",
+    )
     (info,) = explain_text(text)
     assert "\x1b" not in "\n".join(lines(info.finding))
     assert info.finding.rule == "FE020"

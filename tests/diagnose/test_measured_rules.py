@@ -52,15 +52,25 @@ def test_an_empty_profile_has_no_findings():
     assert judge(ProfileRecord([], ""), TABLE) == []
 
 
-@pytest.mark.parametrize("name", ["data_wait", "slow_fetch", "loader_made_in_loop", "workers_not_kept", "optimizer_share", "thread_count"])
+@pytest.mark.parametrize(
+    "name",
+    ["data_wait", "slow_fetch", "loader_made_in_loop", "workers_not_kept", "optimizer_share", "thread_count"],
+)
 def test_a_gain_within_the_noise_is_no_finding(name):
     record = healthy(**ILL[name][0])
-    record.what_ifs = [WhatIf(w.name, Ratio(1.4, 0.99, 1.9, 20) if w.ratio == GAIN else w.ratio) for w in record.what_ifs]
+    record.what_ifs = [
+        WhatIf(w.name, Ratio(1.4, 0.99, 1.9, 20) if w.ratio == GAIN else w.ratio) for w in record.what_ifs
+    ]
     assert judge(record, TABLE) == []
 
 
 def test_a_gain_too_small_to_report_is_no_finding():
-    assert judge(healthy(what_ifs=what_ifs(loader=Ratio(1.08, 1.06, 1.09, 20)), loaders=loader(wait_ms=0.3)), TABLE) == []
+    assert (
+        judge(
+            healthy(what_ifs=what_ifs(loader=Ratio(1.08, 1.06, 1.09, 20)), loaders=loader(wait_ms=0.3)), TABLE
+        )
+        == []
+    )
 
 
 def test_validation_loaders_are_not_blamed_for_the_training_loader():
@@ -72,7 +82,9 @@ def test_validation_loaders_are_not_blamed_for_the_training_loader():
 
 def test_three_loaders_from_one_place_are_not_recreated_ones():
     """A function that makes the loaders for training, validation and test is one place that makes three."""
-    findings = judge(healthy(what_ifs=what_ifs(loader=GAIN), loaders=loader(wait_ms=4.0, made=3, begun=12)), TABLE)
+    findings = judge(
+        healthy(what_ifs=what_ifs(loader=GAIN), loaders=loader(wait_ms=4.0, made=3, begun=12)), TABLE
+    )
     assert [f.name for f in findings] == ["data_wait"]
 
 
@@ -114,15 +126,27 @@ def test_wrong_results_come_before_wasted_time():
 
 def test_larger_gains_come_first_within_a_severity():
     def finding(name, gain):
-        return Finding("FL1", name, Severity.TIME.value, "", predicted=None if gain is None else Ratio(gain, gain, gain, 5))
+        return Finding(
+            "FL1",
+            name,
+            Severity.TIME.value,
+            "",
+            predicted=None if gain is None else Ratio(gain, gain, gain, 5),
+        )
 
-    assert [f.name for f in ranked([finding("a", None), finding("b", 1.2), finding("c", 2.0)])] == ["c", "b", "a"]
+    assert [f.name for f in ranked([finding("a", None), finding("b", 1.2), finding("c", 2.0)])] == [
+        "c",
+        "b",
+        "a",
+    ]
 
 
 @pytest.mark.parametrize("rule", MEASURED, ids=lambda rule: rule.code)
 def test_levers_of_rules_exist_and_codes_are_in_their_range(rule):
     assert set(rule.levers) <= {lever.name for lever in LEVERS}
-    hundred = {Severity.WRONG: "0", Severity.TIME: "1", Severity.MEMORY: "2", Severity.FRAGILE: "3"}[rule.severity]
+    hundred = {Severity.WRONG: "0", Severity.TIME: "1", Severity.MEMORY: "2", Severity.FRAGILE: "3"}[
+        rule.severity
+    ]
     assert re.fullmatch(rf"FL{hundred}\d\d", rule.code)
 
 
@@ -139,7 +163,10 @@ def test_two_optimizers_from_one_line_are_not_recreated_ones():
 
 def test_more_threads_than_cores_need_no_what_if():
     """With so many threads a step may take so long that there is no time for one."""
-    record = healthy(settings=settings(threads=24), what_ifs=[WhatIf("one thread fewer", why_not="no time was left to measure it")])
+    record = healthy(
+        settings=settings(threads=24),
+        what_ifs=[WhatIf("one thread fewer", why_not="no time was left to measure it")],
+    )
     assert [f.name for f in judge(record, TABLE)] == ["thread_count"]
     record.what_ifs = [WhatIf("one thread fewer", NO_GAIN)]
     assert judge(record, TABLE) == []

@@ -14,7 +14,7 @@ from flatout.diagnose.rules import TABLE
 
 # All of them run in one process, each with fewer steps and no workers; programs that need a GPU or NCCL are
 # left out.
-RUN = '''
+RUN = """
 import contextlib, io, os, sys, warnings
 import torch
 warnings.simplefilter("ignore")
@@ -48,12 +48,14 @@ for rule in [rule for rule in TABLE if rule.look]:  # the others' pages show sin
         if os.path.exists("meet"):
             os.remove("meet")
         torch.autograd.set_detect_anomaly(False)
-'''
+"""
 
 
 @pytest.mark.timeout(120)
 def test_every_program_runs_to_its_end(tmp_path):
-    done = subprocess.run([sys.executable, "-c", RUN], cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN], cwd=tmp_path, capture_output=True, text=True, timeout=110
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     said = [line for line in done.stdout.splitlines() if line != "ran"]
     assert said == []

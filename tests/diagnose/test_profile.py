@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(240)
 
 # A slow data set, a value read each step, a list that keeps graphs, a cache that is emptied, an optimizer of
 # many small steps.
-ILL = '''\
+ILL = """\
 import gc, os, time
 import torch
 from torch import nn
@@ -63,9 +63,9 @@ def main():
 
 
 main()
-'''
+"""
 
-WELL = '''\
+WELL = """\
 import torch
 from torch import nn
 
@@ -76,7 +76,7 @@ for step in range(10**9):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-'''
+"""
 
 # The same program, which fails if a recording begins in the step in which another has ended.
 GUARDED = """\
@@ -125,7 +125,16 @@ def test_quiet_steps_and_phases(ill):
 def test_what_ifs_are_measured_or_say_why_not(ill):
     record, _, _ = ill
     what_ifs = {what_if.name: what_if for what_if in record.what_ifs}
-    assert list(what_ifs) == ["loader", "copies", "optimizer", "syncs", "logging", "gc", "one thread fewer", "one thread more"]
+    assert list(what_ifs) == [
+        "loader",
+        "copies",
+        "optimizer",
+        "syncs",
+        "logging",
+        "gc",
+        "one thread fewer",
+        "one thread more",
+    ]
     assert what_ifs["loader"].ratio.certain
     assert what_ifs["loader"].ratio.median > 1.3
     assert what_ifs["loader"].step_ms < record.step_ms
@@ -154,7 +163,9 @@ def test_operators_have_time_flops_and_lines(ill):
     assert product.place.file == str(folder / "train.py")
     assert product.place.line == line_of("return self.head(self.body(x))")
     backward = found["aten::mm"]
-    assert backward.flops == 2 * 8 * (32 * 256 + 2 * 256 * 256 + 2 * 256 * 4)  # the gradient of the input is not needed
+    assert backward.flops == 2 * 8 * (
+        32 * 256 + 2 * 256 * 256 + 2 * 256 * 4
+    )  # the gradient of the input is not needed
     assert backward.place.line == line_of("return self.head(self.body(x))")
     assert record.operators_a_step > 20
     assert 0 < record.operator_us < 1000
@@ -201,7 +212,9 @@ def test_the_leak_its_owner_and_the_line(ill):
     assert leak.holder == "list `kept` of main()"
     assert leak.place.line == line_of("kept.append(out)")
     assert leak.graph
-    assert leak.bytes_a_step == pytest.approx(4 * 8 * 4, rel=0.2)  # the outputs; the tensors saved by their graphs were freed by the backward pass
+    assert leak.bytes_a_step == pytest.approx(
+        4 * 8 * 4, rel=0.2
+    )  # the outputs; the tensors saved by their graphs were freed by the backward pass
     assert leak.tensors_a_step == pytest.approx(1.0, abs=0.1)
 
 
@@ -270,8 +283,12 @@ def test_clear_messages(flatout, script, source, code, words):
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [(("--schedule", "1,2"), "no schedule"), (("--schedule", "1,2,0"), "no schedule"), (("--budget", "1s"), "cannot measure"),
-     (("--memory", "--trace", "t"), "no trace")],
+    [
+        (("--schedule", "1,2"), "no schedule"),
+        (("--schedule", "1,2,0"), "no schedule"),
+        (("--budget", "1s"), "cannot measure"),
+        (("--memory", "--trace", "t"), "no trace"),
+    ],
 )
 def test_a_wrong_command_line(flatout, options, words):
     done = flatout("profile", *options, "python", "train.py")

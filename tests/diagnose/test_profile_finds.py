@@ -32,7 +32,9 @@ for step in range(100_000):
     loss.backward()  # not_finite
     optimizer.step()
 """
-LINES = {line.rpartition("# ")[2]: number for number, line in enumerate(PROGRAM.splitlines(), 1) if "  # " in line}
+LINES = {
+    line.rpartition("# ")[2]: number for number, line in enumerate(PROGRAM.splitlines(), 1) if "  # " in line
+}
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,13 @@ from flatout.diagnose.rules import TABLE
 from flatout.probe.program import ScriptProgram
 
 # Comments do not survive rewriting, and one rule is about the top level.
-PROGRAMS = [(rule.code, kind, rule.section(kind)) for rule in TABLE if rule.look is not None for kind in ("Bad", "Good")
-            if "flatout: ignore" not in rule.section(kind)]
+PROGRAMS = [
+    (rule.code, kind, rule.section(kind))
+    for rule in TABLE
+    if rule.look is not None
+    for kind in ("Bad", "Good")
+    if "flatout: ignore" not in rule.section(kind)
+]
 LETTERS = st.text(string.ascii_lowercase, min_size=3, max_size=9)
 
 
@@ -34,9 +39,17 @@ class Renamed(ast.NodeTransformer):
     def __init__(self, tree: ast.AST, fresh: list[str]) -> None:
         imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
         imported = {alias.asname or alias.name.split(".")[0] for node in imports for alias in node.names}
-        given_by = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        given_by = {
+            node.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
         given_by |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-        given_by |= {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not _is_method(tree, node)}
+        given_by |= {
+            node.name
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not _is_method(tree, node)
+        }
         own = sorted(given_by - imported - set(dir(builtins)) - {"self"})
         self.table = {name: f"{fresh[number % len(fresh)]}_{number}" for number, name in enumerate(own)}
 
@@ -73,15 +86,23 @@ def as_a_method(tree: ast.Module, name: str) -> ast.Module:
     holder = ast.parse(f"class {name.title()}:\n    pass\n{name.title()}().run()")
     function.args.args = [ast.arg("self")]
     holder.body[0].body = [function]
-    return ast.Module([node for node in wrapped.body if isinstance(node, (ast.Import, ast.ImportFrom))] + holder.body, [])
+    return ast.Module(
+        [node for node in wrapped.body if isinstance(node, (ast.Import, ast.ImportFrom))] + holder.body, []
+    )
 
 
-@pytest.mark.parametrize(("rule", "kind", "code"), PROGRAMS, ids=lambda value: value if len(str(value)) < 6 else "")
+@pytest.mark.parametrize(
+    ("rule", "kind", "code"), PROGRAMS, ids=lambda value: value if len(str(value)) < 6 else ""
+)
 def test_unparsed_again(rule, kind, code):
     assert verdict(ast.unparse(ast.parse(code))) == verdict(code)
 
 
-@given(which=st.sampled_from(PROGRAMS), names=st.lists(LETTERS, min_size=3, max_size=6, unique=True), wrapping=st.sampled_from(["no", "function", "method"]))
+@given(
+    which=st.sampled_from(PROGRAMS),
+    names=st.lists(LETTERS, min_size=3, max_size=6, unique=True),
+    wrapping=st.sampled_from(["no", "function", "method"]),
+)
 @settings(max_examples=100)
 def test_renamed_and_wrapped(which, names, wrapping):
     code = which[2]
@@ -100,8 +121,15 @@ def test_renamed_and_wrapped(which, names, wrapping):
 @settings(max_examples=60)
 def test_two_programs_in_one_file_are_judged_apart(which, other):
     """Each is in its own function: the findings of both together are those of either one."""
-    first, second = (in_a_function(ast.parse(code), name) for (_, _, code), name in ((which, "one"), (other, "two")))
+    first, second = (
+        in_a_function(ast.parse(code), name) for (_, _, code), name in ((which, "one"), (other, "two"))
+    )
     both = ast.unparse(ast.Module([*first.body, *second.body], []))
     known = {finding.rule for _, _, code in (which, other) for finding in check(ScriptProgram.of_text(code))}
-    known |= {"FL101", "FL102", "FL303", "FL313"}  # one of the two may use a device or several processes for both
+    known |= {
+        "FL101",
+        "FL102",
+        "FL303",
+        "FL313",
+    }  # one of the two may use a device or several processes for both
     assert {finding.rule for finding in check(ScriptProgram.of_text(both))} <= known

@@ -18,7 +18,16 @@ from flatout.plan.lever import Options, Skip
 
 torch = pytest.importorskip("torch")
 BY_NAME = {lever.name: lever for lever in TABLE}
-VALUES = {"loader": True, "copies": True, "optimizer": True, "syncs": "all", "logging": True, "gc": True, "one thread fewer": 1, "one thread more": 2}
+VALUES = {
+    "loader": True,
+    "copies": True,
+    "optimizer": True,
+    "syncs": "all",
+    "logging": True,
+    "gc": True,
+    "one thread fewer": 1,
+    "one thread more": 2,
+}
 
 
 class TrainingContext(SimpleNamespace):
@@ -32,8 +41,18 @@ def context():
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loader = torch.utils.data.DataLoader(torch.arange(24.0).reshape(12, 2), batch_size=2)
-    return TrainingContext(torch=torch, asleep=False, loaders=[{}], optimizers=[optimizer], closure_steps=False, backwards_in_last_step=1, device_type="cpu", steps=1,
-                 model=model, loader=loader)
+    return TrainingContext(
+        torch=torch,
+        asleep=False,
+        loaders=[{}],
+        optimizers=[optimizer],
+        closure_steps=False,
+        backwards_in_last_step=1,
+        device_type="cpu",
+        steps=1,
+        model=model,
+        loader=loader,
+    )
 
 
 def switched(name, context, value=None):
@@ -53,8 +72,12 @@ def test_the_table():
 @pytest.mark.parametrize("name", VALUES)
 def test_everything_is_restored_afterwards(name, context):
     iterator = torch.utils.data.dataloader._BaseDataLoaderIter
-    seen = lambda: (vars(torch.Tensor).copy(), iterator.__next__, vars(context.optimizers[0]).get("step"), builtins.print, sys.stdout, sys.stderr,  # noqa: E731
-                    logging.root.manager.disable, gc.isenabled(), torch.get_num_threads())
+
+    def seen():
+        torchs = vars(torch.Tensor).copy(), iterator.__next__, torch.get_num_threads()
+        pythons = builtins.print, sys.stdout, sys.stderr, logging.root.manager.disable, gc.isenabled()
+        return *torchs, *pythons, vars(context.optimizers[0]).get("step")
+
     before = seen()
     undo = switched(name, context)
     changed = seen()
@@ -108,8 +131,10 @@ def test_an_optimizer_that_does_nothing_still_calls_its_hooks(context):
     from torch.optim import optimizer as hooks
 
     (optimizer,), observed = context.optimizers, []
-    handles = [hooks.register_optimizer_step_pre_hook(lambda *_: observed.append("before")),
-               hooks.register_optimizer_step_post_hook(lambda *_: observed.append("after"))]
+    handles = [
+        hooks.register_optimizer_step_pre_hook(lambda *_: observed.append("before")),
+        hooks.register_optimizer_step_post_hook(lambda *_: observed.append("after")),
+    ]
     weights = context.model.weight.detach().clone()
     undo = switched("optimizer", context)
     context.model(torch.ones(1, 4)).sum().backward()
@@ -166,7 +191,12 @@ def test_muted_output(context, capsys):
 
 def test_unavailable_what_ifs_have_a_reason(context):
     bare = TrainingContext(**{**vars(context), "loaders": [], "optimizers": []})
-    for name, facts in (("loader", Facts()), ("copies", Facts()), ("optimizer", Facts()), ("one thread more", Facts(cores=1))):
+    for name, facts in (
+        ("loader", Facts()),
+        ("copies", Facts()),
+        ("optimizer", Facts()),
+        ("one thread more", Facts(cores=1)),
+    ):
         answer = BY_NAME[name].applies(facts, bare)
         assert isinstance(answer, Skip)
         assert len(answer.reason.split()) > 3

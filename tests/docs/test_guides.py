@@ -19,9 +19,21 @@ LEVER_NAMES = {lever.name for lever in LEVERS}
 
 def commands(text: str) -> list[str]:
     fences = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    blocks = [line for language, block in fences if language in ("", "console", "bash") for line in block.splitlines()]
-    lines = [line.partition("  #")[0].strip().removeprefix("$ ") for line in [*blocks, *re.findall(r"`(flatout [a-z][^`]*)`", text)]]
-    return [line for line in lines if re.match(r"flatout [a-z]+\b", line) and "..." not in line and "|" not in line]
+    blocks = [
+        line
+        for language, block in fences
+        if language in ("", "console", "bash")
+        for line in block.splitlines()
+    ]
+    lines = [
+        line.partition("  #")[0].strip().removeprefix("$ ")
+        for line in [*blocks, *re.findall(r"`(flatout [a-z][^`]*)`", text)]
+    ]
+    return [
+        line
+        for line in lines
+        if re.match(r"flatout [a-z]+\b", line) and "..." not in line and "|" not in line
+    ]
 
 
 def unknown(line: str) -> list[str]:
@@ -29,7 +41,11 @@ def unknown(line: str) -> list[str]:
     _, name, *words = shlex.split(line)
     if name not in COMMANDS:
         return [name]
-    options = {option: each for each in importlib.import_module(f"flatout.cli.{name}").command.params for option in (*each.opts, *each.secondary_opts)}
+    options = {
+        option: each
+        for each in importlib.import_module(f"flatout.cli.{name}").command.params
+        for option in (*each.opts, *each.secondary_opts)
+    }
     found, value_of = [], ""
     for word in words:
         if value_of:
@@ -49,11 +65,19 @@ def unknown(line: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_commands_of_a_page_exist(page):
-    assert {line: wrong for line in commands(page.read_text(encoding="utf-8")) if (wrong := unknown(line))} == {}
+    assert {
+        line: wrong for line in commands(page.read_text(encoding="utf-8")) if (wrong := unknown(line))
+    } == {}
 
 
-@pytest.mark.parametrize(("line", "wrong"), [("flatout tun python train.py", ["tun"]), ("flatout run --fast python train.py", ["--fast"]),
-                                             ("flatout tune --levers compile,quick python train.py", ["quick"])])
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("flatout tun python train.py", ["tun"]),
+        ("flatout run --fast python train.py", ["--fast"]),
+        ("flatout tune --levers compile,quick python train.py", ["quick"]),
+    ],
+)
 def test_a_command_that_does_not_exist_is_seen(line, wrong):
     assert unknown(line) == wrong
 
@@ -65,7 +89,11 @@ def test_the_tutorial_runs(flatout):
     text = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (flatout.folder / "train.py").write_text(script, encoding="utf-8")
-    lines = [line.removeprefix("$ flatout ") for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    lines = [
+        line.removeprefix("$ flatout ")
+        for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL)
+        for line in block.splitlines()
+    ]
     assert [line.split()[0] for line in lines] == ["profile", "tune", "plan", "run", "run"]
     for line in lines:
         done = flatout(*shlex.split(line), timeout=200)

@@ -28,12 +28,29 @@ def test_the_site_builds_strictly(tmp_path):
     """A broken link, a missing anchor or a page outside the navigation is a warning, and a warning fails the
     build.
     """
-    done = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")], cwd=ROOT,
-                          capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mkdocs",
+            "build",
+            "--strict",
+            "--quiet",
+            "--site-dir",
+            str(tmp_path / "site"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     start = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
     assert "flatout tune" in start
-    assert not re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="https?://', start)  # nothing is loaded from another server
+    assert not re.findall(
+        r'<(?:script|link|img)[^>]+(?:src|href)="https?://', start
+    )  # nothing is loaded from another server
     assert (tmp_path / "site" / "reference" / "rules" / "FL001" / "index.html").is_file()
 
 
@@ -44,7 +61,9 @@ def test_a_page_holds_every_section_and_its_code(generate):
             for name in entry.sections:
                 text = entry.section(name)
                 assert not text or f"## {name}\n" in page
-            assert page.count("```") == 2 * sum(bool(entry.section(name)) for name in generate.CODE_SECTIONS if name in entry.sections)
+            assert page.count("```") == 2 * sum(
+                bool(entry.section(name)) for name in generate.CODE_SECTIONS if name in entry.sections
+            )
 
 
 def test_every_command_option_and_lever_has_its_place(generate):

@@ -13,8 +13,15 @@ SLOW_MS = 12_000.0
 
 
 def step(size: int, **more):
-    return [{"args": (torch.arange(size * 3.0).reshape(size, 3), {"mask": torch.ones(size, dtype=torch.bool)}), "kwargs": {"scale": torch.tensor(2.0)},
-             "grads": {0: torch.ones(size, 5)}, "root": 0, **more}]
+    return [
+        {
+            "args": (torch.arange(size * 3.0).reshape(size, 3), {"mask": torch.ones(size, dtype=torch.bool)}),
+            "kwargs": {"scale": torch.tensor(2.0)},
+            "grads": {0: torch.ones(size, 5)},
+            "root": 0,
+            **more,
+        }
+    ]
 
 
 @given(size=st.integers(1, 300), step_ms=st.floats(0.1, 60_000.0))

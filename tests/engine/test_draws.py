@@ -58,8 +58,11 @@ def test_the_loader_s_own_collation_is_used():
     def brighter(samples: list[Any]) -> Any:
         images, labels = default_collate(samples)
         return images + 100, labels
-    plain, changed = (drawn(DataLoader(TensorDataset(torch.zeros(20, 3, 4, 4)), batch_size=4, collate_fn=fn))
-                      for fn in (None, lambda samples: [default_collate(samples)[0] + 100]))
+
+    plain, changed = (
+        drawn(DataLoader(TensorDataset(torch.zeros(20, 3, 4, 4)), batch_size=4, collate_fn=fn))
+        for fn in (None, lambda samples: [default_collate(samples)[0] + 100])
+    )
     assert [row[0] for row in changed[0]] == [row[0] + 100 for row in plain[0]]
     assert drawn(DataLoader(Flipped(), batch_size=4, collate_fn=brighter))[0][0][0] > 100
 
@@ -93,12 +96,16 @@ class Broken(Flipped):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("loader", [
-    DataLoader(Stream(), batch_size=4),
-    DataLoader(Broken(), batch_size=4),
-    DataLoader(Flipped(), batch_size=None),
-    DataLoader([f"word {at}" for at in range(40)], batch_size=4),
-], ids=["stream", "broken", "no batches", "no numbers"])
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(Stream(), batch_size=4),
+        DataLoader(Broken(), batch_size=4),
+        DataLoader(Flipped(), batch_size=None),
+        DataLoader([f"word {at}" for at in range(40)], batch_size=4),
+    ],
+    ids=["stream", "broken", "no batches", "no numbers"],
+)
 def test_data_that_cannot_be_fetched_again_gives_nothing(loader):
     assert drawn(loader) == []
 
@@ -109,7 +116,9 @@ def test_without_a_loader_there_are_no_samples():
 
 def test_slow_data_ends_early_or_not_at_all(monkeypatch):
     ticks = iter(range(1000))
-    monkeypatch.setattr("flatout.engine.sample_draws.seconds", lambda: next(ticks) / 3.0)  # a third of a second for each round
+    monkeypatch.setattr(
+        "flatout.engine.sample_draws.seconds", lambda: next(ticks) / 3.0
+    )  # a third of a second for each round
     rounds = drawn(DataLoader(Flipped(), batch_size=4))
     assert FEWEST_ROUNDS <= len(rounds) < ROUNDS
     monkeypatch.setattr("flatout.engine.sample_draws.seconds", lambda: float(next(ticks)))

@@ -18,7 +18,12 @@ from flatout.engine.resolution import significant_bits
 
 
 def context_of(*roots: nn.Module) -> Any:
-    return SimpleNamespace(torch=torch, roots=list(roots), optimizers=[], parameters=[p for root in roots for p in root.parameters()])
+    return SimpleNamespace(
+        torch=torch,
+        roots=list(roots),
+        optimizers=[],
+        parameters=[p for root in roots for p in root.parameters()],
+    )
 
 
 def most_bits(x: torch.Tensor) -> int:
@@ -38,7 +43,9 @@ class Task(nn.Module):
 
 
 @pytest.mark.parametrize(("share", "bits"), [(HALF_PERTURBATION, 8), (PERTURBATION, 20)])
-def test_outputs_and_gradients_are_rounded_in_every_step_and_weights_and_losses_are_not(share: float, bits: int) -> None:
+def test_outputs_and_gradients_are_rounded_in_every_step_and_weights_and_losses_are_not(
+    share: float, bits: int
+) -> None:
     torch.manual_seed(0)
     model = Task()
     before = [p.detach().clone() for p in model.parameters()]
@@ -58,7 +65,10 @@ def test_the_step_is_that_of_the_plain_program_up_to_the_share() -> None:
     ledger = Ledger()
     perturb(context_of(model), HALF_PERTURBATION, ledger)
     rounded = torch.autograd.grad(model(x)[1], list(model.parameters()))
-    assert all(0 < float((a - b).norm() / b.norm()) < 8 * HALF_PERTURBATION for a, b in zip(rounded, plain, strict=True))
+    assert all(
+        0 < float((a - b).norm() / b.norm()) < 8 * HALF_PERTURBATION
+        for a, b in zip(rounded, plain, strict=True)
+    )
     ledger.restore()
     again = torch.autograd.grad(model(x)[1], list(model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(again, plain, strict=True))

@@ -28,7 +28,9 @@ STEPS = 18
 class ReplicaProbe(Listener):
     """Observes a loop, passes its events to a replica, and keeps the replica's result."""
 
-    def __init__(self, *levers: Lever, start: int = START, step_ms: float = 0.0, bitwise: bool = False) -> None:
+    def __init__(
+        self, *levers: Lever, start: int = START, step_ms: float = 0.0, bitwise: bool = False
+    ) -> None:
         self.start, self.step_ms, self.bitwise = start, step_ms, bitwise
         self.context = TrainingContext(torch, self, Ledger())
         self.applier = Applier(levers, Facts(cores=2), self.context)
@@ -55,15 +57,30 @@ class ReplicaProbe(Listener):
             self.verdict, self.replica = self.replica.judge(bitwise=self.bitwise), None
 
 
-VALUES: dict[str, Any] = {"threads": 1, "autocast": "bfloat16", "fused_optimizer": "fused", "reduced_precision": True}
+VALUES: dict[str, Any] = {
+    "threads": 1,
+    "autocast": "bfloat16",
+    "fused_optimizer": "fused",
+    "reduced_precision": True,
+}
 
 
 def lever(apply: Callable[[Any, Any, Any], Any], name: str = "one") -> Lever:
-    return Lever(name, Moment.STEP, Effect.ROUNDING, lambda facts, context: Options((True,)), lambda value: "", apply=apply, live=True)
+    return Lever(
+        name,
+        Moment.STEP,
+        Effect.ROUNDING,
+        lambda facts, context: Options((True,)),
+        lambda value: "",
+        apply=apply,
+        live=True,
+    )
 
 
 @contextmanager
-def observed(*levers: Lever, start: int = START, step_ms: float = 0.0, bitwise: bool = False) -> Iterator[ReplicaProbe]:
+def observed(
+    *levers: Lever, start: int = START, step_ms: float = 0.0, bitwise: bool = False
+) -> Iterator[ReplicaProbe]:
     probe = ReplicaProbe(*levers, start=start, step_ms=step_ms, bitwise=bitwise)
     probe.context.install()
     try:
@@ -103,7 +120,13 @@ def classify(optimizer: str = "adamw", steps: int = STEPS) -> list[str]:
     return losses
 
 
-def judged(one: Lever, program: Callable[[], Any] = classify, start: int = START, step_ms: float = 0.0, bitwise: bool = False) -> dict[str, Any]:
+def judged(
+    one: Lever,
+    program: Callable[[], Any] = classify,
+    start: int = START,
+    step_ms: float = 0.0,
+    bitwise: bool = False,
+) -> dict[str, Any]:
     with observed(one, start=start, step_ms=step_ms, bitwise=bitwise) as probe:
         program()
     assert probe.verdict is not None
@@ -145,7 +168,9 @@ def attend() -> None:
     for _ in range(STEPS):
         x = torch.randn(16, 9, 12)
         descent.zero_grad()
-        nn.functional.cross_entropy(model(x).flatten(0, 1), x[..., :5].cumsum(1).argmax(-1).flatten()).backward()
+        nn.functional.cross_entropy(
+            model(x).flatten(0, 1), x[..., :5].cumsum(1).argmax(-1).flatten()
+        ).backward()
         descent.step()
 
 
@@ -160,27 +185,45 @@ def test_doing_nothing_passes_with_no_difference() -> None:
     verdict = judged(lever(lambda context, value, ledger: ledger.restore))
     assert not failed(verdict)
     of_halves = {"resolution", "flushed", "bits", "saturated"}
-    assert {c["name"] for c in verdict["checks"]} == {"outputs", "gradient", "parameters", "clipping", "update", "buffers", "later gradient", *of_halves,
-                                                      *(f"later {name}" for name in of_halves)}
+    assert {c["name"] for c in verdict["checks"]} == {
+        "outputs",
+        "gradient",
+        "parameters",
+        "clipping",
+        "update",
+        "buffers",
+        "later gradient",
+        *of_halves,
+        *(f"later {name}" for name in of_halves),
+    }
 
 
 def test_noise_like_that_of_bfloat16_on_the_gradients_passes() -> None:
     def apply(context: Any, value: Any, ledger: Any) -> Any:
         draw = torch.Generator().manual_seed(5)
         for p in context.parameters:
-            ledger.call("hook", p.register_hook(lambda g: g * (1 + (torch.rand(g.shape, generator=draw) - 0.5) * 2.0**-8)).remove)
+            ledger.call(
+                "hook",
+                p.register_hook(
+                    lambda g: g * (1 + (torch.rand(g.shape, generator=draw) - 0.5) * 2.0**-8)
+                ).remove,
+            )
         return ledger.restore
+
     assert not failed(judged(lever(apply)))
 
 
 # -- broken levers, each with the comparison that must detect it -------------------------------------------------------------
 
 
-def gradients(change: Callable[[torch.Tensor], torch.Tensor], at: slice = slice(None)) -> Callable[[Any, Any, Any], Any]:
+def gradients(
+    change: Callable[[torch.Tensor], torch.Tensor], at: slice = slice(None)
+) -> Callable[[Any, Any, Any], Any]:
     def apply(context: Any, value: Any, ledger: Any) -> Any:
         for p in context.parameters[at]:
             ledger.call("hook", p.register_hook(change).remove)
         return ledger.restore
+
     return apply
 
 
@@ -191,6 +234,7 @@ def group(**settings: Any) -> Callable[[Any, Any, Any], Any]:
                 for key, setting in settings.items():
                     ledger.set_item(held, key, setting)
         return ledger.restore
+
     return apply
 
 
@@ -200,6 +244,7 @@ def module(name: str, **settings: Any) -> Callable[[Any, Any, Any], Any]:
             for key, setting in settings.items():
                 ledger.set(getattr(root, name), key, setting)
         return ledger.restore
+
     return apply
 
 
@@ -222,8 +267,10 @@ def skip_every(count: int) -> Callable[[Any, Any, Any], Any]:
                 calls[0] += 1
                 if calls[0] % count:
                     really()
+
             ledger.set(optimizer, "step", sometimes, new=True)
         return ledger.restore
+
     return apply
 
 
@@ -232,23 +279,26 @@ def eight_bits(g: torch.Tensor) -> torch.Tensor:
     return (g / step).round() * step
 
 
-@pytest.mark.parametrize(("apply", "seen_by"), [
-    (gradients(lambda g: 1.05 * g), "gradient"),
-    (gradients(eight_bits), "gradient"),
-    (gradients(lambda g: g * 0, slice(-1, None)), "parameters"),  # one bias
-    (gradients(lambda g: g + 0.3 * g.flip(0), slice(0, 1)), "parameters"),  # one tensor
-    (gradients(lambda g: g * float("nan"), slice(0, 1)), "gradient"),
-    (group(lr=2e-3), "update"),
-    (group(weight_decay=0.0), "update"),
-    (group(betas=(0.9, 0.99)), "update"),
-    (skip_every(4), "update"),
-    (skip_every(10), "update"),
-    (module("drop", p=0.0), "outputs"),
-    (module("norm", momentum=0.0), "buffers"),
-    (module("norm", momentum=0.2), "buffers"),
-    (running_statistics_in_bfloat16, "buffers"),
-    (module("norm", training=False), "outputs"),
-])
+@pytest.mark.parametrize(
+    ("apply", "seen_by"),
+    [
+        (gradients(lambda g: 1.05 * g), "gradient"),
+        (gradients(eight_bits), "gradient"),
+        (gradients(lambda g: g * 0, slice(-1, None)), "parameters"),  # one bias
+        (gradients(lambda g: g + 0.3 * g.flip(0), slice(0, 1)), "parameters"),  # one tensor
+        (gradients(lambda g: g * float("nan"), slice(0, 1)), "gradient"),
+        (group(lr=2e-3), "update"),
+        (group(weight_decay=0.0), "update"),
+        (group(betas=(0.9, 0.99)), "update"),
+        (skip_every(4), "update"),
+        (skip_every(10), "update"),
+        (module("drop", p=0.0), "outputs"),
+        (module("norm", momentum=0.0), "buffers"),
+        (module("norm", momentum=0.2), "buffers"),
+        (running_statistics_in_bfloat16, "buffers"),
+        (module("norm", training=False), "outputs"),
+    ],
+)
 def test_a_broken_lever_fails_where_it_is_broken(apply: Any, seen_by: str) -> None:
     verdict = judged(lever(apply))
     assert seen_by in failed(verdict), verdict
@@ -258,10 +308,13 @@ def test_lost_clipping_fails() -> None:
     def apply(context: Any, value: Any, ledger: Any) -> Any:
         ledger.set(torch.nn.utils, "clip_grad_norm_", lambda parameters, *args, **kwargs: torch.zeros(()))
         return ledger.restore
+
     assert failed(judged(lever(apply))) == {"clipping"}
 
 
-@pytest.mark.parametrize("name", ["channels_last", "autocast", "fused_optimizer", "threads", "reduced_precision", "tf32"])
+@pytest.mark.parametrize(
+    "name", ["channels_last", "autocast", "fused_optimizer", "threads", "reduced_precision", "tf32"]
+)
 def test_the_known_bad_of_a_lever_fails(name: str) -> None:
     assert failed(judged(lever(SHELF[name].known_bad)))  # type: ignore[arg-type]
 
@@ -271,6 +324,7 @@ def test_lost_momentum_fails() -> None:
         for optimizer in context.optimizers:
             optimizer.state.clear()
         return ledger.restore
+
     assert "update" in failed(judged(lever(apply), lambda: classify("sgd")))
 
 
@@ -279,6 +333,7 @@ def test_a_lever_that_breaks_the_step_fails_with_its_error() -> None:
         for root in context.roots:
             context.wrap_forward(root, lambda forward: lambda *args: 1 / 0, ledger)
         return ledger.restore
+
     verdict = judged(lever(apply))
     assert failed(verdict) == {"levers"}
     assert "ZeroDivisionError" in verdict["checks"][0]["why"]
@@ -287,6 +342,7 @@ def test_a_lever_that_breaks_the_step_fails_with_its_error() -> None:
 def test_a_lever_that_cannot_be_applied_fails_and_is_named() -> None:
     def apply(context: Any, value: Any, ledger: Any) -> Any:
         raise LookupError("nothing to hold on to")
+
     verdict = judged(lever(apply, "clumsy"))
     assert "clumsy: LookupError: nothing to hold on to" in verdict["checks"][0]["why"]
 
@@ -299,7 +355,12 @@ class Task(nn.Module):
 
     def __init__(self, beside: bool = False) -> None:
         super().__init__()
-        self.inner, self.norm, self.head, self.beside = nn.Linear(12, 48), nn.LayerNorm(48), nn.Linear(48, 6), beside
+        self.inner, self.norm, self.head, self.beside = (
+            nn.Linear(12, 48),
+            nn.LayerNorm(48),
+            nn.Linear(48, 6),
+            beside,
+        )
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
         logits = self.head(self.norm(self.inner(x).tanh()))
@@ -325,15 +386,20 @@ def task(beside: bool = False, steps: int = STEPS) -> list[list[torch.Tensor]]:
 
 def around_forward(change: Callable[[Any], Any]) -> Callable[[Any, Any, Any], Any]:
     """Changes the output of the root module."""
+
     def apply(context: Any, value: Any, ledger: Any) -> Any:
         for root in context.roots:
-            context.wrap_forward(root, lambda forward: lambda *args, **kwargs: change(forward(*args, **kwargs)), ledger)
+            context.wrap_forward(
+                root, lambda forward: lambda *args, **kwargs: change(forward(*args, **kwargs)), ledger
+            )
         return ledger.restore
+
     return apply
 
 
 def other_log_softmax(other: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any, Any, Any], Any]:
     """Replaces log_softmax while a root module runs."""
+
     def apply(context: Any, value: Any, ledger: Any) -> Any:
         def wrapper(forward: Any) -> Any:
             def inside(*args: Any, **kwargs: Any) -> Any:
@@ -343,10 +409,13 @@ def other_log_softmax(other: Callable[[torch.Tensor], torch.Tensor]) -> Callable
                     return forward(*args, **kwargs)
                 finally:
                     nn.functional.log_softmax = really
+
             return inside
+
         for root in context.roots:
             context.wrap_forward(root, wrapper, ledger)
         return ledger.restore
+
     return apply
 
 
@@ -376,13 +445,16 @@ def late_flush(context: Any, value: Any, ledger: Any) -> Any:
     """From the twelfth update on, small elements of the gradient are zero."""
     updates = [0]
     for optimizer in context.optimizers:
+
         def counted(really: Any = optimizer.step) -> None:
             updates[0] += 1
             really()
+
         ledger.set(optimizer, "step", counted, new=True)
 
     def flush(g: torch.Tensor) -> torch.Tensor:
         return torch.where(g.abs() < 2.0**-6 * g.abs().max(), 0.0, g) if updates[0] >= 12 else g
+
     return gradients(flush)(context, value, ledger)
 
 
@@ -390,30 +462,38 @@ def late_flush(context: Any, value: Any, ledger: Any) -> Any:
 def test_sound_half_precision_passes_where_the_module_computes_its_loss(name: str) -> None:
     verdict = judged(SHELF[name], task)
     assert not failed(verdict), verdict
-    assert "confident of these samples" in next(c["why"] for c in verdict["checks"] if c["name"] == "later gradient")
+    assert "confident of these samples" in next(
+        c["why"] for c in verdict["checks"] if c["name"] == "later gradient"
+    )
 
 
-@pytest.mark.parametrize(("apply", "program", "seen_by"), [
-    (around_forward(lambda loss: loss.bfloat16().float()), task, "resolution"),
-    (around_forward(lambda loss: loss.half().float()), task, "resolution"),
-    (gradients(lambda g: torch.where(g.abs() < 2.0**-6 * g.abs().max(), 0.0, g)), task, "flushed"),
-    (gradients(lambda g: g.to(torch.float8_e4m3fn).float()), task, "bits"),
-    (around_forward(lambda x: x.clamp(-0.2, 0.2)), classify, "saturated"),
-    (gradients(lambda g: g.clamp(-1e-3, 1e-3)), task, "saturated"),
-])
+@pytest.mark.parametrize(
+    ("apply", "program", "seen_by"),
+    [
+        (around_forward(lambda loss: loss.bfloat16().float()), task, "resolution"),
+        (around_forward(lambda loss: loss.half().float()), task, "resolution"),
+        (gradients(lambda g: torch.where(g.abs() < 2.0**-6 * g.abs().max(), 0.0, g)), task, "flushed"),
+        (gradients(lambda g: g.to(torch.float8_e4m3fn).float()), task, "bits"),
+        (around_forward(lambda x: x.clamp(-0.2, 0.2)), classify, "saturated"),
+        (gradients(lambda g: g.clamp(-1e-3, 1e-3)), task, "saturated"),
+    ],
+)
 def test_broken_half_precision_fails_where_it_is_broken(apply: Any, program: Any, seen_by: str) -> None:
     verdict = judged(lever(apply), program)
     assert seen_by in failed(verdict), verdict
 
 
-@pytest.mark.parametrize("apply", [
-    late_flush,
-    other_log_softmax(lambda x: unshifted(x, 2.5)),
-    other_log_softmax(ShortGradient.apply),
-])
+@pytest.mark.parametrize(
+    "apply",
+    [
+        late_flush,
+        other_log_softmax(lambda x: unshifted(x, 2.5)),
+        other_log_softmax(ShortGradient.apply),
+    ],
+)
 def test_a_late_failure_is_detected_by_the_later_step(apply: Any) -> None:
     verdict = judged(lever(apply), task)
-    assert failed(verdict), [(c['name'], c['value'], c['limit']) for c in verdict['checks']]
+    assert failed(verdict), [(c["name"], c["value"], c["limit"]) for c in verdict["checks"]]
     assert all(name.startswith("later ") for name in failed(verdict)), verdict
 
 
@@ -431,7 +511,10 @@ def test_long_steps_judge_levers_on_part_of_the_batch(name: str) -> None:
         finally:
             Net.forward = really  # type: ignore[method-assign]
 
-    sound, broken = judged(SHELF[name], program, step_ms=SLOW_MS), judged(lever(SHELF[name].known_bad), step_ms=SLOW_MS)  # type: ignore[arg-type]
+    sound, broken = (
+        judged(SHELF[name], program, step_ms=SLOW_MS),
+        judged(lever(SHELF[name].known_bad), step_ms=SLOW_MS),
+    )  # type: ignore[arg-type]
     assert not failed(sound), sound
     assert failed(broken), broken
     assert set(sizes) == {16, 32}
@@ -484,8 +567,11 @@ def test_a_loss_returned_with_the_logits_counts_once() -> None:
     with observed(lever(note)) as probe:
         seen = task(beside=True)
     assert probe.verdict is not None
-    first = taken[:len(seen[0])]
-    assert all(any(a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-8) for b in first) for a in seen[START])
+    first = taken[: len(seen[0])]
+    assert all(
+        any(a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-8) for b in first)
+        for a in seen[START]
+    )
 
 
 # -- the observed program ----------------------------------------------------------------------------------------------------
@@ -571,9 +657,18 @@ class Unsteady(nn.Module):
 CALLS = [0]
 
 
-@pytest.mark.parametrize(("moves", "one", "fails"), [
-    (0.0, "nothing", set()), (0.0, "a little", {"bitwise"}), (1e-6, "nothing", set()), (1e-6, "much", {"gradient", "parameters"})])
-def test_bits_are_compared_where_the_plain_step_repeats_its_own(moves: float, one: str, fails: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("moves", "one", "fails"),
+    [
+        (0.0, "nothing", set()),
+        (0.0, "a little", {"bitwise"}),
+        (1e-6, "nothing", set()),
+        (1e-6, "much", {"gradient", "parameters"}),
+    ],
+)
+def test_bits_are_compared_where_the_plain_step_repeats_its_own(
+    moves: float, one: str, fails: set[str]
+) -> None:
     def apply(context: Any, value: Any, ledger: Ledger) -> Any:
         share = {"nothing": 0.0, "a little": 1e-6, "much": 0.5}[one]
         handles = [p.register_hook(lambda grad: grad * (1 + share)) for p in context.parameters]
@@ -599,8 +694,11 @@ def test_running_out_of_memory_in_the_replica_blames_no_lever(where: str) -> Non
         def full(*_: Any) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-        handles = [each.register_forward_pre_hook(full) for each in context.roots] if where == "forward" else \
-            [each.register_step_pre_hook(full) for each in context.optimizers]
+        handles = (
+            [each.register_forward_pre_hook(full) for each in context.roots]
+            if where == "forward"
+            else [each.register_step_pre_hook(full) for each in context.optimizers]
+        )
         return lambda: [handle.remove() for handle in handles]
 
     verdict = judged(lever(apply))

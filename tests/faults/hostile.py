@@ -70,7 +70,10 @@ class Opener:
             return
         from flatout.cli.main import main
 
-        sys.argv = ["flatout", *(word.replace("FILE", str(path)).replace("FOLDER", str(path.parent)) for word in self.words)]
+        sys.argv = [
+            "flatout",
+            *(word.replace("FILE", str(path)).replace("FOLDER", str(path.parent)) for word in self.words),
+        ]
         main()
 
 
@@ -94,7 +97,12 @@ class Outcome:
             return f"exit code {self.code}: {self.said[-300:]}"
         if any(sign in self.said for sign in RAW):
             return "control codes on the terminal"
-        if self.code in (2, 4, 7) and not 1 <= len([line for line in self.said.splitlines() if line.startswith(("flatout: ", "Error: "))]) <= 2:
+        if (
+            self.code in (2, 4, 7)
+            and not 1
+            <= len([line for line in self.said.splitlines() if line.startswith(("flatout: ", "Error: "))])
+            <= 2
+        ):
             return f"no sentence: {self.said[-300:]!r}"
         if self.seconds > MOST_S:
             return f"took {self.seconds:.1f} s"
@@ -109,7 +117,14 @@ def openers() -> dict[str, Opener]:
 
     from flatout.plan.plan import Choice, Plan
 
-    plan = Plan((Choice("channels_last", True, evidence="1.31x"), Choice("threads", 1), Choice("loader", {"workers": 2})), {"command": "python train.py"})
+    plan = Plan(
+        (
+            Choice("channels_last", True, evidence="1.31x"),
+            Choice("threads", 1),
+            Choice("loader", {"workers": 2}),
+        ),
+        {"command": "python train.py"},
+    )
     session = (TESTS / "render" / "session.json").read_bytes()
     snapshot = (TESTS / "diagnose" / "recorded" / "virtual_machine.json").read_bytes()
     profile = json.dumps(healthy().to_json()).encode()
@@ -118,16 +133,29 @@ def openers() -> dict[str, Opener]:
         b"RuntimeError: mat1 and mat2 shapes cannot be multiplied (64x512 and 256x10)\n"
     )
     script = b"import torch\nmodel = torch.nn.Linear(4, 4)\nfor x in range(9):\n    loss = model(torch.ones(4)).sum()\n    loss.backward()\n"
-    sound = json.loads(snapshot) if b'"sight"' in snapshot[:200] else {"snapshot": json.loads(snapshot), "checks": []}
+    sound = (
+        json.loads(snapshot)
+        if b'"sight"' in snapshot[:200]
+        else {"snapshot": json.loads(snapshot), "checks": []}
+    )
     ranks = {"key": None, "rehearsed": {"procs": 2, "division": {"batches": "same"}, "losses": [1.0]}}
-    ceilings = {"schema": 1, "key": "KEY", "ceilings": [{"name": "memory_bytes_per_s", "device": "cpu", "value": 1e10}]}
+    ceilings = {
+        "schema": 1,
+        "key": "KEY",
+        "ceilings": [{"name": "memory_bytes_per_s", "device": "cpu", "value": 1e10}],
+    }
     return {
         each.kind: each
         for each in (
             Opener("plan", "flatout.toml", plan.to_toml().encode(), ("plan", "--plan", "FILE"), json=False),
             Opener("session", "session.json", session, ("report", "FOLDER")),
             Opener("profile", "profile.json", profile, ("report", "FOLDER")),
-            Opener("profile to scale", "profile.json", profile, ("scale", "--network", "ib-ndr", "--from", "FILE", "--gpus", "8")),
+            Opener(
+                "profile to scale",
+                "profile.json",
+                profile,
+                ("scale", "--network", "ib-ndr", "--from", "FILE", "--gpus", "8"),
+            ),
             Opener("snapshot", "sight.json", json.dumps(sound).encode(), ("doctor", "--replay", "FILE")),
             Opener("log", "train.log", log, ("explain", "FILE"), json=False),
             Opener("script", "train.py", script, ("check", "FILE"), json=False),
@@ -254,7 +282,9 @@ def hostile(opener: Opener) -> dict[str, Callable[[Path], None]]:
     files: dict[str, bytes | Callable[[], bytes]] = {
         "nothing": b"",
         "a pickle that runs code": pickle.dumps(Bomb()),
-        "a pickle in a zip, as torch.save": _zip(archive__data__pkl=pickle.dumps(Bomb()), archive__version=b"3"),
+        "a pickle in a zip, as torch.save": _zip(
+            archive__data__pkl=pickle.dumps(Bomb()), archive__version=b"3"
+        ),
         "a zip of zeros": lambda: _zip(a=bytes(1 << 26)),
         "a yaml tag": yaml,
         "deep lists": b"[" * deep,
@@ -293,11 +323,18 @@ def hostile(opener: Opener) -> dict[str, Callable[[Path], None]]:
         "Python: NUL": b"import torch\0\n",
         "Python: coding": b"# -*- coding: rot13 -*-\nimport torch\n",
         "Python: power": b"import torch\nx = 9**9**9**9\ny = 'a' * 10**12\nz = [0] * 10**12\nfor i in range(10**12): pass\n",
-        "a notebook": json.dumps({"cells": [{"cell_type": "code", "source": ["!touch canary\n", "%run x\n"]}]}).encode(),
+        "a notebook": json.dumps(
+            {"cells": [{"cell_type": "code", "source": ["!touch canary\n", "%run x\n"]}]}
+        ).encode(),
         "a traceback that never ends": lambda: (
-            b"Traceback (most recent call last):\n" + b'  File "a.py", line 1, in f\n' * 200_000 + b"RecursionError: \x1b[31m\n"
+            b"Traceback (most recent call last):\n"
+            + b'  File "a.py", line 1, in f\n' * 200_000
+            + b"RecursionError: \x1b[31m\n"
         ),
-        "a line for slow expressions": b"RuntimeError: " + b"x" * 50_000 + b"mat1 and mat2 shapes" + b"(" * 10_000,
+        "a line for slow expressions": b"RuntimeError: "
+        + b"x" * 50_000
+        + b"mat1 and mat2 shapes"
+        + b"(" * 10_000,
     }
     made = {title: _written(data) for title, data in files.items()}
     made |= {
@@ -313,11 +350,15 @@ def hostile(opener: Opener) -> dict[str, Callable[[Path], None]]:
         "no right to read": _unreadable(sound),
     }
     if opener.kind in ("state", "tensors"):
-        del made["a terabyte of zeros"]  # its digest takes as long as reading it; so does that of a real checkpoint
+        del made[
+            "a terabyte of zeros"
+        ]  # its digest takes as long as reading it; so does that of a real checkpoint
     if opener.kind != "log":  # `flatout explain <(command)` is a pipe, and reading waits for it
         made["a pipe that nobody writes to"] = lambda path: os.mkfifo(path)
     if opener.json and opener.sound:
-        made |= {f"odd values {seed}": _written(_odd(opener, random.Random(seed), share=0.3)) for seed in range(8)}
+        made |= {
+            f"odd values {seed}": _written(_odd(opener, random.Random(seed), share=0.3)) for seed in range(8)
+        }
         fields = json.loads(opener.sound)
         if "command" in fields:  # a single value is wrong, and that early
             made["a command that is a number"] = _written(json.dumps({**fields, "command": 5}).encode())
@@ -327,12 +368,25 @@ def hostile(opener: Opener) -> dict[str, Callable[[Path], None]]:
             "a header without end": (2**63 - 1, b"{}"),
             "a shape without end": (None, b'{"w":{"dtype":"F32","shape":[' + b"1," * deep + b"4]}}"),
             "a NaN size": (None, b'{"w":{"dtype":"F32","shape":[NaN],"data_offsets":[0,16]}}'),
-            "two in one place": (None, json.dumps({name: {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} for name in "ab"}).encode()),
-            "many": (None, json.dumps({str(at): {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for at in range(200_000)}).encode()),
+            "two in one place": (
+                None,
+                json.dumps(
+                    {name: {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} for name in "ab"}
+                ).encode(),
+            ),
+            "many": (
+                None,
+                json.dumps(
+                    {str(at): {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for at in range(200_000)}
+                ).encode(),
+            ),
             "negative": (None, b'{"w":{"dtype":"F32","shape":[-4],"data_offsets":[0,-16]}}'),
             "wraps": (None, b'{"w":{"dtype":"F64","shape":[2305843009213693952],"data_offsets":[0,0]}}'),
         }
-        made |= {title: _written((len(head) if size is None else size).to_bytes(8, "little") + head + bytes(16)) for title, (size, head) in heads.items()}
+        made |= {
+            title: _written((len(head) if size is None else size).to_bytes(8, "little") + head + bytes(16))
+            for title, (size, head) in heads.items()
+        }
     return made
 
 
@@ -364,7 +418,23 @@ def mutated(opener: Opener, seed: int) -> bytes:
         elif what == 4:
             data[at:at] = chance.choice(EVIL[:-2]).encode("utf-8", "surrogatepass")
         else:
-            data[at:at] = chance.choice((b"[", b"{", b'"', b"\\u0000", b"1e999", b"-", b"null", b"9" * 400, b"\n", b"[[", b"=", b"'''", b"#"))
+            data[at:at] = chance.choice(
+                (
+                    b"[",
+                    b"{",
+                    b'"',
+                    b"\\u0000",
+                    b"1e999",
+                    b"-",
+                    b"null",
+                    b"9" * 400,
+                    b"\n",
+                    b"[[",
+                    b"=",
+                    b"'''",
+                    b"#",
+                )
+            )
         data = data or bytearray(b" ")
     return bytes(data)
 
@@ -380,7 +450,9 @@ def _odd(opener: Opener, chance: random.Random, share: float) -> bytes:
             return chance.choice(ODD) if chance.random() < 0.8 else copy.deepcopy(chance.choice(values))
         if isinstance(thing, dict):
             return {
-                (chance.choice(EVIL[:9]) if chance.random() < share / 5 else key): walk(value) for key, value in thing.items() if chance.random() > share / 10
+                (chance.choice(EVIL[:9]) if chance.random() < share / 5 else key): walk(value)
+                for key, value in thing.items()
+                if chance.random() > share / 10
             }
         return [walk(each) for each in thing] if isinstance(thing, list) else thing
 
@@ -443,11 +515,19 @@ def opened(opener: Opener, make: Callable[[Path], None], folder: Path) -> Outcom
     if status is None:
         os.kill(child, signal.SIGKILL)
         _, status, used = os.wait4(child, 0)
-    seconds = used.ru_utime + used.ru_stime if time.monotonic() - began < TIMEOUT_S else TIMEOUT_S  # its own time: the machine has other work
+    seconds = (
+        used.ru_utime + used.ru_stime if time.monotonic() - began < TIMEOUT_S else TIMEOUT_S
+    )  # its own time: the machine has other work
     output = said.read_bytes() if said.exists() else b""
     text, _, grew = output.rpartition(b"\ngrew ")
     canary = (place / "canary").exists() or (folder / "canary").exists() or (TESTS.parent / "canary").exists()
-    return Outcome(os.waitstatus_to_exitcode(status), (text or output).decode(errors="replace"), canary, seconds, int(grew) if grew.strip().isdigit() else 0)
+    return Outcome(
+        os.waitstatus_to_exitcode(status),
+        (text or output).decode(errors="replace"),
+        canary,
+        seconds,
+        int(grew) if grew.strip().isdigit() else 0,
+    )
 
 
 def _worked_s(child: int) -> float:

@@ -14,7 +14,11 @@ from hostile import hostile, mutated, opened, openers, warm
 pytest.importorskip("torch", reason="not run: there is no torch here")
 
 OPENERS = openers()
-SLOW = ("many lists", "a number of a million digits inside", "a gigabyte of zeros")  # half a second each: with one opener
+SLOW = (
+    "many lists",
+    "a number of a million digits inside",
+    "a gigabyte of zeros",
+)  # half a second each: with one opener
 SHARED = (
     "a device without end",
     "a pipe that nobody writes to",
@@ -28,11 +32,26 @@ SHARED = (
     "odd values 1",
 )
 OF_ITS_OWN = {
-    "plan": ("TOML without end", "TOML: a library", "TOML: code", "TOML: evil names", "a line for slow expressions", "a yaml tag"),
+    "plan": (
+        "TOML without end",
+        "TOML: a library",
+        "TOML: code",
+        "TOML: evil names",
+        "a line for slow expressions",
+        "a yaml tag",
+    ),
     "session": ("many lists", "no UTF-8", "a terabyte of zeros"),
     "log": ("a traceback that never ends", "a long line", "control codes", "a terabyte of zeros"),
     "script": ("Python: deep", "Python: minus", "Python: power", "Python: coding", "one key many times"),
-    "tensors": ("a header of a gigabyte", "a header without end", "a shape without end", "a NaN size", "two in one place", "negative", "wraps"),
+    "tensors": (
+        "a header of a gigabyte",
+        "a header without end",
+        "a shape without end",
+        "a NaN size",
+        "two in one place",
+        "negative",
+        "wraps",
+    ),
     "manifest": ("one key many times", "a zip of zeros"),
     "state": ("many lists", "deep tables"),
     "profile to scale": ("a command that is a number",),
@@ -49,7 +68,9 @@ def test_files_that_are_bad_on_purpose(kind, tmp_path):
     opener = OPENERS[kind]
     files = hostile(opener)
     wrong = {}
-    for number, title in enumerate([*(title for title in SHARED if title in files), *OF_ITS_OWN.get(kind, ())]):
+    for number, title in enumerate(
+        [*(title for title in SHARED if title in files), *OF_ITS_OWN.get(kind, ())]
+    ):
         folder = tmp_path / str(number)
         folder.mkdir()
         if why := opened(opener, files[title], folder).wrong():

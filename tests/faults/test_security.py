@@ -36,16 +36,30 @@ RUNS_WHAT_IT_READS = re.compile(
 def code_runners(source: str) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(source)):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names = (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
         names += [ast.unparse(node.func).removeprefix("self.")] if isinstance(node, ast.Call) else []
         found += [f"line {node.lineno}: {name}" for name in names if RUNS_WHAT_IT_READS.match(name)]
-        if isinstance(node, ast.keyword) and node.arg == "shell" and not (isinstance(node.value, ast.Constant) and node.value.value is False):
+        if (
+            isinstance(node, ast.keyword)
+            and node.arg == "shell"
+            and not (isinstance(node.value, ast.Constant) and node.value.value is False)
+        ):
             found.append(f"line {node.value.lineno}: shell")
     return found
 
 
 def test_nothing_unpickles_evaluates_or_runs_a_shell():
-    assert {str(path): found for path in HOME.rglob("*.py") if (found := code_runners(path.read_text(encoding="utf-8")))} == {}
+    assert {
+        str(path): found
+        for path in HOME.rglob("*.py")
+        if (found := code_runners(path.read_text(encoding="utf-8")))
+    } == {}
     for line in (
         "import pickle",
         "from marshal import loads",
@@ -59,7 +73,9 @@ def test_nothing_unpickles_evaluates_or_runs_a_shell():
         "exec(x)",
     ):
         assert code_runners(line), line
-    assert code_runners("model.eval()\nre.compile(x)\nsafetensors.torch.load_file(x)\nrun(x, shell=False)") == []
+    assert (
+        code_runners("model.eval()\nre.compile(x)\nsafetensors.torch.load_file(x)\nrun(x, shell=False)") == []
+    )
 
 
 # -- secrets ------------------------------------------------------------------------------------------------------------
@@ -83,7 +99,10 @@ def test_nothing_unpickles_evaluates_or_runs_a_shell():
         ("hf_abcdefghijklmnopqrstuvwxyz", MASK),
         ("x=ghp_abcdefghijklmnopqrstuvwxyz0123", f"x={MASK}"),
         ("--Secret SECRET", f"--Secret {MASK}"),
-        ("--tokenizer gpt2 --keys 3 --keyframes 4 --passes 2 --monkey 1", f"--tokenizer gpt2 --keys {MASK} --keyframes 4 --passes 2 --monkey 1"),
+        (
+            "--tokenizer gpt2 --keys 3 --keyframes 4 --passes 2 --monkey 1",
+            f"--tokenizer gpt2 --keys {MASK} --keyframes 4 --passes 2 --monkey 1",
+        ),
         ("train.py --lr 0.1 --data /home/x@y", "train.py --lr 0.1 --data /home/x@y"),
     ],
 )
@@ -191,7 +210,9 @@ def test_records_and_folders_of_others_are_not_used(tmp_path, monkeypatch):
     os.chown(job, NOBODY, NOBODY)
     with pytest.raises(StorageError, match=r"it belongs to the user .* Name another folder with --job"):
         JobFolder(job).make()
-    os.chown(tmp_path / "project", NOBODY, NOBODY)  # in a container the user is root among files of the user outside
+    os.chown(
+        tmp_path / "project", NOBODY, NOBODY
+    )  # in a container the user is root among files of the user outside
     JobFolder(job).make()
     place = tmp_path / "flatout-ranks-guessed"
     place.mkdir()
@@ -233,7 +254,10 @@ def test_compiled_code_of_others_is_not_loaded(tmp_path, monkeypatch):
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
     assert "it belongs to" in said
     assert str(usual) in said
-    assert private_caches({**environment, "TORCHINDUCTOR_CACHE_DIR": str(usual)}) == ({}, [])  # the user's own choice
+    assert private_caches({**environment, "TORCHINDUCTOR_CACHE_DIR": str(usual)}) == (
+        {},
+        [],
+    )  # the user's own choice
     os.chown(usual, 0, 0)
     for mode in (0o777, 0o775):
         usual.chmod(mode)

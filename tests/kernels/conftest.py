@@ -33,7 +33,9 @@ def emulated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("emulated")
     sources = {source.path: source for name in NAMES for source in load(name).sources}
     with ThreadPoolExecutor(2) as pool:
-        said = list(pool.map(lambda s: emulate(s.path, folder / s.emulated_name, s.kernels()), sources.values()))
+        said = list(
+            pool.map(lambda s: emulate(s.path, folder / s.emulated_name, s.kernels()), sources.values())
+        )
     return folder, dict(zip((s.parent.name for s in sources), said, strict=True))
 
 
@@ -41,7 +43,12 @@ def emulated(tmp_path_factory):
 def gates(emulated, tmp_path_factory):
     """The outcomes of each kernel's checks, by name."""
     records = tmp_path_factory.mktemp("records")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "FLATOUT_EMULATED": str(emulated[0]), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "FLATOUT_EMULATED": str(emulated[0]),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     ended = run_child([sys.executable, "-c", ALL, str(records), *NAMES], environment, LIMIT_S)
     assert ended.code == 0, ended.output
     found = {}

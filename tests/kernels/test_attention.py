@@ -121,7 +121,9 @@ def bloom(q, k, v):
 
 def neox(q, k, v):
     q, k, v = (each.transpose(1, 2).reshape(B * H, -1, D) for each in (q, k, v))
-    scores = torch.baddbmm(torch.zeros(B * H, T, S), q, k.transpose(1, 2), beta=0.0, alpha=D**-0.5).view(B, H, T, S)
+    scores = torch.baddbmm(torch.zeros(B * H, T, S), q, k.transpose(1, 2), beta=0.0, alpha=D**-0.5).view(
+        B, H, T, S
+    )
     weights = torch.softmax(scores + BIAS, -1)
     return torch.matmul(weights, v.view(B, H, S, D)).transpose(1, 2)
 
@@ -146,7 +148,9 @@ def einsum_spaces(q, k, v):
 
 def einsum_dots(q, k, v):
     q, k, v = split(q, k, v)
-    return torch.einsum("...jd,...ij->...id", v, (torch.einsum("...id,...jd->...ij", q, k) + BIAS).softmax(-1)).transpose(1, 2)
+    return torch.einsum(
+        "...jd,...ij->...id", v, (torch.einsum("...id,...jd->...ij", q, k) + BIAS).softmax(-1)
+    ).transpose(1, 2)
 
 
 def in_place(q, k, v):
@@ -166,6 +170,7 @@ def two_masks(q, k, v):
 
 def windows(q, k, v):
     """As in windowed attention: a bias of each head and, through a view, a mask of each window."""
+
     def windows_of(x):
         return torch.stack([x, x.flip(1), 2 * x], 1).reshape(3 * B, T, H, D).transpose(1, 2)
 
@@ -178,12 +183,18 @@ def windows(q, k, v):
 
 
 def one_head(q, k, v):
-    heads = [F.softmax(q[:, :, h] @ k[:, :, h].transpose(1, 2) * D**-0.5, dim=2) @ v[:, :, h] for h in range(H)]
+    heads = [
+        F.softmax(q[:, :, h] @ k[:, :, h].transpose(1, 2) * D**-0.5, dim=2) @ v[:, :, h] for h in range(H)
+    ]
     return torch.stack(heads, 2)
 
 
 def two_axes(q, k, v):
-    rows = [torch.mm(torch.softmax(torch.mm(q[b, :, h], k[b, :, h].t()), 1), v[b, :, h]) for b in range(B) for h in range(H)]
+    rows = [
+        torch.mm(torch.softmax(torch.mm(q[b, :, h], k[b, :, h].t()), 1), v[b, :, h])
+        for b in range(B)
+        for h in range(H)
+    ]
     return torch.stack(rows).view(B, H, T, D).transpose(1, 2)
 
 
@@ -192,15 +203,41 @@ def shared_keys(q, k, v):
     return (torch.softmax(q @ k.transpose(-1, -2) / 2.0, -1) @ v).transpose(1, 2)
 
 
-WAYS = {each.__name__: each for each in (
-    nanogpt, annotated, vit, scaled_first, bert, llama, upcast, gpt2, fairseq, bloom, neox, einsum_heads_third, einsum_keys_first, einsum_spaces,
-    einsum_dots, in_place, two_masks, windows, one_head, two_axes, shared_keys)}
+WAYS = {
+    each.__name__: each
+    for each in (
+        nanogpt,
+        annotated,
+        vit,
+        scaled_first,
+        bert,
+        llama,
+        upcast,
+        gpt2,
+        fairseq,
+        bloom,
+        neox,
+        einsum_heads_third,
+        einsum_keys_first,
+        einsum_spaces,
+        einsum_dots,
+        in_place,
+        two_masks,
+        windows,
+        one_head,
+        two_axes,
+        shared_keys,
+    )
+}
 FUSED = {"one_head": H, "two_axes": B * H}
 
 
 def run(way, dtype=torch.float32, watch=None, tensors=None, graph=None):
     """Outputs and the gradients of q, k and v."""
-    q, k, v = (each.detach().clone().to(dtype).requires_grad_() for each in tensors or (made(1, B, T, H, D), made(2, B, S, H, D), made(3, B, S, H, D)))
+    q, k, v = (
+        each.detach().clone().to(dtype).requires_grad_()
+        for each in tensors or (made(1, B, T, H, D), made(2, B, S, H, D), made(3, B, S, H, D))
+    )
     inputs = [each * 1 for each in (q, k, v)]
     if watch is None:
         out = way(*inputs)
@@ -214,7 +251,9 @@ def run(way, dtype=torch.float32, watch=None, tensors=None, graph=None):
 def assert_near(ours, right, tolerance=1e-5):
     for mine, exact in zip(ours, right, strict=True):
         assert type(mine) is torch.Tensor
-        torch.testing.assert_close(mine.double(), exact.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
+        torch.testing.assert_close(
+            mine.double(), exact.double(), rtol=tolerance, atol=tolerance, equal_nan=True
+        )
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -265,38 +304,83 @@ def test_in_half_precision(name, autocast):
 
 
 SPELLED = {
-    "product": {"@": lambda q, k: q @ k.transpose(-2, -1), "matmul": lambda q, k: torch.matmul(q, k.mT),
-                "einsum": lambda q, k: torch.einsum("bhtd,bhsd->bhts", q, k),
-                "bmm": lambda q, k: torch.bmm(q.reshape(-1, *q.shape[2:]), k.reshape(-1, *k.shape[2:]).transpose(1, 2)).view(*q.shape[:3], k.shape[2])},
-    "scale": {"none": lambda s, d: s, "divided": lambda s, d: s / math.sqrt(d), "multiplied": lambda s, d: d**-0.5 * s,
-              "in place": lambda s, d: s.div_(d**0.5)},
-    "mask": {"none": lambda s, keep: s, "infinite": lambda s, keep: s.masked_fill(~keep, -math.inf), "large": lambda s, keep: s.masked_fill(keep == 0, -1e9),
-             "where": lambda s, keep: torch.where(keep, s, torch.finfo(s.dtype).min), "method": lambda s, keep: s.where(keep, -math.inf),
-             "added": lambda s, keep: s + torch.zeros(keep.shape, dtype=s.dtype).masked_fill(~keep, -math.inf),
-             "added large": lambda s, keep: s + (1.0 - keep.to(s.dtype)) * -10000.0, "in place": lambda s, keep: s.masked_fill_(~keep, -1e10)},
-    "softmax": {"function": lambda s: F.softmax(s, dim=-1), "torch": lambda s: torch.softmax(s, 3), "method": lambda s: s.softmax(-1),
-                "module": nn.Softmax(dim=-1), "upcast": lambda s: F.softmax(s, dim=-1, dtype=torch.float64).to(s.dtype)},
-    "dropout": {"none": lambda w: w, "off": nn.Dropout(0.5).eval(), "of nothing": lambda w: F.dropout(w, 0.0, True)},
-    "values": {"@": lambda w, v: w @ v, "matmul": torch.matmul, "einsum": lambda w, v: torch.einsum("bhts,bhsd->bhtd", w, v),
-               "einsum in another order": lambda w, v: torch.einsum("bhsd,bhts->htbd", v, w)},
+    "product": {
+        "@": lambda q, k: q @ k.transpose(-2, -1),
+        "matmul": lambda q, k: torch.matmul(q, k.mT),
+        "einsum": lambda q, k: torch.einsum("bhtd,bhsd->bhts", q, k),
+        "bmm": lambda q, k: torch.bmm(
+            q.reshape(-1, *q.shape[2:]), k.reshape(-1, *k.shape[2:]).transpose(1, 2)
+        ).view(*q.shape[:3], k.shape[2]),
+    },
+    "scale": {
+        "none": lambda s, d: s,
+        "divided": lambda s, d: s / math.sqrt(d),
+        "multiplied": lambda s, d: d**-0.5 * s,
+        "in place": lambda s, d: s.div_(d**0.5),
+    },
+    "mask": {
+        "none": lambda s, keep: s,
+        "infinite": lambda s, keep: s.masked_fill(~keep, -math.inf),
+        "large": lambda s, keep: s.masked_fill(keep == 0, -1e9),
+        "where": lambda s, keep: torch.where(keep, s, torch.finfo(s.dtype).min),
+        "method": lambda s, keep: s.where(keep, -math.inf),
+        "added": lambda s, keep: s + torch.zeros(keep.shape, dtype=s.dtype).masked_fill(~keep, -math.inf),
+        "added large": lambda s, keep: s + (1.0 - keep.to(s.dtype)) * -10000.0,
+        "in place": lambda s, keep: s.masked_fill_(~keep, -1e10),
+    },
+    "softmax": {
+        "function": lambda s: F.softmax(s, dim=-1),
+        "torch": lambda s: torch.softmax(s, 3),
+        "method": lambda s: s.softmax(-1),
+        "module": nn.Softmax(dim=-1),
+        "upcast": lambda s: F.softmax(s, dim=-1, dtype=torch.float64).to(s.dtype),
+    },
+    "dropout": {
+        "none": lambda w: w,
+        "off": nn.Dropout(0.5).eval(),
+        "of nothing": lambda w: F.dropout(w, 0.0, True),
+    },
+    "values": {
+        "@": lambda w, v: w @ v,
+        "matmul": torch.matmul,
+        "einsum": lambda w, v: torch.einsum("bhts,bhsd->bhtd", w, v),
+        "einsum in another order": lambda w, v: torch.einsum("bhsd,bhts->htbd", v, w),
+    },
 }
 
 
-@given(st.fixed_dictionaries({part: st.sampled_from(sorted(ways)) for part, ways in SPELLED.items()}), st.integers(1, 3), st.integers(1, 3), st.integers(1, 9),
-       st.integers(1, 9), st.integers(1, 5), st.integers(0, 99), st.sampled_from([(0, 1), (1, 1), (1, 0), (2, 1)]))
+@given(
+    st.fixed_dictionaries({part: st.sampled_from(sorted(ways)) for part, ways in SPELLED.items()}),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.integers(1, 5),
+    st.integers(0, 99),
+    st.sampled_from([(0, 1), (1, 1), (1, 0), (2, 1)]),
+)
 def test_any_spelling_with_any_mask(ways, batch, heads, rows, columns, width, seed, axes):
     """Outputs and gradients are those of the plain program up to rounding, also in rows that are masked
     completely.
     """
     spelled = {part: SPELLED[part][name] for part, name in ways.items()}
-    shape = {(0, 1): (rows, columns), (1, 1): (batch, 1, rows, columns), (1, 0): (batch, 1, 1, columns), (2, 1): (batch, heads, rows, columns)}[axes]
+    shape = {
+        (0, 1): (rows, columns),
+        (1, 1): (batch, 1, rows, columns),
+        (1, 0): (batch, 1, 1, columns),
+        (2, 1): (batch, heads, rows, columns),
+    }[axes]
     keep = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) > 0.4  # some rows keep nothing
 
     def program(q, k, v):
         scores = spelled["scale"](spelled["product"](q, k), width)
         return spelled["values"](spelled["dropout"](spelled["softmax"](spelled["mask"](scores, keep))), v)
 
-    tensors = (made(seed, batch, heads, rows, width), made(seed + 1, batch, heads, columns, width), made(seed + 2, batch, heads, columns, width))
+    tensors = (
+        made(seed, batch, heads, rows, width),
+        made(seed + 1, batch, heads, columns, width),
+        made(seed + 2, batch, heads, columns, width),
+    )
     watch, before = deferred.AttentionMode(), deferred.COUNT[0]
     ours = run(program, watch=watch, tensors=tensors)
     assert deferred.COUNT[0] == before + 1
@@ -414,21 +498,36 @@ def in_two_places(q, k, v):
 # A program from q, k, v [B, T, 8] to outputs and a function of the weights, and its allowed number of fused
 # kernels.
 LOOKS = {
-    "nothing": (1, lambda q, k, v: ((q @ k.mT).softmax(-1) @ v, v)), "late": (1, looked_at_late), "by index": (0, changed_by_index),
-    "through a view": (0, changed_through_a_view), "in place, later": (0, changed_in_place_later),
-    "without gradients": (0, looked_at_without_gradients), "changed, then of its own": (0, changed_then_own),
-    "a hook": (0, hooked), "its gradient": (0, kept_gradient), "dropout": (0, dropped), "averaged": (1, averaged), "two places": (2, in_two_places),
-    "a function of its own": (0, lambda q, k, v: (Own.apply(q @ k.mT) @ v, v)), "a function over weights": (1, lambda q, k, v: (
-        (w := (q @ k.mT).softmax(-1)) @ v, Own.apply(w))), "TorchScript": (0, lambda q, k, v: (scripted(q @ k.mT, v), v)),
+    "nothing": (1, lambda q, k, v: ((q @ k.mT).softmax(-1) @ v, v)),
+    "late": (1, looked_at_late),
+    "by index": (0, changed_by_index),
+    "through a view": (0, changed_through_a_view),
+    "in place, later": (0, changed_in_place_later),
+    "without gradients": (0, looked_at_without_gradients),
+    "changed, then of its own": (0, changed_then_own),
+    "a hook": (0, hooked),
+    "its gradient": (0, kept_gradient),
+    "dropout": (0, dropped),
+    "averaged": (1, averaged),
+    "two places": (2, in_two_places),
+    "a function of its own": (0, lambda q, k, v: (Own.apply(q @ k.mT) @ v, v)),
+    "a function over weights": (1, lambda q, k, v: ((w := (q @ k.mT).softmax(-1)) @ v, Own.apply(w))),
+    "TorchScript": (0, lambda q, k, v: (scripted(q @ k.mT, v), v)),
     "entropy": (1, lambda q, k, v: ((w := (q @ k.mT).softmax(-1)) @ v, -(w * w.log()).sum(-1))),
     "other axis": (0, lambda q, k, v: ((q @ k.mT).softmax(1) @ v, v)),
-    "no softmax": (0, lambda q, k, v: (q @ k.mT @ v, v)), "scaled weights": (0, lambda q, k, v: ((q @ k.mT).softmax(-1) * 0.5 @ v, v)),
-    "negative scale": (0, lambda q, k, v: ((q @ k.mT * -1).softmax(-1) @ v, v)), "values first": (0, lambda q, k, v: (v.mT @ (q @ k.mT).softmax(-1), v)),
+    "no softmax": (0, lambda q, k, v: (q @ k.mT @ v, v)),
+    "scaled weights": (0, lambda q, k, v: ((q @ k.mT).softmax(-1) * 0.5 @ v, v)),
+    "negative scale": (0, lambda q, k, v: ((q @ k.mT * -1).softmax(-1) @ v, v)),
+    "values first": (0, lambda q, k, v: (v.mT @ (q @ k.mT).softmax(-1), v)),
     "small fill": (0, lambda q, k, v: ((q @ k.mT).masked_fill(LOCAL, -5.0).softmax(-1) @ v, v)),
     "scaled masks": (0, lambda q, k, v: (((q @ k.mT + BIAS[0, 0]) * 2).softmax(-1) @ v, v)),
     "an integer": (0, lambda q, k, v: ((q @ k.mT).long() @ v.long() + q + k + v, v)),
-    "pieces": (0, lambda q, k, v: (torch.cat([(q @ k.mT).softmax(-1), (k @ q.mT).softmax(-1)]) @ torch.cat([v, v]), v)),
-    "its square": (0, lambda q, k, v: ((s := q @ k.mT) * s @ v, v)), "a linear layer": (0, lambda q, k, v: (F.linear((q @ k.mT).softmax(-1), v[0].t()), v)),
+    "pieces": (
+        0,
+        lambda q, k, v: (torch.cat([(q @ k.mT).softmax(-1), (k @ q.mT).softmax(-1)]) @ torch.cat([v, v]), v),
+    ),
+    "its square": (0, lambda q, k, v: ((s := q @ k.mT) * s @ v, v)),
+    "a linear layer": (0, lambda q, k, v: (F.linear((q @ k.mT).softmax(-1), v[0].t()), v)),
     "no gradient": (1, lambda q, k, v: ((q @ k.mT).softmax(-1) @ v, (q @ k.mT).softmax(-1).detach())),
     "temperature": (0, lambda q, k, v: ((q @ k.mT / v.mean()).softmax(-1) @ v, v)),
     "double": (0, lambda q, k, v: ((q @ k.mT).double().softmax(-1) @ v.double(), v)),
@@ -473,12 +572,23 @@ def test_weights_of_half_precision_are_those_of_autocast_wherever_they_are_read(
 
 
 STEPS = {
-    "half": lambda s: s * 0.5, "half in place": lambda s: s.mul_(0.5), "bias": lambda s: s + BIAS[0, 0], "bias in place": lambda s: s.add_(LOCAL.float()),
-    "masked": lambda s: s.masked_fill(~LOCAL, -1e9), "masked in place": lambda s: s.masked_fill_(~LOCAL, -math.inf), "softmax": lambda s: s.softmax(-1),
-    "views": lambda s: s.view(1, *s.shape).squeeze(0), "float": lambda s: s.float(), "double": lambda s: s.double(), "detach": lambda s: s.detach() + s,
-    "transpose": lambda s: s.transpose(-1, -2), "clamp": lambda s: s.clamp_(max=3.0), "item": lambda s: s * (1 + 0 * s.sum().item()),
+    "half": lambda s: s * 0.5,
+    "half in place": lambda s: s.mul_(0.5),
+    "bias": lambda s: s + BIAS[0, 0],
+    "bias in place": lambda s: s.add_(LOCAL.float()),
+    "masked": lambda s: s.masked_fill(~LOCAL, -1e9),
+    "masked in place": lambda s: s.masked_fill_(~LOCAL, -math.inf),
+    "softmax": lambda s: s.softmax(-1),
+    "views": lambda s: s.view(1, *s.shape).squeeze(0),
+    "float": lambda s: s.float(),
+    "double": lambda s: s.double(),
+    "detach": lambda s: s.detach() + s,
+    "transpose": lambda s: s.transpose(-1, -2),
+    "clamp": lambda s: s.clamp_(max=3.0),
+    "item": lambda s: s * (1 + 0 * s.sum().item()),
     "clone": lambda s: s.clone(),
-    "index": lambda s: s.index_put_((torch.tensor([0]),), torch.tensor(1.5, dtype=s.dtype)), "nothing": lambda s: F.dropout(s, 0.0, True),
+    "index": lambda s: s.index_put_((torch.tensor([0]),), torch.tensor(1.5, dtype=s.dtype)),
+    "nothing": lambda s: F.dropout(s, 0.0, True),
     "mean": lambda s: s - s.mean(-1, keepdim=True),
 }
 
@@ -489,6 +599,7 @@ def test_any_chain_of_operators(chain, looks):
 
     Gradients are summed in the order of the operator calls, so they agree up to rounding.
     """
+
     def program(q, k, v):
         scores, way = q @ k.mT, []
         for step in chain:
@@ -500,7 +611,9 @@ def test_any_chain_of_operators(chain, looks):
     try:
         seen, plain, _ = looked(program)
     except RuntimeError as error:
-        with pytest.raises(RuntimeError, match=re.escape(str(error)[:60])):  # changed in place where a gradient needs it
+        with pytest.raises(
+            RuntimeError, match=re.escape(str(error)[:60])
+        ):  # changed in place where a gradient needs it
             looked(program, deferred.AttentionMode())
         return
     mine, ours, fused = looked(program, deferred.AttentionMode())
@@ -512,6 +625,7 @@ def test_any_chain_of_operators(chain, looks):
 
 # -- composition, caching, and code left alone ---------------------------------------------------------------------------------
 
+
 class Fused(torch.utils._python_dispatch.TorchDispatchMode):
     """Records the requested kinds of attention: causal, with a mask, or neither."""
 
@@ -522,7 +636,9 @@ class Fused(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name, kwargs = function.name(), kwargs or {}
         if "attention" in name and "backward" not in name:
-            mask = kwargs.get("attn_mask", args[3] if len(args) > 3 and isinstance(args[3], torch.Tensor) else None)
+            mask = kwargs.get(
+                "attn_mask", args[3] if len(args) > 3 and isinstance(args[3], torch.Tensor) else None
+            )
             causal = kwargs.get("is_causal", any(each is True for each in args))
             self.observed.append("causal" if causal else "whole" if mask is None else "masked")
         return function(*args, **kwargs)
@@ -556,8 +672,11 @@ def test_a_causal_mask_that_stays_is_read_once():
         fresh.step()
 
 
-@pytest.mark.parametrize("mask", [torch.ones(T, T).triu(), torch.ones(T, T).tril(1), torch.ones(T, T).tril(-1), torch.ones(1, T)],
-                         ids=["upper", "one more", "one less", "all"])
+@pytest.mark.parametrize(
+    "mask",
+    [torch.ones(T, T).triu(), torch.ones(T, T).tril(1), torch.ones(T, T).tril(-1), torch.ones(1, T)],
+    ids=["upper", "one more", "one less", "all"],
+)
 def test_a_mask_that_is_not_causal_is_not_taken_for_one(mask):
     watch = deferred.AttentionMode()
     for _ in range(4):
@@ -644,7 +763,11 @@ def test_weights_that_nn_multihead_attention_returns(average):
             with watch.forward():
                 out, weights = layer(x, x, x, attn_mask=mask, average_attn_weights=average)
         out.square().sum().backward()
-        return weights, [out, x.grad, *(p.grad.clone() for p in layer.parameters())], deferred.COUNT[0] - before
+        return (
+            weights,
+            [out, x.grad, *(p.grad.clone() for p in layer.parameters())],
+            deferred.COUNT[0] - before,
+        )
 
     weights, plain, _ = go()
     mine, ours, count = go(deferred.AttentionMode())
@@ -709,7 +832,13 @@ def test_operations_that_need_memory_get_it():
         weights = (q @ q.mT).softmax(-1)
     plain = (q @ q.mT).softmax(-1)
     assert isinstance(weights, deferred.DeferredScores)
-    assert (weights.shape, weights.stride(), weights.dtype, weights.requires_grad, len(weights)) == (plain.shape, plain.stride(), plain.dtype, False, B)
+    assert (weights.shape, weights.stride(), weights.dtype, weights.requires_grad, len(weights)) == (
+        plain.shape,
+        plain.stride(),
+        plain.dtype,
+        False,
+        B,
+    )
     saved = io.BytesIO()
     torch.save(weights, saved)
     assert b"flatout" not in saved.getvalue()
@@ -730,7 +859,9 @@ def test_transforms_of_torch_func_see_the_plain_operators():
     before, tensors = deferred.COUNT[0], (made(1, B, T, 8), made(2, B, T, 8), made(3, B, T, 8))
     ours = torch.func.vmap(torch.func.grad(loss))(*tensors)
     assert deferred.COUNT[0] == before
-    right = torch.func.vmap(torch.func.grad(lambda q, k, v: ((q @ k.mT).softmax(-1) @ v).square().sum()))(*tensors)
+    right = torch.func.vmap(torch.func.grad(lambda q, k, v: ((q @ k.mT).softmax(-1) @ v).square().sum()))(
+        *tensors
+    )
     assert torch.equal(ours, right)
 
 

@@ -18,7 +18,11 @@ from flatout.kernels.linear_cross_entropy import deferred  # noqa: E402
 
 V = 40
 draw = torch.Generator().manual_seed(0)
-X, W, B = torch.randn(3, 5, 8, generator=draw), torch.randn(V, 8, generator=draw), torch.randn(V, generator=draw)
+X, W, B = (
+    torch.randn(3, 5, 8, generator=draw),
+    torch.randn(V, 8, generator=draw),
+    torch.randn(V, generator=draw),
+)
 T = torch.randint(V, (3, 5), generator=draw)
 
 
@@ -64,22 +68,42 @@ def kept_gradient(logits):
 
 # The number of losses taken without the logits, and the program.
 PROGRAMS = {
-    "view": (1, loss_of), "reshape": (1, lambda z: F.cross_entropy(z.reshape(-1, V), T.view(-1))),
+    "view": (1, loss_of),
+    "reshape": (1, lambda z: F.cross_entropy(z.reshape(-1, V), T.view(-1))),
     "flatten": (1, lambda z: F.cross_entropy(z.flatten(0, 1), T.flatten(), label_smoothing=0.1)),
-    "next token": (1, lambda z: F.cross_entropy(z[..., :-1, :].contiguous().view(-1, V), T[:, 1:].reshape(-1), ignore_index=3)),
-    "in float": (1, lambda z: F.cross_entropy(z[:, :-1].reshape(-1, V).float(), T[:, 1:].reshape(-1), reduction="sum")),
-    "a module": (1, lambda z: torch.nn.CrossEntropyLoss()(z.view(-1, V), T.view(-1))), "one position": (1, lambda z: F.cross_entropy(z[:, -1], T[:, -1])),
-    "two losses": (2, lambda z: loss_of(z) + 0.5 * loss_of(z, T.flip(0))), "with a penalty": (1, lambda z: loss_of(z) + 0.01 * z.logsumexp(-1).square().mean()),
-    "afterwards": (1, looked_at_afterwards), "all ignored": (1, lambda z: loss_of(z, torch.full_like(T, -100), reduction="sum") + 0 * z.sum()),
-    "classes second": (0, lambda z: F.cross_entropy(z.transpose(1, 2), T)), "temperature": (0, lambda z: loss_of(z / 2)), "in place": (0, in_place),
-    "in a view": (0, in_place_in_a_view), "copied": (0, copied_then_changed), "a hook": (0, doubled_gradient), "its gradient": (0, kept_gradient),
-    "class weights": (0, lambda z: loss_of(z, weight=torch.ones(V))), "each row": (0, lambda z: loss_of(z, reduction="none").mean()),
+    "next token": (
+        1,
+        lambda z: F.cross_entropy(
+            z[..., :-1, :].contiguous().view(-1, V), T[:, 1:].reshape(-1), ignore_index=3
+        ),
+    ),
+    "in float": (
+        1,
+        lambda z: F.cross_entropy(z[:, :-1].reshape(-1, V).float(), T[:, 1:].reshape(-1), reduction="sum"),
+    ),
+    "a module": (1, lambda z: torch.nn.CrossEntropyLoss()(z.view(-1, V), T.view(-1))),
+    "one position": (1, lambda z: F.cross_entropy(z[:, -1], T[:, -1])),
+    "two losses": (2, lambda z: loss_of(z) + 0.5 * loss_of(z, T.flip(0))),
+    "with a penalty": (1, lambda z: loss_of(z) + 0.01 * z.logsumexp(-1).square().mean()),
+    "afterwards": (1, looked_at_afterwards),
+    "all ignored": (1, lambda z: loss_of(z, torch.full_like(T, -100), reduction="sum") + 0 * z.sum()),
+    "classes second": (0, lambda z: F.cross_entropy(z.transpose(1, 2), T)),
+    "temperature": (0, lambda z: loss_of(z / 2)),
+    "in place": (0, in_place),
+    "in a view": (0, in_place_in_a_view),
+    "copied": (0, copied_then_changed),
+    "a hook": (0, doubled_gradient),
+    "its gradient": (0, kept_gradient),
+    "class weights": (0, lambda z: loss_of(z, weight=torch.ones(V))),
+    "each row": (0, lambda z: loss_of(z, reduction="none").mean()),
     "probabilities": (0, lambda z: F.cross_entropy(z.view(-1, V), torch.full((15, V), 1 / V))),
     "log_softmax": (0, lambda z: F.nll_loss(z.log_softmax(-1).view(-1, V), T.view(-1))),
-    "fewer classes": (0, lambda z: F.cross_entropy(z[..., :20].reshape(-1, 20), T.view(-1) % 20)), "a class": (0, lambda z: z[..., 3].sum()),
+    "fewer classes": (0, lambda z: F.cross_entropy(z[..., :20].reshape(-1, 20), T.view(-1) % 20)),
+    "a class": (0, lambda z: z[..., 3].sum()),
     "detached": (0, lambda z: loss_of(z.detach()) * 0 + z.sum()),
     "some rows": (0, lambda z: F.cross_entropy(z.view(-1, V)[T.view(-1) > 5], T.view(-1)[T.view(-1) > 5])),
-    "joined": (0, lambda z: (torch.cat([z, z]) @ torch.ones(V)).sum()), "other views": (0, lambda z: z.view(15, 8, 5).square().mean()),
+    "joined": (0, lambda z: (torch.cat([z, z]) @ torch.ones(V)).sum()),
+    "other views": (0, lambda z: z.view(15, 8, 5).square().mean()),
 }
 
 
@@ -107,14 +131,32 @@ def test_a_program_sees_the_plain_values(name):
     assert_near(ours, plain)
 
 
-@given(st.lists(st.sampled_from(["view", "slice", "clone", "float", "select", "alias", "double", "mul_", "add", "permute"]), max_size=5), st.booleans())
+@given(
+    st.lists(
+        st.sampled_from(
+            ["view", "slice", "clone", "float", "select", "alias", "double", "mul_", "add", "permute"]
+        ),
+        max_size=5,
+    ),
+    st.booleans(),
+)
 def test_any_chain_of_operations(chain, ask_in_between):
     """Whatever path the logits take to a loss, it is the plain loss."""
+
     def program(z):
         for step in chain:
-            z = {"view": lambda z: z.reshape(-1, V), "slice": lambda z: z[1:] if len(z) > 1 else z, "clone": lambda z: z.clone(), "float": lambda z: z.float(),
-                 "select": lambda z: z[0] if z.dim() > 2 else z, "alias": lambda z: z.view_as(z), "double": lambda z: z.double(), "mul_": lambda z: z.mul_(0.5),
-                 "add": lambda z: z + 1, "permute": lambda z: z.transpose(0, 1) if z.dim() > 2 else z}[step](z)
+            z = {
+                "view": lambda z: z.reshape(-1, V),
+                "slice": lambda z: z[1:] if len(z) > 1 else z,
+                "clone": lambda z: z.clone(),
+                "float": lambda z: z.float(),
+                "select": lambda z: z[0] if z.dim() > 2 else z,
+                "alias": lambda z: z.view_as(z),
+                "double": lambda z: z.double(),
+                "mul_": lambda z: z.mul_(0.5),
+                "add": lambda z: z + 1,
+                "permute": lambda z: z.transpose(0, 1) if z.dim() > 2 else z,
+            }[step](z)
             if ask_in_between:
                 z.sum().item()
         rows = z.reshape(-1, V)
@@ -142,7 +184,10 @@ def test_in_half_precision_and_inside_a_checkpoint():
     assert_near(half(deferred.linear), half(F.linear), tolerance=0.05)
 
     def recomputed(layer):
-        return run(lambda x, w, b: checkpoint(lambda *given: loss_of(layer(*given)), x, w, b, use_reentrant=False), lambda loss: loss)
+        return run(
+            lambda x, w, b: checkpoint(lambda *given: loss_of(layer(*given)), x, w, b, use_reentrant=False),
+            lambda loss: loss,
+        )
 
     ours, count = recomputed(deferred.linear)
     assert count >= 1  # the second time it may stop before the loss
@@ -167,8 +212,12 @@ def trained(layer, look):
 
 @pytest.mark.parametrize(
     "look",
-    [lambda logits, seen, held: seen.append(logits.argmax(-1)), lambda logits, seen, held: held.append(logits.detach()), lambda logits, seen, held: None,
-     lambda logits, seen, held: seen.append(torch.tensor(logits.tolist()))],
+    [
+        lambda logits, seen, held: seen.append(logits.argmax(-1)),
+        lambda logits, seen, held: held.append(logits.detach()),
+        lambda logits, seen, held: None,
+        lambda logits, seen, held: seen.append(torch.tensor(logits.tolist())),
+    ],
     ids=["at once", "collected", "never", "as a list"],
 )
 def test_logits_that_are_read_late_are_those_of_the_old_weights(look):

@@ -30,15 +30,24 @@ def end_of(act):
 
 @pytest.mark.parametrize("at_end", [True, False])
 def test_a_copy_is_the_same_tensor(at_end):
-    for tensor in (torch.randn(3, 5), torch.randn(4, 6).t()[::2], torch.arange(7, dtype=torch.uint8), torch.tensor(2.5), torch.empty(0, 3),
-                   torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.randn(1).expand(4)):
+    for tensor in (
+        torch.randn(3, 5),
+        torch.randn(4, 6).t()[::2],
+        torch.arange(7, dtype=torch.uint8),
+        torch.tensor(2.5),
+        torch.empty(0, 3),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(1).expand(4),
+    ):
         copy = fenced(tensor, at_end)
         assert torch.equal(copy, tensor)
         assert copy.stride() == tensor.stride()
         assert copy.dtype is tensor.dtype
 
 
-@pytest.mark.parametrize(("at_end", "at", "dies"), [(True, 36, False), (True, 37, True), (False, 0, False), (False, -1, True)])
+@pytest.mark.parametrize(
+    ("at_end", "at", "dies"), [(True, 36, False), (True, 37, True), (False, 0, False), (False, -1, True)]
+)
 def test_one_element_too_far(at_end, at, dies):
     tensor = fenced(torch.randn(37).half(), at_end)
     assert end_of(lambda: ctypes.string_at(tensor.data_ptr() + at * 2, 2)) == ("SIGSEGV" if dies else "")
@@ -104,12 +113,16 @@ def test_the_emulator_runs_right_kernels_and_ends_wrong_ones(source, monkeypatch
     assert made.isnan().tolist() == values.isnan().tolist()
 
 
-@pytest.mark.parametrize(("kernel", "signal_name"), [("half_a_block", "SIGABRT"), ("beyond_shared", "SIGSEGV"), ("total", "")])
+@pytest.mark.parametrize(
+    ("kernel", "signal_name"), [("half_a_block", "SIGABRT"), ("beyond_shared", "SIGSEGV"), ("total", "")]
+)
 def test_a_fault_ends_the_process(source, kernel, signal_name, monkeypatch):
     """A barrier that half of the block never reaches; a write beyond shared memory."""
     monkeypatch.setenv("FLATOUT_EMULATED", str(source.path.parent))
     x, y = torch.arange(64.0), torch.zeros(64)
-    assert end_of(lambda: source.launch(kernel, (1,), 64, (x, y, 64), x.device, shared_bytes=256)) == signal_name
+    assert (
+        end_of(lambda: source.launch(kernel, (1,), 64, (x, y, 64), x.device, shared_bytes=256)) == signal_name
+    )
 
 
 def test_without_a_gpu_and_without_a_library(source, monkeypatch):
@@ -121,7 +134,9 @@ def test_without_a_gpu_and_without_a_library(source, monkeypatch):
 
 def test_the_compilers_messages(tmp_path):
     path = tmp_path / "broken.cu"
-    path.write_text('#include "flatout.cuh"\nextern "C" __global__ void f(float* x) { x[0] = undefined_name; }\n')
+    path.write_text(
+        '#include "flatout.cuh"\nextern "C" __global__ void f(float* x) { x[0] = undefined_name; }\n'
+    )
     if torch.version.cuda:
         with pytest.raises(CudaError, match="undefined_name"):
             compile_for(CudaSource(path), "sm_80")

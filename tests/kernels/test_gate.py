@@ -22,8 +22,18 @@ def make(draw):
     return {"x": torch.randn(5, 7, generator=draw)}
 
 
-CASES = [Case("5x7", make, differentiate=("x",)), Case("strided", lambda draw: {"x": torch.randn(7, 6, generator=draw).t()[::2]}, differentiate=("x",))]
-GOOD = Kernel("double", "", double, (Implementation("double", double, dtypes=(torch.float32, torch.float64)),), lambda: CASES, {"half": lambda x: x * 0.5})
+CASES = [
+    Case("5x7", make, differentiate=("x",)),
+    Case("strided", lambda draw: {"x": torch.randn(7, 6, generator=draw).t()[::2]}, differentiate=("x",)),
+]
+GOOD = Kernel(
+    "double",
+    "",
+    double,
+    (Implementation("double", double, dtypes=(torch.float32, torch.float64)),),
+    lambda: CASES,
+    {"half": lambda x: x * 0.5},
+)
 
 
 def outcome(kernel, name):
@@ -99,7 +109,9 @@ def test_a_wrong_registration_is_detected():
     found = outcome(replace(kernel, cases=lambda: plain), "opcheck flatout_test::double")
     assert found.status == "failed"
     assert "FakeTensor" in found.why or "fake" in found.why
-    unused = outcome(replace(GOOD, operators={"flatout_test::double": function}), "opcheck flatout_test::double")
+    unused = outcome(
+        replace(GOOD, operators={"flatout_test::double": function}), "opcheck flatout_test::double"
+    )
     assert "no case calls" in unused.why
 
 
@@ -108,10 +120,12 @@ def test_a_wrong_registration_is_detected():
 
 def test_a_function_next_to_its_reference(tmp_path):
     path = tmp_path / "mine_to_check.py"
-    path.write_text("import torch\nfrom flatout.kernels.kernel import Case\n\n"
-                    "def twice(x):\n    '''Doubles.'''\n    return x + x\n\ndef twice_reference(x):\n    return 2 * x\n\n"
-                    "def twice_cases():\n    return [Case('five', lambda draw: {'x': torch.randn(5, generator=draw)}, differentiate=('x',))]\n\n"
-                    "twice_wrong = {'once': lambda x: x}\n")
+    path.write_text(
+        "import torch\nfrom flatout.kernels.kernel import Case\n\n"
+        "def twice(x):\n    '''Doubles.'''\n    return x + x\n\ndef twice_reference(x):\n    return 2 * x\n\n"
+        "def twice_cases():\n    return [Case('five', lambda draw: {'x': torch.randn(5, generator=draw)}, differentiate=('x',))]\n\n"
+        "twice_wrong = {'once': lambda x: x}\n"
+    )
     kernel = find(f"{path}:twice")
     assert (kernel.name, kernel.page, list(kernel.wrong)) == ("twice", "Doubles.", ["once"])
     assert {run(name, check).status for name, check in checks(kernel)} == {"ok"}

@@ -35,11 +35,22 @@ def test_longer_sums_are_allowed_more(a, b):
 
 @pytest.mark.parametrize(
     ("got", "right", "passes"),
-    [(float("nan"), float("nan"), True), (float("inf"), float("inf"), True), (float("inf"), float("-inf"), False), (float("nan"), 1.0, False),
-     (1.0, float("nan"), False), (3e38, float("inf"), False), (0.0, 0.0, True), (-0.0, 0.0, True), (1e-3, 0.0, False)],
+    [
+        (float("nan"), float("nan"), True),
+        (float("inf"), float("inf"), True),
+        (float("inf"), float("-inf"), False),
+        (float("nan"), 1.0, False),
+        (1.0, float("nan"), False),
+        (3e38, float("inf"), False),
+        (0.0, 0.0, True),
+        (-0.0, 0.0, True),
+        (1e-3, 0.0, False),
+    ],
 )
 def test_nan(got, right, passes):
-    assert (distance(torch.tensor([got, 1.0]), torch.tensor([right, 1.0], dtype=torch.float64), 1, 1.0).share <= 1) is passes
+    assert (
+        distance(torch.tensor([got, 1.0]), torch.tensor([right, 1.0], dtype=torch.float64), 1, 1.0).share <= 1
+    ) is passes
 
 
 def test_an_empty_result_passes():

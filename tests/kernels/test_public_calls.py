@@ -31,18 +31,24 @@ for call in (ours, plain):  # the peak only grows, so the smaller goes first
 """
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the peak of a process is read from Linux's /proc")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/status"), reason="the peak of a process is read from Linux's /proc"
+)
 def test_the_loss_takes_a_quarter_of_the_memory_at_most():
     """The process's own peak, at a vocabulary of 50,000: the goal of the kernel."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_ARENA_MAX": "1"}
-    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK], capture_output=True, text=True, timeout=120, env=environment
+    )
     ours, plain = map(int, done.stdout.split())
     logits = 384 * 50_000 * 4
     assert plain > 1.9 * logits
     assert 4 * ours < plain, (ours, plain)
 
 
-@pytest.mark.parametrize(("rows", "classes"), [(1, 1), (768, 50_000), (8192, 128_256), (12, 65), (0, 9), (3, 10**8), (10**6, 100)])
+@pytest.mark.parametrize(
+    ("rows", "classes"), [(1, 1), (768, 50_000), (8192, 128_256), (12, 65), (0, 9), (3, 10**8), (10**6, 100)]
+)
 def test_chunks_hold_little_and_cover_all(rows, classes):
     step = chunk_rows(rows, classes, "cpu")
     assert step >= 1
@@ -60,7 +66,11 @@ def test_the_loss_differentiates_once():
 
 def test_mismatched_arguments_are_explained():
     x, w, t = torch.randn(4, 3), torch.randn(5, 3), torch.zeros(4, dtype=torch.int64)
-    for arguments, says in (((x[0], w, t), "are not"), ((x, w[:, :2], t), "are not"), ((x, w, t[:2]), "are not")):
+    for arguments, says in (
+        ((x[0], w, t), "are not"),
+        ((x, w[:, :2], t), "are not"),
+        ((x, w, t[:2]), "are not"),
+    ):
         with pytest.raises(ValueError, match=says):
             linear_cross_entropy(*arguments)
     with pytest.raises(ValueError, match="reduction 'none' is not one of mean, sum"):
@@ -104,16 +114,40 @@ def test_torchvisions_bits(channels_last):
     mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
     expected = []
     for at, image in enumerate(images):
-        pil = functional.crop(functional.pad(functional.to_pil_image(image.numpy()), 4), int(top[at]), int(left[at]), 32, 32)
-        expected.append(functional.normalize(functional.to_tensor(functional.hflip(pil) if flip[at] else pil), mean, std))
-    got = augment(images, top, left, flip, [32, 32], torch.tensor(mean), torch.tensor(std), padding=4, layout="hwc", channels_last=channels_last)
+        pil = functional.crop(
+            functional.pad(functional.to_pil_image(image.numpy()), 4), int(top[at]), int(left[at]), 32, 32
+        )
+        expected.append(
+            functional.normalize(functional.to_tensor(functional.hflip(pil) if flip[at] else pil), mean, std)
+        )
+    got = augment(
+        images,
+        top,
+        left,
+        flip,
+        [32, 32],
+        torch.tensor(mean),
+        torch.tensor(std),
+        padding=4,
+        layout="hwc",
+        channels_last=channels_last,
+    )
     assert torch.equal(got, torch.stack(expected))
     assert got.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
 
 
 def test_crops_far_outside_are_fill():
     images = torch.full((2, 1, 4, 4), 255, dtype=torch.uint8)
-    got = augment(images, torch.tensor([-50, 50]), torch.tensor([0, 0]), torch.tensor([False, True]), [4, 4], torch.zeros(1), torch.ones(1), fill=51)
+    got = augment(
+        images,
+        torch.tensor([-50, 50]),
+        torch.tensor([0, 0]),
+        torch.tensor([False, True]),
+        [4, 4],
+        torch.zeros(1),
+        torch.ones(1),
+        fill=51,
+    )
     assert torch.equal(got, torch.full((2, 1, 4, 4), 0.2))
 
 
@@ -122,7 +156,11 @@ def test_adamw_is_torchs():
     start = [torch.randn(shape, generator=draw) for shape in ((5, 3), (7,), ())]
     theirs = [torch.nn.Parameter(p.clone()) for p in start]
     optimizer = torch.optim.AdamW(theirs, lr=0.02, weight_decay=0.1)
-    ours, m, v = [p.clone() for p in start], [torch.zeros_like(p) for p in start], [torch.zeros_like(p) for p in start]
+    ours, m, v = (
+        [p.clone() for p in start],
+        [torch.zeros_like(p) for p in start],
+        [torch.zeros_like(p) for p in start],
+    )
     for step in range(1, 6):
         gradients = [torch.randn(p.shape, generator=draw) for p in start]
         for p, g in zip(theirs, gradients, strict=True):

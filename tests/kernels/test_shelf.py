@@ -25,12 +25,16 @@ def test_the_gate_is_green(gates, name):
     if not torch.cuda.is_available():
         not_run = {check for check, (status, _) in outcomes.items() if status == "not run"}
         assert {"triton on a GPU", "cuda on a GPU"} <= not_run
-        if has_triton() and torch.version.cuda and not any("NumPy" in why for _, why in outcomes.values()):  # a CPU build of torch has neither Triton nor NVRTC
+        if (
+            has_triton() and torch.version.cuda and not any("NumPy" in why for _, why in outcomes.values())
+        ):  # a CPU build of torch has neither Triton nor NVRTC
             assert not_run == {"triton on a GPU", "cuda on a GPU"}
     assert {f"kernel.cu compiles for {target}" for target in ("sm_80", "sm_90a")} <= set(outcomes)
 
 
-@pytest.mark.parametrize(("name", "variant"), [(name, variant) for name in NAMES for variant in load(name).wrong])
+@pytest.mark.parametrize(
+    ("name", "variant"), [(name, variant) for name in NAMES for variant in load(name).wrong]
+)
 def test_a_known_wrong_variant_is_rejected_by_its_numbers(gates, name, variant):
     status, why = gates[name][f"rejects {variant}"]
     assert status == "ok"

@@ -19,7 +19,15 @@ def here(tmp_path, monkeypatch):
     """A folder with train.py, a package with __main__, and programs called python, torchrun and go.sh on the
     PATH.
     """
-    for name in ("train.py", "sub/other.py", "pkg/__init__.py", "pkg/__main__.py", "pkg/train.py", "app/__main__.py", "with space.py"):
+    for name in (
+        "train.py",
+        "sub/other.py",
+        "pkg/__init__.py",
+        "pkg/__main__.py",
+        "pkg/train.py",
+        "app/__main__.py",
+        "with space.py",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("pass\n")
     for name in ("python", "python3.11", "torchrun", "accelerate", "go.sh"):
@@ -43,7 +51,12 @@ def here(tmp_path, monkeypatch):
         ("python -m pkg", "pkg/__main__.py", "pkg", None),
         ("python -um pkg.train", "pkg/train.py", "pkg.train", None),
         ("python -m not.here", None, "not.here", None),
-        ("python -m torch.distributed.run --nproc-per-node 2 train.py", "train.py", "torch.distributed.run", None),
+        (
+            "python -m torch.distributed.run --nproc-per-node 2 train.py",
+            "train.py",
+            "torch.distributed.run",
+            None,
+        ),
         ("python -I train.py", "train.py", None, "-I"),
         ("python -sE train.py", "train.py", None, "-E"),
         ("python -uS -m pkg", "pkg/__main__.py", "pkg", "-S"),
@@ -62,7 +75,11 @@ def test_commands(here, typed, script, module, closed):
     command = understand(typed.split())
     assert command.typed == tuple(typed.split())
     assert command.argv == tuple(typed.split())
-    assert (str(command.script) if command.script else None, command.module, command.closed) == (script, module, closed)
+    assert (str(command.script) if command.script else None, command.module, command.closed) == (
+        script,
+        module,
+        closed,
+    )
 
 
 def test_a_script_alone_runs_under_this_python(here):
@@ -92,7 +109,11 @@ def test_missing_programs(here, typed, kind, says):
     assert says in str(caught.value)
 
 
-@given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=8), max_size=5))
+@given(
+    st.lists(
+        st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=8), max_size=5
+    )
+)
 def test_any_words_are_a_command_or_a_clear_error(here, words):
     for first in ([], ["python"], ["python", "-m"], ["torchrun"]):
         try:
@@ -115,7 +136,12 @@ def test_titles_are_names_of_folders(here):
 
 
 def test_the_digest_distinguishes_commands_and_folders(here, monkeypatch):
-    commands = [["python", "train.py"], ["python", "train.py", "--lr", "1"], ["python", "train.py", "--lr 1"], ["train.py"]]
+    commands = [
+        ["python", "train.py"],
+        ["python", "train.py", "--lr", "1"],
+        ["python", "train.py", "--lr 1"],
+        ["train.py"],
+    ]
     digests = [understand(words).digest for words in commands]
     assert len(set(digests)) == len(digests)
     assert understand(commands[0]).digest == digests[0]
@@ -141,5 +167,7 @@ def test_the_environment(monkeypatch, tmp_path):
     assert environment["FLATOUT_JOB"] == str(tmp_path / "job.json")
     assert (environment["LD_PRELOAD"], environment["KEEP"]) == ("x", "that")
     monkeypatch.delenv("PYTHONPATH")
-    assert attached(tmp_path, {})["PYTHONPATH"] == str(SITE)  # an empty entry would put the current folder on the path
+    assert attached(tmp_path, {})["PYTHONPATH"] == str(
+        SITE
+    )  # an empty entry would put the current folder on the path
     assert (SITE / "sitecustomize.py").is_file()

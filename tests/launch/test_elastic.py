@@ -18,13 +18,22 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flatout.launch.command import Command
-from flatout.launch.elastic import agent_command, asked_of_agent, for_ranks, job_name, own_address, torchrun_words
+from flatout.launch.elastic import (
+    agent_command,
+    asked_of_agent,
+    for_ranks,
+    job_name,
+    own_address,
+    torchrun_words,
+)
 from flatout.launch.environment import SITE
 from flatout.launch.nodes import Endpoint, Nodes, endpoint, nodes_of
 from flatout.launch.rendezvous import claimed
 from flatout.plan.errors import UsageError
 
-words = st.lists(st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"]), max_size=12), max_size=5)
+words = st.lists(
+    st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"]), max_size=12), max_size=5
+)
 
 
 @pytest.mark.parametrize(
@@ -61,9 +70,15 @@ def test_contradictory_options_are_rejected_with_the_next_command(options, said)
 
 def test_options():
     assert nodes_of(None, procs=4) is None
-    assert nodes_of("1:4", 3, "10.0.0.1:29400", procs=2, restarts=5) == Nodes(1, 4, 2, Endpoint("10.0.0.1", 29400), 3, 5)
-    assert nodes_of("2", None, "[fe80::1]:29400", gpus=8) == Nodes(2, 2, 8, Endpoint("fe80::1", 29400), None, 0, True)
-    assert nodes_of("3", cluster="--slurm", gpus=8, restarts=2) == Nodes(3, 3, 8, Endpoint("localhost", 0), None, 2, True)
+    assert nodes_of("1:4", 3, "10.0.0.1:29400", procs=2, restarts=5) == Nodes(
+        1, 4, 2, Endpoint("10.0.0.1", 29400), 3, 5
+    )
+    assert nodes_of("2", None, "[fe80::1]:29400", gpus=8) == Nodes(
+        2, 2, 8, Endpoint("fe80::1", 29400), None, 0, True
+    )
+    assert nodes_of("3", cluster="--slurm", gpus=8, restarts=2) == Nodes(
+        3, 3, 8, Endpoint("localhost", 0), None, 2, True
+    )
     assert str(endpoint("[fe80::1]:29400")) == "[fe80::1]:29400"
 
 
@@ -81,17 +96,25 @@ def test_torchrun_hands_on_every_argument(arguments):
     run = pytest.importorskip("torch.distributed.run")
     from torch.distributed.elastic.utils.api import macros
 
-    info = torchrun_words(Nodes(1, 4, 2, Endpoint("h", 1), None, 3), Endpoint("h", 29400), "10.0.0.1", ["python", *arguments])
+    info = torchrun_words(
+        Nodes(1, 4, 2, Endpoint("h", 1), None, 3), Endpoint("h", 29400), "10.0.0.1", ["python", *arguments]
+    )
     config, entry, handed = run.config_from_args(run.parse_args(info))
     assert (entry, macros.substitute(handed, "1")) == ("python", arguments)
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node, config.max_restarts) == (1, 4, 2, 3)
-    assert (config.rdzv_endpoint, config.local_addr, config.run_id) == ("h:29400", "10.0.0.1", job_name(["python", *arguments]))
+    assert (config.rdzv_endpoint, config.local_addr, config.run_id) == (
+        "h:29400",
+        "10.0.0.1",
+        job_name(["python", *arguments]),
+    )
 
 
 def test_the_node_that_can_bind_the_address_serves():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert claimed(Endpoint("127.0.0.1", port), None, True) is None  # another process on this machine serves already
+        assert (
+            claimed(Endpoint("127.0.0.1", port), None, True) is None
+        )  # another process on this machine serves already
         assert claimed(Endpoint("192.0.2.1", port), None, True) is None  # TEST-NET-1: no machine has it
         with pytest.raises(UsageError, match="node 0 cannot listen"):
             claimed(Endpoint("192.0.2.1", port), 0, True)
@@ -103,7 +126,11 @@ def test_the_node_that_can_bind_the_address_serves():
 
 
 def test_a_name_that_every_machine_resolves_to_itself_is_rejected(monkeypatch):
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 29400))])
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 29400))],
+    )
     with pytest.raises(UsageError, match=r"node1 is 127\.0\.1\.1 on this machine"):
         claimed(Endpoint("node1", 29400), None, True)
 
@@ -127,12 +154,15 @@ def test_ranks_get_the_interface_and_a_share_of_the_cores_unless_the_user_has_ch
     own = own_address(nodes.rendezvous)
     info = for_ranks(nodes, own, {})
     assert own == "127.0.0.1"
-    assert info == {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
+    assert info == {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
+    }
     assert for_ranks(nodes, own, {"GLOO_SOCKET_IFNAME": "eth7", "OMP_NUM_THREADS": "3"}) == {}
 
 
 # Ranks need no torch: the program records its environment, and fails where it is told to.
-PROGRAM = '''\
+PROGRAM = """\
 import json, os, signal, sys, time
 from pathlib import Path
 seen = {k: v for k, v in os.environ.items() if k.startswith(("FLATOUT_", "TORCHELASTIC_", "SLURM_", "OMPI_"))
@@ -150,7 +180,7 @@ if "--fail" in sys.argv and rank == "1" and tries < int(sys.argv[sys.argv.index(
     raise RuntimeError("rank 1 cannot go on")
 while "--stay" in sys.argv and not (here / "go").exists():
     time.sleep(0.05)
-'''
+"""
 
 
 def records(folder: Path) -> dict[str, list]:
@@ -163,19 +193,40 @@ class Agents:
     def __init__(self, folder: Path) -> None:
         self.folder, self.running = folder, []
         (folder / "program.py").write_text(PROGRAM)
-        self.environment = {**os.environ, "PYTHONPATH": f"{SITE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "TMPDIR": str(folder)}
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": f"{SITE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+            "TMPDIR": str(folder),
+        }
 
     def start(self, nodes: Nodes, *arguments: str, divided: bool = True) -> subprocess.Popen:
         job = self.folder / f"job{len(self.running)}.json"  # each node has made its own
-        job.write_text(json.dumps({"entry": "builtins:repr", "seed": len(self.running), "pid": 1000 + len(self.running)}))
+        job.write_text(
+            json.dumps({"entry": "builtins:repr", "seed": len(self.running), "pid": 1000 + len(self.running)})
+        )
         self.environment["FLATOUT_JOB"] = str(job)
-        argv = agent_command(nodes, Command((), (sys.executable, "program.py", str(self.folder), *arguments)), divided)
-        self.running.append(subprocess.Popen(argv, cwd=self.folder, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        argv = agent_command(
+            nodes, Command((), (sys.executable, "program.py", str(self.folder), *arguments)), divided
+        )
+        self.running.append(
+            subprocess.Popen(
+                argv,
+                cwd=self.folder,
+                env=self.environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
         return self.running[-1]
 
     def left(self) -> list[int]:
         """Living processes of these programs."""
-        return [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if str(self.folder).encode() in _read(path)]
+        return [
+            int(path.parent.name)
+            for path in Path("/proc").glob("[0-9]*/cmdline")
+            if str(self.folder).encode() in _read(path)
+        ]
 
     def end(self) -> None:
         for agent in self.running:
@@ -212,7 +263,13 @@ def test_a_node_that_joins_later_and_a_failure_that_is_retried(agents, tmp_path)
     At torch's own store, that of the first round, a node that joins later waits in vain.
     """
     nodes = Nodes(1, 2, 1, Endpoint("127.0.0.1", free_port()), None, 1, True)
-    agents.environment |= {"CUDA_VISIBLE_DEVICES": "5,7", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "OMPI_COMM_WORLD_RANK": "1", "SLURM_JOB_ID": "7"}
+    agents.environment |= {
+        "CUDA_VISIBLE_DEVICES": "5,7",
+        "SLURM_PROCID": "1",
+        "SLURM_NTASKS": "2",
+        "OMPI_COMM_WORLD_RANK": "1",
+        "SLURM_JOB_ID": "7",
+    }
     odd = ["a b", "$$", "${local_rank}", "--", "'\"", "--fail", "1", "--stay"]
     started = [agents.start(nodes, *odd)]
     until(lambda: "rank0.0" in records(tmp_path))
@@ -225,8 +282,12 @@ def test_a_node_that_joins_later_and_a_failure_that_is_retried(agents, tmp_path)
     assert sorted(seen) == ["rank0.0", "rank0.1", "rank0.2", "rank1.0", "rank1.1"]
     for name, (environment, arguments) in seen.items():
         assert arguments == odd
-        assert not [key for key in environment if not key.startswith(("FLATOUT_", "CUDA_", "SLURM_JOB_"))], environment
-        numbers = [environment[f"FLATOUT_{key}"] for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+        assert not [key for key in environment if not key.startswith(("FLATOUT_", "CUDA_", "SLURM_JOB_"))], (
+            environment
+        )
+        numbers = [
+            environment[f"FLATOUT_{key}"] for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        ]
         assert numbers == [name[4], "0", "1" if name == "rank0.0" else "2", "1"]
         assert environment["CUDA_VISIBLE_DEVICES"] == "5"
     meetings = {name: environment["FLATOUT_RENDEZVOUS"] for name, (environment, _) in seen.items()}
@@ -258,7 +319,10 @@ def test_a_script_that_is_distributed_itself_keeps_what_torchrun_sets_and_ends_b
     agent = agents.start(Nodes(1, 1, 2, Endpoint("localhost", 0)), "--stay", divided=False)
     until(lambda: len(records(tmp_path)) == 2)
     assert {environment["RANK"] for environment, _ in records(tmp_path).values()} == {"0", "1"}
-    assert all("FLATOUT_RANK" not in environment and environment["MASTER_PORT"] != "0" for environment, _ in records(tmp_path).values())
+    assert all(
+        "FLATOUT_RANK" not in environment and environment["MASTER_PORT"] != "0"
+        for environment, _ in records(tmp_path).values()
+    )
     agent.send_signal(signal.SIGTERM)
     out, err = agent.communicate(timeout=60)
     assert agent.returncode == 128 + signal.SIGTERM, err

@@ -22,7 +22,7 @@ from flatout.launch.rank_variables import OF_RANKS, cuda_devices, one_each, rank
 from flatout.plan.errors import UsageError
 
 LOCAL_LAUNCHER = [sys.executable, "-m", "flatout.launch.local_launcher"]
-NOTES = '''
+NOTES = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 rank, here = os.environ["FLATOUT_RANK"], Path.cwd()
@@ -30,10 +30,12 @@ def note(name, text="x"):
     beside = here / f".{name}.{rank}"
     beside.write_text(str(text))
     beside.rename(here / f"{name}.{rank}")
-'''
+"""
 # Ranks that wait for each other as in a training: when one is gone the others notice it on their connection,
 # and fail.
-BOUND = NOTES + '''
+BOUND = (
+    NOTES
+    + '''
 import atexit, ctypes, socket
 victim, how = sys.argv[1], sys.argv[2]
 if rank == "0":
@@ -80,6 +82,7 @@ if rank == victim:
     os.kill(os.getpid(), getattr(signal, how))
 step()
 '''
+)
 
 
 PATIENT = "rank_monitor.KILL_S = 15.0"  # the test is about the order, on a machine that may be busy
@@ -87,7 +90,11 @@ PATIENT = "rank_monitor.KILL_S = 15.0"  # the test is about the order, on a mach
 
 def changed(code):
     """The launcher, with a change in it or in this kernel."""
-    return [sys.executable, "-c", f"import os, sys\nfrom flatout.launch import local_launcher, rank_monitor\n{code}\nsys.exit(local_launcher.main(sys.argv[1:]))"]
+    return [
+        sys.executable,
+        "-c",
+        f"import os, sys\nfrom flatout.launch import local_launcher, rank_monitor\n{code}\nsys.exit(local_launcher.main(sys.argv[1:]))",
+    ]
 
 
 @pytest.fixture
@@ -106,7 +113,9 @@ def local_launcher(flatout, launches):
     def run(source, *words, procs=3, command=None, env=None, launcher=LOCAL_LAUNCHER, **options):
         (flatout.folder / "train.py").write_text(source)
         words = ["--procs", str(procs), "--", *(command or ["python", "train.py"]), *words]
-        done = flatout(*words, python=launcher, timeout=60, env={**(env or {}), "TMPDIR": str(launches)}, **options)
+        done = flatout(
+            *words, python=launcher, timeout=60, env={**(env or {}), "TMPDIR": str(launches)}, **options
+        )
         assert done.left == []
         assert done.code or not list(launches.iterdir())
         return done
@@ -124,8 +133,18 @@ def begin(flatout, launches):
     def start(source, procs=2, ready=True, prefix=(), launcher=LOCAL_LAUNCHER, **options):
         (flatout.folder / "train.py").write_text(NOTES + source)
         words = [*prefix, *launcher, "--procs", str(procs), "--", "python", "train.py"]
-        options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True, **options}
-        begun.append(subprocess.Popen(words, cwd=flatout.folder, env=flatout.environment({"TMPDIR": str(launches)}), **options))
+        options = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "start_new_session": True,
+            **options,
+        }
+        begun.append(
+            subprocess.Popen(
+                words, cwd=flatout.folder, env=flatout.environment({"TMPDIR": str(launches)}), **options
+            )
+        )
         if ready:
             until(lambda: len(list(flatout.folder.glob("ready.*"))) == procs)
         return begun[-1]
@@ -145,20 +164,36 @@ def noted(folder, name):
 
 
 def test_the_environment_of_a_rank(local_launcher, flatout):
-    source = NOTES + ("import json, stat\ngang = os.environ['FLATOUT_LAUNCH']\n"
-                      "note('told', json.dumps([dict(os.environ), oct(stat.S_IMODE(os.stat(gang).st_mode)), sys.stdin.read()]))\nprint('out of', rank)\n")
-    inherited = {"RANK": "5", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x", "SLURM_PROCID": "1", "OMPI_COMM_WORLD_RANK": "2", "OMP_NUM_THREADS": "",
-                 "MINE": "kept"}
+    source = NOTES + (
+        "import json, stat\ngang = os.environ['FLATOUT_LAUNCH']\n"
+        "note('told', json.dumps([dict(os.environ), oct(stat.S_IMODE(os.stat(gang).st_mode)), sys.stdin.read()]))\nprint('out of', rank)\n"
+    )
+    inherited = {
+        "RANK": "5",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "x",
+        "SLURM_PROCID": "1",
+        "OMPI_COMM_WORLD_RANK": "2",
+        "OMP_NUM_THREADS": "",
+        "MINE": "kept",
+    }
     done = local_launcher(source, procs=3, stdin="for rank 0", env=inherited)
     assert (done.code, done.out, done.err) == (0, "out of 0\n", "")
     info = [json.loads(text) for text in noted(flatout.folder, "info")]
     cores = len(os.sched_getaffinity(0))
     for rank, (environment, mode, read) in enumerate(info):
-        assert [environment[f"FLATOUT_{name}"] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")] == [str(rank), str(rank), "3", "3"]
+        assert [
+            environment[f"FLATOUT_{name}"]
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        ] == [str(rank), str(rank), "3", "3"]
         assert environment["FLATOUT_RENDEZVOUS"] == f"file://{environment['FLATOUT_LAUNCH']}/meeting"
         assert not OF_RANKS & set(environment)
         assert not {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK"} & set(environment)
-        assert (environment["OMP_NUM_THREADS"], environment["MINE"], mode) == (str(max(cores // 3, 1)), "kept", "0o700")
+        assert (environment["OMP_NUM_THREADS"], environment["MINE"], mode) == (
+            str(max(cores // 3, 1)),
+            "kept",
+            "0o700",
+        )
         assert read == ("for rank 0" if rank == 0 else "")
     assert len({environment["FLATOUT_LAUNCH"] for environment, *_ in info}) == 1
     assert not Path(info[0][0]["FLATOUT_LAUNCH"]).exists()
@@ -166,20 +201,39 @@ def test_the_environment_of_a_rank(local_launcher, flatout):
 
 def test_the_users_number_of_threads_is_kept():
     def of(**environment):
-        return rank_environment(environment, rank=0, local_rank=0, world=4, local_world=4, meeting="", cores=10).get("OMP_NUM_THREADS")
+        return rank_environment(
+            environment, rank=0, local_rank=0, world=4, local_world=4, meeting="", cores=10
+        ).get("OMP_NUM_THREADS")
 
     assert (of(), of(OMP_NUM_THREADS="7")) == ("2", "7")
-    assert rank_environment({}, rank=0, local_rank=0, world=4, local_world=4, meeting="", cores=3)["OMP_NUM_THREADS"] == "1"
+    assert (
+        rank_environment({}, rank=0, local_rank=0, world=4, local_world=4, meeting="", cores=3)[
+            "OMP_NUM_THREADS"
+        ]
+        == "1"
+    )
 
 
-@pytest.mark.parametrize(("listed", "procs", "devices"), [
-    ("0,1", 2, ["0", "1"]), ("3, 1,2", 2, ["3", "1"]), ("GPU-8f6d,GPU-11aa", 2, ["GPU-8f6d", "GPU-11aa"]), ("MIG-1/2/0,GPU-3", 1, ["MIG-1/2/0"]),
-    ("0,1,-1,2", 3, None), ("", 1, None), ("0,0", 2, None), ("NoDevFiles", 1, None), ("0", 2, None),
-])
+@pytest.mark.parametrize(
+    ("listed", "procs", "devices"),
+    [
+        ("0,1", 2, ["0", "1"]),
+        ("3, 1,2", 2, ["3", "1"]),
+        ("GPU-8f6d,GPU-11aa", 2, ["GPU-8f6d", "GPU-11aa"]),
+        ("MIG-1/2/0,GPU-3", 1, ["MIG-1/2/0"]),
+        ("0,1,-1,2", 3, None),
+        ("", 1, None),
+        ("0,0", 2, None),
+        ("NoDevFiles", 1, None),
+        ("0", 2, None),
+    ],
+)
 def test_the_users_list_of_devices_is_respected(listed, procs, devices, monkeypatch):
     monkeypatch.setattr("flatout.launch.rank_variables._gpus", lambda: 0)
     if devices is None:
-        with pytest.raises(UsageError, match=r"CUDA_VISIBLE_DEVICES=.* and \d ranks need one each\. `--(gpus|procs)"):
+        with pytest.raises(
+            UsageError, match=r"CUDA_VISIBLE_DEVICES=.* and \d ranks need one each\. `--(gpus|procs)"
+        ):
             cuda_devices({"CUDA_VISIBLE_DEVICES": listed}, procs)
     else:
         assert cuda_devices({"CUDA_VISIBLE_DEVICES": listed}, procs) == devices
@@ -190,19 +244,24 @@ def test_missing_devices(monkeypatch):
     assert cuda_devices({}, 2) == ["0", "1"]
     assert cuda_devices({"CUDA_VISIBLE_DEVICES": "1,0,5"}, 2) == ["1", "0"]
     for environment in ({}, {"CUDA_VISIBLE_DEVICES": "1,0,5"}):
-        with pytest.raises(UsageError, match=r"there are 2 CUDA devices .* and 3 ranks need one each\. `--gpus 2`"):
+        with pytest.raises(
+            UsageError, match=r"there are 2 CUDA devices .* and 3 ranks need one each\. `--gpus 2`"
+        ):
             cuda_devices(environment, 3)
     with pytest.raises(UsageError, match="2 ranks need one device each, but 1 given"):
         one_each(["0"], 2)
 
 
-@pytest.mark.parametrize(("words", "code", "said"), [
-    (["--procs", "0", "--", "python", "-c", "pass"], 2, "at least one rank"),
-    (["--procs", "2", "--"], 2, "no program was given"),
-    (["--procs", "2", "--", "no-such-program"], 127, "there is no program"),
-    (["--procs", "2", "--", "./not-a-program"], 127, "cannot be started: Exec format error"),
-    (["--gpus", "99", "--", "python", "-c", "pass"], 2, "ranks need one each"),
-])
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--procs", "0", "--", "python", "-c", "pass"], 2, "at least one rank"),
+        (["--procs", "2", "--"], 2, "no program was given"),
+        (["--procs", "2", "--", "no-such-program"], 127, "there is no program"),
+        (["--procs", "2", "--", "./not-a-program"], 127, "cannot be started: Exec format error"),
+        (["--gpus", "99", "--", "python", "-c", "pass"], 2, "ranks need one each"),
+    ],
+)
 def test_programs_that_cannot_be_started(flatout, launches, words, code, said):
     (flatout.folder / "not-a-program").write_bytes(b"\x00\x01")
     (flatout.folder / "not-a-program").chmod(0o755)
@@ -221,10 +280,19 @@ def test_the_launcher_needs_no_torch():
 # -- whose failure counts -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("how", "code", "ending"), [
-    ("raise", 1, "with exit code 1"), ("slow", 1, "with exit code 1"), ("hangs", 1, "with exit code 1"), ("exit", 3, "with exit code 3"),
-    ("os_exit", 7, "with exit code 7"), ("hook", 1, "with exit code 1"), ("SIGKILL", 137, r"by SIGKILL \(exit code 137\)"), ("SIGSEGV", 139, "by SIGSEGV"),
-])
+@pytest.mark.parametrize(
+    ("how", "code", "ending"),
+    [
+        ("raise", 1, "with exit code 1"),
+        ("slow", 1, "with exit code 1"),
+        ("hangs", 1, "with exit code 1"),
+        ("exit", 3, "with exit code 3"),
+        ("os_exit", 7, "with exit code 7"),
+        ("hook", 1, "with exit code 1"),
+        ("SIGKILL", 137, r"by SIGKILL \(exit code 137\)"),
+        ("SIGSEGV", 139, "by SIGSEGV"),
+    ],
+)
 def test_the_first_failure_is_named(local_launcher, how, code, ending):
     """All ranks fail, and all but one because they have lost another.
 
@@ -232,9 +300,11 @@ def test_the_first_failure_is_named(local_launcher, how, code, ending):
     """
     done = local_launcher(BOUND, "1", how, launcher=LOCAL_LAUNCHER if how == "hangs" else changed(PATIENT))
     assert done.code == code
-    named = re.search(rf"^flatout: rank 1 \(\S+, process \d+\) failed first, {ending}.*$", done.err, re.MULTILINE)
+    named = re.search(
+        rf"^flatout: rank 1 \(\S+, process \d+\) failed first, {ending}.*$", done.err, re.MULTILINE
+    )
     assert named, done.err
-    after = done.err[named.end():]
+    after = done.err[named.end() :]
     has_words = how in ("raise", "slow", "hangs", "hook")
     assert after.count("ValueError: the bad sample of rank 1") == has_words
     assert after.count("in fail\n") == has_words
@@ -245,7 +315,9 @@ def test_the_first_failure_is_named(local_launcher, how, code, ending):
 
 def test_a_cause_that_is_observed_after_its_effect(local_launcher):
     """Rank 0 reports that it has lost another one. The other one reports nothing, and ends a moment later."""
-    done = local_launcher(BOUND, "1", "late", procs=2, launcher=changed(f"{PATIENT}\nwatching.SECOND_LOOK_S = 5.0"))
+    done = local_launcher(
+        BOUND, "1", "late", procs=2, launcher=changed(f"{PATIENT}\nwatching.SECOND_LOOK_S = 5.0")
+    )
     assert "rank 1 (" in done.err
     assert done.code == 7
 
@@ -260,16 +332,23 @@ def test_the_failure_of_rank_0_is_not_printed_twice(local_launcher):
 def test_without_a_crash_report_the_end_of_the_log_is_shown(local_launcher):
     """`python -I` disables flatout, and other programs never load it. Their output is all there is."""
     source = "import os, sys, time\nif os.environ['FLATOUT_RANK'] == '1':\n    print('last', 'line')\n    sys.exit('gone')\ntime.sleep(60)"
-    for command in (["python", "-I", "train.py"], ["sh", "-c", "[ $FLATOUT_RANK = 1 ] || exec sleep 60; echo last line; echo gone >&2; exit 1"]):
+    for command in (
+        ["python", "-I", "train.py"],
+        ["sh", "-c", "[ $FLATOUT_RANK = 1 ] || exec sleep 60; echo last line; echo gone >&2; exit 1"],
+    ):
         done = local_launcher(source, procs=2, command=command)
         assert done.code == 1
-        assert re.search(r"rank 1 \(.*\) failed first, with exit code 1:\n(last line\ngone|gone\nlast line)\n", done.err), done.err
+        assert re.search(
+            r"rank 1 \(.*\) failed first, with exit code 1:\n(last line\ngone|gone\nlast line)\n", done.err
+        ), done.err
 
 
 def test_a_program_inside_a_script(local_launcher):
     """The rank is the shell. Its Python reports the error when it happens, and the shell ends much later."""
-    source = NOTES + ("if rank == '1':\n    raise ValueError('inside')\n"
-                      "while not Path(os.environ['FLATOUT_LAUNCH'], 'rank1.failed').exists():\n    time.sleep(0.01)\nsys.exit(5)\n")
+    source = NOTES + (
+        "if rank == '1':\n    raise ValueError('inside')\n"
+        "while not Path(os.environ['FLATOUT_LAUNCH'], 'rank1.failed').exists():\n    time.sleep(0.01)\nsys.exit(5)\n"
+    )
     command = ["sh", "-c", "python train.py; code=$?; [ $FLATOUT_RANK = 0 ] || sleep 0.6; exit $code"]
     done = local_launcher(source, procs=2, command=command, launcher=changed(PATIENT))
     assert "rank 1 (" in done.err
@@ -278,7 +357,9 @@ def test_a_program_inside_a_script(local_launcher):
 
 
 def test_a_helper_that_fails_is_no_failure_of_its_rank(local_launcher):
-    source = NOTES + "subprocess.run([sys.executable, '-c', '1 / 0'], stderr=subprocess.DEVNULL)\nprint('fine')\n"
+    source = (
+        NOTES + "subprocess.run([sys.executable, '-c', '1 / 0'], stderr=subprocess.DEVNULL)\nprint('fine')\n"
+    )
     done = local_launcher(source, procs=2)
     assert (done.code, done.out, done.err) == (0, "fine\n", "")
 
@@ -288,13 +369,25 @@ def test_only_the_first_is_explained(local_launcher, flatout):
 
     The explanation appears below the traceback of the first one, also where it takes longer to find.
     """
-    (flatout.folder / "entry_of_test.py").write_text("import os, time\ndef explain(error):\n    time.sleep(0.2 * (os.environ['FLATOUT_RANK'] == '1'))\n"
-                                                     "    return ['because of ' + str(error)]\n")
-    source = NOTES + ("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwords = Path(os.environ['FLATOUT_LAUNCH'], 'rank1.failed')\nnote('ready')\n"
-                      "while len(list(here.glob('ready.*'))) < 3 or rank != '1' and not words.exists():\n    time.sleep(0.01)\n"
-                      "raise ValueError(f'rank {rank}')\n")
-    done = local_launcher(source, env={"FLATOUT_EXPLAIN": "entry_of_test:explain", "PYTHONPATH": str(flatout.folder)}, launcher=changed(PATIENT))
-    assert re.search(r"^flatout: rank 1 \(.*\nTraceback[^$]*^ValueError: rank 1\nflatout: because of rank 1\n", done.err, re.MULTILINE), done.err
+    (flatout.folder / "entry_of_test.py").write_text(
+        "import os, time\ndef explain(error):\n    time.sleep(0.2 * (os.environ['FLATOUT_RANK'] == '1'))\n"
+        "    return ['because of ' + str(error)]\n"
+    )
+    source = NOTES + (
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwords = Path(os.environ['FLATOUT_LAUNCH'], 'rank1.failed')\nnote('ready')\n"
+        "while len(list(here.glob('ready.*'))) < 3 or rank != '1' and not words.exists():\n    time.sleep(0.01)\n"
+        "raise ValueError(f'rank {rank}')\n"
+    )
+    done = local_launcher(
+        source,
+        env={"FLATOUT_EXPLAIN": "entry_of_test:explain", "PYTHONPATH": str(flatout.folder)},
+        launcher=changed(PATIENT),
+    )
+    assert re.search(
+        r"^flatout: rank 1 \(.*\nTraceback[^$]*^ValueError: rank 1\nflatout: because of rank 1\n",
+        done.err,
+        re.MULTILINE,
+    ), done.err
     assert done.err.count("because of") == 1
     folder = Path(re.search(r"(/\S+)/rank\*\.log$", done.err, re.MULTILINE)[1])
     assert "because of" not in (folder / "rank2.log").read_text()
@@ -304,12 +397,18 @@ def test_an_explanation_delays_no_traceback(local_launcher, flatout):
     """Once a process group exists, torch prints a traceback with the rank before each line, but only after
     every earlier hook has run.
     """
-    (flatout.folder / "entry_of_test.py").write_text("import time\ndef explain(error):\n    time.sleep(600)\n")
-    source = NOTES + ("import io\nbefore = sys.excepthook\ndef prefixing(*what):\n    really, sys.stderr = sys.stderr, io.StringIO()\n    before(*what)\n"
-                      "    said, sys.stderr = sys.stderr.getvalue(), really\n"
-                      "    sys.stderr.write(''.join(f'[rank{rank}]: {line}' for line in said.splitlines(True)))\n"
-                      "sys.excepthook = prefixing\nif rank == '0':\n    raise ValueError('seen')\ntime.sleep(600)\n")
-    done = local_launcher(source, procs=2, env={"FLATOUT_EXPLAIN": "entry_of_test:explain", "PYTHONPATH": str(flatout.folder)})
+    (flatout.folder / "entry_of_test.py").write_text(
+        "import time\ndef explain(error):\n    time.sleep(600)\n"
+    )
+    source = NOTES + (
+        "import io\nbefore = sys.excepthook\ndef prefixing(*what):\n    really, sys.stderr = sys.stderr, io.StringIO()\n    before(*what)\n"
+        "    said, sys.stderr = sys.stderr.getvalue(), really\n"
+        "    sys.stderr.write(''.join(f'[rank{rank}]: {line}' for line in said.splitlines(True)))\n"
+        "sys.excepthook = prefixing\nif rank == '0':\n    raise ValueError('seen')\ntime.sleep(600)\n"
+    )
+    done = local_launcher(
+        source, procs=2, env={"FLATOUT_EXPLAIN": "entry_of_test:explain", "PYTHONPATH": str(flatout.folder)}
+    )
     assert "[rank0]: ValueError: seen\n" in done.err
     assert "rank 0 (" in done.err
     assert done.code == 1
@@ -317,18 +416,24 @@ def test_an_explanation_delays_no_traceback(local_launcher, flatout):
 
 def test_the_first_exception_may_be_reported_later(local_launcher):
     """The explained rank is chosen when its exception reaches the top level; that rank is named, too."""
-    source = NOTES + ("folder = Path(os.environ['FLATOUT_LAUNCH'])\n"
-                      "if rank == '0':\n    (folder / 'event_fifo').write_text(f'failing 0 {os.getpid()} \\n')\n    note('rung')\n"
-                      "    time.sleep(0.5)\n    sys.exit(4)\nwhile not (here / 'rung.0').exists():\n    time.sleep(0.01)\nraise ValueError\n")
+    source = NOTES + (
+        "folder = Path(os.environ['FLATOUT_LAUNCH'])\n"
+        "if rank == '0':\n    (folder / 'event_fifo').write_text(f'failing 0 {os.getpid()} \\n')\n    note('rung')\n"
+        "    time.sleep(0.5)\n    sys.exit(4)\nwhile not (here / 'rung.0').exists():\n    time.sleep(0.01)\nraise ValueError\n"
+    )
     done = local_launcher(source, procs=2, launcher=changed(PATIENT))
     assert "rank 1 (" in done.err
     assert done.code == 1
 
 
-@pytest.mark.parametrize(("one", "other", "ending"), [
-    ("raise ValueError", "os._exit(7)", "with exit code 1"), ("os._exit(7)", "raise ValueError", "with exit code 7"),
-    ("os._exit(7)", "os._exit(8)", "with exit code 7"),
-])
+@pytest.mark.parametrize(
+    ("one", "other", "ending"),
+    [
+        ("raise ValueError", "os._exit(7)", "with exit code 1"),
+        ("os._exit(7)", "raise ValueError", "with exit code 7"),
+        ("os._exit(7)", "os._exit(8)", "with exit code 7"),
+    ],
+)
 def test_the_order_is_kept_where_the_launcher_sleeps(begin, flatout, one, other, ending):
     """On a busy machine it receives several ends at once: output and process ends keep one order."""
     wait = "while not (here / f'go{rank}').exists():\n    time.sleep(0.01)\n"
@@ -345,7 +450,9 @@ def test_the_order_is_kept_where_the_launcher_sleeps(begin, flatout, one, other,
 
 def test_an_older_kernel(local_launcher):
     """Without pidfd_open (Linux 5.3) it learns only that some child has ended, and checks each."""
-    without = changed("def pidfd_open(pid):\n    raise OSError(38, 'Function not implemented')\nos.pidfd_open = pidfd_open")
+    without = changed(
+        "def pidfd_open(pid):\n    raise OSError(38, 'Function not implemented')\nos.pidfd_open = pidfd_open"
+    )
     done = local_launcher(BOUND, "1", "SIGKILL", launcher=without)
     assert done.code == 137
     assert "rank 1 (" in done.err
@@ -355,7 +462,10 @@ def test_ranks_that_continue_alone_are_named_once(begin, flatout):
     source = "while rank == '1' and not (here / 'go').exists():\n    time.sleep(0.01)"
     launcher = begin(source, ready=False, launcher=changed("watching.SILENCE_S = 0.2"))
     said = launcher.stderr.readline().decode()
-    assert re.fullmatch(r"flatout: rank 0 exited 0 s ago; still running: rank 1 \(process \d+\)\. Waiting for them; Ctrl-C ends them\.\n", said)
+    assert re.fullmatch(
+        r"flatout: rank 0 exited 0 s ago; still running: rank 1 \(process \d+\)\. Waiting for them; Ctrl-C ends them\.\n",
+        said,
+    )
     (flatout.folder / "go").touch()
     _, err = launcher.communicate(timeout=30)
     assert (launcher.returncode, err) == (0, b"")
@@ -368,7 +478,7 @@ def test_a_rank_that_ends_early_is_waited_for(local_launcher, flatout):
 
 # -- no process remains -----------------------------------------------------------------------------------------------------
 
-FAMILY = '''
+FAMILY = """
 def child(number, **options):
     code = f"import os, time; open('{{}}.{rank}' .format('child{number}'), 'w').write(str(os.getpid())); time.sleep(600)"
     return subprocess.Popen([sys.executable, "-c", code], **options)
@@ -382,7 +492,7 @@ while len(list(here.glob(f"child?.{rank}"))) < 2 or not all(path.read_text() for
     time.sleep(0.01)
 note("family", " ".join([str(os.getpid()), str(worker), *(path.read_text() for path in here.glob(f"child?.{rank}"))]))
 note("ready")
-'''
+"""
 
 
 def family(folder):
@@ -393,7 +503,8 @@ def test_a_failure_ends_everything(begin, flatout):
     """Ranks that save, ranks that ignore signals, their workers, and processes in other sessions: all are
     gone when the launcher is.
     """
-    source = FAMILY + ('''
+    source = FAMILY + (
+        """
 def save(*what):
     note("saved")
     sys.exit(0)
@@ -403,7 +514,8 @@ while len(list(here.glob("ready.*"))) < 3:
 if rank == "2":
     raise ValueError
 time.sleep(600)
-''')
+"""
+    )
     launcher = begin(source, procs=3)
     _, err = launcher.communicate(timeout=30)
     assert launcher.returncode == 1
@@ -427,8 +539,10 @@ def test_killing_the_launcher_kills_everything(begin, flatout, launches, held):
 
 def test_a_background_server_stays(local_launcher, flatout):
     """After a successful end nothing is killed: a program may leave a server behind."""
-    source = NOTES + ("child = subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
-                      "note('child', child.pid)")
+    source = NOTES + (
+        "child = subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
+        "note('child', child.pid)"
+    )
     process = flatout.start("--procs", "1", "--", "python", "-c", source, python=LOCAL_LAUNCHER)
     assert process.wait(30) == 0
     number = int(noted(flatout.folder, "child")[0])
@@ -439,7 +553,7 @@ def test_a_background_server_stays(local_launcher, flatout):
 
 # -- signals ------------------------------------------------------------------------------------------------------------
 
-COUNTING = '''
+COUNTING = """
 seen = []
 def hear(number, frame):
     seen.append(number)
@@ -450,7 +564,7 @@ note("ready")
 until = time.monotonic() + 60
 while not (here / "go").exists() and time.monotonic() < until:
     time.sleep(0.01)
-'''
+"""
 ALL = ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGTERM")
 
 
@@ -459,7 +573,7 @@ def test_signals_reach_every_rank_once(begin, flatout, to):
     launcher = begin(COUNTING)
     for at, name in enumerate(ALL):
         (os.kill if to == "process" else os.killpg)(launcher.pid, getattr(signal, name))
-        until(lambda at=at: noted(flatout.folder, "seen") == [" ".join(ALL[:at + 1])] * 2)
+        until(lambda at=at: noted(flatout.folder, "seen") == [" ".join(ALL[: at + 1])] * 2)
     (flatout.folder / "go").touch()
     _, err = launcher.communicate(timeout=30)
     assert (launcher.returncode, err) == (0, b"")  # the program handles them, saves, and ends well
@@ -479,7 +593,11 @@ def test_the_second_one_does_not_wait(begin, flatout):
     launcher = begin(COUNTING, launcher=changed("watching.ONE_PRESS_S = 2.0"))
     for times in (1, 2):
         os.kill(launcher.pid, signal.SIGTERM)
-        until(lambda times=times: [text.count("SIGTERM") for text in noted(flatout.folder, "seen")] == [times] * 2)
+        until(
+            lambda times=times: (
+                [text.count("SIGTERM") for text in noted(flatout.folder, "seen")] == [times] * 2
+            )
+        )
     time.sleep(2.2)
     assert launcher.poll() is None
     os.kill(launcher.pid, signal.SIGTERM)
@@ -525,8 +643,19 @@ def test_a_terminal(begin, flatout):
     """
     typed, terminal = os.openpty()
     termios.tcsetwinsize(terminal, (33, 111))
-    source = ("note('pid', os.getpid())\nnote('size', os.popen('stty size').read())\nnote('read', sys.stdin.readline().strip())\n" + COUNTING)
-    shell = begin(source, ready=False, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=False, prefix=[sys.executable, "-c", SHELL])
+    source = (
+        "note('pid', os.getpid())\nnote('size', os.popen('stty size').read())\nnote('read', sys.stdin.readline().strip())\n"
+        + COUNTING
+    )
+    shell = begin(
+        source,
+        ready=False,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=False,
+        prefix=[sys.executable, "-c", SHELL],
+    )
     os.close(terminal)
     os.write(typed, b"hello rank 0\n")
     until(lambda: len(noted(flatout.folder, "ready")) == 2)
@@ -566,7 +695,10 @@ def first(*signs, lost=()):
 
 
 def test_the_rule():
-    failing, leaving = [RankEvent(rank, FAILING) for rank in range(4)], [RankEvent(rank, LEAVING) for rank in range(4)]
+    failing, leaving = (
+        [RankEvent(rank, FAILING) for rank in range(4)],
+        [RankEvent(rank, LEAVING) for rank in range(4)],
+    )
 
     def ended(rank, code, **more):
         return RankEvent(rank, ENDED, code, **more)
@@ -583,11 +715,14 @@ def test_the_rule():
     assert first(leaving[1], ended(1, -9, info=True, killed=True)) is None
 
 
-@pytest.mark.parametrize("words", [
-    "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3389",
-    "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:268, remote process exited or there was a network error",
-    "torch.distributed.DistNetworkError: failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
-])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3389",
+        "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:268, remote process exited or there was a network error",
+        "torch.distributed.DistNetworkError: failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
+    ],
+)
 def test_messages_of_a_rank_that_has_lost_another(words):
     assert LOST_ANOTHER.search(words)
     assert not LOST_ANOTHER.search("RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -596,6 +731,9 @@ def test_messages_of_a_rank_that_has_lost_another(words):
 def test_the_shown_output():
     words = "Traceback (most recent call last):\n  x\nValueError: a\n"
     assert shown(words, "loss 1\n" + words + "flatout: because\n") == words + "flatout: because"
-    assert shown(words, "[rank1]: " + words.strip().replace("\n", "\n[rank1]: ") + "\nflatout: because\n") == words + "flatout: because"
+    assert (
+        shown(words, "[rank1]: " + words.strip().replace("\n", "\n[rank1]: ") + "\nflatout: because\n")
+        == words + "flatout: because"
+    )
     assert shown(words, "") == words.rstrip()
     assert shown("", "\n".join(map(str, range(100)))).splitlines() == [str(line) for line in range(70, 100)]

@@ -28,8 +28,17 @@ def job(quick):
     listening = claimed(Endpoint("127.0.0.1", 0), 0, several=True)
     at = Endpoint("127.0.0.1", listening.getsockname()[1])
     store, gone = served(torch, listening), []
-    first = HeartbeatMonitor(store, SimpleNamespace(name="a", others=["b"], number=1), at, True, gone.append, lambda: None)
-    second = HeartbeatMonitor(client(torch, at), SimpleNamespace(name="b", others=["a"], number=1), at, False, lambda _: None, lambda: None)
+    first = HeartbeatMonitor(
+        store, SimpleNamespace(name="a", others=["b"], number=1), at, True, gone.append, lambda: None
+    )
+    second = HeartbeatMonitor(
+        client(torch, at),
+        SimpleNamespace(name="b", others=["a"], number=1),
+        at,
+        False,
+        lambda _: None,
+        lambda: None,
+    )
     first.start()
     second.start()
     yield SimpleNamespace(first=first, second=second, gone=gone, store=store)
@@ -80,6 +89,8 @@ def test_a_node_without_an_answer_is_cut_off(quick):
     with socket.create_server(("127.0.0.1", 0)) as server:
         at = Endpoint("127.0.0.1", server.getsockname()[1])
     cut = threading.Event()
-    node = HeartbeatMonitor(None, SimpleNamespace(name="b", others=[], number=1), at, False, lambda _: None, cut.set)
+    node = HeartbeatMonitor(
+        None, SimpleNamespace(name="b", others=[], number=1), at, False, lambda _: None, cut.set
+    )
     node.start()
     assert cut.wait(10.0)

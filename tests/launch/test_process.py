@@ -21,7 +21,15 @@ def start(tmp_path):
     begun = []
 
     def begin(code, argv=None, **options):
-        begun.append(ProgramRun(argv or [sys.executable, "-c", code], os.environ, tmp_path / "out", tmp_path / "err", **options))
+        begun.append(
+            ProgramRun(
+                argv or [sys.executable, "-c", code],
+                os.environ,
+                tmp_path / "out",
+                tmp_path / "err",
+                **options,
+            )
+        )
         return begun[-1]
 
     yield begin
@@ -50,16 +58,20 @@ def test_its_input_is_a_terminal_at_its_end(start, tmp_path):
     """Some scripts call ``stty size`` at import; ``input()`` meets the end of file instead of waiting for
     ever.
     """
-    program = start("import sys, subprocess\nprint(sys.stdin.isatty())\nprint(len(subprocess.check_output(['stty', 'size']).split()))\n"
-                    "for _ in range(20):\n    try:\n        input()\n    except EOFError:\n        print('end')\nprint(repr(sys.stdin.read()))")
+    program = start(
+        "import sys, subprocess\nprint(sys.stdin.isatty())\nprint(len(subprocess.check_output(['stty', 'size']).split()))\n"
+        "for _ in range(20):\n    try:\n        input()\n    except EOFError:\n        print('end')\nprint(repr(sys.stdin.read()))"
+    )
     assert program.end(20.0) == 0
     assert (tmp_path / "out").read_text() == "True\n2\n" + 20 * "end\n" + "''\n"
 
 
 @pytest.mark.timeout(120)
 def test_a_hundred_megabytes_of_output(start, tmp_path):
-    program = start("import sys\nsys.stdout.write('first line\\n')\nfor _ in range(1000): sys.stdout.write('x' * 99_999 + '\\n')\n"
-                    "sys.stdout.write('last line\\n')")
+    program = start(
+        "import sys\nsys.stdout.write('first line\\n')\nfor _ in range(1000): sys.stdout.write('x' * 99_999 + '\\n')\n"
+        "sys.stdout.write('last line\\n')"
+    )
     assert program.end(100.0) == 0
     kept = (tmp_path / "out").read_bytes()
     assert kept.startswith(b"first line\n")
@@ -79,10 +91,12 @@ def test_pausing_stops_every_process_of_it(start, tmp_path):
     """Loader workers and their grandchildren stop too, also those in their own session; no step is counted
     meanwhile.
     """
-    tick = ("import os, sys, time\nwhile True:\n    open(sys.argv[1] + str(os.getpid()), 'a').write('x')\n    time.sleep(0.01)\n")
-    code = (f"import subprocess, sys\ntick = {tick!r}\n"
-            f"for session in (False, True): subprocess.Popen([sys.executable, '-c', tick, {str(tmp_path / 'tick-')!r}], start_new_session=session)\n"
-            f"sys.argv = ['', {str(tmp_path / 'tick-')!r}]\nexec(tick)")
+    tick = "import os, sys, time\nwhile True:\n    open(sys.argv[1] + str(os.getpid()), 'a').write('x')\n    time.sleep(0.01)\n"
+    code = (
+        f"import subprocess, sys\ntick = {tick!r}\n"
+        f"for session in (False, True): subprocess.Popen([sys.executable, '-c', tick, {str(tmp_path / 'tick-')!r}], start_new_session=session)\n"
+        f"sys.argv = ['', {str(tmp_path / 'tick-')!r}]\nexec(tick)"
+    )
     program = start(code)
 
     def files():
@@ -104,8 +118,10 @@ def test_pausing_stops_every_process_of_it(start, tmp_path):
 
 def test_ending_ends_the_whole_group_also_where_the_leader_is_gone(start, tmp_path):
     note = tmp_path / "child"
-    program = start("import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-                    f"open({str(note)!r}, 'w').write(str(child.pid))")
+    program = start(
+        "import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(note)!r}, 'w').write(str(child.pid))"
+    )
     until(lambda: note.exists() and note.read_text())
     child = int(note.read_text())
     until(lambda: program.exit_code is not None)
@@ -115,7 +131,9 @@ def test_ending_ends_the_whole_group_also_where_the_leader_is_gone(start, tmp_pa
 
 
 def test_a_program_that_ignores_the_request_to_end(start):
-    program = start("import signal, time\nfor s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP): signal.signal(s, signal.SIG_IGN)\ntime.sleep(600)")
+    program = start(
+        "import signal, time\nfor s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP): signal.signal(s, signal.SIG_IGN)\ntime.sleep(600)"
+    )
     time.sleep(0.3)
     program.end(0.2)
     assert not alive(program.process.pid)
@@ -124,9 +142,11 @@ def test_a_program_that_ignores_the_request_to_end(start):
 @pytest.mark.parametrize("held", [False, True], ids=["running", "held"])
 def test_it_dies_with_flatout(tmp_path, held):
     """Killing flatout outright leaves no program behind, not even a stopped one."""
-    code = ("import os, sys, time\nfrom pathlib import Path\nfrom flatout.launch.process import ProgramRun\nfolder = Path(sys.argv[1])\n"
-            "program = ProgramRun([sys.executable, '-c', 'import time; time.sleep(600)'], os.environ, folder / 'out', folder / 'err')\n"
-            f"time.sleep(0.2)\n{'program.stop()' if held else ''}\nprint(program.process.pid, flush=True)\ntime.sleep(600)\n")
+    code = (
+        "import os, sys, time\nfrom pathlib import Path\nfrom flatout.launch.process import ProgramRun\nfolder = Path(sys.argv[1])\n"
+        "program = ProgramRun([sys.executable, '-c', 'import time; time.sleep(600)'], os.environ, folder / 'out', folder / 'err')\n"
+        f"time.sleep(0.2)\n{'program.stop()' if held else ''}\nprint(program.process.pid, flush=True)\ntime.sleep(600)\n"
+    )
     parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())

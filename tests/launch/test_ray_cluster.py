@@ -15,7 +15,9 @@ from flatout.launch import ray_cluster
 from flatout.launch.ray_cluster import RayJob, connect, run_many, run_ranks, work
 from flatout.plan.errors import NodesApart, ProgramFailed, ProgramNotFound, UsageError
 
-there = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is an extra: pip install flatout[ray]")
+there = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="Ray is an extra: pip install flatout[ray]"
+)
 
 PROGRAM = """
 import json, os, sys, time
@@ -39,18 +41,38 @@ def test_without_ray_the_next_command_is_named(monkeypatch):
 def test_a_node_gets_the_differences_from_this_process(tmp_path, monkeypatch):
     (tmp_path / "job.json").write_text('{"plan": 1}')
     monkeypatch.setenv("HERE", "before")
-    info = work(["python", "train.py"], {**os.environ, "HERE": "after", "NEW": "1", "FLATOUT_JOB": str(tmp_path / "job.json"), "PYTHONPATH": "/ours"})
+    info = work(
+        ["python", "train.py"],
+        {
+            **os.environ,
+            "HERE": "after",
+            "NEW": "1",
+            "FLATOUT_JOB": str(tmp_path / "job.json"),
+            "PYTHONPATH": "/ours",
+        },
+    )
     assert info == RayJob(("python", "train.py"), os.getcwd(), {"HERE": "after", "NEW": "1"}, '{"plan": 1}')
 
 
 @there
 def test_ranks_on_two_nodes_know_their_rank_and_rank_0_prints(cluster, tmp_path):
     observed = []
-    assert run_ranks(cluster, RayJob((sys.executable, "-c", PROGRAM, str(tmp_path), "-"), str(tmp_path)), 3, False, show=observed.append) == 0
+    assert (
+        run_ranks(
+            cluster,
+            RayJob((sys.executable, "-c", PROGRAM, str(tmp_path), "-"), str(tmp_path)),
+            3,
+            False,
+            show=observed.append,
+        )
+        == 0
+    )
     assert b"".join(observed) == b"I am 0\n"
     info = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
-    assert [(each["FLATOUT_LOCAL_RANK"], each["FLATOUT_LOCAL_WORLD_SIZE"]) for each in info] in ([("0", "2"), ("1", "2"), ("0", "1")],
-                                                                                                [("0", "1"), ("0", "2"), ("1", "2")])
+    assert [(each["FLATOUT_LOCAL_RANK"], each["FLATOUT_LOCAL_WORLD_SIZE"]) for each in info] in (
+        [("0", "2"), ("1", "2"), ("0", "1")],
+        [("0", "1"), ("0", "2"), ("1", "2")],
+    )
     assert {each["FLATOUT_WORLD_SIZE"] for each in info} == {"3"}
     assert len({each["FLATOUT_RENDEZVOUS"] for each in info}) == 1
 
@@ -58,7 +80,9 @@ def test_ranks_on_two_nodes_know_their_rank_and_rank_0_prints(cluster, tmp_path)
 @there
 def test_the_first_failure_ends_the_others(cluster, tmp_path):
     with pytest.raises(ProgramFailed, match=r"rank 1 on .* failed first, with exit code 1") as failed:
-        run_ranks(cluster, RayJob((sys.executable, "-c", PROGRAM, str(tmp_path), "1"), str(tmp_path)), 3, False)
+        run_ranks(
+            cluster, RayJob((sys.executable, "-c", PROGRAM, str(tmp_path), "1"), str(tmp_path)), 3, False
+        )
     assert "RuntimeError: this one cannot go on" in str(failed.value)
 
 
@@ -75,5 +99,12 @@ def test_unsupported_requests_are_explained(cluster, tmp_path, monkeypatch):
 
 @there
 def test_many_programs_at_once(cluster, tmp_path):
-    programs = [RayJob((sys.executable, "-c", f"import os; print(os.environ['N']); raise SystemExit({n})"), str(tmp_path), {"N": str(n)}) for n in range(4)]
+    programs = [
+        RayJob(
+            (sys.executable, "-c", f"import os; print(os.environ['N']); raise SystemExit({n})"),
+            str(tmp_path),
+            {"N": str(n)},
+        )
+        for n in range(4)
+    ]
     assert sorted(run_many(cluster, programs)) == [(n, n, f"{n}\n") for n in range(4)]

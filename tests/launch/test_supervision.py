@@ -13,7 +13,11 @@ from flatout.launch.stall_limits import FLOORS_S, LOOK_S, StallTimer
 from flatout.plan.heartbeat import EVALUATING, TRAINING
 
 # A few long steps among many short ones, in any order.
-LENGTHS = st.tuples(st.lists(st.floats(0.6, 30.0), min_size=1, max_size=6), st.integers(0, 400), st.randoms(use_true_random=False))
+LENGTHS = st.tuples(
+    st.lists(st.floats(0.6, 30.0), min_size=1, max_size=6),
+    st.integers(0, 400),
+    st.randoms(use_true_random=False),
+)
 
 
 @given(LENGTHS)
@@ -70,7 +74,10 @@ def test_a_stack_is_read_and_its_own_line_found():
     main, other = stacks_in(STACK)
     assert main.own_line == Frame('/home/me/train "1".py', 40, "step")
     assert main.passes(COMPILES)
-    assert main.words == '/home/me/train "1".py, line 40, in step (from there in compile of torch/_dynamo/eval_frame.py)'
+    assert (
+        main.words
+        == '/home/me/train "1".py, line 40, in step (from there in compile of torch/_dynamo/eval_frame.py)'
+    )
     assert not other.passes(COMPILES)
     assert other.own_line is None
     assert stacks_in("") == stacks_in("no stack\n  File broken") == []
@@ -81,18 +88,42 @@ def test_how_a_program_has_ended():
     def of(code, *failures, kernel=False):
         return ending_of(code, "`train`", failures, kernel, 7)
 
-    lost = {"kinds": ["RuntimeError"], "said": "Connection closed by peer", "places": [["/home/me/train.py", 3]]}
+    lost = {
+        "kinds": ["RuntimeError"],
+        "said": "Connection closed by peer",
+        "places": [["/home/me/train.py", 3]],
+    }
     root = "Root Cause (first observed failure):\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 8)"
     report = {"kinds": ["ChildFailedError"], "said": root, "places": []}
     assert (of(-9).kind, of(-9).code) == ("signal", 137)
     assert "may have run out of memory" in of(-9, kernel=None).what
     assert of(-9, kernel=True).kind == of(1, kernel=True).kind == "memory"
-    assert of(1, {"kinds": ["OutOfMemoryError", "RuntimeError"], "said": "CUDA out of memory. Tried"}).kind == "memory"
-    assert of(1, {"kinds": ["RuntimeError"], "said": "[enforce fail] DefaultCPUAllocator: can't allocate memory"}).kind == "memory"
+    assert (
+        of(1, {"kinds": ["OutOfMemoryError", "RuntimeError"], "said": "CUDA out of memory. Tried"}).kind
+        == "memory"
+    )
+    assert (
+        of(
+            1,
+            {"kinds": ["RuntimeError"], "said": "[enforce fail] DefaultCPUAllocator: can't allocate memory"},
+        ).kind
+        == "memory"
+    )
     assert of(1, {"kinds": ["BrokenPipeError"], "said": "x"}).kind == "unheard"
     assert of(1, lost, report).what == "`train` failed after step 7: rank 1 was the first to fail, by SIGKILL"
-    named = of(1, {"kinds": ["ValueError"], "said": "a bad sample\nmore", "places": [["/home/me/train.py", 3], ["/x/site-packages/torch/a.py", 9]]}, report)
-    assert (named.what, named.place) == ("`train` failed after step 7 with ValueError: a bad sample", "/home/me/train.py, line 3")
+    named = of(
+        1,
+        {
+            "kinds": ["ValueError"],
+            "said": "a bad sample\nmore",
+            "places": [["/home/me/train.py", 3], ["/x/site-packages/torch/a.py", 9]],
+        },
+        report,
+    )
+    assert (named.what, named.place) == (
+        "`train` failed after step 7 with ValueError: a bad sample",
+        "/home/me/train.py, line 3",
+    )
 
 
 def course_of(*attempts, kind="exit"):
@@ -109,12 +140,21 @@ def course_of(*attempts, kind="exit"):
 def test_whether_a_restart_makes_sense():
     assert course_of((57, 0, 5, 50)) == ""
     assert course_of((57, 0, 5, 50), (7, 50, 0, 0), (7, 50, 0, 0)) == ""
-    assert course_of((57, 0, 5, 50), (7, 50, 0, 0), (7, 50, 0, 0), (7, 50, 0, 0)).startswith("3 restarts in a row made no progress beyond step 5")
+    assert course_of((57, 0, 5, 50), (7, 50, 0, 0), (7, 50, 0, 0), (7, 50, 0, 0)).startswith(
+        "3 restarts in a row made no progress beyond step 5"
+    )
     assert course_of((57, 0, 5, 50), (7, 50, 0, 0), (7, 50, 0, 0), (17, 50, 1, 60), (3, 60, 0, 0)) == ""
-    assert course_of((10, 0, 0, 0), (20, 0, 0, 0), (30, 0, 0, 0), (40, 0, 0, 0), (50, 0, 0, 0)) == ""  # no checkpoint is reported, but it gets further
+    assert (
+        course_of((10, 0, 0, 0), (20, 0, 0, 0), (30, 0, 0, 0), (40, 0, 0, 0), (50, 0, 0, 0)) == ""
+    )  # no checkpoint is reported, but it gets further
     assert course_of((10, 0, 0, 0), (9, 0, 0, 0), (8, 0, 0, 0), (10, 0, 0, 0)) != ""
     assert course_of((0, 0, 0, 0)) == "it failed before its first step and would fail again"
     assert course_of((0, 0, 0, 0), kind="signal") == ""
-    assert course_of((57, 0, 0, 0), kind="memory") == "the next start would run out of memory at the same place. Take less"
+    assert (
+        course_of((57, 0, 0, 0), kind="memory")
+        == "the next start would run out of memory at the same place. Take less"
+    )
     assert course_of((57, 0, 5, 50), kind="memory") == ""
-    assert course_of(*[(10 * at, 0, 1, 10 * at) for at in range(1, 22)]).startswith("that was restart 20 of 20")
+    assert course_of(*[(10 * at, 0, 1, 10 * at) for at in range(1, 22)]).startswith(
+        "that was restart 20 of 20"
+    )

@@ -10,7 +10,9 @@ from flatout.launch.timed_commands import TimedCommand
 
 
 def test_its_output_and_how_it_ended():
-    ran = TimedCommand([sys.executable, "-c", "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"]).answer(20)
+    ran = TimedCommand(
+        [sys.executable, "-c", "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"]
+    ).answer(20)
     assert (ran.code, ran.out, ran.err, ran.there, ran.timed_out) == (3, "out\n", "err\n", True, False)
 
 
@@ -31,7 +33,13 @@ def test_a_program_that_cannot_be_started_is_reported(tmp_path):
 
 
 def test_a_hanging_program_is_killed_with_its_children():
-    asked = TimedCommand([sys.executable, "-c", "import subprocess, sys\nchild = subprocess.Popen(['sleep', '600'])\nprint(child.pid, flush=True)\nchild.wait()"])
+    asked = TimedCommand(
+        [
+            sys.executable,
+            "-c",
+            "import subprocess, sys\nchild = subprocess.Popen(['sleep', '600'])\nprint(child.pid, flush=True)\nchild.wait()",
+        ]
+    )
     began = time.monotonic()
     ran = asked.answer(1.5)
     assert ran.timed_out

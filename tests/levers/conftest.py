@@ -31,12 +31,23 @@ class Program:
         torch.manual_seed(0)
         nn = torch.nn
         if model is None:
-            model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 1), nn.AdaptiveAvgPool2d(2),
-                                  nn.Flatten(), nn.Dropout(0.2), nn.Linear(32, 5))
+            model = nn.Sequential(
+                nn.Conv2d(3, 8, 3, padding=1),
+                nn.BatchNorm2d(8),
+                nn.ReLU(inplace=True),
+                nn.Conv2d(8, 8, 1),
+                nn.AdaptiveAvgPool2d(2),
+                nn.Flatten(),
+                nn.Dropout(0.2),
+                nn.Linear(32, 5),
+            )
         self.model = model.to(device)
         self.optimizer = getattr(torch.optim, optimizer)(self.model.parameters(), lr=0.01)
         source = torch.Generator().manual_seed(1)
-        data = torch.utils.data.TensorDataset(torch.randn(4 * BATCH, 3, size, size, generator=source), torch.randint(5, (4 * BATCH,), generator=source))
+        data = torch.utils.data.TensorDataset(
+            torch.randn(4 * BATCH, 3, size, size, generator=source),
+            torch.randint(5, (4 * BATCH,), generator=source),
+        )
         self.loader = torch.utils.data.DataLoader(data, batch_size=BATCH, shuffle=True)
         self.losses = []
 

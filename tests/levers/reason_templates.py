@@ -10,7 +10,11 @@ import re
 import textwrap
 from typing import Any
 
-FROM_THE_PIPELINE = ("cached_prefix", "batched_transforms", "resident_data")  # most of their reasons are sentences of flatout.pipeline
+FROM_THE_PIPELINE = (
+    "cached_prefix",
+    "batched_transforms",
+    "resident_data",
+)  # most of their reasons are sentences of flatout.pipeline
 
 
 @functools.cache
@@ -22,7 +26,11 @@ def templates(lever: str) -> tuple[str, ...]:
     tree = ast.parse(inspect.getsource(module))
     found: list[str] = []
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
-        for call in (node for node in ast.walk(function) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Skip"):
+        for call in (
+            node
+            for node in ast.walk(function)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Skip"
+        ):
             try:
                 found += sentences(call.args[0], function, module)
             except (AssertionError, AttributeError):
@@ -41,7 +49,9 @@ def sentences(value: ast.expr, function: ast.FunctionDef, module: Any) -> list[s
         case ast.Constant(value=str(text)):
             return [re.escape(text)] if text else []
         case ast.JoinedStr(values=parts):
-            return ["".join(re.escape(part.value) if isinstance(part, ast.Constant) else ".+" for part in parts)]
+            return [
+                "".join(re.escape(part.value) if isinstance(part, ast.Constant) else ".+" for part in parts)
+            ]
         case ast.IfExp(body=one, orelse=other):
             return again(one) + again(other)
         case ast.BoolOp(values=values):
@@ -51,12 +61,26 @@ def sentences(value: ast.expr, function: ast.FunctionDef, module: Any) -> list[s
         case ast.Call(func=ast.Name(id=name)):
             return of_a_function(getattr(module, name))
         case ast.Name(id=name):
-            given = [node.value for node in ast.walk(function) if isinstance(node, (ast.Assign, ast.NamedExpr))
-                     and name in {getattr(target, "id", "") for target in getattr(node, "targets", [getattr(node, "target", None)])}]
-            return [sentence for each in given for sentence in again(each)] if given else [re.escape(getattr(module, name))]
+            given = [
+                node.value
+                for node in ast.walk(function)
+                if isinstance(node, (ast.Assign, ast.NamedExpr))
+                and name
+                in {
+                    getattr(target, "id", "")
+                    for target in getattr(node, "targets", [getattr(node, "target", None)])
+                }
+            ]
+            return (
+                [sentence for each in given for sentence in again(each)]
+                if given
+                else [re.escape(getattr(module, name))]
+            )
         case ast.Dict():
             return []
-    raise AssertionError(f"{module.__name__}: this test does not understand this argument of Skip: {ast.unparse(value)}")
+    raise AssertionError(
+        f"{module.__name__}: this test does not understand this argument of Skip: {ast.unparse(value)}"
+    )
 
 
 def of_a_function(function: Any) -> list[str]:
@@ -64,5 +88,7 @@ def of_a_function(function: Any) -> list[str]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     assert isinstance(tree, ast.FunctionDef)
     text = (ast.Constant, ast.JoinedStr, ast.IfExp, ast.Name, ast.Call)
-    returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return) and isinstance(node.value, text)]
+    returned = [
+        node.value for node in ast.walk(tree) if isinstance(node, ast.Return) and isinstance(node.value, text)
+    ]
     return [sentence for each in returned for sentence in sentences(each, tree, inspect.getmodule(function))]

@@ -32,18 +32,27 @@ from flatout.kernels import attention_deferred as deferred  # noqa: E402
 BY_NAME = {lever.name: lever for lever in TABLE}
 FACTS = Facts(cores=2, system="Linux", cpu_flags=("amx_bf16",))
 T, WIDTH, HEADS, LAYERS = 8, 16, 2, 2
-needs_a_compiler = pytest.mark.skipif(not any(shutil.which(c) for c in ("c++", "g++", "clang++")), reason="not run: there is no C++ compiler here")
+needs_a_compiler = pytest.mark.skipif(
+    not any(shutil.which(c) for c in ("c++", "g++", "clang++")),
+    reason="not run: there is no C++ compiler here",
+)
 
 
 def weigh(q, k, mask):
     """The script's own function: the module below does not name a softmax."""
-    return F.softmax((q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))).masked_fill(mask == 0, -math.inf), dim=-1)
+    return F.softmax(
+        (q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))).masked_fill(mask == 0, -math.inf), dim=-1
+    )
 
 
 class ByHand(nn.Module):
     def __init__(self, dropout=0.0):
         super().__init__()
-        self.qkv, self.out, self.drop = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
+        self.qkv, self.out, self.drop = (
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Dropout(dropout),
+        )
         self.register_buffer("mask", torch.ones(T, T).tril())
 
     def forward(self, x):
@@ -83,7 +92,9 @@ class Model(nn.Module):
     def __init__(self, kind=ByHand, dropout=0.0):
         super().__init__()
         self.token, self.head = nn.Embedding(20, WIDTH), nn.Linear(WIDTH, 20)
-        self.layers = nn.ModuleList(nn.ModuleDict({"norm": nn.LayerNorm(WIDTH), "attention": kind(dropout)}) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(WIDTH), "attention": kind(dropout)}) for _ in range(LAYERS)
+        )
 
     def forward(self, tokens):
         x = self.token(tokens)
@@ -151,9 +162,13 @@ def test_evaluation_is_plain(training):
 @pytest.mark.parametrize("every", [1, 3])
 def test_weights_that_a_module_keeps_can_be_read_at_any_time(training, every):
     """The weights are read after the backward pass: in each step, and once in a while."""
+
     def read(steps, seen):
         def look(model):
-            seen.append(model.layers[1]["attention"].weights.detach().clone() if len(seen) % every == 0 else None)
+            seen.append(
+                model.layers[1]["attention"].weights.detach().clone() if len(seen) % every == 0 else None
+            )
+
         return [steps(6, look), seen]
 
     plain = training(plain=True)
@@ -169,9 +184,14 @@ def test_weights_that_a_module_keeps_can_be_read_at_any_time(training, every):
         assert mine is None or torch.allclose(mine, theirs, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize(("options", "says"), [
-    ({"dropout": 0.3}, "applies dropout to attention weights"), ({"kind": Fused}, "already computes attention by scaled_dot_product_attention"),
-    ({"kind": Multihead, "dropout": 0.1}, "applies dropout to attention weights")])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dropout": 0.3}, "applies dropout to attention weights"),
+        ({"kind": Fused}, "already computes attention by scaled_dot_product_attention"),
+        ({"kind": Multihead, "dropout": 0.1}, "applies dropout to attention weights"),
+    ],
+)
 def test_a_lever_that_did_nothing_says_why(training, options, says):
     """The program uses the random numbers of the plain one and has its losses bit for bit."""
     expected, live = training(plain=True, **options).steps(8), training(**options)
@@ -202,7 +222,9 @@ def test_weights_that_are_always_read_are_left_alone_and_reported(training):
 
 def test_which_attentions_are_found(training, program):
     assert isinstance(LEVER.applies(FACTS, program().context), Skip)  # convolutions
-    inside = training(kind=lambda dropout: nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout, batch_first=True))
+    inside = training(
+        kind=lambda dropout: nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout, batch_first=True)
+    )
     inside.steps(2)
     assert LEVER.applies(FACTS, inside.context) == Options((True,))  # it may be asked for its weights
     live = training()
@@ -224,17 +246,30 @@ def test_known_bad_is_another_scale(training):
     assert torch.equal(plain, bad.model(tokens))
 
 
-@pytest.mark.parametrize(("name", "value"), [("autocast", "bfloat16"), ("recompute", {"ops": "cheap"}), ("recompute", {"blocks": 1.0}), ("fused_ops", True)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("autocast", "bfloat16"),
+        ("recompute", {"ops": "cheap"}),
+        ("recompute", {"blocks": 1.0}),
+        ("fused_ops", True),
+    ],
+)
 def test_with_another_lever(training, name, value):
     """Levers apply in the order of the table: the losses are those of the other lever alone, up to rounding,
     and attention is fused under it.
     """
-    levers = sorted([(BY_NAME[name], value), (LEVER, True)], key=lambda each: list(BY_NAME).index(each[0].name))
+    levers = sorted(
+        [(BY_NAME[name], value), (LEVER, True)], key=lambda each: list(BY_NAME).index(each[0].name)
+    )
     losses = []
     for chosen in ([(BY_NAME[name], value)], levers):
         live = training()
         live.steps(2)
-        before, undo = deferred.COUNT[0], [lever.apply(live.context, given, Ledger()) for lever, given in chosen]
+        before, undo = (
+            deferred.COUNT[0],
+            [lever.apply(live.context, given, Ledger()) for lever, given in chosen],
+        )
         losses.append(live.steps(4))
         assert (deferred.COUNT[0] >= before + 4 * LAYERS) == (chosen is levers)
         for each in reversed(undo):
@@ -258,11 +293,17 @@ def test_with_compile(training):
     torch._dynamo.reset()
     before, kernels, graphs = compiled["unique_graphs"], [], []
     for levers in ([compile_], [LEVER, compile_], [compile_], [LEVER, compile_]):
-        undo = [lever.apply(live.context, "default" if lever is compile_ else True, Ledger()) for lever in levers]
+        undo = [
+            lever.apply(live.context, "default" if lever is compile_ else True, Ledger()) for lever in levers
+        ]
         got += live.steps(2)
         with torch.profiler.profile() as profile:
             got += live.steps(1)
-        names = {event.key: event.count for event in profile.key_averages() if event.key.startswith("aten::_scaled_dot_product")}
+        names = {
+            event.key: event.count
+            for event in profile.key_averages()
+            if event.key.startswith("aten::_scaled_dot_product")
+        }
         kernels.append(sum(count for key, count in names.items() if "backward" not in key))
         graphs.append(compiled["unique_graphs"] - before)
         for each in reversed(undo):
@@ -274,14 +315,18 @@ def test_with_compile(training):
     assert live.context.reports == []
 
 
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="not run: transformers is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="not run: transformers is not installed"
+)
 def test_models_of_transformers():
     """Models from another library: padding masks, shared key heads, a bias for each head.
 
     They run in their own process.
     """
     script = Path(__file__).parent / "programs" / "of_transformers.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False
+    )
     assert done.returncode == 0, done.stderr
     for name, ((plain, none), (fused, count)) in json.loads(done.stdout.splitlines()[-1]).items():
         assert (none, count) == (0, 4 * 2), name  # steps, layers

@@ -20,7 +20,10 @@ from flatout.levers.compile import LEVER as COMPILE
 torch = pytest.importorskip("torch")
 from torch.nn import functional  # noqa: E402
 
-needs_a_compiler = pytest.mark.skipif(not any(shutil.which(c) for c in ("c++", "g++", "clang++")), reason="not run: there is no C++ compiler here")
+needs_a_compiler = pytest.mark.skipif(
+    not any(shutil.which(c) for c in ("c++", "g++", "clang++")),
+    reason="not run: there is no C++ compiler here",
+)
 
 ONES, CLASSES = torch.ones(4, 8), torch.arange(4)
 UP = functional.interpolate
@@ -28,38 +31,91 @@ UP = functional.interpolate
 # The list of torch.amp's page, "CUDA Ops that can autocast to float32". Each gets [4, 8] in bfloat16, numbers
 # between 0.1 and 0.9.
 DOCUMENTED = {
-    "__pow__": lambda x: x**2, "__rdiv__": lambda x: 1 / x, "__rpow__": lambda x: 2**x, "__rtruediv__": lambda x: torch.Tensor.__rtruediv__(x, 2.0),
-    "acos": torch.acos, "asin": torch.asin, "binary_cross_entropy_with_logits": lambda x: functional.binary_cross_entropy_with_logits(x, x),
-    "cosh": torch.cosh, "cosine_embedding_loss": lambda x: functional.cosine_embedding_loss(x, x, ONES[:, 0]), "cdist": lambda x: torch.cdist(x, x),
-    "cosine_similarity": lambda x: functional.cosine_similarity(x, x), "cross_entropy": lambda x: functional.cross_entropy(x, CLASSES),
-    "cumprod": lambda x: x.cumprod(1), "cumsum": lambda x: x.cumsum(1), "dist": lambda x: torch.dist(x, x + 1), "erfinv": torch.erfinv, "exp": torch.exp,
-    "expm1": torch.expm1, "group_norm": lambda x: functional.group_norm(x, 2), "hinge_embedding_loss": lambda x: functional.hinge_embedding_loss(x, ONES),
-    "kl_div": lambda x: functional.kl_div(x, x, reduction="batchmean"), "l1_loss": lambda x: functional.l1_loss(x, x + 1),
-    "layer_norm": lambda x: functional.layer_norm(x, (8,)), "log": torch.log, "log10": torch.log10, "log_softmax": lambda x: x.log_softmax(-1),
-    "log1p": torch.log1p, "log2": torch.log2, "margin_ranking_loss": lambda x: functional.margin_ranking_loss(x[0], x[1], ONES[0]),
+    "__pow__": lambda x: x**2,
+    "__rdiv__": lambda x: 1 / x,
+    "__rpow__": lambda x: 2**x,
+    "__rtruediv__": lambda x: torch.Tensor.__rtruediv__(x, 2.0),
+    "acos": torch.acos,
+    "asin": torch.asin,
+    "binary_cross_entropy_with_logits": lambda x: functional.binary_cross_entropy_with_logits(x, x),
+    "cosh": torch.cosh,
+    "cosine_embedding_loss": lambda x: functional.cosine_embedding_loss(x, x, ONES[:, 0]),
+    "cdist": lambda x: torch.cdist(x, x),
+    "cosine_similarity": lambda x: functional.cosine_similarity(x, x),
+    "cross_entropy": lambda x: functional.cross_entropy(x, CLASSES),
+    "cumprod": lambda x: x.cumprod(1),
+    "cumsum": lambda x: x.cumsum(1),
+    "dist": lambda x: torch.dist(x, x + 1),
+    "erfinv": torch.erfinv,
+    "exp": torch.exp,
+    "expm1": torch.expm1,
+    "group_norm": lambda x: functional.group_norm(x, 2),
+    "hinge_embedding_loss": lambda x: functional.hinge_embedding_loss(x, ONES),
+    "kl_div": lambda x: functional.kl_div(x, x, reduction="batchmean"),
+    "l1_loss": lambda x: functional.l1_loss(x, x + 1),
+    "layer_norm": lambda x: functional.layer_norm(x, (8,)),
+    "log": torch.log,
+    "log10": torch.log10,
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "log1p": torch.log1p,
+    "log2": torch.log2,
+    "margin_ranking_loss": lambda x: functional.margin_ranking_loss(x[0], x[1], ONES[0]),
     "mse_loss": lambda x: functional.mse_loss(x, x + 1),
     "multilabel_margin_loss": lambda x: functional.multilabel_margin_loss(x, CLASSES.repeat(4, 2)),
-    "multi_margin_loss": lambda x: functional.multi_margin_loss(x, CLASSES), "nll_loss": lambda x: functional.nll_loss(x, CLASSES), "norm": torch.norm,
-    "normalize": functional.normalize, "pdist": torch.pdist, "poisson_nll_loss": lambda x: functional.poisson_nll_loss(x, x),
-    "pow": lambda x: torch.pow(x, x), "prod": torch.prod, "reciprocal": torch.reciprocal, "rsqrt": torch.rsqrt, "sinh": torch.sinh,
-    "smooth_l1_loss": lambda x: functional.smooth_l1_loss(x, x + 1), "soft_margin_loss": lambda x: functional.soft_margin_loss(x, ONES),
-    "softmax": lambda x: functional.softmax(x, -1), "softmin": lambda x: functional.softmin(x, -1), "softplus": functional.softplus, "sum": torch.sum,
-    "renorm": lambda x: torch.renorm(x, 2, 0, 0.5), "tan": torch.tan, "triplet_margin_loss": lambda x: functional.triplet_margin_loss(x, x, x + 1),
+    "multi_margin_loss": lambda x: functional.multi_margin_loss(x, CLASSES),
+    "nll_loss": lambda x: functional.nll_loss(x, CLASSES),
+    "norm": torch.norm,
+    "normalize": functional.normalize,
+    "pdist": torch.pdist,
+    "poisson_nll_loss": lambda x: functional.poisson_nll_loss(x, x),
+    "pow": lambda x: torch.pow(x, x),
+    "prod": torch.prod,
+    "reciprocal": torch.reciprocal,
+    "rsqrt": torch.rsqrt,
+    "sinh": torch.sinh,
+    "smooth_l1_loss": lambda x: functional.smooth_l1_loss(x, x + 1),
+    "soft_margin_loss": lambda x: functional.soft_margin_loss(x, ONES),
+    "softmax": lambda x: functional.softmax(x, -1),
+    "softmin": lambda x: functional.softmin(x, -1),
+    "softplus": functional.softplus,
+    "sum": torch.sum,
+    "renorm": lambda x: torch.renorm(x, 2, 0, 0.5),
+    "tan": torch.tan,
+    "triplet_margin_loss": lambda x: functional.triplet_margin_loss(x, x, x + 1),
 }
 # These are in the list of the header but not on that page.
 FURTHER = {
-    "logsumexp": lambda x: x.logsumexp(-1), "rms_norm": lambda x: functional.rms_norm(x, (8,)), "huber_loss": lambda x: functional.huber_loss(x, x + 1),
-    "nearest": lambda x: UP(x[None, None], scale_factor=2), "nearest-exact": lambda x: UP(x[None, None], scale_factor=2, mode="nearest-exact"),
-    "linear": lambda x: UP(x[None], scale_factor=2, mode="linear"), "bilinear": lambda x: UP(x[None, None], scale_factor=2, mode="bilinear"),
+    "logsumexp": lambda x: x.logsumexp(-1),
+    "rms_norm": lambda x: functional.rms_norm(x, (8,)),
+    "huber_loss": lambda x: functional.huber_loss(x, x + 1),
+    "nearest": lambda x: UP(x[None, None], scale_factor=2),
+    "nearest-exact": lambda x: UP(x[None, None], scale_factor=2, mode="nearest-exact"),
+    "linear": lambda x: UP(x[None], scale_factor=2, mode="linear"),
+    "bilinear": lambda x: UP(x[None, None], scale_factor=2, mode="bilinear"),
     "bilinear, smooth": lambda x: UP(x[None, None], scale_factor=0.5, mode="bilinear", antialias=True),
-    "bicubic": lambda x: UP(x[None, None], scale_factor=2, mode="bicubic"), "trilinear": lambda x: UP(x[None, None, None], scale_factor=2, mode="trilinear"),
-    "vector_norm": torch.linalg.vector_norm, "matrix_norm": torch.linalg.matrix_norm, "nuclear": lambda x: torch.linalg.matrix_norm(x, "nuc"),
-    "sum over a dimension": lambda x: x.sum(1), "square": torch.square, "mean of all": torch.mean, "smoothed": lambda x: x.log_softmax(-1).mean(),
+    "bicubic": lambda x: UP(x[None, None], scale_factor=2, mode="bicubic"),
+    "trilinear": lambda x: UP(x[None, None, None], scale_factor=2, mode="trilinear"),
+    "vector_norm": torch.linalg.vector_norm,
+    "matrix_norm": torch.linalg.matrix_norm,
+    "nuclear": lambda x: torch.linalg.matrix_norm(x, "nuc"),
+    "sum over a dimension": lambda x: x.sum(1),
+    "square": torch.square,
+    "mean of all": torch.mean,
+    "smoothed": lambda x: x.log_softmax(-1).mean(),
 }
-HALF = {"linear": lambda x: functional.linear(x, ONES), "matmul": lambda x: x @ x.T, "add": lambda x: x + x, "relu": torch.relu, "gelu": functional.gelu,
-        "mean of rows": lambda x: x.mean(1), "sigmoid": torch.sigmoid, "sum that names its dtype": lambda x: x.sum(dtype=torch.bfloat16),
-        "scatter_add": lambda x: x.scatter_add(0, torch.zeros(4, 8, dtype=torch.long), x), "dot": lambda x: torch.dot(x[0], x[1]),
-        "softmax that names its dtype": lambda x: x.softmax(-1, torch.bfloat16)}
+HALF = {
+    "linear": lambda x: functional.linear(x, ONES),
+    "matmul": lambda x: x @ x.T,
+    "add": lambda x: x + x,
+    "relu": torch.relu,
+    "gelu": functional.gelu,
+    "mean of rows": lambda x: x.mean(1),
+    "sigmoid": torch.sigmoid,
+    "sum that names its dtype": lambda x: x.sum(dtype=torch.bfloat16),
+    "scatter_add": lambda x: x.scatter_add(0, torch.zeros(4, 8, dtype=torch.long), x),
+    "dot": lambda x: torch.dot(x[0], x[1]),
+    "softmax that names its dtype": lambda x: x.softmax(-1, torch.bfloat16),
+}
 
 
 class Calls(torch.nn.Module):
@@ -118,9 +174,15 @@ def test_the_lists_are_those_of_this_torch():
 
     def listed(macro):
         body = re.search(rf"#define {macro}\(_\)(.*?[^\\])\n", text, re.S).group(1)
-        return {".".join(filter(None, found)) for found in re.findall(r"_\((\w+)(?:, (\w+))?\)", body)} | set(re.findall(r'"([\w.]+)"', body))
+        return {".".join(filter(None, found)) for found in re.findall(r"_\((\w+)(?:, (\w+))?\)", body)} | set(
+            re.findall(r'"([\w.]+)"', body)
+        )
 
-    theirs = listed("AT_FORALL_FP32") | listed("AT_FORALL_FP32_SET_OPT_DTYPE") | (listed("AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE") - {"norm"})
+    theirs = (
+        listed("AT_FORALL_FP32")
+        | listed("AT_FORALL_FP32_SET_OPT_DTYPE")
+        | (listed("AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE") - {"norm"})
+    )
     assert len(theirs) > 60
     assert theirs <= set(FLOAT32)
     assert listed("AT_FORALL_PROMOTE") <= set(WIDEST)
@@ -133,7 +195,9 @@ def operators():
 
 
 def registered():
-    return {op.name() for op in operators() if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.AutocastCPU)}
+    return {
+        op.name() for op in operators() if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.AutocastCPU)
+    }
 
 
 def dtype_of_softmax():
@@ -156,17 +220,26 @@ def test_undone_it_leaves_no_kernel_behind():
         assert dtype_of_softmax() is torch.bfloat16
 
 
-@given(st.lists(st.sampled_from(sorted([*DOCUMENTED, *FURTHER])), min_size=1, max_size=4, unique=True), st.sampled_from(["float32", "bfloat16"]),
-       st.booleans())
+@given(
+    st.lists(st.sampled_from(sorted([*DOCUMENTED, *FURTHER])), min_size=1, max_size=4, unique=True),
+    st.sampled_from(["float32", "bfloat16"]),
+    st.booleans(),
+)
 @settings(max_examples=40, deadline=None)
 def test_where_autocast_is_off_nothing_changes(names, dtype, around):
     """The bits and dtypes are the same with and without the kernels, also in a part of the model that
     switches autocast off.
     """
+
     def outputs(x):
         with torch.autocast("cpu", torch.bfloat16, enabled=around), torch.autocast("cpu", enabled=False):
             return [_result(function, x) for function in functions]
-    functions, x, ledger = [{**DOCUMENTED, **FURTHER}[name] for name in names], torch.linspace(0.1, 0.9, 32).view(4, 8).to(getattr(torch, dtype)), Ledger()
+
+    functions, x, ledger = (
+        [{**DOCUMENTED, **FURTHER}[name] for name in names],
+        torch.linspace(0.1, 0.9, 32).view(4, 8).to(getattr(torch, dtype)),
+        Ledger(),
+    )
     plain = outputs(x)
     keep_float32(torch, "cpu", ledger)
     try:
@@ -189,7 +262,10 @@ class Task(torch.nn.Module):
 
     def __init__(self, loss="smoothed"):
         super().__init__()
-        self.body, self.head = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.ReLU()), torch.nn.Linear(16, 5)
+        self.body, self.head = (
+            torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.ReLU()),
+            torch.nn.Linear(16, 5),
+        )
         self.loss, self.logits, self.kept = getattr(self, loss), None, False
 
     def smoothed(self, logits, y):
@@ -229,8 +305,12 @@ def test_a_loss_that_the_model_computes_by_hand_has_all_bits_of_float32(program,
 
 def test_other_dtypes_stay(program):
     index = torch.zeros(4, 8, dtype=torch.long)
-    for function, dtype in ((lambda x: torch.arange(8).sum(), torch.int64), (lambda x: torch.arange(8) ** torch.arange(8), torch.int64),
-                            (lambda x: x.double().exp(), torch.float64), (lambda x: x.double().scatter_add(0, index, x.double()), torch.float64)):
+    for function, dtype in (
+        (lambda x: torch.arange(8).sum(), torch.int64),
+        (lambda x: torch.arange(8) ** torch.arange(8), torch.int64),
+        (lambda x: x.double().exp(), torch.float64),
+        (lambda x: x.double().scatter_add(0, index, x.double()), torch.float64),
+    ):
         module = Calls(function)
         ledger = live(program, module)
         module(torch.randn(4, 8))
@@ -241,9 +321,15 @@ def test_other_dtypes_stay(program):
 def test_float32_may_be_mixed_with_half_precision(program):
     """Operators that expect one dtype then compute in float32, as on CUDA."""
     index, at = torch.zeros(4, 8, dtype=torch.long), torch.arange(4)
-    for function in (lambda x: x.scatter_add(0, index, x.softmax(-1)), lambda x: x.index_put((at,), x.exp()), lambda x: torch.dot(x[0], x.exp()[0]),
-                     lambda x: torch.cross(x[:, :3], x.exp()[:, :3], dim=1), lambda x: torch.tensordot(x, x.exp(), 2),
-                     lambda x: functional.bilinear(x, x.exp(), torch.ones(1, 8, 8)), lambda x: torch.addcmul(x, x, x.exp())):
+    for function in (
+        lambda x: x.scatter_add(0, index, x.softmax(-1)),
+        lambda x: x.index_put((at,), x.exp()),
+        lambda x: torch.dot(x[0], x.exp()[0]),
+        lambda x: torch.cross(x[:, :3], x.exp()[:, :3], dim=1),
+        lambda x: torch.tensordot(x, x.exp(), 2),
+        lambda x: functional.bilinear(x, x.exp(), torch.ones(1, 8, 8)),
+        lambda x: torch.addcmul(x, x, x.exp()),
+    ):
         module = Calls(function)
         ledger = live(program, module)
         module(torch.randn(4, 8))
@@ -276,8 +362,12 @@ def test_a_checkpoint_computes_the_same_again(program, reentrant):
 def test_scripts_and_transforms_of_functions(program):
     """TorchScript and torch.func have their own ways to call operators."""
     scripted = torch.jit.script(Normalised())
-    for function in (scripted, lambda x: torch.func.vmap(torch.exp)(x), lambda x: torch.func.jvp(torch.log, (x,), (x,))[0],
-                     lambda x: torch.func.grad_and_value(lambda z: z.log_softmax(-1).sum())(x)[1]):
+    for function in (
+        scripted,
+        lambda x: torch.func.vmap(torch.exp)(x),
+        lambda x: torch.func.jvp(torch.log, (x,), (x,))[0],
+        lambda x: torch.func.grad_and_value(lambda z: z.log_softmax(-1).sum())(x)[1],
+    ):
         module = Calls(function)
         ledger = live(program, module)
         [module(torch.randn(4, 8)) for _ in range(3)]  # the script is optimised on the way
@@ -314,7 +404,9 @@ class Halves(torch.utils.data.Dataset):
 
 def test_loader_workers_are_left_alone(program):
     ledger = live(program, Task())
-    assert list(torch.utils.data.DataLoader(Halves(), num_workers=1, batch_size=None)) == ["torch.bfloat16"] * 2
+    assert (
+        list(torch.utils.data.DataLoader(Halves(), num_workers=1, batch_size=None)) == ["torch.bfloat16"] * 2
+    )
     ledger.restore()
 
 

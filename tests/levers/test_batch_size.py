@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
@@ -52,7 +61,11 @@ def sizes(loader):
 def test_one_loader_gets_it_and_the_others_stay(context):
     """The second of three loaders; made again for another epoch it is the same one."""
     LEVER.apply(context, {"size": 16, "loader": 1}, Ledger())
-    first, train, test = DataLoader(TEST, 5), DataLoader(TRAIN, 4, shuffle=True, drop_last=True), DataLoader(TEST, 4)
+    first, train, test = (
+        DataLoader(TEST, 5),
+        DataLoader(TRAIN, 4, shuffle=True, drop_last=True),
+        DataLoader(TEST, 4),
+    )
     assert (sizes(first)[0], sizes(train), sizes(test)[0]) == (5, [16, 16], 4)
     assert sizes(DataLoader(TRAIN, 4, shuffle=True, drop_last=True)) == [16, 16]
     assert sizes(DataLoader(TRAIN, 4)) == [4] * 10  # no shuffling, so it is another loader
@@ -60,10 +73,17 @@ def test_one_loader_gets_it_and_the_others_stay(context):
     assert context.reports == []
 
 
-@pytest.mark.parametrize("arguments", [
-    {"batch_size": 4}, {}, {"batch_size": 4, "sampler": DistributedSampler(TRAIN, 1, 0, shuffle=False)}, {"batch_size": 4, "sampler": list(range(40))},
-    {"batch_sampler": BatchSampler(SequentialSampler(TRAIN), 4, drop_last=False)},
-], ids=["given", "not given", "ranks", "list", "batches"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"batch_size": 4},
+        {},
+        {"batch_size": 4, "sampler": DistributedSampler(TRAIN, 1, 0, shuffle=False)},
+        {"batch_size": 4, "sampler": list(range(40))},
+        {"batch_sampler": BatchSampler(SequentialSampler(TRAIN), 4, drop_last=False)},
+    ],
+    ids=["given", "not given", "ranks", "list", "batches"],
+)
 def test_the_order_stays(context, arguments):
     LEVER.apply(context, {"size": 16}, Ledger())
     found = list(DataLoader(TRAIN, **arguments))
@@ -84,12 +104,17 @@ def test_a_stream_is_batched_by_the_loader(context):
     assert sizes(DataLoader(Stream(), batch_size=4)) == [16, 16, 8]
 
 
-@pytest.mark.parametrize(("data", "arguments", "why"), [
-    (TRAIN, {"batch_size": 4, "sampler": Own()}, OWN_SAMPLER.format(name="Own")),
-    (TRAIN, {"batch_sampler": BatchSampler(Own(), 4, False)}, OWN_SAMPLER.format(name="Own")),
-    (TRAIN, {"batch_sampler": [[0, 1], [2]] * 20}, OWN_BATCHES.format(name="list")), (TRAIN, {"batch_size": None}, BATCHES_ITSELF),
-    (Stream(), {"batch_size": None}, BATCHES_ITSELF),
-], ids=["sampler", "inside", "list", "none", "stream"])
+@pytest.mark.parametrize(
+    ("data", "arguments", "why"),
+    [
+        (TRAIN, {"batch_size": 4, "sampler": Own()}, OWN_SAMPLER.format(name="Own")),
+        (TRAIN, {"batch_sampler": BatchSampler(Own(), 4, False)}, OWN_SAMPLER.format(name="Own")),
+        (TRAIN, {"batch_sampler": [[0, 1], [2]] * 20}, OWN_BATCHES.format(name="list")),
+        (TRAIN, {"batch_size": None}, BATCHES_ITSELF),
+        (Stream(), {"batch_size": None}, BATCHES_ITSELF),
+    ],
+    ids=["sampler", "inside", "list", "none", "stream"],
+)
 def test_loaders_that_cannot_change_their_size_say_why(context, data, arguments, why):
     LEVER.apply(context, {"size": 16}, Ledger())
     loader = DataLoader(data, **arguments)
@@ -122,7 +147,20 @@ def test_the_loader_that_trains_is_known(context):
     assert isinstance(LEVER.applies(Facts(), context), Options)
 
 
-@pytest.mark.parametrize("value", [16, True, {}, {"size": 0}, {"size": 2.0}, {"size": True}, {"size": 8, "loader": -1}, {"size": 8, "workers": 1}], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [
+        16,
+        True,
+        {},
+        {"size": 0},
+        {"size": 2.0},
+        {"size": True},
+        {"size": 8, "loader": -1},
+        {"size": 8, "workers": 1},
+    ],
+    ids=str,
+)
 def test_an_invalid_value_is_rejected(context, value):
     with pytest.raises(TypeError, match="size"):
         LEVER.apply(context, value, Ledger())

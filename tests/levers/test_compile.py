@@ -17,7 +17,10 @@ from flatout.plan.lever import Options, Skip
 
 torch = pytest.importorskip("torch")
 
-needs_a_compiler = pytest.mark.skipif(not any(shutil.which(c) for c in ("c++", "g++", "clang++")), reason="not run: there is no C++ compiler here")
+needs_a_compiler = pytest.mark.skipif(
+    not any(shutil.which(c) for c in ("c++", "g++", "clang++")),
+    reason="not run: there is no C++ compiler here",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +51,11 @@ def test_it_trains_as_the_plain_model(program):
     assert type(live.model) is torch.nn.Sequential
     live.model.eval()
     with torch.no_grad():
-        assert torch.allclose(live.model(torch.ones(2, 3, 12, 12)), copy.deepcopy(live.model)(torch.ones(2, 3, 12, 12)), atol=1e-5)
+        assert torch.allclose(
+            live.model(torch.ones(2, 3, 12, 12)),
+            copy.deepcopy(live.model)(torch.ones(2, 3, 12, 12)),
+            atol=1e-5,
+        )
     live.model.train()
     undo()
     before = torch._dynamo.utils.counters["frames"]["total"]
@@ -116,6 +123,7 @@ def test_the_inductor_uses_the_plain_random_numbers_while_it_is_on(program):
 @pytest.mark.timeout(280)
 def test_the_cache_does_not_return_graphs_of_another_policy():
     """AOTAutograd keeps graphs on disk, keyed by their form before autocast."""
+
     def rows(x):
         with torch.autocast("cpu", torch.bfloat16):
             return (x @ x).softmax(-1)
@@ -144,9 +152,14 @@ def test_a_shorter_last_batch_leaves_the_graph_of_whole_batches_alone(program, m
         def run(*args):
             calls.append(mine)
             return graph(*args)
+
         return run
 
-    monkeypatch.setattr(torch, "compile", lambda forward, mode=None, dynamic=None: really(forward, backend=counting, dynamic=dynamic))
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda forward, mode=None, dynamic=None: really(forward, backend=counting, dynamic=dynamic),
+    )
     undo = LEVER.apply(live.context, "default", Ledger())
     live.model.eval()
     for size in (8, 8, 5, 8, 3, 8):
@@ -172,7 +185,11 @@ def test_a_program_that_starts_under_it_compiles_once(monkeypatch):
             if context.steps == 1:
                 LEVER.apply(context, "default", context.ledger)
 
-    monkeypatch.setattr(torch, "compile", lambda forward, mode=None, dynamic=None: really(forward, backend=counting, dynamic=dynamic))
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda forward, mode=None, dynamic=None: really(forward, backend=counting, dynamic=dynamic),
+    )
     context = TrainingContext(torch, FromTheFirstStep(), Ledger())
     context.install()
     try:

@@ -28,8 +28,18 @@ for step in range(20):
 def test_the_flag_is_set_before_the_first_step(tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
     (tmp_path / "plan.toml").write_text("schema = 1\n\n[levers.cudnn_benchmark]\nvalue = true\n")
-    for environment, said in (({"LD_LIBRARY_PATH": str(made(tmp_path))}, "first step: True"), ({}, "first step: False")):
-        ran = subprocess.run([sys.executable, "-m", "flatout", "run", "--plan", "plan.toml", sys.executable, "train.py"], cwd=tmp_path, capture_output=True,
-                             text=True, timeout=50, check=True, env={**os.environ, **environment})
+    for environment, said in (
+        ({"LD_LIBRARY_PATH": str(made(tmp_path))}, "first step: True"),
+        ({}, "first step: False"),
+    ):
+        ran = subprocess.run(
+            [sys.executable, "-m", "flatout", "run", "--plan", "plan.toml", sys.executable, "train.py"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=True,
+            env={**os.environ, **environment},
+        )
         assert said in ran.stdout
     assert "no CUDA device was found on this machine" in ran.stderr

@@ -13,7 +13,21 @@ import torch
 
 pytest.importorskip("torchvision")
 
-from feeding import AT_ONCE, BATCHED, LAZILY, LEVER, Images, augmented, charts, difference, epochs, fixed, run, same_as_plain, workers
+from feeding import (
+    AT_ONCE,
+    BATCHED,
+    LAZILY,
+    LEVER,
+    Images,
+    augmented,
+    charts,
+    difference,
+    epochs,
+    fixed,
+    run,
+    same_as_plain,
+    workers,
+)
 from torch.utils.data import DataLoader, get_worker_info
 from torchvision import transforms as v1
 from torchvision import tv_tensors
@@ -40,14 +54,28 @@ class Drawing(Images):
     def __getitem__(self, index):
         import random
 
-        return self.transform(self.images[index]), random.random(), np.random.rand(), torch.rand(1).item(), self.generator.random()
+        return (
+            self.transform(self.images[index]),
+            random.random(),
+            np.random.rand(),
+            torch.rand(1).item(),
+            self.generator.random(),
+        )
 
 
 # -- workers -------------------------------------------------------------------------------------------------------------
 
 
 @quiet
-@pytest.mark.parametrize("arguments", [{"num_workers": 1}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3}], ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"num_workers": 1},
+        {"num_workers": 2},
+        {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("levers", [(BATCHED,), (BATCHED, LAZILY)], ids=["batched", "batched lazily"])
 def test_in_the_scripts_workers(arguments, levers):
     assert same_as_plain(lambda: epochs(Images(augmented()), pin_memory=True, **arguments), *levers) == []
@@ -71,6 +99,7 @@ def test_a_last_batch_that_is_short_and_workers_that_have_none():
 
 def test_workers_that_are_spawned():
     """The whole feed is pickled; what the data set itself excludes from pickling stays excluded."""
+
     def program(start):
         return epochs(Locked(augmented()), 1, num_workers=2, multiprocessing_context=start, batch_size=6)
 
@@ -96,7 +125,9 @@ class Opened(Images):
     offset = 0.5
 
     def __getitem__(self, index):
-        return self.transform(self.images[index]), index + (self.offset if index == 14 else 0.5)  # not in a worker's first batch
+        return self.transform(self.images[index]), index + (
+            self.offset if index == 14 else 0.5
+        )  # not in a worker's first batch
 
 
 def open_in_worker(worker):
@@ -108,10 +139,17 @@ def open_in_worker(worker):
     dataset.offset = 100.0 * (worker + 1)
 
 
-@pytest.mark.parametrize("levers", [(BATCHED,), (LAZILY,), (BATCHED, AT_ONCE), (workers(0),)], ids=["batched", "lazily", "batched at once", "no workers"])
+@pytest.mark.parametrize(
+    "levers",
+    [(BATCHED,), (LAZILY,), (BATCHED, AT_ONCE), (workers(0),)],
+    ids=["batched", "lazily", "batched at once", "no workers"],
+)
 @pytest.mark.parametrize("pipeline", [augmented, fixed])
 def test_an_init_function_of_workers_has_the_data_set_itself(pipeline, levers):
-    same_as_plain(lambda: epochs(Opened(pipeline()), num_workers=2, worker_init_fn=open_in_worker, shuffle=False), *levers)
+    same_as_plain(
+        lambda: epochs(Opened(pipeline()), num_workers=2, worker_init_fn=open_in_worker, shuffle=False),
+        *levers,
+    )
 
 
 class Failing(Images):
@@ -121,13 +159,19 @@ class Failing(Images):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("levers", [(BATCHED,), (LAZILY,), (workers(1),), (workers(0),)], ids=["batched", "lazily", "one worker", "no workers"])
+@pytest.mark.parametrize(
+    "levers",
+    [(BATCHED,), (LAZILY,), (workers(1),), (workers(0),)],
+    ids=["batched", "lazily", "one worker", "no workers"],
+)
 def test_an_exception_in_a_worker(levers):
     def program():
         try:
             epochs(Failing(fixed()), num_workers=2)
         except KeyError as error:
-            traceback.clear_frames(error.__traceback__)  # torch's exception holds its loader, whose workers would outlive the test
+            traceback.clear_frames(
+                error.__traceback__
+            )  # torch's exception holds its loader, whose workers would outlive the test
             return "sample 13 is broken" in str(error), error.__context__
         return None
 
@@ -149,24 +193,63 @@ def test_a_loop_over_workers_that_is_left_early():
 # -- sources of images -----------------------------------------------------------------------------------------------------
 
 BYTES = torch.stack([torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1) for image in charts()])
-SCALED = v2.Compose([v2.RandomCrop(9), v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.25] * 3)])
+SCALED = v2.Compose(
+    [
+        v2.RandomCrop(9),
+        v2.RandomHorizontalFlip(),
+        v2.ToDtype(torch.float32, scale=True),
+        v2.Normalize([0.5] * 3, [0.25] * 3),
+    ]
+)
 SOURCES = {
-    "arrays": (np.stack([np.asarray(image) for image in charts()]), v1.Compose([v1.ToTensor(), v1.RandomCrop(9), v1.Normalize([0.5] * 3, [0.25] * 3)])),
-    "gray arrays": (np.stack([np.asarray(image.convert("L")) for image in charts()]), v1.Compose([v1.ToTensor(), v1.RandomHorizontalFlip()])),
-    "bytes": (BYTES, SCALED), "channels last": (BYTES.contiguous(memory_format=torch.channels_last), SCALED), "floats": (BYTES / 255, v1.Compose([
-        v1.RandomCrop(9), v1.Normalize([0.5] * 3, [0.25] * 3)])),
-    "tv": ([tv_tensors.Image(image) for image in BYTES], SCALED), "halves": ((BYTES / 255).half(), v1.RandomVerticalFlip()),
-    "to image": (charts(), v2.Compose([v2.RandomCrop(9), v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.25] * 3)])),
+    "arrays": (
+        np.stack([np.asarray(image) for image in charts()]),
+        v1.Compose([v1.ToTensor(), v1.RandomCrop(9), v1.Normalize([0.5] * 3, [0.25] * 3)]),
+    ),
+    "gray arrays": (
+        np.stack([np.asarray(image.convert("L")) for image in charts()]),
+        v1.Compose([v1.ToTensor(), v1.RandomHorizontalFlip()]),
+    ),
+    "bytes": (BYTES, SCALED),
+    "channels last": (BYTES.contiguous(memory_format=torch.channels_last), SCALED),
+    "floats": (BYTES / 255, v1.Compose([v1.RandomCrop(9), v1.Normalize([0.5] * 3, [0.25] * 3)])),
+    "tv": ([tv_tensors.Image(image) for image in BYTES], SCALED),
+    "halves": ((BYTES / 255).half(), v1.RandomVerticalFlip()),
+    "to image": (
+        charts(),
+        v2.Compose(
+            [
+                v2.RandomCrop(9),
+                v2.ToImage(),
+                v2.ToDtype(torch.float32, scale=True),
+                v2.Normalize([0.5] * 3, [0.25] * 3),
+            ]
+        ),
+    ),
     "images of bytes": (charts(), v2.Compose([v2.PILToTensor(), v2.RandomHorizontalFlip()])),
-    "flattened": (charts(), v1.Compose([v1.ToTensor(), v1.Lambda(torch.flatten)])), "single": (charts(), v1.ToTensor()),
+    "flattened": (charts(), v1.Compose([v1.ToTensor(), v1.Lambda(torch.flatten)])),
+    "single": (charts(), v1.ToTensor()),
     "augmented elsewhere": (charts(), v1.Compose([v1.AutoAugment(), v1.RandomCrop(9), v1.ToTensor()])),
-    "several from one": (charts(24, 20, 20), v1.Compose([v1.FiveCrop(8), v1.Lambda(lambda crops: torch.stack([v1.ToTensor()(crop) for crop in crops]))])),
-    "unknown between": (charts(), v1.Compose([v1.RandomHorizontalFlip(), v1.GaussianBlur(3), v1.RandomCrop(9), v1.ToTensor()])),
-    "unknown last": (charts(), v1.Compose([v1.RandomHorizontalFlip(), v1.ToTensor(), v1.RandomPerspective(0.4, 1.0)])),
+    "several from one": (
+        charts(24, 20, 20),
+        v1.Compose(
+            [v1.FiveCrop(8), v1.Lambda(lambda crops: torch.stack([v1.ToTensor()(crop) for crop in crops]))]
+        ),
+    ),
+    "unknown between": (
+        charts(),
+        v1.Compose([v1.RandomHorizontalFlip(), v1.GaussianBlur(3), v1.RandomCrop(9), v1.ToTensor()]),
+    ),
+    "unknown last": (
+        charts(),
+        v1.Compose([v1.RandomHorizontalFlip(), v1.ToTensor(), v1.RandomPerspective(0.4, 1.0)]),
+    ),
 }
 
 
-@pytest.mark.parametrize("levers", [(BATCHED,), (LAZILY,), (BATCHED, AT_ONCE)], ids=["batched", "lazily", "batched at once"])
+@pytest.mark.parametrize(
+    "levers", [(BATCHED,), (LAZILY,), (BATCHED, AT_ONCE)], ids=["batched", "lazily", "batched at once"]
+)
 @pytest.mark.parametrize("source", SOURCES)
 def test_all_sources_of_images(source, levers):
     images, transform = SOURCES[source]
@@ -226,17 +309,46 @@ class Stream(torch.utils.data.IterableDataset):
 fixed_one = v1.ToTensor()
 
 
-@pytest.mark.parametrize(("name", "make", "arguments", "says"), [
-    ("batched_transforms", lambda: Images(fixed()), {"batch_size": None}, "makes its batches itself"),
-    ("cached_prefix", lambda: Images(fixed()), {"batch_size": None}, "makes its batches itself"),
-    ("cached_prefix", Stream, {}, "IterableDataset"),
-    ("batched_transforms", lambda: [(torch.ones(2), 1)] * 20, {}, "calls no transform object of torchvision"),
-    ("batched_transforms", lambda: Images(lambda image: v1.functional.to_tensor(image)), {}, "functional calls are not followed"),
-    ("batched_transforms", lambda: Images(lambda image: v1.Compose([v1.ToTensor()])(image)), {}, "recreates its transforms for each sample"),
-    ("batched_transforms", lambda: Images(lambda image: fixed_one(image) * 2), {}, "looks at the images that ToTensor returns"),
-    ("batched_transforms", lambda: Images(v1.Compose([v1.ToTensor(), v1.RandomPerspective(0.4)])), {}, "RandomPerspective"),
-    ("cached_prefix", lambda: Drawing(augmented()), {}, "draws random numbers"),
-], ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("name", "make", "arguments", "says"),
+    [
+        ("batched_transforms", lambda: Images(fixed()), {"batch_size": None}, "makes its batches itself"),
+        ("cached_prefix", lambda: Images(fixed()), {"batch_size": None}, "makes its batches itself"),
+        ("cached_prefix", Stream, {}, "IterableDataset"),
+        (
+            "batched_transforms",
+            lambda: [(torch.ones(2), 1)] * 20,
+            {},
+            "calls no transform object of torchvision",
+        ),
+        (
+            "batched_transforms",
+            lambda: Images(lambda image: v1.functional.to_tensor(image)),
+            {},
+            "functional calls are not followed",
+        ),
+        (
+            "batched_transforms",
+            lambda: Images(lambda image: v1.Compose([v1.ToTensor()])(image)),
+            {},
+            "recreates its transforms for each sample",
+        ),
+        (
+            "batched_transforms",
+            lambda: Images(lambda image: fixed_one(image) * 2),
+            {},
+            "looks at the images that ToTensor returns",
+        ),
+        (
+            "batched_transforms",
+            lambda: Images(v1.Compose([v1.ToTensor(), v1.RandomPerspective(0.4)])),
+            {},
+            "RandomPerspective",
+        ),
+        ("cached_prefix", lambda: Drawing(augmented()), {}, "draws random numbers"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_why_it_is_not_offered(seen, name, make, arguments, says):
     answer = LEVER[name].applies(FACTS, seen(make(), **arguments))
     assert says in answer.reason
@@ -247,12 +359,17 @@ def test_offered_values(seen):
     images = charts(24, 64, 64)
     answer = LEVER["batched_transforms"].applies(FACTS, seen(Images(augmented(), images)))
     assert answer == Options(("all",), effect=Effect.EXACT)
-    heavy = LEVER["batched_transforms"].applies(FACTS, seen(Images(v1.Compose([v1.Resize(20), v1.ToTensor()]), images)))
+    heavy = LEVER["batched_transforms"].applies(
+        FACTS, seen(Images(v1.Compose([v1.Resize(20), v1.ToTensor()]), images))
+    )
     assert heavy.values == ("all", "light")
     kept = LEVER["cached_prefix"].applies(FACTS, seen(Images(augmented(), images)))
     assert kept.values == ({"mib": 1, "ahead": True}, {"mib": 1})
     small = Facts(cores=2, memory_bytes=2**22, system="Linux")
-    assert LEVER["cached_prefix"].applies(small, seen(Images(augmented(), images))).values[0] == {"mib": 1, "ahead": True}
+    assert LEVER["cached_prefix"].applies(small, seen(Images(augmented(), images))).values[0] == {
+        "mib": 1,
+        "ahead": True,
+    }
 
 
 @pytest.mark.parametrize("value", [True, "everything", 3, {}])
@@ -266,6 +383,7 @@ def test_an_invalid_value_is_rejected(value):
 
 def test_all_loaders_together_keep_no_more_than_they_may():
     """The second of two loaders finds less memory, and its message says so."""
+
     def program():
         first, second = (Images(fixed(), charts(40, 64, 96)) for _ in range(2))
         return [*epochs(first, 1), *epochs(second, 1)]

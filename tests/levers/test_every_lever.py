@@ -25,41 +25,107 @@ from flatout.ranks.division import SplitSettings
 
 torch = pytest.importorskip("torch")
 
-SECTIONS = ["What it does", "Why it is faster", "When it does not help", "What it can change", "Evidence", "Sources"]
-BF16 = Facts(cpu="x", cores=4, cpu_flags=("avx2", "avx512_bf16", "amx_bf16"), system="Linux", allocators={"tcmalloc": "/lib/libtcmalloc.so.4", "glibc": "libc"})
+SECTIONS = [
+    "What it does",
+    "Why it is faster",
+    "When it does not help",
+    "What it can change",
+    "Evidence",
+    "Sources",
+]
+BF16 = Facts(
+    cpu="x",
+    cores=4,
+    cpu_flags=("avx2", "avx512_bf16", "amx_bf16"),
+    system="Linux",
+    allocators={"tcmalloc": "/lib/libtcmalloc.so.4", "glibc": "libc"},
+)
 OLD = Facts(cpu="x", cores=1, cpu_flags=("avx2",), system="Darwin")
 WITH_GPU = Facts(cores=8, system="Linux", gpus=(Gpu("H200", 2**37, (9, 0)),))
-SET = Facts(system="Linux", environment={"OMP_NUM_THREADS": "2", "LD_PRELOAD": "/x/libjemalloc.so", "PYTORCH_ALLOC_CONF": "x", "MALLOC_ARENA_MAX": "1"})
+SET = Facts(
+    system="Linux",
+    environment={
+        "OMP_NUM_THREADS": "2",
+        "LD_PRELOAD": "/x/libjemalloc.so",
+        "PYTORCH_ALLOC_CONF": "x",
+        "MALLOC_ARENA_MAX": "1",
+    },
+)
 
 # Every value that a lever may get on a CPU or a GPU; a new lever must be added here.
 VALUES = {
-    "allocator": [True], "malloc": ["tcmalloc", "glibc"], "threads": [1], "gc_pause": [True], "debug_off": [True],
-    "loader": [{"workers": 1}, {"workers": 0}, {"workers": 2, "pin": True, "prefetch": 4}, {"workers": 0, "pin": True}],
-    "tf32": [True], "cudnn_benchmark": [True],
-    "reduced_precision": [True], "channels_last": [True], "autocast": ["bfloat16", "float16"],
+    "allocator": [True],
+    "malloc": ["tcmalloc", "glibc"],
+    "threads": [1],
+    "gc_pause": [True],
+    "debug_off": [True],
+    "loader": [
+        {"workers": 1},
+        {"workers": 0},
+        {"workers": 2, "pin": True, "prefetch": 4},
+        {"workers": 0, "pin": True},
+    ],
+    "tf32": [True],
+    "cudnn_benchmark": [True],
+    "reduced_precision": [True],
+    "channels_last": [True],
+    "autocast": ["bfloat16", "float16"],
     "attention": [True],
-    "compile": ["default", "max-autotune-no-cudagraphs"], "fused_ops": [True], "fused_optimizer": ["fused", "foreach", "merged"],
-    "batched_transforms": ["all", "light"], "cached_prefix": [{"mib": 64}, {"mib": 64, "ahead": True}],
-    "resident_data": [{"mib": 64}, {"mib": 64, "host": True}], "device_prefetch": [2, 0],
-    "batch_size": [{"size": 4}, {"size": 16, "loader": 1}], "memory_budget": [0.5], "inplace": [True],
-    "graphs": [True], "recompute": [{"ops": "cheap"}, {"ops": "linear", "share": 0.5}], "offload": ["activations", "optimizer"], "optimizer_state": ["8bit"],
-    "data_parallel": [{"reduction": "mean"}], "sharding": [{"over": "node"}, {"over": "all"}],
+    "compile": ["default", "max-autotune-no-cudagraphs"],
+    "fused_ops": [True],
+    "fused_optimizer": ["fused", "foreach", "merged"],
+    "batched_transforms": ["all", "light"],
+    "cached_prefix": [{"mib": 64}, {"mib": 64, "ahead": True}],
+    "resident_data": [{"mib": 64}, {"mib": 64, "host": True}],
+    "device_prefetch": [2, 0],
+    "batch_size": [{"size": 4}, {"size": 16, "loader": 1}],
+    "memory_budget": [0.5],
+    "inplace": [True],
+    "graphs": [True],
+    "recompute": [{"ops": "cheap"}, {"ops": "linear", "share": 0.5}],
+    "offload": ["activations", "optimizer"],
+    "optimizer_state": ["8bit"],
+    "data_parallel": [{"reduction": "mean"}],
+    "sharding": [{"over": "node"}, {"over": "all"}],
     "local_sgd": [{"every": 8}, {"every": 4, "outer": "nesterov", "overlap": True, "warmup": 100}],
-    "comm_compression": ["bf16", "fp16", "powersgd", {"kind": "powersgd", "rank": 1, "after": 0}], "gradient_buckets": [1, "all"],
+    "comm_compression": ["bf16", "fp16", "powersgd", {"kind": "powersgd", "rank": 1, "after": 0}],
+    "gradient_buckets": [1, "all"],
     "ddp_flags": [{"gradient_as_bucket_view": True, "broadcast_buffers": False}, {"static_graph": True}],
     "early_values": [True],
 }
-UNAVAILABLE = {"graphs": "not all on one CUDA device", "resident_data": "no CUDA device", "optimizer_state": "pip install"}  # here; the message of their apply
+UNAVAILABLE = {
+    "graphs": "not all on one CUDA device",
+    "resident_data": "no CUDA device",
+    "optimizer_state": "pip install",
+}  # here; the message of their apply
 ONE_PROCESS = "flatout started the program as one process"
-AMONG_RANKS = {"local_sgd": ONE_PROCESS, "comm_compression": ONE_PROCESS, "gradient_buckets": ONE_PROCESS,  # these act where ranks communicate (tests/ranks)
-               "ddp_flags": "trains no torch.nn.parallel.DistributedDataParallel"}
+AMONG_RANKS = {
+    "local_sgd": ONE_PROCESS,
+    "comm_compression": ONE_PROCESS,
+    "gradient_buckets": ONE_PROCESS,  # these act where ranks communicate (tests/ranks)
+    "ddp_flags": "trains no torch.nn.parallel.DistributedDataParallel",
+}
 BY_NAME = {lever.name: lever for lever in TABLE}
-BY_NAME_ONLY = {"batch_size", "optimizer_state", "local_sgd"}  # these change the maths, so the tuner never uses them
+BY_NAME_ONLY = {
+    "batch_size",
+    "optimizer_state",
+    "local_sgd",
+}  # these change the maths, so the tuner never uses them
 IN_PROCESS = [lever for lever in TABLE if lever.moment is not Moment.PROCESS]
-CASES = [pytest.param(lever, value, id=f"{lever.name}-{value}") for lever in IN_PROCESS if lever.name not in AMONG_RANKS for value in VALUES[lever.name]]
+CASES = [
+    pytest.param(lever, value, id=f"{lever.name}-{value}")
+    for lever in IN_PROCESS
+    if lever.name not in AMONG_RANKS
+    for value in VALUES[lever.name]
+]
 
-LIVE_HERE = [case for case in CASES if case.values[0].live and case.values[0].name != "compile"
-             and (torch.cuda.is_available() or case.values[0].name not in UNAVAILABLE)]
+LIVE_HERE = [
+    case
+    for case in CASES
+    if case.values[0].live
+    and case.values[0].name != "compile"
+    and (torch.cuda.is_available() or case.values[0].name not in UNAVAILABLE)
+]
 
 
 def as_a_rank(lever: Lever, monkeypatch, context) -> None:
@@ -67,14 +133,23 @@ def as_a_rank(lever: Lever, monkeypatch, context) -> None:
     forward pass.
     """
     if lever.name in ("data_parallel", "sharding"):
-        for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2"), ("MEETING", "file:///nowhere")):
+        for name, value in (
+            ("RANK", "0"),
+            ("LOCAL_RANK", "0"),
+            ("WORLD_SIZE", "2"),
+            ("LOCAL_WORLD_SIZE", "2"),
+            ("MEETING", "file:///nowhere"),
+        ):
             monkeypatch.setenv(f"FLATOUT_{name}", value)
     if lever.name == "sharding":
         context.divided = DataParallelScript(torch, context, standing(), SplitSettings(), Ledger())
 
 
 def test_the_table_names_every_lever_once():
-    files = {path.stem for path in (Path(flatout.__file__).parent / "levers").glob("*.py")} - {"__init__", "autocast_policy"}
+    files = {path.stem for path in (Path(flatout.__file__).parent / "levers").glob("*.py")} - {
+        "__init__",
+        "autocast_policy",
+    }
     assert {lever.name for lever in TABLE} == files == set(VALUES)
     assert len(BY_NAME) == len(TABLE)
 
@@ -185,16 +260,29 @@ def test_asking_changes_nothing(program, lever):
     ("name", "facts", "context", "says"),
     [
         ("allocator", OLD, nothing, "no CUDA device"),
-        ("allocator", Facts(gpus=WITH_GPU.gpus, environment=SET.environment), nothing, "sets PYTORCH_ALLOC_CONF already"),
-        ("malloc", OLD, nothing, "replaces allocators on Linux only"), ("malloc", SET, nothing, "names the allocator libjemalloc.so"),
-        ("malloc", Facts(system="Linux", environment={"GLIBC_TUNABLES": "glibc.malloc.check=1"}), nothing, "sets GLIBC_TUNABLES"),
+        (
+            "allocator",
+            Facts(gpus=WITH_GPU.gpus, environment=SET.environment),
+            nothing,
+            "sets PYTORCH_ALLOC_CONF already",
+        ),
+        ("malloc", OLD, nothing, "replaces allocators on Linux only"),
+        ("malloc", SET, nothing, "names the allocator libjemalloc.so"),
+        (
+            "malloc",
+            Facts(system="Linux", environment={"GLIBC_TUNABLES": "glibc.malloc.check=1"}),
+            nothing,
+            "sets GLIBC_TUNABLES",
+        ),
         ("malloc", Facts(system="Linux"), nothing, "no other"),
         ("threads", SET, convolutions, "OMP_NUM_THREADS=2"),
         ("debug_off", OLD, convolutions, "anomaly detection is off"),
         ("tf32", WITH_GPU, convolutions, "no parameter of the program is on a CUDA device"),
         ("cudnn_benchmark", WITH_GPU, convolutions, "no parameter of the program is on a CUDA device"),
-        ("reduced_precision", OLD, convolutions, "neither AMX-BF16 nor AVX512-BF16"), ("autocast", OLD, convolutions, "no bfloat16 instructions"),
-        ("autocast", BF16, in_float64, "not float32"), ("channels_last", BF16, sgd_on_vectors, "nn.Conv2d"),
+        ("reduced_precision", OLD, convolutions, "neither AMX-BF16 nor AVX512-BF16"),
+        ("autocast", OLD, convolutions, "no bfloat16 instructions"),
+        ("autocast", BF16, in_float64, "not float32"),
+        ("channels_last", BF16, sgd_on_vectors, "nn.Conv2d"),
     ],
 )
 def test_reasons(program, name, facts, context, says):
@@ -204,11 +292,17 @@ def test_reasons(program, name, facts, context, says):
 
 
 def test_process_levers_name_their_variables():
-    assert BY_NAME["allocator"].environment(WITH_GPU, True) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert BY_NAME["allocator"].environment(WITH_GPU, True) == {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True"
+    }
     preload = BY_NAME["malloc"].environment(BF16, "tcmalloc")
     assert preload["LD_PRELOAD"] == "/lib/libtcmalloc.so.4"
-    assert all(isinstance(v, str) for v in {**preload, **BY_NAME["malloc"].environment(BF16, "glibc")}.values())
-    both = BY_NAME["malloc"].environment(Facts(allocators=BF16.allocators, environment={"LD_PRELOAD": "/x/libother.so"}), "tcmalloc")
+    assert all(
+        isinstance(v, str) for v in {**preload, **BY_NAME["malloc"].environment(BF16, "glibc")}.values()
+    )
+    both = BY_NAME["malloc"].environment(
+        Facts(allocators=BF16.allocators, environment={"LD_PRELOAD": "/x/libother.so"}), "tcmalloc"
+    )
     assert both["LD_PRELOAD"] == "/lib/libtcmalloc.so.4:/x/libother.so"
     with pytest.raises(LookupError, match="jemalloc is not installed here"):
         BY_NAME["malloc"].environment(BF16, "jemalloc")
@@ -223,36 +317,96 @@ def everything(live):
     """
     backends = torch.backends
     parameters = list(live.model.parameters())
-    tensors = [*live.model.state_dict().values(), *(p.grad for p in parameters if p.grad is not None),
-               *(v for p in parameters for v in live.optimizer.state.get(p, {}).values() if isinstance(v, torch.Tensor))]
+    tensors = [
+        *live.model.state_dict().values(),
+        *(p.grad for p in parameters if p.grad is not None),
+        *(
+            v
+            for p in parameters
+            for v in live.optimizer.state.get(p, {}).values()
+            if isinstance(v, torch.Tensor)
+        ),
+    ]
     return {
-        "flags": [backends.cudnn.benchmark, backends.cudnn.deterministic, backends.cudnn.enabled, torch.get_float32_matmul_precision(),
-                  backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32, torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled(),
-                  torch.is_anomaly_check_nan_enabled(), torch.distributions.Distribution._validate_args, torch.get_num_threads(),
-                  torch.utils.deterministic.fill_uninitialized_memory],
-        "precision": [owner.fp32_precision for owner in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul,
-                                                         backends.mkldnn.conv, backends.mkldnn.rnn)],
-        "gc": [gc.isenabled(), gc.get_threshold(), len(gc.get_objects(generation=2)) > 100_000],  # fewer: the rest is frozen. Counting those takes 60 ms
+        "flags": [
+            backends.cudnn.benchmark,
+            backends.cudnn.deterministic,
+            backends.cudnn.enabled,
+            torch.get_float32_matmul_precision(),
+            backends.cuda.matmul.allow_tf32,
+            backends.cudnn.allow_tf32,
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_anomaly_enabled(),
+            torch.is_anomaly_check_nan_enabled(),
+            torch.distributions.Distribution._validate_args,
+            torch.get_num_threads(),
+            torch.utils.deterministic.fill_uninitialized_memory,
+        ],
+        "precision": [
+            owner.fp32_precision
+            for owner in (
+                backends.cuda.matmul,
+                backends.cudnn.conv,
+                backends.cudnn.rnn,
+                backends.mkldnn.matmul,
+                backends.mkldnn.conv,
+                backends.mkldnn.rnn,
+            )
+        ],
+        "gc": [
+            gc.isenabled(),
+            gc.get_threshold(),
+            len(gc.get_objects(generation=2)) > 100_000,
+        ],  # fewer: the rest is frozen. Counting those takes 60 ms
         "inductor": importlib.import_module("torch._inductor.config").fallback_random,
-        "patches": [torch.Tensor.to, torch.Tensor.cuda, torch.optim.Optimizer.__init__, torch.utils.data.DataLoader.__init__, torch.autograd.backward],
+        "patches": [
+            torch.Tensor.to,
+            torch.Tensor.cuda,
+            torch.optim.Optimizer.__init__,
+            torch.utils.data.DataLoader.__init__,
+            torch.autograd.backward,
+        ],
         "random": torch.get_rng_state().tolist(),
         "autocast": [torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")],
-        "model": [type(live.model), sorted(vars(live.model)), list(live.model.state_dict()), [id(p) for p in parameters], live.model.training],
-        "hooks": [[len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks), m.forward.__qualname__] for m in live.model.modules()],
+        "model": [
+            type(live.model),
+            sorted(vars(live.model)),
+            list(live.model.state_dict()),
+            [id(p) for p in parameters],
+            live.model.training,
+        ],
+        "hooks": [
+            [len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks), m.forward.__qualname__]
+            for m in live.model.modules()
+        ],
         "parameter hooks": [len(p._backward_hooks or ()) for p in parameters],
         "layouts": [(t.dtype, tuple(t.shape), t.is_contiguous(), t.device) for t in tensors],
         "values": [t.tolist() for t in tensors],
-        "groups": [{k: v for k, v in group.items() if k != "params"} for group in live.optimizer.param_groups],
-        "optimizer": [type(live.optimizer), sorted(vars(live.optimizer)), live.optimizer.step.__qualname__, [list(s) for s in live.optimizer.state.values()]],
-        "loader": [live.loader.num_workers, live.loader.pin_memory, len(live.context._loaders.rules),
-                   len(live.context._loaders.feed_rules), len(live.context._loaders._feeds)],
+        "groups": [
+            {k: v for k, v in group.items() if k != "params"} for group in live.optimizer.param_groups
+        ],
+        "optimizer": [
+            type(live.optimizer),
+            sorted(vars(live.optimizer)),
+            live.optimizer.step.__qualname__,
+            [list(s) for s in live.optimizer.state.values()],
+        ],
+        "loader": [
+            live.loader.num_workers,
+            live.loader.pin_memory,
+            len(live.context._loaders.rules),
+            len(live.context._loaders.feed_rules),
+            len(live.context._loaders._feeds),
+        ],
     }
 
 
 @pytest.mark.parametrize("name", sorted(AMONG_RANKS))
 def test_levers_among_ranks_do_nothing_in_one_process(program, name):
     live, lever = program(), BY_NAME[name]
-    assert lever.needs == (() if name in ("ddp_flags", "comm_compression") else ("data_parallel",))  # those also act on a script's own ranks
+    assert lever.needs == (
+        () if name in ("ddp_flags", "comm_compression") else ("data_parallel",)
+    )  # those also act on a script's own ranks
     before = everything(live)
     for act in (lever.apply, lever.known_bad):
         with pytest.raises(LookupError, match=AMONG_RANKS[name]):
@@ -321,7 +475,9 @@ def test_a_model_saved_under_it_is_the_plain_model(program, lever, value, tmp_pa
     live.train()
     assert list(live.model.state_dict()) == keys
     torch.save(live.model, tmp_path / "model.pt")
-    torch.save({"model": live.model.state_dict(), "optimizer": live.optimizer.state_dict()}, tmp_path / "states.pt")
+    torch.save(
+        {"model": live.model.state_dict(), "optimizer": live.optimizer.state_dict()}, tmp_path / "states.pt"
+    )
     loaded, copied = torch.load(tmp_path / "model.pt", weights_only=False), copy.deepcopy(live.model)
     states = torch.load(tmp_path / "states.pt", weights_only=True)
     undo()
@@ -330,8 +486,14 @@ def test_a_model_saved_under_it_is_the_plain_model(program, lever, value, tmp_pa
     for other in (loaded, copied):
         assert "forward" not in vars(other)
         assert all(not m._forward_hooks and not m._forward_pre_hooks for m in other.modules())
-        assert all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), live.model.state_dict().values(), strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(states["model"].values(), live.model.state_dict().values(), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(other.state_dict().values(), live.model.state_dict().values(), strict=True)
+        )
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(states["model"].values(), live.model.state_dict().values(), strict=True)
+    )
     fresh = torch.optim.Adam(copied.parameters())
     fresh.load_state_dict(states["optimizer"])
     copied(torch.randn(2, 3, 12, 12)).sum().backward()
@@ -362,7 +524,10 @@ def test_exact_levers_give_bitwise_losses(program, name):
     undo()
     live.train(1)
     assert live.losses == plain.losses
-    assert all(torch.equal(a, b) for a, b in zip(live.model.state_dict().values(), plain.model.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(live.model.state_dict().values(), plain.model.state_dict().values(), strict=True)
+    )
 
 
 @pytest.mark.timeout(120)
@@ -390,8 +555,13 @@ def test_a_lever_failing_to_apply_leaves_nothing(program):
     for lever in IN_PROCESS:
         if lever.name in ("channels_last", "autocast", "compile"):
             before, ledger = everything(live), Ledger()
-            broken = SimpleNamespace(**{n: getattr(live.context, n) for n in ("torch", "parameters", "optimizers", "device_type")}, roots=[live.model, None])
-            broken.wrap_forward = lambda root, wrapper, ledger: live.context.wrap_forward(root, wrapper, ledger)
+            broken = SimpleNamespace(
+                **{n: getattr(live.context, n) for n in ("torch", "parameters", "optimizers", "device_type")},
+                roots=[live.model, None],
+            )
+            broken.wrap_forward = lambda root, wrapper, ledger: live.context.wrap_forward(
+                root, wrapper, ledger
+            )
             with pytest.raises(AttributeError):
                 lever.apply(broken, VALUES[lever.name][0], ledger)
             ledger.restore()

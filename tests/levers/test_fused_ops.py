@@ -28,14 +28,18 @@ class Tokens(torch.nn.Module):
     def __init__(self, vocabulary=50, width=16, tied=True):
         super().__init__()
         self.token = torch.nn.Embedding(vocabulary, width)
-        self.body = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU(), torch.nn.LayerNorm(width))
+        self.body = torch.nn.Sequential(
+            torch.nn.Linear(width, width), torch.nn.GELU(), torch.nn.LayerNorm(width)
+        )
         self.head = torch.nn.Linear(width, vocabulary, bias=not tied)
         if tied:
             self.head.weight = self.token.weight
 
     def forward(self, tokens, targets):
         logits = self.head(self.body(self.token(tokens)))
-        return logits, torch.nn.functional.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1)
+        return logits, torch.nn.functional.cross_entropy(
+            logits.view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1
+        )
 
 
 class Training:
@@ -50,7 +54,9 @@ class Training:
             self.context.install()
         torch.manual_seed(0)
         self.model = Tokens(**options)
-        self.optimizer = getattr(torch.optim, optimizer)(self.model.parameters(), lr=0.01) if optimizer else None
+        self.optimizer = (
+            getattr(torch.optim, optimizer)(self.model.parameters(), lr=0.01) if optimizer else None
+        )
         self.draw = torch.Generator().manual_seed(1)
 
     def steps(self, count, look=None):
@@ -112,7 +118,9 @@ def test_a_gradient_that_does_not_come_from_the_loss(training):
     live.steps(2)
     LEVER.apply(live.context, True, live.ledger)
     for _ in range(4):
-        live.model(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64))[0].square().mean().backward()
+        live.model(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64))[
+            0
+        ].square().mean().backward()
         live.optimizer.step()
     assert live.context.reports == []  # the loss inside the model was still replaced
 
@@ -120,7 +128,10 @@ def test_a_gradient_that_does_not_come_from_the_loss(training):
 def test_a_lever_that_did_nothing_says_so(training):
     other = training()
     other.steps(2)
-    other.model.forward = lambda tokens, targets: (None, other.model.head(other.model.body(other.model.token(tokens))).square().mean())
+    other.model.forward = lambda tokens, targets: (
+        None,
+        other.model.head(other.model.body(other.model.token(tokens))).square().mean(),
+    )
     LEVER.apply(other.context, True, other.ledger)
     other.steps(4)
     assert [name for name, _ in other.context.reports] == ["fused_ops"]
@@ -160,7 +171,9 @@ def test_hooks_that_come_later_see_the_logits(training):
     LEVER.apply(live.context, True, live.ledger)
     plain.steps(2)
     for name, which in (("plain", plain), ("live", live)):
-        which.model.head.register_forward_hook(lambda module, args, output, name=name: seen.__setitem__(name, output.float().mean().item()))
+        which.model.head.register_forward_hook(
+            lambda module, args, output, name=name: seen.__setitem__(name, output.float().mean().item())
+        )
         which.steps(1)
     assert seen["live"] == pytest.approx(seen["plain"], rel=1e-5)
 
@@ -188,9 +201,20 @@ class Blocks(torch.nn.Module):
     def __init__(self, vocabulary=50, width=16, layers=3):
         super().__init__()
         self.token, self.position = torch.nn.Embedding(vocabulary, width), torch.nn.Embedding(width, width)
-        self.parts = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList(
-            torch.nn.Sequential(torch.nn.LayerNorm(width), torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.Linear(2 * width, width))
-            for _ in range(layers)), "norm": torch.nn.LayerNorm(width)})
+        self.parts = torch.nn.ModuleDict(
+            {
+                "blocks": torch.nn.ModuleList(
+                    torch.nn.Sequential(
+                        torch.nn.LayerNorm(width),
+                        torch.nn.Linear(width, 2 * width),
+                        torch.nn.GELU(),
+                        torch.nn.Linear(2 * width, width),
+                    )
+                    for _ in range(layers)
+                ),
+                "norm": torch.nn.LayerNorm(width),
+            }
+        )
         self.head = torch.nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens, targets):
@@ -207,7 +231,11 @@ def test_layers_as_wide_as_an_embedding_of_positions_are_no_heads(training):
     live.context.introduce([live.model], [live.optimizer], [])
     before = deferred.COUNT[0]
     undo = LEVER.apply(live.context, True, Ledger())
-    assert [module for module in live.model.modules() if "forward" in vars(module)] == [live.model.head] == live.context.uncompiled
+    assert (
+        [module for module in live.model.modules() if "forward" in vars(module)]
+        == [live.model.head]
+        == live.context.uncompiled
+    )
     live.steps(1)
     assert deferred.COUNT[0] == before + 1
     undo()
@@ -226,6 +254,7 @@ def test_with_compile_the_blocks_are_compiled_and_the_loss_takes_no_logits(monke
         def run(*args):
             calls.append(len(graphs))
             return graph(*args)
+
         return run
 
     def train(levers):
@@ -241,14 +270,21 @@ def test_with_compile_the_blocks_are_compiled_and_the_loss_takes_no_logits(monke
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            losses += [loss.item(), logits.argmax(-1).float().mean().item() if step == 4 else 0.0]  # logits that are read after the step
+            losses += [
+                loss.item(),
+                logits.argmax(-1).float().mean().item() if step == 4 else 0.0,
+            ]  # logits that are read after the step
         for each in reversed(undo):
             each()
         assert context.reports == context.uncompiled == []
         assert not [module for module in model.modules() if "forward" in vars(module)]
         return losses
 
-    monkeypatch.setattr(torch, "compile", lambda forward, mode=None, dynamic=None: really(forward, backend=counting, dynamic=dynamic))
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda forward, mode=None, dynamic=None: really(forward, backend=counting, dynamic=dynamic),
+    )
     torch._dynamo.reset()
     expected, before = train([]), deferred.COUNT[0]
     assert train([(LEVER, True), (COMPILE, "default")]) == pytest.approx(expected, rel=1e-5)

@@ -30,16 +30,27 @@ def test_on_and_off_again(program, lever):
     live = program(device="cuda")
     answer = lever.applies(look(), live.context)
     for value in answer.values if isinstance(answer, Options) else ():
-        before = [torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, sorted(vars(live.model)),
-                  [p.is_contiguous() for p in live.model.parameters()], [{k: v for k, v in g.items() if k != "params"} for g in live.optimizer.param_groups]]
+        before = [
+            torch.backends.cudnn.benchmark,
+            torch.get_float32_matmul_precision(),
+            torch.backends.cuda.matmul.allow_tf32,
+            sorted(vars(live.model)),
+            [p.is_contiguous() for p in live.model.parameters()],
+            [{k: v for k, v in g.items() if k != "params"} for g in live.optimizer.param_groups],
+        ]
         undo = lever.apply(live.context, value, Ledger())
         losses = live.train(2)
         undo()
         assert all(torch.isfinite(torch.tensor(losses)))
         assert live.context.reports == []
         assert before == [
-            torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, sorted(vars(live.model)),
-            [p.is_contiguous() for p in live.model.parameters()], [{k: v for k, v in g.items() if k != "params"} for g in live.optimizer.param_groups]]
+            torch.backends.cudnn.benchmark,
+            torch.get_float32_matmul_precision(),
+            torch.backends.cuda.matmul.allow_tf32,
+            sorted(vars(live.model)),
+            [p.is_contiguous() for p in live.model.parameters()],
+            [{k: v for k, v in g.items() if k != "params"} for g in live.optimizer.param_groups],
+        ]
         live.train()
 
 
@@ -84,7 +95,9 @@ def test_copies_from_pinned_memory_arrive(program):
 
 class Bytes(torch.utils.data.Dataset):
     def __init__(self, transform):
-        self.data = torch.randint(0, 256, (64, 12, 12, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)).numpy()
+        self.data = torch.randint(
+            0, 256, (64, 12, 12, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+        ).numpy()
         self.transform = transform
 
     def __len__(self):
@@ -94,17 +107,32 @@ class Bytes(torch.utils.data.Dataset):
         return self.transform(pytest.importorskip("PIL.Image").fromarray(self.data[index])), index % 5
 
 
-@pytest.mark.parametrize(("name", "value", "workers"), [
-    ("resident_data", {"mib": 64}, 0), ("resident_data", {"mib": 64}, 2), ("resident_data", {"mib": 64, "host": True}, 0), ("device_prefetch", 2, 2),
-    ("device_prefetch", 0, 0), ("loader", {"workers": 0, "pin": True}, 0)])
+@pytest.mark.parametrize(
+    ("name", "value", "workers"),
+    [
+        ("resident_data", {"mib": 64}, 0),
+        ("resident_data", {"mib": 64}, 2),
+        ("resident_data", {"mib": 64, "host": True}, 0),
+        ("device_prefetch", 2, 2),
+        ("device_prefetch", 0, 0),
+        ("loader", {"workers": 0, "pin": True}, 0),
+    ],
+)
 def test_batches_that_are_there_already_are_the_plain_ones(program, name, value, workers):
     """Losses and weights are bitwise equal, and the copies were really replaced by the resident data."""
     transforms = pytest.importorskip("torchvision.transforms")
-    pipeline = transforms.Compose([transforms.RandomCrop(12, padding=2), transforms.RandomHorizontalFlip(), transforms.ToTensor()])
-    plain, live = program(device="cuda", epochs=0), program(device="cuda", epochs=0, early=[(LEVER[name], value)])
+    pipeline = transforms.Compose(
+        [transforms.RandomCrop(12, padding=2), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
+    )
+    plain, live = (
+        program(device="cuda", epochs=0),
+        program(device="cuda", epochs=0, early=[(LEVER[name], value)]),
+    )
     for each in (plain, live):
         torch.manual_seed(5)
-        each.loader = torch.utils.data.DataLoader(Bytes(pipeline), batch_size=8, shuffle=True, num_workers=workers)
+        each.loader = torch.utils.data.DataLoader(
+            Bytes(pipeline), batch_size=8, shuffle=True, num_workers=workers
+        )
         each.train(3)
     assert live.context.reports == []
     assert live.losses == plain.losses

@@ -77,7 +77,9 @@ def test_own_threads(program):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("own", [{"fused": True}, {"foreach": True}, {"foreach": False}, {"fused": False}], ids=str)
+@pytest.mark.parametrize(
+    "own", [{"fused": True}, {"foreach": True}, {"foreach": False}, {"fused": False}], ids=str
+)
 def test_own_form_of_the_optimizer(program, own):
     """This also holds where it was switched off: there is a reason for it."""
     live = program(epochs=0)
@@ -88,7 +90,12 @@ def test_own_form_of_the_optimizer(program, own):
     before = [dict(group) for group in live.optimizer.param_groups]
     with pytest.raises(LookupError):
         LEVER["fused_optimizer"].apply(live.training_context, "fused", Ledger())
-    assert all(a[k] == b[k] for a, b in zip(before, live.optimizer.param_groups, strict=True) for k in a if k != "params")
+    assert all(
+        a[k] == b[k]
+        for a, b in zip(before, live.optimizer.param_groups, strict=True)
+        for k in a
+        if k != "params"
+    )
 
 
 class Mine(torch.optim.Optimizer):
@@ -112,11 +119,13 @@ def test_optimizers_without_such_a_form(program, kind):
     live.optimizer = kind(live.model.parameters())
     if kind is torch.optim.LBFGS:
         for x, y in live.loader:
+
             def closure(x=x, y=y):
                 live.optimizer.zero_grad()
                 loss = torch.nn.functional.cross_entropy(live.model(x), y)
                 loss.backward()
                 return loss
+
             live.optimizer.step(closure)
     else:
         live.train()
@@ -148,7 +157,9 @@ def test_own_garbage_collection(program, thawed):
         assert "switched automatic garbage collection off itself" in reason("gc_pause", live)
         gc.enable()
         gc.set_threshold(100_000, 10, 10)
-        assert "raised the first threshold of the garbage collector to 100000 itself" in reason("gc_pause", live)
+        assert "raised the first threshold of the garbage collector to 100000 itself" in reason(
+            "gc_pause", live
+        )
         gc.set_threshold(0)  # which switches it off as well
         assert "switched automatic garbage collection off itself" in reason("gc_pause", live)
     finally:
@@ -171,7 +182,10 @@ def test_own_onednn_precision(program):
     try:
         for mode in ("bf16", "tf32", "ieee"):
             owner.fp32_precision = mode
-            assert reason("reduced_precision", live) == f"the program has already set the float32 precision of oneDNN to {mode}"
+            assert (
+                reason("reduced_precision", live)
+                == f"the program has already set the float32 precision of oneDNN to {mode}"
+            )
     finally:
         owner.fp32_precision = before
     assert values("reduced_precision", live) == (True,)
@@ -181,7 +195,9 @@ def test_own_onednn_precision(program):
 def test_debugging_aids(program, aid):
     live = program()
     checks = torch.distributions.Distribution._validate_args
-    torch.distributions.Distribution.set_default_validate_args(True)  # the default, until the first torch.compile of a process
+    torch.distributions.Distribution.set_default_validate_args(
+        True
+    )  # the default, until the first torch.compile of a process
     if aid == "anomaly":
         torch.autograd.set_detect_anomaly(True, check_nan=False)
     elif aid == "distributions":
@@ -191,7 +207,9 @@ def test_debugging_aids(program, aid):
         assert torch.empty(1000).isnan().all()
     try:
         if aid == "none":
-            assert reason("debug_off", live) == "anomaly detection is off, and torch.distributions is not used"
+            assert (
+                reason("debug_off", live) == "anomaly detection is off, and torch.distributions is not used"
+            )
         else:
             assert values("debug_off", live) == (True,)
             undo = LEVER["debug_off"].apply(live.training_context, True, Ledger())
@@ -234,7 +252,7 @@ def test_anomaly_detection_around_each_step_stays_off(program):
 def test_a_double_backward_is_not_compiled(program):
     live = program(epochs=0)
     x = torch.randn(2, 3, 12, 12, requires_grad=True)
-    slope, = torch.autograd.grad(live.model(x).sum(), x, create_graph=True)
+    (slope,) = torch.autograd.grad(live.model(x).sum(), x, create_graph=True)
     slope.square().sum().backward()
     live.optimizer.step()
     assert "differentiates twice" in reason("compile", live)
@@ -276,7 +294,13 @@ def ampere(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (8, 0))
     layer = torch.nn.Conv2d(1, 1, 1)
     kept = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
-    yield SimpleNamespace(torch=torch, device_type="cuda", roots=[layer], parameters=list(layer.parameters()), has_layer=lambda *names: True)
+    yield SimpleNamespace(
+        torch=torch,
+        device_type="cuda",
+        roots=[layer],
+        parameters=list(layer.parameters()),
+        has_layer=lambda *names: True,
+    )
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = kept
     torch.set_float32_matmul_precision("highest")
@@ -296,10 +320,18 @@ def oldest(allowed):
     torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
-@pytest.mark.parametrize(("sets", "value", "says"), [
-    (older, "high", "is already set to tf32"), (older, "medium", "is already set to tf32"), (oldest, True, "is already set to tf32"),
-    (newer, "tf32", "is already set to tf32"), (newer, "ieee", "is already set to ieee"), (older, "highest", "is already set to ieee"),
-    (oldest, False, "is already set to ieee")])
+@pytest.mark.parametrize(
+    ("sets", "value", "says"),
+    [
+        (older, "high", "is already set to tf32"),
+        (older, "medium", "is already set to tf32"),
+        (oldest, True, "is already set to tf32"),
+        (newer, "tf32", "is already set to tf32"),
+        (newer, "ieee", "is already set to ieee"),
+        (older, "highest", "is already set to ieee"),
+        (oldest, False, "is already set to ieee"),
+    ],
+)
 def test_own_tf32_in_either_family_of_flags(ampere, sets, value, says):
     assert isinstance(LEVER["tf32"].applies(FACTS, ampere), Options)
     sets(value)
@@ -311,9 +343,15 @@ def test_own_tf32_in_either_family_of_flags(ampere, sets, value, says):
 @pytest.mark.parametrize("name", ["tf32", "reduced_precision"])
 def test_both_families_of_flags_can_be_read_while_it_is_on(ampere, name):
     """torch raises an error where they disagree; so would the script, flex attention and max-autotune."""
+
     def read():
-        return [torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32,
-                torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision]
+        return [
+            torch.get_float32_matmul_precision(),
+            torch.backends.cuda.matmul.allow_tf32,
+            torch.backends.cudnn.allow_tf32,
+            torch.backends.cuda.matmul.fp32_precision,
+            torch.backends.mkldnn.matmul.fp32_precision,
+        ]
 
     before = read()
     undo = LEVER[name].apply(ampere, True, Ledger())
@@ -351,7 +389,10 @@ def test_own_determinism_is_kept(ampere):
 
 def test_own_cudnn_benchmark(ampere):
     torch.backends.cudnn.benchmark = True
-    assert LEVER["cudnn_benchmark"].applies(FACTS, ampere).reason == "torch.backends.cudnn.benchmark is already True"
+    assert (
+        LEVER["cudnn_benchmark"].applies(FACTS, ampere).reason
+        == "torch.backends.cudnn.benchmark is already True"
+    )
 
 
 # -- loaders --------------------------------------------------------------------------------------------------------
@@ -423,7 +464,11 @@ def test_data_without_random_numbers_is_exact(program):
 )
 def test_changes_of_the_rule(program, arguments, workers):
     live = program(epochs=0, early=[(LEVER["loader"], {"workers": 1})])
-    plain = {"batch_size": arguments.get("batch_size", 1), "drop_last": False, "timeout": arguments.get("timeout", 0)}
+    plain = {
+        "batch_size": arguments.get("batch_size", 1),
+        "drop_last": False,
+        "timeout": arguments.get("timeout", 0),
+    }
     loader = torch.utils.data.DataLoader(live.loader.dataset, **arguments)
     assert loader.num_workers == workers
     if "batch_sampler" not in arguments:
@@ -437,10 +482,17 @@ class OwnOrder(torch.utils.data.Sampler):
 
 
 @pytest.mark.parametrize("value", [{"workers": 1}, {"threads": 1}, {"workers": 2, "pin": True}], ids=str)
-@pytest.mark.parametrize("own", [
-    lambda data: {"sampler": OwnOrder()}, lambda data: {"batch_sampler": torch.utils.data.BatchSampler(OwnOrder(), 4, False)},
-    lambda data: {"sampler": torch.utils.data.RandomSampler(data, replacement=True, generator=torch.Generator())},
-], ids=["sampler", "batches", "drawn as it goes"])
+@pytest.mark.parametrize(
+    "own",
+    [
+        lambda data: {"sampler": OwnOrder()},
+        lambda data: {"batch_sampler": torch.utils.data.BatchSampler(OwnOrder(), 4, False)},
+        lambda data: {
+            "sampler": torch.utils.data.RandomSampler(data, replacement=True, generator=torch.Generator())
+        },
+    ],
+    ids=["sampler", "batches", "drawn as it goes"],
+)
 def test_an_order_of_the_scripts_own_is_left_alone(program, own, value):
     """Workers and threads ask ahead of time; its answers may depend on the training in between."""
     live = program(epochs=0, early=[(LEVER["loader"], value)])
@@ -458,7 +510,12 @@ def test_an_order_of_the_scripts_own_is_left_alone(program, own, value):
 def test_workers_with_an_init_function_stay(program, value):
     """It may open the files of the samples; without a worker nothing would call it."""
     live = program(epochs=0, early=[(LEVER["loader"], value)])
-    assert torch.utils.data.DataLoader(live.loader.dataset, batch_size=4, num_workers=2, worker_init_fn=print).num_workers == 2
+    assert (
+        torch.utils.data.DataLoader(
+            live.loader.dataset, batch_size=4, num_workers=2, worker_init_fn=print
+        ).num_workers
+        == 2
+    )
 
 
 class OwnGenerator(torch.utils.data.Dataset):
@@ -475,9 +532,14 @@ class OwnGenerator(torch.utils.data.Dataset):
 
 
 @pytest.mark.parametrize("make", [Augmented, OwnGenerator])
-@pytest.mark.parametrize(("asked", "values", "effect"), [
-    (4, ({"workers": 2}, {"workers": 1}, {"workers": 0}), Effect.EXACT), (5, ({"workers": 1}, {"workers": 0}), Effect.EXACT), (1, None, Effect.RESAMPLED),
-])
+@pytest.mark.parametrize(
+    ("asked", "values", "effect"),
+    [
+        (4, ({"workers": 2}, {"workers": 1}, {"workers": 0}), Effect.EXACT),
+        (5, ({"workers": 1}, {"workers": 0}), Effect.EXACT),
+        (1, None, Effect.RESAMPLED),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_fewer_workers_are_exact_where_they_can_replace_the_others(program, make, asked, values, effect):
     live = program(epochs=0)
@@ -493,8 +555,15 @@ def test_fewer_workers_are_exact_where_they_can_replace_the_others(program, make
 
 def test_fewer_workers_than_asked(program):
     live = program(epochs=0, early=[(LEVER["loader"], {"workers": 0})])
-    loader = torch.utils.data.DataLoader(live.loader.dataset, batch_size=8, num_workers=2, persistent_workers=True, prefetch_factor=4, timeout=3,
-                                         multiprocessing_context="spawn")
+    loader = torch.utils.data.DataLoader(
+        live.loader.dataset,
+        batch_size=8,
+        num_workers=2,
+        persistent_workers=True,
+        prefetch_factor=4,
+        timeout=3,
+        multiprocessing_context="spawn",
+    )
     assert loader.num_workers == 0
     assert len(list(loader)) == 4
 
@@ -523,9 +592,17 @@ def test_on_cuda_batches_are_pinned_without_workers_too(program, monkeypatch):
     assert values("device_prefetch", live) == (1, 2, 0)
 
 
-@pytest.mark.parametrize(("on_the_gpu", "on_the_host", "offered"), [
-    (2**30, 2**30, ({"mib": 1}, {"mib": 1, "host": True})), (2**30, 0, ({"mib": 1},)), (0, 2**30, ({"mib": 1, "host": True},))])
-def test_data_that_does_not_fit_on_the_gpu_stays_on_the_host(program, monkeypatch, on_the_gpu, on_the_host, offered):
+@pytest.mark.parametrize(
+    ("on_the_gpu", "on_the_host", "offered"),
+    [
+        (2**30, 2**30, ({"mib": 1}, {"mib": 1, "host": True})),
+        (2**30, 0, ({"mib": 1},)),
+        (0, 2**30, ({"mib": 1, "host": True},)),
+    ],
+)
+def test_data_that_does_not_fit_on_the_gpu_stays_on_the_host(
+    program, monkeypatch, on_the_gpu, on_the_host, offered
+):
     live = program()
     monkeypatch.setattr(type(live.training_context), "device_type", "cuda")
     facts = Facts(memory_bytes=on_the_host, gpus=(Gpu("H200", on_the_gpu, (9, 0)),))

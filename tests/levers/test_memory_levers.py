@@ -25,13 +25,25 @@ from torch import nn  # noqa: E402
 
 LEVER = {lever.name: lever for lever in TABLE}
 FACTS = Facts(cores=2, system="Linux")
-RECOMPUTE = [{"ops": "cheap"}, {"ops": "linear"}, {"ops": "linear", "share": 0.5}, {"blocks": 0.5}, {"blocks": 1.0}]
+RECOMPUTE = [
+    {"ops": "cheap"},
+    {"ops": "linear"},
+    {"ops": "linear", "share": 0.5},
+    {"blocks": 0.5},
+    {"blocks": 1.0},
+]
 
 
 class Residual(nn.Module):
     def __init__(self, activation=nn.GELU):
         super().__init__()
-        self.conv, self.norm, self.act, self.drop, self.mix = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), activation(), nn.Dropout(0.3), nn.Conv2d(8, 8, 1)
+        self.conv, self.norm, self.act, self.drop, self.mix = (
+            nn.Conv2d(8, 8, 1),
+            nn.BatchNorm2d(8),
+            activation(),
+            nn.Dropout(0.3),
+            nn.Conv2d(8, 8, 1),
+        )
 
     def forward(self, x):
         return x + self.drop(self.mix(self.act(self.norm(self.conv(x)))))
@@ -56,8 +68,15 @@ class Kept(Residual):
 
 def images(*blocks):
     torch.manual_seed(7)
-    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *(block() for block in blocks),
-                         nn.Flatten(), nn.LayerNorm(8 * 144), nn.Linear(8 * 144, 16), nn.Tanh(), nn.Linear(16, 5))
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        *(block() for block in blocks),
+        nn.Flatten(),
+        nn.LayerNorm(8 * 144),
+        nn.Linear(8 * 144, 16),
+        nn.Tanh(),
+        nn.Linear(16, 5),
+    )
 
 
 @pytest.mark.parametrize("value", RECOMPUTE, ids=str)
@@ -75,7 +94,10 @@ def test_recompute_is_exact(program, value):
             undo()
     assert live.context.reports == []
     assert live.losses == plain.losses
-    assert all(torch.equal(a, b) for a, b in zip(live.model.state_dict().values(), plain.model.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(live.model.state_dict().values(), plain.model.state_dict().values(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.LeakyReLU, nn.Hardtanh])
@@ -96,6 +118,7 @@ def test_inplace_only_where_nothing_changes(program, block, activation):
 
 def test_inplace_is_tried_no_further_on_a_model_that_does_not_repeat_itself(program):
     """No activation gets the blame either, as where sums differ each time."""
+
     class Unsteady(Residual):
         calls = 0
 
@@ -124,8 +147,15 @@ def test_inplace_leaves_the_batch_alone(program):
     assert not model[0].inplace
 
 
-@pytest.mark.parametrize(("name", "value", "block"), [("recompute", {"ops": "cheap"}, Residual), ("offload", "activations", Residual),
-                                                      ("inplace", True, lambda: Residual(nn.ReLU)), ("memory_budget", 0.5, Residual)])
+@pytest.mark.parametrize(
+    ("name", "value", "block"),
+    [
+        ("recompute", {"ops": "cheap"}, Residual),
+        ("offload", "activations", Residual),
+        ("inplace", True, lambda: Residual(nn.ReLU)),
+        ("memory_budget", 0.5, Residual),
+    ],
+)
 def test_the_known_bad_shows_in_the_losses(program, name, value, block):
     """The guard of an exact lever compares bits; the guard of the budget compares gradients."""
     plain, live = (program(model=images(block, block)) for _ in range(2))
@@ -143,7 +173,10 @@ def test_offloaded_tensors_come_back_bit_for_bit():
     x = torch.randn(64, 64)
     gradients = []
     hooks = OffloadHooks(torch, "cpu", least_bytes=64 * 256 * 4)
-    for around in (contextlib.nullcontext(), torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)):
+    for around in (
+        contextlib.nullcontext(),
+        torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack),
+    ):
         model.zero_grad()
         with around:
             loss = model(x).square().mean()
@@ -164,7 +197,10 @@ def test_a_tensor_saved_by_several_operations_goes_to_the_host_once():
     query, key, value = (nn.Linear(64, 64, bias=False) for _ in range(3))
     gradients = []
     hooks = OffloadHooks(torch, "cpu", least_bytes=4 * 32 * 64 * 4)
-    for around in (contextlib.nullcontext(), torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)):
+    for around in (
+        contextlib.nullcontext(),
+        torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack),
+    ):
         x = torch.linspace(-1, 1, 4 * 32 * 64).view(4, 32, 64).requires_grad_()
         with around:
             seen = x * 1.0
@@ -178,12 +214,18 @@ def test_a_tensor_saved_by_several_operations_goes_to_the_host_once():
     tensor = torch.zeros(4, 32, 64)
     before = hooks.pack(tensor)
     tensor.add_(1)
-    assert [float(hooks.unpack(packed).sum()) for packed in (before, hooks.pack(tensor))] == [0.0, tensor.numel()]
+    assert [float(hooks.unpack(packed).sum()) for packed in (before, hooks.pack(tensor))] == [
+        0.0,
+        tensor.numel(),
+    ]
 
 
 def test_programs_left_alone_and_the_reasons(program):
     live = program()
-    assert "no parameter of the program is on a CUDA device" in LEVER["offload"].applies(FACTS, live.context).reason
+    assert (
+        "no parameter of the program is on a CUDA device"
+        in LEVER["offload"].applies(FACTS, live.context).reason
+    )
     assert "without inplace=True" in LEVER["inplace"].applies(FACTS, live.context).reason
     assert {"blocks": 1.0} not in LEVER["recompute"].applies(FACTS, live.context).values
     blocks = program(model=images(Residual, Residual))
@@ -198,7 +240,10 @@ def test_programs_left_alone_and_the_reasons(program):
     assert isinstance(LEVER["memory_budget"].applies(FACTS, blocks.context), Skip)
 
 
-@pytest.mark.parametrize("value", [True, {"ops": "all"}, {"blocks": 0}, {"blocks": 2}, {"share": 0.5}, {"ops": "linear", "share": "half"}])
+@pytest.mark.parametrize(
+    "value",
+    [True, {"ops": "all"}, {"blocks": 0}, {"blocks": 2}, {"share": 0.5}, {"ops": "linear", "share": "half"}],
+)
 def test_an_invalid_value_is_rejected(program, value):
     live = program()
     with pytest.raises(TypeError, match="recompute"):
@@ -216,7 +261,9 @@ def test_no_block_that_may_be_computed_twice_is_reported(program):
     live = program(model=images(Counting, Counting))
     LEVER["recompute"].apply(live.context, {"blocks": 1.0}, Ledger())
     live.train()
-    assert [(name, "from call to call" in sentence) for name, sentence in live.context.reports] == [("recompute", True)]
+    assert [(name, "from call to call" in sentence) for name, sentence in live.context.reports] == [
+        ("recompute", True)
+    ]
 
 
 def test_the_budget_needs_the_compiler_and_recompute_does_not_go_with_it(program):
@@ -224,11 +271,18 @@ def test_the_budget_needs_the_compiler_and_recompute_does_not_go_with_it(program
 
     live = program(model=images(Residual, Residual))
     applier = Applier(TABLE, FACTS, live.context)
-    applier.start(Plan((Choice("memory_budget", 0.5), Choice("recompute", {"ops": "cheap"}))), (Moment.MODEL,))
+    applier.start(
+        Plan((Choice("memory_budget", 0.5), Choice("recompute", {"ops": "cheap"}))), (Moment.MODEL,)
+    )
     said = {o.choice.name: (o.applied, o.reason) for o in applier.outcomes}
-    assert said == {"memory_budget": (False, "it requires compile, which is not applied"), "recompute": (True, "")}
+    assert said == {
+        "memory_budget": (False, "it requires compile, which is not applied"),
+        "recompute": (True, ""),
+    }
     applier.switch(())
-    applier.switch((Choice("compile", "default"), Choice("memory_budget", 0.5), Choice("recompute", {"ops": "cheap"})))
+    applier.switch(
+        (Choice("compile", "default"), Choice("memory_budget", 0.5), Choice("recompute", {"ops": "cheap"}))
+    )
     assert config.activation_memory_budget == 0.5
     assert [c.name for c, _ in applier._on] == ["compile", "memory_budget"]
     applier.switch(())
@@ -265,7 +319,9 @@ def test_low_bit_moments(program, value):
         for group in live.optimizer.param_groups:
             group["lr"] = 0.0
         live.train(1)
-        assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), live.model.parameters(), strict=True))  # the script's learning rate holds
+        assert all(
+            torch.equal(a, b) for a, b in zip(plain.parameters(), live.model.parameters(), strict=True)
+        )  # the script's learning rate holds
         assert live.context.optimizers == [live.optimizer]
         undo()
         assert type(live.optimizer.state[weight]["exp_avg"]) is torch.Tensor

@@ -23,12 +23,24 @@ from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: E40
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 
-KINDS = {name: kind for name in torch.optim.__all__ if isinstance(kind := getattr(torch.optim, name), type) and name not in ("Optimizer", "LBFGS")}
+KINDS = {
+    name: kind
+    for name in torch.optim.__all__
+    if isinstance(kind := getattr(torch.optim, name), type) and name not in ("Optimizer", "LBFGS")
+}
 FORMS = {"plain": {"foreach": False}, "usual": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-MORE = {"SGD": ({"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"maximize": True}), "Adam": ({"amsgrad": True}, {"maximize": True}),
-        "AdamW": ({"capturable": False, "maximize": True},), "RMSprop": ({"momentum": 0.5, "centered": True},), "ASGD": ({"t0": 2.0},),
-        "NAdam": ({"decoupled_weight_decay": True},), "Adagrad": ({"initial_accumulator_value": 0.1, "lr_decay": 0.1},)}
-SETTINGS = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+MORE = {
+    "SGD": ({"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"maximize": True}),
+    "Adam": ({"amsgrad": True}, {"maximize": True}),
+    "AdamW": ({"capturable": False, "maximize": True},),
+    "RMSprop": ({"momentum": 0.5, "centered": True},),
+    "ASGD": ({"t0": 2.0},),
+    "NAdam": ({"decoupled_weight_decay": True},),
+    "Adagrad": ({"initial_accumulator_value": 0.1, "lr_decay": 0.1},),
+}
+SETTINGS = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)
 
 
 def context(*optimizers):
@@ -62,7 +74,12 @@ def groups_of(sizes, **options):
     """A group with this many parameters, each with a gradient."""
     found = []
     for at, size in enumerate(sizes):
-        found.append({"params": [torch.nn.Parameter(torch.randn(3, 2)) for _ in range(size)], **{name: value[at] for name, value in options.items()}})
+        found.append(
+            {
+                "params": [torch.nn.Parameter(torch.randn(3, 2)) for _ in range(size)],
+                **{name: value[at] for name, value in options.items()},
+            }
+        )
         for p in found[-1]["params"]:
             p.grad = torch.randn_like(p)
     return found
@@ -86,7 +103,11 @@ def test_a_step_reads_only_group_options_that_have_defaults():
         for form in FORMS.values():
             if not set(form) <= set(inspect.signature(kind).parameters):
                 continue
-            optimizer = kind(groups_of([2]), lr=0.01, **form) if name != "SparseAdam" else kind(sparse(groups_of([2])), lr=0.01)
+            optimizer = (
+                kind(groups_of([2]), lr=0.01, **form)
+                if name != "SparseAdam"
+                else kind(sparse(groups_of([2])), lr=0.01)
+            )
             read.clear()
             optimizer.param_groups = [Watched(optimizer.param_groups[0])]
             optimizer.step()
@@ -104,21 +125,35 @@ def sparse(groups):
 # -- bitwise equality ----------------------------------------------------------------------------------------------------
 
 
-EVENTS = st.sampled_from(["step"] * 6 + ["schedule"] * 3 + ["lr", "decay", "zero lr", "freeze", "thaw", "add", "load", "on", "off", "closure", "raise", "list"])
+EVENTS = st.sampled_from(
+    ["step"] * 6
+    + ["schedule"] * 3
+    + ["lr", "decay", "zero lr", "freeze", "thaw", "add", "load", "on", "off", "closure", "raise", "list"]
+)
 
 
 @st.composite
 def courses(draw):
     name = draw(st.sampled_from(sorted(set(KINDS) - {"SparseAdam"})))
     kind = KINDS[name]
-    form = draw(st.sampled_from([word for word, given_ in FORMS.items() if set(given_) <= set(inspect.signature(kind).parameters)]))
+    form = draw(
+        st.sampled_from(
+            [word for word, given_ in FORMS.items() if set(given_) <= set(inspect.signature(kind).parameters)]
+        )
+    )
     more = draw(st.sampled_from(({}, *MORE.get(name, ()))))
     count = draw(st.integers(2, 5))
     lrs = draw(st.lists(st.sampled_from([0.1, 0.03]), min_size=count, max_size=count))
-    kinds = draw(st.lists(st.sampled_from(["float32", "float32", "float64", "bfloat16"]), min_size=count, max_size=count))
+    kinds = draw(
+        st.lists(
+            st.sampled_from(["float32", "float32", "float64", "bfloat16"]), min_size=count, max_size=count
+        )
+    )
     scheduler = draw(st.sampled_from(["none", "lambda", "cycle", "cosine"]))
     events = draw(st.lists(st.tuples(EVENTS, st.integers(0, 7)), min_size=4, max_size=14))
-    tensor_lr = draw(st.booleans()) and draw(st.booleans()) and name != "Muon" and form != "foreach"  # older versions of torch do not take it there
+    tensor_lr = (
+        draw(st.booleans()) and draw(st.booleans()) and name != "Muon" and form != "foreach"
+    )  # older versions of torch do not take it there
     return name, {**FORMS[form], **more}, lrs, kinds, scheduler, [("on", 0), *events, ("step", 0)], tensor_lr
 
 
@@ -128,26 +163,43 @@ class Course:
     def __init__(self, name, options, lrs, dtypes, scheduler, tensor_lr):
         self.draw = torch.Generator().manual_seed(1)
         self.kind, self.undo = KINDS[name], None
-        groups = [{"params": self.made(dtype, at), "lr": lr, "name": f"group {at}"} for at, (lr, dtype) in enumerate(zip(lrs, dtypes, strict=True))]
+        groups = [
+            {"params": self.made(dtype, at), "lr": lr, "name": f"group {at}"}
+            for at, (lr, dtype) in enumerate(zip(lrs, dtypes, strict=True))
+        ]
         if tensor_lr:
             shared = torch.tensor(0.05, dtype=torch.float64)
-            groups = [{**group, "lr": shared if at % 2 else torch.tensor(group["lr"], dtype=torch.float64)} for at, group in enumerate(groups)]
+            groups = [
+                {**group, "lr": shared if at % 2 else torch.tensor(group["lr"], dtype=torch.float64)}
+                for at, group in enumerate(groups)
+            ]
         self.frozen = set()
         self.optimizer = self.kind(groups, **options)
         self.scheduler = self.schedule(scheduler if not tensor_lr else "none", name)
 
     def made(self, dtype, at):
-        return [torch.nn.Parameter(torch.randn(3, 2 + each, generator=self.draw).to(getattr(torch, dtype))) for each in range(1 + at % 2)]
+        return [
+            torch.nn.Parameter(torch.randn(3, 2 + each, generator=self.draw).to(getattr(torch, dtype)))
+            for each in range(1 + at % 2)
+        ]
 
     def schedule(self, which, name):
         schedulers = torch.optim.lr_scheduler
         if which == "lambda":
-            return schedulers.LambdaLR(self.optimizer, [lambda epoch, at=at: 0.9 ** (epoch * (at // 2)) for at in range(len(self.optimizer.param_groups))])
+            return schedulers.LambdaLR(
+                self.optimizer,
+                [
+                    lambda epoch, at=at: 0.9 ** (epoch * (at // 2))
+                    for at in range(len(self.optimizer.param_groups))
+                ],
+            )
         if which == "cosine":
             return schedulers.CosineAnnealingLR(self.optimizer, 5)
         if which == "cycle":
             cycles = "betas" in self.optimizer.defaults or "momentum" in self.optimizer.defaults
-            return schedulers.OneCycleLR(self.optimizer, 0.1, total_steps=100, cycle_momentum=cycles and name not in ("Rprop",))
+            return schedulers.OneCycleLR(
+                self.optimizer, 0.1, total_steps=100, cycle_momentum=cycles and name not in ("Rprop",)
+            )
         return None
 
     def gradients(self):
@@ -197,13 +249,16 @@ class Course:
 
             def closure():
                 shown.append(len(self.optimizer.param_groups))
-                self.optimizer.param_groups[0]["lr"] *= 0.5  # the choice of a closure holds for this very update
+                self.optimizer.param_groups[0]["lr"] *= (
+                    0.5  # the choice of a closure holds for this very update
+                )
                 return torch.ones(())
 
             groups = len(self.optimizer.param_groups)
             assert self.optimizer.step(closure) == 1.0
             assert shown == [groups]
         else:
+
             def fails():
                 raise KeyError("of the script's own")
 
@@ -214,9 +269,15 @@ class Course:
         """Everything that the script can see, to the bit."""
         optimizer = self.optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return ([bits(p) for p in parameters], [[(name, bits(value)) for name, value in optimizer.state.get(p, {}).items()] for p in parameters],
-                [{name: bits(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups],
-                bits(optimizer.state_dict()["param_groups"][0]["params"]))
+        return (
+            [bits(p) for p in parameters],
+            [[(name, bits(value)) for name, value in optimizer.state.get(p, {}).items()] for p in parameters],
+            [
+                {name: bits(value) for name, value in group.items() if name != "params"}
+                for group in optimizer.param_groups
+            ],
+            bits(optimizer.state_dict()["param_groups"][0]["params"]),
+        )
 
 
 def bits(value):
@@ -243,7 +304,9 @@ def test_every_bit_is_that_of_an_update_group_by_group(course):
 
 
 def test_zeros_of_two_signs_are_two_learning_rates():
-    optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.tensor([-0.0]))], "lr": lr} for lr in (0.0, -0.0, 0.0)])
+    optimizer = torch.optim.SGD(
+        [{"params": [torch.nn.Parameter(torch.tensor([-0.0]))], "lr": lr} for lr in (0.0, -0.0, 0.0)]
+    )
     for group in optimizer.param_groups:
         group["params"][0].grad = torch.ones(1)
     undo = merge(optimizer)
@@ -257,8 +320,12 @@ def test_zeros_of_two_signs_are_two_learning_rates():
 
 @pytest.mark.parametrize("form", ["foreach", "fused"])
 def test_a_group_that_changes_leaves_before_the_next_update(form):
-    optimizer = torch.optim.AdamW(groups_of([1, 2, 3, 4], weight_decay=[0.1, 0.0, 0.1, 0.0], name="abcd"), lr=0.01, **FORMS[form])
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0 if epoch < 3 else 0.5)  # made before: it holds the step that it found
+    optimizer = torch.optim.AdamW(
+        groups_of([1, 2, 3, 4], weight_decay=[0.1, 0.0, 0.1, 0.0], name="abcd"), lr=0.01, **FORMS[form]
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda epoch: 1.0 if epoch < 3 else 0.5
+    )  # made before: it holds the step that it found
     seen = Seen(optimizer)
     optimizer.step()
     assert seen.last == [1, 2, 3, 4]
@@ -363,7 +430,10 @@ def test_grad_scaler_of_a_fused_optimizer():
             scaler.update()
         if undo is not None:
             undo()
-        made.append([p.tolist() for group in optimizer.param_groups for p in group["params"]] + [float(scaler.get_scale())])
+        made.append(
+            [p.tolist() for group in optimizer.param_groups for p in group["params"]]
+            + [float(scaler.get_scale())]
+        )
     assert made[0] == made[1]
 
 

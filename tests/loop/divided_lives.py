@@ -27,7 +27,14 @@ STYLES = {"up": ColwiseParallel, "down": RowwiseParallel}
 
 def network():
     flatout.seed(0)
-    layers = {"body": nn.Linear(6, 10), "drop": nn.Dropout(0.2), "up": nn.Linear(10, 14), "act": nn.GELU(), "down": nn.Linear(14, 10), "head": nn.Linear(10, 3)}
+    layers = {
+        "body": nn.Linear(6, 10),
+        "drop": nn.Dropout(0.2),
+        "up": nn.Linear(10, 14),
+        "act": nn.GELU(),
+        "down": nn.Linear(14, 10),
+        "head": nn.Linear(10, 3),
+    }
     model = nn.Sequential()
     for name, layer in layers.items():
         model.add_module(name, layer)
@@ -56,18 +63,42 @@ def loop_of(kind, folder, rank, ranks, dropout=0.2, beside=False, **more):
     if kind == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    parallel = {name: style() for name, style in STYLES.items()} if kind == "tensor" else flatout.Pipeline(ranks, "gpipe") if kind == "pipeline" else None
+    parallel = (
+        {name: style() for name, style in STYLES.items()}
+        if kind == "tensor"
+        else flatout.Pipeline(ranks, "gpipe")
+        if kind == "pipeline"
+        else None
+    )
     loader = DataLoader(data, batch, shuffle=sampler is None, sampler=sampler)
-    return flatout.Loop(model, optimizer, loss_fn, loader, epochs=5, parallel=parallel, clip=0.5, checkpoint_dir=folder, save_every=1,
-                        scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7), **more,
-                        extra_state={"momentum": torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)} if beside else None)
+    return flatout.Loop(
+        model,
+        optimizer,
+        loss_fn,
+        loader,
+        epochs=5,
+        parallel=parallel,
+        clip=0.5,
+        checkpoint_dir=folder,
+        save_every=1,
+        scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7),
+        **more,
+        extra_state={"momentum": torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)}
+        if beside
+        else None,
+    )
 
 
 def digest(loop):
     """A digest of everything that this rank holds."""
     found = hashlib.sha256()
     optimizers = [loop.optimizer, *loop._saving.kept.also.values()]
-    states = [value for optimizer in optimizers for state in optimizer.state_dict()["state"].values() for value in state.values()]
+    states = [
+        value
+        for optimizer in optimizers
+        for state in optimizer.state_dict()["state"].values()
+        for value in state.values()
+    ]
     for tensor in [*loop.parameters, *states]:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         found.update(local.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -89,10 +120,18 @@ def lived(kind, folder, rank, ranks, until, change, more):
             change(loop, step, rank)
         if step.index == until:
             break
-    weights = [(p.full_tensor() if hasattr(p, "full_tensor") else p).flatten().tolist() for p in loop.parameters]
+    weights = [
+        (p.full_tensor() if hasattr(p, "full_tensor") else p).flatten().tolist() for p in loop.parameters
+    ]
     resumed = loop.resumed
-    return {"losses": losses, "weights": weights, "digest": digest(loop), "index": loop.index, "exact": resumed.exact if resumed else None,
-            "said": resumed.sentences() if resumed else []}
+    return {
+        "losses": losses,
+        "weights": weights,
+        "digest": digest(loop),
+        "index": loop.index,
+        "exact": resumed.exact if resumed else None,
+        "said": resumed.sentences() if resumed else [],
+    }
 
 
 def live(kind, folder, ranks, until=None, change=None, **more):
@@ -106,8 +145,12 @@ def live(kind, folder, ranks, until=None, change=None, **more):
             try:
                 os.dup2(os.open(scratch / f"{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
                 if ranks > 1:
-                    distributed.init_process_group("gloo", init_method=f"file://{scratch / 'store'}", rank=rank, world_size=ranks)
-                (scratch / f"{rank}").write_text(json.dumps(lived(kind, folder, rank, ranks, until, change, more)))
+                    distributed.init_process_group(
+                        "gloo", init_method=f"file://{scratch / 'store'}", rank=rank, world_size=ranks
+                    )
+                (scratch / f"{rank}").write_text(
+                    json.dumps(lived(kind, folder, rank, ranks, until, change, more))
+                )
                 if ranks > 1:
                     distributed.barrier()
                 code = 0
@@ -118,7 +161,10 @@ def live(kind, folder, ranks, until=None, change=None, **more):
         pids.append(pid)
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     if any(codes):
-        sys.exit(f"{kind}: exit codes {codes}\n" + "\n".join((scratch / f"{rank}.err").read_text()[-2500:] for rank in range(ranks)))
+        sys.exit(
+            f"{kind}: exit codes {codes}\n"
+            + "\n".join((scratch / f"{rank}.err").read_text()[-2500:] for rank in range(ranks))
+        )
     return [json.loads((scratch / f"{rank}").read_text()) for rank in range(ranks)]
 
 
@@ -138,13 +184,25 @@ def main():
         for kind in ("tensor", "pipeline", "fsdp"):
             for until in (2, 6):
                 live(kind, at / kind, 2, until, beside=kind == "fsdp")
-            found[kind] = {"gone on": live(kind, at / kind, 2, beside=kind == "fsdp"), "whole": live(kind, at / f"{kind} whole", 2, beside=kind == "fsdp")}
-        for kind, turns in {"tensor": [("tensor", 2), ("alone", 1), ("tensor", 2)], "fsdp": [("fsdp", 2), ("fsdp", 3), ("single", 1), ("fsdp", 2)],
-                            "ddp": [("ddp", 2), ("single", 1), ("ddp", 2)]}.items():
+            found[kind] = {
+                "gone on": live(kind, at / kind, 2, beside=kind == "fsdp"),
+                "whole": live(kind, at / f"{kind} whole", 2, beside=kind == "fsdp"),
+            }
+        for kind, turns in {
+            "tensor": [("tensor", 2), ("alone", 1), ("tensor", 2)],
+            "fsdp": [("fsdp", 2), ("fsdp", 3), ("single", 1), ("fsdp", 2)],
+            "ddp": [("ddp", 2), ("single", 1), ("ddp", 2)],
+        }.items():
             folder = at / f"{kind} turns"
             same = {"dropout": 0.0, "beside": kind == "fsdp"}
-            lives = [live(of, folder, ranks, 2 + 2 * number if number + 1 < len(turns) else None, **same) for number, (of, ranks) in enumerate(turns)]
-            found[f"{kind} turns"] = {"lives": lives, "whole": live(kind, at / f"{kind} undivided", 2, **same)}
+            lives = [
+                live(of, folder, ranks, 2 + 2 * number if number + 1 < len(turns) else None, **same)
+                for number, (of, ranks) in enumerate(turns)
+            ]
+            found[f"{kind} turns"] = {
+                "lives": lives,
+                "whole": live(kind, at / f"{kind} undivided", 2, **same),
+            }
         found["stages alone"] = live("alone", at / "pipeline", 1)
         live("fsdp", at / "spoiled", 2, until=5, change=spoil, on_nan="ignore")
         found["spoiled"] = sorted(path.name for path in (at / "spoiled").glob("step-*"))

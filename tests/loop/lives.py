@@ -18,9 +18,25 @@ sys.path[:0] = [str(BENCH), str(BENCH / "programs")]
 import resume  # noqa: E402
 from resuming import Setting, Told, live  # noqa: E402
 
-KILLED = Setting(3, workers=2, start="fork", persistent=True, shuffle=True, augment=True, accumulate=2, ranks=1, every=1, optimizer="AdamW", clip=True,
-                 epochs=2)
-SETTINGS = [KILLED, replace(KILLED, seed=4, workers=0, accumulate=1, every=4, optimizer="SGD"), replace(KILLED, seed=5, workers=0, accumulate=1, ranks=2)]
+KILLED = Setting(
+    3,
+    workers=2,
+    start="fork",
+    persistent=True,
+    shuffle=True,
+    augment=True,
+    accumulate=2,
+    ranks=1,
+    every=1,
+    optimizer="AdamW",
+    clip=True,
+    epochs=2,
+)
+SETTINGS = [
+    KILLED,
+    replace(KILLED, seed=4, workers=0, accumulate=1, every=4, optimizer="SGD"),
+    replace(KILLED, seed=5, workers=0, accumulate=1, ranks=2),
+]
 
 
 def asked(scratch, numbers, own_handler=False, ranks=1):
@@ -57,7 +73,13 @@ def asked(scratch, numbers, own_handler=False, ranks=1):
         os.kill(pids[-1], number)
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     saves = sorted(int(path.name.split("-")[1]) for path in folder.glob("step-*"))
-    return {"codes": codes, "saved": saves[-1] if saves else None, "done": progress.get(0, 0), "handled": handled.exists(), "seconds": time.monotonic() - began}
+    return {
+        "codes": codes,
+        "saved": saves[-1] if saves else None,
+        "done": progress.get(0, 0),
+        "handled": handled.exists(),
+        "seconds": time.monotonic() - began,
+    }
 
 
 def insisted(scratch):
@@ -78,7 +100,15 @@ def insisted(scratch):
             return model(batch).sum()
 
         batches = [torch.ones(3, 2)] * 9
-        list(flatout.Loop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, batches, checkpoint_dir=Path(tempfile.mkdtemp(dir=scratch))))
+        list(
+            flatout.Loop(
+                model,
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                loss_fn,
+                batches,
+                checkpoint_dir=Path(tempfile.mkdtemp(dir=scratch)),
+            )
+        )
         os._exit(0)
     while progress.get(0, 0) < 4:
         time.sleep(0.002)
@@ -93,10 +123,15 @@ def main():
     resume.warm()
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        found = {"killed": [resume.training(setting, scratch, most=3) for setting in SETTINGS],
-                 "SIGTERM": asked(scratch, [signal.SIGTERM]), "own handler": asked(scratch, [signal.SIGTERM], own_handler=True),
-                 "SIGUSR1": asked(scratch, [signal.SIGUSR1]), "SIGINT": asked(scratch, [signal.SIGINT]),
-                 "insisted": insisted(scratch), "two ranks": asked(scratch, [signal.SIGTERM], ranks=2)}
+        found = {
+            "killed": [resume.training(setting, scratch, most=3) for setting in SETTINGS],
+            "SIGTERM": asked(scratch, [signal.SIGTERM]),
+            "own handler": asked(scratch, [signal.SIGTERM], own_handler=True),
+            "SIGUSR1": asked(scratch, [signal.SIGUSR1]),
+            "SIGINT": asked(scratch, [signal.SIGINT]),
+            "insisted": insisted(scratch),
+            "two ranks": asked(scratch, [signal.SIGTERM], ranks=2),
+        }
     print(json.dumps(found))
 
 

@@ -16,8 +16,12 @@ pytest.importorskip("torchvision")
 pytest.importorskip("sklearn")
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"
-TEMPLATES = {"linear": ("--steps", "501"), "cnn": ("--epochs", "2", "--images", "640"), "resnet18": ("--epochs", "1", "--images", "160", "--batch-size", "32"),
-             "gpt": ("--steps", "31")}
+TEMPLATES = {
+    "linear": ("--steps", "501"),
+    "cnn": ("--epochs", "2", "--images", "640"),
+    "resnet18": ("--epochs", "1", "--images", "160", "--batch-size", "32"),
+    "gpt": ("--steps", "31"),
+}
 
 
 ACCUMULATED = ("--steps", "21", "--accumulate", "3", "--batch-size", "4")
@@ -36,9 +40,18 @@ print(json.dumps(said))
 
 def said(*runs: tuple[str, ...]) -> list[str]:
     """The output of each (example, *arguments)."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(EXAMPLES), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
+    }
     words = [(str(EXAMPLES / f"{name}.py"), *arguments) for name, *arguments in runs]
-    done = subprocess.run([sys.executable, "-c", DRIVER, json.dumps(words)], capture_output=True, text=True, timeout=280, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, json.dumps(words)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=environment,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return list(json.loads(done.stdout))
 
@@ -47,7 +60,7 @@ def test_the_loop_prints_what_the_plain_template_prints():
     runs = [(f"{name}{kind}", *arguments) for name, arguments in TEMPLATES.items() for kind in ("", "_loop")]
     printed = said(*runs)
     for at, name in enumerate(TEMPLATES):
-        plain, loop = printed[2 * at:2 * at + 2]
+        plain, loop = printed[2 * at : 2 * at + 2]
         assert plain.count("loss") >= 1, name
         assert loop == plain, name
 

@@ -51,11 +51,15 @@ def test_winners_stay_and_losers_leave():
     assert "slower" in found["c"].reason
     assert "noise" in found["b"].reason
     assert used[-1][:1] == ["a"]
-    assert sum("c" in names for names in used) < sum("b" in names for names in used)  # a clear loser is dropped early
+    assert sum("c" in names for names in used) < sum(
+        "b" in names for names in used
+    )  # a clear loser is dropped early
 
 
 def test_no_step_runs_with_a_lever_that_the_guard_rejects():
-    found, used = played(600, FASTER, check=lambda choices, effect: "it is wrong" if choices[-1].name == "a" else "")
+    found, used = played(
+        600, FASTER, check=lambda choices, effect: "it is wrong" if choices[-1].name == "a" else ""
+    )
     assert not any("a" in names for names in used)
     assert (found["a"].kept, found["a"].reason) == (False, "it is wrong")
 
@@ -66,7 +70,11 @@ def test_a_lever_that_fails_or_needs_more_memory_leaves_at_once():
     assert sum("a" in names for names in used) == 1
 
 
-@given(st.integers(0, 700), st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0.3, 3.0)), st.integers(0, 2**31))
+@given(
+    st.integers(0, 700),
+    st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0.3, 3.0)),
+    st.integers(0, 2**31),
+)
 @settings(max_examples=12)
 def test_never_more_steps_than_allowed_whatever_the_times(steps, factors, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -83,7 +91,10 @@ def test_the_bound():
 
 def data(count=150):
     generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 6, generator=generator), torch.randint(0, 3, (8,), generator=generator)) for _ in range(count)]
+    return [
+        (torch.randn(8, 6, generator=generator), torch.randint(0, 3, (8,), generator=generator))
+        for _ in range(count)
+    ]
 
 
 def loss_fn(model, batch):
@@ -122,7 +133,9 @@ def test_a_loop_that_tunes_itself_with_exact_levers_gives_the_plain_losses(train
     assert "which was not requested" in tried["fused_optimizer"].reason
     assert "costs time and saves memory" in tried["recompute"].reason
     assert "before the program starts" in tried["malloc"].reason or "no " in tried["malloc"].reason
-    assert {outcome.choice.name for outcome in loop.outcomes if outcome.applied} == {choice.name for choice in loop.plan}
+    assert {outcome.choice.name for outcome in loop.outcomes if outcome.applied} == {
+        choice.name for choice in loop.plan
+    }
     assert "tuned in" in caplog.text
     assert not loop.model._forward_hooks
     assert not loop.model._forward_pre_hooks
@@ -135,7 +148,9 @@ def test_its_plan_changes_only_rounding_and_can_be_used_by_the_next_run(trained)
     assert loop.optimizer.param_groups[0].get("fused") is (True if loop.plan.get("fused_optimizer") else None)
     again, other = trained(plan=Plan.from_toml(loop.plan.to_toml()))
     assert again == pytest.approx(plain, rel=1e-3)
-    assert {outcome.choice.name for outcome in other.outcomes if outcome.applied} == {choice.name for choice in loop.plan}
+    assert {outcome.choice.name for outcome in other.outcomes if outcome.applied} == {
+        choice.name for choice in loop.plan
+    }
     loop.close()
     assert not loop.optimizer.param_groups[0].get("fused")
 
@@ -144,8 +159,12 @@ def test_a_wrong_lever_never_affects_the_training(trained, monkeypatch):
     """The known-bad variant of a lever that applies here: it would double the learning rate."""
     from dataclasses import replace
 
-    table = tuple(replace(lever, apply=lever.known_bad, applies=lambda facts, context: Options((True,))) if lever.name == "fused_optimizer" else lever
-                  for lever in levers.TABLE)
+    table = tuple(
+        replace(lever, apply=lever.known_bad, applies=lambda facts, context: Options((True,)))
+        if lever.name == "fused_optimizer"
+        else lever
+        for lever in levers.TABLE
+    )
     monkeypatch.setattr(levers, "TABLE", table)
     plain, _ = trained()
     losses, loop = trained(plan="auto")
@@ -166,35 +185,48 @@ def test_half_precision_can_be_left_out(trained):
     assert Effect.PRECISION in effects_of("precision")
 
 
-@pytest.mark.parametrize(("more", "words"), [({"plan": "auto", "effects": "resampled"}, 'Use "exact"'), ({"effects": "exact"}, "applies only to plan")])
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"plan": "auto", "effects": "resampled"}, 'Use "exact"'),
+        ({"effects": "exact"}, "applies only to plan"),
+    ],
+)
 def test_invalid_options(trained, more, words):
     with pytest.raises(LoopError, match=words):
         trained(**more)
 
 
-CELLS = ['''
+CELLS = [
+    """
 import torch
 from torch import nn
 import flatout
 model = nn.Linear(6, 3)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loop = flatout.Loop(model, optimizer, loss_fn, batches, epochs=2)
-''', '''
+""",
+    """
 for step in loop:
     if step.index == 5:
         raise KeyboardInterrupt  # the stop button
-''', "shown = repr(loop)", '''
+""",
+    "shown = repr(loop)",
+    """
 for step in loop:
     pass
-''', '''
+""",
+    """
 loop = flatout.Loop(model, optimizer, interrupted, batches, epochs=1)
 for step in loop:
     pass
-''', '''
+""",
+    """
 rest = [step.index for step in loop]
 loop.close()
 loop.close()
-''']
+""",
+]
 
 
 def test_the_cells_of_a_notebook():

@@ -18,7 +18,12 @@ WIDTH, BATCH = 32, 64
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.drop, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Dropout(0.2), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm, self.up, self.drop, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.Dropout(0.2),
+            nn.Linear(4 * WIDTH, WIDTH),
+        )
 
     def forward(self, x):
         return x + self.down(self.drop(nn.functional.gelu(self.up(self.norm(x)))))
@@ -73,7 +78,11 @@ def trained(steps=4, meter=False, **more):
     return losses, kept.most, loop
 
 
-@pytest.mark.parametrize(("value", "most"), [({"ops": "cheap"}, 0.8), ({"ops": "linear"}, 0.55), ({"blocks": 0.5}, 0.65), ({"blocks": 1.0}, 0.15)], ids=str)
+@pytest.mark.parametrize(
+    ("value", "most"),
+    [({"ops": "cheap"}, 0.8), ({"ops": "linear"}, 0.55), ({"blocks": 0.5}, 0.65), ({"blocks": 1.0}, 0.15)],
+    ids=str,
+)
 def test_a_plan_that_saves_memory(value, most):
     plain, whole, _ = trained(meter=True)
     losses, kept, loop = trained(meter=True, plan=Plan((Choice("recompute", value),)))
@@ -85,7 +94,9 @@ def test_a_plan_that_saves_memory(value, most):
 
 
 def test_levers_that_cannot_help_say_why():
-    losses, _, loop = trained(plan=Plan((Choice("offload", "activations"), Choice("inplace", True), Choice("memory_budget", 0.5))))
+    losses, _, loop = trained(
+        plan=Plan((Choice("offload", "activations"), Choice("inplace", True), Choice("memory_budget", 0.5)))
+    )
     assert losses == trained()[0]
     reasons = {outcome.choice.name: outcome.reason for outcome in loop.outcomes if not outcome.applied}
     assert set(reasons) == {"offload", "inplace", "memory_budget"}
@@ -94,7 +105,9 @@ def test_levers_that_cannot_help_say_why():
 
 def test_activations_of_four_micro_batches_are_at_most_three_tenths():
     _, whole, _ = trained(meter=True, reduction="mean")
-    shares = [trained(meter=True, reduction="mean", micro_batch=BATCH // parts)[1] / whole for parts in (2, 4, 8)]
+    shares = [
+        trained(meter=True, reduction="mean", micro_batch=BATCH // parts)[1] / whole for parts in (2, 4, 8)
+    ]
     assert shares[1] <= 0.30
     assert shares[0] <= 0.55
     assert shares[2] <= 0.18
@@ -102,5 +115,10 @@ def test_activations_of_four_micro_batches_are_at_most_three_tenths():
 
 def test_both_together():
     _, whole, _ = trained(meter=True, reduction="mean")
-    _, kept, _ = trained(meter=True, reduction="mean", micro_batch=BATCH // 4, plan=Plan((Choice("recompute", {"ops": "linear"}),)))
+    _, kept, _ = trained(
+        meter=True,
+        reduction="mean",
+        micro_batch=BATCH // 4,
+        plan=Plan((Choice("recompute", {"ops": "linear"}),)),
+    )
     assert kept <= 0.15 * whole

@@ -25,13 +25,22 @@ def loss_fn(model, batch):
 
 def batches(count=4, size=6):
     generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(size, 5, generator=generator), torch.randint(0, 3, (size,), generator=generator)) for _ in range(count)]
+    return [
+        (torch.randn(size, 5, generator=generator), torch.randint(0, 3, (size,), generator=generator))
+        for _ in range(count)
+    ]
 
 
 def loop(loss=loss_fn, loader=None, model=None, **more):
     torch.manual_seed(0)
     model = model or nn.Linear(5, 3)
-    return flatout.Loop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, batches() if loader is None else loader, **more)
+    return flatout.Loop(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        loss,
+        batches() if loader is None else loader,
+        **more,
+    )
 
 
 def contrastive(model, batch):
@@ -61,7 +70,9 @@ def by_hand_over_the_batch(model, batch):
 def test_unsplittable_batches_are_rejected(loss, how):
     with pytest.raises(LoopError, match=r"does not follow from the losses of its parts.*allow_inexact"):
         list(loop(loss, **how))
-    assert len(list(loop(loss, allow_inexact=True, on_nan="ignore", **how))) == (4 if "micro_batch" in how else 2)
+    assert len(list(loop(loss, allow_inexact=True, on_nan="ignore", **how))) == (
+        4 if "micro_batch" in how else 2
+    )
     assert len(list(loop(loss, on_nan="ignore"))) == 4  # whole batches need no check
 
 
@@ -74,10 +85,16 @@ def test_a_declared_reduction_is_trusted():
     """Then no check runs, and a number returned with a sum is not used as a divisor."""
     steps = list(loop(summed_with_a_count, micro_batch=2, reduction="sum"))
     whole = list(loop(summed_with_a_count))
-    assert [float(step.loss) for step in steps] == pytest.approx([float(step.loss) for step in whole], rel=1e-5)
+    assert [float(step.loss) for step in steps] == pytest.approx(
+        [float(step.loss) for step in whole], rel=1e-5
+    )
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d(3), nn.SyncBatchNorm(3), nn.BatchNorm1d(3, track_running_stats=False)], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "norm",
+    [nn.BatchNorm1d(3), nn.SyncBatchNorm(3), nn.BatchNorm1d(3, track_running_stats=False)],
+    ids=lambda m: type(m).__name__,
+)
 def test_batch_normalisation_is_rejected_with_its_name(norm):
     with pytest.raises(LoopError, match=r"uses batch normalisation \(module 1\)"):
         list(loop(model=nn.Sequential(nn.Linear(5, 3), norm), micro_batch=2))
@@ -106,13 +123,24 @@ def test_the_check_leaves_no_trace():
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"epochs": 0}, "epochs=0"), ({"effective_batch": 2.5}, "effective_batch=2.5"), ({"micro_batch": -1}, "micro_batch=-1"), ({"clip": 0}, "clip=0"),
-        ({"reduction": "average"}, "reduction='average'"), ({"metrics": {"a": "median"}}, "median"), ({"precision": "half"}, "precision='half'"),
+        ({"epochs": 0}, "epochs=0"),
+        ({"effective_batch": 2.5}, "effective_batch=2.5"),
+        ({"micro_batch": -1}, "micro_batch=-1"),
+        ({"clip": 0}, "clip=0"),
+        ({"reduction": "average"}, "reduction='average'"),
+        ({"metrics": {"a": "median"}}, "median"),
+        ({"precision": "half"}, "precision='half'"),
         ({"on_nan": "go"}, "on_nan='go'"),
-        ({"effective_batch": 7}, "Use 6 or 12"), ({"loader": []}, "no batch"), ({"loader": [3]}, "no tensor"),
-        ({"loss": lambda model, batch: 3.0}, "gave a float"), ({"loss": lambda model, batch: (model(batch[0]).sum(), 1, 2)}, "a tuple of Tensor, int, int"),
+        ({"effective_batch": 7}, "Use 6 or 12"),
+        ({"loader": []}, "no batch"),
+        ({"loader": [3]}, "no tensor"),
+        ({"loss": lambda model, batch: 3.0}, "gave a float"),
+        ({"loss": lambda model, batch: (model(batch[0]).sum(), 1, 2)}, "a tuple of Tensor, int, int"),
         ({"loss": lambda model, batch: model(batch[0]).sum(1), "micro_batch": 2}, r"shape \[6\]"),
-        ({"loader": [(torch.zeros(1, 5), torch.zeros(1, dtype=torch.long))] * 2, "effective_batch": 2}, 'reduction="mean"'),
+        (
+            {"loader": [(torch.zeros(1, 5), torch.zeros(1, dtype=torch.long))] * 2, "effective_batch": 2},
+            'reduction="mean"',
+        ),
     ],
 )
 def test_a_mistake_gets_a_clear_error(more, words):
@@ -138,10 +166,18 @@ def test_metrics_are_combined_as_requested():
     def with_metrics(model, batch):
         scores = model(batch[0])
         right = (scores.argmax(1) == batch[1]).sum()
-        return loss_fn(model, batch), {"right": right, "accuracy": right / len(batch[1]), "largest": scores.max(), "last": len(batch[1])}
+        return loss_fn(model, batch), {
+            "right": right,
+            "accuracy": right / len(batch[1]),
+            "largest": scores.max(),
+            "last": len(batch[1]),
+        }
 
     metrics = {"right": "sum", "largest": "max", "last": "last"}
-    whole, divided = list(loop(with_metrics, metrics=metrics)), list(loop(with_metrics, metrics=metrics, micro_batch=4))
+    whole, divided = (
+        list(loop(with_metrics, metrics=metrics)),
+        list(loop(with_metrics, metrics=metrics, micro_batch=4)),
+    )
     for a, b in zip(whole, divided, strict=True):
         assert a.metrics["right"] == b.metrics["right"]
         assert float(a.metrics["accuracy"]) == pytest.approx(float(b.metrics["accuracy"]))
@@ -167,7 +203,10 @@ def test_narrow_precision_trains_with_weights_in_float32(precision):
     model = nn.Sequential(nn.Linear(5, 64), nn.ReLU(), nn.Linear(64, 3))
     seen = []
     model[0].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-    losses = [float(step.loss) for step in loop(model=model, precision=precision, epochs=40, effective_batch=12, micro_batch=3)]
+    losses = [
+        float(step.loss)
+        for step in loop(model=model, precision=precision, epochs=40, effective_batch=12, micro_batch=3)
+    ]
     assert set(seen) == {torch.bfloat16 if precision == "bf16" else torch.float16}
     assert losses[-1] < losses[0]
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -182,7 +221,9 @@ def test_a_scaler_skips_a_step_and_the_scheduler_waits():
         return loss_fn(model, batch) * (1e30 if infinite.pop(0) else 1.0)
 
     infinite = [False, True, False, False]
-    steps = list(flatout.Loop(model, optimizer, loss, batches(), precision="fp16", scheduler=scheduler, clip=1.0))
+    steps = list(
+        flatout.Loop(model, optimizer, loss, batches(), precision="fp16", scheduler=scheduler, clip=1.0)
+    )
     assert [bool(step.skipped) for step in steps] == [False, True, False, False]
     assert "loss scale" in steps[1].skipped
     assert [step.lr for step in steps] == [1.0, 0.5, 0.5, 0.25]
@@ -206,7 +247,10 @@ def test_a_nan_is_traced_to_its_module_before_any_weight_moves():
         for _ in steps:
             weights.append([p.detach().clone() for p in model.parameters()])
 
-    with pytest.raises(LoopError, match=r"the loss of step 2 is nan: module 1\.1 \(Root\) made it from finite inputs.*before this step"):
+    with pytest.raises(
+        LoopError,
+        match=r"the loss of step 2 is nan: module 1\.1 \(Root\) made it from finite inputs.*before this step",
+    ):
         train()
     assert len(weights) == 2
     assert all(torch.equal(a, b) for a, b in zip(weights[-1], model.parameters(), strict=True))
@@ -214,8 +258,10 @@ def test_a_nan_is_traced_to_its_module_before_any_weight_moves():
 
 @pytest.mark.parametrize(
     ("spoil", "words"),
-    [(lambda model, batch: batch[0].fill_(float("nan")), "inputs of module .* are not finite"),
-     (lambda model, batch: model.weight.data.fill_(float("inf")), "parameter weight is not finite")],
+    [
+        (lambda model, batch: batch[0].fill_(float("nan")), "inputs of module .* are not finite"),
+        (lambda model, batch: model.weight.data.fill_(float("inf")), "parameter weight is not finite"),
+    ],
     ids=["batch", "weights"],
 )
 def test_a_nan_of_the_batch_or_of_the_weights(spoil, words):
@@ -246,9 +292,12 @@ X = torch.arange(12.0).reshape(6, 2)
 @pytest.mark.parametrize(
     ("batch", "expected"),
     [
-        (X, X[2:4]), ((X, X[:, 0]), (X[2:4], X[2:4, 0])), ([X, "abc"], [X[2:4], "abc"]),
+        (X, X[2:4]),
+        ((X, X[:, 0]), (X[2:4], X[2:4, 0])),
+        ([X, "abc"], [X[2:4], "abc"]),
         ({"x": X, "names": list("abcdef")}, {"x": X[2:4], "names": ["c", "d"]}),
-        (Pair(X, {"z": (X, torch.tensor(3.0))}), Pair(X[2:4], {"z": (X[2:4], torch.tensor(3.0))})), (Sample(X, list("abcdef")), Sample(X[2:4], ["c", "d"])),
+        (Pair(X, {"z": (X, torch.tensor(3.0))}), Pair(X[2:4], {"z": (X[2:4], torch.tensor(3.0))})),
+        (Sample(X, list("abcdef")), Sample(X[2:4], ["c", "d"])),
         ((X, torch.eye(3)), (X[2:4], torch.eye(3))),
     ],
     ids=["tensor", "tuple", "list", "mapping", "named tuple", "dataclass", "a tensor of the whole batch"],

@@ -21,7 +21,9 @@ from flatout.plan.plan import Choice  # noqa: E402
 
 def data():
     generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(64, 3, 8, 8, generator=generator), torch.randint(0, 4, (64,), generator=generator))
+    return TensorDataset(
+        torch.randn(64, 3, 8, 8, generator=generator), torch.randint(0, 4, (64,), generator=generator)
+    )
 
 
 def loss_fn(model, batch):
@@ -31,7 +33,11 @@ def loss_fn(model, batch):
 def make(**loader):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3), DataLoader(data(), batch_size=16, shuffle=True, **loader)
+    return (
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        DataLoader(data(), batch_size=16, shuffle=True, **loader),
+    )
 
 
 def trained(plan, **loader):
@@ -48,7 +54,9 @@ def plan(**choices):
 def test_levers_hold_and_the_losses_are_the_plain_ones(caplog):
     caplog.set_level(logging.INFO, "flatout")
     plain, _ = trained(None)
-    losses, loop = trained(plan(malloc="tcmalloc", channels_last=True, fused_optimizer=True, loader={"workers": 1}))
+    losses, loop = trained(
+        plan(malloc="tcmalloc", channels_last=True, fused_optimizer=True, loader={"workers": 1})
+    )
     assert losses == pytest.approx(plain, rel=1e-4)
     held = {outcome.choice.name: outcome.applied for outcome in loop.outcomes}
     assert held == {"malloc": False, "loader": True, "channels_last": True, "fused_optimizer": True}
@@ -90,9 +98,20 @@ def test_without_a_plan_nothing_is_patched():
 @pytest.mark.parametrize(
     "arguments",
     [
-        {}, {"shuffle": True}, {"batch_size": 7, "drop_last": True, "num_workers": 2, "persistent_workers": True, "prefetch_factor": 3},
-        {"shuffle": True, "generator": torch.Generator().manual_seed(3)}, {"sampler": RandomSampler(data(), num_samples=20)},
-        {"batch_sampler": [[0, 1], [2, 3, 4]]}, {"batch_size": None}, {"collate_fn": list, "batch_size": 2},
+        {},
+        {"shuffle": True},
+        {
+            "batch_size": 7,
+            "drop_last": True,
+            "num_workers": 2,
+            "persistent_workers": True,
+            "prefetch_factor": 3,
+        },
+        {"shuffle": True, "generator": torch.Generator().manual_seed(3)},
+        {"sampler": RandomSampler(data(), num_samples=20)},
+        {"batch_sampler": [[0, 1], [2, 3, 4]]},
+        {"batch_size": None},
+        {"collate_fn": list, "batch_size": 2},
     ],
     ids=lambda arguments: " ".join(arguments) or "nothing",
 )

@@ -43,7 +43,10 @@ class Injector(TorchDispatchMode):
 class Network(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body, self.head = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.GELU()), nn.Linear(16, 3)
+        self.body, self.head = (
+            nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.GELU()),
+            nn.Linear(16, 3),
+        )
         self.hidden = []  # weak references
 
     def forward(self, x):
@@ -58,10 +61,18 @@ def loss_fn(model, batch):
 
 def data():
     generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64), torch.randint(0, 3, (SAMPLES,), generator=generator)) for _ in range(STEPS)]
+    return [
+        (
+            torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64),
+            torch.randint(0, 3, (SAMPLES,), generator=generator),
+        )
+        for _ in range(STEPS)
+    ]
 
 
-def train(number=None, phase="gradients", error=None, make=lambda p: torch.optim.AdamW(p, lr=1e-2), at=AT, **more):
+def train(
+    number=None, phase="gradients", error=None, make=lambda p: torch.optim.AdamW(p, lr=1e-2), at=AT, **more
+):
     """Weights after each step, the steps, the injector.
 
     The error comes in step ``at``, at that operator of the phase.
@@ -70,11 +81,17 @@ def train(number=None, phase="gradients", error=None, make=lambda p: torch.optim
     model = Network().double()
     optimizer = make(model.parameters())
     injector = Injector(number or -1, error)
-    optimizer.register_step_pre_hook(lambda *_: setattr(injector, "armed", phase == "optimizer" and loop.index == at and not injector.fired))
+    optimizer.register_step_pre_hook(
+        lambda *_: setattr(
+            injector, "armed", phase == "optimizer" and loop.index == at and not injector.fired
+        )
+    )
     optimizer.register_step_post_hook(lambda *_: setattr(injector, "armed", False))
 
     def armed(model, batch):
-        injector.armed = phase == "gradients" and loop.index == at and not injector.fired and number is not None
+        injector.armed = (
+            phase == "gradients" and loop.index == at and not injector.fired and number is not None
+        )
         return loss_fn(model, batch)
 
     loop = Loop(model, optimizer, armed, data(), **more)
@@ -89,7 +106,11 @@ def train(number=None, phase="gradients", error=None, make=lambda p: torch.optim
 
 
 def same(ours, theirs):
-    return all(torch.allclose(a, b, rtol=1e-11, atol=1e-13) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True))
+    return all(
+        torch.allclose(a, b, rtol=1e-11, atol=1e-13)
+        for x, y in zip(ours, theirs, strict=True)
+        for a, b in zip(x, y, strict=True)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +133,9 @@ def test_every_operator_of_forward_and_backward(undisturbed):
         assert same(weights, undisturbed), injector.fired
         assert [step.parts for step in steps] == [1, 1, 2, 2, 2]
         assert [step.samples for step in steps] == [SAMPLES] * STEPS
-        assert not any(reference() is not None for reference in injector.model.hidden[:-2]), f"a tensor of the failed step leaks after {injector.fired}"
+        assert not any(reference() is not None for reference in injector.model.hidden[:-2]), (
+            f"a tensor of the failed step leaks after {injector.fired}"
+        )
     assert sites > 25
 
 
@@ -125,7 +148,9 @@ def test_every_operator_of_the_optimizer(undisturbed, foreach, at):
     again, refused = 0, 0
     for number in range(1, 400):
         try:
-            weights, _, injector = train(number, "optimizer", make=lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=foreach), at=at)
+            weights, _, injector = train(
+                number, "optimizer", make=lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=foreach), at=at
+            )
         except LoopError as error:
             refused += "half a step" in str(error)
             continue
@@ -137,7 +162,11 @@ def test_every_operator_of_the_optimizer(undisturbed, foreach, at):
     assert (again > 0) == (at == 0)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError()], ids=["CPU", "Python"])
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError()],
+    ids=["CPU", "Python"],
+)
 def test_other_families_of_the_same_error(undisturbed, error):
     weights, _, injector = train(9, error=error)
     assert injector.fired
@@ -212,7 +241,9 @@ def test_late_use_of_random_numbers_is_detected(begins, again):
 
     model = Network().double()
     seen, failed = [], []
-    for step in Loop(model, torch.optim.SGD(model.parameters(), lr=1e-2), noisy, data() * 20, reduction="mean"):
+    for step in Loop(
+        model, torch.optim.SGD(model.parameters(), lr=1e-2), noisy, data() * 20, reduction="mean"
+    ):
         seen.append(step.index)
     there = [value for at, value in drawn if at == FAILS]
     assert len(there) == 3
@@ -221,7 +252,15 @@ def test_late_use_of_random_numbers_is_detected(begins, again):
 
 def test_a_single_sample_that_does_not_fit():
     with pytest.raises(LoopError, match=r"(?s)single sample.*precision"):
-        list(Loop(model := Network().double(), torch.optim.SGD(model.parameters(), 0.1), _never, data(), reduction="mean"))
+        list(
+            Loop(
+                model := Network().double(),
+                torch.optim.SGD(model.parameters(), 0.1),
+                _never,
+                data(),
+                reduction="mean",
+            )
+        )
 
 
 def _never(model, batch):
@@ -267,7 +306,7 @@ def test_micro_batches_grow_again_and_learn_from_failures():
     assert sizes.limit is None
 
 
-REAL = '''\
+REAL = """\
 import resource, sys
 import torch
 from torch import nn
@@ -285,7 +324,7 @@ if limited:
     resource.setrlimit(resource.RLIMIT_AS, (used + 70 * 2**20,) * 2)
 for step in Loop(model, optimizer, lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]), batches):
     print(step.parts, float(step.loss), sum(p.double().sum().item() for p in model.parameters()), flush=True)
-'''
+"""
 
 
 def test_a_real_one_on_the_cpu(tmp_path):
@@ -296,7 +335,9 @@ def test_a_real_one_on_the_cpu(tmp_path):
     (tmp_path / "train.py").write_text(REAL)
     said = {}
     for how in ("free", "limited"):
-        done = subprocess.run([sys.executable, "train.py", how], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+        done = subprocess.run(
+            [sys.executable, "train.py", how], cwd=tmp_path, capture_output=True, text=True, timeout=200
+        )
         assert done.returncode == 0, done.stderr[-2000:]
         said[how] = [[float(word) for word in line.split()] for line in done.stdout.splitlines()]
     assert [parts for parts, *_ in said["free"]] == [1, 1, 1]

@@ -23,7 +23,15 @@ PROGRAM = Path(__file__).with_name("two_parallel_ranks.py")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pair = [subprocess.Popen([sys.executable, str(PROGRAM), str(rank), str(folder)], stderr=subprocess.PIPE, text=True, env=environment) for rank in (0, 1)]
+    pair = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(rank), str(folder)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in (0, 1)
+    ]
     try:
         said = [process.communicate(timeout=200)[1] for process in pair]
     finally:
@@ -56,24 +64,44 @@ def test_a_rank_holds_only_its_slice(ranks):
     for rank in ranks:
         parallel = rank["float64"][1]
         assert parallel["sliced"] == ["DTensor"] * 4
-        shared = 2 * (16 * 32 + 32 + 32 * 16)  # of two blocks: weights and the wide bias; the narrow bias is whole
+        shared = 2 * (
+            16 * 32 + 32 + 32 * 16
+        )  # of two blocks: weights and the wide bias; the narrow bias is whole
         assert parallel["own"] == parallel["all"] - shared // 2
         assert parallel["state"] == ["DTensor", "Tensor"]
 
 
-@pytest.mark.parametrize(("name", "said"), [
-    ("alone", "torchrun --standalone"), ("no such module", "blocks.*.sideways"), ("no style", "is a str"), ("nothing", "is not a dict"),
-    ("begun", "the optimizer already has state"), ("auto", "plan='auto' does not work with parallel="), ("sizes", "micro_batch='auto' does not work"),
-    ("masters", "precision='bf16-master' does not work"), ("fused", "fused=True"), ("memory", "cannot repeat a step. Use smaller micro-batches"),
-    ("batches", "every rank must train on the same batches")])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("alone", "torchrun --standalone"),
+        ("no such module", "blocks.*.sideways"),
+        ("no style", "is a str"),
+        ("nothing", "is not a dict"),
+        ("begun", "the optimizer already has state"),
+        ("auto", "plan='auto' does not work with parallel="),
+        ("sizes", "micro_batch='auto' does not work"),
+        ("masters", "precision='bf16-master' does not work"),
+        ("fused", "fused=True"),
+        ("memory", "cannot repeat a step. Use smaller micro-batches"),
+        ("batches", "every rank must train on the same batches"),
+    ],
+)
 def test_incompatible_options_are_explained(ranks, name, said):
     for rank in ranks:
         assert said in rank["words"][name]
 
 
 @pipelines.need_them
-@pytest.mark.parametrize(("name", "near", "parts", "ends"), [("float64", 1e-12, 4, "first"), ("float32", 1e-6, 2, "first"), ("window", 1e-12, 4, "second"),
-                                                             ("whole", 1e-12, 1, "first")])
+@pytest.mark.parametrize(
+    ("name", "near", "parts", "ends"),
+    [
+        ("float64", 1e-12, 4, "first"),
+        ("float32", 1e-6, 2, "first"),
+        ("window", 1e-12, 4, "second"),
+        ("whole", 1e-12, 1, "first"),
+    ],
+)
 def test_stages_learn_what_one_process_learns(ranks, name, near, parts, ends):
     """This covers both schedules, splits by count and by name, and a loss that is a mean or a sum.
 
@@ -93,11 +121,22 @@ def test_stages_learn_what_one_process_learns(ranks, name, near, parts, ends):
 
 
 @pipelines.need_them
-@pytest.mark.parametrize(("name", "said"), [
-    ("three", "3 stages on 2 ranks"), ("no child", "'third'"), ("order", "without its first child"), ("schedule", "gpipe, 1f1b"),
-    ("no sequence", "this model is a ModuleList"), ("tied", "shares a parameter"), ("auto", "plan='auto' does not work"),
-    ("bf16", "precision='bf16' does not work"),
-    ("reduction", 'reduction="mean" or "sum"'), ("uneven", "these have 3, 3, 2 samples"), ("nan", "the loss of step 0 is nan")])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("three", "3 stages on 2 ranks"),
+        ("no child", "'third'"),
+        ("order", "without its first child"),
+        ("schedule", "gpipe, 1f1b"),
+        ("no sequence", "this model is a ModuleList"),
+        ("tied", "shares a parameter"),
+        ("auto", "plan='auto' does not work"),
+        ("bf16", "precision='bf16' does not work"),
+        ("reduction", 'reduction="mean" or "sum"'),
+        ("uneven", "these have 3, 3, 2 samples"),
+        ("nan", "the loss of step 0 is nan"),
+    ],
+)
 def test_unsupported_pipelines_are_explained(ranks, name, said):
     for rank in ranks:
         assert said in rank["piped words"][name]

@@ -23,7 +23,10 @@ FIRST_SCALE = 2.0**16  # GradScaler's
 
 def data(dtype=torch.float32, count=6):
     generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 6, generator=generator).to(dtype), torch.randint(0, 3, (8,), generator=generator)) for _ in range(count)]
+    return [
+        (torch.randn(8, 6, generator=generator).to(dtype), torch.randint(0, 3, (8,), generator=generator))
+        for _ in range(count)
+    ]
 
 
 def loss_fn(model, batch):
@@ -78,7 +81,9 @@ def test_master_weights_are_those_of_a_loop_by_hand(name, parts, clip):
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     own = list(model.parameters())
-    loop = Loop(model, optimizer, loss, batches, precision=name, micro_batch=8 // parts, clip=clip, reduction="mean")
+    loop = Loop(
+        model, optimizer, loss, batches, precision=name, micro_batch=8 // parts, clip=clip, reduction="mean"
+    )
     skipped = [step.index for step in loop if step.skipped]
     masters = by_hand(other, batches, FIRST_SCALE if name == "fp16-master" else 1.0, parts, clip, lost)
     assert skipped == list(lost)
@@ -96,7 +101,13 @@ def test_small_updates_lost_in_narrow_weights_are_kept():
     with torch.no_grad():
         model.weight.fill_(1.0)
     batches = [torch.ones(1, 1, dtype=torch.bfloat16)] * 8
-    loop = Loop(model, torch.optim.SGD(model.parameters(), lr=1e-3), lambda m, b: m(b).sum(), batches, precision="bf16-master")
+    loop = Loop(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-3),
+        lambda m, b: m(b).sum(),
+        batches,
+        precision="bf16-master",
+    )
     assert [float(model.weight.detach()) for _ in loop][-1] == 0.9921875
     assert float(loop.optimizer.param_groups[0]["params"][0].detach()) == pytest.approx(0.992)
 
@@ -113,7 +124,15 @@ def test_out_of_memory_with_master_weights():
                 raise torch.OutOfMemoryError("out of memory")
             return found
 
-        loop = Loop(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, batches, precision="bf16-master", micro_batch=4, reduction="mean")
+        loop = Loop(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            loss,
+            batches,
+            precision="bf16-master",
+            micro_batch=4,
+            reduction="mean",
+        )
         list(loop)
         weights.append([p.detach().clone() for p in loop.parameters])
     assert all(torch.allclose(a, b, rtol=2e-2, atol=1e-3) for a, b in zip(*weights, strict=True))
@@ -123,7 +142,13 @@ def test_out_of_memory_with_master_weights():
 def test_weights_loaded_between_two_steps_are_used():
     model = network(torch.bfloat16)
     saved = {name: value.clone() for name, value in network(torch.bfloat16).state_dict().items()}
-    loop = Loop(model, torch.optim.SGD(model.parameters(), lr=0.0), loss_fn, data(torch.bfloat16), precision="bf16-master")
+    loop = Loop(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        loss_fn,
+        data(torch.bfloat16),
+        precision="bf16-master",
+    )
     for step in loop:
         if step.index == 2:
             model.load_state_dict({name: value + 1 for name, value in saved.items()})
@@ -143,21 +168,33 @@ def test_a_recreated_loop_takes_over_the_optimizer():
 def test_tf32_is_switched_and_restored(caplog):
     caplog.set_level(logging.WARNING, "flatout")
     owners = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-    before = torch.get_float32_matmul_precision(), [owner.fp32_precision for owner in owners], torch.backends.cudnn.allow_tf32
+    before = (
+        torch.get_float32_matmul_precision(),
+        [owner.fp32_precision for owner in owners],
+        torch.backends.cudnn.allow_tf32,
+    )
     model = network(torch.float32)
     loop = Loop(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, data(), precision="tf32")
     assert torch.get_float32_matmul_precision() == "high"
     list(loop)
     loop.close()
-    assert (torch.get_float32_matmul_precision(), [owner.fp32_precision for owner in owners], torch.backends.cudnn.allow_tf32) == before
+    assert (
+        torch.get_float32_matmul_precision(),
+        [owner.fp32_precision for owner in owners],
+        torch.backends.cudnn.allow_tf32,
+    ) == before
     if not torch.cuda.is_available():
         assert "changes nothing here" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("name", "dtype", "words"),
-    [("bf16-master", torch.float32, r"those of this model are float32\. Call model\.bfloat16"), ("fp16-master", torch.bfloat16, r"Call model\.half"),
-     ("fp16", torch.float16, "fp16-master"), ("fp8", torch.float32, "needs a GPU that multiplies in 8 bits")],
+    [
+        ("bf16-master", torch.float32, r"those of this model are float32\. Call model\.bfloat16"),
+        ("fp16-master", torch.bfloat16, r"Call model\.half"),
+        ("fp16", torch.float16, "fp16-master"),
+        ("fp8", torch.float32, "needs a GPU that multiplies in 8 bits"),
+    ],
 )
 def test_unavailable_precisions_are_rejected(name, dtype, words):
     model = network(dtype)

@@ -24,8 +24,16 @@ def ranks(tmp_path_factory):
     """The record of each rank, case by case, and the final message of the rank that was left."""
     folder = tmp_path_factory.mktemp("ranks")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pair = [subprocess.Popen([sys.executable, str(PROGRAM), str(rank), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-            for rank in (0, 1)]
+    pair = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(rank), str(folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in (0, 1)
+    ]
     try:
         said = [process.communicate(timeout=TIMEOUT_S) for process in pair]
     finally:
@@ -38,19 +46,34 @@ def ranks(tmp_path_factory):
 
 
 def distance(one, other):
-    return max(abs(a - b) for x, y in zip(one["weights"], other["weights"], strict=True) for a, b in zip(x, y, strict=True))
+    return max(
+        abs(a - b)
+        for x, y in zip(one["weights"], other["weights"], strict=True)
+        for a, b in zip(x, y, strict=True)
+    )
 
 
 def both(ranks, name):
     zero, one, _ = ranks
-    return list(zip(zero[name], one[name], strict=True)) if isinstance(zero[name], list) else [(zero[name], one[name])]
+    return (
+        list(zip(zero[name], one[name], strict=True))
+        if isinstance(zero[name], list)
+        else [(zero[name], one[name])]
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "reference", "parts"),
-    [("divided", "undisturbed", [2, 2, 2]), ("counted", "counted, whole", [4, 4, 4]), ("failing", "undisturbed", [1, 2, 2]),
-     ("of rank 0 in the first step", "undisturbed", [2, 2, 2]), ("in a window", "undisturbed", [2, 4, 4]), ("bucket views", "undisturbed", [2, 4, 4]),
-     ("unused", "unused, undisturbed", [1, 2, 2]), ("own exchange, failing", "undisturbed", [1, 2, 2])],
+    [
+        ("divided", "undisturbed", [2, 2, 2]),
+        ("counted", "counted, whole", [4, 4, 4]),
+        ("failing", "undisturbed", [1, 2, 2]),
+        ("of rank 0 in the first step", "undisturbed", [2, 2, 2]),
+        ("in a window", "undisturbed", [2, 4, 4]),
+        ("bucket views", "undisturbed", [2, 4, 4]),
+        ("unused", "unused, undisturbed", [1, 2, 2]),
+        ("own exchange, failing", "undisturbed", [1, 2, 2]),
+    ],
 )
 def test_all_ranks_repeat_the_step_and_learn_the_same(ranks, name, reference, parts):
     """One rank fails before the rank wrapper is called, in forward, in the loss, or early or late in
@@ -83,7 +106,9 @@ def test_a_failing_optimizer_on_one_rank_ends_all_ranks(ranks, at):
     assert one["words"] in zero["words"]
 
 
-@pytest.mark.parametrize(("name", "words"), [("nan", "the loss of step 2 is nan"), ("ended", "of the user's own")])
+@pytest.mark.parametrize(
+    ("name", "words"), [("nan", "the loss of step 2 is nan"), ("ended", "of the user's own")]
+)
 def test_an_error_on_one_rank_ends_all(ranks, name, words):
     [(zero, one)] = both(ranks, name)
     assert words in one["words"]

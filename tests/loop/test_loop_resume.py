@@ -45,15 +45,27 @@ def loss_fn(model, batch):
 
 def made(folder, learning_rate=0.01, data=None, batch=2, model=None, **more):
     flatout.seed(0)
-    model = model or nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 1))
+    model = model or nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 1)
+    )
     if more.get("precision") == "bf16-master":
         model.bfloat16()
     model[0].register_buffer("noise", torch.zeros(2), persistent=False)
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
     loader = DataLoader(data or Data(), batch, shuffle=True)
-    arguments = {"epochs": 3, "scheduler": scheduler, "effective_batch": 4, "allow_inexact": True, "save_every": 1, "also": {"average": average}, **more}
+    arguments = {
+        "epochs": 3,
+        "scheduler": scheduler,
+        "effective_batch": 4,
+        "allow_inexact": True,
+        "save_every": 1,
+        "also": {"average": average},
+        **more,
+    }
     return flatout.Loop(model, optimizer, loss_fn, loader, checkpoint_dir=folder, **arguments), average
 
 
@@ -71,18 +83,35 @@ def train(folder, until=None, **more):
         if step.index == 2:
             loop.model[1].eval()
     digest = hashlib.sha256()
-    for tensor in [*loop.model.parameters(), *loop.model.buffers(), *average.parameters(), *average.buffers()]:
+    for tensor in [
+        *loop.model.parameters(),
+        *loop.model.buffers(),
+        *average.parameters(),
+        *average.buffers(),
+    ]:
         digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     for state in loop.optimizer.state_dict()["state"].values():
         digest.update(repr([value.tolist() for value in state.values()]).encode())
-    digest.update(repr([loop.scheduler.get_last_lr(), loop.precision.state()["scaler"], torch.get_rng_state().tolist(), random.getstate()]).encode())
+    digest.update(
+        repr(
+            [
+                loop.scheduler.get_last_lr(),
+                loop.precision.state()["scaler"],
+                torch.get_rng_state().tolist(),
+                random.getstate(),
+            ]
+        ).encode()
+    )
     digest.update(repr(np.random.get_state()[1].tolist()).encode())
     return loop, digest.hexdigest()
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    return {precision: train(tmp_path_factory.mktemp("whole") / "saves", precision=precision)[1] for precision in PRECISIONS}
+    return {
+        precision: train(tmp_path_factory.mktemp("whole") / "saves", precision=precision)[1]
+        for precision in PRECISIONS
+    }
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -106,7 +135,15 @@ def losses_of(folder, until=None, **more):
     flatout.seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
     batches = [(x, x.sum(1)) for x in torch.randn(150, 8, 6, generator=torch.Generator().manual_seed(1))]
-    loop = flatout.Loop(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_fn, batches, epochs=2, checkpoint_dir=folder, **more)
+    loop = flatout.Loop(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        loss_fn,
+        batches,
+        epochs=2,
+        checkpoint_dir=folder,
+        **more,
+    )
     losses = {}
     for step in loop:
         losses[step.index] = float(step.loss)
@@ -149,9 +186,22 @@ def test_more_epochs_than_it_was_made_for(tmp_path):
     assert train(tmp_path / "b")[1] == digest
 
 
-PARTS = [("model", "0.weight"), ("model", "1.running_mean"), ("buffers", "model"), ("modes", "model"), ("optimizer", "state"), ("optimizer", "param_groups"),
-         ("scheduler",), ("also", "average"), ("place", "given"), ("place", "began"), ("place", "now"), ("loop", "index"), ("loop", "epoch"),
-         ("precision", "scaler")]
+PARTS = [
+    ("model", "0.weight"),
+    ("model", "1.running_mean"),
+    ("buffers", "model"),
+    ("modes", "model"),
+    ("optimizer", "state"),
+    ("optimizer", "param_groups"),
+    ("scheduler",),
+    ("also", "average"),
+    ("place", "given"),
+    ("place", "began"),
+    ("place", "now"),
+    ("loop", "index"),
+    ("loop", "epoch"),
+    ("precision", "scaler"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -191,15 +241,22 @@ def test_differences_are_reported_and_nothing_is_claimed(tmp_path, caplog):
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        with pytest.raises(LoopError, match=r"cannot be resumed exactly: threads: 1 when it was saved, 2 now.*from_scratch=True"):
+        with pytest.raises(
+            LoopError,
+            match=r"cannot be resumed exactly: threads: 1 when it was saved, 2 now.*from_scratch=True",
+        ):
             made(tmp_path, on_drift="stop", clip=1.0)
         with caplog.at_level(logging.INFO, "flatout"):
             loop, _ = made(tmp_path, batch=4, effective_batch=None, clip=1.0)
     finally:
         torch.set_num_threads(threads)
     assert not loop.resumed.exact
-    for words in ("not bitwise identical", "clip: unknown when it was saved, 1.0 now", "batch size of the loader: 2 when it was saved, 4 now",
-                  "batches in an epoch: 10 when it was saved, 5 now"):
+    for words in (
+        "not bitwise identical",
+        "clip: unknown when it was saved, 1.0 now",
+        "batch size of the loader: 2 when it was saved, 4 now",
+        "batches in an epoch: 10 when it was saved, 5 now",
+    ):
         assert words in caplog.text
     loop.close()
 
@@ -223,7 +280,7 @@ def test_invalid_checkpoints(tmp_path, caplog):
     loop.close()
     for path in tmp_path.glob("step-*"):
         (path / "manifest.json").write_text("{}")
-    with pytest.raises(SaveError, match="checkpoints in .* are corrupt"):
+    with pytest.raises(SaveError, match=r"checkpoints in .* are corrupt"):
         made(tmp_path)
     loop, _ = made(tmp_path, from_scratch=True)
     assert loop.resumed is None
@@ -258,12 +315,18 @@ def test_unsupported_state_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("more", "error", "words"),
-    [({"model": nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 1))}, SaveError, "does not fit the model of this training"),
-     ({"scheduler": None}, SaveError, "saved with a scheduler and has none now"),
-     ({"also": None}, SaveError, "has none of that name now"),
-     ({"also": {"average": 3}}, LoopError, "needs state_dict and load_state_dict"),
-     ({"on_drift": "ignore"}, LoopError, 'Use "say" or "stop"'),
-     ({"save_every": 0}, LoopError, "a whole number from 1")],
+    [
+        (
+            {"model": nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 1))},
+            SaveError,
+            "does not fit the model of this training",
+        ),
+        ({"scheduler": None}, SaveError, "saved with a scheduler and has none now"),
+        ({"also": None}, SaveError, "has none of that name now"),
+        ({"also": {"average": 3}}, LoopError, "needs state_dict and load_state_dict"),
+        ({"on_drift": "ignore"}, LoopError, 'Use "say" or "stop"'),
+        ({"save_every": 0}, LoopError, "a whole number from 1"),
+    ],
 )
 def test_a_mismatched_checkpoint_is_rejected(begun, tmp_path, more, error, words):
     import shutil
@@ -288,7 +351,13 @@ def test_a_trial_resumes_nothing_and_leaves_nothing(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def lives():
-    done = subprocess.run([sys.executable, str(LIVES)], capture_output=True, text=True, timeout=250, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [sys.executable, str(LIVES)],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
@@ -307,7 +376,13 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(lives, number):
 
 @pytest.mark.parametrize(
     ("name", "codes", "handled"),
-    [("SIGTERM", [143], False), ("own handler", [143], True), ("SIGUSR1", [138], False), ("SIGINT", [99], False), ("two ranks", [143, 143], False)],
+    [
+        ("SIGTERM", [143], False),
+        ("own handler", [143], True),
+        ("SIGUSR1", [138], False),
+        ("SIGINT", [99], False),
+        ("two ranks", [143, 143], False),
+    ],
 )
 def test_a_signal_ends_it_after_the_step_and_a_checkpoint(lives, name, codes, handled):
     """99 is the program's own answer to KeyboardInterrupt. Only one of two ranks gets the signal."""

@@ -22,7 +22,13 @@ LIVES = Path(__file__).with_name("divided_lives.py")
 
 @pytest.fixture(scope="module")
 def lives():
-    done = subprocess.run([sys.executable, str(LIVES)], capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [sys.executable, str(LIVES)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
@@ -66,7 +72,9 @@ def test_other_numbers_of_ranks_continue_the_same_training(lives, kind):
 
 @pipelines.need_them
 def test_a_stage_is_not_the_whole_model(lives):
-    assert "each of 2 ranks had a stage of the model, and there are 1 now" in lives["stages alone"][0]["refused"]
+    assert (
+        "each of 2 ranks had a stage of the model, and there are 1 now" in lives["stages alone"][0]["refused"]
+    )
 
 
 def test_one_invalid_slice_prevents_the_whole_checkpoint(lives):

@@ -48,6 +48,7 @@ def test_of_two_that_are_as_fast_the_one_with_less_memory():
 @given(st.integers(1, 5000), st.floats(0.01, 10), st.floats(0, 10), st.integers(1, 5000))
 def test_whatever_the_times_the_choice_fits_and_is_near_the_best(size, a_part, a_sample, largest):
     """A step has a cost for each part and for each sample."""
+
     def ms(candidate):
         return a_part * -(-size // candidate) + a_sample * size
 
@@ -61,7 +62,13 @@ def test_whatever_the_times_the_choice_fits_and_is_near_the_best(size, a_part, a
 
 def data():
     generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(32, 6, generator=generator, dtype=torch.float64), torch.randint(0, 3, (32,), generator=generator)) for _ in range(80)]
+    return [
+        (
+            torch.randn(32, 6, generator=generator, dtype=torch.float64),
+            torch.randint(0, 3, (32,), generator=generator),
+        )
+        for _ in range(80)
+    ]
 
 
 def loss_fn(model, batch):

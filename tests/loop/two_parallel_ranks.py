@@ -23,7 +23,13 @@ STYLES = {"blocks.*.up": ColwiseParallel, "blocks.*.down": RowwiseParallel}
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.act, self.down, self.drop = nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.Dropout(0.1)
+        self.norm, self.up, self.act, self.down, self.drop = (
+            nn.LayerNorm(16),
+            nn.Linear(16, 32),
+            nn.GELU(),
+            nn.Linear(32, 16),
+            nn.Dropout(0.1),
+        )
 
     def forward(self, x):
         return x + self.drop(self.down(self.act(self.up(self.norm(x)))))
@@ -32,7 +38,11 @@ class Block(nn.Module):
 class Network(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body, self.blocks, self.head = nn.Linear(6, 16), nn.ModuleList([Block(), Block()]), nn.Linear(16, 3)
+        self.body, self.blocks, self.head = (
+            nn.Linear(6, 16),
+            nn.ModuleList([Block(), Block()]),
+            nn.Linear(16, 3),
+        )
 
     def forward(self, x):
         x = self.body(x)
@@ -57,7 +67,10 @@ def made(dtype, seed=0):
 
 def data(dtype):
     generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(8, 6, generator=generator, dtype=torch.float64).to(dtype), torch.arange(8) % 3) for _ in range(2 * STEPS)]
+    return [
+        (torch.randn(8, 6, generator=generator, dtype=torch.float64).to(dtype), torch.arange(8) % 3)
+        for _ in range(2 * STEPS)
+    ]
 
 
 def whole(tensor):
@@ -65,8 +78,12 @@ def whole(tensor):
 
 
 def seen(model, losses, norms):
-    return {"losses": losses, "norms": norms, "weights": [whole(p).detach().double().flatten().tolist() for p in model.parameters()],
-            "names": list(model.state_dict())}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": [whole(p).detach().double().flatten().tolist() for p in model.parameters()],
+        "names": list(model.state_dict()),
+    }
 
 
 def raw(dtype, loss, window, clip):
@@ -75,7 +92,7 @@ def raw(dtype, loss, window, clip):
     batches, losses, norms = data(dtype), [], []
     torch.manual_seed(5)
     for at in range(0, len(batches), window):
-        x, y = (torch.cat(each) for each in zip(*batches[at:at + window], strict=True))
+        x, y = (torch.cat(each) for each in zip(*batches[at : at + window], strict=True))
         found = loss(model, (x, y))
         found = found[0] if isinstance(found, tuple) else found
         optimizer.zero_grad()
@@ -90,24 +107,59 @@ def raw(dtype, loss, window, clip):
 
 def parallel(dtype, loss, window, clip, **more):
     model, optimizer = made(dtype, seed=RANK)  # all ranks use rank 0's weights
-    loop = Loop(model, optimizer, loss, data(dtype), steps=STEPS, effective_batch=8 * window, clip=clip, parallel={n: s() for n, s in STYLES.items()}, **more)
+    loop = Loop(
+        model,
+        optimizer,
+        loss,
+        data(dtype),
+        steps=STEPS,
+        effective_batch=8 * window,
+        clip=clip,
+        parallel={n: s() for n, s in STYLES.items()},
+        **more,
+    )
     torch.manual_seed(5)
     steps = list(loop)
-    sliced = [type(p).__name__ for name, p in model.named_parameters() if "up.weight" in name or "down.weight" in name]
+    sliced = [
+        type(p).__name__
+        for name, p in model.named_parameters()
+        if "up.weight" in name or "down.weight" in name
+    ]
     own = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in model.parameters())
-    return {**seen(model, [float(step.loss) for step in steps], [float(step.grad_norm) for step in steps]), "sliced": sliced, "own": own,
-            "all": sum(p.numel() for p in model.parameters()), "state": own_state(optimizer), "parts": steps[0].parts}
+    return {
+        **seen(model, [float(step.loss) for step in steps], [float(step.grad_norm) for step in steps]),
+        "sliced": sliced,
+        "own": own,
+        "all": sum(p.numel() for p in model.parameters()),
+        "state": own_state(optimizer),
+        "parts": steps[0].parts,
+    }
 
 
 def own_state(optimizer):
-    return sorted({type(value).__name__ for state in optimizer.state.values() for name, value in state.items() if name == "exp_avg"})
+    return sorted(
+        {
+            type(value).__name__
+            for state in optimizer.state.values()
+            for name, value in state.items()
+            if name == "exp_avg"
+        }
+    )
 
 
 def words(change=lambda model, optimizer: None, loss=loss_fn, batches=None, **how):
     model, optimizer = made(torch.float32)
     change(model, optimizer)
     try:
-        list(Loop(model, optimizer, loss, batches or data(torch.float32), **{"parallel": {"head": ColwiseParallel()}, **how}))
+        list(
+            Loop(
+                model,
+                optimizer,
+                loss,
+                batches or data(torch.float32),
+                **{"parallel": {"head": ColwiseParallel()}, **how},
+            )
+        )
     except LoopError as error:
         return str(error)
     return ""
@@ -130,7 +182,12 @@ def blocks(dtype, shared=False):
     """A model that is split at its children, one of which is named."""
     torch.manual_seed(RANK if distributed.is_initialized() and not shared else 0)
     model = nn.Sequential()
-    for name, block in {"body": nn.Linear(6, 16), "first": Block(), "second": Block(), "head": nn.Linear(16, 3)}.items():
+    for name, block in {
+        "body": nn.Linear(6, 16),
+        "first": Block(),
+        "second": Block(),
+        "head": nn.Linear(16, 3),
+    }.items():
         model.add_module(name, block)
     return model.to(dtype), torch.optim.AdamW(model.parameters(), lr=1e-2)
 
@@ -138,21 +195,41 @@ def blocks(dtype, shared=False):
 def piped(dtype, pipeline, window, micro_batch=None, reduction=None, loss=loss_fn):
     """What this stage has learned, and the raw loop over the whole model; weights by name."""
     model, optimizer = blocks(dtype)
-    loop = Loop(model, optimizer, loss, data(dtype), steps=STEPS, effective_batch=8 * window, micro_batch=micro_batch, clip=0.5, reduction=reduction,
-                parallel=pipeline)
+    loop = Loop(
+        model,
+        optimizer,
+        loss,
+        data(dtype),
+        steps=STEPS,
+        effective_batch=8 * window,
+        micro_batch=micro_batch,
+        clip=0.5,
+        reduction=reduction,
+        parallel=pipeline,
+    )
     steps = list(loop)
     whole_model, other = blocks(dtype, shared=True)
     losses, norms, batches = [], [], data(dtype)
     for at in range(0, STEPS * window, window):
         other.zero_grad()
-        found = loss(whole_model, tuple(torch.cat(each) for each in zip(*batches[at:at + window], strict=True)))
+        found = loss(
+            whole_model, tuple(torch.cat(each) for each in zip(*batches[at : at + window], strict=True))
+        )
         found.backward()
         norms.append(float(nn.utils.clip_grad_norm_(whole_model.parameters(), 0.5)))
         other.step()
         losses.append(float(found.detach()))
-    raw_weights, kept = whole_model.state_dict(), {name: p for name, p in model.state_dict().items() if p.device.type != "meta"}
-    return {"losses": [losses, [float(step.loss) for step in steps]], "norms": [norms, [float(step.grad_norm) for step in steps]], "kept": list(kept),
-            "apart": max(float((p - raw_weights[name]).abs().max()) for name, p in kept.items()), "parts": steps[0].parts}
+    raw_weights, kept = (
+        whole_model.state_dict(),
+        {name: p for name, p in model.state_dict().items() if p.device.type != "meta"},
+    )
+    return {
+        "losses": [losses, [float(step.loss) for step in steps]],
+        "norms": [norms, [float(step.grad_norm) for step in steps]],
+        "kept": list(kept),
+        "apart": max(float((p - raw_weights[name]).abs().max()) for name, p in kept.items()),
+        "parts": steps[0].parts,
+    }
 
 
 def summed(model, batch):
@@ -179,10 +256,19 @@ results = {
     "float64": [raw(torch.float64, loss_fn, 1, 0.5), parallel(torch.float64, loss_fn, 1, 0.5)],
     "float32": [raw(torch.float32, loss_fn, 1, 0.5), parallel(torch.float32, loss_fn, 1, 0.5)],
     "words": {
-        "alone": alone, "no such module": words(parallel={"blocks.*.sideways": ColwiseParallel()}), "no style": words(parallel={"head": "colwise"}),
-        "nothing": words(parallel={}), "begun": words(begun), "auto": words(plan="auto"), "sizes": words(micro_batch="auto"),
-        "masters": words(precision="bf16-master"), "fused": words(fused), "memory": words(loss=no_memory),
-        "batches": words(batches=data(torch.float32)[RANK:], steps=2, parallel={n: s() for n, s in STYLES.items()}),
+        "alone": alone,
+        "no such module": words(parallel={"blocks.*.sideways": ColwiseParallel()}),
+        "no style": words(parallel={"head": "colwise"}),
+        "nothing": words(parallel={}),
+        "begun": words(begun),
+        "auto": words(plan="auto"),
+        "sizes": words(micro_batch="auto"),
+        "masters": words(precision="bf16-master"),
+        "fused": words(fused),
+        "memory": words(loss=no_memory),
+        "batches": words(
+            batches=data(torch.float32)[RANK:], steps=2, parallel={n: s() for n, s in STYLES.items()}
+        ),
     },
 }
 nn.Dropout.forward = lambda self, x: x  # the masks of micro-batches use other random numbers
@@ -194,14 +280,23 @@ if pipelines.THERE_ARE:
         "whole": piped(torch.float64, Pipeline(2), 1),
     }
     results["piped words"] = {
-        "three": piped_words(Pipeline(3)), "no child": piped_words(Pipeline(["third"])), "order": piped_words(Pipeline(["body"])),
-        "schedule": piped_words(Pipeline(2, "zero")), "no sequence": piped_words(Pipeline(2), lambda model: nn.ModuleList([model])[0:1]),
-        "tied": piped_words(Pipeline(2), tied), "auto": piped_words(Pipeline(2), plan="auto"), "bf16": piped_words(Pipeline(2), precision="bf16"),
-        "reduction": piped_words(Pipeline(2), micro_batch=2), "uneven": piped_words(Pipeline(2), micro_batch=3, reduction="mean"),
+        "three": piped_words(Pipeline(3)),
+        "no child": piped_words(Pipeline(["third"])),
+        "order": piped_words(Pipeline(["body"])),
+        "schedule": piped_words(Pipeline(2, "zero")),
+        "no sequence": piped_words(Pipeline(2), lambda model: nn.ModuleList([model])[0:1]),
+        "tied": piped_words(Pipeline(2), tied),
+        "auto": piped_words(Pipeline(2), plan="auto"),
+        "bf16": piped_words(Pipeline(2), precision="bf16"),
+        "reduction": piped_words(Pipeline(2), micro_batch=2),
+        "uneven": piped_words(Pipeline(2), micro_batch=3, reduction="mean"),
         "nan": piped_words(Pipeline(2), loss=lambda model, batch: loss_fn(model, batch) * float("nan")),
     }
 else:
     results["piped words"] = {"older": piped_words(Pipeline(2))}
-results["accumulated"] = [raw(torch.float64, by_count, 2, 0.5), parallel(torch.float64, by_count, 2, 0.5, micro_batch=4)]
+results["accumulated"] = [
+    raw(torch.float64, by_count, 2, 0.5),
+    parallel(torch.float64, by_count, 2, 0.5, micro_batch=4),
+]
 distributed.barrier()
 (FOLDER / f"{RANK}.json").write_text(json.dumps(results))

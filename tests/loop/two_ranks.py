@@ -20,7 +20,11 @@ from flatout.plan.errors import LoopError
 RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
 STEPS, SAMPLES, AT = 3, 8, 1
 ENGINE = torch.autograd.Variable._execution_engine
-EXCHANGING = {torch.ops.aten.mul.out, torch.ops.aten.div.out, torch.ops.aten.fill_.Scalar}  # into a bucket: a failure inside an exchange cannot be fixed
+EXCHANGING = {
+    torch.ops.aten.mul.out,
+    torch.ops.aten.div.out,
+    torch.ops.aten.fill_.Scalar,
+}  # into a bucket: a failure inside an exchange cannot be fixed
 
 
 class Injector(TorchDispatchMode):
@@ -42,7 +46,10 @@ class Injector(TorchDispatchMode):
 class Network(nn.Module):
     def __init__(self, unused):
         super().__init__()
-        self.body, self.head = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.GELU()), nn.Linear(16, 3)
+        self.body, self.head = (
+            nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.GELU()),
+            nn.Linear(16, 3),
+        )
         self.register_buffer("scale", torch.ones(()))
         if unused:
             self.idle = nn.Linear(3, 3)
@@ -62,25 +69,52 @@ def by_count(model, batch):
 
 def data(dtype, steps=STEPS):
     generator = torch.Generator().manual_seed(RANK)
-    found = [(torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64).to(dtype), torch.randint(0, 3, (SAMPLES,), generator=generator))
-             for _ in range(steps)]
+    found = [
+        (
+            torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64).to(dtype),
+            torch.randint(0, 3, (SAMPLES,), generator=generator),
+        )
+        for _ in range(steps)
+    ]
     for _, wanted in found[:2]:
         wanted[-2:] = 2
     return found
 
 
-def train(number=None, phase="gradients", rank=1, at=AT, wrapped=True, loss=loss_fn, dtype=torch.float64, unused=False, parallel=None, steps=STEPS, **more):
+def train(
+    number=None,
+    phase="gradients",
+    rank=1,
+    at=AT,
+    wrapped=True,
+    loss=loss_fn,
+    dtype=torch.float64,
+    unused=False,
+    parallel=None,
+    steps=STEPS,
+    **more,
+):
     """Weights, the split of each step, the place of the failure on this rank, and its final message."""
     torch.manual_seed(0)
     model = Network(unused).to(dtype)
-    trained = DistributedDataParallel(model, **(parallel or {"bucket_cap_mb": 0.001}), find_unused_parameters=unused) if wrapped else model
+    trained = (
+        DistributedDataParallel(
+            model, **(parallel or {"bucket_cap_mb": 0.001}), find_unused_parameters=unused
+        )
+        if wrapped
+        else model
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     if not wrapped:  # the user's own exchange
-        optimizer.register_step_pre_hook(lambda *_: [distributed.all_reduce(p.grad) or p.grad.div_(2) for p in model.parameters()] and None)
+        optimizer.register_step_pre_hook(
+            lambda *_: [distributed.all_reduce(p.grad) or p.grad.div_(2) for p in model.parameters()] and None
+        )
     injector = Injector(number if number is not None and rank == RANK else -1)
 
     def arm(now):
-        return lambda *_: setattr(injector, "armed", now and phase == "optimizer" and loop.index == at and not injector.fired)
+        return lambda *_: setattr(
+            injector, "armed", now and phase == "optimizer" and loop.index == at and not injector.fired
+        )
 
     optimizer.register_step_pre_hook(arm(True))
     optimizer.register_step_post_hook(arm(False))
@@ -94,7 +128,9 @@ def train(number=None, phase="gradients", rank=1, at=AT, wrapped=True, loss=loss
         found = loss(model, batch)
         first = found[0] if isinstance(found, tuple) else found
         if first.requires_grad and phase == "gradients":
-            first.register_hook(lambda _: ENGINE.queue_callback(lambda: setattr(injector, "armed", False)))  # when the backward pass has ended
+            first.register_hook(
+                lambda _: ENGINE.queue_callback(lambda: setattr(injector, "armed", False))
+            )  # when the backward pass has ended
         return found
 
     model.register_forward_pre_hook(arm_inside)
@@ -109,8 +145,14 @@ def train(number=None, phase="gradients", rank=1, at=AT, wrapped=True, loss=loss
         except LoopError as error:
             words = str(error)
     injector.armed = False
-    return {"weights": [p.detach().double().flatten().tolist() for p in model.parameters()], "parts": [step.parts for step in taken],
-            "skipped": [bool(step.skipped) for step in taken], "fired": injector.fired, "words": words, "micro_batch": loop.micro_batches.limit}
+    return {
+        "weights": [p.detach().double().flatten().tolist() for p in model.parameters()],
+        "parts": [step.parts for step in taken],
+        "skipped": [bool(step.skipped) for step in taken],
+        "fired": injector.fired,
+        "words": words,
+        "micro_batch": loop.micro_batches.limit,
+    }
 
 
 def at_each(numbers, **how):
@@ -154,23 +196,33 @@ def gone(model, batch):
     return loss_fn(model, batch)
 
 
-distributed.init_process_group("gloo", init_method=f"file://{FOLDER / 'store'}", rank=RANK, world_size=2, timeout=timedelta(seconds=30))
+distributed.init_process_group(
+    "gloo", init_method=f"file://{FOLDER / 'store'}", rank=RANK, world_size=2, timeout=timedelta(seconds=30)
+)
 calls = []
 VIEWS = {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True}
 results = {
-    "undisturbed": train(), "divided": train(micro_batch=4), "unused, undisturbed": train(unused=True),
-    "counted": train(loss=by_count, micro_batch=2), "counted, whole": train(loss=by_count),
+    "undisturbed": train(),
+    "divided": train(micro_batch=4),
+    "unused, undisturbed": train(unused=True),
+    "counted": train(loss=by_count, micro_batch=2),
+    "counted, whole": train(loss=by_count),
     # before the wrapper is called, in forward, in the loss, early and late in backward
-    "failing": at_each((1, 5, 14, 24, 44)), "of rank 0 in the first step": at_each((1, 5, 44), rank=0, at=0),
+    "failing": at_each((1, 5, 14, 24, 44)),
+    "of rank 0 in the first step": at_each((1, 5, 44), rank=0, at=0),
     "in a window": at_each((5, 56, 96), micro_batch=4),
-    "bucket views": at_each((31, 96), parallel=VIEWS, micro_batch=4), "unused": at_each((1, 25, 43), unused=True),
+    "bucket views": at_each((31, 96), parallel=VIEWS, micro_batch=4),
+    "unused": at_each((1, 25, 43), unused=True),
     "own exchange, failing": at_each((5, 40), wrapped=False),
     "optimizer": at_each((1, 9), phase="optimizer"),
-    "auto": train(loss=halved, micro_batch="auto", reduction="mean", steps=14), "whole, 14": train(steps=14),
+    "auto": train(loss=halved, micro_batch="auto", reduction="mean", steps=14),
+    "whole, 14": train(steps=14),
     "refused": train(5, loss=contrastive_on_one),
 }
 calls.clear()
-results["fp16"] = train(loss=infinite_once, precision="fp16", dtype=torch.float32, micro_batch=4, reduction="mean")
+results["fp16"] = train(
+    loss=infinite_once, precision="fp16", dtype=torch.float32, micro_batch=4, reduction="mean"
+)
 calls.clear()
 results["nan"] = train(loss=nan_on_one, micro_batch=4, reduction="mean")
 calls.clear()

@@ -32,7 +32,11 @@ def test_every_figure_of_the_host(small, tmp_path):
     found = {each.name: each for each in bench.on_host(torch, tmp_path)}
     assert set(found) == set(NAMES) - {"all_reduce_bytes_per_s"}
     absent = {name for name, each in found.items() if each.value is None}
-    assert absent == {"matmul_tf32_flops", "host_to_device_pinned_bytes_per_s", "host_to_device_pageable_bytes_per_s"}
+    assert absent == {
+        "matmul_tf32_flops",
+        "host_to_device_pinned_bytes_per_s",
+        "host_to_device_pageable_bytes_per_s",
+    }
     assert all(found[name].note.startswith("not run: ") for name in absent)
     for name in set(found) - absent:
         each = found[name]
@@ -46,6 +50,7 @@ def test_every_figure_of_the_host(small, tmp_path):
 
 def test_a_product_is_counted_as_two_operations_an_element(monkeypatch):
     """1,000 products of 256 x 256 in a second are 33.6 GFLOP/s: only the clock is replaced."""
+
     class Clock:
         now = 0.0
 
@@ -85,9 +90,13 @@ def test_two_processes_reduce(tmp_path):
 
 def test_without_torch_nothing_is_measured(monkeypatch, tmp_path):
     """The error names the cause and the next command."""
-    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')", encoding="utf-8")
+    (tmp_path / "torch.py").write_text(
+        "raise ImportError('libcudart.so.13: cannot open shared object file')", encoding="utf-8"
+    )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ceilings.__file__.rpartition('/flatout/')[0]}")
-    with pytest.raises(NothingMeasured, match=r"libcudart\.so\.13.*Run `flatout doctor` to see what is wrong"):
+    with pytest.raises(
+        NothingMeasured, match=r"libcudart\.so\.13.*Run `flatout doctor` to see what is wrong"
+    ):
         ceilings.measure(Facts(cores=1), tmp_path, lambda words: None)
 
 

@@ -12,33 +12,58 @@ from flatout.measure.ceilings import load, machine_key, place_of, read, save
 from flatout.plan.ceilings import NAMES, Ceiling, CeilingsRecord
 from flatout.plan.facts import Facts, Gpu
 
-HERE = Facts(cpu="AMD EPYC", cores=2, gpus=(Gpu("NVIDIA H100", 80 * 2**30, (9, 0)),), versions={"torch": "2.14.1"})
+HERE = Facts(
+    cpu="AMD EPYC", cores=2, gpus=(Gpu("NVIDIA H100", 80 * 2**30, (9, 0)),), versions={"torch": "2.14.1"}
+)
 
 
 def record() -> CeilingsRecord:
-    return CeilingsRecord(key=machine_key(HERE), ceilings=[
-        Ceiling("matmul_float32_flops", "cuda", 5e13, 4e13, 6e13, 7), Ceiling("matmul_float32_flops", "cpu", 1e11, 1e11, 1e11, 7),
-        Ceiling("memory_bytes_per_s", "cpu", 2e10), Ceiling("disk_read_bytes_per_s", "cpu", 1e9),
-        Ceiling("matmul_tf32_flops", "cpu", note="not run: no Tensor Cores")])
+    return CeilingsRecord(
+        key=machine_key(HERE),
+        ceilings=[
+            Ceiling("matmul_float32_flops", "cuda", 5e13, 4e13, 6e13, 7),
+            Ceiling("matmul_float32_flops", "cpu", 1e11, 1e11, 1e11, 7),
+            Ceiling("memory_bytes_per_s", "cpu", 2e10),
+            Ceiling("disk_read_bytes_per_s", "cpu", 1e9),
+            Ceiling("matmul_tf32_flops", "cpu", note="not run: no Tensor Cores"),
+        ],
+    )
 
 
 def test_by_device(tmp_path):
     assert load(HERE, folder=tmp_path) is None
     save(record(), tmp_path)
-    assert load(HERE, "cpu", tmp_path) == {"matmul_float32_flops": 1e11, "memory_bytes_per_s": 2e10, "disk_read_bytes_per_s": 1e9}
+    assert load(HERE, "cpu", tmp_path) == {
+        "matmul_float32_flops": 1e11,
+        "memory_bytes_per_s": 2e10,
+        "disk_read_bytes_per_s": 1e9,
+    }
     # The disk is the host's; memory of the CPU is not the device's.
     assert load(HERE, "cuda", tmp_path) == {"matmul_float32_flops": 5e13, "disk_read_bytes_per_s": 1e9}
     assert read(HERE, tmp_path) == record()
 
 
-@pytest.mark.parametrize("change", [{"cpu": "Intel"}, {"cores": 4}, {"gpus": ()}, {"versions": {"torch": "2.13.0"}}])
+@pytest.mark.parametrize(
+    "change", [{"cpu": "Intel"}, {"cores": 4}, {"gpus": ()}, {"versions": {"torch": "2.13.0"}}]
+)
 def test_another_machine_has_its_own(tmp_path, change):
     save(record(), tmp_path)
     assert load(dataclasses.replace(HERE, **change), folder=tmp_path) is None
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"key": 1}', '{"key": "KEY", "ceilings": 3}', '{"key": "KEY", "schema": 99, "ceilings": []}',
-                                  '{"key": "KEY", "ceilings": [1]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"key": 1}',
+        '{"key": "KEY", "ceilings": 3}',
+        '{"key": "KEY", "schema": 99, "ceilings": []}',
+        '{"key": "KEY", "ceilings": [1]}',
+    ],
+)
 def test_an_invalid_record_is_none(tmp_path, text):
     place_of(machine_key(HERE), tmp_path).write_text(text.replace("KEY", machine_key(HERE)), encoding="utf-8")
     assert load(HERE, folder=tmp_path) is None

@@ -26,6 +26,7 @@ FIRST, SECOND = Device("cuda:0"), Device("cuda:1")
 
 def cuda():
     """Like torch.cuda: the current device is the first."""
+
     class Event:
         def __init__(self, enable_timing=False):
             self.stream, self.timed, self.done = None, enable_timing, False
@@ -44,7 +45,9 @@ def cuda():
             return 1.5
 
     waited = []
-    found = SimpleNamespace(Event=Event, waited=waited, current_stream=lambda device=None: f"stream of {device or FIRST}")
+    found = SimpleNamespace(
+        Event=Event, waited=waited, current_stream=lambda device=None: f"stream of {device or FIRST}"
+    )
     found.synchronize = lambda device=None: waited.append(device or FIRST)
     return found
 

@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 from flatout.measure.fitting import FINE, largest_that_fits
 from flatout.measure.memory_blocks import MemoryBlockTracker
 
-ACTS = st.lists(st.tuples(st.booleans(), st.integers(0, 5000), st.sampled_from(["parameters", "temporary", "activations"])), max_size=80)
+ACTS = st.lists(
+    st.tuples(
+        st.booleans(), st.integers(0, 5000), st.sampled_from(["parameters", "temporary", "activations"])
+    ),
+    max_size=80,
+)
 
 
 @given(ACTS, ACTS, st.sampled_from([1, 512]))
@@ -40,7 +45,12 @@ def test_blocks_that_outlive_a_forward_pass_are_activations():
     kept, passing = blocks.take(10, module="conv"), blocks.take(20, module="conv")
     blocks.give_back(passing)
     blocks.outlived("activations", entered)
-    assert (weight.kind, before.kind, kept.kind, passing.kind) == ("parameters", "temporary", "activations", "temporary")
+    assert (weight.kind, before.kind, kept.kind, passing.kind) == (
+        "parameters",
+        "temporary",
+        "activations",
+        "temporary",
+    )
     blocks.give_back(kept)
     blocks.give_back(kept)  # a storage is freed only once
     assert blocks.in_use_bytes == 107

@@ -15,22 +15,49 @@ from flatout.plan.findings import SourceLocation
 class Event:
     """One raw event of kineto: times in microseconds."""
 
-    def __init__(self, name, start, end, *, shapes=(), dtypes=(), seq=-1, scope=0, thread=1, kind="cpu_op", device="DeviceType.CPU", number=0,
-                 linked=0, given=(), nbytes=0, device_index=0):
+    def __init__(
+        self,
+        name,
+        start,
+        end,
+        *,
+        shapes=(),
+        dtypes=(),
+        seq=-1,
+        scope=0,
+        thread=1,
+        kind="cpu_op",
+        device="DeviceType.CPU",
+        number=0,
+        linked=0,
+        given=(),
+        nbytes=0,
+        device_index=0,
+    ):
         self.__dict__.update({f"_{key}": value for key, value in locals().items() if key != "self"})
 
     def __getattr__(self, name):
         kept = self.__dict__
         if name.startswith("__"):
             raise AttributeError(name)
-        found = {"start_ns": lambda: kept["_start"] * 1000, "end_ns": lambda: kept["_end"] * 1000, "sequence_nr": lambda: kept["_seq"],
-                 "start_thread_id": lambda: kept["_thread"], "activity_type": lambda: kept["_kind"], "device_type": lambda: kept["_device"],
-                 "correlation_id": lambda: kept["_number"], "linked_correlation_id": lambda: kept["_linked"], "concrete_inputs": lambda: list(kept["_given"])}
+        found = {
+            "start_ns": lambda: kept["_start"] * 1000,
+            "end_ns": lambda: kept["_end"] * 1000,
+            "sequence_nr": lambda: kept["_seq"],
+            "start_thread_id": lambda: kept["_thread"],
+            "activity_type": lambda: kept["_kind"],
+            "device_type": lambda: kept["_device"],
+            "correlation_id": lambda: kept["_number"],
+            "linked_correlation_id": lambda: kept["_linked"],
+            "concrete_inputs": lambda: list(kept["_given"]),
+        }
         return found.get(name, lambda: kept[f"_{name}"])
 
 
 def recording(*events, steps=1, lines=None):
-    return ProfilerRecording(events, steps, lines or {}, lambda file, line, function: SourceLocation(file, line, function=function))
+    return ProfilerRecording(
+        events, steps, lines or {}, lambda file, line, function: SourceLocation(file, line, function=function)
+    )
 
 
 FORWARD = ("/home/me/model.py", 12, "forward")
@@ -40,10 +67,15 @@ LOOP = ("/home/me/train.py", 33, "")
 def test_self_time_calls_and_the_users_line():
     observed = recording(
         Event("aten::linear", 0, 100, shapes=[[8, 16], [4, 16]], dtypes=["float", "float"]),
-        Event("aten::t", 5, 10), Event("aten::addmm", 20, 90, shapes=[[4], [8, 16], [16, 4]], dtypes=["float"] * 3, seq=7),
+        Event("aten::t", 5, 10),
+        Event("aten::addmm", 20, 90, shapes=[[4], [8, 16], [16, 4]], dtypes=["float"] * 3, seq=7),
         Event("autograd::engine::evaluate_function: AddmmBackward0", 200, 300, seq=7, scope=1),
-        Event("AddmmBackward0", 205, 290, seq=7, scope=1), Event("aten::mm", 210, 280, shapes=[[16, 8], [8, 4]], dtypes=["float"] * 2),
-        lines={("aten::addmm", ((4,), (8, 16), (16, 4))): [FORWARD], ("aten::mm", ((16, 8), (8, 4))): [FORWARD]},
+        Event("AddmmBackward0", 205, 290, seq=7, scope=1),
+        Event("aten::mm", 210, 280, shapes=[[16, 8], [8, 4]], dtypes=["float"] * 2),
+        lines={
+            ("aten::addmm", ((4,), (8, 16), (16, 4))): [FORWARD],
+            ("aten::mm", ((16, 8), (8, 4))): [FORWARD],
+        },
     ).observed()
     found = {o.name: o for o in observed.operations}
     assert found["aten::linear"].host_ms == pytest.approx(0.025)  # 100 less 5 less 70
@@ -61,18 +93,26 @@ def test_self_time_calls_and_the_users_line():
 
 
 def test_dtypes_are_kept_apart_and_steps_divide():
-    observed = recording(Event("aten::mul", 0, 10, shapes=[[4], [4]], dtypes=["float", "float"]),
-                      Event("aten::mul", 20, 60, shapes=[[4], [4]], dtypes=["double", "double"]), steps=2).observed()
-    assert [(o.dtypes, o.calls, o.moved_bytes) for o in observed.operations] == [(["float64"], 0.5, 48.0), (["float32"], 0.5, 24.0)]
+    observed = recording(
+        Event("aten::mul", 0, 10, shapes=[[4], [4]], dtypes=["float", "float"]),
+        Event("aten::mul", 20, 60, shapes=[[4], [4]], dtypes=["double", "double"]),
+        steps=2,
+    ).observed()
+    assert [(o.dtypes, o.calls, o.moved_bytes) for o in observed.operations] == [
+        (["float64"], 0.5, 48.0),
+        (["float32"], 0.5, 24.0),
+    ]
 
 
 def test_kernels_gaps_and_tensor_cores():
     kernel = {"kind": "kernel", "device": "DeviceType.CUDA"}
     observed = recording(
         Event("aten::mm", 0, 10, number=1, shapes=[[8, 8], [8, 8]], dtypes=["c10::Half"] * 2),
-        Event("aten::mm", 10, 20, number=2, shapes=[[8, 8], [8, 8]], dtypes=["float"] * 2), Event("aten::_local_scalar_dense", 60, 90),
+        Event("aten::mm", 10, 20, number=2, shapes=[[8, 8], [8, 8]], dtypes=["float"] * 2),
+        Event("aten::_local_scalar_dense", 60, 90),
         Event("sm80_xmma_gemm_f16f16_f16f32_tn_n_tilesize128x128_tensorop", 5, 50, linked=1, **kernel),
-        Event("void gemmSN_NN_kernel<float>", 100, 120, linked=2, **kernel), Event("void other()", 300, 310, **kernel),
+        Event("void gemmSN_NN_kernel<float>", 100, 120, linked=2, **kernel),
+        Event("void other()", 300, 310, **kernel),
         lines={("aten::_local_scalar_dense", ()): [LOOP]},
     ).observed()
     half, single = (o for o in observed.operations if o.name == "aten::mm")
@@ -104,38 +144,73 @@ def test_the_roofline():
 
 
 def test_memory_of_one_step():
-    events = [Event("[memory]", at, at, nbytes=size) for at, size in ((10, 100), (20, 400), (30, -400), (40, 50), (60, 1000))]
-    of_devices = [Event("[memory]", 15, 15, nbytes=9999 + at, device="DeviceType.CUDA", device_index=at) for at in range(2)]
+    events = [
+        Event("[memory]", at, at, nbytes=size)
+        for at, size in ((10, 100), (20, 400), (30, -400), (40, 50), (60, 1000))
+    ]
+    of_devices = [
+        Event("[memory]", 15, 15, nbytes=9999 + at, device="DeviceType.CUDA", device_index=at)
+        for at in range(2)
+    ]
     changes = allocations([*events, *of_devices, Event("aten::mm", 0, 1)], None)
     assert allocations([*events, *of_devices], 1) == [(15_000, 10_000)]
     totals = running_totals(changes, 1000)
     assert [total for _, total in totals] == [1100, 1500, 1100, 1150, 2150]
-    moments = [MemoryMoment(5_000, {"parameters": 600}),
-               MemoryMoment(18_000, {"parameters": 600, "activations": 300}, {"0.conv": 300}), MemoryMoment(45_000, {"parameters": 600})]
+    moments = [
+        MemoryMoment(5_000, {"parameters": 600}),
+        MemoryMoment(18_000, {"parameters": 600, "activations": 300}, {"0.conv": 300}),
+        MemoryMoment(45_000, {"parameters": 600}),
+    ]
     found = seen("host", totals, 1000, moments, 5_000, 50_000)
     assert found.peak_bytes == 1500
     assert found.at_peak == {"parameters": 600, "activations": 300, "other": 600}
     assert found.by_module == {"0.conv": 300}
-    assert [(point.ms, sum(point.kinds.values())) for point in found.timeline] == [(0.0, 1000), (0.013, 1100), (0.015, 1500), (0.04, 1150)]
+    assert [(point.ms, sum(point.kinds.values())) for point in found.timeline] == [
+        (0.0, 1000),
+        (0.013, 1100),
+        (0.015, 1500),
+        (0.04, 1150),
+    ]
     assert complete({"parameters": 10, "fragmentation": 99}, 8)["other"] == 0
 
 
 def test_calls_of_one_kind_have_the_lines_of_their_position():
     first, second = ("/home/me/model.py", 3, "f"), ("/home/me/model.py", 4, "f")
-    calls = [Event("aten::add", 10 * at, 10 * at + (2 if at % 2 else 6), shapes=[[4], [4]], dtypes=["float"] * 2) for at in range(6)]
+    calls = [
+        Event("aten::add", 10 * at, 10 * at + (2 if at % 2 else 6), shapes=[[4], [4]], dtypes=["float"] * 2)
+        for at in range(6)
+    ]
     observed = recording(*calls, steps=3, lines={("aten::add", ((4,), (4,))): [first, second]}).observed()
     assert observed.operations[0].place.line == 3  # the more expensive one
 
 
 def test_flops_are_counted_once():
     """A convolution computed by a matrix product."""
-    observed = recording(Event("aten::_slow_conv2d_forward", 0, 50, shapes=[[1, 2, 4, 4], [3, 2, 1, 1]], dtypes=["float"] * 2,
-                            given=["", "", "", "", [1, 1], [0, 0]]),
-                      Event("aten::mm", 10, 40, shapes=[[3, 2], [2, 16]], dtypes=["float"] * 2)).observed()
-    assert {o.name: o.flops for o in observed.operations} == {"aten::_slow_conv2d_forward": None, "aten::mm": 2.0 * 3 * 2 * 16}
+    observed = recording(
+        Event(
+            "aten::_slow_conv2d_forward",
+            0,
+            50,
+            shapes=[[1, 2, 4, 4], [3, 2, 1, 1]],
+            dtypes=["float"] * 2,
+            given=["", "", "", "", [1, 1], [0, 0]],
+        ),
+        Event("aten::mm", 10, 40, shapes=[[3, 2], [2, 16]], dtypes=["float"] * 2),
+    ).observed()
+    assert {o.name: o.flops for o in observed.operations} == {
+        "aten::_slow_conv2d_forward": None,
+        "aten::mm": 2.0 * 3 * 2 * 16,
+    }
 
 
 def test_waiting_for_data_is_not_python():
-    wait = Event("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 10, 50, kind="user_annotation")
-    observed = recording(wait, Event("aten::stack", 20, 40), Event("aten::mm", 60, 100), Event("ProfilerStep#3", 0, 110, kind="user_annotation")).observed()
+    wait = Event(
+        "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 10, 50, kind="user_annotation"
+    )
+    observed = recording(
+        wait,
+        Event("aten::stack", 20, 40),
+        Event("aten::mm", 60, 100),
+        Event("ProfilerStep#3", 0, 110, kind="user_annotation"),
+    ).observed()
     assert observed.python_share == pytest.approx(10 / 90)

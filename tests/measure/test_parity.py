@@ -45,7 +45,20 @@ def test_one_bit_changes_the_digest(seed, size, data):
 
 def test_dtype_shape_and_order_count():
     x = torch.zeros(4)
-    digests = [digest(tensors, torch) for tensors in ([x], [x.double()], [x.int()], [x.view(2, 2)], [x, x], [], [x[:3]], [x.bool()], [x.to(torch.bfloat16)])]
+    digests = [
+        digest(tensors, torch)
+        for tensors in (
+            [x],
+            [x.double()],
+            [x.int()],
+            [x.view(2, 2)],
+            [x, x],
+            [],
+            [x[:3]],
+            [x.bool()],
+            [x.to(torch.bfloat16)],
+        )
+    ]
     assert len(set(digests)) == len(digests)
     y = torch.ones(4)
     assert digest([x, y], torch) != digest([y, x], torch)
@@ -55,16 +68,29 @@ def test_negative_zero_is_another_bit_pattern():
     assert digest([torch.zeros(1)], torch) != digest([-torch.zeros(1)], torch)
 
 
-@pytest.mark.parametrize("tensor", [
-    lambda: torch.eye(3).to_sparse(), lambda: torch.zeros(0), lambda: torch.tensor(3.0), lambda: torch.zeros(2, dtype=torch.complex64),
-    lambda: torch.zeros(3, requires_grad=True) * 2, lambda: torch.zeros(2, 3).expand(4, 2, 3)])
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.zeros(0),
+        lambda: torch.tensor(3.0),
+        lambda: torch.zeros(2, dtype=torch.complex64),
+        lambda: torch.zeros(3, requires_grad=True) * 2,
+        lambda: torch.zeros(2, 3).expand(4, 2, 3),
+    ],
+)
 def test_every_kind_of_tensor_has_a_digest(tensor):
     assert digest([tensor()], torch) == digest([tensor()], torch)
     assert len(digest([tensor()], torch)) == 16
 
 
-@given(st.recursive(st.just(None) | st.integers() | st.just("tensor"),
-                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3), max_leaves=12))
+@given(
+    st.recursive(
+        st.just(None) | st.integers() | st.just("tensor"),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
+        max_leaves=12,
+    )
+)
 def test_tensors_are_found_in_order_in_any_batch(shape):
     made = []
 
@@ -107,8 +133,18 @@ def test_a_flip_a_constant_and_a_crop_are_detected():
 
 @pytest.mark.parametrize(
     ("batch", "rows"),
-    [([], 0), (None, 0), ("text", 0), (torch.arange(5), 0), (torch.zeros(3, 2, dtype=torch.long), 0), (torch.zeros(3, 2, 4, dtype=torch.uint8), 3),
-     ({"x": torch.zeros(2, 5)}, 2), (torch.zeros(1000, 2), STATISTICS_SAMPLES), (torch.zeros(2, 1), 2), (torch.zeros(0, 3), 0)],
+    [
+        ([], 0),
+        (None, 0),
+        ("text", 0),
+        (torch.arange(5), 0),
+        (torch.zeros(3, 2, dtype=torch.long), 0),
+        (torch.zeros(3, 2, 4, dtype=torch.uint8), 3),
+        ({"x": torch.zeros(2, 5)}, 2),
+        (torch.zeros(1000, 2), STATISTICS_SAMPLES),
+        (torch.zeros(2, 1), 2),
+        (torch.zeros(0, 3), 0),
+    ],
 )
 def test_batches_of_every_kind(batch, rows):
     found = batch_statistics(batch, torch)
@@ -130,7 +166,9 @@ def test_distance_is_relative_and_homogeneous(seed, scale, error):
     reference = [random_tensor(seed, (5,)).double(), random_tensor(seed + 1, (2, 3)).double()]
     moved = [t * (1 + error) for t in reference]
     assert relative_distance(moved, reference, torch) == pytest.approx(error, rel=1e-6)
-    assert relative_distance([t * scale for t in moved], [t * scale for t in reference], torch) == pytest.approx(error, rel=1e-6)
+    assert relative_distance(
+        [t * scale for t in moved], [t * scale for t in reference], torch
+    ) == pytest.approx(error, rel=1e-6)
 
 
 def test_missing_gradients_count_as_zero():

@@ -58,11 +58,31 @@ def test_each_phase_gets_its_time(hand):
     _, recorder, step = hand
     step(data=1, forward=2, backward=4, optimizer=1, other=2)
     summary = recorder.summary()
-    assert {name: phase.median_ms for name, phase in summary.items()} == {"data": 1, "copy": 0, "forward": 2, "backward": 4, "optimizer": 1, "other": 2}
-    assert {name: phase.share for name, phase in summary.items()} == {"data": 0.1, "copy": 0, "forward": 0.2, "backward": 0.4, "optimizer": 0.1, "other": 0.2}
+    assert {name: phase.median_ms for name, phase in summary.items()} == {
+        "data": 1,
+        "copy": 0,
+        "forward": 2,
+        "backward": 4,
+        "optimizer": 1,
+        "other": 2,
+    }
+    assert {name: phase.share for name, phase in summary.items()} == {
+        "data": 0.1,
+        "copy": 0,
+        "forward": 0.2,
+        "backward": 0.4,
+        "optimizer": 0.1,
+        "other": 0.2,
+    }
 
 
-@given(st.lists(st.fixed_dictionaries({p: st.floats(0.01, 100) for p in ("data", "forward", "backward", "other")}), min_size=1, max_size=20))
+@given(
+    st.lists(
+        st.fixed_dictionaries({p: st.floats(0.01, 100) for p in ("data", "forward", "backward", "other")}),
+        min_size=1,
+        max_size=20,
+    )
+)
 def test_shares_add_up_and_quartiles_are_ordered(steps):
     _, recorder, step = made()
     for spans in steps:
@@ -97,7 +117,11 @@ def test_several_spans_of_one_phase_add_up(hand):
             recorder.end(phase)
     recorder.step(start, clock.mark())
     summary = recorder.summary()
-    assert (summary["forward"].median_ms, summary["backward"].median_ms, summary["other"].median_ms) == (6, 10, 0)
+    assert (summary["forward"].median_ms, summary["backward"].median_ms, summary["other"].median_ms) == (
+        6,
+        10,
+        0,
+    )
 
 
 def test_a_closure_is_not_optimizer_time(hand):
@@ -115,11 +139,27 @@ def test_a_closure_is_not_optimizer_time(hand):
     recorder.end("optimizer")
     recorder.step(start, clock.mark())
     summary = recorder.summary()
-    assert (summary["forward"].median_ms, summary["backward"].median_ms, summary["optimizer"].median_ms) == (4, 5, 1)
+    assert (summary["forward"].median_ms, summary["backward"].median_ms, summary["optimizer"].median_ms) == (
+        4,
+        5,
+        1,
+    )
 
 
-@given(st.lists(st.fixed_dictionaries({"wait": st.floats(0, 100), "idle": st.floats(0, 100), "forward": st.floats(0.01, 100),
-                                       "backward": st.floats(0.01, 100)}), min_size=1, max_size=20))
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {
+                "wait": st.floats(0, 100),
+                "idle": st.floats(0, 100),
+                "forward": st.floats(0.01, 100),
+                "backward": st.floats(0.01, 100),
+            }
+        ),
+        min_size=1,
+        max_size=20,
+    )
+)
 def test_a_wait_for_data_while_the_device_works_takes_no_time_of_the_step(steps):
     """The host waits by its own clock and runs ahead of the device.
 

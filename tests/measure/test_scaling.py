@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 
 from flatout.measure.links import Fabric, all_gather, all_reduce, hierarchical, reduce_scatter
 from flatout.measure.overlap import Task, finish_ms
-from flatout.measure.scaling import BUCKET_BYTES, FIRST_BUCKET_BYTES, Workload, at_batch, buckets, evenly, predict, scaled
+from flatout.measure.scaling import (
+    BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    Workload,
+    at_batch,
+    buckets,
+    evenly,
+    predict,
+    scaled,
+)
 from flatout.plan.errors import UsageError
 from flatout.plan.scale import NETWORKS, STRATEGIES, Link, ScaleRecord, Timing, read_devices, read_link
 from flatout.render.scale_page import headline, plot, rows, scale_html
@@ -24,11 +33,29 @@ MIB = 1 << 20
 MS = st.floats(0.01, 1e4)
 TIMINGS = st.builds(Timing, MS, MS, MS, st.floats(0, 1e3), st.floats(1, 1e4), st.integers(1, 4))
 TENSORS = st.lists(st.floats(1, 3e8), min_size=1, max_size=40).map(tuple)
-WORKS = st.builds(lambda timing, tensors, steps, overlap: Workload(timing, tensors, sum(tensors), local_steps=steps, overlap=overlap), TIMINGS, TENSORS,
-                  st.integers(1, 64), st.booleans())
-LINKS = st.builds(Link, st.just("a link"), st.floats(1e7, 1e12), st.floats(0, 100), st.floats(0, 100), st.integers(0, 8), st.floats(0, 1))
-FABRICS = st.one_of(st.builds(Fabric, LINKS), st.builds(Fabric, LINKS, LINKS, st.sampled_from([1, 2, 3, 4, 8])),
-                    st.builds(lambda link: Fabric(replace(link, inside=True)), LINKS))
+WORKS = st.builds(
+    lambda timing, tensors, steps, overlap: Workload(
+        timing, tensors, sum(tensors), local_steps=steps, overlap=overlap
+    ),
+    TIMINGS,
+    TENSORS,
+    st.integers(1, 64),
+    st.booleans(),
+)
+LINKS = st.builds(
+    Link,
+    st.just("a link"),
+    st.floats(1e7, 1e12),
+    st.floats(0, 100),
+    st.floats(0, 100),
+    st.integers(0, 8),
+    st.floats(0, 1),
+)
+FABRICS = st.one_of(
+    st.builds(Fabric, LINKS),
+    st.builds(Fabric, LINKS, LINKS, st.sampled_from([1, 2, 3, 4, 8])),
+    st.builds(lambda link: Fabric(replace(link, inside=True)), LINKS),
+)
 DEVICES = st.one_of(st.integers(2, 600), st.sampled_from([2, 6, 8, 24, 48, 512]))
 ALL = st.sampled_from(STRATEGIES)
 
@@ -40,7 +67,11 @@ def near(a, b):
 @given(WORKS, FABRICS, ALL, DEVICES, st.floats(1, 1000))
 def test_more_bandwidth_is_never_slower(work, fabric, way, devices, factor):
     def wider(link):
-        return replace(link, bandwidth_bytes_per_s=factor * link.bandwidth_bytes_per_s) if link is not None else None
+        return (
+            replace(link, bandwidth_bytes_per_s=factor * link.bandwidth_bytes_per_s)
+            if link is not None
+            else None
+        )
 
     wide = replace(fabric, between=wider(fabric.between), inside=wider(fabric.inside))
     before, after = predict(work, fabric, way, devices), predict(work, wide, way, devices)
@@ -62,7 +93,9 @@ def test_no_more_waits_than_is_communicated(work, fabric, way, devices):
 def test_without_communication_nothing_is_lost(work, way, devices):
     point = predict(work, Fabric(Link("ideal", float("inf"), 0.0)), way, devices)
     assert near(point.exposed_ms, 0)
-    assert near(point.efficiency, 1) if way in ("ddp", "local") else point.efficiency >= 1 - 1e-9  # a sharded optimizer has less to do
+    assert (
+        near(point.efficiency, 1) if way in ("ddp", "local") else point.efficiency >= 1 - 1e-9
+    )  # a sharded optimizer has less to do
 
 
 @given(WORKS, FABRICS, ALL, st.sampled_from(["weak", "strong"]), st.floats(0, 1))
@@ -73,7 +106,10 @@ def test_one_device_makes_the_measured_step(work, fabric, way, scaling, overhead
 
 @given(WORKS, FABRICS, DEVICES, st.floats(0, 1))
 def test_overhead_costs_its_share(work, fabric, devices, overhead):
-    plain, costly = predict(work, fabric, "ddp", devices), predict(replace(work, overhead=overhead), fabric, "ddp", devices)
+    plain, costly = (
+        predict(work, fabric, "ddp", devices),
+        predict(replace(work, overhead=overhead), fabric, "ddp", devices),
+    )
     assert near(costly.step_ms, plain.step_ms + overhead * work.timing.step_ms)
     assert costly.efficiency <= 1 + 1e-9
 
@@ -92,8 +128,14 @@ def test_bytes_on_the_wire_are_the_closed_form(fabric, devices, size):
 def test_bytes_of_each_strategy(work, fabric, devices):
     share, whole = (devices - 1) / devices, sum(work.tensors)
     assert near(predict(work, fabric, "ddp", devices).wire_bytes, 2 * share * whole)
-    assert near(predict(work, fabric, "fsdp", devices).wire_bytes, share * (2 * work.parameter_bytes + whole) * work.timing.passes)
-    assert near(predict(work, fabric, "local", devices).wire_bytes, 2 * share * work.parameter_bytes / work.local_steps)
+    assert near(
+        predict(work, fabric, "fsdp", devices).wire_bytes,
+        share * (2 * work.parameter_bytes + whole) * work.timing.passes,
+    )
+    assert near(
+        predict(work, fabric, "local", devices).wire_bytes,
+        2 * share * work.parameter_bytes / work.local_steps,
+    )
 
 
 def test_an_all_reduce_by_hand():
@@ -108,7 +150,11 @@ def test_an_all_reduce_by_hand():
     assert one_card.ms == pytest.approx(1e3 * (2 * 7 / 8 * 1e9 / 120e9 + 1e9 / 24e9), rel=0.01)
     # However slow the link between the nodes, a byte keeps a device busy for as long as NVLink needs for it.
     far = all_reduce(Fabric(NETWORKS["ib-hdr"], NETWORKS["nvlink4"], 8), 16, 1e9)
-    assert (far.how, far.link, far.busy_ms) == ("ring", "ib-hdr", pytest.approx(1e3 * 1.875e9 / NETWORKS["nvlink4"].bandwidth_bytes_per_s))
+    assert (far.how, far.link, far.busy_ms) == (
+        "ring",
+        "ib-hdr",
+        pytest.approx(1e3 * 1.875e9 / NETWORKS["nvlink4"].bandwidth_bytes_per_s),
+    )
     # For a small message on many distant devices the hops dominate, and a tree has fewer of them.
     assert all_reduce(Fabric(NETWORKS["ethernet-10g"]), 512, 1e3).how == "tree"
     assert all_reduce(Fabric(NETWORKS["ethernet-10g"]), 512, 1e9).how == "ring"
@@ -117,7 +163,9 @@ def test_an_all_reduce_by_hand():
 @pytest.mark.parametrize(("contention", "total"), [(0.0, 10.0), (0.5, 12.0), (1.0, 14.0)])
 def test_two_queues(contention, total):
     assert finish_ms([Task(10.0)], [Task(4.0, contention=contention)]) == pytest.approx(total)
-    assert finish_ms([Task(6.0), Task(4.0, after=1)], [Task(4.0, after=1, contention=contention)]) == pytest.approx(14.0)  # one after the other
+    assert finish_ms(
+        [Task(6.0), Task(4.0, after=1)], [Task(4.0, after=1, contention=contention)]
+    ) == pytest.approx(14.0)  # one after the other
 
 
 def test_queues_that_wait_for_each_other_are_rejected():
@@ -129,7 +177,10 @@ def test_queues_that_wait_for_each_other_are_rejected():
 def test_buckets_are_those_of_ddp(tensors):
     found = buckets(tensors)
     assert near(sum(found), sum(tensors))
-    assert all(size >= limit for size, limit in zip(found[:-1], [FIRST_BUCKET_BYTES] + [BUCKET_BYTES] * len(found), strict=False))
+    assert all(
+        size >= limit
+        for size, limit in zip(found[:-1], [FIRST_BUCKET_BYTES] + [BUCKET_BYTES] * len(found), strict=False)
+    )
     assert near(sum(evenly(sum(tensors))), sum(tensors))
 
 
@@ -138,30 +189,50 @@ def test_the_last_bucket_waits():
     work = Workload(Timing(10, 20, 5), (float(MIB), 25.0 * MIB, 10.0 * MIB), 36.0 * MIB)
     fabric = Fabric(Link("slow", 1e9, 0.0))
     middle_ms, last_ms = (all_reduce(fabric, 4, size * MIB).ms for size in (25, 10))
-    assert predict(work, fabric, "ddp", 4).exposed_ms == pytest.approx(20 * 26 / 36 + middle_ms + last_ms - 20)
-    assert predict(replace(work, overlap=False), fabric, "ddp", 4).exposed_ms == pytest.approx(all_reduce(fabric, 4, 36 * MIB).ms)
+    assert predict(work, fabric, "ddp", 4).exposed_ms == pytest.approx(
+        20 * 26 / 36 + middle_ms + last_ms - 20
+    )
+    assert predict(replace(work, overlap=False), fabric, "ddp", 4).exposed_ms == pytest.approx(
+        all_reduce(fabric, 4, 36 * MIB).ms
+    )
 
 
 @given(TIMINGS, st.floats(0, 1), st.floats(0.05, 0.9))
 def test_a_second_batch_is_matched_and_extrapolated(timing, fixed, share):
     def at(part):
-        return replace(timing, samples=timing.samples * part,
-                       **{name: getattr(timing, name) * (fixed + (1 - fixed) * part) for name in ("forward_ms", "backward_ms", "host_ms")})
+        return replace(
+            timing,
+            samples=timing.samples * part,
+            **{
+                name: getattr(timing, name) * (fixed + (1 - fixed) * part)
+                for name in ("forward_ms", "backward_ms", "host_ms")
+            },
+        )
 
     for part in (share, share / 3):
-        for work in (Workload(timing, (1.0,), 1.0, second=at(share)), Workload(timing, (1.0,), 1.0, fixed_share=fixed)):
+        for work in (
+            Workload(timing, (1.0,), 1.0, second=at(share)),
+            Workload(timing, (1.0,), 1.0, fixed_share=fixed),
+        ):
             found, expected = at_batch(work, part), at(part)
-            assert all(getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-6, abs=1e-6) for name in ("forward_ms", "backward_ms", "host_ms"))
+            assert all(
+                getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-6, abs=1e-6)
+                for name in ("forward_ms", "backward_ms", "host_ms")
+            )
 
 
 @given(WORKS, DEVICES)
 def test_strong_scaling_splits_the_batch(work, devices):
-    point = predict(replace(work, fixed_share=0.0), Fabric(Link("ideal", float("inf"), 0.0)), "ddp", devices, "strong")
+    point = predict(
+        replace(work, fixed_share=0.0), Fabric(Link("ideal", float("inf"), 0.0)), "ddp", devices, "strong"
+    )
     if work.timing.samples < devices:
         assert "not enough" in point.why_not
         return
     assert point.efficiency <= 1 + 1e-9  # the optimizer's work stays
-    assert near(point.step_ms, (work.timing.step_ms - work.timing.optimizer_ms) / devices + work.timing.optimizer_ms)
+    assert near(
+        point.step_ms, (work.timing.step_ms - work.timing.optimizer_ms) / devices + work.timing.optimizer_ms
+    )
 
 
 def test_a_faster_device_leaves_the_host():
@@ -176,8 +247,21 @@ def test_bits_and_bytes_are_distinguished(number, power):
     assert whole.latency_us == 5.0
 
 
-@pytest.mark.parametrize("text", ["", "ib", "latency=5us", "bandwidth=100", "bandwidth=-1GB/s", "bandwidth=1GB/s,latency=5", "ib-ndr,cards=-1", "ib-ndr,what=1",
-                                  "bandwidth=1GB/s,contention=2", "bandwidth=1.2.3GB/s"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "ib",
+        "latency=5us",
+        "bandwidth=100",
+        "bandwidth=-1GB/s",
+        "bandwidth=1GB/s,latency=5",
+        "ib-ndr,cards=-1",
+        "ib-ndr,what=1",
+        "bandwidth=1GB/s,contention=2",
+        "bandwidth=1.2.3GB/s",
+    ],
+)
 def test_an_invalid_network_is_rejected(text):
     with pytest.raises(UsageError, match="--network"):
         read_link(text)
@@ -185,7 +269,11 @@ def test_an_invalid_network_is_rejected(text):
 
 def test_networks_and_devices_by_name():
     assert read_link("ib-ndr,cards=4").cards == 4
-    assert read_link("bandwidth=100Gb/s,latency=5us").bandwidth_bytes_per_s == read_link("bandwidth=12.5GB/s,latency=0.005ms").bandwidth_bytes_per_s == 12.5e9
+    assert (
+        read_link("bandwidth=100Gb/s,latency=5us").bandwidth_bytes_per_s
+        == read_link("bandwidth=12.5GB/s,latency=0.005ms").bandwidth_bytes_per_s
+        == 12.5e9
+    )
     assert read_devices("8..1024") == [8, 16, 32, 64, 128, 256, 512, 1024]
     assert read_devices("3,1,2,2") == [1, 2, 3]
     for text in ("", "0", "8..4", "x", "1..", "99999999"):
@@ -193,10 +281,25 @@ def test_networks_and_devices_by_name():
             read_devices(text)
 
 
-@given(WORKS, FABRICS, st.lists(st.integers(1, 2000), min_size=1, max_size=6, unique=True).map(sorted), st.sampled_from(["weak", "strong"]))
+@given(
+    WORKS,
+    FABRICS,
+    st.lists(st.integers(1, 2000), min_size=1, max_size=6, unique=True).map(sorted),
+    st.sampled_from(["weak", "strong"]),
+)
 def test_a_record_is_written_read_and_plotted(work, fabric, counts, scaling):
-    record = ScaleRecord(["python", "<b>.py"], "/", scaling=scaling, network=replace(fabric.between, name="<i>"), inside=fabric.inside, node=fabric.node,
-                         timing=work.timing, second=work.timing, notes=["<script>"], status="done")
+    record = ScaleRecord(
+        ["python", "<b>.py"],
+        "/",
+        scaling=scaling,
+        network=replace(fabric.between, name="<i>"),
+        inside=fabric.inside,
+        node=fabric.node,
+        timing=work.timing,
+        second=work.timing,
+        notes=["<script>"],
+        status="done",
+    )
     record.points = [predict(work, fabric, way, count, scaling) for way in STRATEGIES for count in counts]
     assert ScaleRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
     page = scale_html(record)

@@ -11,7 +11,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from flatout.measure.statistics import OUTLIER_FACTOR, Round, block_ms, compare, geometric_mean, median, quantile, two_sample_ks
+from flatout.measure.statistics import (
+    OUTLIER_FACTOR,
+    Round,
+    block_ms,
+    compare,
+    geometric_mean,
+    median,
+    quantile,
+    two_sample_ks,
+)
 
 times = st.floats(1e-3, 1e5)
 rounds = st.builds(Round, times, times)
@@ -43,7 +52,9 @@ def test_a_unit_of_time_does_not_matter(found, factor):
 def test_a_faster_b_is_a_larger_ratio_in_proportion(found, factor):
     faster = [[Round(r.a_ms, r.b_ms / factor) for r in pair] for pair in found]
     one, other = compare(found), compare(faster)
-    assert (other.median, other.low, other.high) == pytest.approx((one.median * factor, one.low * factor, one.high * factor), **close)
+    assert (other.median, other.low, other.high) == pytest.approx(
+        (one.median * factor, one.low * factor, one.high * factor), **close
+    )
 
 
 @given(pairs)
@@ -100,7 +111,9 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says():
             experiment.append([Round(math.exp(life + rng.gauss(0, 0.05)), 1.0) for _ in range(6)])
         ratio = compare(experiment)
         covered += ratio.low <= 1.2 <= ratio.high
-    assert covered >= 150  # four pairs alone cannot promise the full 95 %; a bootstrap that ignored pairs covers fewer than 60
+    assert (
+        covered >= 150
+    )  # four pairs alone cannot promise the full 95 %; a bootstrap that ignored pairs covers fewer than 60
 
 
 # -- blocks and order -----------------------------------------------------------------------------------------------
@@ -177,7 +190,10 @@ def test_p_is_a_probability_and_sides_do_not_matter(a, b):
 @given(numbers, numbers, st.floats(0.1, 10), st.floats(-100, 100))
 def test_only_the_order_of_values_counts(a, b, factor, shift):
     moved = [[v * factor + shift for v in side] for side in (a, b)]
-    assume(all(len(set(m)) == len(set(v)) for m, v in zip(moved, (a, b), strict=True)) and len(set(moved[0] + moved[1])) == len(set(a + b)))
+    assume(
+        all(len(set(m)) == len(set(v)) for m, v in zip(moved, (a, b), strict=True))
+        and len(set(moved[0] + moved[1])) == len(set(a + b))
+    )
     assert two_sample_ks(*moved) == pytest.approx(two_sample_ks(a, b))
 
 
@@ -196,4 +212,6 @@ def test_agrees_with_scipy():
     rng = random.Random(2)
     for shift in (0.0, 0.2, 0.5):
         a, b = [rng.gauss(0, 1) for _ in range(300)], [rng.gauss(shift, 1) for _ in range(200)]
-        assert two_sample_ks(a, b) == pytest.approx(scipy.ks_2samp(a, b, method="asymp").pvalue, rel=0.25, abs=0.01)
+        assert two_sample_ks(a, b) == pytest.approx(
+            scipy.ks_2samp(a, b, method="asymp").pvalue, rel=0.25, abs=0.01
+        )

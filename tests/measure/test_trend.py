@@ -23,7 +23,9 @@ def test_chance_is_a_p_value():
     assert 60 < below < 140
 
 
-@pytest.mark.parametrize("series", [[5.0] * 20, [], [1.0, 2.0, 3.0], [9.0, 8.0, 7.0, 6.0, 5.0, 4.0], [0.0, 1.0] * 12])
+@pytest.mark.parametrize(
+    "series", [[5.0] * 20, [], [1.0, 2.0, 3.0], [9.0, 8.0, 7.0, 6.0, 5.0, 4.0], [0.0, 1.0] * 12]
+)
 def test_series_that_do_not_grow(series):
     assert not keeps_growing(series, 0.001)
     assert slope(series) <= 1.0

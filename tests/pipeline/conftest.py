@@ -39,7 +39,14 @@ def read(transform: Any, form: ImageForm) -> BatchOperation | Sequence[BatchOper
     return READERS[f"{family}.{type(transform).__name__}"](transform, form)
 
 
-READERS = {**color.READERS, **tone.READERS, **resample.READERS, **erase.READERS, **affine.READERS, **choose.readers(read)}
+READERS = {
+    **color.READERS,
+    **tone.READERS,
+    **resample.READERS,
+    **erase.READERS,
+    **affine.READERS,
+    **choose.readers(read),
+}
 
 
 def charts(name: str, height: int, width: int, count: int, seed: int = 0) -> Tensor:
@@ -70,7 +77,9 @@ def plain(transform: Any, items: list[Any], seed: int) -> tuple[Tensor, Tensor]:
     torch.manual_seed(seed)
     done = [transform(each) for each in items]
     state = torch.get_rng_state()
-    return torch.stack([each.as_subclass(torch.Tensor) if isinstance(each, Tensor) else pil_to_tensor(each) for each in done]), state
+    return torch.stack(
+        [each.as_subclass(torch.Tensor) if isinstance(each, Tensor) else pil_to_tensor(each) for each in done]
+    ), state
 
 
 def lowered(operations: Sequence[BatchOperation], images: Tensor, seed: int) -> tuple[Tensor, Tensor]:
@@ -83,8 +92,14 @@ def lowered(operations: Sequence[BatchOperation], images: Tensor, seed: int) -> 
     numbers: list[Any]
     if any(each is None for each in kinds):
         with BulkNumbers() as words:
-            rows = [[operation.drawn(shape, words) for operation, shape in zip(operations, shapes, strict=False)] for _ in images]
-        numbers = [operation.together(shapes[at], [row[at] for row in rows]) for at, operation in enumerate(operations)]
+            rows = [
+                [operation.drawn(shape, words) for operation, shape in zip(operations, shapes, strict=False)]
+                for _ in images
+            ]
+        numbers = [
+            operation.together(shapes[at], [row[at] for row in rows])
+            for at, operation in enumerate(operations)
+        ]
     else:
         left = iter(columns([kind for each in kinds for kind in each], len(images)))
         numbers = [[next(left) for _ in each] for each in kinds]
@@ -103,7 +118,14 @@ def same():
     ``most`` at most) and the final generator state.
     """
 
-    def check(transform: Any, name: str, size: tuple[int, int] = (33, 47), count: int = 9, seeds: Sequence[int] = (1, 2), most: float = 0.0) -> Tensor:
+    def check(
+        transform: Any,
+        name: str,
+        size: tuple[int, int] = (33, 47),
+        count: int = 9,
+        seeds: Sequence[int] = (1, 2),
+        most: float = 0.0,
+    ) -> Tensor:
         found = read(transform, FORMS[name])
         operations = [found] if isinstance(found, BatchOperation) else list(found)
         declared = sum(operation.apart for operation in operations)
@@ -111,11 +133,15 @@ def same():
         for seed in seeds:
             images = charts(name, *size, count, seed)
             wanted, wanted_state = plain(transform, as_items(name, images), seed)
-            layout = torch.channels_last if seed % 2 else torch.contiguous_format  # in the memory layout of PIL images, and of tensors
+            layout = (
+                torch.channels_last if seed % 2 else torch.contiguous_format
+            )  # in the memory layout of PIL images, and of tensors
             got, state = lowered(operations, images.contiguous(memory_format=layout), seed)
             assert got.dtype == wanted.dtype
             assert got.shape == wanted.shape
-            off = (got.double() - wanted.double()).abs().amax().item() / (1 if got.is_floating_point() else 255)
+            off = (got.double() - wanted.double()).abs().amax().item() / (
+                1 if got.is_floating_point() else 255
+            )
             assert off <= declared, f"{transform} on {name} {size}, seed {seed}: {off * 255} / 255 apart"
             assert torch.equal(state, wanted_state), f"{transform} leaves the generator in another state"
         return got

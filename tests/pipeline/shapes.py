@@ -52,7 +52,10 @@ class Crops:
         self.large, self.small = augmented(), small()
 
     def __call__(self, image: Any) -> Any:
-        return {"small": tuple(self.small(image) for _ in range(3)), "large": [self.large(image), self.large(image)]}
+        return {
+            "small": tuple(self.small(image) for _ in range(3)),
+            "large": [self.large(image), self.large(image)],
+        }
 
 
 class Loop:
@@ -124,7 +127,9 @@ class Fetching(Dataset):
         return [{name: value[at] for name, value in batch.items()} for at in range(len(indices))]
 
     def _formatted(self, indices: Any) -> Any:
-        return self.format["transform"]({"image": [self.images[index] for index in indices], "label": list(indices)})
+        return self.format["transform"](
+            {"image": [self.images[index] for index in indices], "label": list(indices)}
+        )
 
 
 def one_view() -> Any:
@@ -140,7 +145,10 @@ def one_view() -> Any:
 
 def view_after_view() -> Any:
     transform = augmented()
-    return lambda batch: {"a": [transform(image) for image in batch["image"]], "b": [transform(image) for image in batch["image"]]}
+    return lambda batch: {
+        "a": [transform(image) for image in batch["image"]],
+        "b": [transform(image) for image in batch["image"]],
+    }
 
 
 class Sample(Images):
@@ -246,22 +254,59 @@ FOLLOWED: dict[str, Any] = {
     "partial": lambda: Sample(on(augmented(), lambda x: x)),
     "list of transforms": lambda: Images(Loop([*base(), *last().transforms])),
     "own compose": lambda: Images(OwnCompose([*base(), *last().transforms])),
-    "sequential": lambda: Images(torch.nn.Sequential(*base(), v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v1.Normalize([0.5] * 3, [0.5] * 3))),
+    "sequential": lambda: Images(
+        torch.nn.Sequential(
+            *base(), v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v1.Normalize([0.5] * 3, [0.5] * 3)
+        )
+    ),
     "two stages": lambda: Sample(pair_of_stages),
-    "tensors in two stages": lambda: Images(Loop([v1.ToTensor(), v1.RandomCrop(9), v1.Normalize([0.5] * 3, [0.5] * 3)])),
-    "version 2": lambda: Images(Views(v2.Compose([v2.ToImage(), v2.RandomCrop(9), v2.ToDtype(torch.float32, scale=True), v2.ToPureTensor()]))),
-    "version 2, images": lambda: Images(Loop([v2.ToImage(), v2.RandomCrop(9), v2.ToDtype(torch.float32, scale=True)])),
+    "tensors in two stages": lambda: Images(
+        Loop([v1.ToTensor(), v1.RandomCrop(9), v1.Normalize([0.5] * 3, [0.5] * 3)])
+    ),
+    "version 2": lambda: Images(
+        Views(
+            v2.Compose(
+                [v2.ToImage(), v2.RandomCrop(9), v2.ToDtype(torch.float32, scale=True), v2.ToPureTensor()]
+            )
+        )
+    ),
+    "version 2, images": lambda: Images(
+        Loop([v2.ToImage(), v2.RandomCrop(9), v2.ToDtype(torch.float32, scale=True)])
+    ),
     "a tail": lambda: Images(Views(v1.Compose([*base(), v1.ToTensor(), v1.Lambda(torch.flatten)]))),
     "set_transform": lambda: Fetching(one_view()),
     "view after view": lambda: Fetching(view_after_view()),
     "subset": lambda: Subset(Images(Views(augmented())), range(3, 20)),
-    "two parts": lambda: ConcatDataset([Images(Views(augmented())), Images(Views(v1.Compose([v1.CenterCrop(10), v1.RandomVerticalFlip(), last()])))]),
-    "either": lambda: Images(Sometimes(random.random, augmented(), v1.Compose([v1.CenterCrop(10), v1.ToTensor()]))),
-    "either, by torch": lambda: Images(Sometimes(lambda: torch.rand(1), augmented(), v1.Compose([v1.CenterCrop(10), v1.ToTensor()]))),
+    "two parts": lambda: ConcatDataset(
+        [
+            Images(Views(augmented())),
+            Images(Views(v1.Compose([v1.CenterCrop(10), v1.RandomVerticalFlip(), last()]))),
+        ]
+    ),
+    "either": lambda: Images(
+        Sometimes(random.random, augmented(), v1.Compose([v1.CenterCrop(10), v1.ToTensor()]))
+    ),
+    "either, by torch": lambda: Images(
+        Sometimes(lambda: torch.rand(1), augmented(), v1.Compose([v1.CenterCrop(10), v1.ToTensor()]))
+    ),
     "file": lambda: Sample(opened),
     "buffer": lambda: Sample(buffered),
     "overwritten": lambda: Sample(overwritten),
-    "shape": lambda: Sample(on(augmented(), lambda x: (x, x.shape[1], x.dim(), x.size(0), str(x.dtype), len(x), isinstance(x, torch.Tensor), x.numel()))),
+    "shape": lambda: Sample(
+        on(
+            augmented(),
+            lambda x: (
+                x,
+                x.shape[1],
+                x.dim(),
+                x.size(0),
+                str(x.dtype),
+                len(x),
+                isinstance(x, torch.Tensor),
+                x.numel(),
+            ),
+        )
+    ),
     "mask by seed": lambda: Sample(with_mask(seeded)),
     "mask by seed, later": lambda: Sample(with_mask(seeded_late)),
     "mask by state": lambda: Sample(with_mask(state_set)),
@@ -274,7 +319,9 @@ LEFT: dict[str, Any] = {
     "arithmetic": lambda: Sample(on(augmented(), lambda x: x * 2 + 1)),
     "in place": lambda: Sample(on(augmented(), lambda x: x.mul_(2))),
     "index": lambda: Sample(on(augmented(), lambda x: x[0])),
-    "indexed by": lambda: Sample(on(v1.Compose([v1.RandomCrop(9), v1.PILToTensor()]), lambda x: torch.arange(256)[x.long()])),
+    "indexed by": lambda: Sample(
+        on(v1.Compose([v1.RandomCrop(9), v1.PILToTensor()]), lambda x: torch.arange(256)[x.long()])
+    ),
     "numpy": lambda: Sample(on(augmented(), lambda x: x.numpy())),
     "array": lambda: Sample(on(augmented(), np.asarray)),
     "torch.tensor": lambda: Sample(on(augmented(), lambda x: torch.tensor(x))),
@@ -286,10 +333,17 @@ LEFT: dict[str, Any] = {
     "item": lambda: Sample(on(augmented(), lambda x: x[0, 0, 0].item())),
     "condition": lambda: Sample(on(augmented(), lambda x: x if x.max() > 1 else -x)),
     "iteration": lambda: Sample(on(augmented(), lambda x: [c.sum() for c in x])),
-    "assigned": lambda: Sample(on(augmented(), lambda x: torch.zeros(2, *x.shape).index_fill(0, torch.tensor([1]), 1.0).__setitem__(0, x) or x)),
+    "assigned": lambda: Sample(
+        on(
+            augmented(),
+            lambda x: torch.zeros(2, *x.shape).index_fill(0, torch.tensor([1]), 1.0).__setitem__(0, x) or x,
+        )
+    ),
     "script": lambda: Sample(on(augmented(), SCRIPT)),
     "retried": lambda: Sample(retried),
-    "functional": lambda: Sample(lambda image, index: (v1.functional.to_tensor(v1.functional.hflip(image)), index)),
+    "functional": lambda: Sample(
+        lambda image, index: (v1.functional.to_tensor(v1.functional.hflip(image)), index)
+    ),
     "made again": lambda: Sample(lambda image, index: (augmented()(image), index)),
     "draws between": lambda: Images(Drawing([*base(), *last().transforms])),
     "threads": lambda: Sample(pool),
@@ -360,8 +414,18 @@ class Transforming:
         return torch.stack([self.transform(image) for image, _ in samples]), [label for _, label in samples]
 
 
-COLLATED: dict[str, Any] = {"stack": by_stack, "stack of tuple": by_stack_of_tuple, "fill": by_filling, "cat": by_cat, "numpy": by_numpy, "lists": as_lists,
-                            "as it is": as_it_is, "mixed": mixed, "twice": twice, "default": default_collate}
+COLLATED: dict[str, Any] = {
+    "stack": by_stack,
+    "stack of tuple": by_stack_of_tuple,
+    "fill": by_filling,
+    "cat": by_cat,
+    "numpy": by_numpy,
+    "lists": as_lists,
+    "as it is": as_it_is,
+    "mixed": mixed,
+    "twice": twice,
+    "default": default_collate,
+}
 
 
 # -- streams -------------------------------------------------------------------------------------------------------------

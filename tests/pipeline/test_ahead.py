@@ -90,7 +90,9 @@ def taken(dataset):
 @pytest.mark.parametrize("place", [None, 0, 4, 13, 23])
 def test_the_program_does_what_the_thread_cannot(place):
     said = same_as_plain(lambda: taken(Bound(fixed(), place)), THREAD)
-    assert any("in the thread" in sentence for sentence in said) or place == 0  # where the first batch fails there never is a thread
+    assert (
+        any("in the thread" in sentence for sentence in said) or place == 0
+    )  # where the first batch fails there never is a thread
 
 
 class Broken(Images):
@@ -120,6 +122,7 @@ def test_a_loop_that_is_left_leaves_no_thread_and_no_iterator():
 
 def test_the_model_uses_random_numbers_while_batches_are_made():
     """Dropout in the loop uses the numbers of a program without a thread."""
+
     def program():
         found = []
         for batch, _ in DataLoader(Images(fixed()), 3):

@@ -35,12 +35,22 @@ class Mine:
     """The script's own callable, which uses random numbers."""
 
     def __call__(self, image):
-        return image if torch.rand(1) < 0.5 else image.transpose(Image.Transpose.ROTATE_180) if hasattr(image, "getbands") else image.flip(-1)
+        return (
+            image
+            if torch.rand(1) < 0.5
+            else image.transpose(Image.Transpose.ROTATE_180)
+            if hasattr(image, "getbands")
+            else image.flip(-1)
+        )
 
 
 class Numpys:
     def __call__(self, image):
-        return image if np.random.rand() < 0.5 else (image.rotate(90) if hasattr(image, "getbands") else image.clone())
+        return (
+            image
+            if np.random.rand() < 0.5
+            else (image.rotate(90) if hasattr(image, "getbands") else image.clone())
+        )
 
 
 p = st.sampled_from([0.0, 0.3, 0.5, 1.0])
@@ -54,72 +64,136 @@ some = st.floats(0.0, 0.6)
 def known(draw, family):
     """A transform that flatout recognises, with parameters of any kind."""
     t = family
-    return draw(st.sampled_from([
-        lambda: t.RandomHorizontalFlip(draw(p)),
-        lambda: t.RandomVerticalFlip(draw(p)),
-        lambda: t.Pad(draw(st.sampled_from([1, (1, 2), (0, 1, 2, 3)])), fill=draw(fills), padding_mode=draw(modes)),
-        lambda: t.RandomCrop(draw(st.integers(4, 12)), padding=draw(st.sampled_from([None, 2, (1, 3)])), pad_if_needed=draw(st.booleans()),
-                             fill=draw(fills), padding_mode=draw(modes)),
-        lambda: t.CenterCrop(draw(st.integers(4, 18))),
-        lambda: t.Resize(draw(st.sampled_from([6, (7, 9), 15])), interpolation=draw(kinds)),
-        lambda: t.RandomResizedCrop(draw(st.integers(5, 12)), interpolation=draw(kinds)),
-        lambda: t.RandomRotation(draw(st.sampled_from([5, 180])), interpolation=draw(st.sampled_from([Mode.NEAREST, Mode.BILINEAR]))),
-        lambda: t.RandomAffine(20, translate=(0.2, 0.1), scale=(0.8, 1.2), shear=draw(st.sampled_from([None, 10]))),
-        lambda: t.ColorJitter(draw(some), draw(some), draw(some), draw(st.sampled_from([0, 0.2]))),
-        lambda: t.RandomGrayscale(draw(p)),
-        lambda: t.Grayscale(draw(st.sampled_from([1, 3]))),
-        lambda: t.RandomInvert(draw(p)),
-        lambda: t.RandomPosterize(draw(st.integers(1, 7)), p=draw(p)),
-        lambda: t.RandomSolarize(draw(st.sampled_from([100, 0.5])), p=draw(p)),
-        lambda: t.RandomEqualize(draw(p)),
-        lambda: t.RandomAutocontrast(draw(p)),
-        lambda: t.RandomAdjustSharpness(2, draw(p)),
-        lambda: t.RandomApply([t.RandomHorizontalFlip(0.5), t.RandomInvert(0.5)], p=0.6),
-        lambda: t.RandomOrder([t.RandomHorizontalFlip(0.5), t.RandomVerticalFlip(0.5)]),
-        lambda: t.RandomChoice([t.RandomHorizontalFlip(0.5), t.RandomInvert(0.5)]),
-    ]))()
+    return draw(
+        st.sampled_from(
+            [
+                lambda: t.RandomHorizontalFlip(draw(p)),
+                lambda: t.RandomVerticalFlip(draw(p)),
+                lambda: t.Pad(
+                    draw(st.sampled_from([1, (1, 2), (0, 1, 2, 3)])),
+                    fill=draw(fills),
+                    padding_mode=draw(modes),
+                ),
+                lambda: t.RandomCrop(
+                    draw(st.integers(4, 12)),
+                    padding=draw(st.sampled_from([None, 2, (1, 3)])),
+                    pad_if_needed=draw(st.booleans()),
+                    fill=draw(fills),
+                    padding_mode=draw(modes),
+                ),
+                lambda: t.CenterCrop(draw(st.integers(4, 18))),
+                lambda: t.Resize(draw(st.sampled_from([6, (7, 9), 15])), interpolation=draw(kinds)),
+                lambda: t.RandomResizedCrop(draw(st.integers(5, 12)), interpolation=draw(kinds)),
+                lambda: t.RandomRotation(
+                    draw(st.sampled_from([5, 180])),
+                    interpolation=draw(st.sampled_from([Mode.NEAREST, Mode.BILINEAR])),
+                ),
+                lambda: t.RandomAffine(
+                    20, translate=(0.2, 0.1), scale=(0.8, 1.2), shear=draw(st.sampled_from([None, 10]))
+                ),
+                lambda: t.ColorJitter(draw(some), draw(some), draw(some), draw(st.sampled_from([0, 0.2]))),
+                lambda: t.RandomGrayscale(draw(p)),
+                lambda: t.Grayscale(draw(st.sampled_from([1, 3]))),
+                lambda: t.RandomInvert(draw(p)),
+                lambda: t.RandomPosterize(draw(st.integers(1, 7)), p=draw(p)),
+                lambda: t.RandomSolarize(draw(st.sampled_from([100, 0.5])), p=draw(p)),
+                lambda: t.RandomEqualize(draw(p)),
+                lambda: t.RandomAutocontrast(draw(p)),
+                lambda: t.RandomAdjustSharpness(2, draw(p)),
+                lambda: t.RandomApply([t.RandomHorizontalFlip(0.5), t.RandomInvert(0.5)], p=0.6),
+                lambda: t.RandomOrder([t.RandomHorizontalFlip(0.5), t.RandomVerticalFlip(0.5)]),
+                lambda: t.RandomChoice([t.RandomHorizontalFlip(0.5), t.RandomInvert(0.5)]),
+            ]
+        )
+    )()
 
 
 @st.composite
 def unknown(draw, family):
     t = family
-    return draw(st.sampled_from([
-        lambda: t.Lambda(lambda image: image), lambda: Mine(), lambda: Numpys(), lambda: t.GaussianBlur(3), lambda: t.AutoAugment(), lambda: t.RandAugment(),
-        lambda: t.TrivialAugmentWide(), lambda: t.ElasticTransform(5.0), lambda: t.RandomPerspective(0.3),
-    ]))()
+    return draw(
+        st.sampled_from(
+            [
+                lambda: t.Lambda(lambda image: image),
+                lambda: Mine(),
+                lambda: Numpys(),
+                lambda: t.GaussianBlur(3),
+                lambda: t.AutoAugment(),
+                lambda: t.RandAugment(),
+                lambda: t.TrivialAugmentWide(),
+                lambda: t.ElasticTransform(5.0),
+                lambda: t.RandomPerspective(0.3),
+            ]
+        )
+    )()
 
 
 @st.composite
 def of_floats(draw, family):
     t = family
-    return draw(st.sampled_from([
-        lambda: t.Normalize([0.4, 0.5, 0.6], [0.2, 0.25, 0.3], inplace=draw(st.booleans())), lambda: t.Normalize([0.5], [0.25]),
-        lambda: t.RandomErasing(draw(p), value=draw(st.sampled_from([0, 1.5, "random"]))), lambda: t.RandomHorizontalFlip(draw(p)),
-        lambda: t.RandomCrop(6, padding=2), lambda: t.ConvertImageDtype(torch.float64), lambda: t.Lambda(torch.flatten), lambda: t.Lambda(lambda x: x * 2),
-        lambda: t.ColorJitter(0.4), lambda: Mine(),
-    ]))()
+    return draw(
+        st.sampled_from(
+            [
+                lambda: t.Normalize([0.4, 0.5, 0.6], [0.2, 0.25, 0.3], inplace=draw(st.booleans())),
+                lambda: t.Normalize([0.5], [0.25]),
+                lambda: t.RandomErasing(draw(p), value=draw(st.sampled_from([0, 1.5, "random"]))),
+                lambda: t.RandomHorizontalFlip(draw(p)),
+                lambda: t.RandomCrop(6, padding=2),
+                lambda: t.ConvertImageDtype(torch.float64),
+                lambda: t.Lambda(torch.flatten),
+                lambda: t.Lambda(lambda x: x * 2),
+                lambda: t.ColorJitter(0.4),
+                lambda: Mine(),
+            ]
+        )
+    )()
 
 
 @st.composite
 def pipelines(draw):
     """Steps, and the kind of image that enters them."""
     family = draw(st.sampled_from([v1, v2]))
-    source = draw(st.sampled_from(["RGB", "RGB", "RGB", "RGB", "L", "RGBA", "P", "1", "I;16", "array", "bytes", "floats", "tv"]))
+    source = draw(
+        st.sampled_from(
+            ["RGB", "RGB", "RGB", "RGB", "L", "RGBA", "P", "1", "I;16", "array", "bytes", "floats", "tv"]
+        )
+    )
     one = st.one_of(known(family), known(family), known(family), unknown(family))
     steps = draw(st.lists(one, max_size=3))
     if source in ("RGB", "L", "RGBA", "P", "1", "I;16", "array"):
         if family is v1:
             steps.append(draw(st.sampled_from([v1.ToTensor, v1.ToTensor, v1.PILToTensor]))())
         else:
-            steps += draw(st.sampled_from([[v2.ToTensor()], [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)],
-                                           [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)],
-                                           [v2.ToImage(), v2.ToDtype(torch.float32), v2.ToPureTensor()]]))
+            steps += draw(
+                st.sampled_from(
+                    [
+                        [v2.ToTensor()],
+                        [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)],
+                        [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)],
+                        [v2.ToImage(), v2.ToDtype(torch.float32), v2.ToPureTensor()],
+                    ]
+                )
+            )
     elif source != "floats":
-        steps.append(v1.ConvertImageDtype(torch.float32) if family is v1 else v2.ToDtype(torch.float32, scale=draw(st.booleans())))
+        steps.append(
+            v1.ConvertImageDtype(torch.float32)
+            if family is v1
+            else v2.ToDtype(torch.float32, scale=draw(st.booleans()))
+        )
     steps += draw(st.lists(of_floats(family), max_size=2))
     steps = steps or [family.RandomHorizontalFlip(0.5)]
-    transform = family.Compose(steps) if draw(st.integers(0, 4)) else family.Compose([family.Compose(steps[:2]), *steps[2:]])
-    return transform, source, draw(st.integers(8, 17)), draw(st.integers(8, 17)), draw(st.sampled_from([False, False, False, True]))
+    transform = (
+        family.Compose(steps)
+        if draw(st.integers(0, 4))
+        else family.Compose([family.Compose(steps[:2]), *steps[2:]])
+    )
+    return (
+        transform,
+        source,
+        draw(st.integers(8, 17)),
+        draw(st.integers(8, 17)),
+        draw(st.sampled_from([False, False, False, True])),
+    )
 
 
 def images_of(source, height, width, mixed):
@@ -131,10 +205,18 @@ def images_of(source, height, width, mixed):
             found.append(array)
         elif source in ("bytes", "floats", "tv"):
             tensor = torch.from_numpy(array).permute(2, 0, 1).contiguous()
-            found.append(tensor / 255 if source == "floats" else __import__("torchvision").tv_tensors.Image(tensor) if source == "tv" else tensor)
+            found.append(
+                tensor / 255
+                if source == "floats"
+                else __import__("torchvision").tv_tensors.Image(tensor)
+                if source == "tv"
+                else tensor
+            )
         else:
             image = Image.fromarray(array)
-            found.append(image.convert("L").convert("I").convert("I;16") if source == "I;16" else image.convert(source))
+            found.append(
+                image.convert("L").convert("I").convert("I;16") if source == "I;16" else image.convert(source)
+            )
     return found
 
 
@@ -146,8 +228,20 @@ def called(manner, transform):
 
 
 @settings(max_examples=PIPELINES)
-@given(pipelines(), st.sampled_from(["alone", "views", "steps", "parts"]),
-       st.sampled_from([(BATCHED,), (BATCHED,), (LAZILY,), (BATCHED, LAZILY), (BATCHED, AT_ONCE), (("batched_transforms", "light"),)]))
+@given(
+    pipelines(),
+    st.sampled_from(["alone", "views", "steps", "parts"]),
+    st.sampled_from(
+        [
+            (BATCHED,),
+            (BATCHED,),
+            (LAZILY,),
+            (BATCHED, LAZILY),
+            (BATCHED, AT_ONCE),
+            (("batched_transforms", "light"),),
+        ]
+    ),
+)
 def test_any_pipeline_is_bitwise_the_plain_one_or_rejected_with_a_reason(drawn, manner, levers):
     transform, *kind = drawn
     asked = called(manner, transform)
@@ -188,7 +282,9 @@ def test_many_of_them_ran_on_batches():
 # -- the distributions of random transforms -------------------------------------------------------------------------------
 
 ROWS = 10_000
-FARTHEST = 2.7 * (2 / ROWS) ** 0.5  # two samples of one distribution are farther apart once in a million times
+FARTHEST = (
+    2.7 * (2 / ROWS) ** 0.5
+)  # two samples of one distribution are farther apart once in a million times
 RANDOM = {
     "RandomHorizontalFlip": lambda t: t.RandomHorizontalFlip(0.3),
     "RandomVerticalFlip": lambda t: t.RandomVerticalFlip(0.7),
@@ -204,7 +300,9 @@ RANDOM = {
     "RandomAffine": lambda t: t.RandomAffine(20, translate=(0.3, 0.2), scale=(0.7, 1.3)),
     "RandomApply": lambda t: t.RandomApply([t.RandomHorizontalFlip(0.5), t.RandomInvert(0.5)], p=0.4),
     "RandomOrder": lambda t: v2.RandomOrder([t.RandomHorizontalFlip(0.5), t.RandomSolarize(128, p=0.5)]),
-    "RandomChoice": lambda t: v2.RandomChoice([t.RandomHorizontalFlip(0.5), t.RandomInvert(0.9)], p=[0.2, 0.8]),
+    "RandomChoice": lambda t: v2.RandomChoice(
+        [t.RandomHorizontalFlip(0.5), t.RandomInvert(0.9)], p=[0.2, 0.8]
+    ),
     "RandomAdjustSharpness": lambda t: t.RandomAdjustSharpness(2, 0.4),
     "RandomPosterize": lambda t: t.RandomPosterize(3, p=0.4),
     "RandomEqualize": lambda t: t.RandomEqualize(0.4),
@@ -218,7 +316,13 @@ def distances(a, b):
     farthest = 0.0
     for x, y in zip(a.T, b.T, strict=True):
         every = np.sort(np.concatenate([x, y]))
-        farthest = max(farthest, np.abs(np.searchsorted(np.sort(x), every, "right") - np.searchsorted(np.sort(y), every, "right")).max() / len(x))
+        farthest = max(
+            farthest,
+            np.abs(
+                np.searchsorted(np.sort(x), every, "right") - np.searchsorted(np.sort(y), every, "right")
+            ).max()
+            / len(x),
+        )
     return farthest
 
 
@@ -228,7 +332,11 @@ def looks(batch):
     """
     flat = batch.flatten(1).double()
     weights = torch.randn(flat.shape[1], 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    return torch.cat([flat @ weights, flat.mean(1, keepdim=True), flat.std(1, keepdim=True)], 1).round(decimals=5).numpy()
+    return (
+        torch.cat([flat @ weights, flat.mean(1, keepdim=True), flat.std(1, keepdim=True)], 1)
+        .round(decimals=5)
+        .numpy()
+    )
 
 
 def tiny():
@@ -251,7 +359,11 @@ def test_every_recognised_random_transform_has_its_distribution_tested():
 @pytest.mark.parametrize("name", RANDOM)
 def test_the_distribution_is_torchvisions(name):
     """The seeds differ on both sides, so nothing depends on equal random numbers."""
-    image = tiny() if name == "RandomErasing" else Image.fromarray(tiny().mul(255).byte().permute(1, 2, 0).contiguous().numpy())
+    image = (
+        tiny()
+        if name == "RandomErasing"
+        else Image.fromarray(tiny().mul(255).byte().permute(1, 2, 0).contiguous().numpy())
+    )
     transform = RANDOM[name](v1)
     torch.manual_seed(77)
     if name == "RandomErasing":
@@ -266,12 +378,20 @@ def test_the_distribution_is_torchvisions(name):
     assert ((theirs.double().mean(0) - found.double().mean(0)).abs() < 8 * spread).all()
 
 
-@pytest.mark.parametrize("spoil", [
-    lambda t: t.RandomHorizontalFlip(0.25), lambda t: t.RandomHorizontalFlip(0.0), lambda t: t.RandomVerticalFlip(0.3),
-], ids=["less often", "never", "other axis"])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda t: t.RandomHorizontalFlip(0.25),
+        lambda t: t.RandomHorizontalFlip(0.0),
+        lambda t: t.RandomVerticalFlip(0.3),
+    ],
+    ids=["less often", "never", "other axis"],
+)
 def test_another_distribution_is_detected(spoil):
     image = Image.fromarray(tiny().mul(255).byte().permute(1, 2, 0).contiguous().numpy())
-    law, other = (v1.Compose([transform, v1.PILToTensor()]) for transform in (v1.RandomHorizontalFlip(0.3), spoil(v1)))
+    law, other = (
+        v1.Compose([transform, v1.PILToTensor()]) for transform in (v1.RandomHorizontalFlip(0.3), spoil(v1))
+    )
     assert distances(looks(ours(law, image, 1)), looks(ours(other, image, 2))) > FARTHEST
 
 

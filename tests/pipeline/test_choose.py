@@ -18,7 +18,9 @@ from flatout.pipeline.operation import BatchOperation, ImageForm, ImageShape, No
 
 def read(transform: Any, form: ImageForm) -> BatchOperation:
     family = "v2" if ".v2." in type(transform).__module__ else "v1"
-    return {**color.READERS, **tone.READERS, **choose.readers(read)}[f"{family}.{type(transform).__name__}"](transform, form)
+    return {**color.READERS, **tone.READERS, **choose.readers(read)}[f"{family}.{type(transform).__name__}"](
+        transform, form
+    )
 
 
 def jitter(to):
@@ -29,7 +31,9 @@ APPLIED = {
     "settled": lambda to: to.RandomApply([to.Grayscale(3)], p=0.5),
     "drawing": lambda to: to.RandomApply([jitter(to)], p=0.8),
     "several": lambda to: to.RandomApply([jitter(to), to.RandomGrayscale(0.4), to.RandomInvert(0.3)], p=0.6),
-    "inside one another": lambda to: to.RandomApply([to.RandomApply([jitter(to)], p=0.5), to.RandomSolarize(128, 0.5)], p=0.7),
+    "inside one another": lambda to: to.RandomApply(
+        [to.RandomApply([jitter(to)], p=0.5), to.RandomSolarize(128, 0.5)], p=0.7
+    ),
     "never": lambda to: to.RandomApply([jitter(to)], p=0.0),
     "always": lambda to: to.RandomApply([jitter(to)], p=1.0),
 }
@@ -38,8 +42,12 @@ CHOSEN = {
     "of three": v2.RandomChoice([jitter(v2), v2.RandomGrayscale(0.5), v2.RandomPosterize(2, 0.9)]),
     "weighed": v2.RandomChoice([v2.ColorJitter(0.9), v2.RandomInvert(1.0)], p=[0.1, 0.9]),
     "one in order": v2.RandomOrder([jitter(v2)]),
-    "in order": v2.RandomOrder([jitter(v2), v2.RandomGrayscale(0.5), v2.RandomPosterize(2, 0.9), v2.RandomInvert(0.5)]),
-    "together": v2.RandomApply([v2.RandomOrder([v2.RandomChoice([jitter(v2), v2.RandomInvert()]), v2.RandomSolarize(99)])], p=0.7),
+    "in order": v2.RandomOrder(
+        [jitter(v2), v2.RandomGrayscale(0.5), v2.RandomPosterize(2, 0.9), v2.RandomInvert(0.5)]
+    ),
+    "together": v2.RandomApply(
+        [v2.RandomOrder([v2.RandomChoice([jitter(v2), v2.RandomInvert()]), v2.RandomSolarize(99)])], p=0.7
+    ),
 }
 
 

@@ -21,8 +21,14 @@ from flatout.pipeline.operation import ImageForm, ImageShape, NotBatchable
 
 NAMES = ["pil-rgb", "pil-l", "bytes", "tv-bytes", "bytes-1", "floats", "floats-1"]
 JITTERS = [
-    {"brightness": 0.4}, {"contrast": 0.7}, {"saturation": (0.2, 2.5)}, {"hue": 0.3}, {"brightness": (1.1, 3.0), "hue": (-0.5, 0.5)},
-    {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1}, {"contrast": (0, 5), "saturation": (0, 0)}, {},
+    {"brightness": 0.4},
+    {"contrast": 0.7},
+    {"saturation": (0.2, 2.5)},
+    {"hue": 0.3},
+    {"brightness": (1.1, 3.0), "hue": (-0.5, 0.5)},
+    {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1},
+    {"contrast": (0, 5), "saturation": (0, 0)},
+    {},
 ]
 
 
@@ -30,7 +36,9 @@ JITTERS = [
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("arguments", JITTERS, ids=lambda each: "-".join(each) or "nothing")
 def test_color_jitter(same, family, name, arguments):
-    same(family.ColorJitter(**arguments), name, (17, 23), most=FLOAT_MEAN if name.startswith("floats") else 0.0)
+    same(
+        family.ColorJitter(**arguments), name, (17, 23), most=FLOAT_MEAN if name.startswith("floats") else 0.0
+    )
 
 
 @pytest.mark.parametrize("size", [(7, 5), (32, 32), (1, 1), (300, 300)])
@@ -40,7 +48,13 @@ def test_sizes_and_batches(same, size, count, name):
     same(v2.ColorJitter(0.4, 0.4, 0.4, 0.1), name, size, count if size[0] < 300 else 1)
 
 
-@given(brightness=st.floats(0.1, 3), contrast=st.floats(0.1, 3), saturation=st.floats(0.1, 3), hue=st.floats(0.1, 0.5), seed=st.integers(0, 2**32))
+@given(
+    brightness=st.floats(0.1, 3),
+    contrast=st.floats(0.1, 3),
+    saturation=st.floats(0.1, 3),
+    hue=st.floats(0.1, 0.5),
+    seed=st.integers(0, 2**32),
+)
 @settings(max_examples=15)
 @pytest.mark.parametrize("family", [v1, v2])
 @pytest.mark.parametrize("name", ["pil-rgb", "bytes"])
@@ -62,7 +76,10 @@ def test_hue_of_every_colour_on_a_grid():
 
 @pytest.mark.parametrize("family", [v1, v2])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("kind", "value"), [("Grayscale", 1), ("Grayscale", 3), ("RandomGrayscale", 0.5), ("RandomGrayscale", 1.0)])
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [("Grayscale", 1), ("Grayscale", 3), ("RandomGrayscale", 0.5), ("RandomGrayscale", 1.0)],
+)
 def test_grey(same, family, name, kind, value):
     same(getattr(family, kind)(value), name)
 
@@ -73,7 +90,15 @@ def test_grey_declares_the_mode_of_a_pil_image(channels, mode):
     assert read.form(ImageForm("pil", mode="RGB")) == ImageForm("pil", mode=mode)
 
 
-@pytest.mark.parametrize("form", [ImageForm("pil", mode="RGBA"), ImageForm("tensor", torch.float64), ImageForm("tensor", torch.int16), ImageForm("numpy")])
+@pytest.mark.parametrize(
+    "form",
+    [
+        ImageForm("pil", mode="RGBA"),
+        ImageForm("tensor", torch.float64),
+        ImageForm("tensor", torch.int16),
+        ImageForm("numpy"),
+    ],
+)
 def test_other_images_are_left_alone(form):
     for transform in (v2.ColorJitter(0.1), v2.Grayscale(), v2.RandomGrayscale()):
         with pytest.raises(NotBatchable, match="do not run in batches"):
@@ -92,4 +117,7 @@ def test_the_order_of_steps_is_torchs():
     for seed in range(40):
         with BulkNumbers(torch.Generator().manual_seed(seed)) as words:
             drawn = [torch.tensor([words.draw(kind)]) for kind in kinds]
-        assert _places(drawn, 1)[0].argsort().tolist() == torch.randperm(4, generator=torch.Generator().manual_seed(seed)).tolist()
+        assert (
+            _places(drawn, 1)[0].argsort().tolist()
+            == torch.randperm(4, generator=torch.Generator().manual_seed(seed)).tolist()
+        )

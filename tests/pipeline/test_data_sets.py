@@ -11,7 +11,18 @@ import torch
 pytest.importorskip("torchvision")
 
 import torchvision
-from feeding import BATCHED, FEED_NAMES, FEEDS, LAZILY, Images, augmented, charts, epochs, fixed, same_as_plain
+from feeding import (
+    BATCHED,
+    FEED_NAMES,
+    FEEDS,
+    LAZILY,
+    Images,
+    augmented,
+    charts,
+    epochs,
+    fixed,
+    same_as_plain,
+)
 from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, random_split
 from torchvision import transforms as v1
@@ -51,14 +62,19 @@ def folder(tmp: Path):
 
 
 FOUND = {
-    "itself": lambda: Images(augmented()), "subset": lambda: Subset(Images(augmented()), range(3, 20)),
+    "itself": lambda: Images(augmented()),
+    "subset": lambda: Subset(Images(augmented()), range(3, 20)),
     "split": lambda: random_split(Images(augmented()), [20, 4])[0],
     "subset of a subset": lambda: Subset(Subset(Images(augmented()), range(20)), [4, 2, 9, 1]),
-    "two": lambda: ConcatDataset([Images(augmented()), Images(v1.Compose([v1.CenterCrop(10), v1.ToTensor()]))]),
+    "two": lambda: ConcatDataset(
+        [Images(augmented()), Images(v1.Compose([v1.CenterCrop(10), v1.ToTensor()]))]
+    ),
     "one twice": lambda: ConcatDataset([Images(augmented())] * 2),
     "part of one": lambda: ConcatDataset([Images(augmented()), Subset(Images(fixed_10()), [1, 2])]),
-    "wrapped": lambda: Wrapper(Images(augmented())), "wrapped outside": lambda: Wrapper(Images(v1.Lambda(lambda image: image)), augmented()),
-    "both": lambda: Wrapper(Images(v1.Compose([v1.Pad(2)])), augmented()), "joint": lambda: Joint(augmented()),
+    "wrapped": lambda: Wrapper(Images(augmented())),
+    "wrapped outside": lambda: Wrapper(Images(v1.Lambda(lambda image: image)), augmented()),
+    "both": lambda: Wrapper(Images(v1.Compose([v1.Pad(2)])), augmented()),
+    "joint": lambda: Joint(augmented()),
     "targets": lambda: Joint(augmented(), lambda label: label * 3),
     "targets draw": lambda: Joint(augmented(), lambda label: label + torch.rand(1).item()),
     "single transform": lambda: Images(v1.ToTensor()),
@@ -74,7 +90,9 @@ def fixed_10():
 def test_data_sets_of_many_kinds(name, levers):
     said = same_as_plain(lambda: epochs(FOUND[name]()), *levers)
     if levers == (BATCHED,):
-        assert said == (["Lambda is not a transform that can run on batches"] if name == "wrapped outside" else [])
+        assert said == (
+            ["Lambda is not a transform that can run on batches"] if name == "wrapped outside" else []
+        )
 
 
 def test_images_of_a_folder_are_kept_whatever_their_metadata(tmp_path):
@@ -84,13 +102,24 @@ def test_images_of_a_folder_are_kept_whatever_their_metadata(tmp_path):
         image.save(tmp_path / f"{at % 3}" / f"{at}.jpg", dpi=(72, 72))
     assert Image.open(tmp_path / "0" / "0.jpg").convert("RGB").info
     for levers in [(LAZILY,), (BATCHED, LAZILY)]:
-        assert same_as_plain(lambda: epochs(torchvision.datasets.ImageFolder(str(tmp_path), augmented())), *levers) == []
+        assert (
+            same_as_plain(
+                lambda: epochs(torchvision.datasets.ImageFolder(str(tmp_path), augmented())), *levers
+            )
+            == []
+        )
 
 
 @each_feed
 def test_torchvisions_own_data_sets(levers, tmp_path):
     path = folder(tmp_path / "images")
-    assert same_as_plain(lambda: epochs(torchvision.datasets.ImageFolder(str(path), augmented(), lambda label: label + 1)), *levers) == []
+    assert (
+        same_as_plain(
+            lambda: epochs(torchvision.datasets.ImageFolder(str(path), augmented(), lambda label: label + 1)),
+            *levers,
+        )
+        == []
+    )
     same_as_plain(lambda: epochs(torchvision.datasets.FakeData(20, (3, 12, 12), 4, augmented())), *levers)
 
 
@@ -144,7 +173,18 @@ class Data(Dataset):
 
 
 @each_feed
-@pytest.mark.parametrize("make", [Slots, Two, Own, Deep, lambda: TensorDataset(torch.arange(24)), lambda: [(torch.ones(2), 1)] * 24, lambda: Data(augmented())],
-                         ids=["slots", "two pipelines", "goes on itself", "deep", "tensors", "list", "dataclass"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        Slots,
+        Two,
+        Own,
+        Deep,
+        lambda: TensorDataset(torch.arange(24)),
+        lambda: [(torch.ones(2), 1)] * 24,
+        lambda: Data(augmented()),
+    ],
+    ids=["slots", "two pipelines", "goes on itself", "deep", "tensors", "list", "dataclass"],
+)
 def test_data_sets_that_are_hard_to_inspect(make, levers):
     same_as_plain(lambda: epochs(make()), *levers)

@@ -19,7 +19,15 @@ from PIL import Image
 from torchvision import transforms
 
 from flatout.capture.ledger import Ledger
-from flatout.pipeline.device import MOST_COPIES, CopyStream, DeviceCopies, DevicePrefetcher, ResidentDevice, device_of, tensors_in
+from flatout.pipeline.device import (
+    MOST_COPIES,
+    CopyStream,
+    DeviceCopies,
+    DevicePrefetcher,
+    ResidentDevice,
+    device_of,
+    tensors_in,
+)
 from flatout.pipeline.feed import Feed
 from flatout.pipeline.intercept import INTERCEPTION
 from flatout.pipeline.keeping import CacheBudget, CacheOptions
@@ -80,7 +88,12 @@ def test_batches_are_taken_ahead_and_come_in_order(depth, workers):
 
     Each tensor's counterpart is its own.
     """
-    loader = DataLoader(TensorDataset(torch.arange(20.0).view(20, 1), torch.arange(20)), batch_size=4, num_workers=workers, persistent_workers=workers > 0)
+    loader = DataLoader(
+        TensorDataset(torch.arange(20.0).view(20, 1), torch.arange(20)),
+        batch_size=4,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
     plain = list(loader)
     for _ in range(2):
         device_copies, iterator = DeviceCopies(), iter(loader)
@@ -93,7 +106,9 @@ def test_batches_are_taken_ahead_and_come_in_order(depth, workers):
             assert device_copies.take(labels, torch.device("meta")) is None
             found.append([images, labels])
         assert handed_out == len(plain) - 1  # the device of the first one is unknown
-        assert all(torch.equal(a, b) for x, y in zip(plain, found, strict=True) for a, b in zip(x, y, strict=True))
+        assert all(
+            torch.equal(a, b) for x, y in zip(plain, found, strict=True) for a, b in zip(x, y, strict=True)
+        )
         if workers:
             del iterator._next_data  # a persistent iterator is the same one in the next epoch
 
@@ -117,13 +132,22 @@ def test_the_programs_random_numbers_keep_their_order(depth, ahead, draws):
 
     Each is copied before the program asks for it.
     """
+
     def epoch(fed):
         torch.manual_seed(0)
-        loader, device_copies, found, there = DataLoader(Drawn(draws), batch_size=4, shuffle=True), DeviceCopies(), [], 0
+        loader, device_copies, found, there = (
+            DataLoader(Drawn(draws), batch_size=4, shuffle=True),
+            DeviceCopies(),
+            [],
+            0,
+        )
         feed, iterator = Feed(loader), iter(loader)
         if fed:
             feed.ahead, feed.copies = ahead, (depth, device_copies)
-            iterator._dataset_fetcher.dataset, iterator._dataset_fetcher.collate_fn = feed.begin(iterator), feed.collate
+            iterator._dataset_fetcher.dataset, iterator._dataset_fetcher.collate_fn = (
+                feed.begin(iterator),
+                feed.collate,
+            )
         for batch in iterator:
             there += device_copies.take(batch, CPU) is not None
             found.append([*batch.flatten().tolist(), torch.rand(()).item()])
@@ -158,7 +182,12 @@ class Images(Dataset):
         return self.transform(Image.fromarray(self.data[index])), {"label": index % 3}
 
 
-PIPELINE = [transforms.RandomCrop(10, padding=2), transforms.RandomHorizontalFlip(), transforms.ToTensor(), transforms.Normalize((0.5,) * 3, (0.2,) * 3)]
+PIPELINE = [
+    transforms.RandomCrop(10, padding=2),
+    transforms.RandomHorizontalFlip(),
+    transforms.ToTensor(),
+    transforms.Normalize((0.5,) * 3, (0.2,) * 3),
+]
 
 
 def fed(dataset, resident):
@@ -173,7 +202,10 @@ def fed(dataset, resident):
     found = []
     for _ in range(2):
         iterator = iter(loader)
-        iterator._dataset_fetcher.dataset, iterator._dataset_fetcher.collate_fn = feed.begin(iterator), feed.collate
+        iterator._dataset_fetcher.dataset, iterator._dataset_fetcher.collate_fn = (
+            feed.begin(iterator),
+            feed.collate,
+        )
         found += list(iterator)
     ledger.restore()
     return found, torch.get_rng_state(), info
@@ -186,8 +218,11 @@ def plain(dataset):
 
 
 def same(a, b):
-    return all(torch.equal(x, y) and x.stride() == y.stride() for one, other in zip(a, b, strict=True)
-               for x, y in zip(tensors_in(one), tensors_in(other), strict=True))
+    return all(
+        torch.equal(x, y) and x.stride() == y.stride()
+        for one, other in zip(a, b, strict=True)
+        for x, y in zip(tensors_in(one), tensors_in(other), strict=True)
+    )
 
 
 @pytest.mark.parametrize("beside", [False, True])
@@ -217,5 +252,9 @@ def test_data_that_needs_single_samples_stays_on_the_host():
 def test_values_that_name_a_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert device_of("cuda") == torch.device("cuda", 1)
-    assert device_of("cuda:0") == device_of(0) == device_of(torch.device("cuda", 0)) == torch.device("cuda", 0)
-    assert [device_of(each) for each in ("cpu", torch.float32, None, True, "nonsense", torch.device("cpu"))] == [None] * 6
+    assert (
+        device_of("cuda:0") == device_of(0) == device_of(torch.device("cuda", 0)) == torch.device("cuda", 0)
+    )
+    assert [
+        device_of(each) for each in ("cpu", torch.float32, None, True, "nonsense", torch.device("cpu"))
+    ] == [None] * 6

@@ -23,7 +23,9 @@ class OfCuda(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in NUMBERS and not isinstance(args[1], torch.Tensor):
-            inverse = torch.tensor(1.0 / args[1], dtype=args[0].dtype if args[0].is_floating_point() else torch.float32)
+            inverse = torch.tensor(
+                1.0 / args[1], dtype=args[0].dtype if args[0].is_floating_point() else torch.float32
+            )
             found = args[0].mul(inverse)
             return args[0].copy_(found) if func is torch.Tensor.div_ else found
         return func(*args, **(kwargs or {}))
@@ -38,17 +40,40 @@ def test_the_emulated_device_rounds_differently():
 def crops(images):
     mean, std = torch.tensor([0.49, 0.48, 0.45]), torch.tensor([0.25, 0.24, 0.26])
     zeros = torch.zeros(len(images), dtype=torch.long)
-    return torch.cat([_plain(images, zeros, zeros, zeros.bool(), (len(images), 3, 8, 8), mean, std, 0, 0, torch.float32, False, False).flatten(),
-                      _table(mean, std).flatten()])
+    return torch.cat(
+        [
+            _plain(
+                images,
+                zeros,
+                zeros,
+                zeros.bool(),
+                (len(images), 3, 8, 8),
+                mean,
+                std,
+                0,
+                0,
+                torch.float32,
+                False,
+                False,
+            ).flatten(),
+            _table(mean, std).flatten(),
+        ]
+    )
 
 
 OPERATIONS = {
     "scale": lambda images: ScaleBytes(torch.float32)(images, ()),
     "scale of version 2": lambda images: ScaleBytes(torch.float32, divide=False)(images, ()),
     "crop, flip and normalise": crops,
-    "hue of bytes": lambda images: TensorColorArithmetic(bytes=True, v2=False).hue(images.float(), torch.linspace(-0.3, 0.4, len(images))),
-    "hue of floats": lambda images: turn_tensor(images.float().mul(1 / 255), torch.linspace(-0.3, 0.4, len(images)), False),
-    "contrast of Pillow": lambda images: PillowColorArithmetic().contrast(images.float(), torch.linspace(0.5, 1.5, len(images))),
+    "hue of bytes": lambda images: TensorColorArithmetic(bytes=True, v2=False).hue(
+        images.float(), torch.linspace(-0.3, 0.4, len(images))
+    ),
+    "hue of floats": lambda images: turn_tensor(
+        images.float().mul(1 / 255), torch.linspace(-0.3, 0.4, len(images)), False
+    ),
+    "contrast of Pillow": lambda images: PillowColorArithmetic().contrast(
+        images.float(), torch.linspace(0.5, 1.5, len(images))
+    ),
 }
 
 

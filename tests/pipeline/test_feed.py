@@ -15,7 +15,22 @@ import torch
 
 pytest.importorskip("torchvision")
 
-from feeding import AT_ONCE, BATCHED, FEED_NAMES, FEEDS, LAZILY, THREAD, Images, augmented, charts, difference, epochs, fixed, run, same_as_plain
+from feeding import (
+    AT_ONCE,
+    BATCHED,
+    FEED_NAMES,
+    FEEDS,
+    LAZILY,
+    THREAD,
+    Images,
+    augmented,
+    charts,
+    difference,
+    epochs,
+    fixed,
+    run,
+    same_as_plain,
+)
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision import transforms as v1
 from torchvision.transforms import v2
@@ -32,7 +47,9 @@ SHAPES = {"augmented": augmented, "fixed": fixed}
 each_pipeline = pytest.mark.parametrize("pipeline", SHAPES.values(), ids=SHAPES)
 
 
-@pytest.mark.parametrize("levers", [*FEEDS, (AT_ONCE,), (BATCHED, LAZILY)], ids=[*FEED_NAMES, "at once", "batched lazily"])
+@pytest.mark.parametrize(
+    "levers", [*FEEDS, (AT_ONCE,), (BATCHED, LAZILY)], ids=[*FEED_NAMES, "at once", "batched lazily"]
+)
 @each_pipeline
 def test_batches_are_the_plain_ones_and_nothing_is_reported(pipeline, levers):
     assert same_as_plain(lambda: epochs(Images(pipeline())), *levers) == []
@@ -66,7 +83,9 @@ class Shaped(Images):
 @each_feed
 @pytest.mark.parametrize("shape", SAMPLES)
 def test_every_kind_of_sample(shape, levers):
-    for pipeline in (augmented, fixed)[levers == (LAZILY,):]:  # random steps are kept up to there, as in the other two
+    for pipeline in (augmented, fixed)[
+        levers == (LAZILY,) :
+    ]:  # random steps are kept up to there, as in the other two
         same_as_plain(lambda: epochs(Shaped(pipeline(), shape), 1), *levers)  # noqa: B023
 
 
@@ -116,12 +135,20 @@ class Own(Images):
         self.generator = generator
 
     def __getitem__(self, index):
-        drawn = self.generator.random() if not isinstance(self.generator, torch.Generator) else torch.rand(1, generator=self.generator).item()
+        drawn = (
+            self.generator.random()
+            if not isinstance(self.generator, torch.Generator)
+            else torch.rand(1, generator=self.generator).item()
+        )
         return self.transform(self.images[index]), drawn
 
 
-GENERATORS = {"numpy": lambda: np.random.default_rng(1), "old": lambda: np.random.RandomState(1), "python": lambda: random.Random(1),
-              "torch": lambda: torch.Generator().manual_seed(1)}
+GENERATORS = {
+    "numpy": lambda: np.random.default_rng(1),
+    "old": lambda: np.random.RandomState(1),
+    "python": lambda: random.Random(1),
+    "torch": lambda: torch.Generator().manual_seed(1),
+}
 
 
 @each_feed
@@ -201,7 +228,9 @@ def test_a_counter_counts_as_in_the_plain_loader(pipeline, levers):
     """The count holds after each batch, not only when the next one is requested, and inspection does not
     count.
     """
-    same_as_plain(lambda: epochs(Counting(pipeline()), meanwhile=lambda dataset, epoch, at: dataset.fetched), *levers)
+    same_as_plain(
+        lambda: epochs(Counting(pipeline()), meanwhile=lambda dataset, epoch, at: dataset.fetched), *levers
+    )
 
 
 class Logging(Images):
@@ -217,6 +246,7 @@ class Logging(Images):
 @each_keeping
 def test_inspection_leaves_nothing_in_a_list_of_the_data_set(levers):
     """Samples of such a data set are not kept either: its code would no longer be called."""
+
     def program():
         dataset = Logging(fixed())
         epochs(dataset)
@@ -246,6 +276,7 @@ class Caching(Images):
 @each_pipeline
 def test_a_data_set_that_keeps_its_images_itself(pipeline, levers):
     """Nothing of flatout may end up in its cache, nor any random number used during inspection."""
+
     def program():
         dataset = Caching(pipeline())
         found = epochs(dataset)
@@ -286,6 +317,7 @@ class Failing(Images):
 @each_pipeline
 def test_an_exception_comes_out_once_and_the_loader_continues(pipeline, levers):
     """The random numbers before it are used once, from every generator."""
+
     def program():
         taking, found = iter(DataLoader(Failing(pipeline()), batch_size=4)), []
         for _ in range(6):
@@ -378,7 +410,16 @@ def test_a_constant_that_changes_late(levers):
     same_as_plain(lambda: epochs(Images(fixed()), 3, constant_late, batch_size=1), *levers)
 
 
-CHANGES = [label, labels_replaced, images_replaced, probability, constant, one_more_step, other_pipeline, no_pipeline_in_the_next_epoch]
+CHANGES = [
+    label,
+    labels_replaced,
+    images_replaced,
+    probability,
+    constant,
+    one_more_step,
+    other_pipeline,
+    no_pipeline_in_the_next_epoch,
+]
 
 
 @each_feed
@@ -398,11 +439,15 @@ def tensors():
 
 
 def floats():
-    return v2.Compose([v2.RandomCrop(10), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.25] * 3)])
+    return v2.Compose(
+        [v2.RandomCrop(10), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.25] * 3)]
+    )
 
 
 @each_feed
-@pytest.mark.parametrize("change", [one_image, all_images, images_replaced], ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change", [one_image, all_images, images_replaced], ids=lambda change: change.__name__
+)
 def test_data_that_is_changed_in_place(change, levers):
     """One image among many: an occasional check of a sample would miss it."""
     same_as_plain(lambda: epochs(Images(fixed(), stacked()), 3, change), *levers)
@@ -413,7 +458,11 @@ def test_data_that_is_changed_in_place(change, levers):
 def test_large_data_is_checked_when_an_epoch_begins(levers):
     def program():
         large = np.zeros((24, 96, 96, 3), dtype=np.uint8)
-        return [batch[0][:, :, 0, 0] for batch in epochs(Images(fixed(), large), 2, one_image) if isinstance(batch, list)]
+        return [
+            batch[0][:, :, 0, 0]
+            for batch in epochs(Images(fixed(), large), 2, one_image)
+            if isinstance(batch, list)
+        ]
 
     assert any("changed" in sentence for sentence in same_as_plain(program, *levers))
 
@@ -424,7 +473,9 @@ def test_tensors_that_are_replaced(levers):
         if (epoch, at) == (1, 1):
             dataset.tensors = (dataset.tensors[0] * 2, dataset.tensors[1])
 
-    said = same_as_plain(lambda: epochs(TensorDataset(torch.arange(48.0).view(24, 2), torch.arange(24)), 3, change), *levers)
+    said = same_as_plain(
+        lambda: epochs(TensorDataset(torch.arange(48.0).view(24, 2), torch.arange(24)), 3, change), *levers
+    )
     assert any("has changed its data set" in sentence for sentence in said)
 
 
@@ -446,9 +497,14 @@ def test_set_epoch(pipeline, levers):
 
 
 @each_feed
-@pytest.mark.parametrize("last", [v1.Normalize([0.5] * 3, [0.25] * 3, inplace=True), v1.Lambda(lambda image: image.mul_(0.5))], ids=["normalize", "lambda"])
+@pytest.mark.parametrize(
+    "last",
+    [v1.Normalize([0.5] * 3, [0.25] * 3, inplace=True), v1.Lambda(lambda image: image.mul_(0.5))],
+    ids=["normalize", "lambda"],
+)
 def test_transforms_that_write_into_the_data_are_left_alone(last, levers):
     """An inspection would change the data."""
+
     def program():
         data = tensors() / 255
         return [*epochs(Images(v1.Compose([v1.RandomHorizontalFlip(), last]), data), 3), data]
@@ -470,6 +526,7 @@ def test_a_late_image_of_another_mode_fails_as_in_the_plain_loader(levers):
     """One grey image at a late position: with three constants for one channel torchvision raises, and so must
     the batch.
     """
+
     def program():
         with pytest.raises(RuntimeError) as caught:
             epochs(Images(augmented(), mixed(late=lambda image: image.convert("L"))), 1, shuffle=False)
@@ -484,16 +541,35 @@ def test_late_images_of_another_mode_that_a_transform_converts(mode, levers):
     def late(image):
         return image.convert("L").convert("I").convert("I;16") if mode == "I;16" else image.convert(mode)
 
-    pipeline = v1.Compose([v1.Lambda(lambda image: image), v1.RandomHorizontalFlip(), v1.Lambda(lambda image: image.convert("RGB")), v1.ToTensor()])
+    pipeline = v1.Compose(
+        [
+            v1.Lambda(lambda image: image),
+            v1.RandomHorizontalFlip(),
+            v1.Lambda(lambda image: image.convert("RGB")),
+            v1.ToTensor(),
+        ]
+    )
     same_as_plain(lambda: epochs(Images(pipeline, mixed(late=late)), 2, shuffle=False), *levers)
-    same_as_plain(lambda: epochs(Images(v1.Compose([v1.Grayscale(3), v1.RandomHorizontalFlip(), v1.ToTensor()]), mixed(
-        late=lambda image: image.convert("L"))), 2, shuffle=False), *levers)
+    same_as_plain(
+        lambda: epochs(
+            Images(
+                v1.Compose([v1.Grayscale(3), v1.RandomHorizontalFlip(), v1.ToTensor()]),
+                mixed(late=lambda image: image.convert("L")),
+            ),
+            2,
+            shuffle=False,
+        ),
+        *levers,
+    )
 
 
 @each_feed
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "1", "I;16"])
 def test_images_of_every_mode(mode, levers):
-    images = [image.convert("L").convert("I").convert("I;16") if mode == "I;16" else image.convert(mode) for image in charts()]
+    images = [
+        image.convert("L").convert("I").convert("I;16") if mode == "I;16" else image.convert(mode)
+        for image in charts()
+    ]
     pipeline = v1.Compose([v1.RandomCrop(10), v1.RandomHorizontalFlip(), v1.ToTensor()])
     same_as_plain(lambda: epochs(Images(pipeline, images), 1), *levers)
 
@@ -508,10 +584,20 @@ def test_images_of_different_sizes(levers):
 
 
 @each_feed
-@pytest.mark.parametrize("arguments", [
-    {"drop_last": True}, {"batch_size": 1}, {"batch_size": 24}, {"batch_size": 7}, {"shuffle": False}, {"pin_memory": True},
-    {"shuffle": False, "sampler": range(3, 20)}, {"shuffle": False, "sampler": [5, 5, 5, 6, 23, 0]},
-], ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"drop_last": True},
+        {"batch_size": 1},
+        {"batch_size": 24},
+        {"batch_size": 7},
+        {"shuffle": False},
+        {"pin_memory": True},
+        {"shuffle": False, "sampler": range(3, 20)},
+        {"shuffle": False, "sampler": [5, 5, 5, 6, 23, 0]},
+    ],
+    ids=str,
+)
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument")
 def test_arguments_of_a_loader(arguments, levers):
     assert same_as_plain(lambda: epochs(Images(augmented()), **arguments), *levers) == []
@@ -519,14 +605,26 @@ def test_arguments_of_a_loader(arguments, levers):
 
 SAMPLERS = {
     "own generator": lambda: {"generator": torch.Generator().manual_seed(9)},
-    "weighted": lambda: {"shuffle": False, "sampler": torch.utils.data.WeightedRandomSampler([1.0] * 12 + [3.0] * 12, 24)},
-    "replacement": lambda: {"shuffle": False, "sampler": torch.utils.data.RandomSampler(range(24), replacement=True, num_samples=40)},
-    "batches": lambda: {"batch_size": 1, "shuffle": False, "batch_sampler": [[0, 1, 2], [3], [23, 22, 4, 5], [7, 7]]},
+    "weighted": lambda: {
+        "shuffle": False,
+        "sampler": torch.utils.data.WeightedRandomSampler([1.0] * 12 + [3.0] * 12, 24),
+    },
+    "replacement": lambda: {
+        "shuffle": False,
+        "sampler": torch.utils.data.RandomSampler(range(24), replacement=True, num_samples=40),
+    },
+    "batches": lambda: {
+        "batch_size": 1,
+        "shuffle": False,
+        "batch_sampler": [[0, 1, 2], [3], [23, 22, 4, 5], [7, 7]],
+    },
     "subset": lambda: {"shuffle": False, "sampler": torch.utils.data.SubsetRandomSampler(range(4, 19))},
 }
 
 
-@pytest.mark.parametrize("levers", [FEEDS[0], FEEDS[2], (THREAD,)], ids=[FEED_NAMES[0], FEED_NAMES[2], "thread"])
+@pytest.mark.parametrize(
+    "levers", [FEEDS[0], FEEDS[2], (THREAD,)], ids=[FEED_NAMES[0], FEED_NAMES[2], "thread"]
+)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_samplers(name, levers):
     same_as_plain(lambda: epochs(Images(augmented()), **SAMPLERS[name]()), *levers)
@@ -571,7 +669,9 @@ class Stateful(torch.utils.data.Sampler):
             self.at += 1
 
 
-@pytest.mark.parametrize("levers", [*FEEDS, (THREAD,), (("loader", {"workers": 2}),)], ids=[*FEED_NAMES, "thread", "workers"])
+@pytest.mark.parametrize(
+    "levers", [*FEEDS, (THREAD,), (("loader", {"workers": 2}),)], ids=[*FEED_NAMES, "thread", "workers"]
+)
 @pytest.mark.parametrize("case", ["stream", "no batches"])
 def test_loaders_left_alone_say_why(case, levers):
     def program():
@@ -591,7 +691,11 @@ def test_loaders_left_alone_say_why(case, levers):
     assert said or levers[0][0] == "loader"
 
 
-@pytest.mark.parametrize("levers", [(THREAD,), (("loader", {"workers": 2}),), (BATCHED,), (AT_ONCE,)], ids=["thread", "workers", "batched", "at once"])
+@pytest.mark.parametrize(
+    "levers",
+    [(THREAD,), (("loader", {"workers": 2}),), (BATCHED,), (AT_ONCE,)],
+    ids=["thread", "workers", "batched", "at once"],
+)
 def test_custom_samplers_are_called_as_late_as_in_the_plain_loader(levers):
     def program():
         sampler, found = Stateful(), []
@@ -609,10 +713,18 @@ def test_the_scripts_objects_stay_unchanged(levers):
     def program():
         dataset = Images(augmented())
         loader = DataLoader(dataset, 5, shuffle=True)
-        before = [dict(vars(thing)) for thing in (dataset, dataset.transform, *dataset.transform.transforms[2:])]
+        before = [
+            dict(vars(thing)) for thing in (dataset, dataset.transform, *dataset.transform.transforms[2:])
+        ]
         epochs_of = [batch for _ in range(2) for batch in loader]
-        after = [dict(vars(thing)) for thing in (dataset, dataset.transform, *dataset.transform.transforms[2:])]
-        assert all(now[name] is value for then, now in zip(before, after, strict=True) for name, value in then.items())
+        after = [
+            dict(vars(thing)) for thing in (dataset, dataset.transform, *dataset.transform.transforms[2:])
+        ]
+        assert all(
+            now[name] is value
+            for then, now in zip(before, after, strict=True)
+            for name, value in then.items()
+        )
         assert [now.keys() for now in after] == [then.keys() for then in before]
         assert loader.dataset is dataset
         return epochs_of
@@ -624,7 +736,15 @@ def test_a_budget_that_holds_only_some_samples():
     """The rows that fit are kept and the others are fetched; a random step lies between the kept rows and the
     batch.
     """
-    pipeline = v1.Compose([v1.Resize(96), v1.RandomAutocontrast(), v1.Lambda(lambda image: image), v1.RandomHorizontalFlip(), v1.ToTensor()])
+    pipeline = v1.Compose(
+        [
+            v1.Resize(96),
+            v1.RandomAutocontrast(),
+            v1.Lambda(lambda image: image),
+            v1.RandomHorizontalFlip(),
+            v1.ToTensor(),
+        ]
+    )
     images = charts(48, 96, 128)
     for levers in [(("cached_prefix", {"mib": 1}),), (BATCHED, ("cached_prefix", {"mib": 1}))]:
         said = same_as_plain(lambda: epochs(Images(pipeline, images), batch_size=6), *levers)
@@ -647,6 +767,7 @@ def test_samples_that_are_kept_are_not_fetched_again():
 
 def test_a_transform_runs_once_for_a_batch():
     """The batched path is really used: recognised transforms are not called any more."""
+
     class Watched(v1.ToTensor):
         pass
 

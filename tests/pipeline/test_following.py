@@ -12,8 +12,36 @@ import torch
 
 pytest.importorskip("torchvision")
 
-from feeding import AT_ONCE, BATCHED, FEED_NAMES, FEEDS, LAZILY, Images, augmented, charts, difference, epochs, fixed, run, same_as_plain
-from shapes import COLLATED, FOLLOWED, LEFT, STREAMS, Fetching, Sample, Stream, Transforming, Views, base, on, one_view, small
+from feeding import (
+    AT_ONCE,
+    BATCHED,
+    FEED_NAMES,
+    FEEDS,
+    LAZILY,
+    Images,
+    augmented,
+    charts,
+    difference,
+    epochs,
+    fixed,
+    run,
+    same_as_plain,
+)
+from shapes import (
+    COLLATED,
+    FOLLOWED,
+    LEFT,
+    STREAMS,
+    Fetching,
+    Sample,
+    Stream,
+    Transforming,
+    Views,
+    base,
+    on,
+    one_view,
+    small,
+)
 from torch.utils.data import DataLoader
 from torchvision import transforms as v1
 
@@ -40,7 +68,11 @@ def computed(monkeypatch, program, *levers):
         patch.setattr(PipelineTracker, "review", reviewed)
         _, _, said = run(program, *levers)
     pipelines = [pipeline for following in every.values() for pipeline in following.pipelines]
-    return sum(each.together for each in pipelines), sum(each.alone for each in pipelines), [sentence for _, sentence in said]
+    return (
+        sum(each.together for each in pipelines),
+        sum(each.alone for each in pipelines),
+        [sentence for _, sentence in said],
+    )
 
 
 @each_feed
@@ -53,7 +85,9 @@ def test_every_shape_of_data_set(name, levers):
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_they_are_really_followed(name, monkeypatch):
     together, alone, said = computed(monkeypatch, lambda: epochs(FOLLOWED[name](), 3), BATCHED)
-    assert together >= 24 * (3 if name not in ("two parts", "either", "either, by torch") else 2)  # all except a pipeline that appears late
+    assert together >= 24 * (
+        3 if name not in ("two parts", "either", "either, by torch") else 2
+    )  # all except a pipeline that appears late
     assert alone == 0
     assert said == []
 
@@ -78,7 +112,9 @@ def test_a_pipeline_that_is_inspected_later_is_left_alone():
         late[0] = False
         return epochs(Sample(make), 3, lambda dataset, epoch, at: late.__setitem__(0, epoch > 0))
 
-    assert any("looks at the images that Compose returns" in sentence for sentence in same_as_plain(program, BATCHED))
+    assert any(
+        "looks at the images that Compose returns" in sentence for sentence in same_as_plain(program, BATCHED)
+    )
 
 
 # -- collation -----------------------------------------------------------------------------------------------------------
@@ -88,23 +124,38 @@ def test_a_pipeline_that_is_inspected_later_is_left_alone():
 @pytest.mark.parametrize("levers", [FEEDS[0], FEEDS[2]], ids=[FEED_NAMES[0], FEED_NAMES[2]])
 @pytest.mark.parametrize("name", COLLATED)
 def test_every_collation(name, levers, workers):
-    assert same_as_plain(lambda: epochs(Images(augmented()), collate_fn=COLLATED[name], num_workers=workers), *levers) == []
+    assert (
+        same_as_plain(
+            lambda: epochs(Images(augmented()), collate_fn=COLLATED[name], num_workers=workers), *levers
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("name", COLLATED)
 def test_collation_of_any_kind_is_computed_together(name, monkeypatch):
-    assert computed(monkeypatch, lambda: epochs(Images(augmented()), collate_fn=COLLATED[name]), BATCHED)[1:] == (0, [])
+    assert computed(monkeypatch, lambda: epochs(Images(augmented()), collate_fn=COLLATED[name]), BATCHED)[
+        1:
+    ] == (0, [])
 
 
 @each_feed
 def test_transforms_that_the_collation_calls(levers, monkeypatch):
-    assert same_as_plain(lambda: epochs(Images(lambda image: image), collate_fn=Transforming()), *levers) == []
-    together, _, _ = computed(monkeypatch, lambda: epochs(Images(lambda image: image), collate_fn=Transforming()), BATCHED)
+    assert (
+        same_as_plain(lambda: epochs(Images(lambda image: image), collate_fn=Transforming()), *levers) == []
+    )
+    together, _, _ = computed(
+        monkeypatch, lambda: epochs(Images(lambda image: image), collate_fn=Transforming()), BATCHED
+    )
     assert together > 40
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("make", [lambda: Images(Views(augmented())), lambda: Fetching(one_view())], ids=["two views", "set_transform"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Images(Views(augmented())), lambda: Fetching(one_view())],
+    ids=["two views", "set_transform"],
+)
 @pytest.mark.parametrize("levers", [FEEDS[0], FEEDS[2]], ids=[FEED_NAMES[0], FEED_NAMES[2]])
 def test_in_workers(make, levers, workers):
     assert same_as_plain(lambda: epochs(make(), num_workers=workers), *levers) == []
@@ -129,8 +180,13 @@ class Collecting(Images):
 def test_images_kept_by_the_data_set_are_real_once_their_batch_exists():
     def program():
         dataset = Collecting(augmented())
-        found = epochs(dataset, meanwhile=lambda dataset, epoch, at: [type(image) is torch.Tensor for image in dataset.seen])
-        assert all(image.data_ptr() != other.data_ptr() for image in dataset.seen[:6] for other in dataset.seen[6:])
+        found = epochs(
+            dataset,
+            meanwhile=lambda dataset, epoch, at: [type(image) is torch.Tensor for image in dataset.seen],
+        )
+        assert all(
+            image.data_ptr() != other.data_ptr() for image in dataset.seen[:6] for other in dataset.seen[6:]
+        )
         return [*found, dataset.seen]
 
     same_as_plain(program, BATCHED)
@@ -138,9 +194,12 @@ def test_images_kept_by_the_data_set_are_real_once_their_batch_exists():
 
 def test_an_image_that_is_changed_after_its_batch_was_made():
     """The batch, its images and other batches share no memory."""
+
     def program():
         found = []
-        for batch, samples in DataLoader(Images(augmented()), 6, collate_fn=lambda samples: (torch.stack([x for x, _ in samples]), samples)):
+        for batch, samples in DataLoader(
+            Images(augmented()), 6, collate_fn=lambda samples: (torch.stack([x for x, _ in samples]), samples)
+        ):
             samples[0][0].zero_()
             found.append((batch.clone(), [x.clone() for x, _ in samples]))
             batch.fill_(5)
@@ -257,6 +316,7 @@ class Labelling:
 @pytest.mark.parametrize("transform", [augmented, fixed])
 def test_a_change_of_one_sample_in_the_object_around_a_transform(transform, levers):
     """An occasional check of a sample would miss it."""
+
     def change(dataset, epoch, at):
         if (epoch, at) == (0, 4):
             dataset.make.labels[7] = 99
@@ -280,7 +340,12 @@ def test_a_sample_with_a_seed_of_its_own_that_comes_late(levers):
 
 def test_a_pipeline_that_comes_late_is_followed_too(monkeypatch):
     def program():
-        return epochs(Images(augmented()), 1, lambda dataset, epoch, at: setattr(dataset, "transform", second), batch_size=2)
+        return epochs(
+            Images(augmented()),
+            1,
+            lambda dataset, epoch, at: setattr(dataset, "transform", second),
+            batch_size=2,
+        )
 
     second = v1.Compose([v1.RandomCrop(9), v1.ToTensor()])
     assert same_as_plain(program, BATCHED) == []
@@ -299,7 +364,9 @@ def test_a_pipeline_that_comes_late_is_followed_too(monkeypatch):
 # -- streams -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [{}, {"num_workers": 2}, {"drop_last": True}, {"batch_size": 1}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{}, {"num_workers": 2}, {"drop_last": True}, {"batch_size": 1}], ids=str
+)
 @pytest.mark.parametrize("name", STREAMS)
 def test_every_stream(name, arguments):
     same_as_plain(lambda: epochs(STREAMS[name](), 3, shuffle=False, **arguments), BATCHED)
@@ -313,7 +380,10 @@ def test_streams_are_really_followed(name, monkeypatch):
 
 @pytest.mark.parametrize("name", COLLATED)
 def test_every_collation_of_a_stream(name):
-    assert same_as_plain(lambda: epochs(Stream(augmented()), shuffle=False, collate_fn=COLLATED[name]), BATCHED) == []
+    assert (
+        same_as_plain(lambda: epochs(Stream(augmented()), shuffle=False, collate_fn=COLLATED[name]), BATCHED)
+        == []
+    )
 
 
 def test_a_stream_that_fails():
@@ -338,7 +408,10 @@ def test_a_stream_that_fails():
 
 @pytest.mark.parametrize("levers", [(LAZILY,), (BATCHED, AT_ONCE)], ids=["kept", "both"])
 def test_samples_of_a_stream_are_not_kept(levers):
-    assert any("IterableDataset" in sentence for sentence in same_as_plain(lambda: epochs(Stream(augmented()), shuffle=False), *levers))
+    assert any(
+        "IterableDataset" in sentence
+        for sentence in same_as_plain(lambda: epochs(Stream(augmented()), shuffle=False), *levers)
+    )
 
 
 # -- undone --------------------------------------------------------------------------------------------------------------

@@ -40,7 +40,9 @@ def kept(dataset, folder):
     """
     asked.clear()
     feed = Feed(DataLoader(dataset, batch_size=10))
-    feed.keep = CacheOptions(CacheBudget(2**24), ahead=True, handed_on=SharedSamples(folder, nullcontext, time.monotonic))
+    feed.keep = CacheOptions(
+        CacheBudget(2**24), ahead=True, handed_on=SharedSamples(folder, nullcontext, time.monotonic)
+    )
     feed.prepare()
     assert feed.store is not None, feed.refusal or feed.keeps_nothing
     assert feed.store.full
@@ -48,7 +50,9 @@ def kept(dataset, folder):
 
 
 def holds(store, dataset):
-    return torch.equal(store.columns[0], dataset.rows) and store.columns[1].tolist() == [index % 7 for index in range(LENGTH)]
+    return torch.equal(store.columns[0], dataset.rows) and store.columns[1].tolist() == [
+        index % 7 for index in range(LENGTH)
+    ]
 
 
 def test_the_next_program_fetches_only_a_few_samples(tmp_path):
@@ -60,7 +64,11 @@ def test_the_next_program_fetches_only_a_few_samples(tmp_path):
     assert holds(again, Numbers())
 
 
-@pytest.mark.parametrize("at", [spread(LENGTH, PROVED)[3], spread(LENGTH, CHECKED)[100]], ids=["among the proven", "among the checked"])
+@pytest.mark.parametrize(
+    "at",
+    [spread(LENGTH, PROVED)[3], spread(LENGTH, CHECKED)[100]],
+    ids=["among the proven", "among the checked"],
+)
 def test_another_data_set_is_fetched_whole(tmp_path, at):
     kept(Numbers(), tmp_path)
     store, fetched = kept(Numbers(changed=[at]), tmp_path)
@@ -84,7 +92,9 @@ def test_random_samples_are_not_handed_on(tmp_path):
             return self.rows[index] + torch.rand(3), index
 
     feed = Feed(DataLoader(Noisy(), batch_size=10))
-    feed.keep = CacheOptions(CacheBudget(2**24), ahead=True, handed_on=SharedSamples(tmp_path, nullcontext, time.monotonic))
+    feed.keep = CacheOptions(
+        CacheBudget(2**24), ahead=True, handed_on=SharedSamples(tmp_path, nullcontext, time.monotonic)
+    )
     feed.prepare()
     assert feed.store is None
     assert not list(tmp_path.iterdir())

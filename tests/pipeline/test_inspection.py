@@ -19,11 +19,17 @@ def test_a_copy_for_inspection():
     whole = ConcatDataset([Subset(dataset, [1]), dataset])
     copy = inspection_copy(whole)
     inner = copy.datasets[1]
-    for held in (inner.seen, ):
+    for held in (inner.seen,):
         held.append(1)
     inner.cache["a"], inner.labels[0], inner.more = 1, 99, 5
     inner.set.add(3)
-    assert (dataset.seen, dataset.cache, dataset.set, dataset.labels[0], hasattr(dataset, "more")) == ([], {}, set(), 0, False)
+    assert (dataset.seen, dataset.cache, dataset.set, dataset.labels[0], hasattr(dataset, "more")) == (
+        [],
+        {},
+        set(),
+        0,
+        False,
+    )
     assert inner.images[0] is dataset.images[0]
     assert type(copy) is ConcatDataset
     assert len(copy) == len(whole)

@@ -57,19 +57,35 @@ def shown(program):
     return recorder.calls
 
 
-@pytest.mark.parametrize(("program", "names"), [
-    (lambda: v1.ToTensor()(IMAGE), ["ToTensor"]),
-    (lambda: v1.RandomHorizontalFlip()(IMAGE), ["RandomHorizontalFlip"]),
-    (lambda: v2.Compose([v2.ToImage()])(IMAGE), ["Compose", "ToImage"]),
-    (lambda: v1.Compose([v1.RandomCrop(3), v1.ToTensor()])(IMAGE), ["Compose", "RandomCrop", "ToTensor"]),
-    (lambda: Around([v1.RandomCrop(3), v1.ToTensor()])(IMAGE), ["RandomCrop", "ToTensor"]),
-    (lambda: Mine(3)(IMAGE), []),
-    (lambda: v2.RandomCrop(3)(IMAGE, IMAGE), []),
-    (lambda: v1.RandomCrop(3)(img=IMAGE), []),
-    (lambda: v1.functional.hflip(IMAGE), []),
-    (lambda: torch.nn.Sequential(v1.RandomCrop(3))(IMAGE), ["RandomCrop"]),
-    (lambda: torch.nn.Linear(2, 2)(torch.ones(2)), []),
-], ids=["class", "module", "version 2", "compose", "around", "subclass", "two images", "by name", "function", "sequential", "layer"])
+@pytest.mark.parametrize(
+    ("program", "names"),
+    [
+        (lambda: v1.ToTensor()(IMAGE), ["ToTensor"]),
+        (lambda: v1.RandomHorizontalFlip()(IMAGE), ["RandomHorizontalFlip"]),
+        (lambda: v2.Compose([v2.ToImage()])(IMAGE), ["Compose", "ToImage"]),
+        (lambda: v1.Compose([v1.RandomCrop(3), v1.ToTensor()])(IMAGE), ["Compose", "RandomCrop", "ToTensor"]),
+        (lambda: Around([v1.RandomCrop(3), v1.ToTensor()])(IMAGE), ["RandomCrop", "ToTensor"]),
+        (lambda: Mine(3)(IMAGE), []),
+        (lambda: v2.RandomCrop(3)(IMAGE, IMAGE), []),
+        (lambda: v1.RandomCrop(3)(img=IMAGE), []),
+        (lambda: v1.functional.hflip(IMAGE), []),
+        (lambda: torch.nn.Sequential(v1.RandomCrop(3))(IMAGE), ["RandomCrop"]),
+        (lambda: torch.nn.Linear(2, 2)(torch.ones(2)), []),
+    ],
+    ids=[
+        "class",
+        "module",
+        "version 2",
+        "compose",
+        "around",
+        "subclass",
+        "two images",
+        "by name",
+        "function",
+        "sequential",
+        "layer",
+    ],
+)
 def test_calls_of_one_image_by_transforms_of_torchvisions_own(program, names, ledger):
     assert shown(program) == []
     INTERCEPTION.hold(ledger)

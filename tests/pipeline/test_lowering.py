@@ -14,12 +14,28 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from flatout.pipeline.draws import BulkNumbers, Numbers
-from flatout.pipeline.lowering import copied, deterministic, flat, form_of, lower, name_of, read, same_pixels, shape_of, stack
+from flatout.pipeline.lowering import (
+    copied,
+    deterministic,
+    flat,
+    form_of,
+    lower,
+    name_of,
+    read,
+    same_pixels,
+    shape_of,
+    stack,
+)
 from flatout.pipeline.operation import ImageForm, ImageShape, NotBatchable
 from flatout.pipeline.operations import Flip
 
 IMAGES = charts(3)
-FLIP, CROP, TENSOR, NORMAL = v1.RandomHorizontalFlip(), v1.RandomCrop(8), v1.ToTensor(), v1.Normalize([0.5] * 3, [0.5] * 3)
+FLIP, CROP, TENSOR, NORMAL = (
+    v1.RandomHorizontalFlip(),
+    v1.RandomCrop(8),
+    v1.ToTensor(),
+    v1.Normalize([0.5] * 3, [0.5] * 3),
+)
 OWN = v1.Lambda(lambda image: image)
 
 
@@ -33,33 +49,48 @@ def runs(transform, images=IMAGES, **options):
     return found.start, found.end
 
 
-@pytest.mark.parametrize(("steps", "wanted"), [
-    ([CROP, FLIP, TENSOR, NORMAL], (0, 4)), ([TENSOR], (0, 1)), ([OWN, CROP, FLIP, TENSOR], (1, 4)), ([CROP, FLIP, TENSOR, OWN], (0, 3)),
-    ([FLIP, OWN, TENSOR, NORMAL], (2, 4)),  # the longest
-    ([FLIP, TENSOR, OWN, FLIP, NORMAL], (3, 5)),  # of two equally long, the last
-    ([CROP, FLIP, TENSOR, OWN, NORMAL], (0, 3)),
-    ([CROP, FLIP, OWN, FLIP, TENSOR], (3, 5)),  # a run that ends in images is useless
-    ([v1.Compose([CROP, v1.Compose([FLIP])]), TENSOR], (0, 3)), ([torch.nn.Sequential(CROP, FLIP), TENSOR], (0, 3)),
-], ids=str)
+@pytest.mark.parametrize(
+    ("steps", "wanted"),
+    [
+        ([CROP, FLIP, TENSOR, NORMAL], (0, 4)),
+        ([TENSOR], (0, 1)),
+        ([OWN, CROP, FLIP, TENSOR], (1, 4)),
+        ([CROP, FLIP, TENSOR, OWN], (0, 3)),
+        ([FLIP, OWN, TENSOR, NORMAL], (2, 4)),  # the longest
+        ([FLIP, TENSOR, OWN, FLIP, NORMAL], (3, 5)),  # of two equally long, the last
+        ([CROP, FLIP, TENSOR, OWN, NORMAL], (0, 3)),
+        ([CROP, FLIP, OWN, FLIP, TENSOR], (3, 5)),  # a run that ends in images is useless
+        ([v1.Compose([CROP, v1.Compose([FLIP])]), TENSOR], (0, 3)),
+        ([torch.nn.Sequential(CROP, FLIP), TENSOR], (0, 3)),
+    ],
+    ids=str,
+)
 def test_the_run_that_is_chosen(steps, wanted):
     transform = v1.Compose(steps)
     found = lower(transform, IMAGES)
     assert (found.start, found.end) == wanted
     every = flat(transform)
-    assert [*found.head, *every[wanted[0]:wanted[1]], *found.tail] == every == list(found.steps)
+    assert [*found.head, *every[wanted[0] : wanted[1]], *found.tail] == every == list(found.steps)
 
 
-@pytest.mark.parametrize(("transform", "images", "says"), [
-    (v1.Compose([CROP, FLIP]), IMAGES, "none of its transforms makes a tensor"),
-    (OWN, IMAGES, "Lambda is not a transform that can run on batches"),
-    (v1.Compose([OWN, OWN]), IMAGES, "Lambda is not a transform"),
-    (v1.Compose([FLIP, TENSOR, draws]), IMAGES, "function draws random numbers after the transforms"),
-    (v1.Compose([TENSOR]), [image.convert("P") for image in IMAGES], "differ in size or kind"),
-    (v1.Compose([TENSOR]), [IMAGES[0], IMAGES[1].resize((5, 5)), IMAGES[2]], "differ in size or kind"),
-    (v1.Compose([TENSOR]), [IMAGES[0], IMAGES[1].convert("L"), IMAGES[2]], "differ in size or kind"),
-    (NORMAL, [torch.zeros(3, 4, 4, dtype=torch.float64, requires_grad=True)] * 2, "differ in size or kind"),
-    (v1.Normalize([0.5], [0.5], inplace=True), [torch.zeros(3, 4, 4)] * 2, "in place"),
-])
+@pytest.mark.parametrize(
+    ("transform", "images", "says"),
+    [
+        (v1.Compose([CROP, FLIP]), IMAGES, "none of its transforms makes a tensor"),
+        (OWN, IMAGES, "Lambda is not a transform that can run on batches"),
+        (v1.Compose([OWN, OWN]), IMAGES, "Lambda is not a transform"),
+        (v1.Compose([FLIP, TENSOR, draws]), IMAGES, "function draws random numbers after the transforms"),
+        (v1.Compose([TENSOR]), [image.convert("P") for image in IMAGES], "differ in size or kind"),
+        (v1.Compose([TENSOR]), [IMAGES[0], IMAGES[1].resize((5, 5)), IMAGES[2]], "differ in size or kind"),
+        (v1.Compose([TENSOR]), [IMAGES[0], IMAGES[1].convert("L"), IMAGES[2]], "differ in size or kind"),
+        (
+            NORMAL,
+            [torch.zeros(3, 4, 4, dtype=torch.float64, requires_grad=True)] * 2,
+            "differ in size or kind",
+        ),
+        (v1.Normalize([0.5], [0.5], inplace=True), [torch.zeros(3, 4, 4)] * 2, "in place"),
+    ],
+)
 def test_why_not(transform, images, says):
     with pytest.raises(NotBatchable, match=says) as caught:
         lower(transform, images)
@@ -67,7 +98,11 @@ def test_why_not(transform, images, says):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("draw", [lambda: torch.rand(1), lambda: np.random.rand(), lambda: __import__("random").random()], ids=["torch", "numpy", "random"])
+@pytest.mark.parametrize(
+    "draw",
+    [lambda: torch.rand(1), lambda: np.random.rand(), lambda: __import__("random").random()],
+    ids=["torch", "numpy", "random"],
+)
 def test_no_random_step_follows_the_batch(draw):
     def noisy(image):
         draw()
@@ -109,20 +144,48 @@ def test_heavy_transforms_stay_with_the_single_image_on_request():
     assert any("runs on single images" in reason for reason in light.reasons)
 
 
-@pytest.mark.parametrize(("steps", "count"), [([v1.Resize(9), v1.CenterCrop(8), TENSOR, NORMAL], 4), ([v1.Resize(9), FLIP, TENSOR], 1), ([OWN, TENSOR], 0),
-                                             ([CROP], 0), ([v1.Pad(2), v1.RandomErasing()], 1), ([], 0)], ids=str)
+@pytest.mark.parametrize(
+    ("steps", "count"),
+    [
+        ([v1.Resize(9), v1.CenterCrop(8), TENSOR, NORMAL], 4),
+        ([v1.Resize(9), FLIP, TENSOR], 1),
+        ([OWN, TENSOR], 0),
+        ([CROP], 0),
+        ([v1.Pad(2), v1.RandomErasing()], 1),
+        ([], 0),
+    ],
+    ids=str,
+)
 def test_the_number_of_steps_without_random_numbers(steps, count):
     assert deterministic(steps, IMAGES) == count
 
 
-@pytest.mark.parametrize(("image", "form"), [
-    (IMAGES[0], ImageForm("pil", mode="RGB")), (IMAGES[0].convert("L"), ImageForm("pil", mode="L")), (IMAGES[0].convert("RGBA"), ImageForm("pil", mode="RGBA")),
-    (IMAGES[0].convert("P"), None), (IMAGES[0].convert("1"), None), (IMAGES[0].convert("CMYK"), None), (IMAGES[0].convert("LA"), None),
-    (np.zeros((3, 4), np.uint8), ImageForm("numpy")), (np.zeros((3, 4, 3), np.uint8), ImageForm("numpy")), (np.zeros((3, 4, 3), np.float32), None),
-    (np.zeros(3, np.uint8), None), (torch.zeros(3, 4, 5), ImageForm("tensor", torch.float32)), (torch.zeros(3, 4, 5, dtype=torch.uint8), ImageForm("tensor")),
-    (tv_tensors.Image(torch.zeros(3, 4, 5)), ImageForm("tensor", torch.float32, tv=True)), (tv_tensors.Mask(torch.zeros(1, 4, 5)), None), (torch.zeros(4, 5), None),
-    (torch.zeros(3, 4, 5, requires_grad=True), None), (torch.nn.Parameter(torch.zeros(3, 4, 5)), None), ("words", None), (None, None),
-], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    ("image", "form"),
+    [
+        (IMAGES[0], ImageForm("pil", mode="RGB")),
+        (IMAGES[0].convert("L"), ImageForm("pil", mode="L")),
+        (IMAGES[0].convert("RGBA"), ImageForm("pil", mode="RGBA")),
+        (IMAGES[0].convert("P"), None),
+        (IMAGES[0].convert("1"), None),
+        (IMAGES[0].convert("CMYK"), None),
+        (IMAGES[0].convert("LA"), None),
+        (np.zeros((3, 4), np.uint8), ImageForm("numpy")),
+        (np.zeros((3, 4, 3), np.uint8), ImageForm("numpy")),
+        (np.zeros((3, 4, 3), np.float32), None),
+        (np.zeros(3, np.uint8), None),
+        (torch.zeros(3, 4, 5), ImageForm("tensor", torch.float32)),
+        (torch.zeros(3, 4, 5, dtype=torch.uint8), ImageForm("tensor")),
+        (tv_tensors.Image(torch.zeros(3, 4, 5)), ImageForm("tensor", torch.float32, tv=True)),
+        (tv_tensors.Mask(torch.zeros(1, 4, 5)), None),
+        (torch.zeros(4, 5), None),
+        (torch.zeros(3, 4, 5, requires_grad=True), None),
+        (torch.nn.Parameter(torch.zeros(3, 4, 5)), None),
+        ("words", None),
+        (None, None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
 def test_kinds_of_images(image, form):
     assert form_of(image) == form
     if form is not None:
@@ -135,7 +198,10 @@ def test_random_numbers_of_a_batch_are_those_of_its_images():
     """The three ways to generate the numbers, over a pipeline with counts known in advance and
     one without.
     """
-    for transform in (v1.Compose([CROP, FLIP, TENSOR]), v1.Compose([v1.RandomResizedCrop(6), FLIP, v1.ColorJitter(0.2, 0.2), TENSOR])):
+    for transform in (
+        v1.Compose([CROP, FLIP, TENSOR]),
+        v1.Compose([v1.RandomResizedCrop(6), FLIP, v1.ColorJitter(0.2, 0.2), TENSOR]),
+    ):
         lowered = lower(transform, IMAGES)
         shape, (a, b, c) = ImageShape(3, 11, 13), (torch.Generator().manual_seed(7) for _ in range(3))
         images = stack(charts(7))
@@ -153,5 +219,9 @@ def test_random_numbers_of_a_batch_are_those_of_its_images():
 def test_an_empty_batch_uses_no_random_numbers():
     lowered, generator = lower(v1.Compose([CROP, FLIP, TENSOR]), IMAGES), torch.Generator().manual_seed(3)
     before = generator.get_state()
-    assert all(len(column) == 0 for numbers in lowered.draw(ImageShape(3, 11, 13), 0, generator) for column in numbers)
+    assert all(
+        len(column) == 0
+        for numbers in lowered.draw(ImageShape(3, 11, 13), 0, generator)
+        for column in numbers
+    )
     assert torch.equal(before, generator.get_state())

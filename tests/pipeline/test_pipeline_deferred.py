@@ -83,17 +83,40 @@ def in_file(x):
 
 
 USES = {
-    "add": lambda x: x + 1, "added to": lambda x: torch.ones(3, 9, 9) + x, "in place": lambda x: x.add_(1), "item": lambda x: x[0, 0, 0].item(),
-    "numpy": lambda x: torch.from_numpy(x.numpy()), "array": lambda x: torch.from_numpy(np.asarray(x)), "list": lambda x: x.tolist(), "print": repr,
-    "copy": copy.copy, "deep": copy.deepcopy,
-    "pickle": lambda x: pickle.loads(pickle.dumps(x)), "file": in_file, "iteration": list, "unpacked": lambda x: [*x][1], "cat": lambda x: torch.cat([x, x]),
-    "nested": lambda x: torch.nn.functional.pad(x, (1, 1)), "shared": lambda x: x.share_memory_(), "to": lambda x: x.to(torch.float64),
-    "compare": lambda x: x == x, "bool": lambda x: bool(x.sum()), "strides": lambda x: x.stride(), "data": lambda x: x.data,
+    "add": lambda x: x + 1,
+    "added to": lambda x: torch.ones(3, 9, 9) + x,
+    "in place": lambda x: x.add_(1),
+    "item": lambda x: x[0, 0, 0].item(),
+    "numpy": lambda x: torch.from_numpy(x.numpy()),
+    "array": lambda x: torch.from_numpy(np.asarray(x)),
+    "list": lambda x: x.tolist(),
+    "print": repr,
+    "copy": copy.copy,
+    "deep": copy.deepcopy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "file": in_file,
+    "iteration": list,
+    "unpacked": lambda x: [*x][1],
+    "cat": lambda x: torch.cat([x, x]),
+    "nested": lambda x: torch.nn.functional.pad(x, (1, 1)),
+    "shared": lambda x: x.share_memory_(),
+    "to": lambda x: x.to(torch.float64),
+    "compare": lambda x: x == x,
+    "bool": lambda x: bool(x.sum()),
+    "strides": lambda x: x.stride(),
+    "data": lambda x: x.data,
     "stack": lambda x: torch.stack([x]),
-    "stack, last": lambda x: torch.stack([x, x], -1), "stack, mixed": lambda x: torch.stack([torch.zeros(x.shape, dtype=x.dtype), x]),
-    "out": lambda x: torch.stack([x, x], out=torch.empty(0, dtype=x.dtype)), "hash": lambda x: x in {x: 1}, "flattened": lambda x: x.reshape(-1),
-    "sent": lambda x: len(bytes(ForkingPickler.dumps(x))) > 0, "grad": lambda x: x.grad, "detach": lambda x: x.detach(),
-    "assigned": lambda x: torch.zeros(2, *x.shape, dtype=x.dtype).__setitem__(0, x), "flip": v1.functional.hflip, "pointer": lambda x: x.data_ptr() != 0,
+    "stack, last": lambda x: torch.stack([x, x], -1),
+    "stack, mixed": lambda x: torch.stack([torch.zeros(x.shape, dtype=x.dtype), x]),
+    "out": lambda x: torch.stack([x, x], out=torch.empty(0, dtype=x.dtype)),
+    "hash": lambda x: x in {x: 1},
+    "flattened": lambda x: x.reshape(-1),
+    "sent": lambda x: len(bytes(ForkingPickler.dumps(x))) > 0,
+    "grad": lambda x: x.grad,
+    "detach": lambda x: x.detach(),
+    "assigned": lambda x: torch.zeros(2, *x.shape, dtype=x.dtype).__setitem__(0, x),
+    "flip": v1.functional.hflip,
+    "pointer": lambda x: x.data_ptr() != 0,
     "leaf": lambda x: x.is_leaf,
 }
 
@@ -106,14 +129,32 @@ def test_a_tensor_that_is_read_is_the_real_one(use, transform, pipelines):
     plain, other = both(transform, pipelines, USES[use])
     assert difference(plain[0], other[0]) == ""
     assert plain[1] == other[1] == [torch.Tensor if transform is TENSOR else tv_tensors.Image]
-    assert difference([x.as_subclass(torch.Tensor) for x in plain[2]], [x.as_subclass(torch.Tensor) for x in other[2]]) == ""
+    assert (
+        difference(
+            [x.as_subclass(torch.Tensor) for x in plain[2]], [x.as_subclass(torch.Tensor) for x in other[2]]
+        )
+        == ""
+    )
     assert torch.equal(plain[3], other[3])
 
 
 CERTAIN = {
-    "shape": lambda x: x.shape, "size": lambda x: (x.size(), x.size(1), x.size(-1)), "dim": lambda x: (x.dim(), x.ndim, len(x)), "dtype": lambda x: x.dtype,
-    "numel": lambda x: (x.numel(), x.nelement()), "floats": lambda x: (x.is_floating_point(), torch.is_floating_point(x)), "device": lambda x: x.device,
-    "kind": lambda x: (torch.is_tensor(x), isinstance(x, torch.Tensor), x.layout, x.is_cuda, x.is_sparse, x.is_nested, x.requires_grad),
+    "shape": lambda x: x.shape,
+    "size": lambda x: (x.size(), x.size(1), x.size(-1)),
+    "dim": lambda x: (x.dim(), x.ndim, len(x)),
+    "dtype": lambda x: x.dtype,
+    "numel": lambda x: (x.numel(), x.nelement()),
+    "floats": lambda x: (x.is_floating_point(), torch.is_floating_point(x)),
+    "device": lambda x: x.device,
+    "kind": lambda x: (
+        torch.is_tensor(x),
+        isinstance(x, torch.Tensor),
+        x.layout,
+        x.is_cuda,
+        x.is_sparse,
+        x.is_nested,
+        x.requires_grad,
+    ),
 }
 
 
@@ -133,12 +174,25 @@ def test_certain_answers_need_no_computation(question, transform, pipelines):
 
 
 IMAGE_USES = {
-    "pixels": lambda x: np.asarray(x).tolist(), "size": lambda x: (x.size, x.mode), "width": lambda x: (x.width, x.height),
+    "pixels": lambda x: np.asarray(x).tolist(),
+    "size": lambda x: (x.size, x.mode),
+    "width": lambda x: (x.width, x.height),
     "pixel": lambda x: x.getpixel((1, 2)),
-    "bytes": lambda x: x.tobytes(), "equal": lambda x: (x == x.copy(), x != x.copy()), "copy": lambda x: copy.copy(x).tobytes(), "class": lambda x: x.__class__,
-    "deep": lambda x: copy.deepcopy(x).tobytes(), "pickle": lambda x: pickle.loads(pickle.dumps(x)).tobytes(), "convert": lambda x: x.convert("L").tobytes(),
-    "paste": lambda x: x.paste((0, 0, 0), (0, 0, 4, 4)), "kind": lambda x: isinstance(x, Image.Image), "attribute": lambda x: setattr(x, "name", 3) or x.name,
-    "bands": lambda x: x.getbands(), "info": lambda x: x.info, "tensor": v1.functional.to_tensor, "palette": lambda x: x.palette, "flip": v1.functional.hflip,
+    "bytes": lambda x: x.tobytes(),
+    "equal": lambda x: (x == x.copy(), x != x.copy()),
+    "copy": lambda x: copy.copy(x).tobytes(),
+    "class": lambda x: x.__class__,
+    "deep": lambda x: copy.deepcopy(x).tobytes(),
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)).tobytes(),
+    "convert": lambda x: x.convert("L").tobytes(),
+    "paste": lambda x: x.paste((0, 0, 0), (0, 0, 4, 4)),
+    "kind": lambda x: isinstance(x, Image.Image),
+    "attribute": lambda x: setattr(x, "name", 3) or x.name,
+    "bands": lambda x: x.getbands(),
+    "info": lambda x: x.info,
+    "tensor": v1.functional.to_tensor,
+    "palette": lambda x: x.palette,
+    "flip": v1.functional.hflip,
 }
 
 
@@ -169,16 +223,28 @@ def test_an_image_knows_its_size_without_computing(pipelines):
 
 
 @settings(max_examples=40)
-@given(order=st.permutations(range(6)), taken=st.integers(1, 6), looked=st.sets(st.integers(0, 5)), at_once=st.booleans(), seed=st.integers(0, 99))
+@given(
+    order=st.permutations(range(6)),
+    taken=st.integers(1, 6),
+    looked=st.sets(st.integers(0, 5)),
+    at_once=st.booleans(),
+    seed=st.integers(0, 99),
+)
 def test_any_images_in_any_order_make_the_plain_batch(pipelines, order, taken, looked, at_once, seed):
     """Some of them were read before, from two interleaved pipelines with one generator."""
     torch.manual_seed(seed)
-    plain = [(TENSOR if at % 3 else TO_TENSOR)(IMAGE(image) if at % 3 == 0 else image) for at, image in enumerate(IMAGES)]
+    plain = [
+        (TENSOR if at % 3 else TO_TENSOR)(IMAGE(image) if at % 3 == 0 else image)
+        for at, image in enumerate(IMAGES)
+    ]
     end = torch.get_rng_state()
     torch.manual_seed(seed)
     recorder = Deferring(pipelines, at_once=at_once)
     with recording(recorder):
-        images = [(TENSOR if at % 3 else TO_TENSOR)(IMAGE(image) if at % 3 == 0 else image) for at, image in enumerate(IMAGES)]
+        images = [
+            (TENSOR if at % 3 else TO_TENSOR)(IMAGE(image) if at % 3 == 0 else image)
+            for at, image in enumerate(IMAGES)
+        ]
         for at in looked:
             images[at].sum()
         assert recorder.settle()

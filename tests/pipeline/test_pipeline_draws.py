@@ -14,7 +14,11 @@ from hypothesis import strategies as st
 from flatout.pipeline.draws import WIDEST, BulkNumbers, Integer, Numbers, Uniform, columns, understood
 
 finite = st.floats(-1e4, 1e4, allow_nan=False, width=32)
-kinds = st.one_of(st.builds(lambda a, b: Uniform(min(a, b), max(a, b)), finite, finite), st.builds(Integer, st.integers(1, WIDEST - 1)), st.just(Uniform()))
+kinds = st.one_of(
+    st.builds(lambda a, b: Uniform(min(a, b), max(a, b)), finite, finite),
+    st.builds(Integer, st.integers(1, WIDEST - 1)),
+    st.just(Uniform()),
+)
 seeds = st.integers(0, 2**32)
 
 
@@ -41,9 +45,15 @@ def test_columns_are_one_call_after_another(seed, listed, rows, before):
 
 
 calls = st.one_of(
-    st.just(("rand",)), st.builds(lambda a, b: ("uniform", min(a, b), max(a, b)), finite, finite),
-    st.builds(lambda low, more: ("randint", low, low + more), st.integers(-50, 50), st.integers(1, WIDEST - 1)),
-    st.builds(lambda n: ("randperm", n), st.integers(0, 40)), st.builds(lambda kind: ("draw", kind), kinds), st.just(("torch",)))
+    st.just(("rand",)),
+    st.builds(lambda a, b: ("uniform", min(a, b), max(a, b)), finite, finite),
+    st.builds(
+        lambda low, more: ("randint", low, low + more), st.integers(-50, 50), st.integers(1, WIDEST - 1)
+    ),
+    st.builds(lambda n: ("randperm", n), st.integers(0, 40)),
+    st.builds(lambda kind: ("draw", kind), kinds),
+    st.just(("torch",)),
+)
 
 
 @given(seeds, st.lists(calls, max_size=90))
@@ -82,6 +92,7 @@ def test_the_generator_ends_in_the_state_after_the_calls(count):
 
 def test_the_generator_is_restored_where_the_reading_fails():
     ahead, single = two(4)
+
     def fail():
         with BulkNumbers(ahead) as words:
             words.rand()
@@ -97,7 +108,10 @@ def test_the_default_generator():
     torch.manual_seed(8)
     found = columns([Uniform(), Integer(7)], 3), Numbers().rand()
     torch.manual_seed(8)
-    wanted = [(torch.rand(1).item(), torch.randint(0, 7, (1,)).item()) for _ in range(3)], torch.rand(1).item()
+    wanted = (
+        [(torch.rand(1).item(), torch.randint(0, 7, (1,)).item()) for _ in range(3)],
+        torch.rand(1).item(),
+    )
     assert [(a.item(), b.item()) for a, b in zip(*found[0], strict=True)] == wanted[0]
     assert found[1] == wanted[1]
 
@@ -106,9 +120,15 @@ def test_this_torch_is_understood():
     assert understood()
 
 
-@pytest.mark.parametrize(("low", "high"), [(math.log(3 / 4), math.log(4 / 3)), (0.08, 1.0), (-180.0, 180.0), (0.6, 1.4), (-0.1, 0.1), (1e-6, 1e6)])
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [(math.log(3 / 4), math.log(4 / 3)), (0.08, 1.0), (-180.0, 180.0), (0.6, 1.4), (-0.1, 0.1), (1e-6, 1e6)],
+)
 def test_no_rounding_anywhere(low, high):
     """torchvision's bounds of random numbers, many times."""
     bulk, single = two(11)
     together = columns([Uniform(low, high)], 4001, bulk)[0]
-    assert torch.equal(together, torch.stack([torch.empty(1).uniform_(low, high, generator=single) for _ in range(4001)])[:, 0])
+    assert torch.equal(
+        together,
+        torch.stack([torch.empty(1).uniform_(low, high, generator=single) for _ in range(4001)])[:, 0],
+    )

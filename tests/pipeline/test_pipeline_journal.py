@@ -37,7 +37,13 @@ def same(a, b):
 
 
 @settings(max_examples=120)
-@given(pattern=calls, repeated=st.integers(1, 5), at_once=st.booleans(), pick=st.randoms(use_true_random=False), seed=st.integers(0, 999))
+@given(
+    pattern=calls,
+    repeated=st.integers(1, 5),
+    at_once=st.booleans(),
+    pick=st.randoms(use_true_random=False),
+    seed=st.integers(0, 999),
+)
 def test_numbers_are_those_of_the_calls_one_by_one(pattern, repeated, at_once, pick, seed):
     order = pattern * repeated
     rows, end = plain(order, seed)
@@ -50,8 +56,11 @@ def test_numbers_are_those_of_the_calls_one_by_one(pattern, repeated, at_once, p
     for kind in set(order):
         mine = [at for at, each in enumerate(order) if each == kind]
         pick.shuffle(mine)
-        taken = mine[:pick.randint(1, len(mine))]
-        assert same(numbers_of([draws[at] for at in taken]), rows_together(KINDS[kind], [rows[at] for at in taken], SHAPE))
+        taken = mine[: pick.randint(1, len(mine))]
+        assert same(
+            numbers_of([draws[at] for at in taken]),
+            rows_together(KINDS[kind], [rows[at] for at in taken], SHAPE),
+        )
 
 
 def test_a_random_number_in_between_is_detected():

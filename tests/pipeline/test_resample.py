@@ -21,7 +21,9 @@ FAMILIES = pytest.mark.parametrize("family", [v1, v2])
 OF_TENSORS = [Mode.NEAREST, Mode.NEAREST_EXACT, Mode.BILINEAR, Mode.BICUBIC]
 PIL = ["pil-rgb", "pil-l"]
 TENSORS = ["bytes", "tv-bytes", "bytes-1", "floats"]
-WAYS = [(name, mode) for name in PIL for mode in Mode] + [(name, mode) for name in TENSORS for mode in OF_TENSORS]
+WAYS = [(name, mode) for name in PIL for mode in Mode] + [
+    (name, mode) for name in TENSORS for mode in OF_TENSORS
+]
 
 
 @FAMILIES
@@ -29,14 +31,18 @@ WAYS = [(name, mode) for name in PIL for mode in Mode] + [(name, mode) for name 
 @pytest.mark.parametrize("size", [(20, 60), (33, 90), (70, 47), (1, 1)], ids=str)
 def test_resize(same, family, name, mode, size):
     if size == (1, 1) and family is v2 and "bytes" in name:
-        pytest.skip("torch 2.14 fails one of its own assertions on some byte images that become a single pixel")
+        pytest.skip(
+            "torch 2.14 fails one of its own assertions on some byte images that become a single pixel"
+        )
     same(family.Resize(size, interpolation=mode), name, count=2, seeds=(1,))
 
 
 @FAMILIES
 @pytest.mark.parametrize("name", ["pil-rgb", "bytes"])
 @pytest.mark.parametrize("old", [(40, 60), (60, 40), (50, 50), (9, 80)])
-@pytest.mark.parametrize("arguments", [{"size": 24}, {"size": [24]}, {"size": 24, "max_size": 30}, {"size": 50}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{"size": 24}, {"size": [24]}, {"size": 24, "max_size": 30}, {"size": 50}], ids=str
+)
 def test_the_shorter_side(same, family, name, old, arguments):
     same(family.Resize(**arguments), name, old, count=2, seeds=(1,))
 
@@ -47,10 +53,19 @@ def test_the_longer_side(same, old):
 
 
 @pytest.mark.parametrize("name", PIL)
-@given(st.integers(1, 90), st.integers(1, 90), st.integers(1, 90), st.integers(1, 90), st.sampled_from(list(Mode)), st.integers(0, 9))
+@given(
+    st.integers(1, 90),
+    st.integers(1, 90),
+    st.integers(1, 90),
+    st.integers(1, 90),
+    st.sampled_from(list(Mode)),
+    st.integers(0, 9),
+)
 @settings(max_examples=30)
 def test_any_sizes(same, name, height, width, new_height, new_width, mode, seed):
-    same(v2.Resize((new_height, new_width), interpolation=mode), name, (height, width), count=2, seeds=(seed,))
+    same(
+        v2.Resize((new_height, new_width), interpolation=mode), name, (height, width), count=2, seeds=(seed,)
+    )
 
 
 @FAMILIES
@@ -60,8 +75,13 @@ def test_random_resized_crop(same, family, name, mode):
 
 
 CROPS = [
-    {"size": 32}, {"size": (20, 40), "scale": (0.5, 0.6)}, {"size": (33, 47), "scale": (0.9, 1.0)}, {"size": 100, "scale": (0.01, 0.02)},
-    {"size": 16, "scale": (0.9, 3.0)}, {"size": 16, "scale": (2.0, 3.0), "ratio": (2.0, 3.0)}, {"size": 16, "scale": (2.0, 3.0), "ratio": (0.2, 0.3)},
+    {"size": 32},
+    {"size": (20, 40), "scale": (0.5, 0.6)},
+    {"size": (33, 47), "scale": (0.9, 1.0)},
+    {"size": 100, "scale": (0.01, 0.02)},
+    {"size": 16, "scale": (0.9, 3.0)},
+    {"size": 16, "scale": (2.0, 3.0), "ratio": (2.0, 3.0)},
+    {"size": 16, "scale": (2.0, 3.0), "ratio": (0.2, 0.3)},
     {"size": 16, "scale": (2.0, 3.0)},
 ]
 
@@ -110,10 +130,16 @@ def test_other_names_of_the_filters(same, interpolation):
     same(v2.Resize((20, 30), interpolation=interpolation), "pil-rgb", count=2, seeds=(1,))
 
 
-@pytest.mark.parametrize(("transform", "form"), [
-    (v1.Resize(8), ImageForm("pil", mode="RGBA")), (v1.Resize(8), ImageForm("tensor", torch.float64)), (v1.Resize(8), ImageForm("numpy")),
-    (v1.Resize(8, Mode.LANCZOS), ImageForm("tensor")), (v1.RandomResizedCrop(8), ImageForm("pil", mode="P")),
-])
+@pytest.mark.parametrize(
+    ("transform", "form"),
+    [
+        (v1.Resize(8), ImageForm("pil", mode="RGBA")),
+        (v1.Resize(8), ImageForm("tensor", torch.float64)),
+        (v1.Resize(8), ImageForm("numpy")),
+        (v1.Resize(8, Mode.LANCZOS), ImageForm("tensor")),
+        (v1.RandomResizedCrop(8), ImageForm("pil", mode="P")),
+    ],
+)
 def test_unsupported_cases_are_left_alone(transform, form):
     with pytest.raises(NotBatchable, match="not resampled in batches"):
         READERS[f"v1.{type(transform).__name__}"](transform, form)
@@ -124,7 +150,13 @@ def test_columns_that_shrink_most_come_first(same):
 
     A batch of crops has both orders.
     """
-    for old, new in [((60, 40), (37, 29)), ((60, 40), (37, 28)), ((60, 40), (38, 29)), ((60, 40), (59, 70)), ((60, 40), (60, 70))]:
+    for old, new in [
+        ((60, 40), (37, 29)),
+        ((60, 40), (37, 28)),
+        ((60, 40), (38, 29)),
+        ((60, 40), (59, 70)),
+        ((60, 40), (60, 70)),
+    ]:
         same(v2.Resize(new), "pil-rgb", old, count=2, seeds=(1,))
     same(v2.RandomResizedCrop((20, 40), scale=(0.2, 1.0)), "pil-rgb", (60, 60), count=40)
 

@@ -25,10 +25,16 @@ Named = namedtuple("Named", "a b")
 
 odd_floats = st.one_of(st.floats(allow_nan=True, allow_infinity=True), st.just(-0.0), st.just(float("nan")))
 values = {
-    "int": st.integers(-2**63, 2**63 - 1), "bool": st.booleans(), "float": odd_floats,
+    "int": st.integers(-(2**63), 2**63 - 1),
+    "bool": st.booleans(),
+    "float": odd_floats,
     "tensor": st.lists(odd_floats, min_size=3, max_size=3).map(torch.tensor),
-    "bytes": st.lists(st.integers(0, 255), min_size=4, max_size=4).map(lambda v: torch.tensor(v, dtype=torch.uint8).view(2, 2)),
-    "half": st.lists(st.floats(-100, 100, width=16), min_size=2, max_size=2).map(lambda v: torch.tensor(v, dtype=torch.bfloat16)),
+    "bytes": st.lists(st.integers(0, 255), min_size=4, max_size=4).map(
+        lambda v: torch.tensor(v, dtype=torch.uint8).view(2, 2)
+    ),
+    "half": st.lists(st.floats(-100, 100, width=16), min_size=2, max_size=2).map(
+        lambda v: torch.tensor(v, dtype=torch.bfloat16)
+    ),
     "complex": st.complex_numbers(max_magnitude=100).map(lambda v: torch.tensor([v])),
     "array": st.lists(st.integers(-9, 9), min_size=2, max_size=2).map(lambda v: np.array(v, dtype=np.int16)),
     "scalar": odd_floats.map(np.float32),
@@ -40,8 +46,17 @@ values = {
 def samples(draw):
     """A few samples of one form."""
     names = draw(st.lists(st.sampled_from(sorted(values)), min_size=1, max_size=4))
-    wrap = draw(st.sampled_from([tuple, list, lambda v: {f"k{at}": each for at, each in enumerate(v)}, lambda v: (v[0], [v[1:]]),
-                                 lambda v: Named(v[0], tuple(v))]))
+    wrap = draw(
+        st.sampled_from(
+            [
+                tuple,
+                list,
+                lambda v: {f"k{at}": each for at, each in enumerate(v)},
+                lambda v: (v[0], [v[1:]]),
+                lambda v: Named(v[0], tuple(v)),
+            ]
+        )
+    )
     return [wrap([draw(values[name]) for name in names]) for _ in range(draw(st.integers(1, 5)))]
 
 
@@ -92,7 +107,12 @@ def test_images_come_back_as_images(mode):
     store = Store((images[0], 0), 5, MIB, False)
     store.put(range(5), [(image, at) for at, image in enumerate(images)])
     for at, (image, label) in enumerate(store.samples(torch.arange(5))):
-        assert (image.mode, image.size, image.tobytes(), label) == (mode, images[at].size, images[at].tobytes(), at)
+        assert (image.mode, image.size, image.tobytes(), label) == (
+            mode,
+            images[at].size,
+            images[at].tobytes(),
+            at,
+        )
 
 
 def test_a_constant_must_be_the_same_in_every_sample():
@@ -109,20 +129,51 @@ class Child(torch.Tensor):
     pass
 
 
-@pytest.mark.parametrize("value", [
-    "words", None, object(), 2**70, torch.tensor([1.0], requires_grad=True), torch.eye(2).to_sparse(), torch.zeros(1).as_subclass(Child), np.array(["a"]),
-    np.array([None]), {1, 2}, OrderedDict(a=1), b"bytes", charts(1)[0].convert("P"), charts(1)[0].convert("CMYK"), torch.nn.Parameter(torch.zeros(1)),
-    np.datetime64("2020-01-01"), (((((((1,),),),),),),),
-], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value",
+    [
+        "words",
+        None,
+        object(),
+        2**70,
+        torch.tensor([1.0], requires_grad=True),
+        torch.eye(2).to_sparse(),
+        torch.zeros(1).as_subclass(Child),
+        np.array(["a"]),
+        np.array([None]),
+        {1, 2},
+        OrderedDict(a=1),
+        b"bytes",
+        charts(1)[0].convert("P"),
+        charts(1)[0].convert("CMYK"),
+        torch.nn.Parameter(torch.zeros(1)),
+        np.datetime64("2020-01-01"),
+        (((((((1,),),),),),),),
+    ],
+    ids=lambda value: type(value).__name__,
+)
 def test_samples_that_cannot_be_kept_exactly_are_rejected(value):
     with pytest.raises(NotBatchable, match="a sample"):
         Store((1, value), 3, MIB, False)
 
 
-@pytest.mark.parametrize("other", [
-    (torch.zeros(3), 1.0), (torch.zeros(2), 1), (torch.zeros(3, dtype=torch.float64), 1), [torch.zeros(3), 1], (torch.zeros(3), True), (torch.zeros(3),),
-    (torch.zeros(3), 1, 2), {"a": torch.zeros(3)}, (np.zeros(3, np.float32), 1), (torch.zeros(3), np.int64(1)), torch.zeros(3),
-], ids=repr)
+@pytest.mark.parametrize(
+    "other",
+    [
+        (torch.zeros(3), 1.0),
+        (torch.zeros(2), 1),
+        (torch.zeros(3, dtype=torch.float64), 1),
+        [torch.zeros(3), 1],
+        (torch.zeros(3), True),
+        (torch.zeros(3),),
+        (torch.zeros(3), 1, 2),
+        {"a": torch.zeros(3)},
+        (np.zeros(3, np.float32), 1),
+        (torch.zeros(3), np.int64(1)),
+        torch.zeros(3),
+    ],
+    ids=repr,
+)
 def test_a_sample_unlike_the_first_is_rejected(other):
     store = Store((torch.ones(3), 1), 3, MIB, False)
     with pytest.raises(NotBatchable, match=r"alike|differ"):
@@ -158,7 +209,9 @@ def test_data_that_does_not_fit_into_memory_is_on_disk(tmp_path):
     store.put(range(20), held)
     back = store.samples(torch.tensor([19, 0, 7]))
     assert difference([held[at] for at in (19, 0, 7)], back) == ""
-    assert list(tmp_path.iterdir()) == []  # its name is already deleted: nothing is left, however the program ends
+    assert (
+        list(tmp_path.iterdir()) == []
+    )  # its name is already deleted: nothing is left, however the program ends
 
 
 def test_rows_are_copies():
@@ -173,7 +226,9 @@ def test_rows_are_copies():
 
 def test_another_process_fills_it():
     store = Store((torch.zeros(3), 0), 4, MIB, True)
-    worker = torch.multiprocessing.get_context("fork").Process(target=store.put, args=([2], [(torch.full((3,), 7.0), 9)]))
+    worker = torch.multiprocessing.get_context("fork").Process(
+        target=store.put, args=([2], [(torch.full((3,), 7.0), 9)])
+    )
     worker.start()
     worker.join(30)
     assert worker.exitcode == 0

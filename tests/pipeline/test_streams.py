@@ -25,8 +25,14 @@ from flatout.pipeline.streams import (
 )
 
 OURS = np.random.default_rng(5)
-DRAWS = {"torch": lambda: torch.rand(1).item(), "normal": lambda: torch.randn(3).tolist(), "random": random.random, "gauss": lambda: random.gauss(0, 1),
-         "numpy": np.random.rand, "numpy normal": np.random.randn}
+DRAWS = {
+    "torch": lambda: torch.rand(1).item(),
+    "normal": lambda: torch.randn(3).tolist(),
+    "random": random.random,
+    "gauss": lambda: random.gauss(0, 1),
+    "numpy": np.random.rand,
+    "numpy normal": np.random.randn,
+}
 
 
 @pytest.mark.parametrize("name", DRAWS)
@@ -56,8 +62,16 @@ class Holder:
 
 
 @pytest.mark.parametrize("deep", [False, True])
-@pytest.mark.parametrize("make", [lambda: torch.Generator(), lambda: np.random.default_rng(0), lambda: np.random.RandomState(0), lambda: random.Random(0)],
-                         ids=["torch", "numpy", "old", "python"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.Generator(),
+        lambda: np.random.default_rng(0),
+        lambda: np.random.RandomState(0),
+        lambda: random.Random(0),
+    ],
+    ids=["torch", "numpy", "old", "python"],
+)
 def test_the_generators_of_a_data_set(make, deep):
     mine = make()
     found = own_generators(Holder(mine, deep))
@@ -66,7 +80,9 @@ def test_the_generators_of_a_data_set(make, deep):
     assert any(each is Holder.shared for each in found)
     kept = states(found)
     for each in found:
-        torch.rand(1, generator=each) if isinstance(each, torch.Generator) else each.random() if hasattr(each, "random") else each.rand()
+        torch.rand(1, generator=each) if isinstance(each, torch.Generator) else each.random() if hasattr(
+            each, "random"
+        ) else each.rand()
     assert not same_states(kept, states(found))
     restore_states(kept)
     assert same_states(kept, states(found))
@@ -124,13 +140,23 @@ def test_streams_leave_the_seeds_of_every_device_alone():
         torch.cuda.manual_seed_all = really
 
 
-@pytest.mark.parametrize(("workers", "asked", "can"), [(0, 3, True), (1, 3, True), (2, 3, False), (2, 4, True), (3, 3, False), (4, 2, False)])
+@pytest.mark.parametrize(
+    ("workers", "asked", "can"),
+    [(0, 3, True), (1, 3, True), (2, 3, False), (2, 4, True), (3, 3, False), (4, 2, False)],
+)
 def test_loaders_whose_workers_can_be_replaced(workers, asked, can):
     assert can_stand_in(workers, asked) is can
 
 
 def test_arguments_without_workers():
-    asked = {"batch_size": 4, "num_workers": 2, "persistent_workers": True, "prefetch_factor": 4, "timeout": 3, "multiprocessing_context": "spawn"}
+    asked = {
+        "batch_size": 4,
+        "num_workers": 2,
+        "persistent_workers": True,
+        "prefetch_factor": 4,
+        "timeout": 3,
+        "multiprocessing_context": "spawn",
+    }
     assert without_workers(asked) == {"batch_size": 4, "num_workers": 0}
 
 
@@ -146,12 +172,25 @@ class Child(RandomSampler):
 GENERATOR = torch.Generator()
 
 
-@pytest.mark.parametrize(("sampler", "own"), [
-    (None, False), ([1, 2], False), (range(4), False), (SequentialSampler(range(4)), False), (RandomSampler(range(4)), False), (Mine(), True),
-    (Child(range(4)), True), (iter([1]), True), (RandomSampler(range(4), generator=GENERATOR), False), (RandomSampler(range(4), replacement=True), False),
-    (RandomSampler(range(4), replacement=True, generator=GENERATOR), True), (RandomSampler(range(4), num_samples=9, generator=GENERATOR), True),
-    (WeightedRandomSampler([1.0], 4, generator=GENERATOR), False),
-], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    ("sampler", "own"),
+    [
+        (None, False),
+        ([1, 2], False),
+        (range(4), False),
+        (SequentialSampler(range(4)), False),
+        (RandomSampler(range(4)), False),
+        (Mine(), True),
+        (Child(range(4)), True),
+        (iter([1]), True),
+        (RandomSampler(range(4), generator=GENERATOR), False),
+        (RandomSampler(range(4), replacement=True), False),
+        (RandomSampler(range(4), replacement=True, generator=GENERATOR), True),
+        (RandomSampler(range(4), num_samples=9, generator=GENERATOR), True),
+        (WeightedRandomSampler([1.0], 4, generator=GENERATOR), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
 def test_whose_sampler_order_it_is(sampler, own):
     assert has_own_order(sampler, None) is own
     assert has_own_order(None, sampler) is own

@@ -37,7 +37,9 @@ MADE = {
 
 
 @pytest.mark.parametrize("family", [v1, v2])
-@pytest.mark.parametrize(("made", "name"), [(made, name) for made, (_, names) in MADE.items() for name in names])
+@pytest.mark.parametrize(
+    ("made", "name"), [(made, name) for made, (_, names) in MADE.items() for name in names]
+)
 def test_tone(same, family, made, name):
     same(MADE[made][0](family), name, (17, 23))
 
@@ -56,9 +58,17 @@ def test_posterize_of_floats_is_version_twos(same):
         READERS["v1.RandomPosterize"](v1.RandomPosterize(3), ImageForm("tensor", torch.float32))
 
 
-@pytest.mark.parametrize("transform", [
-    v1.RandomAdjustSharpness(2), v2.RandomAdjustSharpness(2), v1.RandomEqualize(), v2.RandomEqualize(), v1.RandomSolarize(2),
-], ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize(
+    "transform",
+    [
+        v1.RandomAdjustSharpness(2),
+        v2.RandomAdjustSharpness(2),
+        v1.RandomEqualize(),
+        v2.RandomEqualize(),
+        v1.RandomSolarize(2),
+    ],
+    ids=lambda each: type(each).__name__,
+)
 def test_floats_that_would_round_differently_are_left_alone(transform):
     family = "v2" if ".v2." in type(transform).__module__ else "v1"
     with pytest.raises(NotBatchable):

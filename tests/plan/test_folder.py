@@ -48,7 +48,9 @@ def test_killed_in_the_middle(tmp_path):
     path = tmp_path / "session.json"
     seen = set()
     for at in range(20):
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
+        )
         assert writer.stdout is not None
         assert writer.stdout.readline() == "ready\n"
         time.sleep(0.02 * 1.25**at)  # the last ones are late enough on any machine
@@ -82,11 +84,17 @@ def test_a_reader_never_sees_a_part(tmp_path):
 def test_a_full_disk_keeps_the_old_file(tmp_path):
     """RLIMIT_FSIZE replaces the disk: a write beyond it fails in the middle of the file, as with ENOSPC."""
     path = tmp_path / "session.json"
-    code = ("import sys, signal\nfrom pathlib import Path\nfrom flatout.plan.folder import write_whole\nfrom flatout.plan.errors import StorageError\n"
-            "path = Path(sys.argv[1])\nwrite_whole(path, 'old')\n"
-            "try:\n    write_whole(path, 'x' * 100_000)\nexcept StorageError as error:\n    sys.exit(str(error))")
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True,
-                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)))
+    code = (
+        "import sys, signal\nfrom pathlib import Path\nfrom flatout.plan.folder import write_whole\nfrom flatout.plan.errors import StorageError\n"
+        "path = Path(sys.argv[1])\nwrite_whole(path, 'old')\n"
+        "try:\n    write_whole(path, 'x' * 100_000)\nexcept StorageError as error:\n    sys.exit(str(error))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)),
+    )
     assert done.returncode == 1
     assert str(path) in done.stderr
     assert "--job" in done.stderr
@@ -94,28 +102,46 @@ def test_a_full_disk_keeps_the_old_file(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["session.json"]
 
 
-@pytest.mark.parametrize("where", ["a file in place of the folder", "a kernel folder", "a folder in place of the file"])
+@pytest.mark.parametrize(
+    "where", ["a file in place of the folder", "a kernel folder", "a folder in place of the file"]
+)
 def test_where_nothing_can_be_written(tmp_path, where):
     """Root may write despite permissions, so these are places where nobody can."""
     (tmp_path / "file").write_text("x")
     (tmp_path / "folder").mkdir()
-    path = {"a file in place of the folder": tmp_path / "file" / "session.json", "a kernel folder": Path("/proc/flatout/session.json"),
-            "a folder in place of the file": tmp_path / "folder"}[where]
+    path = {
+        "a file in place of the folder": tmp_path / "file" / "session.json",
+        "a kernel folder": Path("/proc/flatout/session.json"),
+        "a folder in place of the file": tmp_path / "folder",
+    }[where]
     with pytest.raises(StorageError, match="cannot write"):
         write_whole(path, "text")
     assert (tmp_path / "file").read_text() == "x"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b"[" * 100_000, b'{"a": 1} trailing', b"NaN,"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\xff\xfe\x00", b"[" * 100_000, b'{"a": 1} trailing', b"NaN,"]
+)
 def test_invalid_json_reads_as_nothing(tmp_path, content):
     (tmp_path / "a.json").write_bytes(content)
     assert read_json(tmp_path / "a.json") is None
     assert read_json(tmp_path / "missing.json") is None
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(exclude_categories=("Cs",))),
-                    lambda inner: st.lists(inner) | st.dictionaries(st.text(st.characters(exclude_categories=("Cs",))), inner), max_leaves=10))
+@given(
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False)
+        | st.text(st.characters(exclude_categories=("Cs",))),
+        lambda inner: (
+            st.lists(inner) | st.dictionaries(st.text(st.characters(exclude_categories=("Cs",))), inner)
+        ),
+        max_leaves=10,
+    )
+)
 def test_json_and_back(tmp_path, data):
     write_json(tmp_path / "a.json", data)
     assert read_json(tmp_path / "a.json") == data
@@ -144,11 +170,19 @@ def test_trials_are_counted(tmp_path):
 def test_trials_never_share_a_number(tmp_path):
     """Threads and processes that start at the same time."""
     job = JobFolder(tmp_path).make()
-    code = ("import sys\nfrom pathlib import Path\nfrom flatout.plan.folder import JobFolder\n"
-            "for _ in range(50): print(JobFolder(Path(sys.argv[1])).new_trial().path.name)")
-    others = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom flatout.plan.folder import JobFolder\n"
+        "for _ in range(50): print(JobFolder(Path(sys.argv[1])).new_trial().path.name)"
+    )
+    others = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
     mine: list[str] = []
-    threads = [threading.Thread(target=lambda: mine.extend(job.new_trial().path.name for _ in range(50))) for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda: mine.extend(job.new_trial().path.name for _ in range(50)))
+        for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

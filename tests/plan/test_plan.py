@@ -23,7 +23,9 @@ plans = st.lists(choices, max_size=6, unique_by=lambda c: c.name).map(lambda fou
 
 def same(a: Plan, b: Plan) -> bool:
     """Equal, and True is not 1."""
-    return [(c.name, repr(c.value), c.origin, c.evidence) for c in a] == [(c.name, repr(c.value), c.origin, c.evidence) for c in b]
+    return [(c.name, repr(c.value), c.origin, c.evidence) for c in a] == [
+        (c.name, repr(c.value), c.origin, c.evidence) for c in b
+    ]
 
 
 @given(plans, st.dictionaries(words, words, max_size=3))
@@ -49,9 +51,15 @@ def test_evidence_is_a_comment_too(plan):
 
 
 def test_hand_written_toml():
-    plan = Plan.from_toml('[levers]\nchannels_last = true\nthreads = 1\nloader = {workers = 2}\n[levers.malloc]\nvalue = "tcmalloc"\n')
+    plan = Plan.from_toml(
+        '[levers]\nchannels_last = true\nthreads = 1\nloader = {workers = 2}\n[levers.malloc]\nvalue = "tcmalloc"\n'
+    )
     assert [(c.name, c.value, c.origin) for c in plan] == [
-        ("channels_last", True, Origin.FILE), ("threads", 1, Origin.FILE), ("loader", {"workers": 2}, Origin.FILE), ("malloc", "tcmalloc", Origin.FILE)]
+        ("channels_last", True, Origin.FILE),
+        ("threads", 1, Origin.FILE),
+        ("loader", {"workers": 2}, Origin.FILE),
+        ("malloc", "tcmalloc", Origin.FILE),
+    ]
 
 
 def test_an_empty_file_is_an_empty_plan():
@@ -111,7 +119,12 @@ def read_or_none(text):
 
 anything = st.recursive(
     st.one_of(st.booleans(), st.integers(-5, 5), st.floats(-1, 1), st.text("xyz", max_size=3)),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["value", "origin", "evidence", "a"]), inner, max_size=3), max_leaves=6)
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from(["value", "origin", "evidence", "a"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
 
 
 @given(st.dictionaries(st.text("abc", min_size=1, max_size=2), anything, max_size=3))
@@ -156,7 +169,10 @@ def test_digest_does_not_see_order_origin_or_evidence(plan, rng):
 
 @given(plans, plans)
 def test_digest_sees_every_name_and_value(a, b):
-    key = [{(c.name, repr(sorted(c.value.items()) if isinstance(c.value, dict) else c.value)) for c in plan} for plan in (a, b)]
+    key = [
+        {(c.name, repr(sorted(c.value.items()) if isinstance(c.value, dict) else c.value)) for c in plan}
+        for plan in (a, b)
+    ]
     assert (a.digest == b.digest) == (key[0] == key[1])
 
 
@@ -185,7 +201,9 @@ def test_diff_is_empty_exactly_where_the_digests_agree(a, b):
 def test_diff_backwards(a, b):
     """Each lever has one line in both directions, and + and - are swapped."""
     forth, back = diff(a, b), diff(b, a)
-    assert sorted(line[0].translate(str.maketrans("+-", "-+")) for line in forth) == sorted(line[0] for line in back)
+    assert sorted(line[0].translate(str.maketrans("+-", "-+")) for line in forth) == sorted(
+        line[0] for line in back
+    )
 
 
 def test_diff_reads_like_a_sentence():
@@ -200,7 +218,16 @@ def test_true_and_one_are_not_the_same_choice():
     assert diff(a, b) == ["~ threads=1 -> threads"]
 
 
-@pytest.mark.parametrize(("value", "spelled"), [(True, "x"), (False, "x=False"), (1, "x=1"), ("bf16", "x=bf16"), ({"a": 1, "b": True}, "x(a=1, b=True)")])
+@pytest.mark.parametrize(
+    ("value", "spelled"),
+    [
+        (True, "x"),
+        (False, "x=False"),
+        (1, "x=1"),
+        ("bf16", "x=bf16"),
+        ({"a": 1, "b": True}, "x(a=1, b=True)"),
+    ],
+)
 def test_spelling(value, spelled):
     assert spell("x", value) == spelled
 

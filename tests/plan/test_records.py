@@ -11,17 +11,60 @@ from hypothesis import strategies as st
 from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts, Gpu
 from flatout.plan.lever import Lever
-from flatout.plan.records import ComparisonRecord, GuardCheck, GuardRecord, LeverRecord, PhaseTime, ProgramFigures, Ratio, SessionRecord, TrialRecord
+from flatout.plan.records import (
+    ComparisonRecord,
+    GuardCheck,
+    GuardRecord,
+    LeverRecord,
+    PhaseTime,
+    ProgramFigures,
+    Ratio,
+    SessionRecord,
+    TrialRecord,
+)
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 ratios = st.builds(Ratio, finite, finite, finite, st.integers(0, 99))
-levers = st.builds(LeverRecord, st.text(), st.one_of(st.booleans(), st.integers(), st.dictionaries(st.text(), st.integers(), max_size=2)), st.text(),
-                   st.none() | finite, st.none() | finite, st.none() | finite, st.integers(0, 9), st.text())
-guards = st.builds(GuardRecord, st.text(), st.text(), st.lists(st.builds(GuardCheck, st.text(), st.booleans(), st.text(), st.none() | finite), max_size=2))
-comparisons = st.builds(ComparisonRecord, st.text(), st.text(), st.text(), st.none() | finite, st.none() | finite, st.none() | finite, st.integers())
-sessions = st.builds(SessionRecord, st.lists(st.text()), st.text(), st.dictionaries(st.text(), st.text(), max_size=2), speedup=st.none() | ratios,
-                     noise_floor=st.none() | ratios, guard=guards, levers=st.lists(levers, max_size=2), comparisons=st.lists(comparisons, max_size=2),
-                     baseline=st.builds(ProgramFigures, step_ms=st.none() | finite), payback_steps=st.none() | st.integers(0))
+levers = st.builds(
+    LeverRecord,
+    st.text(),
+    st.one_of(st.booleans(), st.integers(), st.dictionaries(st.text(), st.integers(), max_size=2)),
+    st.text(),
+    st.none() | finite,
+    st.none() | finite,
+    st.none() | finite,
+    st.integers(0, 9),
+    st.text(),
+)
+guards = st.builds(
+    GuardRecord,
+    st.text(),
+    st.text(),
+    st.lists(st.builds(GuardCheck, st.text(), st.booleans(), st.text(), st.none() | finite), max_size=2),
+)
+comparisons = st.builds(
+    ComparisonRecord,
+    st.text(),
+    st.text(),
+    st.text(),
+    st.none() | finite,
+    st.none() | finite,
+    st.none() | finite,
+    st.integers(),
+)
+sessions = st.builds(
+    SessionRecord,
+    st.lists(st.text()),
+    st.text(),
+    st.dictionaries(st.text(), st.text(), max_size=2),
+    speedup=st.none() | ratios,
+    noise_floor=st.none() | ratios,
+    guard=guards,
+    levers=st.lists(levers, max_size=2),
+    comparisons=st.lists(comparisons, max_size=2),
+    baseline=st.builds(ProgramFigures, step_ms=st.none() | finite),
+    payback_steps=st.none() | st.integers(0),
+)
 
 
 @given(sessions)
@@ -38,20 +81,39 @@ def test_unknown_keys_are_ignored_everywhere(session):
 
 
 def test_trial_through_a_file():
-    record = TrialRecord("finished", steps=3, step_ms=1.5, losses=[(0.1).hex()], weights_digests={"1": "ab"},
-                         phases={"forward": PhaseTime(1, 1, 2, 0.5).to_json()})
+    record = TrialRecord(
+        "finished",
+        steps=3,
+        step_ms=1.5,
+        losses=[(0.1).hex()],
+        weights_digests={"1": "ab"},
+        phases={"forward": PhaseTime(1, 1, 2, 0.5).to_json()},
+    )
     assert TrialRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
 
 
 def test_facts_through_a_file():
-    facts = Facts(cpu="x", cores=4, cpu_flags=("avx2",), gpus=(Gpu("H200", 2**37, (9, 0)),), versions={"torch": "2.14.1"}, environment={"A": "b"})
+    facts = Facts(
+        cpu="x",
+        cores=4,
+        cpu_flags=("avx2",),
+        gpus=(Gpu("H200", 2**37, (9, 0)),),
+        versions={"torch": "2.14.1"},
+        environment={"A": "b"},
+    )
     assert Facts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
     assert facts.cuda
     assert not Facts().cuda
 
 
 def test_effects_are_ordered_from_exact_to_changed_maths():
-    assert [e.value for e in sorted(Effect, key=lambda e: e.rank)] == ["exact", "rounding", "precision", "resampled", "changes_math"]
+    assert [e.value for e in sorted(Effect, key=lambda e: e.rank)] == [
+        "exact",
+        "rounding",
+        "precision",
+        "resampled",
+        "changes_math",
+    ]
     assert [m.value for m in Moment] == ["process", "import", "loader", "model", "optimizer", "step"]
 
 

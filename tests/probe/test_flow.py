@@ -11,13 +11,19 @@ import pytest
 from flatout.probe.program import ScriptProgram
 from flatout.probe.step_loops import ProgramEvent, implies, loops_over, together
 
-BEGIN = "import torch\nmodel = torch.nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+BEGIN = (
+    "import torch\nmodel = torch.nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+)
 
 
 def events(code: str) -> dict[str, ProgramEvent]:
     """The calls of one-letter functions, by name."""
     found = ScriptProgram.of_text(code).events
-    return {event.node.func.id: event for event in found if isinstance(event.node, ast.Call) and isinstance(event.node.func, ast.Name)}
+    return {
+        event.node.func.id: event
+        for event in found
+        if isinstance(event.node, ast.Call) and isinstance(event.node.func, ast.Name)
+    }
 
 
 def test_events_in_different_branches_do_not_happen_together():
@@ -37,7 +43,9 @@ def test_a_main_guard_is_no_condition():
 
 def test_arguments_come_before_their_call_and_functions_are_entered_where_they_are_called():
     code = "def f():\n    inside()\ndef unused():\n    later()\nfirst(second(), [third() for _ in range(3)])\nf()\nlast()\n"
-    names = [event.node.func.id for event in ScriptProgram.of_text(code).events if isinstance(event.node, ast.Call)]
+    names = [
+        event.node.func.id for event in ScriptProgram.of_text(code).events if isinstance(event.node, ast.Call)
+    ]
     assert names == ["second", "range", "third", "first", "inside", "f", "last", "later"]
     assert [type(loop.node).__name__ for loop in events(code)["third"].loops] == ["ListComp"]
 
@@ -45,12 +53,19 @@ def test_arguments_come_before_their_call_and_functions_are_entered_where_they_a
 def test_an_event_knows_the_blocks_and_decorators_around_it_through_calls():
     code = "import torch\n@torch.no_grad()\ndef f():\n    a()\nwith torch.autocast('cpu'):\n    f()\n"
     at = events(code)["a"]
-    assert [call.func.attr for _, call in at.within("torch.no_grad", "torch.autocast")] == ["autocast", "no_grad"]
+    assert [call.func.attr for _, call in at.within("torch.no_grad", "torch.autocast")] == [
+        "autocast",
+        "no_grad",
+    ]
 
 
 def test_an_instance_is_made_and_its_methods_are_entered():
     code = "class T:\n    def __init__(self):\n        a()\n    def run(self):\n        b()\nclass U(T):\n    pass\nt = U()\nt.run()\n"
-    names = [event.node.func.id for event in ScriptProgram.of_text(code).events if isinstance(event.node, ast.Call) and isinstance(event.node.func, ast.Name)]
+    names = [
+        event.node.func.id
+        for event in ScriptProgram.of_text(code).events
+        if isinstance(event.node, ast.Call) and isinstance(event.node.func, ast.Name)
+    ]
     assert names == ["a", "U", "b"]
 
 
@@ -78,7 +93,10 @@ def test_an_instance_is_made_and_its_methods_are_entered():
     ],
 )
 def test_the_events_of_a_line(line, kind):
-    assert ScriptProgram.of_text(f"{BEGIN}loss = model(torch.zeros(1, 4)).sum()\n{line}\n").events[-1].kind == kind
+    assert (
+        ScriptProgram.of_text(f"{BEGIN}loss = model(torch.zeros(1, 4)).sum()\n{line}\n").events[-1].kind
+        == kind
+    )
 
 
 def test_a_closure_runs_before_its_step():
@@ -93,7 +111,9 @@ def test_a_loop_over_optimizers_is_not_the_training_loop():
     assert loop.loop.node.lineno == 4
 
 
-@pytest.mark.parametrize("over", ["loader", "enumerate(loader)", "tqdm(enumerate(loader, 1))", "tqdm.tqdm(loader, leave=False)"])
+@pytest.mark.parametrize(
+    "over", ["loader", "enumerate(loader)", "tqdm(enumerate(loader, 1))", "tqdm.tqdm(loader, leave=False)"]
+)
 def test_the_iterable_of_a_loop(over):
     node = ast.parse(f"for x in {over}: pass").body[0]
     assert ast.unparse(loops_over(node)) == "loader"

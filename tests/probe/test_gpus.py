@@ -29,8 +29,14 @@ def driver(tmp_path_factory):
 
 def seen(driver, **environment):
     clean = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    asked = subprocess.run([sys.executable, "-c", LOOK], env={**clean, "LD_LIBRARY_PATH": str(driver), **environment},
-                           capture_output=True, text=True, timeout=60, check=True)
+    asked = subprocess.run(
+        [sys.executable, "-c", LOOK],
+        env={**clean, "LD_LIBRARY_PATH": str(driver), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     return json.loads(asked.stdout)
 
 

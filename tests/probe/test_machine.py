@@ -50,7 +50,9 @@ def test_versions_are_read_without_importing():
     pytest.importorskip("torch")
     import torch
 
-    assert facts.versions["torch"] == torch.__version__ or torch.__version__.startswith(facts.versions["torch"].split("+")[0])
+    assert facts.versions["torch"] == torch.__version__ or torch.__version__.startswith(
+        facts.versions["torch"].split("+")[0]
+    )
 
 
 def test_allocators_are_files_that_exist():
@@ -61,7 +63,14 @@ def test_allocators_are_files_that_exist():
 
 def test_a_broken_torch_does_not_matter(tmp_path):
     (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.99: cannot open shared object file')")
+    (tmp_path / "torch" / "__init__.py").write_text(
+        "raise ImportError('libcudart.so.99: cannot open shared object file')"
+    )
     code = "from flatout.probe.machine import look; look(); print('looked')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
     assert done.stdout == "looked\n", done.stderr

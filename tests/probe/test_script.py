@@ -14,7 +14,10 @@ from flatout.probe.script import MAX_BYTES, SourceFile, Unreadable
 
 def named(source: SourceFile, text: str) -> ast.AST:
     """The last expression with this spelling."""
-    return max((node for node in source.nodes if isinstance(node, ast.expr) and ast.unparse(node) == text), key=lambda node: (node.lineno, node.col_offset))
+    return max(
+        (node for node in source.nodes if isinstance(node, ast.expr) and ast.unparse(node) == text),
+        key=lambda node: (node.lineno, node.col_offset),
+    )
 
 
 def kinds(code: str, text: str) -> set[str]:
@@ -46,12 +49,23 @@ def test_names_are_followed_to_their_imports(imports, spelled, meant):
         ("import torch\ndef make():\n    return torch.optim.Adam([])\nx = make()\nx", "x", "Optimizer"),
         ("import torch\ndef make():\n    return 1, torch.nn.Linear(1, 1)\na, b = make()\nb", "b", "Module"),
         ("import torch\nclass Net(torch.nn.Module): pass\nm = Net().cuda().train()\nm", "m", "Module"),
-        ("import torch\nclass A(torch.nn.Module): pass\nclass B(A): pass\nm = torch.compile(B())\nm", "m", "Module"),
+        (
+            "import torch\nclass A(torch.nn.Module): pass\nclass B(A): pass\nm = torch.compile(B())\nm",
+            "m",
+            "Module",
+        ),
         ("import torch\ndef f(o):\n    o\nf(torch.optim.SGD([], 0.1))", "o", "Optimizer"),
         ("import torch\ndef f(*, o=None):\n    o\nf(o=torch.optim.SGD([], 0.1))", "o", "Optimizer"),
-        ("import torch\nclass T:\n    def __init__(self, o):\n        self.o = o\n    def run(self):\n        self.o\nT(torch.optim.SGD([], 0.1)).run()",
-         "self.o", "Optimizer"),
-        ("import torch\nclass T:\n    def __init__(self):\n        self.s = torch.amp.GradScaler()\nt = T()\nt.s", "t.s", "GradScaler"),
+        (
+            "import torch\nclass T:\n    def __init__(self, o):\n        self.o = o\n    def run(self):\n        self.o\nT(torch.optim.SGD([], 0.1)).run()",
+            "self.o",
+            "Optimizer",
+        ),
+        (
+            "import torch\nclass T:\n    def __init__(self):\n        self.s = torch.amp.GradScaler()\nt = T()\nt.s",
+            "t.s",
+            "GradScaler",
+        ),
         ("import torch\nl = torch.utils.data.DataLoader([])\nfor x in l:\n    x", "x", "Tensor"),
         ("import torch\nx = torch.zeros(3)\ny = x.sum() * 2\ny", "y", "Tensor"),
         ("import torch\nx = []\nx = torch.zeros(1)\nx", "x", "Tensor"),
@@ -69,13 +83,21 @@ def test_a_later_value_hides_an_earlier_one_and_branches_do_not():
 def test_the_other_branch_of_an_if_is_not_seen():
     before = "import torch\nx = torch.zeros(1)\n"
     assert kinds(before + "if a:\n    x = []\nelse:\n    x.sum()", "x") == {"Tensor"}
-    assert kinds(before + "for i in a:\n    if i:\n        x = []\n    else:\n        x.sum()", "x") == {"Tensor", "list"}, "an earlier pass may have set it"
+    assert kinds(before + "for i in a:\n    if i:\n        x = []\n    else:\n        x.sum()", "x") == {
+        "Tensor",
+        "list",
+    }, "an earlier pass may have set it"
 
 
 def test_a_parameter_has_the_values_of_its_callers():
-    program = ScriptProgram.of_text("import torch\ndef f(o, p):\n    o, p\nf(torch.optim.SGD([], 0.1), *rest)\nf(torch.optim.Adam([]), 3)\n")
+    program = ScriptProgram.of_text(
+        "import torch\ndef f(o, p):\n    o, p\nf(torch.optim.SGD([], 0.1), *rest)\nf(torch.optim.Adam([]), 3)\n"
+    )
     source = program.main
-    origins = {text: [ast.unparse(origin.node) for origin in program.origins(source, named(source, text))] for text in ("o", "p")}
+    origins = {
+        text: [ast.unparse(origin.node) for origin in program.origins(source, named(source, text))]
+        for text in ("o", "p")
+    }
     assert origins == {"o": ["torch.optim.Adam([])"], "p": ["3"]}
     lonely = ScriptProgram.of_text("def f(o):\n    o\n")
     assert [type(origin.node) for origin in lonely.origins(lonely.main, named(lonely.main, "o"))] == [ast.arg]
@@ -85,7 +107,11 @@ def test_modules_that_import_each_other_are_read_once(tmp_path: Path):
     (tmp_path / "train.py").write_text("import a\n")
     (tmp_path / "a.py").write_text("import b, train\n")
     (tmp_path / "b.py").write_text("import a\n")
-    assert sorted(Path(source.path).name for source in ScriptProgram.read(tmp_path / "train.py").sources) == ["a.py", "b.py", "train.py"]
+    assert sorted(Path(source.path).name for source in ScriptProgram.read(tmp_path / "train.py").sources) == [
+        "a.py",
+        "b.py",
+        "train.py",
+    ]
 
 
 def test_a_value_made_from_itself_ends():
@@ -114,7 +140,11 @@ for e in range(3):
 def test_a_training_loop_is_found_through_functions():
     (loop,) = ScriptProgram.of_text(LOOP).step_loops
     assert (loop.loop.node.lineno, [outer.node.lineno for outer in loop.outer]) == (11, [14])
-    assert [event.kind for event in loop.events if event.kind not in ("call", "assign")] == ["zero_grad", "backward", "step"]
+    assert [event.kind for event in loop.events if event.kind not in ("call", "assign")] == [
+        "zero_grad",
+        "backward",
+        "step",
+    ]
     step = loop.of("step")[0]
     assert not loop.always(step), "it is inside an if"
     assert loop.always(loop.of("zero_grad")[0])
@@ -127,15 +157,25 @@ def test_functions_that_call_each_other_end():
 
 
 def test_modules_of_the_scripts_own_folder_are_read_and_no_others(tmp_path: Path):
-    (tmp_path / "train.py").write_text("import torch, os\nfrom parts import net\nimport parts.loop as loop\nm = net.make()\nloop.run(m)\n")
+    (tmp_path / "train.py").write_text(
+        "import torch, os\nfrom parts import net\nimport parts.loop as loop\nm = net.make()\nloop.run(m)\n"
+    )
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "__init__.py").write_text("")
-    (tmp_path / "parts" / "net.py").write_text("import torch\ndef make():\n    return torch.nn.Linear(4, 1)\n")
+    (tmp_path / "parts" / "net.py").write_text(
+        "import torch\ndef make():\n    return torch.nn.Linear(4, 1)\n"
+    )
     (tmp_path / "parts" / "loop.py").write_text("from . import net\ndef run(model):\n    return model\n")
     (tmp_path / "os.py").write_text("raise SystemExit\n")
     (tmp_path / "unused.py").write_text("")
     program = ScriptProgram.read(tmp_path / "train.py")
-    assert {Path(source.path).name for source in program.sources} == {"train.py", "__init__.py", "net.py", "loop.py", "os.py"}
+    assert {Path(source.path).name for source in program.sources} == {
+        "train.py",
+        "__init__.py",
+        "net.py",
+        "loop.py",
+        "os.py",
+    }
     loop = program.modules["parts.loop"]
     model = next(node for node in loop.nodes if isinstance(node, ast.Name) and node.id == "model")
     assert "Module" in program.values.kinds(loop, model), "followed from the call in another file"
@@ -173,8 +213,12 @@ def test_long_scripts_of_many_terms_are_read():
 
 
 def test_a_notebook_names_its_cells(tmp_path: Path):
-    cells = [{"cell_type": "markdown", "source": ["# hello"]}, {"cell_type": "code", "source": ["%matplotlib inline\n", "!pip install x\n", "import torch"]},
-             {"cell_type": "code", "source": "\ntorch.load('a.pt')\n"}, {"cell_type": "code", "source": ["%%bash\n", "rm -r ("]}]
+    cells = [
+        {"cell_type": "markdown", "source": ["# hello"]},
+        {"cell_type": "code", "source": ["%matplotlib inline\n", "!pip install x\n", "import torch"]},
+        {"cell_type": "code", "source": "\ntorch.load('a.pt')\n"},
+        {"cell_type": "code", "source": ["%%bash\n", "rm -r ("]},
+    ]
     file = tmp_path / "a.ipynb"
     file.write_text(json.dumps({"cells": cells}))
     source = SourceFile.read(file)

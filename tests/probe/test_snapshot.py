@@ -13,13 +13,22 @@ from flatout.probe.snapshot import NO_LIBRARY, environment, gather, libraries, p
 GROUP = "/sys/fs/cgroup"
 V2 = {
     "/proc/self/mountinfo": f"1 0 0:1 / / rw - overlay overlay rw\n"
-                            f"2 1 0:2 / {GROUP} ro - cgroup2 cgroup rw\n3 1 0:3 / /dev/shm rw - tmpfs shm rw,size=65536k\n",
-    "/proc/self/cgroup": "0::/pod/c1\n", f"{GROUP}/cgroup.controllers": "cpu memory pids\n", f"{GROUP}/pod/c1/memory.max": "max\n",
-    f"{GROUP}/pod/memory.max": "2147483648\n", f"{GROUP}/pod/c1/cpu.max": "50000 100000\n", "/proc/meminfo": "MemTotal: 8000000 kB\nMemAvailable: 7000000 kB\n",
-    "/sys/devices/system/node/online": "0-1\n", "/sys/devices/system/node/node1/cpulist": "4-7\n",
-    "/sys/bus/pci/devices/0000:01:00.0/class": "0x030000\n", "/sys/bus/pci/devices/0000:01:00.0/vendor": "0x10de\n",
-    "/sys/bus/pci/devices/0000:02:00.0/class": "0x020000\n", "/sys/bus/pci/devices/0000:02:00.0/vendor": "0x10de\n",
-    "/proc/cpuinfo": "".join(f"processor\t: {n}\nmodel name\t: X\nflags\t\t: fpu avx2\n\n" for n in range(256)),
+    f"2 1 0:2 / {GROUP} ro - cgroup2 cgroup rw\n3 1 0:3 / /dev/shm rw - tmpfs shm rw,size=65536k\n",
+    "/proc/self/cgroup": "0::/pod/c1\n",
+    f"{GROUP}/cgroup.controllers": "cpu memory pids\n",
+    f"{GROUP}/pod/c1/memory.max": "max\n",
+    f"{GROUP}/pod/memory.max": "2147483648\n",
+    f"{GROUP}/pod/c1/cpu.max": "50000 100000\n",
+    "/proc/meminfo": "MemTotal: 8000000 kB\nMemAvailable: 7000000 kB\n",
+    "/sys/devices/system/node/online": "0-1\n",
+    "/sys/devices/system/node/node1/cpulist": "4-7\n",
+    "/sys/bus/pci/devices/0000:01:00.0/class": "0x030000\n",
+    "/sys/bus/pci/devices/0000:01:00.0/vendor": "0x10de\n",
+    "/sys/bus/pci/devices/0000:02:00.0/class": "0x020000\n",
+    "/sys/bus/pci/devices/0000:02:00.0/vendor": "0x10de\n",
+    "/proc/cpuinfo": "".join(
+        f"processor\t: {n}\nmodel name\t: X\nflags\t\t: fpu avx2\n\n" for n in range(256)
+    ),
 }
 
 
@@ -40,8 +49,13 @@ def test_the_files_with_limits(container):
     path inside the container.
     """
     snapshot = gather(MachineSnapshot(), container)
-    assert {path: snapshot.files[path] for path in V2 if "cpuinfo" not in path and "0000:02:00.0/vendor" not in path} == {
-        path: text for path, text in V2.items() if "cpuinfo" not in path and "0000:02:00.0/vendor" not in path}
+    assert {
+        path: snapshot.files[path]
+        for path in V2
+        if "cpuinfo" not in path and "0000:02:00.0/vendor" not in path
+    } == {
+        path: text for path, text in V2.items() if "cpuinfo" not in path and "0000:02:00.0/vendor" not in path
+    }
     assert snapshot.files[f"{GROUP}/pod/c1/memory.max"] == "max\n"
     assert snapshot.files["/.dockerenv"] is None
     assert snapshot.files["/proc/cpuinfo"].count("model name") == 1
@@ -53,7 +67,9 @@ def test_the_files_with_limits(container):
 def test_a_sight_survives_json(container):
     snapshot = gather(MachineSnapshot(created="2026-11-21T10:00:00Z"), container)
     again = MachineSnapshot.from_json(json.loads(json.dumps(snapshot.to_json())))
-    assert again.to_json() == snapshot.to_json() | {"folders": {name: found for name, found in snapshot.folders.items() if found is not None}}
+    assert again.to_json() == snapshot.to_json() | {
+        "folders": {name: found for name, found in snapshot.folders.items() if found is not None}
+    }
 
 
 def test_an_empty_root(tmp_path):
@@ -63,20 +79,34 @@ def test_an_empty_root(tmp_path):
 
 
 def test_no_secret_is_kept():
-    given = {"OMP_NUM_THREADS": "2", "NCCL_DEBUG": "INFO", "HF_TOKEN": "x", "AWS_SECRET_ACCESS_KEY": "x", "CUDA_API_KEY": "x", "PYTORCH_TOKEN": "x",
-             "HOME": "/home/ada",
-             "LD_PRELOAD": "", "SSH_AUTH_SOCK": "x"}
+    given = {
+        "OMP_NUM_THREADS": "2",
+        "NCCL_DEBUG": "INFO",
+        "HF_TOKEN": "x",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "CUDA_API_KEY": "x",
+        "PYTORCH_TOKEN": "x",
+        "HOME": "/home/ada",
+        "LD_PRELOAD": "",
+        "SSH_AUTH_SOCK": "x",
+    }
     assert environment(given) == {"LD_PRELOAD": "", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2"}
 
 
 def test_packages_in_the_order_of_the_path(tmp_path):
-    for folder, names in (("a", ("torch-2.14.1.dist-info", "nvidia_cudnn_cu13-9.24.0.43.dist-info", "click-8.1.dist-info")),
-                          ("b", ("torch-2.11.0+cpu.dist-info", "numpy-2.4.6-py3.12.egg-info"))):
+    for folder, names in (
+        ("a", ("torch-2.14.1.dist-info", "nvidia_cudnn_cu13-9.24.0.43.dist-info", "click-8.1.dist-info")),
+        ("b", ("torch-2.11.0+cpu.dist-info", "numpy-2.4.6-py3.12.egg-info")),
+    ):
         for name in names:
             (tmp_path / folder / name).mkdir(parents=True)
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     assert packages([a, b, a, str(tmp_path / "none")]) == [
-        ["nvidia_cudnn_cu13", "9.24.0.43", a], ["torch", "2.14.1", a], ["numpy", "2.4.6", b], ["torch", "2.11.0+cpu", b]]
+        ["nvidia_cudnn_cu13", "9.24.0.43", a],
+        ["torch", "2.14.1", a],
+        ["numpy", "2.4.6", b],
+        ["torch", "2.11.0+cpu", b],
+    ]
 
 
 def test_an_invalid_library(tmp_path):
@@ -85,7 +115,8 @@ def test_an_invalid_library(tmp_path):
     (tmp_path / "libnccl.so.2").symlink_to(tmp_path / "nowhere")
     (tmp_path / "libpng.so").touch()
     assert libraries(f"{tmp_path}:/no/such/folder::{tmp_path}") == {
-        str(tmp_path): ["libcudart.so.13" + NO_LIBRARY, "libcudnn.so.9", "libnccl.so.2" + NO_LIBRARY]}
+        str(tmp_path): ["libcudart.so.13" + NO_LIBRARY, "libcudnn.so.9", "libnccl.so.2" + NO_LIBRARY]
+    }
 
 
 def test_free_space_of_a_folder_that_does_not_exist_yet(tmp_path):

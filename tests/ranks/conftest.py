@@ -19,8 +19,25 @@ def as_two_ranks(tmp_path_factory) -> Callable[[Path], list[dict[str, Any]]]:
 
     def run(program: Path) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp(program.stem)
-        words = [sys.executable, "-m", "flatout.launch.local_launcher", "--procs", "2", "--", sys.executable, str(program), str(folder)]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=140, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        words = [
+            sys.executable,
+            "-m",
+            "flatout.launch.local_launcher",
+            "--procs",
+            "2",
+            "--",
+            sys.executable,
+            str(program),
+            str(folder),
+        ]
+        done = subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            timeout=140,
+            check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 

@@ -53,7 +53,19 @@ class Net(nn.Module):
 class Program:
     """Trains on batches that differ from rank to rank. ``script`` may add its own work to each step."""
 
-    def __init__(self, *, to_none=True, passes=1, aside=lambda step: False, script=None, unused=True, static=False, views=False, rate=0.1, **net):
+    def __init__(
+        self,
+        *,
+        to_none=True,
+        passes=1,
+        aside=lambda step: False,
+        script=None,
+        unused=True,
+        static=False,
+        views=False,
+        rate=0.1,
+        **net,
+    ):
         self.ledger = Ledger()
         self.context = TrainingContext(torch, Listener(), self.ledger)
         self.context.install()
@@ -62,8 +74,13 @@ class Program:
         made = Net(**net)
         if not unused:
             del made.unused, made.aside
-        self.model = DistributedDataParallel(made, bucket_cap_mb=0.004, find_unused_parameters=unused, static_graph=static,
-                                             gradient_as_bucket_view=views)
+        self.model = DistributedDataParallel(
+            made,
+            bucket_cap_mb=0.004,
+            find_unused_parameters=unused,
+            static_graph=static,
+            gradient_as_bucket_view=views,
+        )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=rate, momentum=0.9)
         self.to_none, self.passes, self.aside, self.script = to_none, passes, aside, script
         self.steps, self.digests, self.held = 0, [], []
@@ -91,12 +108,18 @@ class Program:
 
 
 def digest(tensors):
-    return hashlib.sha256(b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors)).hexdigest()[:16]
+    return hashlib.sha256(b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors)).hexdigest()[
+        :16
+    ]
 
 
 def lived(lever=None, value=None, **program):
     """The results of a program that has trained with its lever on from step ON to step OFF."""
-    torch_s_own = DistributedDataParallel._pre_forward, DistributedDataParallel.register_comm_hook, torch.Tensor.detach_
+    torch_s_own = (
+        DistributedDataParallel._pre_forward,
+        DistributedDataParallel.register_comm_hook,
+        torch.Tensor.detach_,
+    )
     live, undo = Program(**program), None
     for step in range(END):
         if step == ON and lever is not None:
@@ -104,10 +127,19 @@ def lived(lever=None, value=None, **program):
         if step == OFF and undo is not None:
             undo()
         live.step()
-    patches = DistributedDataParallel._pre_forward, DistributedDataParallel.register_comm_hook, torch.Tensor.detach_
-    found = {"digests": live.digests, "held": live.held, "reports": live.context.reports, "left": patches == torch_s_own,
-             "gradients are views": any(p.grad is not None and p.grad._is_view() for p in live.model.parameters()),
-             "flags": [live.model.gradient_as_bucket_view, live.model.static_graph, live.model.broadcast_buffers]}
+    patches = (
+        DistributedDataParallel._pre_forward,
+        DistributedDataParallel.register_comm_hook,
+        torch.Tensor.detach_,
+    )
+    found = {
+        "digests": live.digests,
+        "held": live.held,
+        "reports": live.context.reports,
+        "left": patches == torch_s_own,
+        "gradients are views": any(p.grad is not None and p.grad._is_view() for p in live.model.parameters()),
+        "flags": [live.model.gradient_as_bucket_view, live.model.static_graph, live.model.broadcast_buffers],
+    }
     live.leave()
     return found
 
@@ -125,7 +157,10 @@ def offered(lever, **program):
 
 def keeps(live):
     """Keeps the gradients of this step for the next one."""
-    before, live.kept = getattr(live, "kept", None), [p.grad for p in live.model.parameters() if p.grad is not None]
+    before, live.kept = (
+        getattr(live, "kept", None),
+        [p.grad for p in live.model.parameters() if p.grad is not None],
+    )
     if before is not None:
         for p, old in zip((p for p in live.model.parameters() if p.grad is not None), before, strict=True):
             p.grad.add_(old, alpha=0.01)
@@ -161,28 +196,57 @@ def moves_a_mask(live):
 
 def case_flags():
     both = {**VIEWS, **QUIET}
-    programs = {"plain": {}, "kept gradients": {"to_none": False}, "accumulated": {"passes": 3}, "accumulated and kept": {"passes": 2, "to_none": False},
-                "all used": {"unused": False}, "batch norm": {"norm": True}, "checkpointing": {"recompute": True}, "static": {"static": True},
-                "changing graph": {"aside": lambda step: step % 3 == 1}, "detaches": {"script": detaches}, "replaces": {"script": replaces}}
-    return {name: {"plain": lived(**program), "views": lived(flags, VIEWS, **program), "both": lived(flags, both, **program)}
-            for name, program in programs.items()}
+    programs = {
+        "plain": {},
+        "kept gradients": {"to_none": False},
+        "accumulated": {"passes": 3},
+        "accumulated and kept": {"passes": 2, "to_none": False},
+        "all used": {"unused": False},
+        "batch norm": {"norm": True},
+        "checkpointing": {"recompute": True},
+        "static": {"static": True},
+        "changing graph": {"aside": lambda step: step % 3 == 1},
+        "detaches": {"script": detaches},
+        "replaces": {"script": replaces},
+    }
+    return {
+        name: {
+            "plain": lived(**program),
+            "views": lived(flags, VIEWS, **program),
+            "both": lived(flags, both, **program),
+        }
+        for name, program in programs.items()
+    }
 
 
 def case_keeps():
-    return {"plain": lived(script=keeps), "views": lived(flags, VIEWS, script=keeps), "one rank": lived(flags, VIEWS, script=holds_on_one_rank)}
+    return {
+        "plain": lived(script=keeps),
+        "views": lived(flags, VIEWS, script=keeps),
+        "one rank": lived(flags, VIEWS, script=holds_on_one_rank),
+    }
 
 
 def case_static():
     changing = {"aside": lambda step: step in (1, 4)}
     info = []
-    for asked, script in ((STATIC, {}), (VIEWS, {"static": True})):  # a graph that becomes static, and one that the script declared static
+    for asked, script in (
+        (STATIC, {}),
+        (VIEWS, {"static": True}),
+    ):  # a graph that becomes static, and one that the script declared static
         sends = Program(**script)
         sends.step()
         flags.apply(sends.context, asked, Ledger())
         compression.apply(sends.context, "bf16", Ledger())
         for _ in range(8):
             sends.step()
-        info.append([sends.model._get_ddp_logging_data()["comm_hook"], sends.model.static_graph, digest(sends.model.module.state_dict().values())])
+        info.append(
+            [
+                sends.model._get_ddp_logging_data()["comm_hook"],
+                sends.model.static_graph,
+                digest(sends.model.module.state_dict().values()),
+            ]
+        )
         sends.leave()
     never = Program(unused=False)
     never.step()
@@ -192,9 +256,16 @@ def case_static():
     except LookupError as error:
         said = str(error)
     never.leave()
-    return {"plain": lived(), "static": lived(flags, STATIC), "and bf16": info, "and views": lived(flags, {**STATIC, **VIEWS}), "needless": said,
-            "checkpointing": [lived(recompute=True), lived(flags, STATIC, recompute=True)], "accumulated": [lived(passes=2), lived(flags, STATIC, passes=2)],
-            "changing": [lived(**changing), lived(flags, STATIC, **changing)]}
+    return {
+        "plain": lived(),
+        "static": lived(flags, STATIC),
+        "and bf16": info,
+        "and views": lived(flags, {**STATIC, **VIEWS}),
+        "needless": said,
+        "checkpointing": [lived(recompute=True), lived(flags, STATIC, recompute=True)],
+        "accumulated": [lived(passes=2), lived(flags, STATIC, passes=2)],
+        "changing": [lived(**changing), lived(flags, STATIC, **changing)],
+    }
 
 
 def case_buffers():
@@ -207,11 +278,18 @@ def case_buffers():
     torch.distributed._broadcast_coalesced = counted
     found = {}
     try:
-        for name, program in (("still", {}), ("moves", {"script": moves_a_mask}), ("batch norm", {"norm": True})):
+        for name, program in (
+            ("still", {}),
+            ("moves", {"script": moves_a_mask}),
+            ("batch norm", {"norm": True}),
+        ):
             for value in (None, QUIET):
                 sent.clear()
                 life = lived(*((flags, value) if value else ()), **program)
-                found[f"{name}{' quiet' if value else ''}"] = {**life, "sent": len(sent) - 1}  # without the buffer of a module that is created
+                found[f"{name}{' quiet' if value else ''}"] = {
+                    **life,
+                    "sent": len(sent) - 1,
+                }  # without the buffer of a module that is created
     finally:
         torch.distributed._broadcast_coalesced = really
     return found
@@ -230,8 +308,12 @@ def case_offered():
         live.step()
         live.model.module.last.bias.requires_grad_(False)
 
-    found = {"flags": offered(flags), "compression": offered(compression), "batch norm": offered(flags, norm=True),
-             "own views": [offered(flags, views=True), offered(flags, views=True, norm=True)]}
+    found = {
+        "flags": offered(flags),
+        "compression": offered(compression),
+        "batch norm": offered(flags, norm=True),
+        "own views": [offered(flags, views=True), offered(flags, views=True, norm=True)],
+    }
     for name, prepared in (("hooked", hooks), ("single", is_alone), ("frozen", freezes)):
         live = Program()
         prepared(live)
@@ -245,18 +327,31 @@ def case_compression():
     """The same batch in each step and no update, so each pass has the same gradient."""
     x = torch.randn(8, 24, generator=torch.Generator().manual_seed(5 + torch.distributed.get_rank()))
     found = {}
-    for name, values in (("bf16", "bf16"), ("fp16", "fp16"), ("powersgd", {"kind": "powersgd", "rank": 1, "after": 1}), ("bad", None)):
+    for name, values in (
+        ("bf16", "bf16"),
+        ("fp16", "fp16"),
+        ("powersgd", {"kind": "powersgd", "rank": 1, "after": 1}),
+        ("bad", None),
+    ):
         live = Program(rate=0.0)
         gradients = []
         for step in range(10):
             if step == 3:
                 ledger = Ledger()
-                undo = compression.apply(live.context, values, ledger) if values else compression.known_bad(live.context, "bf16", ledger)
+                undo = (
+                    compression.apply(live.context, values, ledger)
+                    if values
+                    else compression.known_bad(live.context, "bf16", ledger)
+                )
             if step == 7:
                 undo()
             live.step(x)
             gradients.append(live.gradient().tolist())
-        found[name] = {"gradients": gradients, "reports": live.context.reports, "buckets": len(live.model.reducer._get_zeros_like_grad_buckets())}
+        found[name] = {
+            "gradients": gradients,
+            "reports": live.context.reports,
+            "buckets": len(live.model.reducer._get_zeros_like_grad_buckets()),
+        }
         live.leave()
     return found
 
@@ -284,8 +379,12 @@ def case_both():
             on.pop()()
         live.step()
         ways.append(live.model._get_ddp_logging_data().get("comm_hook", ""))
-    found = {"hooks": ways, "views": [each["views"] for each in live.held], "same weights": digest(live.model.module.state_dict().values()),
-             "later": flags.applies(Facts(), live.context).reason}
+    found = {
+        "hooks": ways,
+        "views": [each["views"] for each in live.held],
+        "same weights": digest(live.model.module.state_dict().values()),
+        "later": flags.applies(Facts(), live.context).reason,
+    }
     live.leave()
     return found
 
@@ -302,8 +401,12 @@ def case_copies():
     torch.save(live.model, held)
     loaded = torch.load(io.BytesIO(held.getvalue()), weights_only=False)
     copied = copy.deepcopy(live.model.module)
-    found = {"ours": b"flatout" in held.getvalue(), "loaded": digest(loaded.module.state_dict().values()), "copied": digest(copied.state_dict().values()),
-             "itself": live.digests[-1]}
+    found = {
+        "ours": b"flatout" in held.getvalue(),
+        "loaded": digest(loaded.module.state_dict().values()),
+        "copied": digest(copied.state_dict().values()),
+        "itself": live.digests[-1],
+    }
     live.leave()
     return found
 
@@ -317,7 +420,11 @@ def case_three():
     kept = {"to_none": False}
     x = torch.randn(8, 24, generator=torch.Generator().manual_seed(5 + torch.distributed.get_rank()))
     again = []
-    for unused, on, off in ((True, 2, 4), (False, 3, 5), (False, 1, 2)):  # from the first backward pass torch learns the buckets for the second
+    for unused, on, off in (
+        (True, 2, 4),
+        (False, 3, 5),
+        (False, 1, 2),
+    ):  # from the first backward pass torch learns the buckets for the second
         live, gradients = Program(rate=0.0, unused=unused), []
         for step in range(7):
             if step == on:
@@ -330,10 +437,16 @@ def case_three():
         plain = Program(rate=0.0, unused=unused)
         for _ in range(5):
             plain.step(x)
-        again.append(gradients[off] == gradients[5] == gradients[6] == plain.gradient().tolist() != gradients[on])
+        again.append(
+            gradients[off] == gradients[5] == gradients[6] == plain.gradient().tolist() != gradients[on]
+        )
         plain.leave()
-    return {"lives": [[lived(**program), lived(flags, VIEWS, **program)] for program in ({}, {"unused": False})],
-            "kept": [lived(**kept), lived(flags, VIEWS, **kept)], "offered": offered(flags), "same gradient again": again}
+    return {
+        "lives": [[lived(**program), lived(flags, VIEWS, **program)] for program in ({}, {"unused": False})],
+        "kept": [lived(**kept), lived(flags, VIEWS, **kept)],
+        "offered": offered(flags),
+        "same gradient again": again,
+    }
 
 
 class BAD:
@@ -342,13 +455,21 @@ class BAD:
 
 def forked(rank, folder, ranks, *cases):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": ranks}
-    main(folder, cases, init_method=f"file://{Path(folder).resolve()}/meeting", rank=rank, world_size=int(ranks))
+    main(
+        folder,
+        cases,
+        init_method=f"file://{Path(folder).resolve()}/meeting",
+        rank=rank,
+        world_size=int(ranks),
+    )
 
 
 def main(folder, cases, **place):
     torch.distributed.init_process_group("gloo", **place)
     torch.set_num_threads(1)
-    chosen = {name.removeprefix("case_"): case for name, case in list(globals().items()) if name.startswith("case_")}
+    chosen = {
+        name.removeprefix("case_"): case for name, case in list(globals().items()) if name.startswith("case_")
+    }
     answers = {name: chosen[name]() for name in cases or [each for each in chosen if each != "three"]}
     (Path(folder) / f"{torch.distributed.get_rank()}.json").write_text(json.dumps(answers))
     torch.distributed.destroy_process_group()
@@ -356,4 +477,6 @@ def main(folder, cases, **place):
 
 if __name__ == "__main__":
     folder, *cases = sys.argv[1:]
-    main(folder, cases) if "RANK" in os.environ else torch.multiprocessing.start_processes(forked, (folder, *cases), int(cases[0]), start_method="fork")
+    main(folder, cases) if "RANK" in os.environ else torch.multiprocessing.start_processes(
+        forked, (folder, *cases), int(cases[0]), start_method="fork"
+    )

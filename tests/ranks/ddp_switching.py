@@ -25,17 +25,32 @@ for name in ("trial", "work"):
     (folder / name).mkdir()
 os.chdir(folder / "work")  # what a program writes below its working folder goes to the file sandbox
 found, skipped = {}, []
-command = understand([sys.executable, *TORCHRUN, str(Path(__file__).with_name("ddp_training.py").resolve()), str(folder), "-1", device])
+command = understand(
+    [
+        sys.executable,
+        *TORCHRUN,
+        str(Path(__file__).with_name("ddp_training.py").resolve()),
+        str(folder),
+        "-1",
+        device,
+    ]
+)
 with Trial(command, TrialFolder(folder / "trial"), Plan(), Facts()) as trial:
     found["device"] = trial.wait_ready(seconds() + ANSWER_S)["device"]
     trial.hold()
     options = trial.ask({"do": "options"}, seconds() + ANSWER_S)["options"]
     found["options"] = {name: options[name] for name in ("ddp_flags", "comm_compression")}
-    exact, bf16, merged = Choice("ddp_flags", options["ddp_flags"]["values"][0]), Choice("comm_compression", "bf16"), Choice("fused_optimizer", "fused")
+    exact, bf16, merged = (
+        Choice("ddp_flags", options["ddp_flags"]["values"][0]),
+        Choice("comm_compression", "bf16"),
+        Choice("fused_optimizer", "fused"),
+    )
     for choices in ([exact], [exact, bf16], [bf16, merged], [], [exact, merged]):
         skipped += trial.switch(choices, seconds() + ANSWER_S)["skipped"]
         trial.go(6, seconds() + ANSWER_S)
-    found["replica"] = trial.ask({"do": "replica", "choices": [exact.to_json(), bf16.to_json()]}, seconds() + ANSWER_S)["replica"]
+    found["replica"] = trial.ask(
+        {"do": "replica", "choices": [exact.to_json(), bf16.to_json()]}, seconds() + ANSWER_S
+    )["replica"]
     trial.go(6, seconds() + ANSWER_S)
     record = trial.finish()
 found["status"], found["first loss"] = record.status, record.losses[0]

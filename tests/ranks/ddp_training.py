@@ -24,7 +24,13 @@ device = torch.device("cuda", rank) if "cuda" in sys.argv else torch.device("cpu
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.body = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+        self.body = torch.nn.Sequential(
+            torch.nn.Linear(16, 32),
+            torch.nn.Tanh(),
+            torch.nn.Linear(32, 32),
+            torch.nn.Tanh(),
+            torch.nn.Linear(32, 1),
+        )
         self.register_buffer("scale", torch.ones(3))
 
     def forward(self, x):
@@ -32,9 +38,14 @@ class Net(torch.nn.Module):
 
 
 torch.manual_seed(0)
-model = DistributedDataParallel(Net().to(device), bucket_cap_mb=0.003, device_ids=[device] if device.type == "cuda" else None)
+model = DistributedDataParallel(
+    Net().to(device), bucket_cap_mb=0.003, device_ids=[device] if device.type == "cuda" else None
+)
 optimizer = torch.optim.AdamW([{"params": [p]} for p in model.parameters()], lr=0.01)
-source, seen = torch.Generator().manual_seed(rank), os.open(f"{sys.argv[1]}/seen.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+source, seen = (
+    torch.Generator().manual_seed(rank),
+    os.open(f"{sys.argv[1]}/seen.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND),
+)
 kept = loss = None
 while steps:
     steps -= 1

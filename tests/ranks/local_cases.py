@@ -1,6 +1,6 @@
 """Ranks that step by themselves; their state after each round is written to OUT/<rank>.json.
 
-    python local_cases.py OUT
+python local_cases.py OUT
 """
 
 import json
@@ -31,13 +31,19 @@ SYNCHRONOUS = 2
 def made(momentum=0.0, two=False):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    parts = ([model[0].weight, model[0].bias], [model[2].weight, model[2].bias]) if two else (list(model.parameters()),)
+    parts = (
+        ([model[0].weight, model[0].bias], [model[2].weight, model[2].bias])
+        if two
+        else (list(model.parameters()),)
+    )
     return model, [torch.optim.SGD(part, lr=0.2, momentum=momentum) for part in parts]
 
 
 def data(length=LENGTH):
     draw = torch.Generator().manual_seed(1)
-    return torch.randn(length, 6, generator=draw, dtype=torch.float64), torch.randint(0, 3, (length,), generator=draw)
+    return torch.randn(length, 6, generator=draw, dtype=torch.float64), torch.randint(
+        0, 3, (length,), generator=draw
+    )
 
 
 def vector(parameters):
@@ -48,14 +54,22 @@ class Program:
     def __init__(self, value=None, length=LENGTH, **options):
         self.ledger = Ledger()
         self.context = TrainingContext(torch, Listener(), self.ledger)
-        self.divided = DataParallelScript(torch, self.context, replace(PLACE, meeting=f"{PLACE.meeting}{next(MEETINGS)}"), SplitSettings(), self.ledger)
+        self.divided = DataParallelScript(
+            torch,
+            self.context,
+            replace(PLACE, meeting=f"{PLACE.meeting}{next(MEETINGS)}"),
+            SplitSettings(),
+            self.ledger,
+        )
         self.divided.install()
         self.ledger.set(self.context, "divided", self.divided)
         if value is not None:
             LEVER.apply(self.context, value, self.ledger)
         self.context.install()
         self.model, self.optimizers = made(**options)
-        self.loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data(length)), batch_size=BATCH)
+        self.loader = torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(*data(length)), batch_size=BATCH
+        )
         self.weights = []
 
     def train(self, epochs=1, after=lambda step: None):
@@ -82,7 +96,10 @@ def every_step():
     """Rounds of one step with a plain mean and plain SGD, compared with the exchange of gradients; with one
     optimizer and with two.
     """
-    return {f"{two}": [Program(two=two).train(4).leave(), Program({"every": 1}, two=two).train(4).leave()] for two in (False, True)}
+    return {
+        f"{two}": [Program(two=two).train(4).leave(), Program({"every": 1}, two=two).train(4).leave()]
+        for two in (False, True)
+    }
 
 
 def written_out(every, rate, momentum, overlap, steps, length):
@@ -97,7 +114,7 @@ def written_out(every, rate, momentum, overlap, steps, length):
     def put(rank, values):
         at = 0
         for p in ranks[rank][0].parameters():
-            p.data.copy_(values[at:at + p.numel()].view_as(p))
+            p.data.copy_(values[at : at + p.numel()].view_as(p))
             at += p.numel()
 
     def outer(progress):
@@ -153,12 +170,17 @@ def outer_steps():
     found = {}
     for outer, rate, momentum in (("average", 1.0, 0.0), ("nesterov", 0.7, 0.9)):
         for overlap in (False, True):
-            program = Program({"every": 3, "outer": outer, "overlap": overlap}, length=36, momentum=0.9).train(5)
+            program = Program(
+                {"every": 3, "outer": outer, "overlap": overlap}, length=36, momentum=0.9
+            ).train(5)
             with torch.no_grad():
                 program.model(torch.zeros(1, 6, dtype=torch.float64))
             met = program.now()
-            found[f"{outer} {overlap}"] = {"flatout": [program.leave(), met], "by hand": written_out(3, rate, momentum, overlap, 15, 36),
-                                           "rounds": program.divided.local.held if program.divided.local else None}
+            found[f"{outer} {overlap}"] = {
+                "flatout": [program.leave(), met],
+                "by hand": written_out(3, rate, momentum, overlap, 15, 36),
+                "rounds": program.divided.local.held if program.divided.local else None,
+            }
     return found
 
 
@@ -191,8 +213,12 @@ def meeting(overlap):
     def save():
         torch.save([p.detach() for p in program.model.parameters()], Path(sys.argv[1]) / f"{PLACE.rank}.pt")
 
-    for name, meet in (("evaluation", evaluate), ("state_dict", program.model.state_dict), ("save", save),
-                       ("load_state_dict", lambda: program.model.load_state_dict(weights))):
+    for name, meet in (
+        ("evaluation", evaluate),
+        ("state_dict", program.model.state_dict),
+        ("save", save),
+        ("load_state_dict", lambda: program.model.load_state_dict(weights)),
+    ):
         program.train(1)
         for x, y in program.loader:  # two steps more: a round has started and has not ended
             program.optimizers[0].zero_grad()
@@ -203,7 +229,9 @@ def meeting(overlap):
         apart = not alike(program.now())
         meet()
         found[name] = [apart, alike(program.now())]
-    program.optimizers[0].param_groups[0]["lr"] = 0.0  # restored weights are no progress, which the next rendezvous would carry further
+    program.optimizers[0].param_groups[0]["lr"] = (
+        0.0  # restored weights are no progress, which the next rendezvous would carry further
+    )
     program.train(1)
     evaluate()
     found |= {"warm": warm, "put back": program.now() == vector(weights.values()).tolist()}
@@ -221,7 +249,10 @@ def compressed():
         if way is not None:
             program.divided.wanted = replace(program.divided.wanted, way=way)
         program.train(2)
-        found["plain" if way is None else way.name] = [program.divided.local.traffic.sent_bytes, program.weights[4]]  # two steps, and a round of three
+        found["plain" if way is None else way.name] = [
+            program.divided.local.traffic.sent_bytes,
+            program.weights[4],
+        ]  # two steps, and a round of three
         program.leave()
     return found
 

@@ -33,7 +33,11 @@ WORDS, WIDTH = 11, 8
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.Linear(4 * WIDTH, WIDTH),
+        )
 
     def forward(self, x):
         return x + self.down(torch.relu(self.up(self.norm(x))))
@@ -56,7 +60,11 @@ class Words(nn.Module):
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.out = nn.Linear(WIDTH, WORDS, bias=False)
-        self.scale, self.unused, self.kinds = nn.Parameter(torch.tensor(0.5)), nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3)
+        self.scale, self.unused, self.kinds = (
+            nn.Parameter(torch.tensor(0.5)),
+            nn.Linear(WIDTH, 3),
+            nn.Linear(WIDTH, 3),
+        )
         if case["tied"]:
             self.out.weight = self.embed.weight
         if case["frozen"]:
@@ -82,8 +90,11 @@ class Words(nn.Module):
 def data_of(case):
     draw = torch.Generator().manual_seed(1)
     length = case["length"]
-    return torch.utils.data.TensorDataset(torch.randint(0, WORDS, (length, 5), generator=draw), torch.randint(0, WORDS, (length,), generator=draw),
-                                          torch.randint(0, 3, (length,), generator=draw))
+    return torch.utils.data.TensorDataset(
+        torch.randint(0, WORDS, (length, 5), generator=draw),
+        torch.randint(0, WORDS, (length,), generator=draw),
+        torch.randint(0, 3, (length,), generator=draw),
+    )
 
 
 def loss_of(model, case, batch):
@@ -94,22 +105,34 @@ def loss_of(model, case, batch):
         x = x.mean(1) - 1.0
         for block in model.blocks:
             x = x + block.down(torch.relu(block.up(block.norm(x))))
-        words, kinds = model.out(x) * model.scale, nn.functional.linear(x, model.kinds.weight, model.kinds.bias)
+        words, kinds = (
+            model.out(x) * model.scale,
+            nn.functional.linear(x, model.kinds.weight, model.kinds.bias),
+        )
     else:
         words, kinds = model(tokens)
-    loss = nn.functional.cross_entropy(words, word, reduction=case["loss"]) + nn.functional.cross_entropy(kinds, kind, reduction=case["loss"])
+    loss = nn.functional.cross_entropy(words, word, reduction=case["loss"]) + nn.functional.cross_entropy(
+        kinds, kind, reduction=case["loss"]
+    )
     if case["penalty"]:
         loss = loss + 1e-2 * sum(p.pow(2).sum() for p in model.blocks.parameters())
     return loss
 
 
 def optimizers_of(model, case):
-    make = {"sgd": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9), "adam": lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=case["foreach"])}
+    make = {
+        "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9),
+        "adam": lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=case["foreach"]),
+    }
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     if case["two"]:
         return [make[case["optimizer"]](decayed), make[case["optimizer"]](others)]
-    return [make[case["optimizer"]]([{"params": decayed, "weight_decay": 1e-3}, {"params": others, "weight_decay": 0.0}])]
+    return [
+        make[case["optimizer"]](
+            [{"params": decayed, "weight_decay": 1e-3}, {"params": others, "weight_decay": 0.0}]
+        )
+    ]
 
 
 def live_bytes():
@@ -121,7 +144,14 @@ def live_bytes():
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     tensors += [each._local_tensor for each in tensors if type(each).__name__ == "DTensor"]
     with torch._C.DisableTorchFunctionSubclass():
-        return sum({s._cdata: s.nbytes() for each in tensors if type(each).__name__ != "DTensor" for s in [each.untyped_storage()]}.values())
+        return sum(
+            {
+                s._cdata: s.nbytes()
+                for each in tensors
+                if type(each).__name__ != "DTensor"
+                for s in [each.untyped_storage()]
+            }.values()
+        )
 
 
 def tensors_of(held):
@@ -140,7 +170,13 @@ def train(case, out):
     model = Words(case)
     kind, everything = type(model), tuple(model.parameters())
     optimizers = optimizers_of(model, case)
-    averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)) if case["averaged"] else None
+    averaged = (
+        torch.optim.swa_utils.AveragedModel(
+            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
+        if case["averaged"]
+        else None
+    )
     if case["resume"]:
         kept = torch.load(case["resume"])
         model.load_state_dict(kept["model"])
@@ -165,7 +201,9 @@ def train(case, out):
             elif case["clip"] == "value":
                 nn.utils.clip_grad_value_(model.parameters(), 0.02)
             if found["gradients"] is None:
-                found["gradients"] = [p.grad.flatten().tolist() if p.grad is not None else [] for p in model.parameters()]
+                found["gradients"] = [
+                    p.grad.flatten().tolist() if p.grad is not None else [] for p in model.parameters()
+                ]
             for optimizer in optimizers:
                 scaler.step(optimizer)
                 optimizer.zero_grad()
@@ -188,14 +226,34 @@ def train(case, out):
             best = None
     found["weights"] = [value.double().flatten().tolist() for value in model.state_dict().values()]
     found["names"] = list(model.state_dict())
-    found["types"] = [type(model) is kind, type(model.blocks[0]) is Block, sum(p.numel() for p in model.parameters()),
-                      sum(p.numel() for p in everything), all(isinstance(p, nn.Parameter) for p in model.parameters()),
-                      sorted({type(value).__name__ for value in tensors_of([model.state_dict(), *(optimizer.state_dict() for optimizer in optimizers)])})]
-    found["printed"] = [str(model), repr(model.out.weight.data.round(decimals=1)), f"{model.out.weight.mean():.3f}", f"{model.out.weight[0, 0].item():.9f}",
-                        model.out.weight.detach().numpy().round(2).tolist()]
+    found["types"] = [
+        type(model) is kind,
+        type(model.blocks[0]) is Block,
+        sum(p.numel() for p in model.parameters()),
+        sum(p.numel() for p in everything),
+        all(isinstance(p, nn.Parameter) for p in model.parameters()),
+        sorted(
+            {
+                type(value).__name__
+                for value in tensors_of(
+                    [model.state_dict(), *(optimizer.state_dict() for optimizer in optimizers)]
+                )
+            }
+        ),
+    ]
+    found["printed"] = [
+        str(model),
+        repr(model.out.weight.data.round(decimals=1)),
+        f"{model.out.weight.mean():.3f}",
+        f"{model.out.weight[0, 0].item():.9f}",
+        model.out.weight.detach().numpy().round(2).tolist(),
+    ]
     if averaged is not None:
         found["averaged"] = [p.double().flatten().tolist() for p in averaged.parameters()]
-    torch.save({"model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}, f"{out}.pt")
+    torch.save(
+        {"model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]},
+        f"{out}.pt",
+    )
     torch.save([model, copy.deepcopy(model)], f"{out}.module")
     return found
 
@@ -228,10 +286,16 @@ def run(cases, out, procs, rank):
         context = TrainingContext(torch, Listener(), ledger)
         context.install()
         if procs > 1:
-            here = RankEnvironment(rank, rank, procs, case.get("machine") or procs, f"file://{out}/meeting.{at}.{procs}")
-            context.divided = divided = DataParallelScript(torch, context, here, SplitSettings.read(case["division"]), ledger)
+            here = RankEnvironment(
+                rank, rank, procs, case.get("machine") or procs, f"file://{out}/meeting.{at}.{procs}"
+            )
+            context.divided = divided = DataParallelScript(
+                torch, context, here, SplitSettings.read(case["division"]), ledger
+            )
             divided.install()
-            divided.sharding = Sharding(torch, context, here, "node", lambda module: repeated(torch, module), ledger)
+            divided.sharding = Sharding(
+                torch, context, here, "node", lambda module: repeated(torch, module), ledger
+            )
             divided.sharding.averages = not case.get("wrong")
         name = f"{at}.{procs}.{rank}"
         found = weigh() if case.get("weigh") else train(case, out / name)
@@ -279,16 +343,40 @@ def read_back(cases, out):
         whole, copied = torch.load(out / f"{at}.2.0.module", weights_only=False)
         whole(data_of(case).tensors[0])
         tensors = [*kept["model"].values(), *whole.parameters(), *copied.parameters()]
-        tensors += [value for state in kept["optimizers"] for each in state["state"].values() for value in each.values() if isinstance(value, torch.Tensor)]
+        tensors += [
+            value
+            for state in kept["optimizers"]
+            for each in state["state"].values()
+            for value in each.values()
+            if isinstance(value, torch.Tensor)
+        ]
         found[at] = {
-            "names": list(kept["model"]) == list(one["model"]), "kinds": sorted({type(value).__name__ for value in tensors}),
-            "groups": [a["param_groups"] == b["param_groups"] and list(a["state"]) == list(b["state"])
-                       for a, b in zip(kept["optimizers"], one["optimizers"], strict=True)],
+            "names": list(kept["model"]) == list(one["model"]),
+            "kinds": sorted({type(value).__name__ for value in tensors}),
+            "groups": [
+                a["param_groups"] == b["param_groups"] and list(a["state"]) == list(b["state"])
+                for a, b in zip(kept["optimizers"], one["optimizers"], strict=True)
+            ],
             "kept": [value.double().flatten().tolist() for value in model.state_dict().values()],
-            "state": [[value.double().flatten().tolist() for each in state["state"].values() for value in each.values() if isinstance(value, torch.Tensor)]
-                      for state in (*kept["optimizers"], *one["optimizers"])],
-            "modules": [all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), each.state_dict().values(), strict=True)) and
-                        (each.out.weight is each.embed.weight) is case["tied"] and set(vars(each)) == set(vars(model)) for each in (whole, copied)]}
+            "state": [
+                [
+                    value.double().flatten().tolist()
+                    for each in state["state"].values()
+                    for value in each.values()
+                    if isinstance(value, torch.Tensor)
+                ]
+                for state in (*kept["optimizers"], *one["optimizers"])
+            ],
+            "modules": [
+                all(
+                    torch.equal(a, b)
+                    for a, b in zip(model.state_dict().values(), each.state_dict().values(), strict=True)
+                )
+                and (each.out.weight is each.embed.weight) is case["tied"]
+                and set(vars(each)) == set(vars(model))
+                for each in (whole, copied)
+            ],
+        }
     (out / "read_back.json").write_text(json.dumps(found))
 
 

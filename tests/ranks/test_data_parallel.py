@@ -24,14 +24,29 @@ def a_case(draw: random.Random) -> dict:
     batch = draw.randint(4, 13)
     exact = draw.random() < 0.4  # batch statistics and random numbers as in one process
     division = {"reduction": loss, "loaders": "0"}
-    division |= ({"batches": draw.choice(("cut", "whole")), "batchnorm": "all", "draws": "all"} if exact else
-                 {"batches": draw.choice(("index", "index", "cut", "whole"))})
+    division |= (
+        {"batches": draw.choice(("cut", "whole")), "batchnorm": "all", "draws": "all"}
+        if exact
+        else {"batches": draw.choice(("index", "index", "cut", "whole"))}
+    )
     return {
-        "seed": draw.randrange(1000), "dtype": "float64" if exact else draw.choice(("float64", "float32")), "batchnorm": exact,
+        "seed": draw.randrange(1000),
+        "dtype": "float64" if exact else draw.choice(("float64", "float32")),
+        "batchnorm": exact,
         "dropout": 0.3 if exact else 0.0,
-        "length": draw.randint(batch, 45), "batch": batch, "shuffle": draw.random() < 0.7, "drop_last": draw.random() < 0.3 or exact, "workers": 0,
-        "optimizer": draw.choice(("sgd", "adam")), "two": draw.random() < 0.4, "loss": loss, "window": window, "clip": draw.choice((None, 0.3)), "steps": 16,
-        "division": division}
+        "length": draw.randint(batch, 45),
+        "batch": batch,
+        "shuffle": draw.random() < 0.7,
+        "drop_last": draw.random() < 0.3 or exact,
+        "workers": 0,
+        "optimizer": draw.choice(("sgd", "adam")),
+        "two": draw.random() < 0.4,
+        "loss": loss,
+        "window": window,
+        "clip": draw.choice((None, 0.3)),
+        "steps": 16,
+        "division": division,
+    }
 
 
 def trained(cases: list[dict], folder: Path, procs: int) -> None:
@@ -39,7 +54,14 @@ def trained(cases: list[dict], folder: Path, procs: int) -> None:
     words = [sys.executable, str(PROGRAM), str(folder / "cases.json"), str(folder)]
     if procs > 1:
         words = [sys.executable, "-m", "flatout.launch.local_launcher", "--procs", str(procs), "--", *words]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -47,10 +69,26 @@ def trained(cases: list[dict], folder: Path, procs: int) -> None:
 def plain(tmp_path_factory):
     draw = random.Random(5)
     cases = [a_case(draw) for _ in range(CASES)]
-    cases[0] |= {"clip": None, "loss": "mean", "division": {**cases[0]["division"], "reduction": "sum"}, "wrong": True}  # errors that must be detected
+    cases[0] |= {
+        "clip": None,
+        "loss": "mean",
+        "division": {**cases[0]["division"], "reduction": "sum"},
+        "wrong": True,
+    }  # errors that must be detected
     cases[1]["workers"] = 1
-    cases[2] |= {"batch": 5, "length": 11, "drop_last": False, "batchnorm": False, "dropout": 0.0}  # the last batch has one sample, fewer than there are ranks
-    cases[3] |= {"loss": "contrast", "window": 1, "division": {"batches": "whole", "batchnorm": "all", "draws": "all"}, "drop_last": True}
+    cases[2] |= {
+        "batch": 5,
+        "length": 11,
+        "drop_last": False,
+        "batchnorm": False,
+        "dropout": 0.0,
+    }  # the last batch has one sample, fewer than there are ranks
+    cases[3] |= {
+        "loss": "contrast",
+        "window": 1,
+        "division": {"batches": "whole", "batchnorm": "all", "draws": "all"},
+        "drop_last": True,
+    }
     folder = tmp_path_factory.mktemp("plain")
     trained(cases, folder, 1)
     return cases, [json.loads((folder / f"{at}.plain.json").read_text()) for at in range(CASES)]
@@ -63,7 +101,9 @@ def distance(a: list[list[float]], b: list[list[float]]) -> float:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("procs", "some"), [(2, CASES), (4, 5)])  # four processes on two cores mostly wait for each other
+@pytest.mark.parametrize(
+    ("procs", "some"), [(2, CASES), (4, 5)]
+)  # four processes on two cores mostly wait for each other
 def test_ranks_compute_what_one_process_computes(plain, tmp_path, procs, some):
     cases, expected = plain[0][:some], plain[1][:some]
     trained(cases, tmp_path, procs)

@@ -51,6 +51,7 @@ def test_the_gradient_of_an_attention_is_that_of_the_whole():
 
     It returns its normalisers with its output, and its backward pass needs those of the share.
     """
+
     def gradients(q, k, v):
         q, k, v = (each.detach().clone().requires_grad_() for each in (q, k, v))
         functional.scaled_dot_product_attention(q, k, v, is_causal=True).square().sum().backward()
@@ -61,8 +62,11 @@ def test_the_gradient_of_an_attention_is_that_of_the_whole():
     for rank in range(2):
         part = share(6, rank, 2)
         with drawn_for_the_whole(torch, lambda part=part: part):
-            mine = gradients(*whole[:, part.start:part.stop])
-        assert all(torch.allclose(a, b[part.start:part.stop], atol=1e-6) for a, b in zip(mine, expected, strict=True))
+            mine = gradients(*whole[:, part.start : part.stop])
+        assert all(
+            torch.allclose(a, b[part.start : part.stop], atol=1e-6)
+            for a, b in zip(mine, expected, strict=True)
+        )
 
 
 def test_random_tensors_without_a_sample_dimension_are_unchanged():

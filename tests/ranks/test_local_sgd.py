@@ -62,7 +62,12 @@ def test_the_outer_step_matches_the_written_out_computation(found, outer, overla
 def test_ranks_agree_wherever_they_must(found, overlap):
     for rank in found:
         case = rank["meetings"][overlap]
-        assert case["warm"] == [[False, True], [False, True], [True, True], [True, False]]  # after the third step they diverge
+        assert case["warm"] == [
+            [False, True],
+            [False, True],
+            [True, True],
+            [True, False],
+        ]  # after the third step they diverge
         for name in ("evaluation", "state_dict", "save", "load_state_dict"):
             assert case[name] == [True, True], name
         assert case["put back"]
@@ -77,7 +82,9 @@ def test_progress_is_sent_in_half_the_bytes(found):
 
 def test_ranks_out_of_step_are_reported(found):
     for rank in found:
-        assert rank["lost"].startswith("CannotExchange: the ranks did different numbers of steps (rank 0 3, rank 1 6)")
+        assert rank["lost"].startswith(
+            "CannotExchange: the ranks did different numbers of steps (rank 0 3, rank 1 6)"
+        )
 
 
 def test_programs_that_communicate_in_every_forward_pass_are_rejected(found):
@@ -88,7 +95,10 @@ def test_programs_that_communicate_in_every_forward_pass_are_rejected(found):
     assert 'batchnorm = "all"' in said[2]
 
 
-@pytest.mark.parametrize("value", [True, {"every": 0}, {"every": 2.5}, {"outer": "adam"}, {"overlap": 1}, {"warmup": -1}, {"each": 2}])
+@pytest.mark.parametrize(
+    "value",
+    [True, {"every": 0}, {"every": 2.5}, {"outer": "adam"}, {"overlap": 1}, {"warmup": -1}, {"each": 2}],
+)
 def test_invalid_values(value):
     with pytest.raises(TypeError, match=r"local_sgd|every|outer|overlap|warmup"):
         LEVER.check(value)

@@ -18,12 +18,22 @@ PROGRAM = Path(__file__).with_name("ddp_cases.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 ON, OFF, END, OBSERVED = 2, 9, 12, 4
 KEEPS = "the script keeps gradients of earlier passes, which the next pass would overwrite"
-pytestmark = [pytest.mark.timeout(200), pytest.mark.skipif(sys.platform != "linux", reason="not run: the programs need Linux")]
+pytestmark = [
+    pytest.mark.timeout(200),
+    pytest.mark.skipif(sys.platform != "linux", reason="not run: the programs need Linux"),
+]
 
 
 def as_ranks(folder, ranks, *words):
     """The output of each rank."""
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=150, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
@@ -53,8 +63,22 @@ def during(life, flag):
     return held == [ON + OBSERVED <= step < OFF for step in range(END)]
 
 
-@pytest.mark.parametrize("name", ["plain", "kept gradients", "accumulated", "accumulated and kept", "all used", "batch norm", "checkpointing", "static",
-                                  "changing graph", "detaches", "replaces"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain",
+        "kept gradients",
+        "accumulated",
+        "accumulated and kept",
+        "all used",
+        "batch norm",
+        "checkpointing",
+        "static",
+        "changing graph",
+        "detaches",
+        "replaces",
+    ],
+)
 def test_arguments_change_no_bit(two, name):
     for rank in two:
         case = rank["flags"][name]
@@ -62,7 +86,11 @@ def test_arguments_change_no_bit(two, name):
             assert life["digests"] == case["plain"]["digests"]
             assert during(life, "views")
             assert life["reports"] == []
-            assert (life["left"], life["flags"], life["gradients are views"]) == (True, [False, name == "static", True], False)
+            assert (life["left"], life["flags"], life["gradients are views"]) == (
+                True,
+                [False, name == "static", True],
+                False,
+            )
 
 
 def test_three_ranks_sum_in_the_same_order(three):
@@ -83,20 +111,36 @@ def test_a_script_that_keeps_gradients_is_left_alone(two):
         life = rank["keeps"]["views"]
         assert life["digests"] == rank["keeps"]["plain"]["digests"]
         assert not any(each["views"] for each in life["held"])
-        assert not any(each["views"] for each in rank["keeps"]["one rank"]["held"])  # the observation of one rank holds for all
-        assert life["reports"] == rank["keeps"]["one rank"]["reports"] == [["ddp_flags", f"gradient_as_bucket_view is not used: {KEEPS}"]]
+        assert not any(
+            each["views"] for each in rank["keeps"]["one rank"]["held"]
+        )  # the observation of one rank holds for all
+        assert (
+            life["reports"]
+            == rank["keeps"]["one rank"]["reports"]
+            == [["ddp_flags", f"gradient_as_bucket_view is not used: {KEEPS}"]]
+        )
 
 
 def test_a_static_graph_is_observed_first(two):
     for rank in two:
         case = rank["static"]
-        for plain, life in ((case["plain"], case["static"]), (case["plain"], case["and views"]), case["checkpointing"], case["accumulated"]):
+        for plain, life in (
+            (case["plain"], case["static"]),
+            (case["plain"], case["and views"]),
+            case["checkpointing"],
+            case["accumulated"],
+        ):
             assert life["digests"] == plain["digests"]
             assert during(life, "static")
         plain, life = case["changing"]
         assert life["digests"] == plain["digests"]
         assert not any(each["static"] for each in life["held"])
-        assert life["reports"] == [["ddp_flags", "static_graph is not used: the order in which parameters get their gradients differs between passes"]]
+        assert life["reports"] == [
+            [
+                "ddp_flags",
+                "static_graph is not used: the order in which parameters get their gradients differs between passes",
+            ]
+        ]
         assert "the script does not set find_unused_parameters" in case["needless"]
         assert case["and bf16"] == two[0]["static"]["and bf16"]
         assert [each[:2] for each in case["and bf16"]] == [["gradients sent by flatout", True]] * 2
@@ -123,14 +167,28 @@ def test_offered_values(two):
         views, quiet = {"gradient_as_bucket_view": True}, {"broadcast_buffers": False}
         assert case["flags"] == [[{**views, **quiet}, views, quiet], "exact"]
         assert case["batch norm"] == [[views], "exact"]
-        assert case["own views"] == [[[quiet], "exact"], "the script already sets gradient_as_bucket_view, and no buffer broadcast can be skipped"]
+        assert case["own views"] == [
+            [[quiet], "exact"],
+            "the script already sets gradient_as_bucket_view, and no buffer broadcast can be skipped",
+        ]
         assert case["compression"] == [["bf16", "fp16"], None]
         assert case["hooked"] == ["the script has registered its own communication hook, which stays"] * 2
-        assert case["single"] == ["the program's DistributedDataParallel has one rank, so nothing is exchanged"] * 2
-        assert case["frozen"] == ["the program's DistributedDataParallel uses parameters that were frozen later, which this lever does not support"] * 2
+        assert (
+            case["single"]
+            == ["the program's DistributedDataParallel has one rank, so nothing is exchanged"] * 2
+        )
+        assert (
+            case["frozen"]
+            == [
+                "the program's DistributedDataParallel uses parameters that were frozen later, which this lever does not support"
+            ]
+            * 2
+        )
 
 
-@pytest.mark.parametrize(("way", "within", "first"), [("bf16", 2.0**-7, 3), ("fp16", 2.0**-10, 4), ("powersgd", 0.5, 4)])
+@pytest.mark.parametrize(
+    ("way", "within", "first"), [("bf16", 2.0**-7, 3), ("fp16", 2.0**-10, 4), ("powersgd", 0.5, 4)]
+)
 def test_fewer_bytes_within_rounding_and_off_again_bit_for_bit(two, way, within, first):
     """float16 learns the scale of each bucket in an uncompressed pass; PowerSGD was told to leave one pass
     uncompressed.
@@ -200,7 +258,9 @@ def test_ranks_of_torchrun_switch_together(tmp_path):
 def test_a_lever_left_out_later_is_reported_in_a_real_run(flatout):
     """The first passes are observed, and by then flatout has already reported the levers that it applies."""
     program = PROGRAM.with_name("ddp_training.py")
-    under = flatout("run", "--plan", "none", "--with", "ddp_flags", "python", *TORCHRUN, str(program), ".", "12", "keeps")
+    under = flatout(
+        "run", "--plan", "none", "--with", "ddp_flags", "python", *TORCHRUN, str(program), ".", "12", "keeps"
+    )
     assert under.code == 0, under.err
     assert "applied ddp_flags(gradient_as_bucket_view=True, broadcast_buffers=False)" in under.err
     assert under.err.count(f"flatout: ddp_flags: gradient_as_bucket_view is not used: {KEEPS}") == 1

@@ -32,7 +32,13 @@ def test_the_shares_are_the_batch(samples, world):
         assert all(part.weight == pytest.approx(part.size / samples) for part in shares)
 
 
-@given(length=st.integers(1, 60), batch=st.integers(1, 13), world=st.integers(1, 5), drop_last=st.booleans(), ahead=st.integers(1, 4))
+@given(
+    length=st.integers(1, 60),
+    batch=st.integers(1, 13),
+    world=st.integers(1, 5),
+    drop_last=st.booleans(),
+    ahead=st.integers(1, 4),
+)
 def test_prefetched_batches_keep_their_shares(length, batch, world, drop_last, ahead):
     """Workers prepare several batches before the first is used; used in order, each finds its own share."""
     whole = torch.utils.data.BatchSampler(range(length), batch, drop_last)
@@ -46,7 +52,7 @@ def test_prefetched_batches_keep_their_shares(length, batch, world, drop_last, a
                 taken.append((waiting.pop(0), iterator.drawn.popleft()))
         taken += [(indices, iterator.drawn.popleft()) for indices in waiting]
         for (indices, part), plain in zip(taken, whole, strict=True):
-            assert indices == plain[part.start:part.stop]
+            assert indices == plain[part.start : part.stop]
             assert part.samples == len(plain)
 
 
@@ -64,7 +70,7 @@ def test_the_common_stream_is_the_plain_one(draws):
         for what in draws:
             with getattr(streams, what)():
                 (own if what == "own" else common).append(float(torch.rand(())))
-        assert common == plain[:len(common)]
+        assert common == plain[: len(common)]
         drawn[rank] = own
     assert not set(drawn[0]) & set(drawn[1])
 
@@ -85,15 +91,27 @@ def test_random_decisions_of_the_script_agree_on_all_ranks():
     assert not set(seen[0][1]) & set(seen[1][1])
 
 
-@pytest.mark.parametrize("value", [True, {"reduction": "median"}, {"loaders": "first"}, {"what": 1}, {"batches": 3}])
+@pytest.mark.parametrize(
+    "value", [True, {"reduction": "median"}, {"loaders": "first"}, {"what": 1}, {"batches": 3}]
+)
 def test_an_invalid_split_is_rejected_with_an_error(value):
     with pytest.raises(TypeError, match=r"\w+ \w+"):
         SplitSettings.read(value)
 
 
-@given(value=st.fixed_dictionaries({}, optional={"reduction": st.sampled_from(["mean", "sum"]), "batches": st.sampled_from(["index", "cut", "door"]),
-                                                 "loaders": st.lists(st.integers(0, 9), max_size=3).map(lambda found: ",".join(map(str, found)))}))
+@given(
+    value=st.fixed_dictionaries(
+        {},
+        optional={
+            "reduction": st.sampled_from(["mean", "sum"]),
+            "batches": st.sampled_from(["index", "cut", "door"]),
+            "loaders": st.lists(st.integers(0, 9), max_size=3).map(lambda found: ",".join(map(str, found))),
+        },
+    )
+)
 def test_a_split_reads_what_it_wrote(value):
     division = SplitSettings.read(value)
     assert SplitSettings.read(division.to_value()) == division
-    assert {name: getattr(division, name) for name in value if name != "loaders"} == {name: value[name] for name in value if name != "loaders"}
+    assert {name: getattr(division, name) for name in value if name != "loaders"} == {
+        name: value[name] for name in value if name != "loaders"
+    }

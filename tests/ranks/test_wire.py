@@ -11,7 +11,10 @@ import pytest
 
 PROGRAM = Path(__file__).with_name("wire_cases.py")
 DIGITS = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # half a unit in the last place, of a number
-SINKS = {"bf16": 0.0, "fp16": 2.0**-30}  # of the largest number in the bucket: below that float16 has no digits left
+SINKS = {
+    "bf16": 0.0,
+    "fp16": 2.0**-30,
+}  # of the largest number in the bucket: below that float16 has no digits left
 ROUNDINGS = 3  # of each rank's part, and of their sum
 pytestmark = pytest.mark.timeout(150)
 
@@ -31,8 +34,11 @@ def rounded(got, right, way, scale=1.0):
     than the sum.
     """
     largest = max(map(abs, right)) * scale
-    return all(abs(x - scale * y) <= ROUNDINGS * DIGITS[way] * (abs(scale * y) + 0.25 * largest) + SINKS[way] * largest
-               for x, y in zip(got, right, strict=True))
+    return all(
+        abs(x - scale * y)
+        <= ROUNDINGS * DIGITS[way] * (abs(scale * y) + 0.25 * largest) + SINKS[way] * largest
+        for x, y in zip(got, right, strict=True)
+    )
 
 
 def test_half_the_bytes_and_the_gradient_but_for_rounding(found):
@@ -56,12 +62,20 @@ def test_no_rank_sends_what_another_does_not_expect(found):
     for rank in found:
         assert [rank["ways"][f"{way} late"] for way in DIGITS] == [rank["ways"]["plain"][0]["sent"]] * 2
         assert rank["ways"]["wanted again"]
-        assert rank["ways"]["offered"] == [["bf16", "fp16"], "all bucket sizes that this lever tries give the same buckets"]
+        assert rank["ways"]["offered"] == [
+            ["bf16", "fp16"],
+            "all bucket sizes that this lever tries give the same buckets",
+        ]
 
 
 def test_the_exchange_is_observed_inside_the_backward_pass(found):
     ways = found[0]["ways"]
-    assert ways["events"] == ["backward begins", "exchange begins", ["exchange ends", ways["plain"][0]["sent"]], "backward ends"]
+    assert ways["events"] == [
+        "backward begins",
+        "exchange begins",
+        ["exchange ends", ways["plain"][0]["sent"]],
+        "backward ends",
+    ]
 
 
 def test_float16_neither_overflows_nor_underflows(found):
@@ -72,9 +86,17 @@ def test_float16_neither_overflows_nor_underflows(found):
     for rank in found:
         case, whole = rank["extremes"], rank["ways"]["plain"][0]["sent"]
         assert max(case["plain"]) * 1e7 > 65504
-        assert [each["sent"] for each in case["large"]] == [whole, whole / 2, whole + whole / 2, whole / 2, whole / 2]
+        assert [each["sent"] for each in case["large"]] == [
+            whole,
+            whole / 2,
+            whole + whole / 2,
+            whole / 2,
+            whole / 2,
+        ]
         assert [each["sent"] for each in case["small"]] == [whole + whole / 2, whole / 2, whole / 2]
-        for each, scale in zip((*case["large"], *case["small"]), (1e7, 1e7, 1e12, 1e12, 1e12, 1e-9, 1e-9, 1e-9), strict=True):
+        for each, scale in zip(
+            (*case["large"], *case["small"]), (1e7, 1e7, 1e12, 1e12, 1e12, 1e-9, 1e-9, 1e-9), strict=True
+        ):
             assert rounded(each["gradient"], case["plain"], "fp16", scale), scale
 
 

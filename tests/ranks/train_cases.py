@@ -27,7 +27,10 @@ class Numbered(torch.utils.data.Dataset):
 
     def __init__(self, length, dtype):
         draw = torch.Generator().manual_seed(1)
-        self.x, self.y = torch.randn(length, 6, generator=draw, dtype=dtype), torch.randint(0, 3, (length,), generator=draw)
+        self.x, self.y = (
+            torch.randn(length, 6, generator=draw, dtype=dtype),
+            torch.randint(0, 3, (length,), generator=draw),
+        )
 
     def __len__(self):
         return len(self.x)
@@ -47,13 +50,24 @@ def train(case):
     torch.manual_seed(case["seed"])
     dtype = getattr(torch, case["dtype"])
     data = Numbered(case["length"], dtype)
-    loader = torch.utils.data.DataLoader(data, batch_size=case["batch"], shuffle=case["shuffle"], drop_last=case["drop_last"], num_workers=case["workers"])
+    loader = torch.utils.data.DataLoader(
+        data,
+        batch_size=case["batch"],
+        shuffle=case["shuffle"],
+        drop_last=case["drop_last"],
+        num_workers=case["workers"],
+    )
     between = [nn.BatchNorm1d(8)] if case["batchnorm"] else []
     body = nn.Sequential(nn.Linear(6, 8), *between, nn.Tanh(), nn.Dropout(case["dropout"])).to(dtype)
     head, unused = nn.Linear(8, 3).to(dtype), nn.Linear(8, 3).to(dtype)
     model = nn.ModuleDict({"body": body, "head": head, "unused": unused})
-    make = {"sgd": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9), "adam": lambda ps: torch.optim.AdamW(ps, lr=1e-2)}[case["optimizer"]]
-    optimizers = [make(body.parameters()), make(head.parameters())] if case["two"] else [make(model.parameters())]
+    make = {
+        "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9),
+        "adam": lambda ps: torch.optim.AdamW(ps, lr=1e-2),
+    }[case["optimizer"]]
+    optimizers = (
+        [make(body.parameters()), make(head.parameters())] if case["two"] else [make(model.parameters())]
+    )
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9) for optimizer in optimizers]
     found = {"gradients": None, "losses": [], "epochs": []}
     steps = 0
@@ -70,7 +84,9 @@ def train(case):
             if case["clip"]:
                 nn.utils.clip_grad_norm_(model.parameters(), case["clip"])
             if found["gradients"] is None:
-                found["gradients"] = [p.grad.flatten().tolist() for p in (*body.parameters(), *head.parameters())]
+                found["gradients"] = [
+                    p.grad.flatten().tolist() for p in (*body.parameters(), *head.parameters())
+                ]
             for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
                 optimizer.step()
                 optimizer.zero_grad()
@@ -79,7 +95,9 @@ def train(case):
             if steps == case["steps"]:
                 break
     assert all(p.grad is None for p in unused.parameters())
-    found["weights"] = [p.detach().double().flatten().tolist() for p in (*model.parameters(), *model.buffers())]
+    found["weights"] = [
+        p.detach().double().flatten().tolist() for p in (*model.parameters(), *model.buffers())
+    ]
     return found
 
 

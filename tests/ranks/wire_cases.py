@@ -1,6 +1,6 @@
 """Records the communication between two ranks in OUT/<rank>.json, for test_wire.py.
 
-    python wire_cases.py OUT
+python wire_cases.py OUT
 """
 
 import json
@@ -54,14 +54,24 @@ class Program:
     def __init__(self, dtype=torch.float32, width=24, rate=0.0):
         self.ledger, self.observed = Ledger(), ExchangeRecorder()
         self.context = TrainingContext(torch, self.observed, self.ledger)
-        self.divided = DataParallelScript(torch, self.context, replace(PLACE, meeting=f"{PLACE.meeting}{next(MEETINGS)}"), SplitSettings(), self.ledger)
+        self.divided = DataParallelScript(
+            torch,
+            self.context,
+            replace(PLACE, meeting=f"{PLACE.meeting}{next(MEETINGS)}"),
+            SplitSettings(),
+            self.ledger,
+        )
         self.divided.install()
         self.context.install()  # as in a run: the hook of the backward pass also covers the exchange inside it
         self.ledger.set(self.context, "divided", self.divided)
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(12, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3)).to(dtype)
+        self.model = nn.Sequential(
+            nn.Linear(12, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3)
+        ).to(dtype)
         draw = torch.Generator().manual_seed(1)
-        data = torch.utils.data.TensorDataset(torch.randn(16, 12, generator=draw, dtype=dtype), torch.randint(0, 3, (16,), generator=draw))
+        data = torch.utils.data.TensorDataset(
+            torch.randn(16, 12, generator=draw, dtype=dtype), torch.randint(0, 3, (16,), generator=draw)
+        )
         self.loader = torch.utils.data.DataLoader(data, batch_size=16)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=rate)
 
@@ -73,8 +83,13 @@ class Program:
             (nn.functional.cross_entropy(self.model(x), y) * scale).backward()
             self.optimizer.step()
         traffic = self.divided.exchange.traffic
-        return {"sent": traffic.sent_bytes, "collectives": traffic.collectives, "buckets": traffic.buckets, "early": traffic.left_early,
-                "gradient": torch.cat([p.grad.reshape(-1) for p in self.model.parameters()]).tolist()}
+        return {
+            "sent": traffic.sent_bytes,
+            "collectives": traffic.collectives,
+            "buckets": traffic.buckets,
+            "early": traffic.left_early,
+            "gradient": torch.cat([p.grad.reshape(-1) for p in self.model.parameters()]).tolist(),
+        }
 
     def passes(self, number, **options):
         return [self.backward(**options) for _ in range(number)]
@@ -86,7 +101,10 @@ class Program:
 def ways():
     """One program whose encoding changes while it runs; rank 1 learns of each change one pass later."""
     program, found = Program(), {}
-    found["offered"] = [compression.applies(FACTS, program.context).values, buckets.applies(FACTS, program.context).reason]
+    found["offered"] = [
+        compression.applies(FACTS, program.context).values,
+        buckets.applies(FACTS, program.context).reason,
+    ]
     found["plain"] = program.passes(3)
     for way in ("bf16", "fp16"):
         ledger = Ledger()
@@ -102,7 +120,9 @@ def ways():
         undo()
         program.backward()
     found["plain again"] = program.backward()
-    found["wanted again"] = program.divided.wanted == program.divided.terms and program.divided.terms.way.name == "plain"
+    found["wanted again"] = (
+        program.divided.wanted == program.divided.terms and program.divided.terms.way.name == "plain"
+    )
     bad = compression.known_bad(program.context, "bf16", Ledger())
     found["bad"] = program.passes(2)[1]["gradient"]
     bad()
@@ -172,9 +192,12 @@ def courses():
                 losses.append(loss.item())
                 program.optimizer.step()
         kind = way if isinstance(way, str) else "plain" if way is None else "powersgd"
-        found[kind] = {"losses": losses, "sent": program.divided.exchange.traffic.sent_bytes,
-                       "weights": torch.cat([p.detach().reshape(-1) for p in program.model.parameters()]).tolist(),
-                       "reports": [words for name, words in program.context.reports if name == "comm_compression"]}
+        found[kind] = {
+            "losses": losses,
+            "sent": program.divided.exchange.traffic.sent_bytes,
+            "weights": torch.cat([p.detach().reshape(-1) for p in program.model.parameters()]).tolist(),
+            "reports": [words for name, words in program.context.reports if name == "comm_compression"],
+        }
         program.leave()
     return found
 
@@ -205,15 +228,31 @@ def powersgd():
 
     means = [mean(torch.cat([each.reshape(-1) for each in step])) for step in steps]
     full = PowerSGD(torch, 2, 99, after=0, saving=0.0)
-    found = {"full rank": max(float((sent(full, parameters, step)[0] - right).abs().max()) for step, right in zip(steps, means, strict=True))}
+    found = {
+        "full rank": max(
+            float((sent(full, parameters, step)[0] - right).abs().max())
+            for step, right in zip(steps, means, strict=True)
+        )
+    }
 
     thin, taken = PowerSGD(torch, 2, 1, after=2, saving=0.0), []
     for step in steps:
         got, bucket_queue = sent(thin, parameters, step)
         taken.append(got)
-    kept = mean(torch.cat([thin.errors[p].reshape(-1) if p in thin.errors else torch.zeros(p.numel(), dtype=torch.float64) for p in parameters]))
+    kept = mean(
+        torch.cat(
+            [
+                thin.errors[p].reshape(-1)
+                if p in thin.errors
+                else torch.zeros(p.numel(), dtype=torch.float64)
+                for p in parameters
+            ]
+        )
+    )
     found["rank one, sum"] = float((sum(taken) + kept - sum(means)).abs().max())
-    found["rank one, each"] = [float((got - right).norm() / right.norm()) for got, right in zip(taken, means, strict=True)]
+    found["rank one, each"] = [
+        float((got - right).norm() / right.norm()) for got, right in zip(taken, means, strict=True)
+    ]
     found["rank one, numbers"] = bucket_queue.sent_bytes / 8
     found["rank one, collectives"] = bucket_queue.collectives
     found["same"] = float((2 * mean(taken[-1]) - 2 * taken[-1]).abs().max())
@@ -239,7 +278,10 @@ def beside_torch(steps, parameters):
             return 0
 
         def gradients(self):
-            return [part.view(shape) for part, shape in zip(self.flat.split([p.numel() for p in parameters]), SHAPES, strict=True)]
+            return [
+                part.view(shape)
+                for part, shape in zip(self.flat.split([p.numel() for p in parameters]), SHAPES, strict=True)
+            ]
 
         def parameters(self):
             return parameters
@@ -247,7 +289,9 @@ def beside_torch(steps, parameters):
         def is_last(self):
             return True
 
-    state = powerSGD_hook.PowerSGDState(torch.distributed.group.WORLD, 2, start_powerSGD_iter=2, min_compression_rate=1.0)
+    state = powerSGD_hook.PowerSGDState(
+        torch.distributed.group.WORLD, 2, start_powerSGD_iter=2, min_compression_rate=1.0
+    )
     for step in steps[:3]:  # two passes uncompressed, then a compressed one
         powerSGD_hook.powerSGD_hook(state, Bucket(step)).wait()
     mine, apart = PowerSGD(torch, 2, 2, after=0, saving=0.0), []
@@ -257,7 +301,7 @@ def beside_torch(steps, parameters):
     begin = 0
     for p in thin:  # their Qs are stored one after another
         size = (p.numel() // p.shape[0]) * 2
-        mine.queries[p] = queries[begin:begin + size].view(-1, 2).clone()
+        mine.queries[p] = queries[begin : begin + size].view(-1, 2).clone()
         begin += size
     for p, part in zip(parameters, error, strict=True):
         if p.dim() > 1:

@@ -20,25 +20,58 @@ EXAMPLES = GPU / "programs"
 LIMIT_S = 120
 
 
-def surroundings(cards: int = 2, mib: int = stand_in.MIB, waits: Path | None = None, kernel_us: int = 0, **more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLATOUT_", "PYTEST_", "CUDA_"))}
-    return stand_in.environment({**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "120", **more}, cards, mib, waits, kernel_us)
+def surroundings(
+    cards: int = 2, mib: int = stand_in.MIB, waits: Path | None = None, kernel_us: int = 0, **more: str
+) -> dict[str, str]:
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("FLATOUT_", "PYTEST_", "CUDA_"))
+    }
+    return stand_in.environment(
+        {**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "120", **more}, cards, mib, waits, kernel_us
+    )
 
 
-def on_cards(folder: Path, *command: str, cards: int = 2, mib: int = stand_in.MIB, waits: Path | None = None,
-             kernel_us: int = 0, **more: str) -> subprocess.CompletedProcess[str]:
+def on_cards(
+    folder: Path,
+    *command: str,
+    cards: int = 2,
+    mib: int = stand_in.MIB,
+    waits: Path | None = None,
+    kernel_us: int = 0,
+    **more: str,
+) -> subprocess.CompletedProcess[str]:
     """Runs ``command`` in ``folder``; ``python`` and ``flatout`` are this environment's."""
     env = surroundings(cards, mib, waits, kernel_us, **more)
-    whole = {"python": [sys.executable], "flatout": [sys.executable, "-m", "flatout"]}.get(command[0], [command[0]])
-    return subprocess.run([*whole, *command[1:]], cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    whole = {"python": [sys.executable], "flatout": [sys.executable, "-m", "flatout"]}.get(
+        command[0], [command[0]]
+    )
+    return subprocess.run(
+        [*whole, *command[1:]],
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
 
 
 def interrupted(folder: Path, after: int, *command: str) -> list[str]:
     """Runs flatout's ``command``, ends it with SIGTERM after that many lines, and returns everything that it
     printed.
     """
-    first = subprocess.Popen([sys.executable, "-m", "flatout", *command], cwd=folder, env=surroundings(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                             stderr=subprocess.PIPE, text=True)
+    first = subprocess.Popen(
+        [sys.executable, "-m", "flatout", *command],
+        cwd=folder,
+        env=surroundings(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     said = []
     for line in first.stdout:
         said.append(line.rstrip("\n"))

@@ -23,6 +23,8 @@ def counted_replay(graph):
 
 
 torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.replay = capture_begin, counted_replay
-atexit.register(lambda: print(f"graphs: {COUNT['recorded']} recorded, {COUNT['replayed']} replayed", file=sys.stderr))
+atexit.register(
+    lambda: print(f"graphs: {COUNT['recorded']} recorded, {COUNT['replayed']} replayed", file=sys.stderr)
+)
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

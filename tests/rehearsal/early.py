@@ -105,6 +105,7 @@ def a_write_through_data_in_each_step():
 @case
 def a_collective():
     """gloo counts its writes. NCCL does not, and has no stand-in, so the test makes the write itself."""
+
     def exchanged(loss, step):
         torch.distributed.broadcast(loss.data, 0)
         if step > LATER:
@@ -112,7 +113,9 @@ def a_collective():
         same(loss, step)
 
     with tempfile.TemporaryDirectory() as folder, Training() as training:
-        torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.FileStore(f"{folder}/store", 1), rank=0, world_size=1
+        )
         training.steps(exchanged)
         torch.distributed.destroy_process_group()
 
@@ -276,7 +279,11 @@ def values_that_the_script_holds():
                 if step == 1:
                     training.apply()
                 outputs = training.model(training.x)
-                largest, several, self.least = outputs.max().detach(), {"mean": outputs.mean().detach(), "both": 1}, outputs.min().detach()
+                largest, several, self.least = (
+                    outputs.max().detach(),
+                    {"mean": outputs.mean().detach(), "both": 1},
+                    outputs.min().detach(),
+                )
                 listed = [outputs.sum().detach(), None]
                 outputs.square().mean().backward()
                 norm = nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
@@ -291,10 +298,14 @@ def values_that_the_script_holds():
 
 @case
 def a_model_that_is_compiled():
-    whole = torch.compile(lambda x, held: held.copy_(x).to("cuda:0").square().mean(), backend="eager", fullgraph=True)
+    whole = torch.compile(
+        lambda x, held: held.copy_(x).to("cuda:0").square().mean(), backend="eager", fullgraph=True
+    )
     parts = torch.compile(lambda x: x * x.max().item(), backend="eager")
     with Training() as training:
-        training.steps(same, loss_of=lambda outputs: whole(outputs, torch.zeros_like(outputs)) + parts(outputs).mean())
+        training.steps(
+            same, loss_of=lambda outputs: whole(outputs, torch.zeros_like(outputs)) + parts(outputs).mean()
+        )
 
 
 @case
@@ -336,12 +347,43 @@ def switched_off_and_on():
 def anything_in_any_order():
     """Random writes and reads, each compared with the value on the device."""
     chance = random.Random(0)
-    aliases = [lambda x: x, lambda x: x.detach(), lambda x: x.data, lambda x: x.view(1), lambda x: x.detach().view(1, 1), lambda x: x * 1]
-    writes = [lambda x: None, lambda x: None, lambda x: x.detach().add_(1), lambda x: x.detach().view(1).zero_(), lambda x: x.detach().copy_(torch.ones(()))]
-    reads = [lambda x: x.item(), float, lambda x: float(int(x)), lambda x: x.flatten().tolist()[0], lambda x: float(f"{x.sum():.9e}"), lambda x: x.cpu().item(),
-             lambda x: x.to("cpu").item(), lambda x: x.to(device=torch.device("cpu")).item(), lambda x: float(bool(x))]
-    seen = [plainly, plainly, lambda x: float(int(plainly(x))), plainly, lambda x: float(f"{plainly(x):.9e}"), plainly, plainly, plainly,
-            lambda x: float(bool(plainly(x)))]
+    aliases = [
+        lambda x: x,
+        lambda x: x.detach(),
+        lambda x: x.data,
+        lambda x: x.view(1),
+        lambda x: x.detach().view(1, 1),
+        lambda x: x * 1,
+    ]
+    writes = [
+        lambda x: None,
+        lambda x: None,
+        lambda x: x.detach().add_(1),
+        lambda x: x.detach().view(1).zero_(),
+        lambda x: x.detach().copy_(torch.ones(())),
+    ]
+    reads = [
+        lambda x: x.item(),
+        float,
+        lambda x: float(int(x)),
+        lambda x: x.flatten().tolist()[0],
+        lambda x: float(f"{x.sum():.9e}"),
+        lambda x: x.cpu().item(),
+        lambda x: x.to("cpu").item(),
+        lambda x: x.to(device=torch.device("cpu")).item(),
+        lambda x: float(bool(x)),
+    ]
+    seen = [
+        plainly,
+        plainly,
+        lambda x: float(int(plainly(x))),
+        plainly,
+        lambda x: float(f"{plainly(x):.9e}"),
+        plainly,
+        plainly,
+        plainly,
+        lambda x: float(bool(plainly(x))),
+    ]
 
     def by_chance(loss, step):
         if step < 4 or chance.randrange(2):

@@ -59,11 +59,15 @@ class Training:
             self.context.install()
         self.steps(2)
         if recorded:
-            assert not isinstance(LEVER.applies(Facts(), self.context), Skip), LEVER.applies(Facts(), self.context)
+            assert not isinstance(LEVER.applies(Facts(), self.context), Skip), LEVER.applies(
+                Facts(), self.context
+            )
             self.undo = LEVER.apply(self.context, True, Ledger())
 
     def batch(self, rows=6):
-        return torch.randn(rows, 8, generator=self.source).to(DEVICE), torch.randint(3, (rows,), generator=self.source).to(DEVICE)
+        return torch.randn(rows, 8, generator=self.source).to(DEVICE), torch.randint(
+            3, (rows,), generator=self.source
+        ).to(DEVICE)
 
     def step(self, loss=None, **batch):
         x, y = self.batch(**batch)
@@ -103,7 +107,9 @@ def counterparts(train, model, least=20, said="", **more):
         return f"it gave up: {reports}"
     if REPLAYS[0] - before < least:
         return f"{REPLAYS[0] - before} replays"
-    off = [at for at, (one, other) in enumerate(zip(expected, found, strict=True)) if not torch.equal(one, other)]
+    off = [
+        at for at, (one, other) in enumerate(zip(expected, found, strict=True)) if not torch.equal(one, other)
+    ]
     return f"{len(off)} of {len(found)} tensors differ, the first is {off[0]}" if off else ""
 
 
@@ -124,6 +130,7 @@ def a_layer_in_evaluation_mode_for_a_while():
         t.steps(8)
         t.model[2].train()
         t.steps(8)
+
     return counterparts(train, lambda: small(nn.BatchNorm1d(16)))
 
 
@@ -142,6 +149,7 @@ def an_attribute_that_the_script_sets():
         t.steps(12)
         t.model.factor = 0.5
         t.steps(12)
+
     return counterparts(train, Scaled)
 
 
@@ -152,6 +160,7 @@ def weights_that_get_other_memory():
         for p in t.model.parameters():
             p.data = p.data.clone()
         t.steps(12)
+
     return counterparts(train, small)
 
 
@@ -161,6 +170,7 @@ def layers_that_are_frozen_and_thawed():
         for frozen in (True, False, True):
             t.model[0].requires_grad_(not frozen)
             t.steps(8)
+
     return counterparts(train, small)
 
 
@@ -182,10 +192,12 @@ def a_number_outside_of_the_modules_is_found_by_a_check():
     """The value is set before the second replay, which is compared with an eager pass; the replays until then
     were right.
     """
+
     def train(t):
         t.steps(3)  # monitored, recorded at the third call
         OUTSIDE["factor"] = 2.0
         t.steps(6)
+
     return counterparts(train, Global, least=0, said="does not repeat its recording")
 
 
@@ -204,7 +216,12 @@ class Elsewhere(nn.Module):
 
 @case
 def a_tensor_outside_of_the_modules():
-    return counterparts(lambda t: t.steps(8), Elsewhere, least=0, said="uses a tensor that is neither an input nor belongs to a module")
+    return counterparts(
+        lambda t: t.steps(8),
+        Elsewhere,
+        least=0,
+        said="uses a tensor that is neither an input nor belongs to a module",
+    )
 
 
 class Drawing(nn.Module):
@@ -265,6 +282,7 @@ def outputs_and_gradients_that_are_kept():
             t.optimizer.step()
         t.found += [*(each.detach() for each in outputs), *gradients]
         t.steps(24)
+
     return counterparts(train, small)
 
 
@@ -277,6 +295,7 @@ def gradients_that_add_up():
                 x, y = t.batch()
                 F.cross_entropy(t.model(x), y).backward()
             t.optimizer.step()
+
     return counterparts(train, small)
 
 
@@ -291,6 +310,7 @@ def two_passes_before_their_backward_passes():
             F.cross_entropy(second, d).backward()
             t.optimizer.step()
             t.found += [first.detach(), second.detach()]
+
     return counterparts(train, lambda: small(nn.Dropout(0.3)))
 
 
@@ -306,6 +326,7 @@ def a_graph_that_is_retained():
             output.square().sum().backward()
             t.optimizer.step()
             t.found.append(output.detach())
+
     return counterparts(train, lambda: small(nn.Dropout(0.3)))
 
 
@@ -324,12 +345,16 @@ def an_output_that_is_used_later_only():
     """Weights that no gradient reaches keep None: an optimizer with weight decay would change
     them otherwise.
     """
+
     def train(t):
         t.steps(8)
         t.found.append(torch.tensor([p.grad is None for p in t.model.other.parameters()]))
         t.steps(8, loss=lambda found, y: F.cross_entropy(found["other"], y))
         t.steps(8)
-    return counterparts(train, TwoHeads, optimizer="AdamW", loss=lambda found, y: F.cross_entropy(found["one"], y))
+
+    return counterparts(
+        train, TwoHeads, optimizer="AdamW", loss=lambda found, y: F.cross_entropy(found["one"], y)
+    )
 
 
 @case
@@ -343,6 +368,7 @@ def autocast_of_the_script():
             loss.backward()
             t.optimizer.step()
             t.found.append(loss.detach())
+
     return counterparts(train, small)
 
 
@@ -350,16 +376,25 @@ def autocast_of_the_script():
 def a_state_that_is_loaded_again():
     def train(t):
         t.steps(8)
-        state = {name: value.clone() for name, value in t.model.state_dict().items()}, json_free(t.optimizer.state_dict())
+        state = (
+            {name: value.clone() for name, value in t.model.state_dict().items()},
+            json_free(t.optimizer.state_dict()),
+        )
         t.steps(8)
         t.model.load_state_dict(state[0])
         t.optimizer.load_state_dict(state[1])
         t.steps(8)
+
     return counterparts(train, small, optimizer="AdamW")
 
 
 def json_free(state):
-    return {"state": {at: {name: value.clone() for name, value in each.items()} for at, each in state["state"].items()}, "param_groups": state["param_groups"]}
+    return {
+        "state": {
+            at: {name: value.clone() for name, value in each.items()} for at, each in state["state"].items()
+        },
+        "param_groups": state["param_groups"],
+    }
 
 
 @case
@@ -368,6 +403,7 @@ def a_rate_that_changes_now_and_then():
         for rate in (0.01, 0.005, 0.0025):
             t.optimizer.param_groups[0]["lr"] = rate
             t.steps(24)
+
     return counterparts(train, small, optimizer="AdamW")
 
 
@@ -379,8 +415,13 @@ def hooks_of_an_optimizer():
     def train(t):
         t.optimizer.register_step_post_hook(lambda *_: calls.append(t.recorded))
         t.steps(12)
+
     off = counterparts(train, small, optimizer="RAdam", capturable=True)
-    return off or ("" if calls.count(True) == calls.count(False) == 12 else f"{calls.count(True)} and {calls.count(False)} calls")
+    return off or (
+        ""
+        if calls.count(True) == calls.count(False) == 12
+        else f"{calls.count(True)} and {calls.count(False)} calls"
+    )
 
 
 @case
@@ -391,6 +432,7 @@ def a_scheduler_that_is_made_afterwards():
         for _ in range(3):
             t.steps(24)
             schedule.step()
+
     return counterparts(train, small)
 
 
@@ -399,6 +441,7 @@ def shapes_that_come_once():
     def train(t):
         for rows in (6, 6, 6, 6, 2, 6, 6, 3, 6, 6, 6, 6):
             t.step(rows=rows)
+
     return counterparts(train, small)
 
 
@@ -435,7 +478,11 @@ def came_of(made):
 
 
 def main():
-    print(json.dumps({name: came_of(made) for name, made in CASES.items() if not sys.argv[1:] or name in sys.argv[1:]}))
+    print(
+        json.dumps(
+            {name: came_of(made) for name, made in CASES.items() if not sys.argv[1:] or name in sys.argv[1:]}
+        )
+    )
 
 
 if __name__ == "__main__":

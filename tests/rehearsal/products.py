@@ -29,7 +29,13 @@ class OperatorRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name, kwargs = function.name(), kwargs or {}
         if name.startswith(("aten::mm", "aten::addmm", "aten::linear")):
-            self.sizes |= {size for each in args if isinstance(each, torch.Tensor) for size in each.shape if size >= CLASSES}
+            self.sizes |= {
+                size
+                for each in args
+                if isinstance(each, torch.Tensor)
+                for size in each.shape
+                if size >= CLASSES
+            }
         self.triangle |= name == "aten::tril"
         if name == "aten::_safe_softmax":  # of scaled_dot_product_attention, in operators that the CPU has
             self.attention.append("causal" if self.triangle else "masked")
@@ -50,7 +56,9 @@ def products(dtype, classes=CLASSES, tf32=False, bias=True):
         ours = forward(x, weight, target, b, -100, "mean", 0.1, 7 if bias else 3, "plain", 0)
     plain = forward(x, weight, target, b, -100, "mean", 0.1, 7 if bias else 3, "plain", 1)
     pairs = [(a.float().cpu(), b.float().cpu()) for a, b in zip(ours, plain, strict=True)]
-    same = [a.shape == b.shape and torch.allclose(a, b, rtol=1e-2, atol=1e-3, equal_nan=True) for a, b in pairs]
+    same = [
+        a.shape == b.shape and torch.allclose(a, b, rtol=1e-2, atol=1e-3, equal_nan=True) for a, b in pairs
+    ]
     finite = bool(ours[2].float().isfinite().all().cpu())
     torch.backends.cuda.matmul.allow_tf32 = False
     return {"sizes": sorted(observed.sizes), "same": all(same), "finite": finite}
@@ -64,7 +72,11 @@ class Attention(nn.Module):
 
     def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        return ((q @ k.transpose(-2, -1) / 2).masked_fill(self.mask == 0, -math.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return (
+            ((q @ k.transpose(-2, -1) / 2).masked_fill(self.mask == 0, -math.inf).softmax(-1) @ v)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 def attention():
@@ -89,7 +101,26 @@ def attention():
     return found
 
 
-assert linear_cross_entropy(*(torch.randn(4, 8, device=CARD), torch.randn(9, 8, device=CARD), torch.zeros(4, dtype=torch.int64, device=CARD)),
-                            implementation="plain").shape == ()
-print(json.dumps({"bfloat16": products(torch.bfloat16), "float16": products(torch.float16, bias=False), "aligned": products(torch.bfloat16, 264),
-                  "float32": products(torch.float32), "tf32": products(torch.float32, tf32=True), "attention": attention()}))
+assert (
+    linear_cross_entropy(
+        *(
+            torch.randn(4, 8, device=CARD),
+            torch.randn(9, 8, device=CARD),
+            torch.zeros(4, dtype=torch.int64, device=CARD),
+        ),
+        implementation="plain",
+    ).shape
+    == ()
+)
+print(
+    json.dumps(
+        {
+            "bfloat16": products(torch.bfloat16),
+            "float16": products(torch.float16, bias=False),
+            "aligned": products(torch.bfloat16, 264),
+            "float32": products(torch.float32),
+            "tf32": products(torch.float32, tf32=True),
+            "attention": attention(),
+        }
+    )
+)

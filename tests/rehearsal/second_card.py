@@ -72,18 +72,41 @@ def triton_launches_where_the_tensors_are():
     from flatout.kernels.linear_cross_entropy import in_triton as of_loss
 
     seen = []
-    for module, name in ((of_norm, "_forward"), (of_norm, "_backward"), (of_augment, "_augment"), (of_adamw, "_step"), (of_loss, "_losses")):
+    for module, name in (
+        (of_norm, "_forward"),
+        (of_norm, "_backward"),
+        (of_augment, "_augment"),
+        (of_adamw, "_step"),
+        (of_loss, "_losses"),
+    ):
         seen.append(Launches(getattr(module, name)))
         setattr(module, name, seen[-1])
-    x, weight = torch.randn(4, 16, device=DEVICE, requires_grad=True), torch.ones(16, device=DEVICE, requires_grad=True)
+    x, weight = (
+        torch.randn(4, 16, device=DEVICE, requires_grad=True),
+        torch.ones(16, device=DEVICE, requires_grad=True),
+    )
     y = layer_norm(x, weight, implementation="triton")
     y.sum().backward()
     assert torch.allclose(y, functional.layer_norm(x, (16,), weight), atol=1e-5)
-    images, zeros = torch.randint(256, (2, 3, 8, 8), dtype=torch.uint8, device=DEVICE), torch.zeros(2, dtype=torch.long, device=DEVICE)
-    augment(images, zeros, zeros, zeros.bool(), [8, 8], torch.zeros(3, device=DEVICE), torch.ones(3, device=DEVICE), implementation="triton")
+    images, zeros = (
+        torch.randint(256, (2, 3, 8, 8), dtype=torch.uint8, device=DEVICE),
+        torch.zeros(2, dtype=torch.long, device=DEVICE),
+    )
+    augment(
+        images,
+        zeros,
+        zeros,
+        zeros.bool(),
+        [8, 8],
+        torch.zeros(3, device=DEVICE),
+        torch.ones(3, device=DEVICE),
+        implementation="triton",
+    )
     state = [[torch.zeros(9, device=DEVICE)] for _ in range(4)]
     adamw_(*state, 1, implementation="triton")
-    linear_cross_entropy(x, torch.randn(5, 16, device=DEVICE, requires_grad=True), zeros.repeat(2), implementation="triton").backward()
+    linear_cross_entropy(
+        x, torch.randn(5, 16, device=DEVICE, requires_grad=True), zeros.repeat(2), implementation="triton"
+    ).backward()
     assert [each.devices for each in seen] == [[1]] * 5
 
 
@@ -103,7 +126,9 @@ def data_may_fill_a_share_of_the_models_device():
     model = nn.Linear(4, 1).to(DEVICE)
     large, small = Gpu("large", 64 * 2**30, (9, 0)), Gpu("small", 8 * 2**30, (9, 0))
     assert RESIDENT.applies(Facts(gpus=(large, small)), context(model)).values == ({"mib": 2048},)
-    assert RESIDENT.applies(Facts(gpus=(small,)), context(model)).values == ({"mib": 2048},)  # it was requested alone
+    assert RESIDENT.applies(Facts(gpus=(small,)), context(model)).values == (
+        {"mib": 2048},
+    )  # it was requested alone
 
 
 @check
@@ -115,7 +140,9 @@ def an_error_is_looked_at_on_the_device_that_it_names():
         seen = failure_details.look(error)
     assert seen.facts["gpu"] == "Stand-in card 1"
     assert 4_000_000 <= seen.memory["parameters"] <= seen.memory["allocated"] < 50 * 2**20
-    assert failure_details.look(RuntimeError("CUDA error: out of memory")).facts["gpu"] == "Stand-in card 0"  # the fullest
+    assert (
+        failure_details.look(RuntimeError("CUDA error: out of memory")).facts["gpu"] == "Stand-in card 0"
+    )  # the fullest
     del held
 
 
@@ -124,10 +151,21 @@ def the_guard_keeps_its_results_on_the_host_where_the_models_card_is_nearly_full
     model = nn.Linear(1024, 1024).to(DEVICE)
     optimizer, x = torch.optim.SGD(model.parameters(), 0.1), torch.randn(8, 1024, device=DEVICE)
     found = context(model, optimizer)
-    step = [{"root": 0, "args": (x,), "kwargs": {}, "random": random_state(found), "autocast": ("cuda", torch.float16, False), "grads": {0: model(x).detach()}}]
+    step = [
+        {
+            "root": 0,
+            "args": (x,),
+            "kwargs": {},
+            "random": random_state(found),
+            "autocast": ("cuda", torch.float16, False),
+            "grads": {0: model(x).detach()},
+        }
+    ]
 
     def devices():
-        played = StepReplayer(found, Applier((), Facts(), found), copy.deepcopy(([model], [optimizer])), [0]).play([step])
+        played = StepReplayer(
+            found, Applier((), Facts(), found), copy.deepcopy(([model], [optimizer])), [0]
+        ).play([step])
         return {str(tensor.device) for tensor in (*played.outputs[0], *played.gradients[0], *played.updates)}
 
     assert devices() == {"cuda:1"}
@@ -141,7 +179,10 @@ def trying_out_a_loss_draws_nothing():
     def noisy(model, batch):
         return functional.mse_loss(functional.dropout(model(batch[0]), 0.5), batch[1])
 
-    model, batch = nn.Linear(8, 1).to(DEVICE), (torch.randn(6, 8, device=DEVICE), torch.randn(6, 1, device=DEVICE))
+    model, batch = (
+        nn.Linear(8, 1).to(DEVICE),
+        (torch.randn(6, 8, device=DEVICE), torch.randn(6, 1, device=DEVICE)),
+    )
     before = torch.cuda.get_rng_state(DEVICE)
     with contextlib.suppress(LoopError):  # it is random in evaluation, too
         Recogniser(torch, model, lambda part: noisy(model, part)).recognise(batch, 6)
@@ -194,7 +235,12 @@ def what_is_offloaded_comes_back_and_leaves_no_pinned_memory():
             assert torch.cuda.memory.host_memory_stats()["allocated_bytes.current"] >= 2**20
             undo()
             assert torch.cuda.memory.host_memory_stats()["allocated_bytes.current"] == 0
-            assert all(held.device == DEVICE for state in optimizer.state.values() for name, held in state.items() if name != "step")
+            assert all(
+                held.device == DEVICE
+                for state in optimizer.state.values()
+                for name, held in state.items()
+                if name != "step"
+            )
             step()
     finally:
         torch.set_default_device(None)
@@ -206,8 +252,18 @@ def tensors_of_two_cards_are_offloaded_beside_their_own_work():
     first, second = nn.Linear(256, 1024).to("cuda:0"), nn.Linear(1024, 256).to(DEVICE)
     hooks, gradients = OffloadHooks(torch, "cuda", least_bytes=1), []
     for offloaded in (False, True):
-        with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack) if offloaded else torch.enable_grad():
-            loss = functional.gelu(second(functional.gelu(first(torch.ones(64, 256, device="cuda:0"))).to(DEVICE))).square().mean()
+        with (
+            torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
+            if offloaded
+            else torch.enable_grad()
+        ):
+            loss = (
+                functional.gelu(
+                    second(functional.gelu(first(torch.ones(64, 256, device="cuda:0"))).to(DEVICE))
+                )
+                .square()
+                .mean()
+            )
         loss.backward()
         gradients.append([p.grad.cpu() for module in (first, second) for p in module.parameters()])
         first.zero_grad()
@@ -221,8 +277,17 @@ def tensors_of_two_cards_are_offloaded_beside_their_own_work():
 def an_overflow_on_the_device_leaves_the_step_out():
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    undo = AUTOCAST.apply(SimpleNamespace(torch=torch, device_type="cuda", roots=[], parameters=list(model.parameters()), optimizers=[optimizer]), "float16",
-                          Ledger())
+    undo = AUTOCAST.apply(
+        SimpleNamespace(
+            torch=torch,
+            device_type="cuda",
+            roots=[],
+            parameters=list(model.parameters()),
+            optimizers=[optimizer],
+        ),
+        "float16",
+        Ledger(),
+    )
     before = [p.detach().clone() for p in model.parameters()]
     (model(torch.ones(4, 8, device=DEVICE)).sum() * 1e38).backward()  # infinite at the leaves, after scaling
     optimizer.step()

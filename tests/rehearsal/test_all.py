@@ -53,7 +53,12 @@ def ran(command, folder):
 def test_a_row_that_fails_or_times_out_is_reported_and_the_rest_continues(command, tmp_path):
     done = ran(command(), tmp_path)
     assert done.returncode == 1
-    assert [state(tmp_path, name)["state"] for name in ("one", "two", "three", "four")] == ["done", "failed", "cut off", "done"]
+    assert [state(tmp_path, name)["state"] for name in ("one", "two", "three", "four")] == [
+        "done",
+        "failed",
+        "cut off",
+        "done",
+    ]
     assert "two: failed, 0 s: the card has gone" in done.stdout
     assert (tmp_path / "states" / "three.log").read_text() == "begun\n"
 
@@ -82,7 +87,14 @@ def test_no_row_starts_that_may_not_end_in_time(command, tmp_path):
 
 
 def test_the_list_and_names_that_are_not_in_it():
-    listed = subprocess.run([sys.executable, str(ALL), "--list"], capture_output=True, text=True, timeout=60, check=True).stdout
+    listed = subprocess.run(
+        [sys.executable, str(ALL), "--list"], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
     assert listed.splitlines()[0].startswith("runs")
     assert float(listed.split()[-2]) <= 1500
-    assert "choose from runs, tutorial" in subprocess.run([sys.executable, str(ALL), "--only", "nothing"], capture_output=True, text=True, timeout=60).stderr
+    assert (
+        "choose from runs, tutorial"
+        in subprocess.run(
+            [sys.executable, str(ALL), "--only", "nothing"], capture_output=True, text=True, timeout=60
+        ).stderr
+    )

@@ -37,9 +37,17 @@ with device:
 torch.cuda.set_device(0)
 print("current", torch.cuda.current_device())
 """
-OTHER = [("torch.cuda.manual_seed(1)", "torch.cuda.set_device(1)\ntorch.cuda.manual_seed(1)"), ("cuda:0", "cuda:1"), ("set_device(0)", "set_device(1)"),
-         ("[0]", "[1]"), ("device=0", "device=1"), ("cuda(0", "cuda(1"), ("device(0)", "device(1)"), ("allocated(0)", "allocated(1)"),
-         ('os.environ["CUDA_VISIBLE_DEVICES"] = "0"', "")]
+OTHER = [
+    ("torch.cuda.manual_seed(1)", "torch.cuda.set_device(1)\ntorch.cuda.manual_seed(1)"),
+    ("cuda:0", "cuda:1"),
+    ("set_device(0)", "set_device(1)"),
+    ("[0]", "[1]"),
+    ("device=0", "device=1"),
+    ("cuda(0", "cuda(1"),
+    ("device(0)", "device(1)"),
+    ("allocated(0)", "allocated(1)"),
+    ('os.environ["CUDA_VISIBLE_DEVICES"] = "0"', ""),
+]
 
 
 def edited(*edits):
@@ -60,7 +68,9 @@ def test_a_script_for_one_card_trains_on_the_other(tmp_path):
     assert plain.stdout.count("cuda:1 cuda:1") == 4, plain.stderr
     moved = on_cards(tmp_path, "flatout", "run", "--device", "cuda:1", "train.py")
     assert moved.stdout == plain.stdout, moved.stderr
-    assert moved.stderr.splitlines()[1:] == ["flatout: the script asks for cuda:0; --device cuda:1 runs it on cuda:1"]
+    assert moved.stderr.splitlines()[1:] == [
+        "flatout: the script asks for cuda:0; --device cuda:1 runs it on cuda:1"
+    ]
     alone = on_cards(tmp_path, "flatout", "run", "--device", "cuda:1", "twin.py")
     assert alone.stdout == plain.stdout
     assert len(alone.stderr.splitlines()) == 1  # there is no plan
@@ -70,23 +80,43 @@ def test_no_card_is_touched_on_the_cpu(tmp_path):
     """The script computes what a machine without cards computes, and a script that chooses its own cards
     chooses none.
     """
-    (tmp_path / "train.py").write_text(PROGRAM + "print(torch.cuda.is_initialized(), torch._C._cuda_getDeviceCount())")
-    with_cards, without = (on_cards(tmp_path, "flatout", "run", "--device", "cpu", "train.py", cards=cards) for cards in (2, 0))
+    (tmp_path / "train.py").write_text(
+        PROGRAM + "print(torch.cuda.is_initialized(), torch._C._cuda_getDeviceCount())"
+    )
+    with_cards, without = (
+        on_cards(tmp_path, "flatout", "run", "--device", "cpu", "train.py", cards=cards) for cards in (2, 0)
+    )
     assert with_cards.stdout.count("cpu cpu") == 4, with_cards.stderr
     assert with_cards.stdout == without.stdout
     assert with_cards.stdout.endswith("False 0\n")
 
 
-@pytest.mark.parametrize(("device", "seen"), [("cpu", "[]"), ("cuda:1", "['Stand-in card 1']"), ("cuda", "['Stand-in card 0', 'Stand-in card 1']")])
+@pytest.mark.parametrize(
+    ("device", "seen"),
+    [("cpu", "[]"), ("cuda:1", "['Stand-in card 1']"), ("cuda", "['Stand-in card 0', 'Stand-in card 1']")],
+)
 def test_levers_see_only_that_device(tmp_path, device, seen):
-    (tmp_path / "train.py").write_text("import json, os\nprint([gpu['name'] for gpu in json.load(open(os.environ['FLATOUT_JOB']))['facts']['gpus']])")
-    assert on_cards(tmp_path, "flatout", "run", "--device", device, "--with", "gc_pause", "train.py").stdout == f"{seen}\n"
+    (tmp_path / "train.py").write_text(
+        "import json, os\nprint([gpu['name'] for gpu in json.load(open(os.environ['FLATOUT_JOB']))['facts']['gpus']])"
+    )
+    assert (
+        on_cards(tmp_path, "flatout", "run", "--device", device, "--with", "gc_pause", "train.py").stdout
+        == f"{seen}\n"
+    )
 
 
-@pytest.mark.parametrize(("device", "says"), [
-    ("cuda:2", r"no device cuda:2\. torch sees cpu, cuda:0 \(.+\), cuda:1 \(.+\)\. Try `flatout run --device cuda:1 train\.py`"),
-    ("cuda", "the script names no accelerator: it trained on the CPU, and --device cuda had no effect"),
-])
+@pytest.mark.parametrize(
+    ("device", "says"),
+    [
+        (
+            "cuda:2",
+            r"no device cuda:2\. torch sees cpu, cuda:0 \(.+\), cuda:1 \(.+\)\. Try `flatout run --device cuda:1 train\.py`",
+        ),
+        ("cuda", "the script names no accelerator: it trained on the CPU, and --device cuda had no effect"),
+    ],
+)
 def test_messages(tmp_path, device, says):
-    (tmp_path / "train.py").write_text("import torch\nlayer = torch.nn.Linear(2, 2)\nlayer(torch.ones(1, 2)).sum().backward()\n")
+    (tmp_path / "train.py").write_text(
+        "import torch\nlayer = torch.nn.Linear(2, 2)\nlayer(torch.ones(1, 2)).sum().backward()\n"
+    )
     assert re.search(says, on_cards(tmp_path, "flatout", "run", "--device", device, "train.py").stderr)

@@ -15,7 +15,11 @@ CASES = re.findall(r"^@case\ndef (\w+)", (HERE / "early.py").read_text(encoding=
 WITH = ("flatout", "run", "--with", "early_values")
 GAN = (str(PROGRAMS / "gan.py"), "--epochs", "8", "--device", "cuda:1")
 READS = (str(PROGRAMS / "reads.py"), "--epochs", "4")
-RUNS = {"two models on the second card": GAN, "many kinds of reads": READS, "reads among accumulated passes": (*READS, "--accumulate", "2")}
+RUNS = {
+    "two models on the second card": GAN,
+    "many kinds of reads": READS,
+    "reads among accumulated passes": (*READS, "--accumulate", "2"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -55,20 +59,34 @@ def test_no_line_changes(name, plain, tmp_path):
     assert done.stdout.splitlines() == plain[0][name]
     assert "applied early_values" in done.stderr
     assert "early_values:" not in done.stderr
-    own = sum(count for (call, _, _), count in waits_in(tmp_path / "waits").items() if call == "cudaEventSynchronize")
+    own = sum(
+        count
+        for (call, _, _), count in waits_in(tmp_path / "waits").items()
+        if call == "cudaEventSynchronize"
+    )
     assert own >= 4 * (4 * 5 - 4), "the loss and three other values, in all steps but the first ones"
 
 
 def test_reads_wait_only_for_their_copies(plain, tmp_path):
     done = on_cards(tmp_path, *WITH, "python", *GAN, waits=tmp_path / "waits", kernel_us=100)
     assert done.stdout.splitlines() == plain[0]["two models on the second card"]
-    reads = sum(count for (call, file, _), count in plain[1].items() if call == "cudaStreamSynchronize" and file == GAN[0])
+    reads = sum(
+        count
+        for (call, file, _), count in plain[1].items()
+        if call == "cudaStreamSynchronize" and file == GAN[0]
+    )
     assert reads == 8 * 16 * 2  # epochs, steps, losses
     waited = waits_in(tmp_path / "waits")
-    whole = sum(count for (call, file, _), count in waited.items() if call == "cudaStreamSynchronize" and not file.endswith("nn/modules/module.py"))
+    whole = sum(
+        count
+        for (call, file, _), count in waited.items()
+        if call == "cudaStreamSynchronize" and not file.endswith("nn/modules/module.py")
+    )
     own = sum(count for (call, _, _), count in waited.items() if call == "cudaEventSynchronize")
     assert own >= reads - 8, waited  # all but those of the first steps
-    assert whole <= 8 + 2 * reads.bit_length(), waited  # those, and of each loss the reads number 1, 2, 4, 8, ..., which are made in both ways
+    assert whole <= 8 + 2 * reads.bit_length(), (
+        waited
+    )  # those, and of each loss the reads number 1, 2, 4, 8, ..., which are made in both ways
 
 
 def test_an_interrupted_run_resumes_to_the_same_lines(plain, tmp_path):
@@ -77,4 +95,11 @@ def test_an_interrupted_run_resumes_to_the_same_lines(plain, tmp_path):
     again = on_cards(tmp_path, "flatout", *command, waits=tmp_path / "waits")
     assert "resumed exactly after step" in again.stderr, again.stderr
     assert said + again.stdout.splitlines() == plain[0]["two models on the second card"]
-    assert sum(count for (call, _, _), count in waits_in(tmp_path / "waits").items() if call == "cudaEventSynchronize") > 64  # also after it has resumed
+    assert (
+        sum(
+            count
+            for (call, _, _), count in waits_in(tmp_path / "waits").items()
+            if call == "cudaEventSynchronize"
+        )
+        > 64
+    )  # also after it has resumed

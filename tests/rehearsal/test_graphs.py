@@ -14,7 +14,13 @@ pytestmark = needed()
 HERE = Path(__file__).parent
 RUNS = {
     "accumulation, clipping, a schedule by epochs": ["--accumulate", "3"],
-    "two models on the second card, one of them called twice a step": ["--optimizer", "AdamW", "--second", "--device", "cuda:1"],
+    "two models on the second card, one of them called twice a step": [
+        "--optimizer",
+        "AdamW",
+        "--second",
+        "--device",
+        "cuda:1",
+    ],
     "a forward pass that reads a value": ["--read"],
 }
 MOVING = ["--optimizer", "Adam", "--every-step"]
@@ -42,7 +48,16 @@ def plain(tmp_path_factory):
 
 def recorded(tmp_path, arguments):
     """Its lines with the step recorded, the numbers of graphs and replays, and flatout's messages."""
-    done = on_cards(tmp_path, "flatout", "run", "--with", "graphs", "python", str(HERE / "counted.py"), *program(arguments))
+    done = on_cards(
+        tmp_path,
+        "flatout",
+        "run",
+        "--with",
+        "graphs",
+        "python",
+        str(HERE / "counted.py"),
+        *program(arguments),
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     counts = re.search(r"graphs: (\d+) recorded, (\d+) replayed", done.stderr)
     return info(done.stdout), int(counts[1]), int(counts[2]), done.stderr
@@ -64,7 +79,11 @@ def values(line):
     return [float.fromhex(each) for each in line.split(": ")[1].split()]
 
 
-@pytest.mark.parametrize("arguments", [MOVING, PENALTY], ids=["a rate that moves in every step", "a gradient that is differentiated now and then"])
+@pytest.mark.parametrize(
+    "arguments",
+    [MOVING, PENALTY],
+    ids=["a rate that moves in every step", "a gradient that is differentiated now and then"],
+)
 def test_different_rounding_stays_close(arguments, plain, tmp_path):
     lines, graphs, replays, _ = recorded(tmp_path, arguments)
     assert replays > 60 > 4 * graphs
@@ -73,13 +92,29 @@ def test_different_rounding_stays_close(arguments, plain, tmp_path):
 
 
 CASES = (
-    "dropout_and_running_statistics", "a_layer_in_evaluation_mode_for_a_while", "an_attribute_that_the_script_sets", "weights_that_get_other_memory",
-    "layers_that_are_frozen_and_thawed", "a_number_outside_of_the_modules_is_found_by_a_check", "a_tensor_outside_of_the_modules",
-    "random_numbers_of_the_host", "a_pass_that_counts_its_calls", "recurrent_layers", "outputs_and_gradients_that_are_kept", "gradients_that_add_up",
-    "two_passes_before_their_backward_passes", "a_graph_that_is_retained", "an_output_that_is_used_later_only", "autocast_of_the_script",
-    "a_state_that_is_loaded_again", "a_rate_that_changes_now_and_then", "hooks_of_an_optimizer",
-    "a_scheduler_that_is_made_afterwards", "shapes_that_come_once",
-    "memory_of_a_recording_is_counted_and_given_back", "hooks_of_the_script_keep_a_module_eager",
+    "dropout_and_running_statistics",
+    "a_layer_in_evaluation_mode_for_a_while",
+    "an_attribute_that_the_script_sets",
+    "weights_that_get_other_memory",
+    "layers_that_are_frozen_and_thawed",
+    "a_number_outside_of_the_modules_is_found_by_a_check",
+    "a_tensor_outside_of_the_modules",
+    "random_numbers_of_the_host",
+    "a_pass_that_counts_its_calls",
+    "recurrent_layers",
+    "outputs_and_gradients_that_are_kept",
+    "gradients_that_add_up",
+    "two_passes_before_their_backward_passes",
+    "a_graph_that_is_retained",
+    "an_output_that_is_used_later_only",
+    "autocast_of_the_script",
+    "a_state_that_is_loaded_again",
+    "a_rate_that_changes_now_and_then",
+    "hooks_of_an_optimizer",
+    "a_scheduler_that_is_made_afterwards",
+    "shapes_that_come_once",
+    "memory_of_a_recording_is_counted_and_given_back",
+    "hooks_of_the_script_keep_a_module_eager",
 )
 
 

@@ -20,7 +20,7 @@ from flatout.trial.parent import Trial
 pytestmark = needed()
 GAN = str(PROGRAMS / "gan.py")
 LEVERS = "allocator,tf32,autocast,fused_optimizer,gc_pause,resident_data,loader,graphs"
-BESIDE_A_FULL_CARD = '''
+BESIDE_A_FULL_CARD = """
 import runpy, sys, torch
 def on_the_first_card(mib):
     return torch.empty(mib << 20, dtype=torch.uint8, device="cuda:0")
@@ -28,7 +28,7 @@ ballast = on_the_first_card(1500)
 torch.nn.modules.module.register_module_forward_hook(lambda *_: on_the_first_card(64).size(0) < 0 or None)  # for a moment, in each step
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
-'''
+"""
 ERRORS = r"\w+Error\b|INTERNAL ASSERT|raised|signal \d+"
 
 
@@ -37,7 +37,9 @@ def line_of(path, text):
 
 
 def test_tune_measures_the_levers_of_a_card(tmp_path):
-    done = on_cards(tmp_path, "flatout", "tune", "--no-write", "--budget", "30s", "--levers", LEVERS, "python", GAN)
+    done = on_cards(
+        tmp_path, "flatout", "tune", "--no-write", "--budget", "30s", "--levers", LEVERS, "python", GAN
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert not re.search(ERRORS, done.stdout), done.stdout
     (record,) = tmp_path.glob(".flatout/gan-*/session.json")
@@ -51,9 +53,13 @@ def test_a_trial_measures_an_optimizer_that_calls_its_closure(tmp_path):
     """It calls the closure for so long that its passes are measured: from the middle of the first step on, by
     the card's clock.
     """
-    done = on_cards(tmp_path, "flatout", "trial", "--steps", "8", "python", str(PROGRAMS / "closure.py"), "--pause", "0.4")
+    done = on_cards(
+        tmp_path, "flatout", "trial", "--steps", "8", "python", str(PROGRAMS / "closure.py"), "--pause", "0.4"
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(r"8 steps measured after \d+ warm-up steps, [\d.]+ ms per backward", done.stdout + done.stderr)
+    assert re.search(
+        r"8 steps measured after \d+ warm-up steps, [\d.]+ ms per backward", done.stdout + done.stderr
+    )
 
 
 def test_memory_and_time_are_those_of_the_models_card_without_our_own_use(tmp_path, monkeypatch):
@@ -62,7 +68,9 @@ def test_memory_and_time_are_those_of_the_models_card_without_our_own_use(tmp_pa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(BESIDE_A_FULL_CARD)
     command = understand([sys.executable, "train.py", GAN, "--device", "cuda:1"])
-    with Trial(command, TrialFolder(tmp_path / "trial"), Plan(), Facts(), table="flatout.diagnose.what_ifs:TABLE") as trial:
+    with Trial(
+        command, TrialFolder(tmp_path / "trial"), Plan(), Facts(), table="flatout.diagnose.what_ifs:TABLE"
+    ) as trial:
         assert trial.wait_ready(seconds() + LIMIT_S)["copies"] >= 3  # its own card, which is almost empty
         before = trial.ask({"do": "record"}, seconds() + LIMIT_S)["record"]["peak_memory_bytes"]
         assert trial.ask({"do": "replica", "choices": []}, seconds() + LIMIT_S)["replica"]["checks"]
@@ -74,19 +82,42 @@ def test_memory_and_time_are_those_of_the_models_card_without_our_own_use(tmp_pa
 
 def test_a_profile_finds_the_programs_reads_and_none_of_its_own(tmp_path):
     (tmp_path / "train.py").write_text(BESIDE_A_FULL_CARD)
-    done = on_cards(tmp_path, "flatout", "profile", "--steps", "8", "--budget", "12s", "--json", "python", "train.py", GAN, "--device", "cuda:1", kernel_us=50)
+    done = on_cards(
+        tmp_path,
+        "flatout",
+        "profile",
+        "--steps",
+        "8",
+        "--budget",
+        "12s",
+        "--json",
+        "python",
+        "train.py",
+        GAN,
+        "--device",
+        "cuda:1",
+        kernel_us=50,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     profile = json.loads(done.stdout)
-    reads = {(Path(each["place"]["file"]).name, each["place"]["line"]) for each in profile["synchronisations"] if each["kind"] == "item"}
+    reads = {
+        (Path(each["place"]["file"]).name, each["place"]["line"])
+        for each in profile["synchronisations"]
+        if each["kind"] == "item"
+    }
     assert reads == {("gan.py", line_of(GAN, "critic_loss.item()"))}
-    assert "synchronize" not in {each["kind"] for each in profile["synchronisations"]}, "the clock's own wait at the end of a block"
+    assert "synchronize" not in {each["kind"] for each in profile["synchronisations"]}, (
+        "the clock's own wait at the end of a block"
+    )
     assert 0 < profile["memory"]["peak_bytes"] < 2**21, "the second card's memory, not the first one's"
     assert not profile["leak"]["leaking"], "the losses that flatout keeps are not the program's"
     assert sum(phase["share"] for phase in profile["phases"].values()) < 1.05
 
 
 def test_predicted_memory_matches_the_allocator(tmp_path):
-    done = on_cards(tmp_path, "flatout", "memory", "--device", "cuda", "--json", "python", GAN, "--device", "cuda:1")
+    done = on_cards(
+        tmp_path, "flatout", "memory", "--device", "cuda", "--json", "python", GAN, "--device", "cuda:1"
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     predicted = json.loads(done.stdout)
     assert (predicted["device"], predicted["limit_of"]) == ("cuda", "Stand-in card 1")

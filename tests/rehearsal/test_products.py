@@ -14,12 +14,17 @@ pytestmark = needed()
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    done = on_cards(tmp_path_factory.mktemp("products"), "python", str(Path(__file__).with_name("products.py")))
+    done = on_cards(
+        tmp_path_factory.mktemp("products"), "python", str(Path(__file__).with_name("products.py"))
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(("program", "sizes"), [("bfloat16", [320]), ("float16", [320]), ("tf32", [320]), ("float32", [257]), ("aligned", [264])])
+@pytest.mark.parametrize(
+    ("program", "sizes"),
+    [("bfloat16", [320]), ("float16", [320]), ("tf32", [320]), ("float32", [257]), ("aligned", [264])],
+)
 def test_products_over_a_vocabulary_have_sizes_that_tensor_cores_like(seen, program, sizes):
     """Where no Tensor Core multiplies, or the vocabulary is already a multiple, nothing is longer.
 

@@ -15,7 +15,25 @@ HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
 
 SMALL_RESNET = [str(EXAMPLES / "tutorial.py"), "--images", "96", "--batch-size", "32", "--epochs", "2"]
-SMALL_GPT = [str(EXAMPLES / "gpt.py"), *"--context 32 --vocabulary 101 --width 32 --heads 2 --layers 2 --tokens 4000 --epochs 1".split()]  # noqa: SIM905
+SMALL_GPT = [
+    str(EXAMPLES / "gpt.py"),
+    *[
+        "--context",
+        "32",
+        "--vocabulary",
+        "101",
+        "--width",
+        "32",
+        "--heads",
+        "2",
+        "--layers",
+        "2",
+        "--tokens",
+        "4000",
+        "--epochs",
+        "1",
+    ],
+]
 RUNS = {
     "resnet": SMALL_RESNET,
     "gpt": SMALL_GPT,
@@ -30,13 +48,15 @@ OF_TRAINERS = {"lightning": "lightning", "hugging face": "transformers"}
 MISSING = {name for name, package in OF_TRAINERS.items() if importlib.util.find_spec(package) is None}
 ONE_CARD = {"hugging face": 1}  # it would use both through NCCL, which has no stand-in
 # Code that wraps torch's functions, or makes batches itself, where tensors are made on the card by default.
-ATTACHED = {"default device": ["--resume", "--with", "resident_data", "--with", "loader={workers=1,pin=true}"]}
-TELLS_OF_THE_FIRST_CARD = '''
+ATTACHED = {
+    "default device": ["--resume", "--with", "resident_data", "--with", "loader={workers=1,pin=true}"]
+}
+TELLS_OF_THE_FIRST_CARD = """
 import atexit, runpy, sys, torch
 atexit.register(lambda: print("on the first card:", torch.cuda.max_memory_allocated("cuda:0"), "bytes", file=sys.stderr))
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
-'''
+"""
 EXACT = ["loader={workers=1,pin=true}", "resident_data", "gc_pause", "allocator", "offload", "recompute"]
 
 
@@ -53,11 +73,17 @@ def info(text):
 def plain(tmp_path_factory):
     """The output of each program without flatout."""
     folder, found = tmp_path_factory.mktemp("plain"), {}
-    for names in ([name for name in RUNS if name not in ONE_CARD | dict.fromkeys(MISSING)], [name for name in ONE_CARD if name not in MISSING]):
+    for names in (
+        [name for name in RUNS if name not in ONE_CARD | dict.fromkeys(MISSING)],
+        [name for name in ONE_CARD if name not in MISSING],
+    ):
         argv = [part for name in names for part in ("+", *RUNS[name])][1:]
         done = on_cards(folder, "python", str(HERE / "several.py"), *argv, cards=ONE_CARD.get(names[0], 2))
         assert done.returncode == 0, done.stderr
-        found |= {name: info(part) for name, part in zip(names, re.split(r"^== \d+$", done.stdout, flags=re.M)[1:], strict=True)}
+        found |= {
+            name: info(part)
+            for name, part in zip(names, re.split(r"^== \d+$", done.stdout, flags=re.M)[1:], strict=True)
+        }
     assert all(found.values())
     return found
 
@@ -66,31 +92,52 @@ def plain(tmp_path_factory):
 def test_attaching_changes_no_line(name, plain, tmp_path):
     if name in MISSING:
         pytest.skip(f"not run: {OF_TRAINERS[name]} is not installed")
-    attached = on_cards(tmp_path, "flatout", "run", *ATTACHED.get(name, ["--plan", "none"]), "python", *RUNS[name], cards=ONE_CARD.get(name, 2))
+    attached = on_cards(
+        tmp_path,
+        "flatout",
+        "run",
+        *ATTACHED.get(name, ["--plan", "none"]),
+        "python",
+        *RUNS[name],
+        cards=ONE_CARD.get(name, 2),
+    )
     assert lines(attached) == plain[name]
 
 
 def test_on_the_second_card_levers_act_there_and_leave_the_first_one_alone(plain, tmp_path):
     (tmp_path / "train.py").write_text(TELLS_OF_THE_FIRST_CARD)
     chosen = ["--with", "resident_data", "--with", "offload=optimizer"]
-    attached = on_cards(tmp_path, "flatout", "run", "--watch", *chosen, "python", "train.py", *RUNS["second card"])
+    attached = on_cards(
+        tmp_path, "flatout", "run", "--watch", *chosen, "python", "train.py", *RUNS["second card"]
+    )
     assert lines(attached) == plain["second card"]
     for lever in ("resident_data", "offload"):
         assert re.search(rf"applied[^;]*\b{lever}\b", attached.stderr), attached.stderr
     assert "on the first card: 0 bytes" in attached.stderr
-    assert re.search(r"; at most [\d.]+ (Ki|Mi)B", attached.stderr), attached.stderr  # the memory that the second one has held
+    assert re.search(r"; at most [\d.]+ (Ki|Mi)B", attached.stderr), (
+        attached.stderr
+    )  # the memory that the second one has held
 
 
 def test_attaching_adds_no_wait(plain, tmp_path):
     """The program waits for its own reads, and flatout for nothing."""
-    attached = on_cards(tmp_path, "flatout", "run", "--plan", "none", "python", *RUNS["gan"], waits=tmp_path / "waits")
+    attached = on_cards(
+        tmp_path, "flatout", "run", "--plan", "none", "python", *RUNS["gan"], waits=tmp_path / "waits"
+    )
     assert lines(attached) == plain["gan"]
-    waited = {line.split("\t")[2]: int(line.split("\t")[0]) for line in (tmp_path / "waits").read_text().splitlines()}
+    waited = {
+        line.split("\t")[2]: int(line.split("\t")[0])
+        for line in (tmp_path / "waits").read_text().splitlines()
+    }
     assert max(waited.values()) == 30 * 16 * 2  # epochs, steps, losses
     assert not [line for line in waited if str(SOURCE) in line]
 
 
-@pytest.mark.parametrize("levers", [EXACT, ["loader={workers=0,pin=true}", "resident_data={mib=64,host=true}"]], ids=["on the card", "beside it"])
+@pytest.mark.parametrize(
+    "levers",
+    [EXACT, ["loader={workers=0,pin=true}", "resident_data={mib=64,host=true}"]],
+    ids=["on the card", "beside it"],
+)
 def test_exact_levers_change_no_line(levers, plain, tmp_path):
     chosen = [part for lever in levers for part in ("--with", lever)]
     done = on_cards(tmp_path, "flatout", "run", *chosen, "python", *RUNS["resnet"])
@@ -102,7 +149,19 @@ def test_exact_levers_change_no_line(levers, plain, tmp_path):
 
 
 def test_the_loop_tries_levers_on_the_second_card(tmp_path):
-    tried = on_cards(tmp_path, "python", str(PROGRAMS / "loop.py"), "--steps", "2500", "--device", "cuda:1", "--plan", "auto", "--micro-batch", "auto")
+    tried = on_cards(
+        tmp_path,
+        "python",
+        str(PROGRAMS / "loop.py"),
+        "--steps",
+        "2500",
+        "--device",
+        "cuda:1",
+        "--plan",
+        "auto",
+        "--micro-batch",
+        "auto",
+    )
     assert len(lines(tried)) == 250
     assert "raised" not in tried.stderr
 

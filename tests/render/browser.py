@@ -18,7 +18,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome-headless-shell", "chrome")
+NAMES = (
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "google-chrome-stable",
+    "chrome-headless-shell",
+    "chrome",
+)
 
 
 def find_browser() -> str | None:
@@ -43,7 +50,12 @@ class Browser:
     def ask(self, method: str, **params: Any) -> dict[str, Any]:
         """The answer to one command. Raises RuntimeError with the browser's own message."""
         self.number += 1
-        message = {"id": self.number, "method": method, "params": params, **({"sessionId": self.session} if self.session else {})}
+        message = {
+            "id": self.number,
+            "method": method,
+            "params": params,
+            **({"sessionId": self.session} if self.session else {}),
+        }
         os.write(self.to_browser, json.dumps(message).encode() + b"\0")
         while True:
             observed = self._observe()
@@ -64,8 +76,17 @@ class Browser:
 
     def open(self, path: Path, width: int, dark: bool) -> None:
         """Show a file in a window of this width and wait until it is laid out."""
-        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600)
-        self.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
+        self.ask(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
+        self.ask(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}],
+        )
         self.events.clear()
         self.ask("Page.navigate", url=path.resolve().as_uri())
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
@@ -82,13 +103,19 @@ class Browser:
             params = event.get("params", {})
             if event.get("method") == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
                 said.append(params["entry"]["text"])
-            elif event.get("method") == "Runtime.exceptionThrown" or (event.get("method") == "Runtime.consoleAPICalled" and params["type"] == "error"):
+            elif event.get("method") == "Runtime.exceptionThrown" or (
+                event.get("method") == "Runtime.consoleAPICalled" and params["type"] == "error"
+            ):
                 said.append(json.dumps(params)[:400])
         return said
 
     def requests(self) -> list[str]:
         """Every address that the page requested, including its own."""
-        return [event["params"]["request"]["url"] for event in self.events if event.get("method") == "Network.requestWillBeSent"]
+        return [
+            event["params"]["request"]["url"]
+            for event in self.events
+            if event.get("method") == "Network.requestWillBeSent"
+        ]
 
     def screenshot(self, path: Path) -> Path:
         """The whole page, however long."""
@@ -104,10 +131,26 @@ def browser(program: str) -> Iterator[Browser]:
     home = tempfile.mkdtemp(prefix="flatout-browser-")
     # The browser reads commands from descriptor 3 and answers on 4; bash moves them there whatever their
     # numbers are.
-    words = [program, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe", f"--user-data-dir={home}",
-             "--no-first-run", "--disable-extensions", "--disable-background-networking", "--hide-scrollbars"]
-    process = subprocess.Popen(["bash", "-c", f'exec 3<&{theirs_in} 4>&{theirs_out}; exec "$@"', "-", *words], pass_fds=(theirs_in, theirs_out),
-                               stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    words = [
+        program,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--remote-debugging-pipe",
+        f"--user-data-dir={home}",
+        "--no-first-run",
+        "--disable-extensions",
+        "--disable-background-networking",
+        "--hide-scrollbars",
+    ]
+    process = subprocess.Popen(
+        ["bash", "-c", f'exec 3<&{theirs_in} 4>&{theirs_out}; exec "$@"', "-", *words],
+        pass_fds=(theirs_in, theirs_out),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     os.close(theirs_in)
     os.close(theirs_out)
     try:

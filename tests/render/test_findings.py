@@ -18,17 +18,43 @@ from flatout.render.findings import finding_lines, github_lines, json_text, sari
 
 PLACE = SourceLocation("my train.py", 3, 5, "Net.forward", "x = y.item()", 4)
 FOUND = [
-    Finding("FL001", "zero_grad_missing", Severity.WRONG.value, "never cleared: 100% wrong,\nsaid in two lines", PLACE, fix="a()\nb()",
-            others=[SourceLocation("b.py", 7)]),
-    Finding("FL101", "host_sync_every_step", Severity.TIME.value, "waits [red]always[/red]", PLACE, levers=["loader"]),
+    Finding(
+        "FL001",
+        "zero_grad_missing",
+        Severity.WRONG.value,
+        "never cleared: 100% wrong,\nsaid in two lines",
+        PLACE,
+        fix="a()\nb()",
+        others=[SourceLocation("b.py", 7)],
+    ),
+    Finding(
+        "FL101",
+        "host_sync_every_step",
+        Severity.TIME.value,
+        "waits [red]always[/red]",
+        PLACE,
+        levers=["loader"],
+    ),
     Finding("FD001", "no_place", Severity.FRAGILE.value, "has no place"),
 ]
-RULES = [(rule.code, rule.name, rule.title, rule.section("What"), rule.section("How to fix it"), rule.severity.value) for rule in TABLE]
+RULES = [
+    (
+        rule.code,
+        rule.name,
+        rule.title,
+        rule.section("What"),
+        rule.section("How to fix it"),
+        rule.severity.value,
+    )
+    for rule in TABLE
+]
 
 
 def shown(findings: list[Finding], width: int = 100) -> str:
     out = io.StringIO()
-    Console(file=out, width=width, highlight=False, soft_wrap=True).print(finding_lines(findings, {"FL001": "Gradients"}))
+    Console(file=out, width=width, highlight=False, soft_wrap=True).print(
+        finding_lines(findings, {"FL001": "Gradients"})
+    )
     return out.getvalue()
 
 
@@ -36,14 +62,30 @@ def test_the_caret_stands_under_its_column():
     lines = shown(FOUND).splitlines()
     at = lines.index("      x = y.item()")
     assert lines[at + 1] == "      ^"
-    far = Finding("FL001", "a", Severity.WRONG.value, "far", SourceLocation("a.py", 1, 5 + 400, "", "y" * 400 + "Z" + "y" * 400, 4))
+    far = Finding(
+        "FL001",
+        "a",
+        Severity.WRONG.value,
+        "far",
+        SourceLocation("a.py", 1, 5 + 400, "", "y" * 400 + "Z" + "y" * 400, 4),
+    )
     line, caret = shown([far]).splitlines()[4:6]
     assert line[caret.index("^")] == "Z"
     assert len(line) < 200
 
 
 def test_foreign_text_is_shown_and_not_interpreted():
-    text = shown([Finding("FL001", "a", Severity.WRONG.value, "[bold]x\x1b[2J", SourceLocation("\x1b[31ma.py", 1, 1, "", "\x1b]0;title\x07"))])
+    text = shown(
+        [
+            Finding(
+                "FL001",
+                "a",
+                Severity.WRONG.value,
+                "[bold]x\x1b[2J",
+                SourceLocation("\x1b[31ma.py", 1, 1, "", "\x1b]0;title\x07"),
+            )
+        ]
+    )
     assert "\x1b" not in text
     assert "[bold]x" in text
 
@@ -57,7 +99,9 @@ def test_github_commands_are_one_line_each_and_escaped():
     lines = list(github_lines(FOUND))
     assert len(lines) == 3
     assert all("\n" not in line for line in lines)
-    assert lines[0].startswith("::error title=FL001 zero_grad_missing,file=my train.py,line=3,col=5::never cleared: 100%25 wrong,")
+    assert lines[0].startswith(
+        "::error title=FL001 zero_grad_missing,file=my train.py,line=3,col=5::never cleared: 100%25 wrong,"
+    )
     assert "%0Aa()%0Ab()" in lines[0]
     assert [line.split()[0] for line in lines] == ["::error", "::warning", "::notice"]
 
@@ -81,18 +125,33 @@ def sarif_complaints(log: dict) -> list[str]:
         ids = [rule["id"] for rule in driver["rules"]]
         want(len(set(ids)) == len(ids), "rule ids are unique")
         for rule in driver["rules"]:
-            want(all(isinstance(rule[key]["text"], str) and rule[key]["text"] for key in ("shortDescription", "fullDescription", "help")), "texts of a rule")
-            want(rule["defaultConfiguration"]["level"] in ("none", "note", "warning", "error"), "level of a rule")
+            want(
+                all(
+                    isinstance(rule[key]["text"], str) and rule[key]["text"]
+                    for key in ("shortDescription", "fullDescription", "help")
+                ),
+                "texts of a rule",
+            )
+            want(
+                rule["defaultConfiguration"]["level"] in ("none", "note", "warning", "error"),
+                "level of a rule",
+            )
         for result in run["results"]:
             want(isinstance(result["message"]["text"], str) and result["message"]["text"], "message.text")
             want(result["level"] in ("none", "note", "warning", "error"), "level")
-            want("ruleIndex" not in result or ids[result["ruleIndex"]] == result["ruleId"], "ruleIndex points at ruleId")
+            want(
+                "ruleIndex" not in result or ids[result["ruleIndex"]] == result["ruleId"],
+                "ruleIndex points at ruleId",
+            )
             for location in [*result.get("locations", []), *result.get("relatedLocations", [])]:
                 physical = location["physicalLocation"]
                 uri = physical["artifactLocation"]["uri"]
                 want(" " not in uri and "\\" not in uri, "uri is one")
                 region = physical["region"]
-                want(isinstance(region["startLine"], int) and region["startLine"] >= 1, "startLine counts from 1")
+                want(
+                    isinstance(region["startLine"], int) and region["startLine"] >= 1,
+                    "startLine counts from 1",
+                )
                 want(region.get("startColumn", 1) >= 1, "startColumn counts from 1")
     return found
 
@@ -104,8 +163,16 @@ def test_sarif_meets_the_standard():
     assert "ruleIndex" not in log["runs"][0]["results"][2]
 
 
-@pytest.mark.parametrize("spoil", [lambda log: log.pop("version"), lambda log: log["runs"][0]["results"][0].update(ruleIndex=1),
-                                   lambda log: log["runs"][0]["results"][0]["locations"][0]["physicalLocation"]["region"].update(startLine=0)])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda log: log.pop("version"),
+        lambda log: log["runs"][0]["results"][0].update(ruleIndex=1),
+        lambda log: log["runs"][0]["results"][0]["locations"][0]["physicalLocation"]["region"].update(
+            startLine=0
+        ),
+    ],
+)
 def test_a_broken_log_is_detected(spoil):
     log = json.loads(sarif_text(FOUND, RULES))
     spoil(log)
@@ -126,7 +193,14 @@ def test_every_rules_finding_goes_through_every_form(rule):
 
 @given(st.text(), st.text(), st.integers(0, 500), st.integers(0, 80))
 def test_no_text_breaks_a_form(said, line, column, indent):
-    finding = Finding("FL001", "a", Severity.WRONG.value, said, SourceLocation("a.py", 1, column, "", line, indent), fix=said)
+    finding = Finding(
+        "FL001",
+        "a",
+        Severity.WRONG.value,
+        said,
+        SourceLocation("a.py", 1, column, "", line, indent),
+        fix=said,
+    )
     assert shown([finding])
     assert "\n" not in next(iter(github_lines([finding])))
     json.loads(sarif_text([finding], RULES))

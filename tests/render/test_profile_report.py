@@ -25,14 +25,24 @@ GROWS = [2.0**26 + 98_000 * i + 20_000 * (i % 3) for i in range(14)]
 
 def ill() -> ProfileRecord:
     """A profile with several faults, so that every part of the page is present."""
-    changes = {**ILL["slow_fetch"][0], **ILL["not_finite"][0], "what_ifs": what_ifs(loader=GAIN, syncs=Ratio(1.3, 1.2, 1.4, 20)),
-               "synchronisations": [SyncRecord("item", LINE, 2.0, 2.4), SyncRecord("to device", LINE, 1.0, 0.2, 2**20, False, True)],
-               "leak": MemoryGrowth(98_000, 1e-6, True, "list `losses`", LINE, graph=True, steps=14, series=GROWS), "notes": ["no roof was measured"]}
+    changes = {
+        **ILL["slow_fetch"][0],
+        **ILL["not_finite"][0],
+        "what_ifs": what_ifs(loader=GAIN, syncs=Ratio(1.3, 1.2, 1.4, 20)),
+        "synchronisations": [
+            SyncRecord("item", LINE, 2.0, 2.4),
+            SyncRecord("to device", LINE, 1.0, 0.2, 2**20, False, True),
+        ],
+        "leak": MemoryGrowth(98_000, 1e-6, True, "list `losses`", LINE, graph=True, steps=14, series=GROWS),
+        "notes": ["no roof was measured"],
+    }
     record = healthy(**changes)
     record.findings = judge(record, TABLE)
     record.findings[1].measured = Ratio(1.7, 1.6, 1.8, 6)
     # As long as real ones are: they must not make a page wider than its screen.
-    record.findings[2].place = replace(LINE, file="/job/" + "a_folder_with_a_long_name/" * 4 + "train.py", text="x" * 150)
+    record.findings[2].place = replace(
+        LINE, file="/job/" + "a_folder_with_a_long_name/" * 4 + "train.py", text="x" * 150
+    )
     record.findings[2].evidence.append("y" * 200)
     return record
 
@@ -43,9 +53,17 @@ def words_of(record: ProfileRecord) -> str:
 
 def test_findings_come_with_line_fix_prediction_and_outcome():
     page = words_of(ill())
-    for words in ("Not finite", "FL161", "train.py:12 in __getitem__", "image = decode(self.files[i])",
-                  "1.80x (1.60–2.00) predicted, 1.70x (1.60–1.80) measured", "cached_prefix", "list `losses`",
-                  "a_folder_with_a_long_name/train.py:47 in main", "no roof was measured"):
+    for words in (
+        "Not finite",
+        "FL161",
+        "train.py:12 in __getitem__",
+        "image = decode(self.files[i])",
+        "1.80x (1.60–2.00) predicted, 1.70x (1.60–1.80) measured",
+        "cached_prefix",
+        "list `losses`",
+        "a_folder_with_a_long_name/train.py:47 in main",
+        "no roof was measured",
+    ):
         assert words in page, words
     assert page.index("Not finite") < page.index("Slow fetch") < page.index("Loss kept with graph")
 
@@ -56,7 +74,14 @@ def test_places_are_relative_to_the_folder_of_the_program():
 
 def test_every_chart_is_drawn():
     html = profile_html(ill())
-    for label in ("Phases of a step", "loader: 1.80x", "Roofline: ", "What fills the peak", "Memory over a step", "Memory at the same point of 14 steps"):
+    for label in (
+        "Phases of a step",
+        "loader: 1.80x",
+        "Roofline: ",
+        "What fills the peak",
+        "Memory over a step",
+        "Memory at the same point of 14 steps",
+    ):
         assert f'aria-label="{label}' in html, label
 
 
@@ -67,8 +92,11 @@ def test_the_roof_is_drawn_only_where_it_was_measured():
     assert "flatout doctor --bench" in profile_html(without)
 
 
-@pytest.mark.parametrize("record", [ProfileRecord([], ""), ProfileRecord(["a"], "/", status="failed", message="it ended"), healthy()],
-                         ids=["empty", "failed", "healthy"])
+@pytest.mark.parametrize(
+    "record",
+    [ProfileRecord([], ""), ProfileRecord(["a"], "/", status="failed", message="it ended"), healthy()],
+    ids=["empty", "failed", "healthy"],
+)
 def test_less_makes_a_shorter_page(record):
     page = words_of(record)
     assert "Findings" not in page
@@ -87,7 +115,9 @@ def test_numbers_that_cannot_be_drawn_do_no_harm(value):
     record.leak.series = [value] * 5
     html = profile_html(record)
     Page(html)
-    assert not re.search(r'(?<![-\w])(nan|inf)(?![-\w])', re.sub(r"<style>.*?</style>", "", html, flags=re.DOTALL))
+    assert not re.search(
+        r"(?<![-\w])(nan|inf)(?![-\w])", re.sub(r"<style>.*?</style>", "", html, flags=re.DOTALL)
+    )
 
 
 def test_foreign_text_stays_text():
@@ -128,9 +158,15 @@ def test_a_real_browser_shows_it(tmp_path):
                 window.open(path, width, dark)
                 assert window.complaints() == []
                 assert window.requests() == [path.resolve().as_uri()]
-                assert window.value("document.documentElement.scrollWidth") == width, "something is wider than the screen"
+                assert window.value("document.documentElement.scrollWidth") == width, (
+                    "something is wider than the screen"
+                )
                 assert window.value("document.querySelectorAll('svg').length") > 8
-                background, ink = window.value("[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]")
-                assert (sum(map(int, re.findall(r"\d+", background))) < sum(map(int, re.findall(r"\d+", ink)))) == dark
+                background, ink = window.value(
+                    "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
+                )
+                assert (
+                    sum(map(int, re.findall(r"\d+", background))) < sum(map(int, re.findall(r"\d+", ink)))
+                ) == dark
                 seen.add(window.screenshot(tmp_path / f"{width}_{dark}.png").read_bytes())
     assert len(seen) == 4, "two of the four charts are the same"

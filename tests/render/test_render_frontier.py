@@ -19,9 +19,15 @@ MIB = 2**20
 
 
 def limited(**more):
-    session = SessionRecord(["python", "train.py"], "", {}, status="done", memory_limit_bytes=100 * MIB, **more)
-    session.frontier = [TimeMemoryPoint("plain", 150 * MIB), TimeMemoryPoint("recompute(ops=cheap)", 90 * MIB, Ratio(0.95, 0.9, 1.0, 4), True, True),
-                        TimeMemoryPoint("recompute(blocks=1.0)", 40 * MIB, Ratio(0.75, 0.7, 0.8, 4), True), TimeMemoryPoint("offload", None, note="it failed")]
+    session = SessionRecord(
+        ["python", "train.py"], "", {}, status="done", memory_limit_bytes=100 * MIB, **more
+    )
+    session.frontier = [
+        TimeMemoryPoint("plain", 150 * MIB),
+        TimeMemoryPoint("recompute(ops=cheap)", 90 * MIB, Ratio(0.95, 0.9, 1.0, 4), True, True),
+        TimeMemoryPoint("recompute(blocks=1.0)", 40 * MIB, Ratio(0.75, 0.7, 0.8, 4), True),
+        TimeMemoryPoint("offload", None, note="it failed"),
+    ]
     return session
 
 
@@ -32,7 +38,11 @@ def test_the_chart_marks_the_limit_and_what_was_taken():
     assert plot.count("mark dropped") == 1
     assert "limit 100 MiB" in plot
     dots = [float(x) for x in re.findall(r'<svg x="([\d.]+)%"', plot)]
-    line = float(re.search(r'class="axis limit"|x1="([\d.]+)%" x2="[\d.]+%" y1="0%" y2="100%" class="axis limit"', plot)[1])
+    line = float(
+        re.search(
+            r'class="axis limit"|x1="([\d.]+)%" x2="[\d.]+%" y1="0%" y2="100%" class="axis limit"', plot
+        )[1]
+    )
     assert sorted(dots, reverse=True) == dots  # the largest first
     assert dots[0] > line > dots[1]
 
@@ -67,7 +77,9 @@ numbers = st.one_of(st.none(), st.integers(-(2**70), 2**70), st.floats(), st.jus
 @given(peaks=st.lists(numbers, max_size=4), ratios=st.lists(numbers, min_size=12, max_size=12), limit=numbers)
 def test_any_numbers(peaks, ratios, limit):
     session = limited()
-    session.frontier = [TimeMemoryPoint("<b>x", peak, Ratio(*ratios[3 * at: 3 * at + 3], 3)) for at, peak in enumerate(peaks)]
+    session.frontier = [
+        TimeMemoryPoint("<b>x", peak, Ratio(*ratios[3 * at : 3 * at + 3], 3)) for at, peak in enumerate(peaks)
+    ]
     session.memory_limit_bytes = limit
     page = report_html(session)
     assert "<b>x" not in page

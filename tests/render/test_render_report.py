@@ -84,8 +84,26 @@ def checked(session: SessionRecord) -> Page:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("session", ["1.34 times as fast, equivalent results", "flatout run --procs 2 python main.py --lr 0.1", "At step 12", "0.98–1.01", "−4 %", "seed 0"]),
-        ("failed", ["The tuning failed", "FileNotFoundError", "2 × NVIDIA H200", "flatout tune python -m pkg.train --data '/no/such folder'"]),
+        (
+            "session",
+            [
+                "1.34 times as fast, equivalent results",
+                "flatout run --procs 2 python main.py --lr 0.1",
+                "At step 12",
+                "0.98–1.01",
+                "−4 %",
+                "seed 0",
+            ],
+        ),
+        (
+            "failed",
+            [
+                "The tuning failed",
+                "FileNotFoundError",
+                "2 × NVIDIA H200",
+                "flatout tune python -m pkg.train --data '/no/such folder'",
+            ],
+        ),
         ("empty", ["Still tuning: nothing to report yet"]),
     ],
 )
@@ -113,7 +131,12 @@ def test_the_page_explains_each_effect_and_names_levers_with_fewer_bits(recorded
         lever.effect, lever.status = effect.value, "rejected"
     text = checked(session).text
     assert "with the same results up to bfloat16 products" in text
-    for words in ("stay the same, bit for bit", "in the same number format", "communication in half precision", "different random draws"):
+    for words in (
+        "stay the same, bit for bit",
+        "in the same number format",
+        "communication in half precision",
+        "different random draws",
+    ):
         assert words in text
 
 
@@ -128,11 +151,22 @@ def test_a_page_that_found_nothing_says_so_and_claims_nothing(recorded):
 def test_predictions_are_compared_with_measurements(recorded):
     session = recorded("session")
     assert "Predictions of the profile" not in checked(session).text
-    session.predictions = [Prediction("FL151", "optimizer_share", Ratio(1.2, 1.1, 1.3, 9), "", "fused_optimizer", Ratio(1.15, 1.1, 1.2, 9)),
-                           Prediction("FL150", "data_wait", Ratio(1.8, 1.6, 2.0, 9))]
+    session.predictions = [
+        Prediction(
+            "FL151",
+            "optimizer_share",
+            Ratio(1.2, 1.1, 1.3, 9),
+            "",
+            "fused_optimizer",
+            Ratio(1.15, 1.1, 1.2, 9),
+        ),
+        Prediction("FL150", "data_wait", Ratio(1.8, 1.6, 2.0, 9)),
+    ]
     text = checked(session).text
     assert "optimizer share 1.20x (1.10–1.30) 1.15x (1.10–1.20) fused_optimizer" in text
-    assert text.index("data wait 1.80x (1.60–2.00) not measured") < text.index("optimizer share"), "the largest predicted gain comes first"
+    assert text.index("data wait 1.80x (1.60–2.00) not measured") < text.index("optimizer share"), (
+        "the largest predicted gain comes first"
+    )
 
 
 def test_a_failed_guard_never_recommends_the_plan(recorded):
@@ -154,7 +188,10 @@ def test_the_policy_allows_the_one_style_sheet_and_nothing_else(recorded):
     style = re.search("<style>(.*)</style>", html, re.DOTALL)
     assert style
     digest = base64.b64encode(hashlib.sha256(style[1].encode()).digest()).decode()
-    assert f"content=\"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'\"" in html
+    assert (
+        f"content=\"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'\""
+        in html
+    )
     assert html.index("Content-Security-Policy") < html.index("<style>")
     assert "<script" not in html
     assert "http" not in style[1]
@@ -162,7 +199,12 @@ def test_the_policy_allows_the_one_style_sheet_and_nothing_else(recorded):
 
 def test_phases_may_be_records_or_bare_numbers(recorded):
     session = recorded("session")
-    session.baseline.phases = {"data": PhaseTime(40.0, 38.0, 44.0, 0.1), "forward": 120.5, "odd": "a word", "my phase": {"median_ms": 3.0}}
+    session.baseline.phases = {
+        "data": PhaseTime(40.0, 38.0, 44.0, 0.1),
+        "forward": 120.5,
+        "odd": "a word",
+        "my phase": {"median_ms": 3.0},
+    }
     text = checked(session).text
     assert "120.5" in text
     assert "my phase" in text
@@ -183,7 +225,10 @@ def test_nan_losses_are_gaps_and_are_counted(recorded):
     session = recorded("session")
     session.guard.plain_losses = [[3.0, 2.0, 1.5, 1.4]]
     session.guard.tuned_losses = [[3.0, 2.0, math.nan, math.inf]]
-    assert "2 of the tuned losses are not finite and not shown; the first is at position 3." in checked(session).text
+    assert (
+        "2 of the tuned losses are not finite and not shown; the first is at position 3."
+        in checked(session).text
+    )
     session.guard.tuned_losses = []
     assert "There is no tuned curve." in checked(session).text
 
@@ -197,12 +242,30 @@ def strings(value: Any, text: str, keep: frozenset[str] = frozenset()) -> Any:
     if isinstance(value, list):
         return [strings(item, text, keep) for item in value]
     if isinstance(value, dict):
-        free = not value.keys() & {"command", "plan", "name", "verdict", "median", "median_ms", "step_ms", "procs"}
-        return {(f"{text}{key}" if free else key): item if key in keep else strings(item, text, keep) for key, item in value.items()}
+        free = not value.keys() & {
+            "command",
+            "plan",
+            "name",
+            "verdict",
+            "median",
+            "median_ms",
+            "step_ms",
+            "procs",
+        }
+        return {
+            (f"{text}{key}" if free else key): item if key in keep else strings(item, text, keep)
+            for key, item in value.items()
+        }
     return value
 
 
-HOSTILE = ["<script>alert(1)</script>", "\"'><img src=x onerror=alert(1)>", "</style></title></svg><script>", "{{ 7*7 }}{% for %}", "]]><!--"]
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "\"'><img src=x onerror=alert(1)>",
+    "</style></title></svg><script>",
+    "{{ 7*7 }}{% for %}",
+    "]]><!--",
+]
 SPICE = ["", "\ud800", "\x1b[31m", "\u202e", "<b a='\">"]  # what generated text seldom contains
 WORDS = frozenset({"status", "verdict", "effect", "how"})
 
@@ -215,12 +278,21 @@ def test_markup_in_any_field_stays_text(text, keep):
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(text=st.text(st.characters(), max_size=40), keep=st.sampled_from([WORDS, frozenset()]), spice=st.sampled_from(SPICE))
+@given(
+    text=st.text(st.characters(), max_size=40),
+    keep=st.sampled_from([WORDS, frozenset()]),
+    spice=st.sampled_from(SPICE),
+)
 def test_any_text_in_any_field(text, keep, spice):
     checked(SessionRecord.from_json(strings(RECORD, text + spice, keep)))
 
 
-NUMBERS = st.one_of(st.floats(), st.integers(), st.none(), st.sampled_from([0, -1, 1, 1e-320, 5e-324, 1e29, 1e300, -1e300, 10**400]))
+NUMBERS = st.one_of(
+    st.floats(),
+    st.integers(),
+    st.none(),
+    st.sampled_from([0, -1, 1, 1e-320, 5e-324, 1e29, 1e300, -1e300, 10**400]),
+)
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -232,6 +304,8 @@ def test_any_number_in_any_field(data):
         if isinstance(value, list):
             short = value[:3] if value and isinstance(value[0], float) else value
             return [numbers(item) for item in short]
-        return data.draw(NUMBERS) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+        return (
+            data.draw(NUMBERS) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+        )
 
     checked(SessionRecord.from_json(numbers(copy.deepcopy(RECORD))))

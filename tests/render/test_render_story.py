@@ -54,10 +54,25 @@ def test_spelling(said, expected):
         ("done", Ratio(1.31, 1.28, 1.35, 6), "failed", "1.31 times as fast, but the results changed"),
         ("done", Ratio(1.04, 0.99, 1.08, 6), "same", "Probably 1.04 times as fast, same results"),
         ("done", Ratio(1.04, 0.97, 1.11, 6), "same", "No faster plan found: run the program as it is"),
-        ("running", Ratio(1.04, 0.99, 1.08, 6), "not checked", "Still tuning: so far probably 1.04 times as fast, results not checked"),
-        ("done", Ratio(math.nan, math.nan, math.nan, 0), "same", "No faster plan found: run the program as it is"),
+        (
+            "running",
+            Ratio(1.04, 0.99, 1.08, 6),
+            "not checked",
+            "Still tuning: so far probably 1.04 times as fast, results not checked",
+        ),
+        (
+            "done",
+            Ratio(math.nan, math.nan, math.nan, 0),
+            "same",
+            "No faster plan found: run the program as it is",
+        ),
         ("done", None, "not checked", "No faster plan found: run the program as it is"),
-        ("running", Ratio(1.31, 1.28, 1.35, 6), "not checked", "Still tuning: so far 1.31 times as fast, results not checked"),
+        (
+            "running",
+            Ratio(1.31, 1.28, 1.35, 6),
+            "not checked",
+            "Still tuning: so far 1.31 times as fast, results not checked",
+        ),
         ("failed", None, "not checked", "The tuning failed"),
     ],
 )
@@ -83,7 +98,9 @@ def test_payback(recorded, steps, warm, expected):
 
 def test_bars_add_up_to_the_step(recorded):
     session = recorded("session")
-    assert sum(part.ms for part in summary.parts(session.baseline)) == pytest.approx(session.baseline.step_ms, rel=0.01)
+    assert sum(part.ms for part in summary.parts(session.baseline)) == pytest.approx(
+        session.baseline.step_ms, rel=0.01
+    )
 
 
 def test_where_the_plain_program_stays_there_is_no_tuned_side(recorded):
@@ -98,19 +115,33 @@ def test_other_programs_are_named(recorded):
     session = recorded("session")
     assert summary.other_programs(session) == ""
     session.disturbance = "other processes keep 1.0 of 2 cores busy (python (pid 7))"
-    assert summary.other_programs(session) == f"{session.disturbance}; on an idle machine another plan may be the fastest"
+    assert (
+        summary.other_programs(session)
+        == f"{session.disturbance}; on an idle machine another plan may be the fastest"
+    )
 
 
 def test_an_unknown_result_is_no_verdict(recorded):
     session = recorded("session")
-    session.speedup, session.undecided, session.obstacle = None, True, "there was no time to measure a lever; give --budget 3m"
+    session.speedup, session.undecided, session.obstacle = (
+        None,
+        True,
+        "there was no time to measure a lever; give --budget 3m",
+    )
     assert summary.headline(session) == "No verdict is possible now"
     session.message = "no verdict is possible now: one pair confirms nothing"
     assert summary.message(session) == "One pair confirms nothing."
 
 
-@pytest.mark.parametrize(("status", "low", "says"), [("applied", 1.1, "faster with the other levers"), ("applied", 0.98, "probably faster with the other levers"),
-                                                     ("applied", None, "measured only as part of the plan"), ("rejected", 1.1, "")])
+@pytest.mark.parametrize(
+    ("status", "low", "says"),
+    [
+        ("applied", 1.1, "faster with the other levers"),
+        ("applied", 0.98, "probably faster with the other levers"),
+        ("applied", None, "measured only as part of the plan"),
+        ("rejected", 1.1, ""),
+    ],
+)
 def test_why_a_lever_is_applied(recorded, status, low, says):
     lever = recorded("session").levers[0]
     lever.status, lever.low, lever.reason = status, low, ""
@@ -119,7 +150,10 @@ def test_why_a_lever_is_applied(recorded, status, low, says):
 
 def test_a_message_of_many_lines_is_a_sentence_and_its_details(recorded):
     session = recorded("failed")
-    assert summary.message(session) == "The program fails by itself (exit code 1), before flatout changes anything:"
+    assert (
+        summary.message(session)
+        == "The program fails by itself (exit code 1), before flatout changes anything:"
+    )
     assert summary.details(session).startswith("Traceback")
     session.message = "it failed:\n" + "x" * 9000 + "\nValueError: the end"
     assert len(summary.details(session)) <= summary.MAX_DETAILS
@@ -127,7 +161,9 @@ def test_a_message_of_many_lines_is_a_sentence_and_its_details(recorded):
 
 
 def test_elements_escape_text_and_attributes():
-    assert str(element("text", "<b>", class_='a"b', x=1.50)) == '<text class="a&#34;b" x="1.5">&lt;b&gt;</text>'
+    assert (
+        str(element("text", "<b>", class_='a"b', x=1.50)) == '<text class="a&#34;b" x="1.5">&lt;b&gt;</text>'
+    )
 
 
 def test_twice_and_half_as_fast_lie_equally_far_from_one():
@@ -136,7 +172,9 @@ def test_twice_and_half_as_fast_lie_equally_far_from_one():
     assert 1 in ratio_ticks(scale)
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (-3.2, 7.1), (1e-9, 2e-9), (-1e29, 1e29), (5.0, 5.0), (0, 5e-324)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (-3.2, 7.1), (1e-9, 2e-9), (-1e29, 1e29), (5.0, 5.0), (0, 5e-324)]
+)
 def test_ticks_lie_between_the_ends(low, high):
     ticks = round_ticks(low, high)
     assert 1 <= len(ticks) <= 12

@@ -34,7 +34,11 @@ def shown(renderable: RenderableType, width: int = 100) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "first", "last"),
     [
-        ("session", "1.34 times as fast, equivalent results", "  flatout run --procs 2 python main.py --lr 0.1"),
+        (
+            "session",
+            "1.34 times as fast, equivalent results",
+            "  flatout run --procs 2 python main.py --lr 0.1",
+        ),
         ("failed", "The tuning failed", "  flatout tune python -m pkg.train --data '/no/such folder'"),
         ("empty", "Still tuning: nothing to report yet", "guard  not checked: nothing was chosen yet"),
     ],
@@ -71,7 +75,10 @@ def test_a_command_is_shown_as_it_must_be_typed(recorded):
     session = recorded("session")
     session.ranks = None
     session.command = ["python", "train.py", "--name", "two  blanks – and [red]a dash[/red]"]
-    assert shown(session_tables(session))[-1] == "  flatout run python train.py --name 'two  blanks – and [red]a dash[/red]'"
+    assert (
+        shown(session_tables(session))[-1]
+        == "  flatout run python train.py --name 'two  blanks – and [red]a dash[/red]'"
+    )
 
 
 def test_foreign_text_cannot_control_the_terminal(recorded):
@@ -90,7 +97,10 @@ def test_any_text_fits_any_width(text, width):
     session = SessionRecord.from_json(RECORD)
     session.message = session.guard.why = text
     session.command = [text, text]
-    session.levers = [LeverRecord(text, {text: text}, text, 1.0, None, None, 0, text), LeverRecord(text, None, "skipped", reason=text)]
+    session.levers = [
+        LeverRecord(text, {text: text}, text, 1.0, None, None, 0, text),
+        LeverRecord(text, None, "skipped", reason=text),
+    ]
     plan = Plan((Choice(text, text, Origin.FILE, text),))
     for table in (session_tables(session), plan_table(plan, {text: text}, {text: text, "b": text})):
         lines = shown(table, width)
@@ -100,9 +110,21 @@ def test_any_text_fits_any_width(text, width):
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_plan_with_the_code_that_does_the_same(width):
-    plan = Plan((Choice("channels_last", True, Origin.TUNER, "1.11x (1.08-1.13, n=32)"), Choice("loader", {"workers": 2}, Origin.USER)))
-    code = {"channels_last": "model = model.to(memory_format=torch.channels_last)\nx = x.to(memory_format=torch.channels_last)\n"}
-    lines = shown(plan_table(plan, code, {"loader": "this program has no DataLoader", "compile": "the run is too short"}), width)
+    plan = Plan(
+        (
+            Choice("channels_last", True, Origin.TUNER, "1.11x (1.08-1.13, n=32)"),
+            Choice("loader", {"workers": 2}, Origin.USER),
+        )
+    )
+    code = {
+        "channels_last": "model = model.to(memory_format=torch.channels_last)\nx = x.to(memory_format=torch.channels_last)\n"
+    }
+    lines = shown(
+        plan_table(
+            plan, code, {"loader": "this program has no DataLoader", "compile": "the run is too short"}
+        ),
+        width,
+    )
     assert lines == [
         "channels_last = on   found by the tuner",
         "  1.11x (1.08-1.13, n=32)",

@@ -43,17 +43,52 @@ class Programs:
         self._warm: subprocess.Popen[str] | None = None
 
     def __call__(self, folder: Path, argv: Sequence[str], more: Mapping[str, str], fresh: bool) -> Done:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLATOUT_", "PYTEST_", "MALLOC_", "PYTHON"))}
-        env = {**kept, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "COLUMNS": "120", **more}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("FLATOUT_", "PYTEST_", "MALLOC_", "PYTHON"))
+        }
+        env = {
+            **kept,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+            "COLUMNS": "120",
+            **more,
+        }
         if fresh:
-            command = [sys.executable, *(["-m"] if argv[0] == "flatout" else []), *(argv if argv[0] == "flatout" else argv[1:])]
-            done = subprocess.run(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+            command = [
+                sys.executable,
+                *(["-m"] if argv[0] == "flatout" else []),
+                *(argv if argv[0] == "flatout" else argv[1:]),
+            ]
+            done = subprocess.run(
+                command,
+                cwd=folder,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+                check=False,
+            )
             return Done(done.returncode, done.stdout, done.stderr)
         if self._warm is None:
-            self._warm = subprocess.Popen([sys.executable, str(HERE / "warm.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                          env={**env, "PYTHONHASHSEED": "0"})
+            self._warm = subprocess.Popen(
+                [sys.executable, str(HERE / "warm.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**env, "PYTHONHASHSEED": "0"},
+            )
         out, err = folder.parent / "out", folder.parent / "err"
-        asked = {"argv": list(argv), "cwd": str(folder), "env": env, "out": str(out), "err": str(err), "limit_s": LIMIT_S}
+        asked = {
+            "argv": list(argv),
+            "cwd": str(folder),
+            "env": env,
+            "out": str(out),
+            "err": str(err),
+            "limit_s": LIMIT_S,
+        }
         print(json.dumps(asked), file=self._warm.stdin, flush=True)
         code = int(self._warm.stdout.readline())
         return Done(code, out.read_text(), err.read_text())
@@ -75,7 +110,9 @@ class Lives:
     after: int = 0
 
 
-def live(programs: Programs, folder: Path, trap: Trap, kills: Sequence[tuple[int, int]] = ONCE, off: str = "") -> Lives:
+def live(
+    programs: Programs, folder: Path, trap: Trap, kills: Sequence[tuple[int, int]] = ONCE, off: str = ""
+) -> Lives:
     """``off``: checks of ``mutants.py`` that are switched off."""
     work = folder / "work"
     write(work, trap)
@@ -84,14 +121,27 @@ def live(programs: Programs, folder: Path, trap: Trap, kills: Sequence[tuple[int
         saves = {"PYTHONPATH": SITE, "TRAP_SAVE": str(save), "TRAP_OFF": off}
         killed = programs(work, ["flatout", *COMMAND], {**saves, "TRAP_KILL": str(kill)}, trap.fresh)
         if number and killed.code in (0, REFUSED):  # it has already completed
-            return judged(trap, undisturbed(programs, folder, trap) if not (killed.code or trap.itself) else [], said, killed, [])
+            return judged(
+                trap,
+                undisturbed(programs, folder, trap) if not (killed.code or trap.itself) else [],
+                said,
+                killed,
+                [],
+            )
         if killed.code != -9:
-            same = killed.code == 0 and (trap.itself or killed.out.splitlines() == undisturbed(programs, folder, trap))
-            return Lives("unkilled" if same else "crashed", f"it was not killed: {killed.code}, {last(killed.err)}")
+            same = killed.code == 0 and (
+                trap.itself or killed.out.splitlines() == undisturbed(programs, folder, trap)
+            )
+            return Lives(
+                "unkilled" if same else "crashed", f"it was not killed: {killed.code}, {last(killed.err)}"
+            )
         said = [*up_to(said, went_on_after(killed)), *killed.out.splitlines()]
     for name, text in trap.between.items():
         (work / name).write_text(text)
-    metadata = [json.loads(path.read_text())["metadata"] for path in sorted(work.glob(".flatout/*/rescue/step-*/manifest.json"))]
+    metadata = [
+        json.loads(path.read_text())["metadata"]
+        for path in sorted(work.glob(".flatout/*/rescue/step-*/manifest.json"))
+    ]
     again = programs(work, ["flatout", *COMMAND], {**saves, **trap.later}, trap.fresh)
     lines = undisturbed(programs, folder, trap) if again.code == 0 and not trap.itself else []
     return judged(trap, lines, said, again, [each.get("exact", "no exact part") for each in metadata])
@@ -121,7 +171,9 @@ def judged(trap: Trap, lines: list[str], killed: list[str], again: Done, exact: 
         return Lives("crashed", f"{again.code}: {last(again.err)}")
     after = went_on_after(again)
     printed = again.out.splitlines()
-    differs = "" if printed and printed == lines[-len(printed):] else f"{printed[-1:]} instead of {lines[-1:]}"
+    differs = (
+        "" if printed and printed == lines[-len(printed) :] else f"{printed[-1:]} instead of {lines[-1:]}"
+    )
     why = strange(up_to(killed, after), printed) if trap.itself else differs
     if why:
         return Lives("WRONG", why, after)
@@ -130,7 +182,10 @@ def judged(trap: Trap, lines: list[str], killed: list[str], again: Done, exact: 
 
 def went_on_after(life: Done) -> int:
     """The step of the resume point; 0 where it started from scratch."""
-    return next((int(line.removeprefix(GOES_ON).partition(",")[0]) for line in life.said if line.startswith(GOES_ON)), 0)
+    return next(
+        (int(line.removeprefix(GOES_ON).partition(",")[0]) for line in life.said if line.startswith(GOES_ON)),
+        0,
+    )
 
 
 def up_to(lines: list[str], after: int) -> list[str]:

@@ -24,20 +24,55 @@ def refuse(why):
 
 
 UNARY = {
-    "relu": F.relu, "sum": torch.Tensor.sum, "sum_of_rows": lambda x: x.sum(-1), "mean_kept": lambda x: x.mean(0, keepdim=True),
-    "transposed": lambda x: x.transpose(0, 1), "flat": lambda x: x.flatten(), "viewed": lambda x: x.reshape(-1, 2), "argmax": lambda x: x.argmax(1),
-    "max": lambda x: x.max(1), "max_values": lambda x: x.max(1)[0], "softmax": lambda x: F.softmax(x, -1), "half": lambda x: x.half(),
-    "double": lambda x: x.to(torch.float64), "int": lambda x: x.long(), "greater": lambda x: x > 0, "sliced": lambda x: x[1:, :2],
-    "picked": lambda x: x[0], "stepped": lambda x: x[::2], "new_axis": lambda x: x[:, None], "ellipsis": lambda x: x[..., -1],
-    "stacked": lambda x: torch.stack([x, x]), "catted": lambda x: torch.cat([x, x], 1), "chunks": lambda x: x.chunk(2, 1),
-    "split": lambda x: torch.split(x, 1), "rows": list, "dropout": F.dropout, "norm": lambda x: x.norm(),
-    "einsum": lambda x: torch.einsum("ij,kj->ik", x, x), "matmul": lambda x: x @ x.t(), "expanded": lambda x: x.unsqueeze(0).expand(3, -1, -1),
-    "clamped": lambda x: x.clamp(min=0), "topk": lambda x: x.topk(2, dim=1), "sorted": lambda x: x.sort(), "like": torch.zeros_like,
-    "random_like": torch.randn_like, "new": lambda x: x.new_zeros(2, 3), "T": lambda x: x.T, "cumsum": lambda x: x.cumsum(0),
-    "in_place": lambda x: x.clone().add_(1).mul_(2), "filled": lambda x: x.clone().masked_fill_(x > 0, 0), "set_item": lambda x: _set(x.clone()),
-    "squeezed_in_place": lambda x: x.sum(0, keepdim=True).squeeze_(0), "tensor_of": lambda x: torch.tensor([x.sum(), x.mean()]),
-    "where": lambda x: torch.where(x > 0, x, -x), "pair": lambda x: x + torch.ones(x.shape[1]), "scalar": lambda x: 2 * x - 1,
-    "power": lambda x: x ** 2, "iadd": lambda x: _iadd(x), "out": lambda x: torch.add(x, x, out=x.clone()),
+    "relu": F.relu,
+    "sum": torch.Tensor.sum,
+    "sum_of_rows": lambda x: x.sum(-1),
+    "mean_kept": lambda x: x.mean(0, keepdim=True),
+    "transposed": lambda x: x.transpose(0, 1),
+    "flat": lambda x: x.flatten(),
+    "viewed": lambda x: x.reshape(-1, 2),
+    "argmax": lambda x: x.argmax(1),
+    "max": lambda x: x.max(1),
+    "max_values": lambda x: x.max(1)[0],
+    "softmax": lambda x: F.softmax(x, -1),
+    "half": lambda x: x.half(),
+    "double": lambda x: x.to(torch.float64),
+    "int": lambda x: x.long(),
+    "greater": lambda x: x > 0,
+    "sliced": lambda x: x[1:, :2],
+    "picked": lambda x: x[0],
+    "stepped": lambda x: x[::2],
+    "new_axis": lambda x: x[:, None],
+    "ellipsis": lambda x: x[..., -1],
+    "stacked": lambda x: torch.stack([x, x]),
+    "catted": lambda x: torch.cat([x, x], 1),
+    "chunks": lambda x: x.chunk(2, 1),
+    "split": lambda x: torch.split(x, 1),
+    "rows": list,
+    "dropout": F.dropout,
+    "norm": lambda x: x.norm(),
+    "einsum": lambda x: torch.einsum("ij,kj->ik", x, x),
+    "matmul": lambda x: x @ x.t(),
+    "expanded": lambda x: x.unsqueeze(0).expand(3, -1, -1),
+    "clamped": lambda x: x.clamp(min=0),
+    "topk": lambda x: x.topk(2, dim=1),
+    "sorted": lambda x: x.sort(),
+    "like": torch.zeros_like,
+    "random_like": torch.randn_like,
+    "new": lambda x: x.new_zeros(2, 3),
+    "T": lambda x: x.T,
+    "cumsum": lambda x: x.cumsum(0),
+    "in_place": lambda x: x.clone().add_(1).mul_(2),
+    "filled": lambda x: x.clone().masked_fill_(x > 0, 0),
+    "set_item": lambda x: _set(x.clone()),
+    "squeezed_in_place": lambda x: x.sum(0, keepdim=True).squeeze_(0),
+    "tensor_of": lambda x: torch.tensor([x.sum(), x.mean()]),
+    "where": lambda x: torch.where(x > 0, x, -x),
+    "pair": lambda x: x + torch.ones(x.shape[1]),
+    "scalar": lambda x: 2 * x - 1,
+    "power": lambda x: x**2,
+    "iadd": lambda x: _iadd(x),
+    "out": lambda x: torch.add(x, x, out=x.clone()),
 }
 
 
@@ -53,11 +88,16 @@ def _iadd(x):
 
 
 def metas(value):
-    return [meta_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in torch.utils._pytree.tree_leaves(value)]
+    return [
+        meta_of(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in torch.utils._pytree.tree_leaves(value)
+    ]
 
 
 @settings(max_examples=400)
-@given(name=st.sampled_from(sorted(UNARY)), rows=st.integers(2, 5), half=st.integers(1, 3), turned=st.booleans())
+@given(
+    name=st.sampled_from(sorted(UNARY)), rows=st.integers(2, 5), half=st.integers(1, 3), turned=st.booleans()
+)
 def test_a_function_of_fake_tensors_gives_fake_results(name, rows, half, turned):
     real = torch.randn(2 * half, rows).t() if turned else torch.randn(rows, 2 * half)
     replay_tensors = FakeOperators(refuse)
@@ -81,11 +121,19 @@ def test_a_function_of_fake_tensors_gives_fake_results(name, rows, half, turned)
 
 
 MODULES = {
-    "linear": (lambda: torch.nn.Linear(6, 3), (4, 6)), "conv": (lambda: torch.nn.Conv2d(3, 4, 3, stride=2), (2, 3, 9, 9)),
-    "norm": (lambda: torch.nn.BatchNorm2d(3), (2, 3, 4, 4)), "lstm": (lambda: torch.nn.LSTM(6, 5, 2), (7, 2, 6)),
-    "gru_cell": (lambda: torch.nn.GRUCell(6, 5), (2, 6)), "attention": (lambda: torch.nn.TransformerEncoderLayer(8, 2, 16), (5, 2, 8)),
+    "linear": (lambda: torch.nn.Linear(6, 3), (4, 6)),
+    "conv": (lambda: torch.nn.Conv2d(3, 4, 3, stride=2), (2, 3, 9, 9)),
+    "norm": (lambda: torch.nn.BatchNorm2d(3), (2, 3, 4, 4)),
+    "lstm": (lambda: torch.nn.LSTM(6, 5, 2), (7, 2, 6)),
+    "gru_cell": (lambda: torch.nn.GRUCell(6, 5), (2, 6)),
+    "attention": (lambda: torch.nn.TransformerEncoderLayer(8, 2, 16), (5, 2, 8)),
     "layer_norm": (lambda: torch.nn.LayerNorm(6), (4, 6)),
-    "sequential": (lambda: torch.nn.Sequential(torch.nn.Conv1d(2, 4, 3), torch.nn.ReLU(inplace=True), torch.nn.Dropout(), torch.nn.Flatten()), (3, 2, 8)),
+    "sequential": (
+        lambda: torch.nn.Sequential(
+            torch.nn.Conv1d(2, 4, 3), torch.nn.ReLU(inplace=True), torch.nn.Dropout(), torch.nn.Flatten()
+        ),
+        (3, 2, 8),
+    ),
 }
 
 

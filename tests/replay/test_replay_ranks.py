@@ -20,9 +20,11 @@ from flatout.cli.exact_resume import ResumeRanks, newest_of_all
 from flatout.state.save_schedule import AHEAD, SaveSchedule
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="not run: this torch has no torch.distributed")
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="not run: this torch has no torch.distributed"
+)
 
-PROGRAM = '''
+PROGRAM = """
 import hashlib, os, torch, torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, DistributedSampler
@@ -66,9 +68,9 @@ for epoch in range(5):
         os.write(1, f"{epoch} {total.item():.9f} {told}\\n".encode())
 state = b"".join(value.numpy().tobytes() for value in net.state_dict().values())
 os.write(1, f"end {rank} {hashlib.sha256(state).hexdigest()}\\n".encode())
-'''
+"""
 RANKS, STEPS_OF_AN_EPOCH = 3, 4
-TELLS_ONE = '''
+TELLS_ONE = """
 import torch, torch.distributed as dist
 
 dist.init_process_group("gloo")
@@ -85,15 +87,27 @@ for _ in range(20):
         dist.send(told, 1)
     elif rank == 1:
         dist.recv(told, 0)
-'''
+"""
 
 
 def run(folder, *before, ranks=RANKS, **more):
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("FLATOUT_", "PYTEST_", "PYTHON"))}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("FLATOUT_", "PYTEST_", "PYTHON"))
+    }
     env |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}", "OMP_NUM_THREADS": "1", **more}
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "train.py"]
-    return subprocess.run([sys.executable, *before, *(["python"] if before else []), *launch], cwd=folder, env=env, capture_output=True, text=True,
-                          stdin=subprocess.DEVNULL, timeout=120, check=False)
+    return subprocess.run(
+        [sys.executable, *before, *(["python"] if before else []), *launch],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=120,
+        check=False,
+    )
 
 
 def ends(done):
@@ -115,7 +129,12 @@ def test_ranks_resume_from_the_newest_checkpoints_of_one_moment(tmp_path, monkey
     assert again.stderr.count("resumed exactly after step 12") == 1, again.stderr
     assert ends(again) == ends(undisturbed)
     lines = [line for line in again.stdout.splitlines() if not line.startswith("end ")]
-    assert lines == [line for line in undisturbed.stdout.splitlines() if not line.startswith("end ")][12 // STEPS_OF_AN_EPOCH:][-len(lines):]
+    assert (
+        lines
+        == [line for line in undisturbed.stdout.splitlines() if not line.startswith("end ")][
+            12 // STEPS_OF_AN_EPOCH :
+        ][-len(lines) :]
+    )
 
     # As if its process group had communicated once more before one rank was saved: these are not of one
     # moment.
@@ -130,7 +149,11 @@ def test_ranks_resume_from_the_newest_checkpoints_of_one_moment(tmp_path, monkey
     content["metadata"]["ranks"]["met"][group] += 1
     manifest.write_text(json.dumps(content))
     save, why_not = newest_of_all(folder, ranks)
-    assert save.step < 12 if save is not None else "its ranks have no checkpoints from the same moment" in why_not
+    assert (
+        save.step < 12
+        if save is not None
+        else "its ranks have no checkpoints from the same moment" in why_not
+    )
 
 
 def test_ranks_with_point_to_point_messages_are_not_resumed(tmp_path):
@@ -140,10 +163,18 @@ def test_ranks_with_point_to_point_messages_are_not_resumed(tmp_path):
     assert killed.returncode != 0
     again = run(tmp_path, *resume, ranks=2, **saves)
     assert again.returncode != 0  # torchrun has its own exit code
-    assert "cannot resume exactly: its last start left no checkpoint to resume from: its ranks use point-to-point communication" in again.stderr
+    assert (
+        "cannot resume exactly: its last start left no checkpoint to resume from: its ranks use point-to-point communication"
+        in again.stderr
+    )
     begun = run(tmp_path, *resume[:-1], "--supervise", ranks=2, **saves)
     assert begun.returncode == 0
-    assert begun.stderr.count("this program starts from scratch: its last start left no checkpoint to resume from") == 1
+    assert (
+        begun.stderr.count(
+            "this program starts from scratch: its last start left no checkpoint to resume from"
+        )
+        == 1
+    )
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.booleans()), max_size=60))

@@ -12,8 +12,16 @@ from interrupted import TWICE, Programs, live
 from mutants import CHECKS
 from traps import TRAPS
 
-GOES_ON = ("own_generators", "values_steer", "clock_steers", "best_file_moved_into_place", "persistent_workers", "data_set_counts", "tensor_of_losses",
-           "hard_samples_by_a_mask")
+GOES_ON = (
+    "own_generators",
+    "values_steer",
+    "clock_steers",
+    "best_file_moved_into_place",
+    "persistent_workers",
+    "data_set_counts",
+    "tensor_of_losses",
+    "hard_samples_by_a_mask",
+)
 REFUSED = {  # program -> part of its error, from one check each
     "other_place_before_the_save": "takes another path than in the first run",
     "reads_less_before_the_save": "has not read 1 of the values",

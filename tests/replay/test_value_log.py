@@ -14,8 +14,17 @@ from hypothesis import strategies as st
 from flatout.replay.value_log import LargeValue, ValueLog
 from flatout.state.journal import ValueJournal, read_journal
 
-PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20), st.binary(max_size=20), st.complex_numbers(allow_nan=False),
-                  st.lists(st.floats(allow_nan=False), max_size=5), st.lists(st.integers(-5, 5), max_size=5).map(lambda row: numpy.array(row, "int32")))
+PLAIN = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=20),
+    st.binary(max_size=20),
+    st.complex_numbers(allow_nan=False),
+    st.lists(st.floats(allow_nan=False), max_size=5),
+    st.lists(st.integers(-5, 5), max_size=5).map(lambda row: numpy.array(row, "int32")),
+)
 
 
 class Refused(Exception):
@@ -52,8 +61,13 @@ def played(path, place, events):
 
 
 WAYS = st.lists(
-    st.one_of(st.tuples(st.just("value"), PLAIN), st.tuples(st.just("event"), st.integers(0, 9)), st.tuples(st.just("step"), st.none())),
-    max_size=40)
+    st.one_of(
+        st.tuples(st.just("value"), PLAIN),
+        st.tuples(st.just("event"), st.integers(0, 9)),
+        st.tuples(st.just("step"), st.none()),
+    ),
+    max_size=40,
+)
 
 
 @given(way=WAYS)

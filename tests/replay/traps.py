@@ -10,7 +10,7 @@ from __future__ import annotations
 import textwrap
 from dataclasses import dataclass, field, replace
 
-HEAD = '''\
+HEAD = """\
 import copy, hashlib, json, os, pickle, random, shutil, sys, time
 from collections import deque
 import numpy
@@ -50,7 +50,7 @@ def end(*things):
     print("end", digest(*model.state_dict().values()), *(digest(thing) if isinstance(thing, torch.Tensor) else thing for thing in things), flush=True)
 
 
-'''
+"""
 
 
 @dataclass(frozen=True)
@@ -88,29 +88,40 @@ def trap(name: str, body: str, **more) -> None:
 
 # -- values computed on the device and read late -----------------------------------------------------------------------------------
 
-trap("accumulator_made_before", """
+trap(
+    "accumulator_made_before",
+    """
     total, seen = torch.zeros(()), torch.zeros(6)
     for step in range(STEPS):
         total += train(batch(step)).detach()
         seen += model[0].weight.detach().sum(0)
     end(total, seen)
-""")
-trap("accumulator_made_inside", """
+""",
+)
+trap(
+    "accumulator_made_inside",
+    """
     total = None
     for step in range(STEPS):
         loss = train(batch(step)).detach()
         total = loss if total is None else total + loss
     end(total)
-""")
-trap("list_of_losses", """
+""",
+)
+trap(
+    "list_of_losses",
+    """
     losses, graph = [], []
     for step in range(STEPS):
         loss = train(batch(step))
         losses.append(loss.detach())
         graph.append(loss)
     end(torch.stack(losses), torch.stack(graph), sum(losses))
-""")
-trap("row_of_a_tensor", """
+""",
+)
+trap(
+    "row_of_a_tensor",
+    """
     table, view = torch.zeros(STEPS, 8), torch.zeros(STEPS)
     for step in range(STEPS):
         x = batch(step)
@@ -118,16 +129,22 @@ trap("row_of_a_tensor", """
         table[step] = model(x).detach()[:, 0]
         view[step:step + 1].copy_(loss.detach())
     end(table, view)
-""")
-trap("large_table_through_data", """
+""",
+)
+trap(
+    "large_table_through_data",
+    """
     table = torch.zeros(40_000)
     for step in range(STEPS):
         loss = train(batch(step))
         if step > 5:
             table.data[step * 39 + 1] = loss.detach()
     end(table)
-""")
-trap("sum_kept_by_forward", """
+""",
+)
+trap(
+    "sum_kept_by_forward",
+    """
     class Keeps(nn.Module):
         def __init__(self):
             super().__init__()
@@ -143,8 +160,11 @@ trap("sum_kept_by_forward", """
     for step in range(STEPS):
         train(batch(step))
     end(model.seen, model.largest, model.calls)
-""")
-trap("hidden_state_detached", """
+""",
+)
+trap(
+    "hidden_state_detached",
+    """
     model = nn.GRUCell(6, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = torch.zeros(8, 1)
@@ -154,8 +174,11 @@ trap("hidden_state_detached", """
         (state - 0.3).square().mean().backward()
         optimizer.step()
     end(state)
-""")
-trap("hidden_state_with_its_graph", """
+""",
+)
+trap(
+    "hidden_state_with_its_graph",
+    """
     drift = nn.Parameter(torch.zeros(1))
     optimizer.add_param_group({"params": [drift]})
     state = torch.zeros(1)
@@ -165,8 +188,11 @@ trap("hidden_state_with_its_graph", """
         (model(batch(step)) + state - 1).square().mean().backward(retain_graph=True)
         optimizer.step()
     end(state, drift)
-""")
-trap("gradients_kept_between_steps", """
+""",
+)
+trap(
+    "gradients_kept_between_steps",
+    """
     for step in range(3 * STEPS):
         x = batch(step)
         (model(x) - x.sum(1, keepdim=True)).square().mean().div(3).backward()
@@ -175,8 +201,11 @@ trap("gradients_kept_between_steps", """
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
     end()
-""")
-trap("replay_buffers", """
+""",
+)
+trap(
+    "replay_buffers",
+    """
     rows, last, by_step = [], deque(maxlen=5), {}
     for step in range(STEPS):
         x = batch(step)
@@ -188,8 +217,11 @@ trap("replay_buffers", """
         last.append(out * 2)
         by_step[f"at {step}"] = out * 3
     end(torch.stack(rows), torch.stack(tuple(last)))
-""")
-trap("queue_of_tensors", """
+""",
+)
+trap(
+    "queue_of_tensors",
+    """
     import queue
     waiting = queue.Queue()
     for step in range(STEPS):
@@ -197,14 +229,18 @@ trap("queue_of_tensors", """
         train(x + (waiting.get() if waiting.qsize() > 3 else 0))
         waiting.put(model[0](x).detach()[:, :6] * 0.1)
     end(torch.stack([waiting.get() for _ in range(waiting.qsize())]))
-""")
-trap("loader_in_a_cycle", """
+""",
+)
+trap(
+    "loader_in_a_cycle",
+    """
     import itertools
     loader = torch.utils.data.DataLoader(data, 8, shuffle=True)
     for step, x in zip(range(STEPS), itertools.cycle(loader)):
         train(x)
     end()
-""")
+""",
+)
 
 # -- random numbers -------------------------------------------------------------------------------------------------------------
 
@@ -220,13 +256,31 @@ DRAWS = """
             {loop}
     end(scale)
 """
-trap("random_in_turns_with_the_data_set", DRAWS.format(inside="random.random()", loop="scale.append(random.random()); train(x * scale[-1])"))
+trap(
+    "random_in_turns_with_the_data_set",
+    DRAWS.format(inside="random.random()", loop="scale.append(random.random()); train(x * scale[-1])"),
+)
 trap("random_in_turns_not_kept", DRAWS.format(inside="random.random()", loop="train(x * random.random())"))
-trap("numpy_in_turns_with_the_data_set", DRAWS.format(inside="numpy.random.rand()", loop="scale.append(numpy.random.rand()); train(x * scale[-1])"))
+trap(
+    "numpy_in_turns_with_the_data_set",
+    DRAWS.format(
+        inside="numpy.random.rand()", loop="scale.append(numpy.random.rand()); train(x * scale[-1])"
+    ),
+)
 trap("data_set_draws_alone", DRAWS.format(inside="random.random() + numpy.random.rand()", loop="train(x)"))
-trap("one_generator_for_both", "    own = random.Random(5)\n" + DRAWS.format(inside="own.random()", loop="train(x * own.random())"))
-trap("torch_draws_in_the_data_set", DRAWS.format(inside="torch.rand(()).item()", loop="scale.append(torch.rand(()).item()); train(x * scale[-1])"))
-trap("own_generators", """
+trap(
+    "one_generator_for_both",
+    "    own = random.Random(5)\n" + DRAWS.format(inside="own.random()", loop="train(x * own.random())"),
+)
+trap(
+    "torch_draws_in_the_data_set",
+    DRAWS.format(
+        inside="torch.rand(()).item()", loop="scale.append(torch.rand(()).item()); train(x * scale[-1])"
+    ),
+)
+trap(
+    "own_generators",
+    """
     of_numpy, of_torch, of_python = numpy.random.default_rng(1), torch.Generator().manual_seed(2), random.Random(3)
     steered = []
     for step in range(STEPS):
@@ -235,8 +289,11 @@ trap("own_generators", """
             steered.append(int(torch.randint(9, (1,), generator=of_torch)) + int(of_numpy.integers(5)))
         train(x)
     end(steered, of_python.random(), of_numpy.random())
-""")
-trap("nothing_is_seeded", """
+""",
+)
+trap(
+    "nothing_is_seeded",
+    """
     torch.seed()
     own, of_numpy = random.Random(), numpy.random.default_rng()
     data = torch.randn(48, 6)
@@ -245,13 +302,20 @@ trap("nothing_is_seeded", """
     for step in range(STEPS):
         train(data[step * 8 % 48:][:8] + own.random() + of_numpy.random())
     print("end", digest(data), flush=True)
-""", itself=True)
-trap("drawn_before_torch", """
+""",
+    itself=True,
+)
+trap(
+    "drawn_before_torch",
+    """
     print("began", chosen, flush=True)
     for step in range(STEPS):
         train(batch(step) * chosen)
     print("end", chosen, flush=True)
-""", before="import random\nchosen = random.random()\n", itself=True)
+""",
+    before="import random\nchosen = random.random()\n",
+    itself=True,
+)
 
 # -- clocks, processes, files ---------------------------------------------------------------------------------------------------
 
@@ -270,16 +334,42 @@ STEERED = """
         train(batch(step), noise=0.3 if way else 0.0)
     print("end consistent", digest(*reached) == digest(*model.state_dict().values()), digest(ways), flush=True)
 """
-trap("clock_steers", STEERED.format(start="time.time()", steer="ways.append(time.time() - start > 0.02); start = time.time() if ways[-1] else start"),
-     itself=True)
-trap("clock_by_its_own_name", STEERED.format(start="now()", steer="ways.append(now() - start > 0.02); start = now() if ways[-1] else start"), itself=True,
-     before="from time import perf_counter as now\n")
-trap("clock_by_its_own_name_not_kept", STEERED.format(start="0", steer="ways.append(1 if int(now() * 1000) % 3 else 0)"), itself=True,
-     before="from time import perf_counter as now\n")
-trap("datetime_steers", STEERED.format(start="datetime.now()", steer="ways.append(datetime.now() - start > timedelta(seconds=0.02)); "
-                                       "start = datetime.now() if ways[-1] else start"), itself=True, before="from datetime import datetime, timedelta\n")
+trap(
+    "clock_steers",
+    STEERED.format(
+        start="time.time()",
+        steer="ways.append(time.time() - start > 0.02); start = time.time() if ways[-1] else start",
+    ),
+    itself=True,
+)
+trap(
+    "clock_by_its_own_name",
+    STEERED.format(
+        start="now()", steer="ways.append(now() - start > 0.02); start = now() if ways[-1] else start"
+    ),
+    itself=True,
+    before="from time import perf_counter as now\n",
+)
+trap(
+    "clock_by_its_own_name_not_kept",
+    STEERED.format(start="0", steer="ways.append(1 if int(now() * 1000) % 3 else 0)"),
+    itself=True,
+    before="from time import perf_counter as now\n",
+)
+trap(
+    "datetime_steers",
+    STEERED.format(
+        start="datetime.now()",
+        steer="ways.append(datetime.now() - start > timedelta(seconds=0.02)); "
+        "start = datetime.now() if ways[-1] else start",
+    ),
+    itself=True,
+    before="from datetime import datetime, timedelta\n",
+)
 trap("urandom_steers", STEERED.format(start="0", steer="ways.append(os.urandom(1)[0] & 1)"), itself=True)
-trap("folder_named_by_the_hour", """
+trap(
+    "folder_named_by_the_hour",
+    """
     from datetime import datetime
     folder = datetime.now().strftime("run-%H%M%S-%f")
     os.makedirs(folder)
@@ -288,31 +378,48 @@ trap("folder_named_by_the_hour", """
         with open(f"{folder}/log.txt", "a") as file:
             file.write(f"{step} {loss.item()}\\n")
     print("end", len(open(f"{folder}/log.txt").read().splitlines()), len([name for name in os.listdir(".") if name.startswith("run-")]), flush=True)
-""")
-trap("uuid_kept", """
+""",
+)
+trap(
+    "uuid_kept",
+    """
     import uuid
     name = uuid.uuid4()
     print("began", name, flush=True)
     for step in range(STEPS):
         train(batch(step))
     print("end", name, flush=True)
-""", itself=True)
-trap("process_number_kept", """
+""",
+    itself=True,
+)
+trap(
+    "process_number_kept",
+    """
     number = os.getpid()
     print("began", number, flush=True)
     for step in range(STEPS):
         train(batch(step))
     print("end", number, flush=True)
-""", itself=True)
-trap("file_changes_meanwhile", """
+""",
+    itself=True,
+)
+trap(
+    "file_changes_meanwhile",
+    """
     factors = []
     for step in range(STEPS):
         factors.append(float(open("factor.txt").read()))
         train(batch(step) * factors[-1])
         print("step", step, factors[-1], flush=True)
     print("end consistent", True, digest(factors), flush=True)
-""", files={"factor.txt": "1.0"}, between={"factor.txt": "0.5"}, itself=True)
-trap("file_written_and_read_back", """
+""",
+    files={"factor.txt": "1.0"},
+    between={"factor.txt": "0.5"},
+    itself=True,
+)
+trap(
+    "file_written_and_read_back",
+    """
     open("count.json", "w").write("[0, 0.0]")
     for step in range(STEPS):
         count, last = json.load(open("count.json"))
@@ -320,8 +427,11 @@ trap("file_written_and_read_back", """
         with open("count.json", "w") as file:
             json.dump([count + 1, loss.item()], file)
     end(open("count.json").read())
-""")
-trap("tensor_written_and_read_back", """
+""",
+)
+trap(
+    "tensor_written_and_read_back",
+    """
     torch.save(torch.zeros(6), "mean.pt")
     for step in range(STEPS):
         mean = torch.load("mean.pt")
@@ -329,8 +439,11 @@ trap("tensor_written_and_read_back", """
         train(x - mean)
         torch.save(mean * 0.9 + model[0].weight.detach().mean(0), "mean.pt")
     end(torch.load("mean.pt"))
-""")
-trap("best_is_loaded_back_from_its_file", """
+""",
+)
+trap(
+    "best_is_loaded_back_from_its_file",
+    """
     best = float("inf")
     for step in range(STEPS):
         loss = train(batch(step)).item()
@@ -341,7 +454,8 @@ trap("best_is_loaded_back_from_its_file", """
             model.load_state_dict(torch.load("best.pt"))
             optimizer.param_groups[0]["lr"] *= 0.5
     end(best)
-""")
+""",
+)
 BEST = """
     best = float("inf")
     for step in range(STEPS):
@@ -353,21 +467,46 @@ BEST = """
     end(*torch.load("best.pt", weights_only=False).values(), step)
 """
 trap("best_file", BEST.format(save="torch.save(model.state_dict(), 'best.pt')", also=""))
-trap("best_file_moved_into_place", BEST.format(save="torch.save(model.state_dict(), 'new.pt'); os.replace('new.pt', 'best.pt')", also=""))
-trap("best_file_is_a_copy", BEST.format(save="", also="torch.save(model.state_dict(), 'last.pt'); loss == best and shutil.copyfile('last.pt', 'best.pt')"))
-trap("best_file_pickled", BEST.format(save="pickle.dump(model.state_dict(), open('best.pickle', 'wb'))", also="").replace(
-    'torch.load("best.pt", weights_only=False)', 'pickle.load(open("best.pickle", "rb"))'))
-trap("best_file_of_numpy", BEST.format(save="numpy.savez('best.npz', **{k: v.numpy() for k, v in model.state_dict().items()})", also="").replace(
-    '*torch.load("best.pt", weights_only=False).values()', '*map(torch.from_numpy, numpy.load("best.npz").values())'))
-trap("last_three_files", """
+trap(
+    "best_file_moved_into_place",
+    BEST.format(save="torch.save(model.state_dict(), 'new.pt'); os.replace('new.pt', 'best.pt')", also=""),
+)
+trap(
+    "best_file_is_a_copy",
+    BEST.format(
+        save="",
+        also="torch.save(model.state_dict(), 'last.pt'); loss == best and shutil.copyfile('last.pt', 'best.pt')",
+    ),
+)
+trap(
+    "best_file_pickled",
+    BEST.format(save="pickle.dump(model.state_dict(), open('best.pickle', 'wb'))", also="").replace(
+        'torch.load("best.pt", weights_only=False)', 'pickle.load(open("best.pickle", "rb"))'
+    ),
+)
+trap(
+    "best_file_of_numpy",
+    BEST.format(
+        save="numpy.savez('best.npz', **{k: v.numpy() for k, v in model.state_dict().items()})", also=""
+    ).replace(
+        '*torch.load("best.pt", weights_only=False).values()',
+        '*map(torch.from_numpy, numpy.load("best.npz").values())',
+    ),
+)
+trap(
+    "last_three_files",
+    """
     for step in range(STEPS):
         train(batch(step))
         torch.save(model.state_dict(), f"step{step}.pt")
         if step >= 3:
             os.remove(f"step{step - 3}.pt")
     end(sorted(name for name in os.listdir(".") if name.startswith("step")))
-""")
-trap("goes_on_by_itself", """
+""",
+)
+trap(
+    "goes_on_by_itself",
+    """
     first = 0
     if os.path.exists("own.pt"):
         kept = torch.load("own.pt")
@@ -379,7 +518,8 @@ trap("goes_on_by_itself", """
         if step % 5 == 4:
             torch.save({"step": step + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, "own.pt")
     end()
-""")
+""",
+)
 LOG = """
     {begin}
     for step in range(STEPS):
@@ -388,13 +528,41 @@ LOG = """
     {close}
     end(digest(open("log.txt").read()), len(open("log.txt").read().splitlines()))
 """
-trap("log_opened_anew", LOG.format(begin="log = open('log.txt', 'w')", write="log.write(f'{step} {loss}\\n')", close="log.close()"))
-trap("log_written_line_by_line", LOG.format(begin="log = open('log.txt', 'w', buffering=1)", write="log.write(f'{step} {loss}\\n')", close="log.close()"))
-trap("log_opened_to_append", LOG.format(begin="log = open('log.txt', 'a')", write="log.write(f'{step} {loss}\\n')", close="log.close()"))
-trap("log_appended_each_step", LOG.format(begin="pass", write="print(step, loss, file=open('log.txt', 'a'))", close="pass"))
-trap("log_of_logging", LOG.format(begin="import logging; logging.basicConfig(filename='log.txt', level='INFO', format='%(message)s')",
-                                  write="logging.info('%s %s', step, loss)", close="pass"))
-trap("file_read_each_step_and_sometimes_written_anew", """
+trap(
+    "log_opened_anew",
+    LOG.format(
+        begin="log = open('log.txt', 'w')", write="log.write(f'{step} {loss}\\n')", close="log.close()"
+    ),
+)
+trap(
+    "log_written_line_by_line",
+    LOG.format(
+        begin="log = open('log.txt', 'w', buffering=1)",
+        write="log.write(f'{step} {loss}\\n')",
+        close="log.close()",
+    ),
+)
+trap(
+    "log_opened_to_append",
+    LOG.format(
+        begin="log = open('log.txt', 'a')", write="log.write(f'{step} {loss}\\n')", close="log.close()"
+    ),
+)
+trap(
+    "log_appended_each_step",
+    LOG.format(begin="pass", write="print(step, loss, file=open('log.txt', 'a'))", close="pass"),
+)
+trap(
+    "log_of_logging",
+    LOG.format(
+        begin="import logging; logging.basicConfig(filename='log.txt', level='INFO', format='%(message)s')",
+        write="logging.info('%s %s', step, loss)",
+        close="pass",
+    ),
+)
+trap(
+    "file_read_each_step_and_sometimes_written_anew",
+    """
     for step in range(STEPS):
         if step > 1:
             with open("last.txt") as file:
@@ -404,17 +572,23 @@ trap("file_read_each_step_and_sometimes_written_anew", """
             with open("last.txt", "w") as file:
                 file.write(f"{loss:.4f}")
     end()
-""")
-trap("folder_must_be_new", """
+""",
+)
+trap(
+    "folder_must_be_new",
+    """
     os.mkdir("out")
     for step in range(STEPS):
         train(batch(step))
     end()
-""")
+""",
+)
 
 # -- control flow ------------------------------------------------------------------------------------------------------------------
 
-trap("early_stopping", """
+trap(
+    "early_stopping",
+    """
     best, patience = float("inf"), 0
     for step in range(200):
         loss = train(batch(step), noise=0.02 * step).item()
@@ -422,8 +596,11 @@ trap("early_stopping", """
         if patience > 12:
             break
     end(step, best, patience)
-""")
-trap("rate_by_metric", """
+""",
+)
+trap(
+    "rate_by_metric",
+    """
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=0.7)
     last = 9.0
     for step in range(STEPS):
@@ -433,8 +610,11 @@ trap("rate_by_metric", """
             optimizer.param_groups[0]["lr"] *= 0.9
         last = loss.item()
     end(optimizer.param_groups[0]["lr"], last)
-""")
-trap("values_steer", """
+""",
+)
+trap(
+    "values_steer",
+    """
     ways = []
     for step in range(STEPS):
         x = batch(step)
@@ -448,8 +628,11 @@ trap("values_steer", """
             x = x * 0.9
         train(x)
     end(digest(ways))
-""")
-trap("where_gives_places", """
+""",
+)
+trap(
+    "where_gives_places",
+    """
     found = 0
     for step in range(STEPS):
         x = batch(step)
@@ -457,32 +640,44 @@ trap("where_gives_places", """
         places = torch.where(model(x)[:, 0] > 0)[0]
         found += len(places)
     end(found)
-""")
-trap("one_hot_of_what_was_computed", """
+""",
+)
+trap(
+    "one_hot_of_what_was_computed",
+    """
     widths = []
     for step in range(STEPS):
         x = batch(step)
         train(x)
         widths.append(functional.one_hot(model[0](x).argmax(1)).shape[1])
     end(widths)
-""")
-trap("a_value_in_a_tensor", """
+""",
+)
+trap(
+    "a_value_in_a_tensor",
+    """
     found = 0
     for step in range(STEPS):
         x = batch(step)
         train(x)
         found += 2 in model[0](x).argmax(1)
     end(found)
-""")
-trap("large_list", """
+""",
+)
+trap(
+    "large_list",
+    """
     total = 0.0
     wide = torch.linspace(-1, 1, 20_000)
     for step in range(STEPS):
         loss = train(batch(step))
         total += sum((wide * loss.detach()).tolist())
     end(total)
-""")
-trap("large_order_by_hand", """
+""",
+)
+trap(
+    "large_order_by_hand",
+    """
     model.append(nn.Dropout(0.1))
     many = torch.randn(20_000, 6)
     for epoch in range(3):
@@ -490,8 +685,11 @@ trap("large_order_by_hand", """
         for at in range(0, 64, 8):
             train(many[order[at:at + 8]])
     end()
-""")
-trap("exception_caught", """
+""",
+)
+trap(
+    "exception_caught",
+    """
     failed = 0
     for step in range(STEPS):
         x = batch(step)
@@ -501,55 +699,76 @@ trap("exception_caught", """
         except (RuntimeError, ValueError) as error:
             failed += 1 + len(str(error))
     end(failed)
-""")
+""",
+)
 
 # -- hooks, functions, optimizers -----------------------------------------------------------------------------------------------
 
-trap("forward_hook_collects", """
+trap(
+    "forward_hook_collects",
+    """
     means, kept = [], []
     model[0].register_forward_hook(lambda module, args, out: (means.append(out.mean().item()), kept.append(out.detach())) and None)
     for step in range(STEPS):
         train(batch(step))
     end(means, torch.stack(kept))
-""")
-trap("gradient_hook_collects", """
+""",
+)
+trap(
+    "gradient_hook_collects",
+    """
     norms = []
     model[0].weight.register_hook(lambda gradient: norms.append(gradient.norm().item()))
     for step in range(STEPS):
         train(batch(step))
     end(norms)
-""")
-trap("gradient_hook_counts_unseen", """
+""",
+)
+trap(
+    "gradient_hook_counts_unseen",
+    """
     import itertools
     count = itertools.count()
     model[0].weight.register_hook(lambda gradient: gradient * 0.9 ** next(count))
     for step in range(STEPS):
         train(batch(step))
     end(next(count))
-""")
-trap("gradient_hook_collects_into_an_array", """
+""",
+)
+trap(
+    "gradient_hook_collects_into_an_array",
+    """
     import array
     norms = array.array("d")
     model[0].weight.register_hook(lambda gradient: norms.append(gradient.norm().item()))
     for step in range(STEPS):
         train(batch(step))
     end(list(norms))
-""")
-trap("backward_hook_of_a_module", """
+""",
+)
+trap(
+    "backward_hook_of_a_module",
+    """
     norms = []
     model[0].register_full_backward_hook(lambda module, given, got: norms.append(got[0].norm()))
     for step in range(STEPS):
         train(batch(step))
     end(torch.stack(norms))
-""")
-trap("gradient_hook_clamps", """
+""",
+)
+trap(
+    "gradient_hook_clamps",
+    """
     for weight in model.parameters():
         weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
     for step in range(STEPS):
         train(batch(step))
     end()
-""")
-trap("optimizer_in_the_backward_pass", """
+""",
+)
+trap(
+    "optimizer_in_the_backward_pass",
+    """
     del optimizer
     optimizers = {weight: torch.optim.SGD([weight], lr=0.05, momentum=0.9) for weight in model.parameters()}
     def update(weight):
@@ -561,14 +780,18 @@ trap("optimizer_in_the_backward_pass", """
         x = batch(step)
         (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
     end()
-""")
-trap("hook_after_the_optimizer", """
+""",
+)
+trap(
+    "hook_after_the_optimizer",
+    """
     counted = []
     optimizer.register_step_post_hook(lambda *args: counted.append(len(counted)))
     for step in range(STEPS):
         train(batch(step))
     end(counted)
-""")
+""",
+)
 OWN_FUNCTION = """
     class Doubles(torch.autograd.Function):
         calls = back = 0
@@ -595,7 +818,9 @@ OWN_FUNCTION = """
 """
 trap("own_function", OWN_FUNCTION.format(counts="pass"))
 trap("own_function_counts_in_backward", OWN_FUNCTION.format(counts="Doubles.back += 1"))
-trap("own_optimizer", """
+trap(
+    "own_optimizer",
+    """
     class Own(torch.optim.Optimizer):
         def __init__(self, weights):
             super().__init__(weights, {"lr": 0.05})
@@ -616,8 +841,11 @@ trap("own_optimizer", """
     for step in range(STEPS):
         train(batch(step))
     end(optimizer.mean, optimizer.count, [state["steps"] for state in optimizer.state.values()])
-""")
-trap("two_optimizers", """
+""",
+)
+trap(
+    "two_optimizers",
+    """
     other = nn.Linear(8, 1)
     second = torch.optim.Adam(other.parameters(), lr=0.01)
     for step in range(STEPS):
@@ -627,15 +855,21 @@ trap("two_optimizers", """
         (other(model[0](x).detach()) - loss.detach()).square().mean().backward()
         second.step()
     end(*other.parameters())
-""")
-trap("optimizer_made_again", """
+""",
+)
+trap(
+    "optimizer_made_again",
+    """
     for epoch in range(6):
         optimizer = torch.optim.Adam(model.parameters(), lr=0.05 / (epoch + 1))
         for step in range(4):
             train(batch(step))
     end()
-""")
-trap("optimizer_with_a_closure", """
+""",
+)
+trap(
+    "optimizer_with_a_closure",
+    """
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
     calls = 0
     for step in range(STEPS):
@@ -648,7 +882,8 @@ trap("optimizer_with_a_closure", """
             return loss
         optimizer.step(closure)
     end(calls)
-""")
+""",
+)
 SCALED = """
     scaler = torch.amp.GradScaler("cpu", enabled={enabled}, growth_interval=5, init_scale=2.0 ** 10)
     for step in range(STEPS):
@@ -664,7 +899,9 @@ SCALED = """
 """
 trap("scaler_that_is_off", SCALED.format(enabled=False))
 trap("scaler", SCALED.format(enabled=True))
-trap("sparse_gradients", """
+trap(
+    "sparse_gradients",
+    """
     model = nn.Embedding(20, 4, sparse=True)
     optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.05)
     for step in range(STEPS):
@@ -673,11 +910,14 @@ trap("sparse_gradients", """
         loss.backward()
         optimizer.step()
     end()
-""")
+""",
+)
 
 # -- models ---------------------------------------------------------------------------------------------------------------------
 
-trap("mean_of_weights", """
+trap(
+    "mean_of_weights",
+    """
     mean = copy.deepcopy(model)
     averaged = torch.optim.swa_utils.AveragedModel(model)
     for step in range(STEPS):
@@ -687,8 +927,11 @@ trap("mean_of_weights", """
                 slow.mul_(0.9).add_(fast, alpha=0.1)
         averaged.update_parameters(model)
     end(*mean.parameters(), *averaged.parameters())
-""")
-trap("weights_kept_and_loaded_back", """
+""",
+)
+trap(
+    "weights_kept_and_loaded_back",
+    """
     best, lowest = copy.deepcopy(model.state_dict()), 9.0
     cloned = {}
     for step in range(STEPS):
@@ -699,8 +942,11 @@ trap("weights_kept_and_loaded_back", """
         elif step % 4 == 3:
             model.load_state_dict(best if step % 8 == 3 else cloned)
     end(lowest, *best.values())
-""")
-trap("tied_and_frozen_and_added", """
+""",
+)
+trap(
+    "tied_and_frozen_and_added",
+    """
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -722,16 +968,23 @@ trap("tied_and_frozen_and_added", """
         for step in range(6):
             train(batch(step))
     end(len(optimizer.param_groups))
-""")
-trap("weights_known_by_number", """
+""",
+)
+trap(
+    "weights_known_by_number",
+    """
     first = set(map(id, model[0].parameters()))
     optimizer = torch.optim.SGD([{"params": [p for p in model.parameters() if id(p) in first], "lr": 0.1},
                                  {"params": [p for p in model.parameters() if id(p) not in first]}], lr=0.01)
     for step in range(STEPS):
         train(batch(step))
     end()
-""", fresh=True)
-trap("tensors_as_keys", """
+""",
+    fresh=True,
+)
+trap(
+    "tensors_as_keys",
+    """
     counts, sums = {}, {}
     for step in range(STEPS):
         train(batch(step))
@@ -739,8 +992,12 @@ trap("tensors_as_keys", """
             counts[p] = counts.get(p, 0) + 1
             sums[id(p)] = sums.get(id(p), 0) + p.detach().sum()
     end(list(counts.values()), torch.stack(list(sums.values())))
-""", fresh=True)
-trap("weak_references", """
+""",
+    fresh=True,
+)
+trap(
+    "weak_references",
+    """
     import weakref
     total = torch.zeros(6)
     weak, by_weight = weakref.ref(total), weakref.WeakKeyDictionary()
@@ -751,8 +1008,11 @@ trap("weak_references", """
         weak().add_(model[0].weight.detach().sum(0))
         by_weight[key] = model[0].weight.detach().sum() + by_weight.get(key, 0)
     end(total, by_weight[key])
-""")
-trap("numpy_shares_memory", """
+""",
+)
+trap(
+    "numpy_shares_memory",
+    """
     table = torch.zeros(STEPS)
     as_numpy = table.numpy()
     other = numpy.zeros(STEPS, dtype=numpy.float32)
@@ -762,19 +1022,25 @@ trap("numpy_shares_memory", """
         as_numpy[step] = loss.item()
         other[step] = loss.detach().numpy() * 2
     end(table, as_tensor, float(as_numpy.sum()), float(other.sum()))
-""")
-trap("numpy_looks_at_what_is_trained", """
+""",
+)
+trap(
+    "numpy_looks_at_what_is_trained",
+    """
     total = torch.zeros(6)
     seen = total.numpy()
     for step in range(STEPS):
         train(batch(step))
         total += model[0].weight.detach().sum(0)
     end(total, float(seen.sum()))
-""")
+""",
+)
 
 # -- Python ---------------------------------------------------------------------------------------------------------------------
 
-trap("generator_of_batches", """
+trap(
+    "generator_of_batches",
+    """
     def batches():
         seen = torch.zeros(6)
         for step in range(STEPS):
@@ -787,8 +1053,11 @@ trap("generator_of_batches", """
         train(x)
         x = coming.send(model[0](x)[:, :6])
     end(x)
-""")
-trap("thread_touches_tensors", """
+""",
+)
+trap(
+    "thread_touches_tensors",
+    """
     import threading
     means, total = [], torch.zeros(())
     for step in range(STEPS):
@@ -801,8 +1070,11 @@ trap("thread_touches_tensors", """
         thread.start()
         thread.join()
     end(total, means)
-""")
-trap("cache_of_values", """
+""",
+)
+trap(
+    "cache_of_values",
+    """
     from functools import lru_cache
     calls = []
     @lru_cache(maxsize=4)
@@ -813,8 +1085,11 @@ trap("cache_of_values", """
         loss = train(batch(step) + table(round(step % 5 / 10, 1)))
         table(round(loss.item(), 1))
     end(calls)
-""")
-trap("cache_of_computed_tensors", """
+""",
+)
+trap(
+    "cache_of_computed_tensors",
+    """
     from functools import lru_cache
     @lru_cache(maxsize=None)
     def basis(epoch):
@@ -822,7 +1097,8 @@ trap("cache_of_computed_tensors", """
     for step in range(STEPS):
         train(batch(step) + 0.1 * basis((step + 8) // 16))
     end(basis(0))
-""")
+""",
+)
 HELPER = """
 COUNT, LAST, TOTAL = 0, None, 0.0
 
@@ -831,7 +1107,9 @@ def note(loss):
     global COUNT, LAST, TOTAL
     COUNT, LAST, TOTAL = COUNT + 1, loss, TOTAL + loss
 """
-trap("places_for_values", """
+trap(
+    "places_for_values",
+    """
     class Counts:
         made = 0
         def __init__(self):
@@ -849,8 +1127,12 @@ trap("places_for_values", """
         loss = train(batch(step) * (0.9 if helper.COUNT % 3 == 1 else 1.0)).detach()
         Counts(), more(loss), helper.note(loss)
     end(Counts.made, more(0), more.__closure__[1].cell_contents, helper.COUNT, helper.LAST, helper.TOTAL)
-""", files={"helper.py": HELPER})
-trap("sets_of_strings", """
+""",
+    files={"helper.py": HELPER},
+)
+trap(
+    "sets_of_strings",
+    """
     names = {f"name {number}" for number in range(12)}
     order = []
     for step in range(STEPS):
@@ -858,7 +1140,8 @@ trap("sets_of_strings", """
             order.append(name)
         train(batch(step) * len(order[-1]) / 8)
     end(digest(order))
-""")
+""",
+)
 
 # -- data -----------------------------------------------------------------------------------------------------------------------
 
@@ -879,23 +1162,85 @@ COUNTS = """
 BY_INDEX = """def __getitem__(self, at):
             self.calls += 1
             return {value}"""
-trap("data_set_counts", COUNTS.format(kind="Dataset", gives=BY_INDEX.format(value="data[at] + 0.01 * self.calls"), also="mine = Counts()", set="mine",
-                                      more=", shuffle=True", x="x", shows="mine.calls"))
-trap("persistent_workers", COUNTS.format(kind="Dataset", gives=BY_INDEX.format(value="data[at] + 0.01 * self.calls + random.random()"), also="", set="Counts()",
-                                         more=", shuffle=True, num_workers=2, persistent_workers=True", x="x", shows=""))
-trap("workers", COUNTS.format(kind="Dataset", gives=BY_INDEX.format(value="data[at] + 0.01 * self.calls + torch.rand(())"), also="", set="Counts()",
-                              more=", shuffle=True, num_workers=2, drop_last=True", x="x", shows=""))
+trap(
+    "data_set_counts",
+    COUNTS.format(
+        kind="Dataset",
+        gives=BY_INDEX.format(value="data[at] + 0.01 * self.calls"),
+        also="mine = Counts()",
+        set="mine",
+        more=", shuffle=True",
+        x="x",
+        shows="mine.calls",
+    ),
+)
+trap(
+    "persistent_workers",
+    COUNTS.format(
+        kind="Dataset",
+        gives=BY_INDEX.format(value="data[at] + 0.01 * self.calls + random.random()"),
+        also="",
+        set="Counts()",
+        more=", shuffle=True, num_workers=2, persistent_workers=True",
+        x="x",
+        shows="",
+    ),
+)
+trap(
+    "workers",
+    COUNTS.format(
+        kind="Dataset",
+        gives=BY_INDEX.format(value="data[at] + 0.01 * self.calls + torch.rand(())"),
+        also="",
+        set="Counts()",
+        more=", shuffle=True, num_workers=2, drop_last=True",
+        x="x",
+        shows="",
+    ),
+)
 ITERATES = """def __iter__(self):
             for at in range(0, 48{by}):
                 self.calls += 1
                 yield data[at] + 0.01 * self.calls + random.random()"""
-trap("iterable_data_set", COUNTS.format(kind="IterableDataset", gives=ITERATES.format(by=""), also="mine = Counts()", set="mine", more="", x="x",
-                                        shows="mine.calls"))
-trap("iterable_data_set_with_workers", COUNTS.format(kind="IterableDataset", gives=ITERATES.format(by=", 2"), also="", set="Counts()",
-                                                     more=", num_workers=2", x="x", shows=""))
-trap("weighted_sampler", COUNTS.format(kind="Dataset", gives=BY_INDEX.format(value="data[at]"), also="", set="data", x="x", shows="",
-                                       more=", sampler=torch.utils.data.WeightedRandomSampler(torch.arange(1.0, 49), 48)"))
-trap("weighted_sampler_of_many", """
+trap(
+    "iterable_data_set",
+    COUNTS.format(
+        kind="IterableDataset",
+        gives=ITERATES.format(by=""),
+        also="mine = Counts()",
+        set="mine",
+        more="",
+        x="x",
+        shows="mine.calls",
+    ),
+)
+trap(
+    "iterable_data_set_with_workers",
+    COUNTS.format(
+        kind="IterableDataset",
+        gives=ITERATES.format(by=", 2"),
+        also="",
+        set="Counts()",
+        more=", num_workers=2",
+        x="x",
+        shows="",
+    ),
+)
+trap(
+    "weighted_sampler",
+    COUNTS.format(
+        kind="Dataset",
+        gives=BY_INDEX.format(value="data[at]"),
+        also="",
+        set="data",
+        x="x",
+        shows="",
+        more=", sampler=torch.utils.data.WeightedRandomSampler(torch.arange(1.0, 49), 48)",
+    ),
+)
+trap(
+    "weighted_sampler_of_many",
+    """
     many = torch.randn(20_000, 6)
     model.append(nn.Dropout(0.1))
     sampler = torch.utils.data.WeightedRandomSampler(torch.rand(20_000), 20_000)
@@ -905,8 +1250,11 @@ trap("weighted_sampler_of_many", """
             if step == 7:
                 break
     end()
-""")
-trap("sampler_that_draws_as_it_goes", """
+""",
+)
+trap(
+    "sampler_that_draws_as_it_goes",
+    """
     class Own(torch.utils.data.Sampler):
         def __init__(self):
             self.given = []
@@ -921,8 +1269,11 @@ trap("sampler_that_draws_as_it_goes", """
         for x in torch.utils.data.DataLoader(data, 8, sampler=sampler, num_workers=0):
             train(x * random.random())
     end(digest(sampler.given))
-""")
-trap("batches_with_strings", """
+""",
+)
+trap(
+    "batches_with_strings",
+    """
     class Named(torch.utils.data.Dataset):
         def __len__(self):
             return 48
@@ -934,8 +1285,11 @@ trap("batches_with_strings", """
             train(found["x"])
             names.append(found["name"][0])
     end(names, found["at"])
-""")
-trap("looks_at_the_rest_in_between", """
+""",
+)
+trap(
+    "looks_at_the_rest_in_between",
+    """
     held = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data[:16], data[:16].sum(1)), 4)
     right, model = [], nn.Sequential(model, nn.Dropout(0.2))
     for epoch in range(4):
@@ -946,11 +1300,14 @@ trap("looks_at_the_rest_in_between", """
         with torch.no_grad():
             right.append(sum(((model(x)[:, 0] > 0) == (y > 0)).sum().item() for x, y in held))
     end(right)
-""")
+""",
+)
 
 # -- state that is easy to overlook ------------------------------------------------------------------------------------------------
 
-trap("queue_of_noise", """
+trap(
+    "queue_of_noise",
+    """
     import queue
     model.append(nn.Dropout(0.3))
     waiting = queue.Queue()
@@ -958,8 +1315,11 @@ trap("queue_of_noise", """
         waiting.put(torch.randn(8, 6))
         train(batch(step) + (waiting.get() if waiting.qsize() > 4 else 0))
     end(torch.stack([waiting.get() for _ in range(waiting.qsize())]))
-""")
-trap("cache_of_noise", """
+""",
+)
+trap(
+    "cache_of_noise",
+    """
     from functools import lru_cache
     model.append(nn.Dropout(0.3))
     @lru_cache(maxsize=None)
@@ -968,8 +1328,11 @@ trap("cache_of_noise", """
     for step in range(STEPS):
         train(batch(step) @ turned(step // 8))
     end(turned(0), turned(1))
-""")
-trap("mean_of_weights_in_a_cache", """
+""",
+)
+trap(
+    "mean_of_weights_in_a_cache",
+    """
     from functools import lru_cache
     @lru_cache(maxsize=None)
     def mean():
@@ -981,8 +1344,11 @@ trap("mean_of_weights_in_a_cache", """
             for slow, fast in zip(mean().parameters(), model.parameters()):
                 slow.mul_(0.9).add_(fast, alpha=0.1)
     end(*mean().parameters())
-""")
-trap("teacher_in_a_generator_in_a_zip", """
+""",
+)
+trap(
+    "teacher_in_a_generator_in_a_zip",
+    """
     def teacher():
         mean = copy.deepcopy(model)
         while True:
@@ -994,8 +1360,11 @@ trap("teacher_in_a_generator_in_a_zip", """
     for step, told in zip(range(STEPS), teacher()):
         train(batch(step), noise=told)
     end(told)
-""")
-trap("weights_in_a_context", """
+""",
+)
+trap(
+    "weights_in_a_context",
+    """
     import contextvars
     kept = contextvars.ContextVar("kept")
     kept.set(copy.deepcopy(model))
@@ -1005,8 +1374,11 @@ trap("weights_in_a_context", """
             for slow, fast in zip(kept.get().parameters(), model.parameters()):
                 slow.lerp_(fast, 0.1)
     end(*kept.get().parameters())
-""")
-trap("slow_weights_of_its_optimizer", """
+""",
+)
+trap(
+    "slow_weights_of_its_optimizer",
+    """
     class Looks(torch.optim.SGD):
         def __init__(self, weights, **more):
             super().__init__(weights, **more)
@@ -1024,8 +1396,11 @@ trap("slow_weights_of_its_optimizer", """
     for step in range(STEPS):
         train(batch(step))
     end(*optimizer._slow)
-""")
-trap("temporary_of_an_expression", """
+""",
+)
+trap(
+    "temporary_of_an_expression",
+    """
     drop = nn.Dropout(0.2)
     for step in range(STEPS):
         x = batch(step)
@@ -1033,8 +1408,11 @@ trap("temporary_of_an_expression", """
         ((x * torch.randn(8, 6)).sum(1, keepdim=True) * 0.1 + torch.rand(8, 1) - drop(model(x))).square().mean().backward()
         optimizer.step()
     end()
-""")
-trap("rows_in_a_database", """
+""",
+)
+trap(
+    "rows_in_a_database",
+    """
     import sqlite3
     rows = sqlite3.connect("log.db")
     rows.execute("create table if not exists losses (step integer, loss real)")
@@ -1043,23 +1421,32 @@ trap("rows_in_a_database", """
         with rows:
             rows.execute("insert into losses values (?, ?)", (step, loss))
     end(rows.execute("select count(*), sum(loss) from losses").fetchall())
-""")
-trap("another_program_writes", """
+""",
+)
+trap(
+    "another_program_writes",
+    """
     import subprocess
     for step in range(STEPS):
         loss = train(batch(step)).item()
         if step % 4 == 0:
             subprocess.run(["sh", "-c", f"echo {step} {loss} >> log.txt"], check=True)
     end(open("log.txt").read().split())
-""")
-trap("array_in_a_file", """
+""",
+)
+trap(
+    "array_in_a_file",
+    """
     table = numpy.memmap("table.bin", dtype="float64", mode="w+", shape=(STEPS, 2))
     for step in range(STEPS):
         table[step] = step, train(batch(step)).item()
     table.flush()
     end(digest(open("table.bin", "rb").read()))
-""")
-trap("state_in_a_buffer", """
+""",
+)
+trap(
+    "state_in_a_buffer",
+    """
     import io
     buffer, lowest = io.BytesIO(), 9.0
     for step in range(STEPS):
@@ -1071,16 +1458,22 @@ trap("state_in_a_buffer", """
             buffer.seek(0)
             model.load_state_dict(torch.load(buffer))
     end(lowest)
-""")
-trap("bytes_in_a_buffer", """
+""",
+)
+trap(
+    "bytes_in_a_buffer",
+    """
     import io
     buffer = io.BytesIO()
     model[0].weight.register_hook(lambda gradient: buffer.write(gradient.numpy().tobytes()) and None)
     for step in range(STEPS):
         train(batch(step))
     end(digest(buffer.getvalue()), len(buffer.getvalue()))
-""")
-trap("data_set_keeps_what_it_read", """
+""",
+)
+trap(
+    "data_set_keeps_what_it_read",
+    """
     class Keeps(torch.utils.data.Dataset):
         def __init__(self):
             self.kept = {}
@@ -1095,8 +1488,11 @@ trap("data_set_keeps_what_it_read", """
         for x in torch.utils.data.DataLoader(mine, 8, shuffle=True):
             train(x)
     end(list(mine.kept), torch.stack(list(mine.kept.values())))
-""")
-trap("data_set_counts_in_a_large_table", """
+""",
+)
+trap(
+    "data_set_counts_in_a_large_table",
+    """
     class Counts(torch.utils.data.Dataset):
         def __init__(self):
             self.counts = {at: 0 for at in range(5000)}
@@ -1110,8 +1506,11 @@ trap("data_set_counts_in_a_large_table", """
         for x in torch.utils.data.DataLoader(mine, 8, shuffle=True):
             train(x)
     end(digest(mine.counts))
-""")
-trap("data_set_counts_unseen", """
+""",
+)
+trap(
+    "data_set_counts_unseen",
+    """
     import itertools
     class Counts(torch.utils.data.Dataset):
         def __init__(self):
@@ -1125,14 +1524,20 @@ trap("data_set_counts_unseen", """
         for x in torch.utils.data.DataLoader(mine, 8, shuffle=True):
             train(x)
     end(next(mine.count))
-""")
-trap("hour_kept", """
+""",
+)
+trap(
+    "hour_kept",
+    """
     began = datetime.now()
     print("began", began, flush=True)
     for step in range(STEPS):
         train(batch(step))
     print("end", began, flush=True)
-""", itself=True, before="from datetime import datetime\n")
+""",
+    itself=True,
+    before="from datetime import datetime\n",
+)
 
 # -- one for each check, detected by no other -------------------------------------------------------------------------------------
 # The position of an `itertools.cycle` cannot be compared, and a file `flag` that appears meanwhile changes
@@ -1147,17 +1552,37 @@ TURNS = """
     end(next(scale))
 """
 FLAG = "os.path.exists('flag')"
-trap("other_place_before_the_save", TURNS.format(before=f"step == 10 and ((next(scale), loss.item()) if {FLAG} else loss.item())"), between={"flag": ""})
-trap("other_way_in_the_middle", TURNS.format(before=f"step == 6 and ((next(scale), loss.item()) if {FLAG} else loss.item())"), between={"flag": ""})
-trap("reads_less_before_the_save", TURNS.format(before=f"step == 10 and not {FLAG} and (next(scale), loss.item())"), between={"flag": ""})
-trap("reads_more_before_the_save", TURNS.format(before=f"step == 10 and {FLAG} and (next(scale), loss.item())"), between={"flag": ""})
-trap("leaves_early", """
+trap(
+    "other_place_before_the_save",
+    TURNS.format(before=f"step == 10 and ((next(scale), loss.item()) if {FLAG} else loss.item())"),
+    between={"flag": ""},
+)
+trap(
+    "other_way_in_the_middle",
+    TURNS.format(before=f"step == 6 and ((next(scale), loss.item()) if {FLAG} else loss.item())"),
+    between={"flag": ""},
+)
+trap(
+    "reads_less_before_the_save",
+    TURNS.format(before=f"step == 10 and not {FLAG} and (next(scale), loss.item())"),
+    between={"flag": ""},
+)
+trap(
+    "reads_more_before_the_save",
+    TURNS.format(before=f"step == 10 and {FLAG} and (next(scale), loss.item())"),
+    between={"flag": ""},
+)
+trap(
+    "leaves_early",
+    """
     for step in range(STEPS):
         if os.path.exists("flag"):
             break
         train(batch(step))
     print("end", step, flush=True)
-""", between={"flag": ""})
+""",
+    between={"flag": ""},
+)
 NUMBERS = """
     import itertools
     scale = itertools.cycle([{number}])
@@ -1166,10 +1591,17 @@ NUMBERS = """
         train(batch(step) * (1 + next(scale) % 7 / 7))
     print("end", next(scale), flush=True)
 """
-trap("large_list_of_the_machine", NUMBERS.format(
-    number="sum(torch.frombuffer(bytearray(os.urandom(2_400_000)), dtype=torch.int32).double().tolist())"), itself=True)
+trap(
+    "large_list_of_the_machine",
+    NUMBERS.format(
+        number="sum(torch.frombuffer(bytearray(os.urandom(2_400_000)), dtype=torch.int32).double().tolist())"
+    ),
+    itself=True,
+)
 trap("chance_in_a_cycle", NUMBERS.format(number="os.urandom(1)[0]"), itself=True)
-trap("large_list_that_was_computed", """
+trap(
+    "large_list_that_was_computed",
+    """
     import itertools
     wide, scale = torch.linspace(0, 1, 300_000), itertools.cycle([1.0])
     for step in range(STEPS):
@@ -1177,8 +1609,11 @@ trap("large_list_that_was_computed", """
         if step == 4:
             scale = itertools.cycle([1 + max((wide * loss.detach()).tolist())])
     end(next(scale))
-""")
-trap("thread_reads_the_same_clock", """
+""",
+)
+trap(
+    "thread_reads_the_same_clock",
+    """
     import itertools, threading
     def now():
         return time.time()
@@ -1194,16 +1629,24 @@ trap("thread_reads_the_same_clock", """
     for step in range(STEPS):
         train(batch(step) * (next(scale) % 1))
     print("end", next(scale), flush=True)
-""", between={"flag": ""}, itself=True)
-trap("tensor_of_losses", """
+""",
+    between={"flag": ""},
+    itself=True,
+)
+trap(
+    "tensor_of_losses",
+    """
     losses = []
     for step in range(STEPS):
         losses.append(train(batch(step)))
         mean = torch.tensor([loss.detach() for loss in losses[-4:]]).mean()
         optimizer.param_groups[0]["lr"] *= 0.99 if torch.tensor([losses[-1], mean]).argmax() else 1.01
     end()
-""")
-trap("hard_samples_by_a_mask", """
+""",
+)
+trap(
+    "hard_samples_by_a_mask",
+    """
     x = torch.randn(64, 6, generator=torch.Generator().manual_seed(5))
     x = x[x[:, 0] > -1]
     for step in range(STEPS):
@@ -1217,7 +1660,8 @@ trap("hard_samples_by_a_mask", """
         optimizer.step()
         optimizer.param_groups[0]["lr"] *= 0.99 if len(hard) % 2 else 1.01
     end()
-""")
+""",
+)
 ROWS = """
     data = torch.randn(96, 6, generator=torch.Generator().manual_seed(5))
     drop = torch.nn.Dropout(0.2)
@@ -1230,12 +1674,31 @@ ROWS = """
             optimizer.step()
     end()
 """
-trap("rows_of_an_order_in_a_variable", ROWS.format(order="order = torch.randperm(96)", rows="order.split(16)", x="x = data[rows]"))
-trap("rows_of_an_order_that_only_a_loop_has", ROWS.format(order="pass", rows="torch.randperm(96).split(16)", x="x = data[rows]"))
-trap("rows_of_an_order_row_by_row", ROWS.format(order="pass", rows="torch.randperm(96).view(-1, 16)", x="x = data[rows]"))
-trap("rows_of_data_that_a_loop_goes_through", ROWS.format(order="pass", rows="zip(data.split(16), data.flip(0).split(16))", x="x, y = rows"))
-trap("rows_of_data_in_pairs", ROWS.format(order="pass", rows="enumerate(zip(data.split(16), data[1:].split(16)))", x="at, (x, y) = rows"))
-trap("weights_in_the_memory_of_another_tensor", """
+trap(
+    "rows_of_an_order_in_a_variable",
+    ROWS.format(order="order = torch.randperm(96)", rows="order.split(16)", x="x = data[rows]"),
+)
+trap(
+    "rows_of_an_order_that_only_a_loop_has",
+    ROWS.format(order="pass", rows="torch.randperm(96).split(16)", x="x = data[rows]"),
+)
+trap(
+    "rows_of_an_order_row_by_row",
+    ROWS.format(order="pass", rows="torch.randperm(96).view(-1, 16)", x="x = data[rows]"),
+)
+trap(
+    "rows_of_data_that_a_loop_goes_through",
+    ROWS.format(order="pass", rows="zip(data.split(16), data.flip(0).split(16))", x="x, y = rows"),
+)
+trap(
+    "rows_of_data_in_pairs",
+    ROWS.format(
+        order="pass", rows="enumerate(zip(data.split(16), data[1:].split(16)))", x="at, (x, y) = rows"
+    ),
+)
+trap(
+    "weights_in_the_memory_of_another_tensor",
+    """
     for step in range(STEPS):
         loss = train(batch(step))
         if step % 4 == 1:
@@ -1248,8 +1711,11 @@ trap("weights_in_the_memory_of_another_tensor", """
         if step % 4 == 3:
             flat.mul_(1.1)
     end(flat)
-""")
-trap("weights_moved_slowly_by_their_data", """
+""",
+)
+trap(
+    "weights_moved_slowly_by_their_data",
+    """
     import copy
     slow = copy.deepcopy(model)
     for step in range(STEPS):
@@ -1257,8 +1723,11 @@ trap("weights_moved_slowly_by_their_data", """
         for a, b in zip(model.parameters(), slow.parameters()):
             b.data = b.data * 0.9 + a.data * 0.1
     end(*slow.parameters())
-""")
-trap("sequences_packed", """
+""",
+)
+trap(
+    "sequences_packed",
+    """
     torch.manual_seed(3)
     from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
     lstm = torch.nn.LSTM(6, 5, num_layers=2, bidirectional=True, dropout=0.1, batch_first=True)
@@ -1274,8 +1743,11 @@ trap("sequences_packed", """
         loss.backward()
         optimizer.step()
     end(*lstm.parameters())
-""")
-trap("computed_again_in_the_backward_pass", """
+""",
+)
+trap(
+    "computed_again_in_the_backward_pass",
+    """
     from torch.utils.checkpoint import checkpoint
     drop = torch.nn.Dropout(0.2)
     for step in range(STEPS):
@@ -1285,15 +1757,21 @@ trap("computed_again_in_the_backward_pass", """
         loss.backward()
         optimizer.step()
     end()
-""")
-trap("hooks_of_a_backward_pass", """
+""",
+)
+trap(
+    "hooks_of_a_backward_pass",
+    """
     norms = []
     model.register_full_backward_hook(lambda module, inner, outer: norms.append(outer[0].norm().item()))
     for step in range(STEPS):
         train(batch(step))
     end(*norms)
-""")
-trap("another_module_each_step", """
+""",
+)
+trap(
+    "another_module_each_step",
+    """
     for step in range(STEPS):
         net = torch.nn.Sequential(model, torch.nn.Tanh())
         optimizer.zero_grad()
@@ -1301,8 +1779,11 @@ trap("another_module_each_step", """
         loss.backward()
         optimizer.step()
     end()
-""")
-trap("stream_that_draws", """
+""",
+)
+trap(
+    "stream_that_draws",
+    """
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
             for _ in range(4 * STEPS):
@@ -1312,8 +1793,11 @@ trap("stream_that_draws", """
         for step, x in zip(range(STEPS // 2), torch.utils.data.DataLoader(Stream(), batch_size=4)):
             train(x)
     end()
-""")
-trap("counts_by_places", """
+""",
+)
+trap(
+    "counts_by_places",
+    """
     counts, table = torch.zeros(3, 3), [[0, 0], [0, 0]]
     for step in range(STEPS):
         x = batch(step)
@@ -1324,8 +1808,11 @@ trap("counts_by_places", """
             table[true][told] += 1
         optimizer.param_groups[0]["lr"] *= 0.99 if counts[0, 0] > counts[1, 1] else 1.01
     end(counts, table)
-""")
-trap("folder_that_is_free", """
+""",
+)
+trap(
+    "folder_that_is_free",
+    """
     number = 1
     while os.path.exists(f"run-{number}"):
         number += 1
@@ -1335,8 +1822,11 @@ trap("folder_that_is_free", """
         if step % 5 == 4:
             torch.save(model.state_dict(), f"run-{number}/{step}.pt")
     end(number, sorted(os.listdir(f"run-{number}")), digest(*torch.load(f"run-{number}/19.pt").values()))
-""")
-trap("sharpness_aware", """
+""",
+)
+trap(
+    "sharpness_aware",
+    """
     class Sam(torch.optim.Optimizer):
         def __init__(self, weights):
             super().__init__(weights, {"lr": 0.05})
@@ -1361,15 +1851,22 @@ trap("sharpness_aware", """
             (model(batch(step)) - 1).square().mean().backward()
             move()
     end()
-""")
-trap("mask_made_meanwhile", """
+""",
+)
+trap(
+    "mask_made_meanwhile",
+    """
     for step in range(STEPS):
         if step == 8 and os.path.exists("flag"):
             mask = torch.full((6,), 0.5)
         train(batch(step) * globals().get("mask", 1.0))
     end()
-""", between={"flag": ""})
-trap("optimizer_in_a_cache", """
+""",
+    between={"flag": ""},
+)
+trap(
+    "optimizer_in_a_cache",
+    """
     from functools import lru_cache
     @lru_cache(maxsize=None)
     def second():
@@ -1381,21 +1878,30 @@ trap("optimizer_in_a_cache", """
             optimizer = second()
         train(batch(step))
     end()
-""", between={"flag": ""})
-trap("order_told_before_it_begins", """
+""",
+    between={"flag": ""},
+)
+trap(
+    "order_told_before_it_begins",
+    """
     order = torch.randperm(48).tolist()
     for step in range(STEPS):
         train(data[order[2 * step % 40:][:8]])
         os.write(1, f"step {step}\\n".encode())
     end(order)
-""")
-trap("large_noise_of_the_machine", """
+""",
+)
+trap(
+    "large_noise_of_the_machine",
+    """
     noise = torch.frombuffer(bytearray(os.urandom(400_000)), dtype=torch.uint8)
     print("began", digest(noise), flush=True)
     for step in range(STEPS):
         train(batch(step) + noise[step * 6:][:6] / 256)
     print("end", digest(noise), flush=True)
-""", itself=True)
+""",
+    itself=True,
+)
 HELD = """
     import threading, weakref
     of_this = threading.local()
@@ -1406,17 +1912,34 @@ HELD = """
         {write}
     end(of_this.mean)
 """
-trap("mean_of_a_thread", HELD.format(size=6, also="", write="of_this.mean += model[0].weight.detach().sum(0)"))
-trap("weights_of_a_thread_known_weakly", HELD.format(size=6, also="of_this.weak = weakref.ref(of_this.mean)",
-                                                     write="of_this.mean += model[0].weight.detach().sum(0)"))
-trap("table_of_a_thread_through_data", HELD.format(size=STEPS, also="", write="of_this.mean.data[step] = loss.detach()"))
-trap("generator_of_another_kind", """
+trap(
+    "mean_of_a_thread", HELD.format(size=6, also="", write="of_this.mean += model[0].weight.detach().sum(0)")
+)
+trap(
+    "weights_of_a_thread_known_weakly",
+    HELD.format(
+        size=6,
+        also="of_this.weak = weakref.ref(of_this.mean)",
+        write="of_this.mean += model[0].weight.detach().sum(0)",
+    ),
+)
+trap(
+    "table_of_a_thread_through_data",
+    HELD.format(size=STEPS, also="", write="of_this.mean.data[step] = loss.detach()"),
+)
+trap(
+    "generator_of_another_kind",
+    """
     own = numpy.random.RandomState(7) if os.path.exists("flag") else numpy.random.default_rng(7)
     for step in range(STEPS):
         train(batch(step) * own.random())
     end()
-""", between={"flag": ""})
-trap("random_in_turns_in_a_cycle", """
+""",
+    between={"flag": ""},
+)
+trap(
+    "random_in_turns_in_a_cycle",
+    """
     import itertools
     class Draws(torch.utils.data.Dataset):
         def __len__(self):
@@ -1429,8 +1952,11 @@ trap("random_in_turns_in_a_cycle", """
                 scale = itertools.cycle([random.random()])
             train(x * next(scale))
     end()
-""")
-trap("more_than_can_be_looked_through", """
+""",
+)
+trap(
+    "more_than_can_be_looked_through",
+    """
     batches = data.split(8)
     many = [{"at": number} for number in range(210_000)]
     number = [os.getpid()]
@@ -1438,23 +1964,36 @@ trap("more_than_can_be_looked_through", """
     for step in range(STEPS):
         train(batches[step % 6])
     print("end", number, flush=True)
-""", itself=True)
-trap("loader_asked_once_more", """
+""",
+    itself=True,
+)
+trap(
+    "loader_asked_once_more",
+    """
     loader = iter(torch.utils.data.DataLoader(data, 1, num_workers=1))
     for step in range(STEPS):
         if step == 10 and os.path.exists("flag"):
             next(loader)
         train(batch(step) * next(loader))
     end()
-""", between={"flag": ""})
-trap("numbers_change_meanwhile", """
+""",
+    between={"flag": ""},
+)
+trap(
+    "numbers_change_meanwhile",
+    """
     import itertools
     scale = itertools.cycle(map(float, open("numbers.txt").read().split()))
     for step in range(STEPS):
         train(batch(step) * next(scale))
     end(next(scale))
-""", files={"numbers.txt": "1.0 1.1"}, between={"numbers.txt": "0.5 1.1 1.2"})
-trap("disk_without_other_names", """
+""",
+    files={"numbers.txt": "1.0 1.1"},
+    between={"numbers.txt": "0.5 1.1 1.2"},
+)
+trap(
+    "disk_without_other_names",
+    """
     def link(*names):
         raise OSError("this disk has none")
     os.link = link
@@ -1465,7 +2004,8 @@ trap("disk_without_other_names", """
         if step == 13:
             optimizer.param_groups[0]["lr"] *= float(open("best.txt").read())
     end()
-""")
+""",
+)
 HEADED = """
     {disk}
     for step in range(STEPS):
@@ -1477,7 +2017,9 @@ HEADED = """
     end(open("log.csv").read())
 """
 trap("log_that_gets_another_header", HEADED.format(disk="pass"))
-trap("log_whose_first_line_changes", """
+trap(
+    "log_whose_first_line_changes",
+    """
     print("a " * 4000, file=open("log.csv", "w"))
     for step in range(STEPS):
         loss = train(batch(step)).item()
@@ -1488,9 +2030,15 @@ trap("log_whose_first_line_changes", """
         if step == 12:
             optimizer.param_groups[0]["lr"] *= 0.5 if open("log.csv").read(1) == "a" else 2.0
     end(open("log.csv").read())
-""")
-trap("log_that_gets_another_header_on_a_disk_without_other_names", HEADED.format(disk="os.link = lambda *names: open('/nowhere/else')"))
-trap("file_rewritten_in_place", """
+""",
+)
+trap(
+    "log_that_gets_another_header_on_a_disk_without_other_names",
+    HEADED.format(disk="os.link = lambda *names: open('/nowhere/else')"),
+)
+trap(
+    "file_rewritten_in_place",
+    """
     best = open("best.txt", "w")
     for step in range(STEPS):
         loss = train(batch(step)).item()
@@ -1502,8 +2050,11 @@ trap("file_rewritten_in_place", """
         if step == 13:
             optimizer.param_groups[0]["lr"] *= float(open("best.txt").read())
     end()
-""")
-trap("server_answers_otherwise", """
+""",
+)
+trap(
+    "server_answers_otherwise",
+    """
     import itertools, socket, threading
     server = socket.create_server(("0.0.0.0", 0))
     def serve():
@@ -1521,18 +2072,31 @@ trap("server_answers_otherwise", """
     for step in range(STEPS):
         train(batch(step) * next(scale))
     end(next(scale))
-""", files={"answer.txt": "1.0"}, between={"answer.txt": "0.5"})
-trap("helper_changes_meanwhile", """
+""",
+    files={"answer.txt": "1.0"},
+    between={"answer.txt": "0.5"},
+)
+trap(
+    "helper_changes_meanwhile",
+    """
     import helper
     for step in range(STEPS):
         train(helper.scaled(batch(step)))
     end()
-""", files={"helper.py": "def scaled(x):\n    return x\n"}, between={"helper.py": "def scaled(x):\n    return x * 0.5\n"})
+""",
+    files={"helper.py": "def scaled(x):\n    return x\n"},
+    between={"helper.py": "def scaled(x):\n    return x * 0.5\n"},
+)
 WIDE = """
     wide = torch.linspace(0, 1, {size})
     for step in range(STEPS):
         train(batch(step) * ((wide + data[step, 0]).exp().sum() / {size}))
     end()
 """
-trap("processor_without_wide_registers", WIDE.format(size="1000"), later={"ATEN_CPU_CAPABILITY": "default"}, fresh=True)
+trap(
+    "processor_without_wide_registers",
+    WIDE.format(size="1000"),
+    later={"ATEN_CPU_CAPABILITY": "default"},
+    fresh=True,
+)
 trap("more_threads_than_before", WIDE.format(size="1_000_003"), later={"OMP_NUM_THREADS": "2"}, fresh=True)

@@ -25,7 +25,11 @@ class Here:
 
     @staticmethod
     def find_spec(name, path=None, target=None):
-        return ModuleSpec(name, Here, is_package=True) if name == "torch" and "torch" not in sys.modules else None
+        return (
+            ModuleSpec(name, Here, is_package=True)
+            if name == "torch" and "torch" not in sys.modules
+            else None
+        )
 
     @staticmethod
     def create_module(spec, torch=torch):

@@ -42,7 +42,9 @@ def again(model):
     said = []
     for module in repeated(torch, model):
         block, forward = RecomputedBlock(torch, module, said.append), module.forward
-        module.forward = lambda *args, block=block, forward=forward, **kwargs: block.forward(forward, args, kwargs)
+        module.forward = lambda *args, block=block, forward=forward, **kwargs: block.forward(
+            forward, args, kwargs
+        )
     return said
 
 
@@ -66,12 +68,24 @@ def test_blocks_are_found_by_structure():
     assert repeated(torch, siblings) == [siblings.one, siblings.two]
     outer = nn.Sequential(Stack(Residual(), Residual()), Stack(Residual(), Residual()))
     assert repeated(torch, outer) == list(outer)  # the outermost
-    assert [spread(list("abcdef"), share) for share in (0.5, 1.0, 0.34, 0.01)] == [list("bdf"), list("abcdef"), list("cf"), ["a"]]
+    assert [spread(list("abcdef"), share) for share in (0.5, 1.0, 0.34, 0.01)] == [
+        list("bdf"),
+        list("abcdef"),
+        list("cf"),
+        ["a"],
+    ]
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d, lambda width: nn.BatchNorm1d(width, momentum=None), nn.LayerNorm,
-                                  lambda width: nn.utils.parametrizations.spectral_norm(nn.Linear(width, width))],
-                         ids=["batch", "cumulative", "layer", "spectral"])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.BatchNorm1d,
+        lambda width: nn.BatchNorm1d(width, momentum=None),
+        nn.LayerNorm,
+        lambda width: nn.utils.parametrizations.spectral_norm(nn.Linear(width, width)),
+    ],
+    ids=["batch", "cumulative", "layer", "spectral"],
+)
 def test_computing_twice_equals_once_bit_for_bit(norm):
     """Dropout uses the same random numbers, running statistics change once, and blocks with their own state
     are left alone.
@@ -81,7 +95,9 @@ def test_computing_twice_equals_once_bit_for_bit(norm):
     counterpart = copy.deepcopy(model)
     said = again(counterpart)
     for plain, mine in zip(trained(model), trained(counterpart), strict=True):
-        assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(plain, mine, strict=True))
+        assert all(
+            torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(plain, mine, strict=True)
+        )
     assert bool(said) == any("parametrizations" in name for name, _ in model.named_modules())
     counterpart.eval()
     model.eval()
@@ -111,14 +127,19 @@ class Listing(Residual):
         return super().forward(x)
 
 
-@pytest.mark.parametrize(("kind", "says"), [(Changing, "changes its own input"), (Counting, "from call to call"), (Listing, "from call to call")])
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [(Changing, "changes its own input"), (Counting, "from call to call"), (Listing, "from call to call")],
+)
 def test_a_block_that_cannot_run_twice_is_left_alone(kind, says):
     torch.manual_seed(0)
     model = Stack(kind(), kind())
     counterpart = copy.deepcopy(model)
     said = again(counterpart)
     for plain, mine in zip(trained(model), trained(counterpart), strict=True):
-        assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(plain, mine, strict=True))
+        assert all(
+            torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(plain, mine, strict=True)
+        )
     assert len(said) == 2
     assert all(says in sentence for sentence in said)
 

@@ -33,7 +33,11 @@ class Norm(nn.Module):
 class Gated(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up, self.gate, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH)
+        self.up, self.gate, self.down = (
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(WIDTH, 2 * WIDTH, bias=False),
+            nn.Linear(2 * WIDTH, WIDTH),
+        )
 
     def forward(self, x):
         return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
@@ -46,7 +50,9 @@ class Attention(nn.Module):
 
     def forward(self, x):
         q, k, v = (part.unflatten(-1, (3, -1)).transpose(-2, -3) for part in self.qkv(x).chunk(3, dim=-1))
-        return x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(-2, -3).flatten(-2))
+        return x + self.out(
+            nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(-2, -3).flatten(-2)
+        )
 
 
 class Images(nn.Module):
@@ -54,7 +60,12 @@ class Images(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.batch, self.group, self.last = nn.Conv1d(WIDTH, WIDTH, 1), nn.BatchNorm1d(WIDTH), nn.GroupNorm(3, WIDTH), nn.Conv1d(WIDTH, WIDTH, 1)
+        self.conv, self.batch, self.group, self.last = (
+            nn.Conv1d(WIDTH, WIDTH, 1),
+            nn.BatchNorm1d(WIDTH),
+            nn.GroupNorm(3, WIDTH),
+            nn.Conv1d(WIDTH, WIDTH, 1),
+        )
 
     def forward(self, x):
         y = nn.functional.silu(self.batch(self.conv(x.transpose(1, 2))))
@@ -62,18 +73,31 @@ class Images(nn.Module):
 
 
 LAYERS = {
-    "norm": lambda: nn.LayerNorm(WIDTH), "own norm": Norm, "bare norm": lambda: nn.LayerNorm(WIDTH, elementwise_affine=False), "rms": lambda: nn.RMSNorm(WIDTH),
-    "mlp": lambda: nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)), "gated": Gated,
-    "bare mlp": lambda: nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH, bias=False)),
+    "norm": lambda: nn.LayerNorm(WIDTH),
+    "own norm": Norm,
+    "bare norm": lambda: nn.LayerNorm(WIDTH, elementwise_affine=False),
+    "rms": lambda: nn.RMSNorm(WIDTH),
+    "mlp": lambda: nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)),
+    "gated": Gated,
+    "bare mlp": lambda: nn.Sequential(
+        nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+    ),
     "attention": Attention,
-    "images": Images, "drop": lambda: nn.Dropout(0.3), "relu": nn.ReLU, "tanh": lambda: nn.GELU(approximate="tanh"), "leaky": lambda: nn.LeakyReLU(0.2),
-    "softplus": nn.Softplus, "hard": nn.Hardswish,
+    "images": Images,
+    "drop": lambda: nn.Dropout(0.3),
+    "relu": nn.ReLU,
+    "tanh": lambda: nn.GELU(approximate="tanh"),
+    "leaky": lambda: nn.LeakyReLU(0.2),
+    "softplus": nn.Softplus,
+    "hard": nn.Hardswish,
 }
 
 
 def network(names):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(LAYERS[name]() for name in names), nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), *(LAYERS[name]() for name in names), nn.Linear(WIDTH, WIDTH)
+    )
 
 
 def gradients(forward, model, x, autocast=False):
@@ -83,7 +107,12 @@ def gradients(forward, model, x, autocast=False):
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         output = forward(given)
     output.float().square().mean().backward()
-    return [output.detach(), given.grad, *(p.grad for p in model.parameters()), *(b.clone() for b in model.buffers())]
+    return [
+        output.detach(),
+        given.grad,
+        *(p.grad for p in model.parameters()),
+        *(b.clone() for b in model.buffers()),
+    ]
 
 
 class Meter:
@@ -113,7 +142,11 @@ class Meter:
 
 
 @settings(max_examples=25)
-@given(names=st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=5), share=st.sampled_from([0.0, 0.34, 1.0]), autocast=st.booleans())
+@given(
+    names=st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=5),
+    share=st.sampled_from([0.0, 0.34, 1.0]),
+    autocast=st.booleans(),
+)
 def test_any_network_has_the_same_gradients_bit_for_bit(names, share, autocast):
     model, x = network(names), torch.randn(2, 5, WIDTH)
     counterpart, deriving = copy.deepcopy(model), None
@@ -124,9 +157,17 @@ def test_any_network_has_the_same_gradients_bit_for_bit(names, share, autocast):
         assert all(torch.equal(a, b) for a, b in zip(plain, mine, strict=True))
 
 
-@pytest.mark.parametrize(("names", "share", "most"), [(["mlp"] * 3, 0.0, 0.75), (["norm", "mlp"] * 3, 1.0, 0.35),
-                                                      (["norm", "attention", "norm", "mlp"] * 2, 1.0, 0.4),
-                                                      (["images"] * 3, 0.0, 0.75), (["gated"] * 3, 0.0, 0.85), (["norm", "bare mlp"] * 3, 1.0, 0.35)])
+@pytest.mark.parametrize(
+    ("names", "share", "most"),
+    [
+        (["mlp"] * 3, 0.0, 0.75),
+        (["norm", "mlp"] * 3, 1.0, 0.35),
+        (["norm", "attention", "norm", "mlp"] * 2, 1.0, 0.4),
+        (["images"] * 3, 0.0, 0.75),
+        (["gated"] * 3, 0.0, 0.85),
+        (["norm", "bare mlp"] * 3, 1.0, 0.35),
+    ],
+)
 def test_it_keeps_less(names, share, most):
     model, x = network(names), torch.randn(32, 64, WIDTH)
     with Meter(model) as plain:
@@ -141,7 +182,13 @@ def test_it_keeps_less(names, share, most):
 @pytest.mark.parametrize("bias", [True, False])
 def test_layers_that_are_frozen_or_come_first(bias):
     """Autograd saves an operand of a product only where the other operand needs a gradient."""
-    first = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH, bias=bias), nn.GELU(), nn.Linear(4 * WIDTH, 8 * WIDTH, bias=bias), nn.GELU(), nn.Linear(8 * WIDTH, 2))
+    first = nn.Sequential(
+        nn.Linear(WIDTH, 4 * WIDTH, bias=bias),
+        nn.GELU(),
+        nn.Linear(4 * WIDTH, 8 * WIDTH, bias=bias),
+        nn.GELU(),
+        nn.Linear(8 * WIDTH, 2),
+    )
     deriving, x = SavedTensorRederiver(torch, 1.0), torch.randn(3, 4, WIDTH)
     for frozen in (False, True, False):
         first[2].requires_grad_(not frozen)
@@ -166,6 +213,7 @@ def test_a_share_lies_between():
 
 def test_tensors_that_cannot_be_derived_bitwise_are_kept():
     """An unknown epsilon, and an output that was changed without autograd's knowledge."""
+
     class Strange(nn.Module):
         def forward(self, x):
             y = nn.functional.layer_norm(x, (WIDTH,), eps=0.123)
@@ -195,7 +243,9 @@ def test_hooks_of_the_script_get_the_kept_tensors():
     model, x = network(["mlp"]), torch.randn(3, 4, WIDTH)
     plain = gradients(model, model, x)
     deriving, packed, unpacked = SavedTensorRederiver(torch), [], []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(1) or tensor, lambda tensor: unpacked.append(1) or tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: packed.append(1) or tensor, lambda tensor: unpacked.append(1) or tensor
+    ):
         mine = gradients(lambda given: deriving.forward(model, (given,), {}), model, x)
     assert all(torch.equal(a, b) for a, b in zip(plain, mine, strict=True))
     assert deriving.derived == 1

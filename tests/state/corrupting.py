@@ -24,9 +24,9 @@ def bit(chance: random.Random, save: Path, other: Path) -> str:
 def page(chance: random.Random, save: Path, other: Path) -> str:
     """Fills a page of a file with zeros."""
     path, data = _some_file(chance, save)
-    pages = [start for start in range(0, len(data), PAGE) if any(data[start:start + PAGE])]
+    pages = [start for start in range(0, len(data), PAGE) if any(data[start : start + PAGE])]
     start = chance.choice(pages)
-    data[start:start + PAGE] = bytes(len(data[start:start + PAGE]))
+    data[start : start + PAGE] = bytes(len(data[start : start + PAGE]))
     path.write_bytes(data)
     return f"page at {start} of {path.name}"
 
@@ -55,7 +55,9 @@ def extension(chance: random.Random, save: Path, other: Path) -> str:
 
 def swap(chance: random.Random, save: Path, other: Path) -> str:
     """Replaces a file with one of another checkpoint."""
-    path = chance.choice([each for each in sorted(save.iterdir()) if each.read_bytes() != (other / each.name).read_bytes()])
+    path = chance.choice(
+        [each for each in sorted(save.iterdir()) if each.read_bytes() != (other / each.name).read_bytes()]
+    )
     path.write_bytes((other / path.name).read_bytes())
     return f"{path.name} of {other.name}"
 
@@ -89,8 +91,18 @@ def renamed_folder(chance: random.Random, save: Path, other: Path) -> str:
     return f"is now {later.name}"
 
 
-KINDS: tuple[Callable[[random.Random, Path, Path], str], ...] = (bit, page, truncation, emptiness, extension, swap, stale_manifest, missing_file, duplicate,
-                                                                 renamed_folder)
+KINDS: tuple[Callable[[random.Random, Path, Path], str], ...] = (
+    bit,
+    page,
+    truncation,
+    emptiness,
+    extension,
+    swap,
+    stale_manifest,
+    missing_file,
+    duplicate,
+    renamed_folder,
+)
 OF_ONE_FILE = (bit, page, truncation, emptiness, extension)  # those that can also happen to a single file
 
 

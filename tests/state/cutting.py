@@ -13,7 +13,19 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-CALLS = ("open", "write", "pwrite", "ftruncate", "fsync", "fchmod", "chmod", "mkdir", "rename", "unlink", "rmdir")
+CALLS = (
+    "open",
+    "write",
+    "pwrite",
+    "ftruncate",
+    "fsync",
+    "fchmod",
+    "chmod",
+    "mkdir",
+    "rename",
+    "unlink",
+    "rmdir",
+)
 BEFORE, MIDDLE, AFTER, REFUSED = "before", "in the middle", "after", "refused"
 
 
@@ -89,7 +101,7 @@ def killed_at(number: int, when: str, act: Callable[[], object]) -> int:
         if moment == BEFORE:
             count += 1
             if count == number and when == MIDDLE and name == "write":
-                calls.really["write"](args[0], args[1][:len(args[1]) // 2])
+                calls.really["write"](args[0], args[1][: len(args[1]) // 2])
         if count == number and (moment == when or (moment, when) in ((BEFORE, MIDDLE), (REFUSED, AFTER))):
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -148,8 +160,10 @@ class Disk:
             if when != AFTER:
                 return
             if name in ("write", "pwrite"):
-                args = (args[0], bytes(args[1][:found[0]]), *args[2:])
-            where = os.readlink(f"/proc/self/fd/{kwargs['dir_fd']}") if kwargs.get("dir_fd") is not None else None
+                args = (args[0], bytes(args[1][: found[0]]), *args[2:])
+            where = (
+                os.readlink(f"/proc/self/fd/{kwargs['dir_fd']}") if kwargs.get("dir_fd") is not None else None
+            )
             folder = None
             if name == "fsync" and stat.S_ISDIR(os.fstat(args[0]).st_mode):
                 folder = os.readlink(f"/proc/self/fd/{args[0]}")
@@ -191,9 +205,9 @@ class Disk:
         elif name == "write":
             self.handles[args[0]].data += args[1]
         elif name == "pwrite":
-            self.handles[args[0]].data[args[2]:args[2] + len(args[1])] = args[1]
+            self.handles[args[0]].data[args[2] : args[2] + len(args[1])] = args[1]
         elif name == "ftruncate":
-            del self.handles[args[0]].data[args[1]:]
+            del self.handles[args[0]].data[args[1] :]
         elif name == "fsync" and more["folder"]:
             folder, last = self._place(more["folder"], None)
             node = folder.entries[last] if last else folder
@@ -228,9 +242,15 @@ class Disk:
         names = dict(node.flushed_entries)
         at = 0
         while at < len(node.pending):
-            together = 2 if at + 1 < len(node.pending) and node.pending[at][1] is None and node.pending[at + 1][1] is not None else 1
+            together = (
+                2
+                if at + 1 < len(node.pending)
+                and node.pending[at][1] is None
+                and node.pending[at + 1][1] is not None
+                else 1
+            )
             if how == "everything" or (how == "any" and chance.random() < 0.5):
-                for name, child in node.pending[at:at + together]:
+                for name, child in node.pending[at : at + together]:
                     names.pop(name, None) if child is None else names.__setitem__(name, child)
             at += together
         for name, child in names.items():

@@ -22,7 +22,12 @@ torch = pytest.importorskip("torch", reason="not run: there is no torch here")
 
 def state(step):
     generator = torch.Generator().manual_seed(step)
-    return {"w": torch.rand(64, 32, generator=generator), "b": torch.rand(7, generator=generator).double(), "step": step, "random": [step] * 100}
+    return {
+        "w": torch.rand(64, 32, generator=generator),
+        "b": torch.rand(7, generator=generator).double(),
+        "step": step,
+        "random": [step] * 100,
+    }
 
 
 def write(folder, *steps, keep=5):
@@ -62,7 +67,10 @@ def test_without_a_valid_checkpoint_training_does_not_start_from_scratch(tmp_pat
     for path in folder.glob("step-*/tensors.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
     before = sorted(str(each) for each in folder.rglob("*"))
-    with pytest.raises(SaveError, match=r"all 2 checkpoints in .* are corrupt; in the newest, step-00000020, tensors\.safetensors has .* bytes instead"):
+    with pytest.raises(
+        SaveError,
+        match=r"all 2 checkpoints in .* are corrupt; in the newest, step-00000020, tensors\.safetensors has .* bytes instead",
+    ):
         CheckpointFolder(folder).newest()
     assert sorted(str(each) for each in folder.rglob("*")) == before
     assert CheckpointFolder(tmp_path / "never").newest() == (None, [])
@@ -113,7 +121,9 @@ def test_the_last_good_checkpoint_stays_if_a_new_one_reads_back_wrong(tmp_path, 
     write(folder, 10, keep=1)
     really = os.write
     with CheckpointFolder(folder, keep=1) as saves:
-        monkeypatch.setattr(os, "write", lambda handle, data: really(handle, bytes(data).replace(b"\x3f", b"\x3e")))
+        monkeypatch.setattr(
+            os, "write", lambda handle, data: really(handle, bytes(data).replace(b"\x3f", b"\x3e"))
+        )
         with pytest.raises(SaveError, match="was not stored as it was written"):
             saves.write("test", 20, {"": pack(torch, state(20))})
         monkeypatch.undo()
@@ -147,12 +157,17 @@ def test_one_writer_at_a_time_and_a_killed_one_is_followed(tmp_path):
             os._exit(1)
     os.read(reading, 1)
     try:
-        with pytest.raises(StorageError, match=f"another process writes checkpoints in .*process {child} on '{socket.gethostname()}'"):
+        with pytest.raises(
+            StorageError,
+            match=f"another process writes checkpoints in .*process {child} on '{socket.gethostname()}'",
+        ):
             write(folder, 1)
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    left = folder / ".writing-7-1"  # as a writer would leave it, with one more dot before its name each time its removal was interrupted
+    left = (
+        folder / ".writing-7-1"
+    )  # as a writer would leave it, with one more dot before its name each time its removal was interrupted
     left.mkdir()
     (left / "state.json").write_text("{")
     (folder / f".leaving-writing-6-{os.getpid()}").mkdir()
@@ -160,7 +175,10 @@ def test_one_writer_at_a_time_and_a_killed_one_is_followed(tmp_path):
     write(folder, 1)
     assert sorted(each.name for each in folder.iterdir()) == ["lock", "step-00000001"]
     assert os.path.exists("/etc/passwd")
-    with CheckpointFolder(folder), pytest.raises(StorageError, match="this process already writes checkpoints"):
+    with (
+        CheckpointFolder(folder),
+        pytest.raises(StorageError, match="this process already writes checkpoints"),
+    ):
         CheckpointFolder(folder).open()
     # A child of a writer does not hold the lock: loader workers sometimes outlive it.
     with CheckpointFolder(folder) as saves:
@@ -189,16 +207,28 @@ def test_only_the_owner_can_read_or_change_a_checkpoint(tmp_path):
         finally:
             os.umask(before)
         modes = {path.name: path.lstat().st_mode & 0o7777 for path in (folder, *folder.rglob("*"))}
-        assert {mode for name, mode in modes.items() if name.endswith((".json", ".safetensors", "lock"))} == {0o600}, modes
-        assert {mode for name, mode in modes.items() if name.startswith(("step", "saves", "damaged"))} == {0o700}, modes
+        assert {mode for name, mode in modes.items() if name.endswith((".json", ".safetensors", "lock"))} == {
+            0o600
+        }, modes
+        assert {mode for name, mode in modes.items() if name.startswith(("step", "saves", "damaged"))} == {
+            0o700
+        }, modes
 
 
 # -- special files --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [
-    lambda path, aside: path.symlink_to(aside), lambda path, aside: os.mkfifo(path), lambda path, aside: path.symlink_to("/dev/zero"),
-    lambda path, aside: path.mkdir(), lambda path, aside: path.symlink_to(path)], ids=["link", "pipe", "device", "folder", "round link"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path, aside: path.symlink_to(aside),
+        lambda path, aside: os.mkfifo(path),
+        lambda path, aside: path.symlink_to("/dev/zero"),
+        lambda path, aside: path.mkdir(),
+        lambda path, aside: path.symlink_to(path),
+    ],
+    ids=["link", "pipe", "device", "folder", "round link"],
+)
 @pytest.mark.parametrize("name", ["manifest.json", "tensors.safetensors"])
 def test_links_pipes_and_devices_are_not_read(tmp_path, make, name):
     """The reader neither waits for them nor follows them, even where a link leads to valid data."""

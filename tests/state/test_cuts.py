@@ -21,7 +21,11 @@ STRIDE = 3  # every third point; bench/faults.py takes all of them
 
 def state(step):
     generator = torch.Generator().manual_seed(step)
-    return {"step": step, "weights": {f"layer{at}": torch.rand(40, 50, generator=generator) for at in range(3)}, "words": [step, "x", None]}
+    return {
+        "step": step,
+        "weights": {f"layer{at}": torch.rand(40, 50, generator=generator) for at in range(3)},
+        "words": [step, "x", None],
+    }
 
 
 def save(folder: Path, step: int, keep: int = 2) -> None:
@@ -59,7 +63,12 @@ def test_killed_at_any_call_that_changes_the_disk(tmp_path):
     everything = copied(before, tmp_path / "all")
     calls = points(lambda: save(everything, 3))
     assert {"open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir"} <= set(calls)
-    cuts = [(at, when) for at, name in enumerate(calls) for when in (BEFORE, MIDDLE, AFTER) if when != MIDDLE or name == "write"]
+    cuts = [
+        (at, when)
+        for at, name in enumerate(calls)
+        for when in (BEFORE, MIDDLE, AFTER)
+        if when != MIDDLE or name == "write"
+    ]
     found = set()
     for at, when in cuts[::STRIDE]:
         folder = copied(before, tmp_path / "cut")
@@ -96,7 +105,11 @@ def test_a_loss_of_power_at_any_time(tmp_path, how):
     copied(start, before)
     disk = Disk(start)
     disk.record(lambda: save(start, 3))
-    renamed = next(at for at, (name, args, *_) in enumerate(disk.observed) if name == "rename" and str(args[1]).endswith("step-00000003"))
+    renamed = next(
+        at
+        for at, (name, args, *_) in enumerate(disk.observed)
+        if name == "rename" and str(args[1]).endswith("step-00000003")
+    )
     flushed = next(at for at, (name, *_) in enumerate(disk.observed) if at > renamed and name == "fsync")
     for at in range(1, len(disk.observed) + 1, 1 if how == "any" else STRIDE):
         replayed = Disk(start, like=before)

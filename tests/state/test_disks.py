@@ -32,7 +32,9 @@ def training(folder, trouble, fixed, steps=8):
     """
     said, weights = [], torch.zeros(100_000)
     with CheckpointFolder(folder, keep=2) as saves:
-        saver = CheckpointWriter(torch, saves, "test", CLOCKS, lambda sentence: said.append((step, sentence)), every=1)
+        saver = CheckpointWriter(
+            torch, saves, "test", CLOCKS, lambda sentence: said.append((step, sentence)), every=1
+        )
         for step in range(1, steps + 1):
             weights += 1
             saver.save(step, pack(torch, {"w": weights}), {})
@@ -40,11 +42,22 @@ def training(folder, trouble, fixed, steps=8):
             if step == 3:
                 trouble()
             if step == 5:
-                good = [each.read(torch)["w"][0].item() for each in [saves.newest()[0]]] if os.path.isdir(folder) else ["gone"]
+                good = (
+                    [each.read(torch)["w"][0].item() for each in [saves.newest()[0]]]
+                    if os.path.isdir(folder)
+                    else ["gone"]
+                )
             if step == 6:
                 fixed()
     newest, bad = CheckpointFolder(folder).newest()
-    return {"said": said, "good": good, "newest": newest.step, "bad": len(bad), "left": sorted(os.listdir(folder)), "done": weights[0].item()}
+    return {
+        "said": said,
+        "good": good,
+        "newest": newest.step,
+        "bad": len(bad),
+        "left": sorted(os.listdir(folder)),
+        "done": weights[0].item(),
+    }
 
 
 def observed(record, words):
@@ -71,6 +84,7 @@ def in_a_child_that_tells(act):
 
 def test_a_file_that_may_not_grow(tmp_path):
     """RLIMIT_FSIZE: a quota, as a process meets it."""
+
     def limited(size):
         return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
@@ -79,7 +93,10 @@ def test_a_file_that_may_not_grow(tmp_path):
         return training(tmp_path / "saves", limited(300_000), limited(resource.RLIM_INFINITY))
 
     record = in_a_child_that_tells(act)
-    observed(record, f"cannot write checkpoints in {tmp_path / 'saves'}: File too large. Free some space there, or name a writable folder.")
+    observed(
+        record,
+        f"cannot write checkpoints in {tmp_path / 'saves'}: File too large. Free some space there, or name a writable folder.",
+    )
     assert record["good"] == [3.0]
 
 
@@ -108,10 +125,16 @@ def test_a_full_disk_and_a_disk_that_becomes_read_only(tmp_path):
     (tmp_path / "disk").mkdir()
     program = FULL.format(here=os.path.dirname(__file__), disk=str(tmp_path / "disk"))
     try:
-        subprocess.run(["unshare", "-Urm", "mount", "-t", "tmpfs", "tmpfs", tmp_path / "disk"], check=True, capture_output=True)
+        subprocess.run(
+            ["unshare", "-Urm", "mount", "-t", "tmpfs", "tmpfs", tmp_path / "disk"],
+            check=True,
+            capture_output=True,
+        )
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("not run: this machine does not allow a private file system (unshare -Urm)")
-    done = subprocess.run(["unshare", "-Urm", sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        ["unshare", "-Urm", sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     full, read_only = json.loads(done.stdout)
     observed(full, "No space left on device")
@@ -124,8 +147,13 @@ def test_a_folder_that_vanishes_and_one_that_comes_back(tmp_path):
     folder, aside = tmp_path / "run" / "saves", tmp_path / "aside"
     # The whole folder is removed for good: it is created again at once.
     record = training(folder, lambda: shutil.rmtree(folder), lambda: None)
-    assert (record["said"], record["newest"], record["left"]) == ([], 8, ["lock", "step-00000007", "step-00000008"])
+    assert (record["said"], record["newest"], record["left"]) == (
+        [],
+        8,
+        ["lock", "step-00000007", "step-00000008"],
+    )
     shutil.rmtree(folder.parent)
+
     # A mount disappears and returns with its contents; in the meantime nothing can be created there.
     def away():
         folder.parent.rename(aside)
@@ -189,7 +217,10 @@ def test_file_systems_that_do_not_flush_folders(tmp_path, monkeypatch, number):
 
     monkeypatch.setattr(os, "fsync", fsync)
     if number == errno.EIO:
-        with pytest.raises(StorageError, match="Input/output error"), CheckpointFolder(tmp_path / "saves") as saves:
+        with (
+            pytest.raises(StorageError, match="Input/output error"),
+            CheckpointFolder(tmp_path / "saves") as saves,
+        ):
             saves.write("test", 1, {"": pack(torch, 1)})
     else:
         with CheckpointFolder(tmp_path / "saves") as saves:

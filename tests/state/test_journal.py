@@ -21,7 +21,9 @@ FLOATS = st.floats(allow_nan=True)
 @st.composite
 def entries(draw):
     codes = draw(st.binary(max_size=20))
-    found = JournalEntries(bytearray(codes), bytearray(draw(st.binary(min_size=len(codes), max_size=len(codes)))))
+    found = JournalEntries(
+        bytearray(codes), bytearray(draw(st.binary(min_size=len(codes), max_size=len(codes))))
+    )
     found.floats.extend(draw(st.lists(FLOATS, max_size=5)))
     found.integers.extend(draw(st.lists(LONG, max_size=5)))
     found.longer.extend(draw(st.lists(st.binary(max_size=40), max_size=4)))
@@ -29,7 +31,13 @@ def entries(draw):
 
 
 def columns(found):
-    return bytes(found.codes), bytes(found.checks), found.floats.tobytes(), list(found.integers), list(found.longer)
+    return (
+        bytes(found.codes),
+        bytes(found.checks),
+        found.floats.tobytes(),
+        list(found.integers),
+        list(found.longer),
+    )
 
 
 def together(blocks):
@@ -92,7 +100,7 @@ def test_a_truncated_or_foreign_journal_is_rejected(tmp_path):
 def test_columns_with_a_wrong_length_are_rejected(tmp_path):
     payload = bytearray(JournalEntries(bytearray(b"a"), bytearray(b"b"), longer=[b"xyz"]).to_bytes())
     for at in range(0, 16, 4):
-        broken = bytes(payload[:at]) + b"\xff\xff\xff\x7f" + bytes(payload[at + 4:])
+        broken = bytes(payload[:at]) + b"\xff\xff\xff\x7f" + bytes(payload[at + 4 :])
         path = tmp_path / str(at)
         digest = zlib.crc32(broken)
         path.write_bytes(journal.HEADER + journal.BLOCK.pack(len(broken), digest) + broken)

@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, SubsetRandomSampler  # noqa: E402
+from torch.utils.data import (  # noqa: E402
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+)
 
 from flatout.pipeline.streams import own_generators  # noqa: E402
 from flatout.state.loading import LoaderPosition  # noqa: E402
@@ -49,7 +57,9 @@ class Stream(IterableDataset):
 
     def __iter__(self):
         for index in range(SAMPLES):
-            yield torch.tensor([float(index), random.random() if "python" in self.draws else 0.0], dtype=torch.float64)
+            yield torch.tensor(
+                [float(index), random.random() if "python" in self.draws else 0.0], dtype=torch.float64
+            )
 
 
 class Backwards:
@@ -92,7 +102,9 @@ def seeded(worker):
     random.seed(seed)
 
 
-def loader_of(kind, draws, batch, workers, persistent=False, drop_last=False, collate=None, init=None, context=None):
+def loader_of(
+    kind, draws, batch, workers, persistent=False, drop_last=False, collate=None, init=None, context=None
+):
     more = {"num_workers": workers, "drop_last": drop_last, "collate_fn": collate}
     if workers:
         more |= {"persistent_workers": persistent, "worker_init_fn": init, "multiprocessing_context": context}
@@ -101,12 +113,22 @@ def loader_of(kind, draws, batch, workers, persistent=False, drop_last=False, co
         return DataLoader(data, batch, shuffle=True, generator=torch.Generator().manual_seed(3), **more)
     if kind == "replacement":
         shared = torch.Generator().manual_seed(4)
-        return DataLoader(data, batch, sampler=RandomSampler(data, replacement=True, num_samples=70, generator=shared), generator=shared, **more)
+        return DataLoader(
+            data,
+            batch,
+            sampler=RandomSampler(data, replacement=True, num_samples=70, generator=shared),
+            generator=shared,
+            **more,
+        )
     if kind == "batch sampler":
         del more["drop_last"]
-        return DataLoader(data, batch_sampler=BatchSampler(SubsetRandomSampler(range(1, SAMPLES)), batch, drop_last), **more)
+        return DataLoader(
+            data, batch_sampler=BatchSampler(SubsetRandomSampler(range(1, SAMPLES)), batch, drop_last), **more
+        )
     if kind == "distributed":
-        return DataLoader(data, batch, sampler=DistributedSampler(data, num_replicas=2, rank=1, seed=2), **more)
+        return DataLoader(
+            data, batch, sampler=DistributedSampler(data, num_replicas=2, rank=1, seed=2), **more
+        )
     if kind == "memory":
         return DataLoader(data, batch, sampler=Backwards(), **more)
     if kind == "as it goes":
@@ -137,7 +159,11 @@ def course(reading, epochs, training, at=None):
     """
     seen, place, count = [], None, 0
     for epoch in range(epochs):
-        if isinstance(getattr(reading.loader, "sampler", None), DistributedSampler) and not reading.given and reading._sought is None:
+        if (
+            isinstance(getattr(reading.loader, "sampler", None), DistributedSampler)
+            and not reading.given
+            and reading._sought is None
+        ):
             reading.loader.sampler.set_epoch(epoch)
         for batch in reading.epoch():
             seen.append((batch.tolist(), draw() if training else None))
@@ -145,7 +171,11 @@ def course(reading, epochs, training, at=None):
             if count == at:
                 packed = pack(torch, reading.place())
                 assert packed.left_out == {}
-                place = unpack(torch, json.loads(json.dumps(packed.tree)), {name: tensor.clone() for name, tensor in packed.tensors.items()})
+                place = unpack(
+                    torch,
+                    json.loads(json.dumps(packed.tree)),
+                    {name: tensor.clone() for name, tensor in packed.tensors.items()},
+                )
         reading.over()
     return seen, place, draw()
 
@@ -167,13 +197,36 @@ def resumes(make, at, training, epochs=2):
     return rest == whole[at:] and later == after, first.inexact + second.inexact, second.passed_over
 
 
-KINDS = ["plain", "shuffled", "generator", "replacement", "batch sampler", "distributed", "memory", "single samples"]
+KINDS = [
+    "plain",
+    "shuffled",
+    "generator",
+    "replacement",
+    "batch sampler",
+    "distributed",
+    "memory",
+    "single samples",
+]
 DRAWS = st.sets(st.sampled_from(["torch", "python", "numpy", "own", "counter"]))
 
 
 @settings(max_examples=60)
-@given(kind=st.sampled_from([*KINDS, "rows"]), draws=DRAWS, batch=st.integers(1, 4), drop_last=st.booleans(), noise=st.booleans(), at=st.integers(1, 60))
-@example(kind="shuffled", draws={"torch", "python", "numpy", "own", "counter"}, batch=3, drop_last=False, noise=True, at=2)
+@given(
+    kind=st.sampled_from([*KINDS, "rows"]),
+    draws=DRAWS,
+    batch=st.integers(1, 4),
+    drop_last=st.booleans(),
+    noise=st.booleans(),
+    at=st.integers(1, 60),
+)
+@example(
+    kind="shuffled",
+    draws={"torch", "python", "numpy", "own", "counter"},
+    batch=3,
+    drop_last=False,
+    noise=True,
+    at=2,
+)
 def test_without_workers(kind, draws, batch, drop_last, noise, at):
     def make():
         return loader_of(kind, draws, batch, 0, drop_last=drop_last, collate=noisy if noise else None)
@@ -183,15 +236,54 @@ def test_without_workers(kind, draws, batch, drop_last, noise, at):
 
 
 @settings(max_examples=3)
-@given(kind=st.sampled_from(KINDS), draws=DRAWS, batch=st.integers(1, 4), workers=st.sampled_from([1, 2, 4]), persistent=st.booleans(), noise=st.booleans(),
-       own_seeds=st.booleans(), at=st.integers(1, 60))
-@example(kind="shuffled", draws={"torch", "python", "numpy", "own", "counter"}, batch=2, workers=2, persistent=True, noise=True, own_seeds=True, at=9)
-@example(kind="memory", draws={"torch", "python", "numpy", "own", "counter"}, batch=2, workers=4, persistent=True, noise=True, own_seeds=True, at=3)
-@example(kind="generator", draws={"torch"}, batch=2, workers=2, persistent=True, noise=False, own_seeds=False, at=6)
-@example(kind="plain", draws={"torch"}, batch=1, workers=4, persistent=False, noise=False, own_seeds=False, at=2)
+@given(
+    kind=st.sampled_from(KINDS),
+    draws=DRAWS,
+    batch=st.integers(1, 4),
+    workers=st.sampled_from([1, 2, 4]),
+    persistent=st.booleans(),
+    noise=st.booleans(),
+    own_seeds=st.booleans(),
+    at=st.integers(1, 60),
+)
+@example(
+    kind="shuffled",
+    draws={"torch", "python", "numpy", "own", "counter"},
+    batch=2,
+    workers=2,
+    persistent=True,
+    noise=True,
+    own_seeds=True,
+    at=9,
+)
+@example(
+    kind="memory",
+    draws={"torch", "python", "numpy", "own", "counter"},
+    batch=2,
+    workers=4,
+    persistent=True,
+    noise=True,
+    own_seeds=True,
+    at=3,
+)
+@example(
+    kind="generator", draws={"torch"}, batch=2, workers=2, persistent=True, noise=False, own_seeds=False, at=6
+)
+@example(
+    kind="plain", draws={"torch"}, batch=1, workers=4, persistent=False, noise=False, own_seeds=False, at=2
+)
 def test_with_forked_workers(kind, draws, batch, workers, persistent, noise, own_seeds, at):
     def make():
-        return loader_of(kind, draws, batch, workers, persistent, collate=noisy if noise else None, init=seeded if own_seeds else None, context="fork")
+        return loader_of(
+            kind,
+            draws,
+            batch,
+            workers,
+            persistent,
+            collate=noisy if noise else None,
+            init=seeded if own_seeds else None,
+            context="fork",
+        )
 
     at = 1 + at % (2 * len(make()))
     same, inexact, again = resumes(make, at, training=True)
@@ -217,12 +309,14 @@ def test_calls_to_the_sampler_at_the_end_of_an_epoch_are_kept(workers):
         return seen, place
 
     def reading():
-        return LoaderPosition(torch, loader_of("distributed", set(), 2, workers, context="fork"), own_generators)
+        return LoaderPosition(
+            torch, loader_of("distributed", set(), 2, workers, context="fork"), own_generators
+        )
 
     first = reading()
     per_epoch = len(first.loader)
     whole, place = course(first, 3, at=per_epoch)
-    assert whole[per_epoch:2 * per_epoch] != whole[2 * per_epoch:]
+    assert whole[per_epoch : 2 * per_epoch] != whole[2 * per_epoch :]
     second = reading()
     assert second.go_on(place) == []
     assert course(second, 3)[0] == whole[per_epoch:]
@@ -250,9 +344,16 @@ def test_a_stream_is_fetched_again(workers, persistent, at):
 
 @pytest.mark.parametrize(
     ("kind", "draws", "more", "words"),
-    [("as it goes", set(), {}, "the sampler draws random numbers during iteration (python)"),
-     ("stream", {"python"}, {}, "the loader draws random numbers during iteration (python)"),
-     ("stream", {"python"}, {"workers": 1, "persistent": True}, "their state at the start of this epoch is unknown")],
+    [
+        ("as it goes", set(), {}, "the sampler draws random numbers during iteration (python)"),
+        ("stream", {"python"}, {}, "the loader draws random numbers during iteration (python)"),
+        (
+            "stream",
+            {"python"},
+            {"workers": 1, "persistent": True},
+            "their state at the start of this epoch is unknown",
+        ),
+    ],
 )
 def test_inexact_resumes_are_named(kind, draws, more, words):
     """In between, the training uses the same generators."""
@@ -289,9 +390,18 @@ def test_a_loader_that_keeps_its_own_position():
 
 def test_differences_are_reported():
     seed_all(0)
-    _, place, _ = course(LoaderPosition(torch, loader_of("shuffled", set(), 2, 0), own_generators), 1, False, 2)
-    other = LoaderPosition(torch, DataLoader(Augmented(set()), 3, num_workers=1, multiprocessing_context="fork"), own_generators)
+    _, place, _ = course(
+        LoaderPosition(torch, loader_of("shuffled", set(), 2, 0), own_generators), 1, False, 2
+    )
+    other = LoaderPosition(
+        torch, DataLoader(Augmented(set()), 3, num_workers=1, multiprocessing_context="fork"), own_generators
+    )
     said = "; ".join(other.go_on(place))
-    for words in ("batch size of the loader: 2 when it was saved, 3 now", "loader workers: 0 when", "batches in an epoch: 6 when", "SequentialSampler'] now"):
+    for words in (
+        "batch size of the loader: 2 when it was saved, 3 now",
+        "loader workers: 0 when",
+        "batches in an epoch: 6 when",
+        "SequentialSampler'] now",
+    ):
         assert words in said
     assert "the data ended" not in str(list(other.epoch()) and other.inexact)

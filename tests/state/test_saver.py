@@ -41,14 +41,25 @@ class Paid(CheckpointFolder):
 
 
 @settings(max_examples=40)
-@given(st.lists(st.tuples(st.floats(0, 5), st.floats(0, 5)), min_size=1, max_size=12), st.sampled_from([0.01, 0.05, 0.5]), st.floats(0.001, 2))
+@given(
+    st.lists(st.tuples(st.floats(0, 5), st.floats(0, 5)), min_size=1, max_size=12),
+    st.sampled_from([0.01, 0.05, 0.5]),
+    st.floats(0.001, 2),
+)
 def test_checkpoints_stay_within_their_share_whatever_they_cost(costs, share, step_s):
     """After each pause all checkpoints before the last one have cost at most their share of the time so far:
     waiting, packing and writing included.
     """
     time, costs = Time(), list(costs)
     waits, works = [wait for wait, _ in costs], [work for _, work in costs]
-    saver = CheckpointWriter(torch, Paid(time, lambda: works.pop(0)), "test", time.clocks, lambda sentence: pytest.fail(sentence), share=share)
+    saver = CheckpointWriter(
+        torch,
+        Paid(time, lambda: works.pop(0)),
+        "test",
+        time.clocks,
+        lambda sentence: pytest.fail(sentence),
+        share=share,
+    )
 
     step = 0
     while works and step < 300:
@@ -70,7 +81,9 @@ def wasted(cost_s, mean_s, known):
     seconds on average. ``known``: whether the saver knows about them.
     """
     draw, time = random.Random(0), Time()
-    saver = CheckpointWriter(torch, Paid(time, lambda: 0.0), "test", time.clocks, lambda sentence: pytest.fail(sentence))
+    saver = CheckpointWriter(
+        torch, Paid(time, lambda: 0.0), "test", time.clocks, lambda sentence: pytest.fail(sentence)
+    )
     saver.interrupted_every_s = lambda: mean_s if known else math.inf
     step, kept_s, lost_s, saving_s, dies_s = 0, 0.0, 0.0, 0.0, draw.expovariate(1 / mean_s)
     while time.wall < 3600:
@@ -103,7 +116,9 @@ def test_frequent_interruptions_make_checkpoints_more_frequent(cost_s, mean_s):
 def test_interruptions_never_cost_more_than_five_times_the_share():
     """However frequent: here every second, so that a checkpoint every 0.4 s would lose least."""
     draw, time = random.Random(1), Time()
-    saver = CheckpointWriter(torch, Paid(time, lambda: 0.0), "test", time.clocks, lambda sentence: pytest.fail(sentence))
+    saver = CheckpointWriter(
+        torch, Paid(time, lambda: 0.0), "test", time.clocks, lambda sentence: pytest.fail(sentence)
+    )
     saver.interrupted_every_s = lambda: 1.0
     spent_s = 0.0
     for step in range(1, 4000):
@@ -135,7 +150,9 @@ def test_one_writer_and_a_copy_that_does_not_change(tmp_path):
 
     weights = torch.zeros(1000)
     with Slow(tmp_path / "saves") as saves:
-        saver = CheckpointWriter(torch, saves, "test", time.clocks, lambda sentence: pytest.fail(sentence), every=5)
+        saver = CheckpointWriter(
+            torch, saves, "test", time.clocks, lambda sentence: pytest.fail(sentence), every=5
+        )
         assert [step for step in range(1, 12) if saver.due(step)] == [5, 10]
         saver.save(5, pack(torch, {"w": weights}), {})
         assert at_work.wait(20)
@@ -171,7 +188,9 @@ def test_a_failure_is_reported_once_and_retried(tmp_path):
                 saver.wait()
 
         three()
-        assert said == ["step 0 was not saved (OSError: [Errno 28] No space left on device). The training continues."]
+        assert said == [
+            "step 0 was not saved (OSError: [Errno 28] No space left on device). The training continues."
+        ]
         trouble.pop(0)
         three()
         assert said[1:] == ["step 3 was not saved (KeyError: 'x'). The training continues."]

@@ -27,9 +27,13 @@ def cut(tensor, cuts, offsets=()):
 @st.composite
 def split_tensors(draw):
     shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
-    cuts = [draw(st.sets(st.integers(1, size), max_size=3)) for size in shape]  # an edge at the end leaves an empty part
+    cuts = [
+        draw(st.sets(st.integers(1, size), max_size=3)) for size in shape
+    ]  # an edge at the end leaves an empty part
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
-    return whole, draw(st.permutations([Slice(part.clone(), tuple(shape), offsets) for part, offsets in cut(whole, cuts)]))
+    return whole, draw(
+        st.permutations([Slice(part.clone(), tuple(shape), offsets) for part, offsets in cut(whole, cuts)])
+    )
 
 
 @settings(max_examples=150, deadline=None)
@@ -45,7 +49,12 @@ def test_any_covering_slices_give_the_whole_and_none_may_be_missing(case, data):
     if lacking:
         left = data.draw(st.sampled_from(lacking))
         with pytest.raises(SaveError, match=r"slices of a\.0 are missing in the checkpoint"):
-            filled(torch, {"a": [slices[0], 3]}, lambda where: None, [{"a": {0: each}} for each in slices[1:] if each is not left])
+            filled(
+                torch,
+                {"a": [slices[0], 3]},
+                lambda where: None,
+                [{"a": {0: each}} for each in slices[1:] if each is not left],
+            )
 
 
 def test_local_slices_are_not_requested():
@@ -59,11 +68,15 @@ def test_local_slices_are_not_requested():
 
 
 def test_a_slice_of_another_shape_is_rejected():
-    with pytest.raises(SaveError, match=r"a\.weight was sharded and has shape \[4\], but its tensor has shape \[5\]"):
+    with pytest.raises(
+        SaveError, match=r"a\.weight was sharded and has shape \[4\], but its tensor has shape \[5\]"
+    ):
         filled(torch, {"a": {"weight": Slice(torch.ones(4), (4,), (0,))}}, lambda where: torch.ones(5), [])
 
 
-@pytest.mark.parametrize("changed", [{"at": [2]}, {"at": [-1]}, {"shape": [1]}, {"shape": [4, 1]}, {"at": []}, {"at": [0.0]}])
+@pytest.mark.parametrize(
+    "changed", [{"at": [2]}, {"at": [-1]}, {"shape": [1]}, {"shape": [4, 1]}, {"at": []}, {"at": [0.0]}]
+)
 def test_a_slice_outside_of_its_whole_is_not_read(changed):
     tensors = {"t": torch.ones(3)}
     tree = {"slice": {"tensor": "t", "dtype": "float32", "shape": [3]}, "shape": [4], "at": [1]}

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(120)
 
 SLEEP_MS = 40.0
 
-LEVERS = f'''
+LEVERS = f"""
 import time
 from flatout.plan.lever import Lever, Options
 from flatout.plan.enums import Effect, Moment
@@ -47,8 +47,8 @@ def table(name, apply):
     return Lever(name, Moment.MODEL, Effect.EXACT, lambda facts, scene: Options((1, 2)), lambda value: "pass", apply=apply, live=True)
 
 TABLE = (table("slow", wait), table("broken", fail))
-'''
-PROGRAM = '''
+"""
+PROGRAM = """
 import os, sys
 import torch
 model = torch.nn.Linear(4, 1)
@@ -57,7 +57,7 @@ while True:
     model.zero_grad()
     model(torch.randn(8, 4)).square().mean().backward()
     os.write(steps, b".")
-'''
+"""
 
 
 @pytest.fixture
@@ -82,8 +82,18 @@ def begin(tmp_path, monkeypatch):
         (tmp_path / "train.py").write_text(program)
         first = ["torchrun", "--standalone", "--nproc-per-node", str(ranks)] if ranks else [sys.executable]
         command = understand([*first, str(tmp_path / "train.py"), str(counter)])
-        begun.append(Trial(command, TrialFolder(tmp_path / "trial"), plan or Plan(), Facts(), table="levers_of_test:TABLE"))
-        return begun[-1].start(), (lambda rank: (tmp_path / f"steps.{rank}").read_text().split()) if ranks else lambda: counter.stat().st_size
+        begun.append(
+            Trial(
+                command,
+                TrialFolder(tmp_path / "trial"),
+                plan or Plan(),
+                Facts(),
+                table="levers_of_test:TABLE",
+            )
+        )
+        return begun[-1].start(), (
+            lambda rank: (tmp_path / f"steps.{rank}").read_text().split()
+        ) if ranks else lambda: counter.stat().st_size
 
     yield start
     for trial in begun:
@@ -127,7 +137,9 @@ def test_the_baton(begin):
     answer = trial.switch([Choice("broken", 1), Choice("slow", 1), Choice("unknown", True)], soon())
     assert [outcome["name"] for outcome in answer["applied"]] == ["slow"]
     assert {outcome["name"]: outcome["reason"] for outcome in answer["skipped"]} == {
-        "broken": "it failed to start (RuntimeError: it does not work here)", "unknown": "it cannot be switched while the program runs"}
+        "broken": "it failed to start (RuntimeError: it does not work here)",
+        "unknown": "it cannot be switched while the program runs",
+    }
     options = trial.ask({"do": "options"}, soon())["options"]
     assert options == {name: {"values": [1, 2], "effect": None} for name in ("slow", "broken")}
     record = trial.finish()
@@ -158,7 +170,12 @@ def test_a_program_that_ends_in_its_turn(begin):
 
 
 def test_a_program_that_is_killed_in_its_turn(begin):
-    trial, _ = begin(program=PROGRAM.replace('os.write(steps, b".")', 'os.write(steps, b".")\n    if os.fstat(steps).st_size == 60: os.kill(os.getpid(), 9)'))
+    trial, _ = begin(
+        program=PROGRAM.replace(
+            'os.write(steps, b".")',
+            'os.write(steps, b".")\n    if os.fstat(steps).st_size == 60: os.kill(os.getpid(), 9)',
+        )
+    )
     trial.wait_ready(soon())
     with pytest.raises(ProgramGone) as caught:
         trial.go(1000, soon())
@@ -167,7 +184,10 @@ def test_a_program_that_is_killed_in_its_turn(begin):
 
 
 def test_a_program_that_stops_answering_is_ended(begin):
-    stuck = PROGRAM.replace('os.write(steps, b".")', 'os.write(steps, b".")\n    if os.fstat(steps).st_size == 60: import time; time.sleep(1000)')
+    stuck = PROGRAM.replace(
+        'os.write(steps, b".")',
+        'os.write(steps, b".")\n    if os.fstat(steps).st_size == 60: import time; time.sleep(1000)',
+    )
     trial, _ = begin(program=stuck)
     trial.wait_ready(soon())
     with pytest.raises(ProgramGone) as caught:
@@ -177,7 +197,7 @@ def test_a_program_that_stops_answering_is_ended(begin):
     assert not os.path.exists(trial.folder.saved)
 
 
-RANKS = '''
+RANKS = """
 import os, sys
 import torch
 import torch.distributed as dist
@@ -191,7 +211,7 @@ while True:
     model(torch.randn(8, 4)).square().mean().backward()
     optimizer.step()
     os.write(seen, b"slow " if "forward" in vars(model) else b"plain ")
-'''
+"""
 
 
 @pytest.mark.timeout(200)

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from flatout.trial.channel import Channel, Hangup
 
 text = st.text(st.characters(exclude_categories=("Cs",)))
-values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | text,
-                      lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3), max_leaves=10)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
+    max_leaves=10,
+)
 
 
 @pytest.fixture

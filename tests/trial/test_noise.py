@@ -99,14 +99,20 @@ def listen(context, program, ticks, before=2):
     return listening.end()
 
 
-@pytest.mark.parametrize("options", [{}, {"drop": "zeros"}, {"accumulate": 2, "scaler": True, "clip": True}], ids=["plain", "zeros", "accumulated"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"drop": "zeros"}, {"accumulate": 2, "scaler": True, "clip": True}],
+    ids=["plain", "zeros", "accumulated"],
+)
 def test_each_batch_is_measured_by_its_own_gradient(context, options):
     """The gradient is taken before clipping, without the scale, for each micro-batch; and everything is
     restored.
     """
     program = Program(**options)
     program.train(2)
-    before = copy.deepcopy((program.model.state_dict(), program.optimizer.state_dict(), program.scaler.state_dict()))
+    before = copy.deepcopy(
+        (program.model.state_dict(), program.optimizer.state_dict(), program.scaler.state_dict())
+    )
     step, frozen = type(program.optimizer).step, copy.deepcopy(program.model)
     recorded = listen(context, program, 10, before=0)
     expected = []
@@ -118,8 +124,12 @@ def test_each_batch_is_measured_by_its_own_gradient(context, options):
     count = recorded["gradients"]
     assert count >= 10 * program.accumulate - 1
     assert (recorded["batch"], recorded["step"], recorded["not_finite"]) == (BATCH, 2, 0)
-    torch.testing.assert_close(torch.tensor(recorded["products"], dtype=torch.float64), gram[:count, :count], rtol=1e-4, atol=1e-7)
-    torch.testing.assert_close(torch.tensor(recorded["squares"], dtype=torch.float64), gram.diagonal()[:count], rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(
+        torch.tensor(recorded["products"], dtype=torch.float64), gram[:count, :count], rtol=1e-4, atol=1e-7
+    )
+    torch.testing.assert_close(
+        torch.tensor(recorded["squares"], dtype=torch.float64), gram.diagonal()[:count], rtol=1e-4, atol=1e-7
+    )
     after = (program.model.state_dict(), program.optimizer.state_dict(), program.scaler.state_dict())
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     assert "step" not in vars(program.optimizer) or program.optimizer.step.__func__ is step

@@ -54,8 +54,12 @@ def test_two_ranks_of_the_local_launcher(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(PROGRAM)
     (tmp_path / "trial").mkdir()
     (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")  # what a program writes below its working folder goes to the file sandbox
-    command = launcher_of(understand([sys.executable, str(tmp_path / "train.py"), str(tmp_path / "seen")]), 2, cores=2)
+    monkeypatch.chdir(
+        tmp_path / "work"
+    )  # what a program writes below its working folder goes to the file sandbox
+    command = launcher_of(
+        understand([sys.executable, str(tmp_path / "train.py"), str(tmp_path / "seen")]), 2, cores=2
+    )
     base = Plan((Choice("data_parallel", {"reduction": "mean", "batches": "index", "loaders": "0"}),))
     with Trial(command, TrialFolder(tmp_path / "trial"), base, Facts()) as trial:
         ready = trial.wait_ready(soon() + 40)
@@ -66,7 +70,11 @@ def test_two_ranks_of_the_local_launcher(tmp_path, monkeypatch):
         answer = trial.listen("pace", soon(), everywhere=True, ticks=8)
         recorded = sorted(answer["ranks"], key=lambda each: each["rank"])
         assert [each["rank"] for each in recorded] == [0, 1]
-        assert all(len(each[name]) == 8 for each in recorded for name in ("step_ms", "data_ms", "exchange_ms", "samples", "elements", "sent_bytes"))
+        assert all(
+            len(each[name]) == 8
+            for each in recorded
+            for name in ("step_ms", "data_ms", "exchange_ms", "samples", "elements", "sent_bytes")
+        )
         assert all(each["samples"] == [3.0] * 8 and each["elements"] == [15.0] * 8 for each in recorded)
         assert all(min(each["sent_bytes"]) >= 4 * 57 for each in recorded)  # the number of parameters
         first, second = paces(recorded)
@@ -98,10 +106,19 @@ def row(rank, own, data=0.0, elements=10.0, steps=20):
     """A rank whose steps all take what the slowest takes; ``own`` and the rest may be a list with one value
     per step.
     """
+
     def each(value):
         return list(value) if isinstance(value, list) else [value] * steps
-    return {"rank": rank, "host": f"node{rank}", "own": each(own), "data_ms": each(data), "elements": each(elements), "samples": each(4.0),
-            "sent_bytes": each(8.0)}
+
+    return {
+        "rank": rank,
+        "host": f"node{rank}",
+        "own": each(own),
+        "data_ms": each(data),
+        "elements": each(elements),
+        "samples": each(4.0),
+        "sent_bytes": each(8.0),
+    }
 
 
 def of(*rows):
@@ -118,9 +135,16 @@ def test_the_slowest_rank_and_the_reason():
     slow = imbalance(of(row(0, 10.0), row(1, 10.0), row(2, 16.0)))
     assert "in 100% of the steps rank 2 on node2; its data is like that of the others" in slow
     assert "4.0 ms of a step of 17.0 ms" in slow
-    assert "it has 1.50 times as much data as the mean" in imbalance(of(row(0, 10.0, elements=5.0), row(1, 20.0, elements=15.0)))
-    assert "it waits 9.0 ms for its data, the others 0.0 ms" in imbalance(of(row(0, 10.0), row(1, 19.0, data=9.0)))
-    turns = of(row(0, [10.0, 20.0] * 10, elements=[5.0, 15.0] * 10), row(1, [20.0, 10.0] * 10, elements=[15.0, 5.0] * 10))
+    assert "it has 1.50 times as much data as the mean" in imbalance(
+        of(row(0, 10.0, elements=5.0), row(1, 20.0, elements=15.0))
+    )
+    assert "it waits 9.0 ms for its data, the others 0.0 ms" in imbalance(
+        of(row(0, 10.0), row(1, 19.0, data=9.0))
+    )
+    turns = of(
+        row(0, [10.0, 20.0] * 10, elements=[5.0, 15.0] * 10),
+        row(1, [20.0, 10.0] * 10, elements=[15.0, 5.0] * 10),
+    )
     assert "not always the same" in imbalance(turns)
     assert "1.50 times as much data" in imbalance(turns)
     assert lost_ms(turns) == pytest.approx(5.0)

@@ -86,10 +86,14 @@ def test_the_record_is_whole(observed):
 
 def test_the_same_seed_repeats_and_another_differs(measure, script):
     """The script sets no seed of its own and uses all three random generators."""
-    script("import random, numpy, torch\nmodel = torch.nn.Linear(4, 1)\n"
-           "while True:\n    x = torch.randn(8, 4) * random.random() + numpy.random.rand()\n    model.zero_grad()\n"
-           "    model(x).square().mean().backward()\n    with torch.no_grad():\n        for p in model.parameters():\n            p -= 0.01 * p.grad\n")
-    first, again, other = (measure("python", "train.py", options=["--seed", seed])[1] for seed in ("3", "3", "4"))
+    script(
+        "import random, numpy, torch\nmodel = torch.nn.Linear(4, 1)\n"
+        "while True:\n    x = torch.randn(8, 4) * random.random() + numpy.random.rand()\n    model.zero_grad()\n"
+        "    model(x).square().mean().backward()\n    with torch.no_grad():\n        for p in model.parameters():\n            p -= 0.01 * p.grad\n"
+    )
+    first, again, other = (
+        measure("python", "train.py", options=["--seed", seed])[1] for seed in ("3", "3", "4")
+    )
     count = min(len(first["losses"]), len(again["losses"]))
     assert first["losses"][:count] == again["losses"][:count]
     assert first["weights_digests"]["8"] == again["weights_digests"]["8"]
@@ -98,7 +102,9 @@ def test_the_same_seed_repeats_and_another_differs(measure, script):
 
 def test_under_a_plan(measure, script, by_hand, tmp_path):
     script(by_hand)
-    (tmp_path / "plan.toml").write_text("[levers]\ngc_pause = true\nno_such_lever = true\ntf32 = true\nloader = 5\n")
+    (tmp_path / "plan.toml").write_text(
+        "[levers]\ngc_pause = true\nno_such_lever = true\ntf32 = true\nloader = 5\n"
+    )
     done, record = measure("python", "train.py", options=["--plan", str(tmp_path / "plan.toml")])
     assert done.code == 0
     assert [entry["name"] for entry in record["applied"]] == ["gc_pause"]
@@ -119,7 +125,7 @@ def test_a_process_lever_is_in_the_programs_environment(measure, script, by_hand
 
 # -- how programs end -----------------------------------------------------------------------------------------------
 
-LOOP = '''
+LOOP = """
 import os, sys, time, signal
 import torch
 model = torch.nn.Linear(4, 1)
@@ -130,7 +136,7 @@ def steps(count):  # by hand: an optimizer of torch's own takes a second to impo
         with torch.no_grad():
             for p in model.parameters():
                 p -= 0.01 * p.grad
-'''
+"""
 
 
 @pytest.mark.parametrize(
@@ -162,7 +168,9 @@ def test_stopping_cannot_be_swallowed(measure, script):
     """A script that catches errors does not stop it, and one that catches everything does so only once;
     cleanup code at the end still runs.
     """
-    script(LOOP + """
+    script(
+        LOOP
+        + """
 while True:
     try:
         try:
@@ -174,7 +182,8 @@ while True:
             print("finally", flush=True)
     except BaseException as ending:
         print(type(ending).__name__, flush=True)
-""")
+"""
+    )
     done, record = measure("python", "train.py")
     assert done.code == 0
     assert record["status"] == "finished"
@@ -199,7 +208,11 @@ def test_a_program_that_hangs_while_ending_is_stopped_too(measure, script):
     assert done.code in (0, 137)
 
 
-@pytest.mark.parametrize("words", [("python", "-c", "print('hello')"), ("sh", "-c", "echo hello"), ("python", "-I", "train.py")], ids=["python", "sh", "-I"])
+@pytest.mark.parametrize(
+    "words",
+    [("python", "-c", "print('hello')"), ("sh", "-c", "echo hello"), ("python", "-I", "train.py")],
+    ids=["python", "sh", "-I"],
+)
 def test_nothing_attached(measure, script, words):
     script("print('hello')\n")
     done, record = measure(*words)
@@ -271,7 +284,7 @@ def test_a_shell_script_that_runs_python(measure, flatout, script):
 
 
 def test_a_program_without_an_optimizer(measure, script):
-    script('''
+    script("""
 import torch
 model = torch.nn.Linear(4, 1)
 while True:
@@ -280,7 +293,7 @@ while True:
     with torch.no_grad():
         for p in model.parameters():
             p -= 0.01 * p.grad
-''')
+""")
     _, record = measure("python", "train.py")
     assert (record["status"], record["steps"]) == ("finished", 3)
     assert record["context"]["boundaries"] == "backward"
@@ -288,7 +301,7 @@ while True:
 
 
 def test_passes_inside_a_closure_are_the_ticks_where_a_step_is_long(measure, script):
-    script('''
+    script("""
 import time
 import torch
 model = torch.nn.Linear(4, 1)
@@ -301,14 +314,18 @@ def closure():
     loss.backward()
     return loss
 optimizer.step(closure)
-''')
+""")
     _, record = measure("python", "train.py")
     assert (record["status"], record["unit"], record["steps"]) == ("finished", "backward", 3)
     assert record["context"]["closure_steps"] is True
 
 
 def test_input_is_at_its_end(measure, script):
-    script("try:\n    input('name? ')\nexcept EOFError:\n    print('nobody', flush=True)\n" + LOOP + "steps(10**9)\n")
+    script(
+        "try:\n    input('name? ')\nexcept EOFError:\n    print('nobody', flush=True)\n"
+        + LOOP
+        + "steps(10**9)\n"
+    )
     done, record = measure("python", "train.py")
     assert "name? nobody" in done.out
     assert record["status"] == "finished"
@@ -325,7 +342,7 @@ def test_a_hundred_megabytes_of_output(measure, script):
 @pytest.mark.timeout(200)
 def test_two_ranks_under_torchrun(measure, script):
     """One rank is measured, both are stopped, and neither is left running."""
-    script('''
+    script("""
 import os
 import torch
 import torch.distributed as dist
@@ -338,7 +355,7 @@ while True:
     optimizer.zero_grad()
     model(torch.randn(8, 4)).square().mean().backward()
     optimizer.step()
-''')
+""")
     _, record = measure("torchrun", "--standalone", "--nproc-per-node", "2", "train.py", timeout=180)
     assert record["status"] == "finished"
     assert record["steps"] == 3
@@ -347,7 +364,10 @@ while True:
 
 def test_folders_and_checkpoints_of_a_killed_program_are_gone(measure, flatout, script, tmp_path):
     (tmp_path / "tmp").mkdir()
-    script(LOOP + "os.makedirs('runs/1/checkpoints')\ntorch.save(model.state_dict(), 'runs/1/checkpoints/a.pt')\nsteps(2)\nos._exit(5)\n")
+    script(
+        LOOP
+        + "os.makedirs('runs/1/checkpoints')\ntorch.save(model.state_dict(), 'runs/1/checkpoints/a.pt')\nsteps(2)\nos._exit(5)\n"
+    )
     done, _ = measure("python", "train.py", env={"TMPDIR": str(tmp_path / "tmp")})
     assert done.code == 5
     assert [path.name for path in flatout.folder.iterdir()] == ["train.py"]
@@ -391,7 +411,9 @@ def test_a_mistake_of_flatout_is_not_blamed_on_the_program(flatout, measure, scr
 
 def test_a_timeout_keeps_the_steps_there_were(measure, script, by_hand):
     script(by_hand.replace("loss.backward()", "loss.backward(); __import__('time').sleep(0.05)"), "slow.py")
-    done, record = measure("python", "slow.py", steps=100000, options=("--timeout", "12s"), env={"STEPS": "1000000"})
+    done, record = measure(
+        "python", "slow.py", steps=100000, options=("--timeout", "12s"), env={"STEPS": "1000000"}
+    )
     assert done.code == 0, done.err
     assert record["status"] == "finished"
     assert 5 < record["steps"] < 1000
@@ -399,7 +421,9 @@ def test_a_timeout_keeps_the_steps_there_were(measure, script, by_hand):
     assert f"measured only {record['steps']} of 100000 steps within --timeout" in done.err
 
 
-def test_a_perturbed_program_starts_like_the_plain_one_and_diverges_after_the_first_step(flatout, script, by_hand, tmp_path, monkeypatch):
+def test_a_perturbed_program_starts_like_the_plain_one_and_diverges_after_the_first_step(
+    flatout, script, by_hand, tmp_path, monkeypatch
+):
     from flatout.launch.command import understand
     from flatout.measure.clock import seconds
     from flatout.plan.folder import TrialFolder
@@ -413,7 +437,13 @@ def test_a_perturbed_program_starts_like_the_plain_one_and_diverges_after_the_fi
     losses = []
     for at, perturbation in enumerate((0.0, 2.0**-21, 2.0**-21)):
         (tmp_path / str(at)).mkdir()
-        with Trial(understand(("python", "train.py")), TrialFolder(tmp_path / str(at)), Plan(), look(), perturbation=perturbation) as trial:
+        with Trial(
+            understand(("python", "train.py")),
+            TrialFolder(tmp_path / str(at)),
+            Plan(),
+            look(),
+            perturbation=perturbation,
+        ) as trial:
             losses.append([float.fromhex(x) for x in run(trial, 4, seconds() + 60).losses[:8]])
     plain, perturbed, again = losses
     assert perturbed == again

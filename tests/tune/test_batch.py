@@ -25,29 +25,55 @@ def curve(cost_ms, sizes, own=8, effective=None, optimizer_ms=1.0, passes=3):
     """A record of a program whose step takes ``cost_ms(size)``; each pass is a little slower than the one
     before.
     """
-    record = BatchRecord(["python", "train.py"], "/", own=own, effective=effective or own, limit_bytes=2**30, limit="given")
-    times = [{size: [cost_ms(size) * noise * (1 + 0.03 * at) / size for noise in NOISE] for size in sizes} for at in range(passes)]
-    record.points = [BatchPoint(size, step_ms=cost_ms(size), optimizer_ms=optimizer_ms, samples_per_step=size * record.effective / own) for size in sizes]
+    record = BatchRecord(
+        ["python", "train.py"], "/", own=own, effective=effective or own, limit_bytes=2**30, limit="given"
+    )
+    times = [
+        {size: [cost_ms(size) * noise * (1 + 0.03 * at) / size for noise in NOISE] for size in sizes}
+        for at in range(passes)
+    ]
+    record.points = [
+        BatchPoint(
+            size,
+            step_ms=cost_ms(size),
+            optimizer_ms=optimizer_ms,
+            samples_per_step=size * record.effective / own,
+        )
+        for size in sizes
+    ]
     read(record, times, [[Round(10.0, 10.1), Round(10.0, 9.9)]] * passes)
     return record
 
 
 def test_where_a_larger_batch_gains_nothing():
     """A machine that is saturated from 64 on: doubling the batch gains one per cent."""
-    record = curve(lambda size: max(4.0, size / 16 * (1 - 0.01 * math.log2(size / 64))), (8, 16, 32, 64, 128, 256))
+    record = curve(
+        lambda size: max(4.0, size / 16 * (1 - 0.01 * math.log2(size / 64))), (8, 16, 32, 64, 128, 256)
+    )
     assert (record.best, record.enough) == (256, 64)
     assert record.enough_low <= 64 <= record.enough_high < 256
     speeds = {point.size: point.speed for point in record.points}
     assert speeds[64].median == pytest.approx(8, rel=0.02)
     assert speeds[64].low <= speeds[64].median <= speeds[64].high
     assert record.again.low <= 1 <= record.again.high
-    assert "above 64 samples a batch, a larger size gives less than 5 % more samples/s" in " ".join(sentences(record))
+    assert "above 64 samples a batch, a larger size gives less than 5 % more samples/s" in " ".join(
+        sentences(record)
+    )
 
 
 def test_where_nothing_fits():
-    record = BatchRecord(["python", "train.py"], "/", own=8, limit_bytes=2**20, limit="given",
-                         points=[BatchPoint(16, "too big"), BatchPoint(8, "too big", peak_bytes=2**21)])
-    assert "no batch size fits into 1.00 MiB (given): even 8 samples a batch take 2.00 MiB" in sentences(record)[0]
+    record = BatchRecord(
+        ["python", "train.py"],
+        "/",
+        own=8,
+        limit_bytes=2**20,
+        limit="given",
+        points=[BatchPoint(16, "too big"), BatchPoint(8, "too big", peak_bytes=2**21)],
+    )
+    assert (
+        "no batch size fits into 1.00 MiB (given): even 8 samples a batch take 2.00 MiB"
+        in sentences(record)[0]
+    )
 
 
 def test_the_effective_batch_is_kept_by_accumulation():
@@ -77,10 +103,17 @@ def test_micro_batches_add_up(step_ms, optimizer_ms, samples, wanted):
     whole = in_micro_batches(step_ms, optimizer_ms, samples, wanted)
     assert in_micro_batches(step_ms, optimizer_ms, samples, samples) == pytest.approx(step_ms)
     assert whole >= min(optimizer_ms, step_ms) - 1e-9
-    assert in_micro_batches(whole, optimizer_ms, wanted, samples) == pytest.approx(step_ms, rel=1e-6, abs=1e-6) or optimizer_ms >= whole
+    assert (
+        in_micro_batches(whole, optimizer_ms, wanted, samples) == pytest.approx(step_ms, rel=1e-6, abs=1e-6)
+        or optimizer_ms >= whole
+    )
 
 
-@given(st.dictionaries(st.integers(1, 10**5), st.lists(st.floats(1e-4, 1e4), min_size=1, max_size=4), min_size=1, max_size=6))
+@given(
+    st.dictionaries(
+        st.integers(1, 10**5), st.lists(st.floats(1e-4, 1e4), min_size=1, max_size=4), min_size=1, max_size=6
+    )
+)
 def test_enough_is_never_far_from_the_best(times):
     found, low, high = enough([times, times], list(times), draws=30)
     mean = {size: sum(ms) / len(ms) for size, ms in times.items()}
@@ -94,37 +127,84 @@ def test_enough_is_never_far_from_the_best(times):
 numbers = st.one_of(st.none(), st.floats(-1e9, 1e12))
 
 
-points = st.builds(BatchPoint, st.integers(1, 2**40), st.sampled_from(["measured", "failed", "no time"]), st.text(max_size=9), numbers, numbers, numbers,
-                   numbers, peak_bytes=st.one_of(st.none(), st.integers(0, 2**50)))
-noises = st.builds(NoiseSeen, st.integers(0, 10**6), st.one_of(st.none(), st.integers(1, 512)), st.integers(0, 300), numbers, numbers, numbers)
+points = st.builds(
+    BatchPoint,
+    st.integers(1, 2**40),
+    st.sampled_from(["measured", "failed", "no time"]),
+    st.text(max_size=9),
+    numbers,
+    numbers,
+    numbers,
+    numbers,
+    peak_bytes=st.one_of(st.none(), st.integers(0, 2**50)),
+)
+noises = st.builds(
+    NoiseSeen,
+    st.integers(0, 10**6),
+    st.one_of(st.none(), st.integers(1, 512)),
+    st.integers(0, 300),
+    numbers,
+    numbers,
+    numbers,
+)
 
 
 @settings(max_examples=25)
 @given(st.lists(points, max_size=6, unique_by=lambda p: p.size), noises, st.text(max_size=30))
 def test_any_measurements_can_be_plotted(points, noise, word):
-    record = BatchRecord(["python", word], "/", own=points[0].size if points else None, points=points, noise=noise, best=points[-1].size if points else None,
-                         enough=points[0].size if points else None, limit=word)
+    record = BatchRecord(
+        ["python", word],
+        "/",
+        own=points[0].size if points else None,
+        points=points,
+        noise=noise,
+        best=points[-1].size if points else None,
+        enough=points[0].size if points else None,
+        limit=word,
+    )
     assert BatchRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
     assert "</html>" in batch_html(record)
 
 
-@pytest.mark.parametrize(("noise", "own", "words"), [
-    (NoiseSeen(5, 8, 60, 400.0, 300.0, 600.0), 8, "far below it"), (NoiseSeen(5, 8, 60, 40.0, 30.0, 60.0), 512, "above it"),
-    (NoiseSeen(5, 8, 60, 40.0, 30.0, 60.0), 32, "near it"), (NoiseSeen(5, 8, 60, None, 900.0, None), 8, "above 900 samples"),
-    (NoiseSeen(5, 8, 60, 0.0, 0.0, 0.1), 8, "next to no noise"), (NoiseSeen(5, None, 60, 4.0, 3.0, 6.0), None, "of the program's own batches"),
-    (NoiseSeen(5, None, 60, 0.3, 0.2, 0.5), None, "about 0.30 of the program's own batches"), (NoiseSeen(5, None, 60, 0.0, 0.0, 0.0), None, "no noise"),
-    (NoiseSeen(why_not="it has two optimizers"), 8, "two optimizers"),
-])
+@pytest.mark.parametrize(
+    ("noise", "own", "words"),
+    [
+        (NoiseSeen(5, 8, 60, 400.0, 300.0, 600.0), 8, "far below it"),
+        (NoiseSeen(5, 8, 60, 40.0, 30.0, 60.0), 512, "above it"),
+        (NoiseSeen(5, 8, 60, 40.0, 30.0, 60.0), 32, "near it"),
+        (NoiseSeen(5, 8, 60, None, 900.0, None), 8, "above 900 samples"),
+        (NoiseSeen(5, 8, 60, 0.0, 0.0, 0.1), 8, "next to no noise"),
+        (NoiseSeen(5, None, 60, 4.0, 3.0, 6.0), None, "of the program's own batches"),
+        (NoiseSeen(5, None, 60, 0.3, 0.2, 0.5), None, "about 0.30 of the program's own batches"),
+        (NoiseSeen(5, None, 60, 0.0, 0.0, 0.0), None, "no noise"),
+        (NoiseSeen(why_not="it has two optimizers"), 8, "two optimizers"),
+    ],
+)
 def test_how_large_a_batch_still_helps_is_one_sentence(noise, own, words):
     assert words in noise_sentence(noise, own)
     assert noise.why_not or "step 5" in noise_sentence(noise, own)
 
 
-@pytest.mark.parametrize(("record", "status", "words"), [
-    (TrialRecord("failed", log_tail="x\nRuntimeError: DefaultCPUAllocator: can't allocate memory", exit_code=1), "out of memory", "allocate"),
-    (TrialRecord("failed", reason="killed", exit_code=-9), "out of memory", "kernel"), (TrialRecord("hung", reason="it did not answer"), "no time", "answer"),
-    (TrialRecord("ended"), "failed", "the program finished"), (TrialRecord("failed", log_tail="ValueError: shape '[8, 4]'", exit_code=1), "failed", "shape '[8, 4]'"),
-])
+@pytest.mark.parametrize(
+    ("record", "status", "words"),
+    [
+        (
+            TrialRecord(
+                "failed", log_tail="x\nRuntimeError: DefaultCPUAllocator: can't allocate memory", exit_code=1
+            ),
+            "out of memory",
+            "allocate",
+        ),
+        (TrialRecord("failed", reason="killed", exit_code=-9), "out of memory", "kernel"),
+        (TrialRecord("hung", reason="it did not answer"), "no time", "answer"),
+        (TrialRecord("ended"), "failed", "the program finished"),
+        (
+            TrialRecord("failed", log_tail="ValueError: shape '[8, 4]'", exit_code=1),
+            "failed",
+            "shape '[8, 4]'",
+        ),
+    ],
+)
 def test_why_a_size_did_not_run(record, status, words):
     error = did_not_run(record)
     assert error.status == status
@@ -154,10 +234,18 @@ def test_a_real_program(flatout, script):
     B = tr(Sigma) / |G|^2 = 24 / 6 = 4. Twice its batch runs; a million samples do not exist.
     """
     script(QUADRATIC)
-    done = flatout("batch", "--job", "job", "--budget", "12s", "--sizes", "16,1000000", "python", "train.py", timeout=140)
+    done = flatout(
+        "batch", "--job", "job", "--budget", "12s", "--sizes", "16,1000000", "python", "train.py", timeout=140
+    )
     assert done.code == 0, done.err
     record = BatchRecord.from_json(json.loads((flatout.folder / "job" / "batch.json").read_text()))
-    assert (record.status, record.own, record.effective, record.dataset_samples, record.loader) == ("done", 8, 8, 4000, 1)
+    assert (record.status, record.own, record.effective, record.dataset_samples, record.loader) == (
+        "done",
+        8,
+        8,
+        4000,
+        1,
+    )
     assert [point.status for point in record.points] == ["measured", "measured", "no such batch"]
     own, twice = record.points[:2]
     assert (own.samples_per_step, twice.samples_per_step) == (8, 16)
@@ -190,7 +278,10 @@ def test_a_program_without_a_loader(flatout, tiny, script):
     assert record.noise.value > 0
 
 
-@pytest.mark.parametrize(("options", "words"), [(("--sizes", "8,none"), "list of batch sizes"), (("--memory-limit", "eight"), "amount of memory")])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [(("--sizes", "8,none"), "list of batch sizes"), (("--memory-limit", "eight"), "amount of memory")],
+)
 def test_invalid_options_are_rejected(flatout, options, words):
     done = flatout("batch", *options, "python", "train.py")
     assert done.code == 2

@@ -43,7 +43,13 @@ def make(tmp_path, monkeypatch, by_hand):
     def one(bad: str, budget_s: float = 60.0) -> Tuning:
         (tmp_path / "train.py").write_text(PRELUDE % bad + by_hand.replace("    loss = ", CHECK))
         command = understand((sys.executable, "train.py"))
-        tuning = Tuning(command, JobFolder(tmp_path / "job").make(), look(), SessionRecord([], str(tmp_path), {}), Goal(budget_s))
+        tuning = Tuning(
+            command,
+            JobFolder(tmp_path / "job").make(),
+            look(),
+            SessionRecord([], str(tmp_path), {}),
+            Goal(budget_s),
+        )
         made.append(tuning)
         return tuning
 
@@ -60,7 +66,9 @@ def run_under(tuning: Tuning, keys: set[str]) -> None:
         tuning.candidates[name] = Candidate(LEVER[name], values, Effect.EXACT)
     make_space(tuning)
     tuning.start_cost_s, tuning.interleaver.tick_ms, tuning.interleaver.longest_ticks = 2.0, 10.0, 35
-    (seen,) = measure_together(tuning.interleaver, [ProgramRequest(tuning.plan_for(keys), (None,) * 4)], 1e9, 60.0)
+    (seen,) = measure_together(
+        tuning.interleaver, [ProgramRequest(tuning.plan_for(keys), (None,) * 4)], 1e9, 60.0
+    )
     assert seen.gone is not None
     assert seen.gone.status == "failed"
     program_ended(tuning, keys, seen)

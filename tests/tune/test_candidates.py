@@ -14,7 +14,9 @@ from flatout.tune.candidates import Candidate, consider, plan_of, widest, withou
 LEVER = {lever.name: lever for lever in TABLE}
 EVERY = frozenset(Effect) - {Effect.CHANGES_MATH}
 numbers = st.floats(0.2, 5.0)
-ratios = st.tuples(numbers, numbers, numbers, st.integers(1, 20)).map(lambda t: Ratio(sorted(t[:3])[1], sorted(t[:3])[0], sorted(t[:3])[2], t[3]))
+ratios = st.tuples(numbers, numbers, numbers, st.integers(1, 20)).map(
+    lambda t: Ratio(sorted(t[:3])[1], sorted(t[:3])[0], sorted(t[:3])[2], t[3])
+)
 
 
 def candidate(name="threads", values=(1, 2), effect=Effect.ROUNDING):
@@ -27,7 +29,10 @@ def options(**changed):
     return {**answers, **changed}
 
 
-@pytest.mark.parametrize(("effects", "only"), [(EVERY, None), (EVERY, frozenset({"batch_size"})), (frozenset(Effect), frozenset({"batch_size"}))])
+@pytest.mark.parametrize(
+    ("effects", "only"),
+    [(EVERY, None), (EVERY, frozenset({"batch_size"})), (frozenset(Effect), frozenset({"batch_size"}))],
+)
 def test_levers_that_change_the_maths_are_never_tried(effects, only):
     """Asking for it by name does not help either: it belongs in a hand-written plan."""
     one = consider(options(batch_size={"values": [{"size": 8}], "effect": None}), effects, only)["batch_size"]
@@ -53,16 +58,24 @@ def test_effects_narrow_the_candidates_by_their_effect_here():
     resampled = consider(options(), frozenset({Effect.EXACT}), None)
     assert [name for name, one in resampled.items() if one.open] == ["gc_pause"]
     assert "its effect here is resampled" in resampled["loader"].reason
-    exact = consider(options(loader={"values": [{"workers": 2}], "effect": "exact"}), frozenset({Effect.EXACT}), None)
+    exact = consider(
+        options(loader={"values": [{"workers": 2}], "effect": "exact"}), frozenset({Effect.EXACT}), None
+    )
     assert [name for name, one in exact.items() if one.open] == ["gc_pause", "loader"]
     assert exact["loader"].effect is Effect.EXACT
 
 
 def test_half_precision_can_be_left_out():
-    found = consider(options(autocast={"values": ["bfloat16"], "effect": None}), frozenset({Effect.EXACT, Effect.ROUNDING}), None)
+    found = consider(
+        options(autocast={"values": ["bfloat16"], "effect": None}),
+        frozenset({Effect.EXACT, Effect.ROUNDING}),
+        None,
+    )
     assert not found["autocast"].open
     assert found["autocast"].reason == "its effect here is precision, which was not requested"
-    assert consider(options(autocast={"values": ["bfloat16"], "effect": None}), frozenset({Effect.PRECISION}), None)["autocast"].open
+    assert consider(
+        options(autocast={"values": ["bfloat16"], "effect": None}), frozenset({Effect.PRECISION}), None
+    )["autocast"].open
 
 
 @pytest.mark.parametrize(
@@ -75,14 +88,23 @@ def test_half_precision_can_be_left_out():
     ],
 )
 def test_levers_that_load_the_whole_data_set_first_are_left_out_where_that_takes_long(loader, offered):
-    held = {"cached_prefix": candidate("cached_prefix", ({"mib": 9, "ahead": True}, {"mib": 9})), "threads": candidate()}
+    held = {
+        "cached_prefix": candidate("cached_prefix", ({"mib": 9, "ahead": True}, {"mib": 9})),
+        "threads": candidate(),
+    }
     without_long_starts(held, [loader], {"tick_ms": 100.0, "data_ms": 20.0}, most_s=10.0)
-    assert [value.get("ahead", False) for value in held["cached_prefix"].values] == ([True, False] if offered else [False])
+    assert [value.get("ahead", False) for value in held["cached_prefix"].values] == (
+        [True, False] if offered else [False]
+    )
     assert held["threads"].values == (1, 2)
 
 
 def test_a_plan_is_in_the_order_in_which_levers_act():
-    chosen = [candidate("fused_optimizer", ("fused",)), candidate("malloc", ("glibc",), Effect.EXACT), candidate("channels_last", (True,))]
+    chosen = [
+        candidate("fused_optimizer", ("fused",)),
+        candidate("malloc", ("glibc",), Effect.EXACT),
+        candidate("channels_last", (True,)),
+    ]
     for one in chosen:
         one.value = one.values[0]
     assert [choice.name for choice in plan_of(chosen)] == ["malloc", "channels_last", "fused_optimizer"]
@@ -101,7 +123,11 @@ def test_every_candidate_has_a_record_with_a_reason(ratio):
         record = one.record()
         assert record.reason
         assert record.status in ("rejected", "skipped")
-    assert (measured.record().low, measured.record().ratio, measured.record().high) == (ratio.low, ratio.median, ratio.high)
+    assert (measured.record().low, measured.record().ratio, measured.record().high) == (
+        ratio.low,
+        ratio.median,
+        ratio.high,
+    )
 
 
 def test_a_lever_is_rejected_with_its_last_value():

@@ -103,7 +103,10 @@ def test_a_compiler_without_enough_time_is_not_started(make):
 def test_a_search_measures_compiled_programs(make, by_hand):
     tuning = make(by_hand, 60.0)
     observe(tuning)
-    tuning.copies, tuning.candidates = ALONE_PROGRAMS, {"compile": Candidate(LEVER["compile"], ("default",), Effect.ROUNDING)}
+    tuning.copies, tuning.candidates = (
+        ALONE_PROGRAMS,
+        {"compile": Candidate(LEVER["compile"], ("default",), Effect.ROUNDING)},
+    )
     explore(tuning)
     assert {"compile=default" in block.on for block in tuning.blocks} == {True, False}
     assert tuning.candidates["compile"].ratio is not None

@@ -18,7 +18,13 @@ NONE: frozenset[str] = frozenset()
 
 def mixed_space(live: int = 5, process: int = 5, **kwargs) -> Space:
     """Live levers a, b, ... and process levers p, q, ..."""
-    return Space((*(Factor(key, key, True) for key in "abcdefghijkl"[:live]), *(Factor(key, key, False) for key in "pqrstuv"[:process])), **kwargs)
+    return Space(
+        (
+            *(Factor(key, key, True) for key in "abcdefghijkl"[:live]),
+            *(Factor(key, key, False) for key in "pqrstuv"[:process]),
+        ),
+        **kwargs,
+    )
 
 
 @st.composite
@@ -27,22 +33,45 @@ def ruled_spaces(draw) -> Space:
     names = ["abcdefg"[at] for at in range(live)] + ["pqrstuv"[at] for at in range(process)]
     pairs = list(itertools.combinations(names, 2))
     excludes = frozenset(map(frozenset, draw(st.lists(st.sampled_from(pairs), max_size=3))))
-    needs = {a: (b,) for a, b in draw(st.lists(st.sampled_from(pairs), max_size=2)) if frozenset((a, b)) not in excludes}
+    needs = {
+        a: (b,)
+        for a, b in draw(st.lists(st.sampled_from(pairs), max_size=2))
+        if frozenset((a, b)) not in excludes
+    }
     factors = []
     for name in names:
         for value in range(draw(st.integers(1, 2))):
-            factors.append(Factor(f"{name}={value}", name, name < "p", draw(st.sampled_from((0.0, -0.1, 0.1))), warms_up=draw(st.booleans())))
+            factors.append(
+                Factor(
+                    f"{name}={value}",
+                    name,
+                    name < "p",
+                    draw(st.sampled_from((0.0, -0.1, 0.1))),
+                    warms_up=draw(st.booleans()),
+                )
+            )
     return Space(tuple(factors), excludes, needs)
 
 
-def measured(space: Space, rng: np.random.Generator, processes: int, rows: int = 8, effects: dict[str, float] | None = None) -> list[TimedBlock]:
+def measured(
+    space: Space,
+    rng: np.random.Generator,
+    processes: int,
+    rows: int = 8,
+    effects: dict[str, float] | None = None,
+) -> list[TimedBlock]:
     """Blocks of designed processes of a program with these effects; 0 for all other effects."""
     blocks: list[TimedBlock] = []
     for process in range(processes):
         on = next_processes(space, fit(space, blocks), blocks, 1, rng, always_plain=False)[0]
         luck = 0.04 * rng.standard_normal()
         for at, live in enumerate(live_rows(space, fit(space, blocks), on, rows, rng)):
-            log_ms = 4 + luck + sum((effects or {}).get(key, 0.0) for key in on | live) + 0.03 * rng.standard_normal()
+            log_ms = (
+                4
+                + luck
+                + sum((effects or {}).get(key, 0.0) for key in on | live)
+                + 0.03 * rng.standard_normal()
+            )
             blocks.append(TimedBlock(process, on | live, 8.0 * process + 0.35 * at, at, math.exp(log_ms)))
     return blocks
 
@@ -67,10 +96,20 @@ def test_every_row_is_allowed(space, seed, processes, always_plain):
 
 
 def test_the_first_processes_are_the_plain_program_and_the_likeliest_plan():
-    space = Space((Factor("a", "a", True, mean=-0.2), Factor("p", "p", False, mean=-0.1), Factor("q", "q", False, mean=0.1), Factor("r", "r", False),
-                   Factor("w", "w", True, mean=-0.2, warms_up=True)))
+    space = Space(
+        (
+            Factor("a", "a", True, mean=-0.2),
+            Factor("p", "p", False, mean=-0.1),
+            Factor("q", "q", False, mean=0.1),
+            Factor("r", "r", False),
+            Factor("w", "w", True, mean=-0.2, warms_up=True),
+        )
+    )
     assert plan_at_once(space) == {"a", "p", "w"}
-    assert next_processes(space, None, (), 4, np.random.default_rng(0), always_plain=False)[:2] == [NONE, {"p", "w"}]
+    assert next_processes(space, None, (), 4, np.random.default_rng(0), always_plain=False)[:2] == [
+        NONE,
+        {"p", "w"},
+    ]
 
 
 def test_always_plain_is_in_each_wave():
@@ -104,7 +143,9 @@ def test_blocks_are_balanced_at_first(seed):
 
 
 def test_some_blocks_have_all_that_is_likely():
-    space = Space((*(Factor(key, key, True, mean=-0.01) for key in "abcde"), Factor("f", "f", True, mean=0.1)))
+    space = Space(
+        (*(Factor(key, key, True, mean=-0.01) for key in "abcde"), Factor("f", "f", True, mean=0.1))
+    )
     assert live_rows(space, None, NONE, 12, np.random.default_rng(0)).count(frozenset("abcde")) >= 3
 
 
@@ -122,7 +163,10 @@ def switches(rows: list[frozenset[str]]) -> int:
 
 def test_settled_levers_are_not_varied():
     """Clear winners stay on and clear losers stay off; unmeasured levers are varied."""
-    rng, effects = np.random.default_rng(0), {"a": -0.3, "b": 0.3, "c": -0.3, "d": 0.3, "e": 0.3, "f": 0.3, "p": -0.5, "q": 0.5, "r": 0.5}
+    rng, effects = (
+        np.random.default_rng(0),
+        {"a": -0.3, "b": 0.3, "c": -0.3, "d": 0.3, "e": 0.3, "f": 0.3, "p": -0.5, "q": 0.5, "r": 0.5},
+    )
     blocks, space = measured(mixed_space(6, 3), rng, 24, 12, effects), mixed_space(12, 4)
     fitted = fit(space, blocks)
     processes = next_processes(space, fitted, blocks, 8, rng, always_plain=False)
@@ -139,14 +183,26 @@ def test_once_all_is_settled_the_plan_is_compared_with_the_plain_program():
     blocks = measured(space, np.random.default_rng(0), 24, 12, {"a": -1.0, "p": -1.0})
     fitted = fit(space, blocks)
     assert (fitted.best_draws[1] == space.rows([frozenset("ap")])).all()
-    assert next_processes(space, fitted, blocks, 2, np.random.default_rng(0), always_plain=True) == [NONE, {"p"}]
+    assert next_processes(space, fitted, blocks, 2, np.random.default_rng(0), always_plain=True) == [
+        NONE,
+        {"p"},
+    ]
 
 
 def test_rows_go_where_something_is_undecided():
     """After much data on one lever and none on another, the next processes measure mostly the other."""
     space, rng = mixed_space(0, 2), np.random.default_rng(0)
-    blocks = [TimedBlock(process, frozenset({"p"} if process % 2 else ()), 8.0 * process + at, at, math.exp(4 + 0.03 * rng.standard_normal()))
-              for process in range(12) for at in range(4)]
+    blocks = [
+        TimedBlock(
+            process,
+            frozenset({"p"} if process % 2 else ()),
+            8.0 * process + at,
+            at,
+            math.exp(4 + 0.03 * rng.standard_normal()),
+        )
+        for process in range(12)
+        for at in range(4)
+    ]
     rows = next_processes(space, fit(space, blocks), blocks, 4, rng, always_plain=False)
     assert sum("q" in row for row in rows) >= 2
 
@@ -171,7 +227,9 @@ def test_more_time_is_worth_less_and_less():
 
 def test_the_same_seed_gives_the_same_design():
     space = mixed_space()
-    one, other = (next_processes(space, None, (), 6, np.random.default_rng(3), always_plain=False) for _ in range(2))
+    one, other = (
+        next_processes(space, None, (), 6, np.random.default_rng(3), always_plain=False) for _ in range(2)
+    )
     assert one == other
     one, other = (live_rows(space, None, one[2], 6, np.random.default_rng(3)) for _ in range(2))
     assert one == other

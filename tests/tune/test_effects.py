@@ -24,7 +24,14 @@ FIXED = 1e-6  # log sd of a known component
 
 
 def space_of(levers: int, values: int = 1, **kwargs) -> Space:
-    return Space(tuple(Factor(f"{name}={value}", name, name < "d") for name in "abcdefghijklmnopqrstuv"[:levers] for value in range(values)), **kwargs)
+    return Space(
+        tuple(
+            Factor(f"{name}={value}", name, name < "d")
+            for name in "abcdefghijklmnopqrstuv"[:levers]
+            for value in range(values)
+        ),
+        **kwargs,
+    )
 
 
 @st.composite
@@ -32,19 +39,30 @@ def spaces(draw) -> Space:
     levers = draw(st.integers(1, 5))
     names = "abcde"[:levers]
     pairs = [frozenset(pair) for pair in itertools.combinations(names, 2)]
-    needs = {pair[0]: (pair[1],) for pair in draw(st.lists(st.sampled_from(list(itertools.combinations(names, 2))), max_size=2))} if levers > 1 else {}
+    needs = (
+        {
+            pair[0]: (pair[1],)
+            for pair in draw(st.lists(st.sampled_from(list(itertools.combinations(names, 2))), max_size=2))
+        }
+        if levers > 1
+        else {}
+    )
     excludes = frozenset(draw(st.lists(st.sampled_from(pairs), max_size=3))) if pairs else frozenset()
     return space_of(levers, draw(st.integers(1, 2)), excludes=excludes, needs=needs)
 
 
 def allowed_by_definition(space: Space, on: frozenset[str]) -> bool:
     levers = [factor.lever for factor in space.factors if factor.key in on]
-    return (len(set(levers)) == len(levers) and not any(pair <= set(levers) for pair in space.excludes)
-            and all(needed in levers for lever in levers for needed in space.needs.get(lever, ())))
+    return (
+        len(set(levers)) == len(levers)
+        and not any(pair <= set(levers) for pair in space.excludes)
+        and all(needed in levers for lever in levers for needed in space.needs.get(lever, ()))
+    )
 
 
-def simulated(space: Space, rng: np.random.Generator, processes: int, rows: int, noise: float = 0.04,
-              luck: float = 0.05) -> tuple[list[TimedBlock], dict[str, float]]:
+def simulated(
+    space: Space, rng: np.random.Generator, processes: int, rows: int, noise: float = 0.04, luck: float = 0.05
+) -> tuple[list[TimedBlock], dict[str, float]]:
     """Blocks of a program with known effects, and the effects."""
     effects = {factor.key: float(rng.normal(0, 0.12)) for factor in space.factors}
     blocks, every = [], [space.keys(row) for row in space.every_row]
@@ -52,9 +70,16 @@ def simulated(space: Space, rng: np.random.Generator, processes: int, rows: int,
         mine = float(rng.normal(0, luck))
         fixed = every[rng.integers(len(every))]
         for at in range(rows):
-            on = frozenset(key for key in fixed if not space.factors[space.index[key]].live or rng.random() < 0.5)
+            on = frozenset(
+                key for key in fixed if not space.factors[space.index[key]].live or rng.random() < 0.5
+            )
             if space.allowed(on):
-                log_ms = 4 + mine + sum(effects[key] for key in on) + noise * float(rng.standard_t(3)) / math.sqrt(3)
+                log_ms = (
+                    4
+                    + mine
+                    + sum(effects[key] for key in on)
+                    + noise * float(rng.standard_t(3)) / math.sqrt(3)
+                )
                 blocks.append(TimedBlock(process, on, 10.0 * process + 0.3 * at, at, math.exp(log_ms)))
     return blocks, effects
 
@@ -94,11 +119,17 @@ def test_the_descent_finds_what_enumeration_finds(space, seed):
     Single levers and linked pairs suffice for effects without large interactions.
     """
     effects = np.random.default_rng(seed).normal(0, 1, (4, len(space.factors) + len(space.pairs)))
-    effects[:, len(space.factors):] *= 0.05
+    effects[:, len(space.factors) :] *= 0.05
     best = space.best_rows(effects, 0.01)
-    times = [(space.features(rows) * effects).sum(axis=1) + 0.01 * rows.sum(axis=1) for rows in (best, _searched(space, effects))]
+    times = [
+        (space.features(rows) * effects).sum(axis=1) + 0.01 * rows.sum(axis=1)
+        for rows in (best, _searched(space, effects))
+    ]
     assert space.allowed_rows(_searched(space, effects)).all()
-    chained = any(sum(lever in pair for pair in (*space.excludes, *({a, *b} for a, b in space.needs.items()))) > 1 for lever in space.columns_of)
+    chained = any(
+        sum(lever in pair for pair in (*space.excludes, *({a, *b} for a, b in space.needs.items()))) > 1
+        for lever in space.columns_of
+    )
     assert (times[1] >= times[0] - 1e-9).all()
     assert chained or np.allclose(*times)
 
@@ -113,7 +144,13 @@ def _searched(space: Space, effects: np.ndarray) -> np.ndarray:
 def test_many_factors_are_searched_in_time_and_within_the_rules():
     space = space_of(20, excludes=frozenset({frozenset("ab"), frozenset("cd")}), needs={"e": ("f",)})
     assert space.every_row is None
-    fitted = fit(space, [TimedBlock(at, frozenset({key}), float(at), 0, 100 - 2.0 * at) for at, key in enumerate(["a=0", "e=0", "k=0", "t=0"])])
+    fitted = fit(
+        space,
+        [
+            TimedBlock(at, frozenset({key}), float(at), 0, 100 - 2.0 * at)
+            for at, key in enumerate(["a=0", "e=0", "k=0", "t=0"])
+        ],
+    )
     assert space.allowed(fitted.best())
     assert fitted.regret(fitted.best()) >= 0
 
@@ -128,9 +165,27 @@ def test_as_generalised_least_squares():
     space = Space((Factor("a", "a", True, mean=-0.1, sd=0.2), Factor("b", "b", False, sd=0.3)))
     rows = [(0, ""), (0, "a"), (1, "b"), (1, "ab"), (2, ""), (2, "a"), (3, "b"), (3, "ab"), (3, "b")]
     rng = np.random.default_rng(1)
-    ms = [100 * math.exp(-0.2 * ("a" in on) + 0.1 * ("b" in on) + 0.01 * rng.standard_normal()) for _, on in rows]
-    spread = Spread(tail=1e9, noise_tail=1e9, misfit=0.0, luck=(0.05, FIXED), noise=(0.2, FIXED), work=(1e-4, FIXED), drift=(1e-4, FIXED))
-    fitted = fit(space, [TimedBlock(process, frozenset(on), 0.0, at, t) for at, ((process, on), t) in enumerate(zip(rows, ms, strict=True))], spread)
+    ms = [
+        100 * math.exp(-0.2 * ("a" in on) + 0.1 * ("b" in on) + 0.01 * rng.standard_normal())
+        for _, on in rows
+    ]
+    spread = Spread(
+        tail=1e9,
+        noise_tail=1e9,
+        misfit=0.0,
+        luck=(0.05, FIXED),
+        noise=(0.2, FIXED),
+        work=(1e-4, FIXED),
+        drift=(1e-4, FIXED),
+    )
+    fitted = fit(
+        space,
+        [
+            TimedBlock(process, frozenset(on), 0.0, at, t)
+            for at, ((process, on), t) in enumerate(zip(rows, ms, strict=True))
+        ],
+        spread,
+    )
 
     x = np.array([["a" in on, "b" in on, on == "ab"] for _, on in rows], dtype=float)
     prior = np.array([-0.1, 0.0, 0.0])
@@ -155,8 +210,19 @@ def test_unknown_process_variation_widens_the_interval():
     rows = [(process, process % 2) for process in range(4) for _ in range(6)]
     shift = (0.0, -0.02, 0.09, -0.12)
     y = np.array([shift[process] + 0.01 * rng.standard_normal() for process, _ in rows])
-    spread = Spread(tail=1e9, noise_tail=1e9, misfit=0.0, luck=(median, log_sd), noise=(0.01, FIXED), work=(1e-4, FIXED), drift=(1e-4, FIXED))
-    blocks = [TimedBlock(process, frozenset({"p"} if on else ()), 0.0, at, math.exp(t)) for at, ((process, on), t) in enumerate(zip(rows, y, strict=True))]
+    spread = Spread(
+        tail=1e9,
+        noise_tail=1e9,
+        misfit=0.0,
+        luck=(median, log_sd),
+        noise=(0.01, FIXED),
+        work=(1e-4, FIXED),
+        drift=(1e-4, FIXED),
+    )
+    blocks = [
+        TimedBlock(process, frozenset({"p"} if on else ()), 0.0, at, math.exp(t))
+        for at, ((process, on), t) in enumerate(zip(rows, y, strict=True))
+    ]
     fitted = fit(space, blocks, spread)
 
     x = np.array([on for _, on in rows], dtype=float)
@@ -166,11 +232,17 @@ def test_unknown_process_variation_widens_the_interval():
     for log_luck in logs:
         cov = prior_sd**2 * np.outer(x, x) + 9.0 + math.exp(2 * log_luck) * same + 1e-4 * np.eye(len(x))
         inverse = np.linalg.inv(cov)
-        weights.append(-0.5 * np.linalg.slogdet(cov)[1] - 0.5 * y @ inverse @ y - 0.5 * ((log_luck - math.log(median)) / log_sd) ** 2)
+        weights.append(
+            -0.5 * np.linalg.slogdet(cov)[1]
+            - 0.5 * y @ inverse @ y
+            - 0.5 * ((log_luck - math.log(median)) / log_sd) ** 2
+        )
         gain = prior_sd**2 * x @ inverse
         draws.append(rng.normal(gain @ y, math.sqrt(prior_sd**2 - gain @ x * prior_sd**2), 4000))
     shares = np.exp(np.array(weights) - max(weights))
-    effects = np.concatenate([rng.choice(draw, round(400 * share)) for draw, share in zip(draws, shares, strict=True)])
+    effects = np.concatenate(
+        [rng.choice(draw, round(400 * share)) for draw, share in zip(draws, shares, strict=True)]
+    )
     low, high = np.quantile(effects, (0.025, 0.975))
     estimate = fitted.gain(frozenset({"p"}))
     assert math.log(estimate.high / estimate.low) == pytest.approx(high - low, rel=0.05)
@@ -190,13 +262,22 @@ def test_the_order_of_blocks_does_not_matter(order):
 @settings(max_examples=20)
 def test_units_and_numbers_of_processes_do_not_matter(factor, shift):
     blocks, _ = simulated(space_of(3), np.random.default_rng(6), 4, 6)
-    moved = [TimedBlock(b.process + shift, b.on, b.at_s + shift, b.window + shift, factor * b.ms, b.host) for b in blocks]
+    moved = [
+        TimedBlock(b.process + shift, b.on, b.at_s + shift, b.window + shift, factor * b.ms, b.host)
+        for b in blocks
+    ]
     assert fit(space_of(3), moved).mean == pytest.approx(fit(space_of(3), blocks).mean, abs=1e-6)
 
 
 def test_an_unmeasured_lever_keeps_its_prior():
     space = Space((Factor("a", "a", True), Factor("b", "b", False, mean=-0.3, sd=0.07)))
-    fitted = fit(space, [TimedBlock(at % 3, frozenset({"a"} if at % 2 else ()), float(at), at, 100.0 + at % 5) for at in range(30)])
+    fitted = fit(
+        space,
+        [
+            TimedBlock(at % 3, frozenset({"a"} if at % 2 else ()), float(at), at, 100.0 + at % 5)
+            for at in range(30)
+        ],
+    )
     assert fitted.measured == {"a"}
     assert fitted.mean[1:] == pytest.approx([-0.3, 0.0])
     assert np.sqrt(np.diag(fitted.cov))[1:] == pytest.approx([0.07, Spread().pair])
@@ -218,9 +299,20 @@ def test_an_impossible_time_is_rejected(ms):
 
 def test_an_outlier_has_little_influence():
     rng = np.random.default_rng(2)
-    blocks = [TimedBlock(0, frozenset({"a=0"} if at % 2 else ()), 0.4 * at, at, 100 * math.exp(0.02 * rng.standard_normal())) for at in range(40)]
+    blocks = [
+        TimedBlock(
+            0,
+            frozenset({"a=0"} if at % 2 else ()),
+            0.4 * at,
+            at,
+            100 * math.exp(0.02 * rng.standard_normal()),
+        )
+        for at in range(40)
+    ]
     spoilt = [*blocks[:39], TimedBlock(0, frozenset({"a=0"}), 15.6, 39, 1000.0)]
-    assert fit(space_of(1), spoilt).effect("a=0").median == pytest.approx(fit(space_of(1), blocks).effect("a=0").median, abs=0.01)
+    assert fit(space_of(1), spoilt).effect("a=0").median == pytest.approx(
+        fit(space_of(1), blocks).effect("a=0").median, abs=0.01
+    )
 
 
 def test_the_same_window_is_the_same_work():
@@ -229,12 +321,25 @@ def test_the_same_window_is_the_same_work():
     """
     rng = np.random.default_rng(3)
     work = rng.normal(0, 0.5, 12)
-    blocks = [TimedBlock(process, frozenset({"d=0"} if process % 2 else ()), 0.4 * at, at,
-                    100 * math.exp(work[at] - 0.2 * (process % 2) + 0.01 * rng.standard_normal())) for process in range(4) for at in range(12)]
+    blocks = [
+        TimedBlock(
+            process,
+            frozenset({"d=0"} if process % 2 else ()),
+            0.4 * at,
+            at,
+            100 * math.exp(work[at] - 0.2 * (process % 2) + 0.01 * rng.standard_normal()),
+        )
+        for process in range(4)
+        for at in range(12)
+    ]
     found = fit(space_of(4), blocks)
-    apart = fit(space_of(4), [TimedBlock(b.process, b.on, b.at_s, 100 * b.process + b.window, b.ms) for b in blocks])
+    apart = fit(
+        space_of(4), [TimedBlock(b.process, b.on, b.at_s, 100 * b.process + b.window, b.ms) for b in blocks]
+    )
     assert found.work > 0.2
-    assert math.log(found.effect("d=0").high / found.effect("d=0").low) < 0.7 * math.log(apart.effect("d=0").high / apart.effect("d=0").low)
+    assert math.log(found.effect("d=0").high / found.effect("d=0").low) < 0.7 * math.log(
+        apart.effect("d=0").high / apart.effect("d=0").low
+    )
 
 
 def test_intervals_cover_the_truth():
@@ -277,21 +382,33 @@ def test_samples_are_those_of_the_posterior():
     assert np.cov(draws.T) == pytest.approx(fitted.cov, abs=0.003)
     on = frozenset({"a=0", "c=0"})
     gains, estimate = np.exp(-draws @ space_of(3).features(space_of(3).rows([on]))[0]), fitted.gain(on)
-    assert (estimate.median, estimate.low, estimate.high) == pytest.approx(tuple(np.quantile(gains, (0.5, 0.025, 0.975))), rel=0.05)
+    assert (estimate.median, estimate.low, estimate.high) == pytest.approx(
+        tuple(np.quantile(gains, (0.5, 0.025, 0.975))), rel=0.05
+    )
     assert estimate.chance == pytest.approx((gains > 1).mean(), abs=0.03)
 
 
 def test_more_data_never_reduces_the_error_of_a_set_below_the_misfit():
     """The model has no interactions of three levers."""
-    blocks = [TimedBlock(at, frozenset({"a=0"} if at % 2 else ()), 0.1 * at, at, 100.0 + at % 4 // 2) for at in range(400)]
+    blocks = [
+        TimedBlock(at, frozenset({"a=0"} if at % 2 else ()), 0.1 * at, at, 100.0 + at % 4 // 2)
+        for at in range(400)
+    ]
     estimate = fit(space_of(1), blocks, Spread(misfit=0.05)).gain(frozenset({"a=0"}))
     assert math.log(estimate.high / estimate.low) == pytest.approx(2 * 1.96 * 0.05 * math.sqrt(2), rel=0.02)
     assert fit(space_of(1), blocks).gain(frozenset({"a=0"}), frozenset({"a=0"})).low == pytest.approx(1.0)
 
 
 def test_an_effect_relative_to_another_value_of_its_lever():
-    fitted = fit(space_of(1, values=2), [TimedBlock(0, frozenset({key} if key else ()), float(at), at, ms) for at, (key, ms) in
-                                         enumerate([("", 100), ("a=0", 80), ("a=1", 90), ("", 100), ("a=0", 80), ("a=1", 90)] * 3)])
+    fitted = fit(
+        space_of(1, values=2),
+        [
+            TimedBlock(0, frozenset({key} if key else ()), float(at), at, ms)
+            for at, (key, ms) in enumerate(
+                [("", 100), ("a=0", 80), ("a=1", 90), ("", 100), ("a=0", 80), ("a=1", 90)] * 3
+            )
+        ],
+    )
     for beside in ("a=0", "a=1"):
         assert fitted.effect("a=1", frozenset({beside})) == fitted.effect("a=1")
     assert fitted.best() == {"a=0"}
@@ -307,7 +424,10 @@ def test_a_t_prior_shrinks_large_effects_less():
     """One coefficient far outside its prior, measured precisely enough to show it."""
     x, y = np.ones((6, 1)), np.full(6, 1.0) + np.array([0.05, -0.05, 0.03, -0.03, 0.01, -0.01])
     noise = Component(0.2, FIXED)
-    normal, tailed = (solve(x, y, [Group(1, np.array([0.1]), 0.0, tail)], noise, slice(0, 1)).parts[0].mean[0] for tail in (None, 4.0))
+    normal, tailed = (
+        solve(x, y, [Group(1, np.array([0.1]), 0.0, tail)], noise, slice(0, 1)).parts[0].mean[0]
+        for tail in (None, 4.0)
+    )
     assert normal < 0.75
     assert tailed > 0.85
 
@@ -316,12 +436,19 @@ def test_a_t_prior_shrinks_large_effects_less():
 @pytest.mark.parametrize("limit", [None, "2"])
 def test_numpy_has_one_thread_and_the_environment_is_restored(limit):
     """This runs in a process that imports the search first, with a product large enough for a thread pool."""
-    code = ("import flatout.tune.search, os, numpy\n"
-            "numpy.ones((600, 600)) @ numpy.ones((600, 600))\n"
-            "print(os.environ.get('OMP_NUM_THREADS'), [line.split()[1] for line in open('/proc/self/status') if line.startswith('Threads')][0])")
+    code = (
+        "import flatout.tune.search, os, numpy\n"
+        "numpy.ones((600, 600)) @ numpy.ones((600, 600))\n"
+        "print(os.environ.get('OMP_NUM_THREADS'), [line.split()[1] for line in open('/proc/self/status') if line.startswith('Threads')][0])"
+    )
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
-    done = subprocess.run([sys.executable, "-c", code], env={**environment, **({"OMP_NUM_THREADS": limit} if limit else {})}, capture_output=True, text=True,
-                          timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment, **({"OMP_NUM_THREADS": limit} if limit else {})},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.stdout.split() == [str(limit), "1"], done.stderr
 
 
@@ -335,7 +462,9 @@ def test_a_machine_that_changes_its_speed_within_seconds():
         for process in range(2):
             on = frozenset({"p"} if process else ())
             log_ms = 4 + slow - 0.1 * process + 0.02 * rng.standard_normal()
-            blocks.append(TimedBlock(process, on, 0.7 * turn + 0.35 * process, 2 * turn + process, math.exp(log_ms)))
+            blocks.append(
+                TimedBlock(process, on, 0.7 * turn + 0.35 * process, 2 * turn + process, math.exp(log_ms))
+            )
     fitted = fit(space, blocks)
     assert fitted.noise < 0.1
     gain = fitted.gain(frozenset({"p"}))

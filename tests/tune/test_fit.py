@@ -23,7 +23,7 @@ from flatout.tune.session import verdict
 from flatout.tune.tuning import Goal, Tuning
 
 LEVER = {lever.name: lever for lever in TABLE}
-SCRIPT = '''\
+SCRIPT = """\
 import torch
 from torch import nn
 
@@ -36,7 +36,7 @@ while True:
     loss = model(torch.randn(256, 64)).square().mean()
     loss.backward()
     optimizer.step()
-'''
+"""
 
 
 @pytest.mark.timeout(200)
@@ -49,17 +49,30 @@ def test_the_frontier_of_a_real_program(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
     session = SessionRecord(["python", "train.py"], str(tmp_path), {}, budget_s=1000.0)
-    tuning = Tuning(understand(("python", "train.py")), JobFolder(tmp_path / "job").make(), look(), session, Goal(1000.0, memory_limit_bytes=10**9))
+    tuning = Tuning(
+        understand(("python", "train.py")),
+        JobFolder(tmp_path / "job").make(),
+        look(),
+        session,
+        Goal(1000.0, memory_limit_bytes=10**9),
+    )
     try:
         observe(tuning)
         assert tuning.candidates["recompute"].for_memory
-        assert not tuning.candidates["recompute"].open  # levers that trade speed for memory do not compete on speed
+        assert not tuning.candidates[
+            "recompute"
+        ].open  # levers that trade speed for memory do not compete on speed
         monkeypatch.setattr("flatout.tune.fit.LONGEST_LIVE_S", 0.1)
         tuning.candidates["recompute"].values = ({"ops": "cheap"}, {"ops": "linear"}, {"blocks": 1.0})
         fit(tuning, [])  # everything fits
         assert not tuning.must_fit
         peaks = {point.plan: point.peak_bytes for point in session.frontier}
-        assert list(peaks) == ["plain", "recompute(ops=cheap)", "recompute(ops=linear)", "recompute(blocks=1.0)"]
+        assert list(peaks) == [
+            "plain",
+            "recompute(ops=cheap)",
+            "recompute(ops=linear)",
+            "recompute(blocks=1.0)",
+        ]
         plain = peaks["plain"]
         fixed = 6 * (64 * 256 * 2 + 256 + 64 * 3) * 4 * 2  # parameters and gradients
         kept = {name: (peak - fixed) / (plain - fixed) for name, peak in peaks.items()}
@@ -73,7 +86,9 @@ def test_the_frontier_of_a_real_program(tmp_path, monkeypatch):
         assert tuning.must_fit
         assert [point.fits for point in session.frontier] == [False, True, True, True]
         fastest = max(session.frontier[1:], key=lambda point: point.ratio.median)
-        assert [point.chosen for point in session.frontier] == [point is fastest for point in session.frontier]
+        assert [point.chosen for point in session.frontier] == [
+            point is fastest for point in session.frontier
+        ]
         assert SessionRecord.from_json(json.loads(json.dumps(session.to_json()))).frontier == session.frontier
     finally:
         tuning.interleaver.close()
@@ -84,26 +99,40 @@ def candidate(name):
 
 
 def measured(peak, ratio=None, parts=(), winners=False, limit=100):
-    return FrontierPoint(TimeMemoryPoint("x", peak, Ratio(ratio, ratio, ratio, 3) if ratio else None, fits=peak <= limit), parts, winners)
+    return FrontierPoint(
+        TimeMemoryPoint("x", peak, Ratio(ratio, ratio, ratio, 3) if ratio else None, fits=peak <= limit),
+        parts,
+        winners,
+    )
 
 
 @pytest.fixture
 def tuning(tmp_path):
     session = SessionRecord(["x"], "", {}, memory_limit_bytes=100)
-    return Tuning(understand(("true",)), JobFolder(tmp_path).make(), look(), session, Goal(10.0, memory_limit_bytes=100))
+    return Tuning(
+        understand(("true",)), JobFolder(tmp_path).make(), look(), session, Goal(10.0, memory_limit_bytes=100)
+    )
 
 
 def test_the_choice(tuning):
     cheap, fused = candidate("recompute"), candidate("fused_optimizer")
     part = ((cheap, Choice("recompute", {"ops": "cheap"}, Origin.TUNER)),)
     # The plain program and the winners fit: the winners stay.
-    assert _chosen(tuning, [fused], [measured(90), measured(95, 1.2, winners=True), measured(50, 0.9, part, winners=True)]) == [fused]
+    assert _chosen(
+        tuning,
+        [fused],
+        [measured(90), measured(95, 1.2, winners=True), measured(50, 0.9, part, winners=True)],
+    ) == [fused]
     # The plain program fits; the winners do not.
     assert _chosen(tuning, [fused], [measured(90), measured(120, 1.2, winners=True)]) == []
     assert fused.status is Status.REJECTED
     # Only the slower levers fit.
     fused.status = Status.SKIPPED
-    assert _chosen(tuning, [fused], [measured(150), measured(160, 1.2, winners=True), measured(90, 0.8, part, winners=True)]) == [fused, cheap]
+    assert _chosen(
+        tuning,
+        [fused],
+        [measured(150), measured(160, 1.2, winners=True), measured(90, 0.8, part, winners=True)],
+    ) == [fused, cheap]
     assert tuning.must_fit
     assert (cheap.value, cheap.status) == ({"ops": "cheap"}, Status.SKIPPED)
     # Nothing fits.
@@ -112,13 +141,18 @@ def test_the_choice(tuning):
 
 def test_messages():
     session = SessionRecord(["x"], "", {}, memory_limit_bytes=100 * 2**20)
-    session.frontier = [TimeMemoryPoint("plain", 150 * 2**20), TimeMemoryPoint("recompute(blocks=1.0)", 120 * 2**20, Ratio(0.8, 0.7, 0.9, 3))]
+    session.frontier = [
+        TimeMemoryPoint("plain", 150 * 2**20),
+        TimeMemoryPoint("recompute(blocks=1.0)", 120 * 2**20, Ratio(0.8, 0.7, 0.9, 3)),
+    ]
     assert "the smallest, recompute(blocks=1.0), needs 20 MiB more" in verdict(session)
     session.frontier[1].peak_bytes, session.frontier[1].fits = 90 * 2**20, True
     assert "was not confirmed" in verdict(session)
     session.frontier[1].chosen, session.speedup, session.guard.verdict = True, Ratio(0.8, 0.7, 0.9, 3), "same"
-    assert verdict(session) == ("recompute(blocks=1.0) fits into 100 MiB, the plain program does not: 0.80x (0.70-0.90, n=3) as fast, "
-                                "with bitwise identical results")
+    assert verdict(session) == (
+        "recompute(blocks=1.0) fits into 100 MiB, the plain program does not: 0.80x (0.70-0.90, n=3) as fast, "
+        "with bitwise identical results"
+    )
     session.frontier[0].fits = True
     assert verdict(session).startswith("probably 0.80x")
 
@@ -134,11 +168,26 @@ def test_without_a_limit_memory_levers_are_not_measured():
     assert {name for name in saving if limited[name].for_memory} == saving - {"optimizer_state"}
     assert "name it in a plan" in limited["optimizer_state"].reason
     assert not any(limited[name].open for name in saving)
-    assert consider(answers, every, frozenset({"recompute"}))["recompute"].open  # requested by name, it competes on speed like any other
+    assert consider(answers, every, frozenset({"recompute"}))[
+        "recompute"
+    ].open  # requested by name, it competes on speed like any other
 
 
-@pytest.mark.parametrize(("text", "size"), [("8GB", 8 * 10**9), ("1.5 GiB", 3 * 2**29), ("800mib", 800 * 2**20), ("512", 512), ("2q", None), ("-1GB", None),
-                                            ("GB", None), ("8GBs", None), ("0", None), ("nanGB", None)])
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("8GB", 8 * 10**9),
+        ("1.5 GiB", 3 * 2**29),
+        ("800mib", 800 * 2**20),
+        ("512", 512),
+        ("2q", None),
+        ("-1GB", None),
+        ("GB", None),
+        ("8GBs", None),
+        ("0", None),
+        ("nanGB", None),
+    ],
+)
 def test_sizes(text, size):
     if size is None:
         with pytest.raises(Exception, match="amount of memory"):

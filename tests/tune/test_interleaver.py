@@ -38,12 +38,20 @@ for step in range(%d):
 @pytest.fixture
 def interleaver(tmp_path, monkeypatch):
     (tmp_path / "project").mkdir()
-    monkeypatch.chdir(tmp_path / "project")  # writes in the folder go to the file sandbox; writes next to it do not
+    monkeypatch.chdir(
+        tmp_path / "project"
+    )  # writes in the folder go to the file sandbox; writes next to it do not
     made = []
 
     def make(steps: int = 10**9) -> Interleaver:
         (tmp_path / "project" / "train.py").write_text(PROGRAM % steps)
-        made.append(Interleaver(understand([sys.executable, "train.py", str(tmp_path / "work")]), JobFolder(tmp_path / "job").make(), look()))
+        made.append(
+            Interleaver(
+                understand([sys.executable, "train.py", str(tmp_path / "work")]),
+                JobFolder(tmp_path / "job").make(),
+                look(),
+            )
+        )
         return made[-1]
 
     yield make
@@ -55,7 +63,9 @@ def test_a_program_that_is_behind_catches_up_before_it_is_measured(interleaver, 
     ring = interleaver()
     plain, tuned, third = (ring.enter(Plan(), 0, 60.0) for _ in range(3))
     ring.tick_ms = max(plain.trial.ready["tick_ms"], 1.0)
-    plain.trial.go(17 + max(tuned.trial.ticks_done - plain.trial.ticks_done, 0), seconds() + 60)  # each needs steps of its own number to be warm
+    plain.trial.go(
+        17 + max(tuned.trial.ticks_done - plain.trial.ticks_done, 0), seconds() + 60
+    )  # each needs steps of its own number to be warm
     assert plain.trial.ticks_done > tuned.trial.ticks_done
     rounds = ring.pair(plain.trial, tuned.trial, 2, seconds() + 60)
     assert len(rounds) == 2

@@ -22,7 +22,9 @@ from flatout.trial.lr_range_probe import OptimizerStandIn
 def points(loss_of, low=1e-6, high=10.0, count=120):
     rates = [low * (high / low) ** (at / (count - 1)) for at in range(count)]
     losses = [loss_of(rate) for rate in rates]
-    return [LrPoint(lr, loss, smooth) for lr, loss, smooth in zip(rates, losses, smoothed(losses), strict=True)]
+    return [
+        LrPoint(lr, loss, smooth) for lr, loss, smooth in zip(rates, losses, smoothed(losses), strict=True)
+    ]
 
 
 def valley(rate):
@@ -47,8 +49,15 @@ def test_the_suggestion_keeps_a_distance_from_the_edge():
     assert "too near" in why
 
 
-@pytest.mark.parametrize(("loss_of", "words"), [(lambda rate: 3.0, "does not fall anywhere"), (lambda rate: 3.0 + 1e5 * rate, "before it diverges"),
-                                                (lambda rate: 1.0 if rate < 1e-3 else math.inf, "before it diverges")], ids=["flat", "rising", "infinite"])
+@pytest.mark.parametrize(
+    ("loss_of", "words"),
+    [
+        (lambda rate: 3.0, "does not fall anywhere"),
+        (lambda rate: 3.0 + 1e5 * rate, "before it diverges"),
+        (lambda rate: 1.0 if rate < 1e-3 else math.inf, "before it diverges"),
+    ],
+    ids=["flat", "rising", "infinite"],
+)
 def test_no_suggestion_is_explained(loss_of, words):
     found = read(points(lambda rate: value if math.isfinite(value := loss_of(rate)) else None))
     rate, why = suggest(*found)
@@ -59,12 +68,20 @@ def test_no_suggestion_is_explained(loss_of, words):
 @given(st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), max_size=60))
 def test_any_recorded_losses_are_read_and_plotted(losses):
     test = LrRange()
-    test.points = [LrPoint(1e-6 * 1.2**at, loss, smooth) for at, (loss, smooth) in enumerate(zip(losses, smoothed(losses), strict=True))]
+    test.points = [
+        LrPoint(1e-6 * 1.2**at, loss, smooth)
+        for at, (loss, smooth) in enumerate(zip(losses, smoothed(losses), strict=True))
+    ]
     test.steepest, test.lowest, test.diverged = read(test.points)
     test.suggestion, test.why = suggest(test.steepest, test.lowest, test.diverged)
     assert (test.suggestion is None) or test.suggestion > 0
-    record = LrRecord(["python", "train.py"], "/", tests=[test, LrRange("</script>", why="<b>")], compute_s=1.0)
-    record.trainings = [LrTraining("as it is", 0.1, True, 2.0, test.points), LrTraining("adamw", why="no such thing")]
+    record = LrRecord(
+        ["python", "train.py"], "/", tests=[test, LrRange("</script>", why="<b>")], compute_s=1.0
+    )
+    record.trainings = [
+        LrTraining("as it is", 0.1, True, 2.0, test.points),
+        LrTraining("adamw", why="no such thing"),
+    ]
     assert LrRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
     page = lr_html(record)
     assert "</html>" in page
@@ -79,13 +96,36 @@ VALUE = st.one_of(st.booleans(), st.floats(0, 1), st.tuples(st.floats(0, 1), st.
 OPTIONS = st.dictionaries(st.sampled_from(["momentum", "betas", "nesterov"]), VALUE)
 
 
-@given(st.lists(st.tuples(st.one_of(NAME, st.tuples(NAME, NAME).map(".".join)), OPTIONS), min_size=1, max_size=4, unique_by=lambda pair: pair[0].lower()))
+@given(
+    st.lists(
+        st.tuples(st.one_of(NAME, st.tuples(NAME, NAME).map(".".join)), OPTIONS),
+        min_size=1,
+        max_size=4,
+        unique_by=lambda pair: pair[0].lower(),
+    )
+)
 def test_optimizers_are_read_as_they_are_written(wanted):
-    text = ", ".join(f"{name}({', '.join(f'{key}={value!r}' for key, value in options.items())})" if options else name for name, options in wanted)
+    text = ", ".join(
+        f"{name}({', '.join(f'{key}={value!r}' for key, value in options.items())})" if options else name
+        for name, options in wanted
+    )
     assert [(request.name, request.options) for request in read_optimizers(text)] == wanted
 
 
-@pytest.mark.parametrize("text", ["", "sgd(", "sgd(0.9)", "sgd(**x)", "sgd(momentum=__import__('os'))", "1 + 1", "own,own", "a b", "sgd,,adam"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "sgd(",
+        "sgd(0.9)",
+        "sgd(**x)",
+        "sgd(momentum=__import__('os'))",
+        "1 + 1",
+        "own,own",
+        "a b",
+        "sgd,,adam",
+    ],
+)
 def test_invalid_optimizers_are_rejected(text):
     with pytest.raises(UsageError, match="optimizers"):
         read_optimizers(text)
@@ -132,7 +172,9 @@ def test_groups_keep_their_proportion_and_a_scheduler_has_no_say(flatout, script
     Nothing falls, and the report says so.
     """
     script(QUADRATIC)
-    done = flatout("lr", "--json", "--job", "job", "--steps", "40", "--high", "1", "python", "train.py", timeout=100)
+    done = flatout(
+        "lr", "--json", "--job", "job", "--steps", "40", "--high", "1", "python", "train.py", timeout=100
+    )
     assert done.code == 0, done.err
     record = LrRecord.from_json(json.loads(done.out))
     assert record.tests[0].groups == pytest.approx([0.15, 0.015])
@@ -148,7 +190,18 @@ def test_optimizers_side_by_side(flatout, script):
     Each optimizer then trains from the same weights at its suggested rate.
     """
     script(LEARNS)
-    done = flatout("lr", "--job", "job", "--steps", "80", "--optimizers", "own,adamw(betas=(0.8, 0.9))", "python", "train.py", timeout=200)
+    done = flatout(
+        "lr",
+        "--job",
+        "job",
+        "--steps",
+        "80",
+        "--optimizers",
+        "own,adamw(betas=(0.8, 0.9))",
+        "python",
+        "train.py",
+        timeout=200,
+    )
     assert done.code == 0, done.err
     record = LrRecord.from_json(json.loads((flatout.folder / "job" / "lr.json").read_text()))
     assert record.status == "done"
@@ -183,7 +236,13 @@ def test_a_stand_in_steps_like_the_optimizer():
         torch.manual_seed(0)
         model = torch.nn.Linear(4, 3)
         kind = torch.optim.SGD if in_place else torch.optim.Adam
-        optimizer = kind([{"params": [model.weight], "lr": 0.1, "weight_decay": 0.01}, {"params": [model.bias], "lr": 0.01}], lr=1.0)
+        optimizer = kind(
+            [
+                {"params": [model.weight], "lr": 0.1, "weight_decay": 0.01},
+                {"params": [model.bias], "lr": 0.01},
+            ],
+            lr=1.0,
+        )
         stand_in = OptimizerStandIn(torch, optimizer, "adam", {}) if in_place else None
         for _ in range(5):
             optimizer.zero_grad()
@@ -208,8 +267,10 @@ def test_a_stand_in_steps_like_the_optimizer():
 @pytest.mark.parametrize(
     ("source", "options", "code", "words"),
     [
-        ("raise ValueError('no data here')", (), 1, "no data here"), ("import torch", (), 3, "could not be raised"),
-        ("", ("--low", "1", "--high", "0.1"), 2, "not below"), ("", ("--steps", "3"), 2, "20"),
+        ("raise ValueError('no data here')", (), 1, "no data here"),
+        ("import torch", (), 3, "could not be raised"),
+        ("", ("--low", "1", "--high", "0.1"), 2, "not below"),
+        ("", ("--steps", "3"), 2, "20"),
     ],
     ids=["fails", "never trains", "turned round", "too few"],
 )

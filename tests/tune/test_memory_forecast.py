@@ -69,7 +69,18 @@ def test_a_real_program(flatout, script):
     memory than any step. The measurement excludes both.
     """
     script(TRAINS)
-    done = flatout("memory", "--job", "job", "--batch", "96", "--memory-limit", "64MiB", "python", "train.py", timeout=220)
+    done = flatout(
+        "memory",
+        "--job",
+        "job",
+        "--batch",
+        "96",
+        "--memory-limit",
+        "64MiB",
+        "python",
+        "train.py",
+        timeout=220,
+    )
     assert done.code == 0, done.err
     record = record_of(flatout)
     assert (record.status, record.own, record.limit_bytes) == ("done", 24, 2**26)
@@ -103,14 +114,30 @@ def test_without_a_loader_and_as_on_cuda(flatout, script):
     A simulated device rounds to 512 bytes and updates all tensors of an optimizer at once.
     """
     script(PIECES)
-    done = flatout("memory", "--job", "job", "--batch", "16", "--device", "cuda", "--memory-limit", "50KB", "--json", "python", "train.py", timeout=100)
+    done = flatout(
+        "memory",
+        "--job",
+        "job",
+        "--batch",
+        "16",
+        "--device",
+        "cuda",
+        "--memory-limit",
+        "50KB",
+        "--json",
+        "python",
+        "train.py",
+        timeout=100,
+    )
     assert done.code == 0, done.err
     record = MemoryForecast.from_json(json.loads(done.out))
     own = record.own_point()
     assert own.batch_size is None
     assert own.kinds["parameters"] == -(-50 * 64 * 4 // 512) * 512 * 2 + 512
     assert own.by_module["Sequential.0"] == 2 * 8 * 64 * 4, "fake positions still cut whole pieces"
-    assert own.kinds["temporary"] > 0.9 * own.kinds["parameters"], "torch's optimizers take a list of them on CUDA"
+    assert own.kinds["temporary"] > 0.9 * own.kinds["parameters"], (
+        "torch's optimizers take a list of them on CUDA"
+    )
     assert "held by the program" not in own.kinds
     assert all(size % 512 == 0 for size in own.kinds.values())
     other = next(point for point in record.points if point.batch_size == 16)
@@ -123,7 +150,9 @@ def test_without_a_loader_and_as_on_cuda(flatout, script):
 @pytest.mark.timeout(120)
 def test_a_program_that_wrote_its_batch_size_down(flatout, script):
     script(TRAINS.replace("loss = nn", "assert len(x) % 24 == 0, 'not in 11 rows'; loss = nn"))
-    done = flatout("memory", "--job", "job", "--no-measure", "--batch", "48,12", "python", "train.py", timeout=100)
+    done = flatout(
+        "memory", "--job", "job", "--no-measure", "--batch", "48,12", "python", "train.py", timeout=100
+    )
     assert done.code == 0, done.err
     points = {point.batch_size: point for point in record_of(flatout).points}
     assert points[24].peak_bytes
@@ -137,8 +166,10 @@ def test_a_program_that_wrote_its_batch_size_down(flatout, script):
 @pytest.mark.parametrize(
     ("source", "options", "code", "words"),
     [
-        ("raise ValueError('no data here')", (), 1, "no data here"), ("import torch", (), 3, "ended before its first training step"),
-        ("", ("--batch", "0,4"), 2, "no list of batch sizes"), ("", ("--memory-limit", "much"), 2, "not an amount of memory"),
+        ("raise ValueError('no data here')", (), 1, "no data here"),
+        ("import torch", (), 3, "ended before its first training step"),
+        ("", ("--batch", "0,4"), 2, "no list of batch sizes"),
+        ("", ("--memory-limit", "much"), 2, "not an amount of memory"),
     ],
     ids=["fails", "never trains", "no size", "no amount"],
 )
@@ -159,13 +190,18 @@ def test_what_would_help():
 
 @pytest.mark.parametrize("limit", [None, 500, 10**9])
 def test_a_page_of_any_prediction(limit):
-    record = MemoryForecast(["python", "<b>"], "/", limit_bytes=limit, limit_of="asked for", own=4, notes=["<i>"])
+    record = MemoryForecast(
+        ["python", "<b>"], "/", limit_bytes=limit, limit_of="asked for", own=4, notes=["<i>"]
+    )
     assert memory_plot(record) is None
     assert "<b>" not in memory_html(record)
-    record.points = [MemoryPoint(4, 300, 300, {"parameters": 100, "activations": 200}, {"a<b>": 200}, measured_bytes=310), MemoryPoint(8, why_not="it <fails>")]
+    record.points = [
+        MemoryPoint(4, 300, 300, {"parameters": 100, "activations": 200}, {"a<b>": 200}, measured_bytes=310),
+        MemoryPoint(8, why_not="it <fails>"),
+    ]
     record.largest, record.largest_peak_bytes = 0, None
     page = memory_html(record)
     assert "it &lt;fails&gt;." in page
     assert "3.2% too low" in page
-    assert ("class=\"limit\"" in page) == (limit == 500)
+    assert ('class="limit"' in page) == (limit == 500)
     assert MemoryForecast.from_json(json.loads(json.dumps(record.to_json()))) == record

@@ -45,7 +45,10 @@ entries = st.builds(Prior, st.floats(-2, 2), st.floats(0.01, 2), st.integers(0, 
 
 
 def phases(step_ms, data_share=0.0):
-    return {"data": {"median_ms": step_ms * data_share, "share": data_share}, "forward": {"median_ms": step_ms * (1 - data_share), "share": 1 - data_share}}
+    return {
+        "data": {"median_ms": step_ms * data_share, "share": data_share},
+        "forward": {"median_ms": step_ms * (1 - data_share), "share": 1 - data_share},
+    }
 
 
 @pytest.mark.parametrize("facts", [CPU_FACTS, BF16_FACTS, GPU_FACTS])
@@ -86,8 +89,13 @@ def test_known_cases_match_the_records():
 
 def test_regenerating_the_table_gives_the_committed_file(tmp_path):
     out = tmp_path / "prior.json"
-    subprocess.run([sys.executable, str(ROOT / "bench" / "prior.py"), "--out", str(out)], check=True, capture_output=True, timeout=120,
-                   env={**os.environ, "PYTHONHASHSEED": "7"})
+    subprocess.run(
+        [sys.executable, str(ROOT / "bench" / "prior.py"), "--out", str(out)],
+        check=True,
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, "PYTHONHASHSEED": "7"},
+    )
     assert out.read_text() == TABLE_FILE.read_text(), "the records have changed: run `python bench/prior.py`"
 
 
@@ -97,7 +105,9 @@ def test_records_of_the_other_kind_of_cpu_count_with_a_wider_spread_where_they_s
     elsewhere = {("lever", "x", there): {ANY: measured}}
     assert priors(facts, {}, {}, elsewhere)("lever", "x") == Prior(-0.2, 0.1 * OTHER_PROCESSOR, 8)
     for own, counts in ((Prior(0.3, 0.14, 1), True), (Prior(0.3, 0.16, 1), False)):
-        assert (priors(facts, {}, {}, {**elsewhere, ("lever", "x", here): {ANY: own}})("lever", "x") == own) is counts
+        assert (
+            priors(facts, {}, {}, {**elsewhere, ("lever", "x", here): {ANY: own}})("lever", "x") == own
+        ) is counts
 
 
 def test_records_of_a_cpu_do_not_apply_to_a_gpu():
@@ -105,19 +115,36 @@ def test_records_of_a_cpu_do_not_apply_to_a_gpu():
     assert priors(GPU_FACTS, {"device": "cuda"}, {})("malloc", "tcmalloc") == NEUTRAL
 
 
-@pytest.mark.parametrize(("facts", "device", "expected"), [
-    (CPU_FACTS, None, CPU), (BF16_FACTS, None, CPU_BF16), (GPU_FACTS, None, CUDA), (GPU_FACTS, "cpu", CPU), (GPU_FACTS, "cuda", CUDA),
-])
+@pytest.mark.parametrize(
+    ("facts", "device", "expected"),
+    [
+        (CPU_FACTS, None, CPU),
+        (BF16_FACTS, None, CPU_BF16),
+        (GPU_FACTS, None, CUDA),
+        (GPU_FACTS, "cpu", CPU),
+        (GPU_FACTS, "cuda", CUDA),
+    ],
+)
 def test_the_device_is_where_the_program_trains(facts, device, expected):
     assert device_kind(facts, device) == expected
 
 
-@pytest.mark.parametrize(("layers", "expected"), [
-    (["Conv2d", "Linear"], ("convolutions",)), (["ConvTranspose2d"], ("convolutions",)), (["LSTM", "Embedding"], ("recurrent",)), (["GRUCell"], ("recurrent",)),
-    (["Embedding", "LayerNorm", "Linear"], ("transformer",)), (["Embedding", "LlamaRMSNorm"], ("transformer",)), (["MultiheadAttention"], ("transformer",)),
-    (["Conv2d", "Attention"], ("convolutions", "transformer")), (["Linear", "LayerNorm"], ("dense",)), ([], ()),
-    (["Embedding", "LayerNorm", "GRU"], ("recurrent",)),
-])
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        (["Conv2d", "Linear"], ("convolutions",)),
+        (["ConvTranspose2d"], ("convolutions",)),
+        (["LSTM", "Embedding"], ("recurrent",)),
+        (["GRUCell"], ("recurrent",)),
+        (["Embedding", "LayerNorm", "Linear"], ("transformer",)),
+        (["Embedding", "LlamaRMSNorm"], ("transformer",)),
+        (["MultiheadAttention"], ("transformer",)),
+        (["Conv2d", "Attention"], ("convolutions", "transformer")),
+        (["Linear", "LayerNorm"], ("dense",)),
+        ([], ()),
+        (["Embedding", "LayerNorm", "GRU"], ("recurrent",)),
+    ],
+)
 def test_layers_show_the_kind_of_a_program(layers, expected):
     assert kinds_of({"layers": dict.fromkeys(layers, 1)}, {}) == expected
 
@@ -128,11 +155,19 @@ def test_phases_show_the_kind_of_a_program():
     assert kinds_of({}, {}) == ()
 
 
-@pytest.mark.parametrize(("lever", "value", "expected"), [
-    ("malloc", "tcmalloc", "tcmalloc"), ("channels_last", True, "on"), ("threads", 1, "half of the cores or more"), ("loader", {"workers": 0}, "workers=0"),
-    ("loader", {"workers": 3}, "workers"), ("cached_prefix", {"mib": 210, "ahead": True}, "ahead=True, mib"), ("batch_size", {}, ""),
-    ("threads", True, "on"),
-])
+@pytest.mark.parametrize(
+    ("lever", "value", "expected"),
+    [
+        ("malloc", "tcmalloc", "tcmalloc"),
+        ("channels_last", True, "on"),
+        ("threads", 1, "half of the cores or more"),
+        ("loader", {"workers": 0}, "workers=0"),
+        ("loader", {"workers": 3}, "workers"),
+        ("cached_prefix", {"mib": 210, "ahead": True}, "ahead=True, mib"),
+        ("batch_size", {}, ""),
+        ("threads", True, "on"),
+    ],
+)
 def test_values_are_spelled_without_sizes(lever, value, expected):
     assert value_key(lever, value, cores=2) == expected
 
@@ -141,7 +176,11 @@ def test_threads_are_a_share_of_the_cores():
     assert value_key("threads", 4, cores=8) != value_key("threads", 1, cores=8)
 
 
-@given(entries, st.dictionaries(st.sampled_from(["a", "b", "c"]), entries), st.lists(st.sampled_from(["a", "b", "d"])))
+@given(
+    entries,
+    st.dictionaries(st.sampled_from(["a", "b", "c"]), entries),
+    st.lists(st.sampled_from(["a", "b", "d"])),
+)
 def test_the_clearest_entry_belongs_to_the_programs_kind(every, by_kind, kinds):
     found = clearest({**by_kind, ANY: every}, kinds)
     assert found in [every, *(by_kind[kind] for kind in kinds if kind in by_kind)]
@@ -151,7 +190,13 @@ def test_the_clearest_entry_belongs_to_the_programs_kind(every, by_kind, kinds):
 
 def test_a_kind_that_differs_more_clearly_wins():
     every = Prior(-0.1, 0.1, 20)
-    table = {("lever", ANY_VALUE, CPU): {ANY: every, "tiny steps": Prior(-0.12, 0.1, 2), "data-bound": Prior(-0.5, 0.1, 5)}}
+    table = {
+        ("lever", ANY_VALUE, CPU): {
+            ANY: every,
+            "tiny steps": Prior(-0.12, 0.1, 2),
+            "data-bound": Prior(-0.5, 0.1, 5),
+        }
+    }
     assert priors(CPU_FACTS, {}, phases(3, 0.5), table)("lever", "x") == Prior(-0.5, 0.1, 5)
     assert priors(CPU_FACTS, {}, phases(3, 0.0), table)("lever", "x") == Prior(-0.12, 0.1, 2)
     assert priors(CPU_FACTS, {}, phases(30, 0.0), table)("lever", "x") == every

@@ -29,7 +29,12 @@ from flatout.tune.orders import together_order
 from flatout.tune.remote import on_ray
 from flatout.tune.tuning import Goal, Tuning
 
-pytestmark = [pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is an extra: pip install flatout[ray]"), pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason="Ray is an extra: pip install flatout[ray]"
+    ),
+    pytest.mark.timeout(400),
+]
 COMPARISON = "flatout.cli.remote_comparison"
 
 
@@ -38,8 +43,14 @@ def tuning(cluster, tmp_path, monkeypatch, tiny):
     (tmp_path / "train.py").write_text(tiny)
     monkeypatch.chdir(tmp_path)
     command, facts = understand([sys.executable, "train.py"]), look()
-    found = Tuning(command, JobFolder(tmp_path / "job").make(), facts, SessionRecord([], str(tmp_path), {}), Goal(240.0),
-                   elsewhere=on_ray(cluster, command, facts))
+    found = Tuning(
+        command,
+        JobFolder(tmp_path / "job").make(),
+        facts,
+        SessionRecord([], str(tmp_path), {}),
+        Goal(240.0),
+        elsewhere=on_ray(cluster, command, facts),
+    )
     found.interleaver.tick_ms, found.start_cost_s = 1.0, 5.0
     yield found
     found.elsewhere.close()
@@ -66,7 +77,9 @@ def test_a_killed_workers_pair_is_measured_on_the_other_node(tuning):
     assert elsewhere.left_out == []
     killer = threading.Thread(target=kill_a_worker_that_measures, args=(killed,))
     killer.start()
-    sides = [ProgramRequest(plan, (None,) * 3, 3, "record") for plan in (Plan(), Plan((Choice("gc_pause", True),)))]
+    sides = [
+        ProgramRequest(plan, (None,) * 3, 3, "record") for plan in (Plan(), Plan((Choice("gc_pause", True),)))
+    ]
     (held,) = elsewhere.held([together_order(tuning, sides, 60.0)], 300.0)
     killer.join()
     assert held.host == elsewhere.hosts[1]
@@ -92,7 +105,9 @@ def test_a_wave_is_spread_over_the_nodes(tuning):
 
 
 def test_nodes_that_differ_or_do_not_answer_are_left_out(tuning, cluster):
-    with pytest.raises(UsageError, match=r"no node of the cluster matches this machine.*another machine \('.* cores"):
+    with pytest.raises(
+        UsageError, match=r"no node of the cluster matches this machine.*another machine \('.* cores"
+    ):
         on_ray(cluster, tuning.command, replace(tuning.facts, cores=99))
     elsewhere, order = tuning.elsewhere, together_order(tuning, [ProgramRequest(Plan(), (None,))], 60.0)
     hosts = elsewhere.hosts

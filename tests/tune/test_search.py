@@ -57,10 +57,14 @@ def test_where_two_programs_do_not_fit_into_memory_only_one_runs(tmp_path, tiny,
     monkeypatch.setenv("STEPS", "1000000")
     command, watcher = understand(("python", "train.py")), Crowded()
     session = SessionRecord(["python", "train.py"], str(tmp_path), {}, budget_s=BUDGET_S)
-    watcher.tuning = Tuning(command, JobFolder(tmp_path / "job").make(), look(), session, Goal(BUDGET_S), watcher)
+    watcher.tuning = Tuning(
+        command, JobFolder(tmp_path / "job").make(), look(), session, Goal(BUDGET_S), watcher
+    )
     with counted(watcher.tuning.interleaver.running) as seen:
         found = search(watcher.tuning)
     assert max(seen) == 1
-    assert [comparison.n for comparison in found.comparisons if comparison.how == "fresh pairs"] or found.speedup is None
+    assert [
+        comparison.n for comparison in found.comparisons if comparison.how == "fresh pairs"
+    ] or found.speedup is None
     assert (found.baseline.step_ms or 0.0) > 0
     assert found.spent_s < 3 * BUDGET_S  # a machine that is busy has longer blocks

@@ -11,7 +11,17 @@ from flatout.launch.command import understand
 from flatout.plan.facts import Facts, Gpu
 from flatout.plan.plan import Choice, Plan
 from flatout.plan.records import GuardRecord, Ratio, TimeMemoryPoint
-from flatout.tune.session import differences, job_folder, key_of, load_session, open_session, plan_of, save_session, verdict, write_plan
+from flatout.tune.session import (
+    differences,
+    job_folder,
+    key_of,
+    load_session,
+    open_session,
+    plan_of,
+    save_session,
+    verdict,
+    write_plan,
+)
 
 FACTS = Facts(cpu="Z80", cores=1, python="3.12.1", versions={"torch": "2.14.1", "numpy": "2.0"})
 EFFECTS = ["exact", "rounding"]
@@ -40,7 +50,9 @@ def test_the_key_names_what_a_plan_depends_on(command, tmp_path):
     assert key["machine"] == "Z80, 1 cores"
     assert key["versions"] == "torch 2.14.1"
     assert differences(key, key) == []
-    other = key_of(command, dataclasses.replace(FACTS, gpus=(Gpu("H200", 1, (9, 0)),), versions={"torch": "2.13.0"}))
+    other = key_of(
+        command, dataclasses.replace(FACTS, gpus=(Gpu("H200", 1, (9, 0)),), versions={"torch": "2.13.0"})
+    )
     (tmp_path / "sub" / "train.py").write_text("pass  # changed\n")
     changed = key_of(command, FACTS)
     assert differences(key, other) == ["another machine ('Z80, 1 cores')", "other versions ('torch 2.14.1')"]
@@ -67,7 +79,9 @@ def test_an_interrupted_session_continues(job, command):
     assert longer.budget_s == 300.0
 
 
-@pytest.mark.parametrize("change", ["done", "failed", "another machine", "other effects", "asked for", "a changed script"])
+@pytest.mark.parametrize(
+    "change", ["done", "failed", "another machine", "other effects", "asked for", "a changed script"]
+)
 def test_any_other_session_starts_from_scratch(job, command, change, tmp_path):
     session = begin(job, command)
     session.message = "old"
@@ -76,8 +90,13 @@ def test_any_other_session_starts_from_scratch(job, command, change, tmp_path):
     save_session(job, session)
     if change == "a changed script":
         (tmp_path / "sub" / "train.py").write_text("pass  # changed\n")
-    new = begin(job, command, facts=Facts(cpu="6502") if change == "another machine" else FACTS,
-                effects=["exact"] if change == "other effects" else EFFECTS, again=change == "asked for")
+    new = begin(
+        job,
+        command,
+        facts=Facts(cpu="6502") if change == "another machine" else FACTS,
+        effects=["exact"] if change == "other effects" else EFFECTS,
+        again=change == "asked for",
+    )
     assert new.message == ""
     assert new.status == "running"
 
@@ -102,32 +121,47 @@ def test_a_plan_that_cannot_lie_beside_the_script_is_in_the_job(job, command, tm
     assert job.plan.is_file()
 
 
-@pytest.mark.parametrize(("speedup", "guard", "words"), [
-    (Ratio(1.34, 1.2, 1.5, 6), "same", ["1.34x", "bitwise identical"]),
-    (Ratio(1.34, 1.2, 1.5, 6), "equivalent", ["1.34x", "up to rounding"]),
-    (Ratio(1.12, 0.99, 1.3, 2), "same", ["probably 1.12x", "bitwise identical"]),
-    (None, "same", ["plain program is kept", "beyond the noise"]),
-    (None, "failed", ["plain program is kept", "rejected", "the loss leaves"]),
-])
+@pytest.mark.parametrize(
+    ("speedup", "guard", "words"),
+    [
+        (Ratio(1.34, 1.2, 1.5, 6), "same", ["1.34x", "bitwise identical"]),
+        (Ratio(1.34, 1.2, 1.5, 6), "equivalent", ["1.34x", "up to rounding"]),
+        (Ratio(1.12, 0.99, 1.3, 2), "same", ["probably 1.12x", "bitwise identical"]),
+        (None, "same", ["plain program is kept", "beyond the noise"]),
+        (None, "failed", ["plain program is kept", "rejected", "the loss leaves"]),
+    ],
+)
 def test_the_verdict_is_a_sentence(job, command, speedup, guard, words):
     session = begin(job, command)
     session.speedup, session.guard = speedup, GuardRecord(guard, "the loss leaves the spread")
     assert all(word in verdict(session) for word in words)
 
 
-@pytest.mark.parametrize(("choices", "words"), [
-    ([Choice("autocast", "bfloat16")], "up to bfloat16 products"),
-    ([Choice("autocast", "float16"), Choice("channels_last", True)], "up to float16 products"),
-    ([Choice("reduced_precision", True), Choice("autocast", "bfloat16"), Choice("comm_compression", "fp16")],
-     "up to bfloat16 products and float16 gradients between ranks"),
-    ([Choice("tf32", True)], "up to TF32 products"),
-    ([Choice("channels_last", True)], "up to rounding"),
-])
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ([Choice("autocast", "bfloat16")], "up to bfloat16 products"),
+        ([Choice("autocast", "float16"), Choice("channels_last", True)], "up to float16 products"),
+        (
+            [
+                Choice("reduced_precision", True),
+                Choice("autocast", "bfloat16"),
+                Choice("comm_compression", "fp16"),
+            ],
+            "up to bfloat16 products and float16 gradients between ranks",
+        ),
+        ([Choice("tf32", True)], "up to TF32 products"),
+        ([Choice("channels_last", True)], "up to rounding"),
+    ],
+)
 def test_the_verdict_names_levers_with_fewer_bits(job, command, choices, words):
     """This also holds where the plain program does not fit into the allowed memory."""
     session = begin(job, command)
     session.speedup, session.guard = Ratio(1.34, 1.2, 1.5, 6), GuardRecord("equivalent", "")
     session.best.plan = Plan(tuple(choices)).to_json()
     assert verdict(session).endswith(f"with the same results {words}")
-    session.memory_limit_bytes, session.frontier = 2**30, [TimeMemoryPoint("plain", 2**31, fits=False), TimeMemoryPoint("the plan", 2**29, chosen=True)]
+    session.memory_limit_bytes, session.frontier = (
+        2**30,
+        [TimeMemoryPoint("plain", 2**31, fits=False), TimeMemoryPoint("the plan", 2**29, chosen=True)],
+    )
     assert verdict(session).endswith(f"with the same results {words}")

@@ -31,10 +31,16 @@ LEVER = {lever.name: lever for lever in TABLE}
 def make(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tuning")
     (folder / "train.py").touch()
-    command, job, facts = understand((sys.executable, str(folder / "train.py"))), JobFolder(folder / "job").make(), look()
+    command, job, facts = (
+        understand((sys.executable, str(folder / "train.py"))),
+        JobFolder(folder / "job").make(),
+        look(),
+    )
 
     def one(budget_s: float | None, tick_ms: float = 10.0, start_cost_s: float = 5.0, **more) -> Tuning:
-        tuning = Tuning(command, job, facts, SessionRecord([], str(folder), {}), Goal(**{"budget_s": budget_s, **more}))
+        tuning = Tuning(
+            command, job, facts, SessionRecord([], str(folder), {}), Goal(**{"budget_s": budget_s, **more})
+        )
         tuning.interleaver.tick_ms, tuning.start_cost_s = tick_ms, start_cost_s
         return tuning
 
@@ -42,7 +48,9 @@ def make(tmp_path_factory):
 
 
 @given(budget_s=st.floats(30.0, 3600.0), tick_ms=st.floats(0.1, 20_000.0), start_cost_s=st.floats(1.0, 300.0))
-def test_a_pair_measures_as_long_as_it_takes_to_start_but_not_beyond_its_share(make, budget_s, tick_ms, start_cost_s):
+def test_a_pair_measures_as_long_as_it_takes_to_start_but_not_beyond_its_share(
+    make, budget_s, tick_ms, start_cost_s
+):
     tuning = make(budget_s, tick_ms, start_cost_s)
     assert 2 <= tuning.rounds <= ROUNDS_OF_A_PAIR
     if tuning.rounds == 2:
@@ -53,7 +61,12 @@ def test_a_pair_measures_as_long_as_it_takes_to_start_but_not_beyond_its_share(m
         assert PAIRS * (measured_s + starts_s) <= CONFIRM_SHARE * budget_s * 1.001
 
 
-@given(tick_ms=st.floats(0.1, 20_000.0), start_cost_s=st.floats(1.0, 300.0), warm_ticks=st.integers(1, 30), programs=st.sampled_from([1, 2]))
+@given(
+    tick_ms=st.floats(0.1, 20_000.0),
+    start_cost_s=st.floats(1.0, 300.0),
+    warm_ticks=st.integers(1, 30),
+    programs=st.sampled_from([1, 2]),
+)
 def test_the_cost_of_a_start_is_estimated_from_several(make, tick_ms, start_cost_s, warm_ticks, programs):
     tuning = make(300.0, tick_ms, start_cost_s)
     tuning.warm_ticks = warm_ticks
@@ -72,15 +85,27 @@ def test_without_time_to_check_rounding_only_exact_levers_continue(make):
     """The overrun leaves time for two pairs, but not for the 6 s steps that the guard would repeat."""
     tuning = make(300.0, tick_ms=6000.0, start_cost_s=1.0)
     tuning.start_s -= 300.0 + OVERRUN * 300.0 - 2 * tuning.pair_s - 10.0
-    exact, rounding = Candidate(LEVER["malloc"], ("tcmalloc",), Effect.EXACT), Candidate(LEVER["channels_last"], (True,), Effect.ROUNDING)
+    exact, rounding = (
+        Candidate(LEVER["malloc"], ("tcmalloc",), Effect.EXACT),
+        Candidate(LEVER["channels_last"], (True,), Effect.ROUNDING),
+    )
     assert check_a_step(tuning, [exact, rounding]) == ([exact], None)
     assert exact.status is Status.SKIPPED
     assert rounding.status is Status.REJECTED
-    assert rounding.reason == "not checked numerically and not confirmed: the budget ran out; give --budget 8m"
+    assert (
+        rounding.reason == "not checked numerically and not confirmed: the budget ran out; give --budget 8m"
+    )
 
 
-@pytest.mark.parametrize(("start_cost_s", "tick_ms", "more", "budget_s"), [
-    (5.0, 50.0, {}, 90.0), (12.0, 50.0, {}, 300.0), (5.0, 150.0, {}, 300.0), (5.0, 50.0, {"memory_limit_bytes": 1}, 300.0)])
+@pytest.mark.parametrize(
+    ("start_cost_s", "tick_ms", "more", "budget_s"),
+    [
+        (5.0, 50.0, {}, 90.0),
+        (12.0, 50.0, {}, 300.0),
+        (5.0, 150.0, {}, 300.0),
+        (5.0, 50.0, {"memory_limit_bytes": 1}, 300.0),
+    ],
+)
 def test_the_default_budget(make, start_cost_s, tick_ms, more, budget_s):
     tuning = make(None, tick_ms, start_cost_s, **more)
     tuning.settle_budget()
@@ -102,7 +127,11 @@ def test_the_gain_of_a_lever_is_estimated_from_all_blocks(make):
     fast.
     """
     tuning = make(90.0)
-    for name, value, effect in (("malloc", "glibc", Effect.EXACT), ("gc_pause", True, Effect.EXACT), ("threads", 1, Effect.ROUNDING)):
+    for name, value, effect in (
+        ("malloc", "glibc", Effect.EXACT),
+        ("gc_pause", True, Effect.EXACT),
+        ("threads", 1, Effect.ROUNDING),
+    ):
         tuning.candidates[name] = Candidate(LEVER[name], (value,), effect)
     make_space(tuning)
     assert set(tuning.choices) == {"malloc=glibc", "gc_pause", "threads=1"}
@@ -110,15 +139,30 @@ def test_the_gain_of_a_lever_is_estimated_from_all_blocks(make):
     noise = random.Random(0)
     for process in range(6):
         life = {"malloc=glibc"} if process % 2 else set()
-        rows = [frozenset(life | set(live)) for live in ((), ("gc_pause",), ("threads=1",), ("gc_pause", "threads=1"))] * 2
-        seen = ProgramResult(blocks=[MeasuredBlock(at, 10.0 * process + at, at * 35, 10.0 * math.prod(speed[key] for key in row) * noise.lognormvariate(0, 0.01))
-                            for at, row in enumerate(rows)])
+        rows = [
+            frozenset(life | set(live))
+            for live in ((), ("gc_pause",), ("threads=1",), ("gc_pause", "threads=1"))
+        ] * 2
+        seen = ProgramResult(
+            blocks=[
+                MeasuredBlock(
+                    at,
+                    10.0 * process + at,
+                    at * 35,
+                    10.0 * math.prod(speed[key] for key in row) * noise.lognormvariate(0, 0.01),
+                )
+                for at, row in enumerate(rows)
+            ]
+        )
         tuning.keep_blocks(process, rows, seen, 0)
     assert best_measured(tuning) == {"malloc=glibc"}
     (found,) = conclude(tuning)
     assert (found.lever.name, found.value) == ("malloc", "glibc")
     assert found.ratio.low < 1.2 < found.ratio.high
-    assert (tuning.candidates["threads"].status, tuning.candidates["threads"].reason) == (Status.REJECTED, "slower here")
+    assert (tuning.candidates["threads"].status, tuning.candidates["threads"].reason) == (
+        Status.REJECTED,
+        "slower here",
+    )
     assert tuning.candidates["gc_pause"].reason == "no speed-up beyond the noise"
     assert tuning.candidates["gc_pause"].ratio is not None
     tuning.disturbance.seen.append(Busy(1.0, ("python (pid 1)",)))
@@ -137,8 +181,19 @@ def measured(tuning: Tuning, logs: dict[frozenset[str], float], processes: int =
     for process in range(processes):
         fixed = frozenset(key for at, key in enumerate(life) if process >> at & 1)
         rows = [row for row in logs if row & set(life) == fixed] * 3
-        tuning.keep_blocks(process, rows, ProgramResult(blocks=[MeasuredBlock(at, 10.0 * process + at, at * 35, 10.0 * math.exp(logs[row] + noise.gauss(0, 0.01)))
-                                                       for at, row in enumerate(rows)]), 0)
+        tuning.keep_blocks(
+            process,
+            rows,
+            ProgramResult(
+                blocks=[
+                    MeasuredBlock(
+                        at, 10.0 * process + at, at * 35, 10.0 * math.exp(logs[row] + noise.gauss(0, 0.01))
+                    )
+                    for at, row in enumerate(rows)
+                ]
+            ),
+            0,
+        )
 
 
 def test_of_two_winners_that_exclude_each_other_one_stays_and_so_does_the_rest_of_the_plan(make):
@@ -149,8 +204,19 @@ def test_of_two_winners_that_exclude_each_other_one_stays_and_so_does_the_rest_o
     make_space(tuning)
     names = {key: choice.name for key, choice in tuning.choices.items()}
     sets = [frozenset(key for at, key in enumerate(names) if number >> at & 1) for number in range(16)]
-    measured(tuning, {row: -sum(math.log(speed[names[key]]) for key in row) for row in sets if {"compile", "inplace"} - {names[key] for key in row}})
-    assert {candidate.lever.name for candidate in conclude(tuning)} == {"autocast", "compile", "fused_optimizer"}
+    measured(
+        tuning,
+        {
+            row: -sum(math.log(speed[names[key]]) for key in row)
+            for row in sets
+            if {"compile", "inplace"} - {names[key] for key in row}
+        },
+    )
+    assert {candidate.lever.name for candidate in conclude(tuning)} == {
+        "autocast",
+        "compile",
+        "fused_optimizer",
+    }
 
 
 def test_a_lever_that_is_slower_alone_is_found_with_its_partner(make):
@@ -158,14 +224,24 @@ def test_a_lever_that_is_slower_alone_is_found_with_its_partner(make):
     limits it.
     """
     alone = {("autocast",): 0.1, ("channels_last",): 0.0, ("autocast", "channels_last"): -0.5}
-    behind = {("autocast",): math.log(21 / 24), ("loader",): math.log(6 / 24), ("autocast", "loader"): math.log(3 / 24)}
+    behind = {
+        ("autocast",): math.log(21 / 24),
+        ("loader",): math.log(6 / 24),
+        ("autocast", "loader"): math.log(3 / 24),
+    }
     for logs, value in ((alone, True), (behind, {"workers": 4})):
         tuning = make(300.0)
-        for name, each in (("autocast", "bfloat16"), (next(name for name in ("channels_last", "loader") if (name,) in logs), value)):
+        for name, each in (
+            ("autocast", "bfloat16"),
+            (next(name for name in ("channels_last", "loader") if (name,) in logs), value),
+        ):
             tuning.candidates[name] = Candidate(LEVER[name], (each,), Effect.ROUNDING)
         make_space(tuning)
         keys = {choice.name: key for key, choice in tuning.choices.items()}
-        measured(tuning, {frozenset(): 0.0} | {frozenset(keys[name] for name in row): log for row, log in logs.items()})
+        measured(
+            tuning,
+            {frozenset(): 0.0} | {frozenset(keys[name] for name in row): log for row, log in logs.items()},
+        )
         best = best_measured(tuning)
         assert best == frozenset(keys.values())
         assert tuning.gain(best).median == pytest.approx(math.exp(-min(logs.values())), rel=0.1)
@@ -173,7 +249,14 @@ def test_a_lever_that_is_slower_alone_is_found_with_its_partner(make):
 
 def test_determinism_is_judged_before_the_levers_of_the_observed_program(make):
     tuning = make(90.0)
-    tuning.keep_first_plain(TrialRecord("finished", losses=["0x1p+0"] * 9, warmup_steps=5, weights_digests={"1": "a", "2": "b", "4": "c", "8": "under levers"}))
+    tuning.keep_first_plain(
+        TrialRecord(
+            "finished",
+            losses=["0x1p+0"] * 9,
+            warmup_steps=5,
+            weights_digests={"1": "a", "2": "b", "4": "c", "8": "under levers"},
+        )
+    )
     assert len(tuning.first_plain.losses) == 5
     assert tuning.first_plain.weights_digests == {"1": "a", "2": "b", "4": "c"}
 
@@ -188,13 +271,21 @@ def test_an_interrupted_search_continues_with_its_blocks(make):
     tuning = make(90.0)
     tuning.candidates["gc_pause"] = Candidate(LEVER["gc_pause"], (True,), Effect.EXACT)
     make_space(tuning)
-    tuning.keep_blocks(0, [frozenset(), frozenset({"gc_pause"})], ProgramResult(blocks=[MeasuredBlock(0, 1.0, 0, 10.0), MeasuredBlock(1, 2.0, 35, 9.0)]), 0)
+    tuning.keep_blocks(
+        0,
+        [frozenset(), frozenset({"gc_pause"})],
+        ProgramResult(blocks=[MeasuredBlock(0, 1.0, 0, 10.0), MeasuredBlock(1, 2.0, 35, 9.0)]),
+        0,
+    )
     later = make(90.0)
     later.session = tuning.session
     later.candidates["gc_pause"] = Candidate(LEVER["gc_pause"], (True,), Effect.EXACT)
     make_space(later)
     recall(later)
-    assert [(block.on, block.ms) for block in later.blocks] == [(frozenset(), 10.0), (frozenset({"gc_pause"}), 9.0)]
+    assert [(block.on, block.ms) for block in later.blocks] == [
+        (frozenset(), 10.0),
+        (frozenset({"gc_pause"}), 9.0),
+    ]
     assert {block.host for block in later.blocks} != {block.host for block in tuning.blocks}
     later.drop("gc_pause")
     assert [block.on for block in later.blocks] == [frozenset()]

@@ -17,9 +17,15 @@ class Attention(nn.Module):
     def __init__(self, width, heads, context):
         super().__init__()
         self.heads = heads
-        self.query, self.key, self.value = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width)
+        self.query, self.key, self.value = (
+            nn.Linear(width, width),
+            nn.Linear(width, width),
+            nn.Linear(width, width),
+        )
         self.project = nn.Linear(width, width)
-        self.register_buffer("mask", torch.triu(torch.ones(context, context), diagonal=1).bool(), persistent=False)
+        self.register_buffer(
+            "mask", torch.triu(torch.ones(context, context), diagonal=1).bool(), persistent=False
+        )
 
     def forward(self, x):
         batch, length, width = x.shape
@@ -81,7 +87,7 @@ class Windows(Dataset):
 
     def __getitem__(self, index):
         at = index * self.context
-        return self.tokens[at:at + self.context], self.tokens[at + 1:at + self.context + 1]
+        return self.tokens[at : at + self.context], self.tokens[at + 1 : at + self.context + 1]
 
 
 def arguments():
@@ -101,7 +107,12 @@ def main():
     args = arguments().parse_args()
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    loader = DataLoader(Windows(args.tokens, args.context, args.vocabulary), batch_size=args.batch_size, shuffle=True, drop_last=True)
+    loader = DataLoader(
+        Windows(args.tokens, args.context, args.vocabulary),
+        batch_size=args.batch_size,
+        shuffle=True,
+        drop_last=True,
+    )
     model = GPT(args.vocabulary, args.context, args.width, args.heads, args.layers).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
 

@@ -17,7 +17,12 @@ def main():
     torch.set_float32_matmul_precision("high")  # (+)
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    loader = DataLoader(Windows(args.tokens, args.context, args.vocabulary), batch_size=args.batch_size, shuffle=True, drop_last=True)
+    loader = DataLoader(
+        Windows(args.tokens, args.context, args.vocabulary),
+        batch_size=args.batch_size,
+        shuffle=True,
+        drop_last=True,
+    )
     model = GPT(args.vocabulary, args.context, args.width, args.heads, args.layers).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)  # (+)
     model = torch.compile(model, backend=args.backend)  # (+)

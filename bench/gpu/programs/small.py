@@ -10,20 +10,31 @@ from torch.utils.data import DataLoader, TensorDataset
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.first, self.second, self.drop = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width), nn.Dropout(0.1)
+        self.norm, self.first, self.second, self.drop = (
+            nn.LayerNorm(width),
+            nn.Linear(width, width),
+            nn.Linear(width, width),
+            nn.Dropout(0.1),
+        )
 
     def forward(self, x):
         return x + self.drop(self.second(torch.relu(self.first(self.norm(x)))))
 
 
 def network(args):
-    return nn.Sequential(nn.Linear(args.columns, args.width), *(Block(args.width) for _ in range(args.blocks)), nn.Linear(args.width, 1))
+    return nn.Sequential(
+        nn.Linear(args.columns, args.width),
+        *(Block(args.width) for _ in range(args.blocks)),
+        nn.Linear(args.width, 1),
+    )
 
 
 def table(args):
     draw = torch.Generator().manual_seed(0)
     rows = torch.randn(args.rows, args.columns, generator=draw)
-    return TensorDataset(rows, rows.sin().sum(1, keepdim=True) + 0.1 * torch.randn(args.rows, 1, generator=draw))
+    return TensorDataset(
+        rows, rows.sin().sum(1, keepdim=True) + 0.1 * torch.randn(args.rows, 1, generator=draw)
+    )
 
 
 def arguments(doc):

@@ -17,8 +17,14 @@ def main():
     torch.set_float32_matmul_precision("high")  # (+)
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    loader = DataLoader(table(args), batch_size=args.batch_size, shuffle=True, num_workers=2, persistent_workers=True,
-                        pin_memory=torch.cuda.is_available())  # (+)
+    loader = DataLoader(
+        table(args),
+        batch_size=args.batch_size,
+        shuffle=True,
+        num_workers=2,
+        persistent_workers=True,
+        pin_memory=torch.cuda.is_available(),
+    )  # (+)
     model = network(args).to(device)
     graphs = {"mode": "reduce-overhead"} if args.backend == "inductor" else {}
     compiled = torch.compile(model, backend=args.backend, **graphs)  # (+)
@@ -28,7 +34,10 @@ def main():
     for epoch in range(args.epochs):
         running_loss = 0.0
         for inputs, targets in loader:
-            inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)  # (+)
+            inputs, targets = (
+                inputs.to(device, non_blocking=True),
+                targets.to(device, non_blocking=True),
+            )  # (+)
             optimizer.zero_grad()
             loss = criterion(compiled(inputs), targets)
             loss.backward()

@@ -20,7 +20,9 @@ class MadeUpCIFAR10(datasets.CIFAR10):
         noise = rng.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
         self.data = np.empty_like(noise)
         for at in range(0, count, 1000):
-            self.data[at:at + 1000] = np.clip(noise[at:at + 1000] + patterns[self.targets[at:at + 1000]], 0, 255)
+            self.data[at : at + 1000] = np.clip(
+                noise[at : at + 1000] + patterns[self.targets[at : at + 1000]], 0, 255
+            )
 
 
 def main():
@@ -32,12 +34,14 @@ def main():
 
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    transform = transforms.Compose([
-        transforms.RandomCrop(32, padding=4),
-        transforms.RandomHorizontalFlip(),
-        transforms.ToTensor(),
-        transforms.Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    ])
+    transform = transforms.Compose(
+        [
+            transforms.RandomCrop(32, padding=4),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+        ]
+    )
     train_set = MadeUpCIFAR10(args.images, transform)
     train_loader = DataLoader(train_set, batch_size=args.batch_size, shuffle=True)
 
@@ -59,7 +63,10 @@ def main():
             running_loss += loss.item()
             correct += (outputs.argmax(1) == labels).sum().item()
             total += labels.size(0)
-        print(f"epoch {epoch + 1}: loss {running_loss / len(train_loader):.3f}, accuracy {100 * correct / total:.1f} %", flush=True)
+        print(
+            f"epoch {epoch + 1}: loss {running_loss / len(train_loader):.3f}, accuracy {100 * correct / total:.1f} %",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

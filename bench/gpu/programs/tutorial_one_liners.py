@@ -25,15 +25,23 @@ def main():
     torch.backends.cudnn.benchmark = True  # (+)
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    transform = transforms.Compose([
-        transforms.RandomCrop(32, padding=4),
-        transforms.RandomHorizontalFlip(),
-        transforms.ToTensor(),
-        transforms.Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    ])
+    transform = transforms.Compose(
+        [
+            transforms.RandomCrop(32, padding=4),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+        ]
+    )
     train_set = MadeUpCIFAR10(args.images, transform)
-    train_loader = DataLoader(train_set, batch_size=args.batch_size, shuffle=True,
-                              num_workers=4, persistent_workers=True, pin_memory=torch.cuda.is_available())  # (+)
+    train_loader = DataLoader(
+        train_set,
+        batch_size=args.batch_size,
+        shuffle=True,
+        num_workers=4,
+        persistent_workers=True,
+        pin_memory=torch.cuda.is_available(),
+    )  # (+)
 
     model = models.resnet18(num_classes=10).to(device, memory_format=torch.channels_last)  # (+)
     model = torch.compile(model, backend=args.backend)  # (+)
@@ -56,7 +64,10 @@ def main():
             running_loss += loss.item()
             correct += (outputs.argmax(1) == labels).sum().item()
             total += labels.size(0)
-        print(f"epoch {epoch + 1}: loss {running_loss / len(train_loader):.3f}, accuracy {100 * correct / total:.1f} %", flush=True)
+        print(
+            f"epoch {epoch + 1}: loss {running_loss / len(train_loader):.3f}, accuracy {100 * correct / total:.1f} %",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

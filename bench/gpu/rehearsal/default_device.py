@@ -15,7 +15,12 @@ def main():
     torch.manual_seed(0)
     torch.set_default_device(args.device)
     inputs = torch.randn(512, 8, device="cpu")
-    loader = DataLoader(TensorDataset(inputs, inputs[:, :4].argmax(1)), batch_size=32, shuffle=True, generator=torch.Generator(device=args.device))
+    loader = DataLoader(
+        TensorDataset(inputs, inputs[:, :4].argmax(1)),
+        batch_size=32,
+        shuffle=True,
+        generator=torch.Generator(device=args.device),
+    )
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 

@@ -42,9 +42,19 @@ def main():
     args = parser.parse_args()
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        settings = TrainingArguments(output_dir=folder, num_train_epochs=args.epochs, per_device_train_batch_size=32, logging_steps=4, report_to=[],
-                                     save_strategy="no", disable_tqdm=True, seed=0)
-        trainer = Trainer(model=Classifier(Config()), args=settings, train_dataset=Pairs(), eval_dataset=Pairs())
+        settings = TrainingArguments(
+            output_dir=folder,
+            num_train_epochs=args.epochs,
+            per_device_train_batch_size=32,
+            logging_steps=4,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            seed=0,
+        )
+        trainer = Trainer(
+            model=Classifier(Config()), args=settings, train_dataset=Pairs(), eval_dataset=Pairs()
+        )
         trainer.train()
         for entry in trainer.state.log_history:
             if "loss" in entry:

@@ -17,7 +17,10 @@ class Classifier(lightning.LightningModule):
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
     def validation_step(self, batch, index):
-        print(f"epoch {self.current_epoch}: {nn.functional.cross_entropy(self.net(batch[0]), batch[1]).item():.9f}", flush=True)
+        print(
+            f"epoch {self.current_epoch}: {nn.functional.cross_entropy(self.net(batch[0]), batch[1]).item():.9f}",
+            flush=True,
+        )
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -30,8 +33,16 @@ def main():
     lightning.seed_everything(0, verbose=False)
     inputs = torch.randn(512, 8)
     data = TensorDataset(inputs, inputs[:, :4].argmax(1))
-    trainer = lightning.Trainer(max_epochs=args.epochs, accelerator="gpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-                                enable_model_summary=False, num_sanity_val_steps=0)
+    trainer = lightning.Trainer(
+        max_epochs=args.epochs,
+        accelerator="gpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
     trainer.fit(Classifier(), DataLoader(data, batch_size=32, shuffle=True), DataLoader(data, batch_size=512))
 
 

@@ -25,7 +25,16 @@ def main():
     def loss_fn(model, batch):
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
-    for step in flatout.Loop(model, optimizer, loss_fn, loader, epochs=args.steps, steps=args.steps, plan=args.plan, micro_batch=args.micro_batch):
+    for step in flatout.Loop(
+        model,
+        optimizer,
+        loss_fn,
+        loader,
+        epochs=args.steps,
+        steps=args.steps,
+        plan=args.plan,
+        micro_batch=args.micro_batch,
+    ):
         if step.index % 10 == 0:
             print(f"step {step.index}: {step.loss.item():.9f}", flush=True)
 

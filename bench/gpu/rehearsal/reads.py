@@ -32,7 +32,10 @@ def main():
             largest = outputs.abs().max().item()
             loss = criterion(outputs, labels) / args.accumulate
             correct = (outputs.argmax(1) == labels).sum()
-            metrics = {"confidence": outputs.softmax(1).amax(1).mean().detach(), "scaled": loss.detach() * args.accumulate}
+            metrics = {
+                "confidence": outputs.softmax(1).amax(1).mean().detach(),
+                "scaled": loss.detach() * args.accumulate,
+            }
             loss.backward()
             if (at + 1) % args.accumulate == 0:
                 norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -40,15 +43,28 @@ def main():
                 optimizer.zero_grad()
                 scheduler.step()
             late = (outputs.argmax(1) == labels).float().mean()
-            metadata = [loss.item(), float(loss.detach()), int(correct), metrics["confidence"].cpu().item(), metrics["scaled"].to("cpu").tolist(), float(norm) if
-                    step else 0.0, late.item(), largest]
+            metadata = [
+                loss.item(),
+                float(loss.detach()),
+                int(correct),
+                metrics["confidence"].cpu().item(),
+                metrics["scaled"].to("cpu").tolist(),
+                float(norm) if step else 0.0,
+                late.item(),
+                largest,
+            ]
             with torch.no_grad():
                 loss += 1
-            print(f"step {step}: {' '.join(map(repr, metadata))} {loss:.6f} {bool(correct)} {loss.item()!r}", flush=True)
+            print(
+                f"step {step}: {' '.join(map(repr, metadata))} {loss:.6f} {bool(correct)} {loss.item()!r}",
+                flush=True,
+            )
             step += 1
         model.eval()
         with torch.no_grad():
-            total = sum(criterion(model(inputs.to(device)), labels.to(device)).item() for inputs, labels in test)
+            total = sum(
+                criterion(model(inputs.to(device)), labels.to(device)).item() for inputs, labels in test
+            )
         print(f"epoch {epoch}: {total!r}", flush=True)
 
 

@@ -14,8 +14,14 @@ from torch.utils.data import DataLoader, TensorDataset
 class Net(nn.Module):
     def __init__(self, read):
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Dropout(0.2),
-                                  nn.AdaptiveAvgPool2d(2), nn.Flatten())
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(inplace=True),
+            nn.Dropout(0.2),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+        )
         self.head, self.unused = nn.Linear(32, 5), nn.Linear(32, 3)
         self.read = read
 
@@ -42,8 +48,14 @@ def main():
     teacher = nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 5)).to(args.device) if args.second else None
     parameters = [*model.parameters(), *(teacher.parameters() if teacher else ())]
     more = {"momentum": 0.9, "weight_decay": 0.01} if args.optimizer == "SGD" else {"fused": True}
-    optimizer = getattr(torch.optim, args.optimizer)(parameters, lr=0.05 if args.optimizer == "SGD" else 0.01, **more)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000) if args.every_step else torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    optimizer = getattr(torch.optim, args.optimizer)(
+        parameters, lr=0.05 if args.optimizer == "SGD" else 0.01, **more
+    )
+    schedule = (
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
+        if args.every_step
+        else torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    )
     data = TensorDataset(torch.randn(180, 3, 8, 8), torch.randint(5, (180,)))
     loader = DataLoader(data, batch_size=16, shuffle=True)
     criterion = nn.CrossEntropyLoss()
@@ -58,7 +70,9 @@ def main():
             kept.append(output)
             loss = criterion(output, labels) / args.accumulate
             if teacher:
-                loss = loss + criterion(teacher(images), labels) + criterion(teacher(images.flip(-1)), labels)  # one model twice before the backward pass
+                loss = (
+                    loss + criterion(teacher(images), labels) + criterion(teacher(images.flip(-1)), labels)
+                )  # one model twice before the backward pass
             if args.penalty and step % args.penalty == 2:
                 (slope,) = torch.autograd.grad(loss, images, create_graph=True)
                 loss = loss + slope.square().sum()
@@ -75,8 +89,14 @@ def main():
         with torch.no_grad():
             outputs = [model(images.to(args.device))[0] for images, _ in loader]
         model.train()
-        seen = sum(output.sum() for output in outputs).item(), sum(output.detach().sum() for output in kept).item()
-        print(f"epoch {epoch}: {loss.item().hex()} {seen[0].hex()} {seen[1].hex()} {model.body[1].running_mean.sum().item().hex()}", flush=True)
+        seen = (
+            sum(output.sum() for output in outputs).item(),
+            sum(output.detach().sum() for output in kept).item(),
+        )
+        print(
+            f"epoch {epoch}: {loss.item().hex()} {seen[0].hex()} {seen[1].hex()} {model.body[1].running_mean.sum().item().hex()}",
+            flush=True,
+        )
     print(f"step 0: {sum(p.sum() for p in parameters).item().hex()}", flush=True)
 
 

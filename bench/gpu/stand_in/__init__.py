@@ -45,8 +45,13 @@ def missing() -> str | None:
     return None
 
 
-def environment(before: Mapping[str, str] | None = None, cards: int = CARDS, mib: int = MIB, waits: Path | None = None,
-                kernel_us: int = 0) -> dict[str, str]:
+def environment(
+    before: Mapping[str, str] | None = None,
+    cards: int = CARDS,
+    mib: int = MIB,
+    waits: Path | None = None,
+    kernel_us: int = 0,
+) -> dict[str, str]:
     """Returns ``before`` (default: the current environment) with stand-in cards instead of real GPUs.
 
     ``cards`` cards have ``mib`` MiB each. ``waits``: a file to which each process appends at its end how
@@ -56,9 +61,17 @@ def environment(before: Mapping[str, str] | None = None, cards: int = CARDS, mib
     """
     folder = built()
     values = dict(os.environ if before is None else before)
-    preloads = [*(str(folder / name) for name in PRELOADED), *filter(None, values.get("LD_PRELOAD", "").split(":"))]
-    values |= {"LD_PRELOAD": ":".join(preloads), "CUDA_STAND_IN_OPERATORS": str(folder / "operators.so"),
-               "CUDA_STAND_IN_DEVICES": str(cards), "CUDA_STAND_IN_MIB": str(mib), "CUDA_STAND_IN_KERNEL_US": str(kernel_us)}
+    preloads = [
+        *(str(folder / name) for name in PRELOADED),
+        *filter(None, values.get("LD_PRELOAD", "").split(":")),
+    ]
+    values |= {
+        "LD_PRELOAD": ":".join(preloads),
+        "CUDA_STAND_IN_OPERATORS": str(folder / "operators.so"),
+        "CUDA_STAND_IN_DEVICES": str(cards),
+        "CUDA_STAND_IN_MIB": str(mib),
+        "CUDA_STAND_IN_KERNEL_US": str(kernel_us),
+    }
     return values | ({"CUDA_STAND_IN_WAITS": str(waits)} if waits else {})
 
 
@@ -70,7 +83,9 @@ def built() -> Path:
     if why := missing():
         raise RuntimeError(why)
     sources = [HERE / "runtime.cpp", HERE / "nvml.cpp", HERE / "operators.cpp"]
-    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources) + str(_torch()).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(
+        b"".join(source.read_bytes() for source in sources) + str(_torch()).encode()
+    ).hexdigest()[:16]
     folder = HERE / "build" / digest
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
@@ -79,14 +94,32 @@ def built() -> Path:
             for source, name in zip(sources, PRELOADED, strict=False):
                 _compile([str(source), f"-Wl,-soname,{name}", "-ldl"], folder / name)
             library = _torch() / "lib"
-            include = [f"-I{_torch() / 'include'}", f"-I{_torch() / 'include/torch/csrc/api/include'}", f"-I{sysconfig.get_paths()['include']}"]
-            _compile([str(sources[-1]), *include, f"-L{library}", *(f"-l{name}" for name in LIBRARIES)], folder / "operators.so")
+            include = [
+                f"-I{_torch() / 'include'}",
+                f"-I{_torch() / 'include/torch/csrc/api/include'}",
+                f"-I{sysconfig.get_paths()['include']}",
+            ]
+            _compile(
+                [str(sources[-1]), *include, f"-L{library}", *(f"-l{name}" for name in LIBRARIES)],
+                folder / "operators.so",
+            )
             (folder / "ready").touch()
     return folder
 
 
 def _compile(arguments: list[str], output: Path) -> None:
-    command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-w", f"-I{_headers()}", *arguments, "-o", str(output)]
+    command = [
+        "g++",
+        "-std=c++20",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        "-w",
+        f"-I{_headers()}",
+        *arguments,
+        "-o",
+        str(output),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{output.name} of the stand-in could not be compiled:\n{done.stderr[-4000:]}")
@@ -102,4 +135,8 @@ def _headers() -> Path:
 
 def _package(name: str) -> Path:
     found = importlib.util.find_spec(name)
-    return Path(next(iter(found.submodule_search_locations))) if found and found.submodule_search_locations else HERE / "none"
+    return (
+        Path(next(iter(found.submodule_search_locations)))
+        if found and found.submodule_search_locations
+        else HERE / "none"
+    )

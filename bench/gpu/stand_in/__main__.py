@@ -19,8 +19,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, prog="stand_in")
     parser.add_argument("--cards", type=int, default=CARDS)
     parser.add_argument("--mib", type=int, default=MIB, help="memory of each card in MiB")
-    parser.add_argument("--waits", type=Path, help="write to this file how often each line waited for the card")
-    parser.add_argument("--kernel-us", type=int, default=0, help="time for which each kernel keeps the card busy")
+    parser.add_argument(
+        "--waits", type=Path, help="write to this file how often each line waited for the card"
+    )
+    parser.add_argument(
+        "--kernel-us", type=int, default=0, help="time for which each kernel keeps the card busy"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     if not args.command:

@@ -74,14 +74,22 @@ def trace(path, count, by_hand):
             if trained:
                 write(trained)
             result = backward(*args, **kwargs)
-            trained[:] = [thing for thing in gc.get_objects() if isinstance(thing, torch.nn.Parameter) and thing.grad is not None]
+            trained[:] = [
+                thing
+                for thing in gc.get_objects()
+                if isinstance(thing, torch.nn.Parameter) and thing.grad is not None
+            ]
             return result
 
         torch.autograd.backward = traced
         return
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: write([p for group in optimizer.param_groups for p in group["params"]]))
+    register_optimizer_step_post_hook(
+        lambda optimizer, args, kwargs: write(
+            [p for group in optimizer.param_groups for p in group["params"]]
+        )
+    )
 
 
 def load(path):
@@ -100,12 +108,18 @@ def load(path):
             frame = frame.f_back
         names = {**names, **vars(sys.modules["__main__"])}
         for thing in gc.get_objects():  # objects without a name in the script get the name of their class
-            if isinstance(thing, (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
+            if isinstance(
+                thing, (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+            ):
                 kind = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(thing).__name__).lower()
                 names.setdefault(kind, thing)
         text = open(path).read()  # noqa: SIM115
         exec(text, names)  # what a user would paste
-        modules = [names[each] for each in re.findall(r"^(\w+)\.load_state_dict", text, re.M) if isinstance(names[each], torch.nn.Module)]
+        modules = [
+            names[each]
+            for each in re.findall(r"^(\w+)\.load_state_dict", text, re.M)
+            if isinstance(names[each], torch.nn.Module)
+        ]
         with open(f"{path}.loaded", "w") as out:
             json.dump(digests([p for module in modules for p in module.parameters()]), out)
         os._exit(0)
@@ -119,6 +133,10 @@ if os.environ.get("RESCUE_SEED"):
 if os.environ.get("RESCUE_FAILS"):
     fail()
 if os.environ.get("RESCUE_TRACE"):
-    trace(os.environ.pop("RESCUE_TRACE"), int(os.environ["RESCUE_COUNT"]), bool(os.environ.get("RESCUE_BY_HAND")))
+    trace(
+        os.environ.pop("RESCUE_TRACE"),
+        int(os.environ["RESCUE_COUNT"]),
+        bool(os.environ.get("RESCUE_BY_HAND")),
+    )
 if os.environ.get("RESCUE_LOAD"):
     load(os.environ.pop("RESCUE_LOAD"))

@@ -23,7 +23,14 @@ def rebuilt(thing: Any, of: Callable[[Any], Any]) -> Any:
             other[key] = of(thing[key])
         return other
     if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
-        return dataclasses.replace(thing, **{field.name: of(getattr(thing, field.name)) for field in dataclasses.fields(thing) if field.init})
+        return dataclasses.replace(
+            thing,
+            **{
+                field.name: of(getattr(thing, field.name))
+                for field in dataclasses.fields(thing)
+                if field.init
+            },
+        )
     return thing
 
 

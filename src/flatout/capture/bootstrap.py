@@ -31,7 +31,11 @@ class AfterImport(importlib.abc.MetaPathFinder):
         # another finder of this kind queries the others, too
         if fullname not in self._callbacks or self._asks:
             return None
-        others = (finder.find_spec(fullname, path, target) for finder in list(sys.meta_path) if finder is not self and hasattr(finder, "find_spec"))
+        others = (
+            finder.find_spec(fullname, path, target)
+            for finder in list(sys.meta_path)
+            if finder is not self and hasattr(finder, "find_spec")
+        )
         self._asks = True
         try:
             spec = next((found for found in others if found is not None), None)
@@ -53,7 +57,9 @@ class AfterImport(importlib.abc.MetaPathFinder):
             try:
                 callback(module)
             except Exception as error:
-                say(f"could not attach to {fullname} ({type(error).__name__}: {error}); the script runs without flatout")
+                say(
+                    f"could not attach to {fullname} ({type(error).__name__}: {error}); the script runs without flatout"
+                )
 
         # the loader belongs to this spec
         spec.loader.exec_module = execute_then_call  # type: ignore[method-assign]

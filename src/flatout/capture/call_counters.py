@@ -30,19 +30,37 @@ class CallCounters:
         torch = self.torch
         optimizer = torch.optim.Optimizer
         for name, owner, function in (
-            ("empty_cache", torch.cuda, "empty_cache"), ("gc_collect", gc, "collect"), ("save", torch, "save"),
-            ("data_parallel", torch.nn.DataParallel, "forward"), ("clip", torch.nn.utils, "clip_grad_norm_"), ("make_optimizer", optimizer, "__init__"),
-            ("make_scheduler", torch.optim.lr_scheduler.LRScheduler, "__init__"), ("set_threads", torch, "set_num_threads"),
+            ("empty_cache", torch.cuda, "empty_cache"),
+            ("gc_collect", gc, "collect"),
+            ("save", torch, "save"),
+            ("data_parallel", torch.nn.DataParallel, "forward"),
+            ("clip", torch.nn.utils, "clip_grad_norm_"),
+            ("make_optimizer", optimizer, "__init__"),
+            ("make_scheduler", torch.optim.lr_scheduler.LRScheduler, "__init__"),
+            ("set_threads", torch, "set_num_threads"),
         ):
             self.ledger.set(owner, function, self._counted(name, getattr(owner, function)))
-        self.ledger.set(torch.autograd.anomaly_mode.detect_anomaly, "__enter__",
-                        self._counted("anomaly", torch.autograd.anomaly_mode.detect_anomaly.__enter__))
+        self.ledger.set(
+            torch.autograd.anomaly_mode.detect_anomaly,
+            "__enter__",
+            self._counted("anomaly", torch.autograd.anomaly_mode.detect_anomaly.__enter__),
+        )
         self.ledger.set(optimizer, "zero_grad", self._zeroed(optimizer.zero_grad))
 
     def seen(self, steps: int) -> dict[str, Any]:
-        return {name: {"calls": event_of.calls / steps, "ms": event_of.ns / 1e6 / steps, "most": max(event_of.lines.values()),
-                       "places": [place.to_json() for line, _ in event_of.lines.most_common(5) if (place := place_of(line)) is not None]}
-                for name, event_of in self._seen.items()}
+        return {
+            name: {
+                "calls": event_of.calls / steps,
+                "ms": event_of.ns / 1e6 / steps,
+                "most": max(event_of.lines.values()),
+                "places": [
+                    place.to_json()
+                    for line, _ in event_of.lines.most_common(5)
+                    if (place := place_of(line)) is not None
+                ],
+            }
+            for name, event_of in self._seen.items()
+        }
 
     def _counted(self, name: str, really: Callable) -> Callable:
         @wraps(really)
@@ -62,7 +80,11 @@ class CallCounters:
             try:
                 return really(optimizer, set_to_none)
             finally:
-                self._note("zero_grad" if set_to_none else "zero_grad_to_zero", self.now_ns() - start, sys._getframe(1))
+                self._note(
+                    "zero_grad" if set_to_none else "zero_grad_to_zero",
+                    self.now_ns() - start,
+                    sys._getframe(1),
+                )
 
         return zeroed
 

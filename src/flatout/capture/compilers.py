@@ -19,7 +19,11 @@ def compiler_off() -> str:
     stance = getattr(getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None), "stance", "")
     if stance == "force_eager":
         return 'torch.compiler.set_stance("force_eager")'
-    return "torch._dynamo.config.disable = True" if getattr(sys.modules.get("torch._dynamo.config"), "disable", False) else ""
+    return (
+        "torch._dynamo.config.disable = True"
+        if getattr(sys.modules.get("torch._dynamo.config"), "disable", False)
+        else ""
+    )
 
 
 def is_compiled(module: Any) -> bool:
@@ -31,4 +35,7 @@ def _has_compiled_code(module: Any) -> bool:
     if type(module).__name__ == "OptimizedModule":  # torch.compile(module)
         return True
     # module.compile(), and module.forward = torch.compile(module.forward)
-    return any(hasattr(code, COMPILED) for code in (getattr(module, "_compiled_call_impl", None), vars(module).get("forward")))
+    return any(
+        hasattr(code, COMPILED)
+        for code in (getattr(module, "_compiled_call_impl", None), vars(module).get("forward"))
+    )

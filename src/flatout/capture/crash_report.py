@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
     from flatout.capture.failure_report import FailureReporter
 
-REPORTS_OF_OTHERS = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException")
+REPORTS_OF_OTHERS = (
+    "ChildFailedError",
+    "CalledProcessError",
+    "ProcessRaisedException",
+    "ProcessExitedException",
+)
 
 
 class CrashReport:
@@ -58,7 +63,12 @@ class CrashReport:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         # Test runners and debuggers set last_value for caught exceptions; the exception that ended the script
         # called the hook.
-        if not self.observed and error is not None and sys.excepthook != self.observe and (self.launcher is None or self.launcher.observe(error)):
+        if (
+            not self.observed
+            and error is not None
+            and sys.excepthook != self.observe
+            and (self.launcher is None or self.launcher.observe(error))
+        ):
             self.explain(error)
         if self._is_first():
             try:
@@ -71,7 +81,9 @@ class CrashReport:
         if not isinstance(error, Exception):
             return  # KeyboardInterrupt, SystemExit and the like are no failures
         try:
-            if os.path.exists(self.info) and (not self._is_first() or type(error).__name__ in REPORTS_OF_OTHERS):
+            if os.path.exists(self.info) and (
+                not self._is_first() or type(error).__name__ in REPORTS_OF_OTHERS
+            ):
                 return
             lines = self._lines(error)
             if lines and self._may_speak():
@@ -100,7 +112,9 @@ class CrashReport:
 
     def _may_speak(self) -> bool:
         try:
-            os.close(os.open(self.info, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0), 0o600))
+            os.close(
+                os.open(self.info, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0), 0o600)
+            )
         except OSError:
             return self._is_first()
         return True

@@ -11,8 +11,16 @@ from typing import Any
 
 ACCELERATORS = ("cuda", "xpu", "mps")
 ASKS = ("is_available", "device_count")
-COMPARISONS: dict[type, Callable[[Any, Any], bool]] = {ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Is: operator.eq, ast.IsNot: operator.ne,
-                                                       ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge}
+COMPARISONS: dict[type, Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Is: operator.eq,
+    ast.IsNot: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
 LEAVING = ("exit", "quit", "sys.exit", "os._exit", "os.abort", "parser.error")
 
 
@@ -54,14 +62,20 @@ class Source:
         questions = [(node, asked) for node in self._nodes if (asked := _question(node))]
         demanded = [node for node, _ in questions if self._is_demanded(node, no_means=False)]
         self.demanded = {(node.end_lineno, node.end_col_offset) for node in demanded}
-        self.has_another_way = any(asked == "is_available" and node not in demanded for node, asked in questions)
+        self.has_another_way = any(
+            asked == "is_available" and node not in demanded for node, asked in questions
+        )
 
     def _is_demanded(self, node: Any, no_means: bool, followed: tuple[str, ...] = ()) -> bool:
         """Whether the script ends if ``node`` is false (``no_means``: if it is true)."""
         for below, above in self._upwards(node):
             if isinstance(above, ast.UnaryOp) and isinstance(above.op, ast.Not):
                 no_means = not no_means
-            elif isinstance(above, ast.Compare) and len(above.ops) == 1 and isinstance(other := above.comparators[0], ast.Constant):
+            elif (
+                isinstance(above, ast.Compare)
+                and len(above.ops) == 1
+                and isinstance(other := above.comparators[0], ast.Constant)
+            ):
                 compare = COMPARISONS.get(type(above.ops[0]))
                 if compare is None or not isinstance(other.value, (bool, int)):
                     return False
@@ -71,9 +85,18 @@ class Source:
             elif isinstance(above, ast.If):
                 return below is above.test and _ends(above.body if no_means else above.orelse)
             elif isinstance(above, (ast.Assign, ast.AnnAssign, ast.NamedExpr)):
-                names = [ast.unparse(target) for target in (above.targets if isinstance(above, ast.Assign) else [above.target])]
-                uses = [use for use in self._nodes if isinstance(use, (ast.Name, ast.Attribute)) and isinstance(use.ctx, ast.Load)
-                        and (name := ast.unparse(use)) in names and name not in followed]
+                names = [
+                    ast.unparse(target)
+                    for target in (above.targets if isinstance(above, ast.Assign) else [above.target])
+                ]
+                uses = [
+                    use
+                    for use in self._nodes
+                    if isinstance(use, (ast.Name, ast.Attribute))
+                    and isinstance(use.ctx, ast.Load)
+                    and (name := ast.unparse(use)) in names
+                    and name not in followed
+                ]
                 if any(self._is_demanded(use, no_means, (*followed, *names)) for use in uses):
                     return True
                 if not isinstance(above, ast.NamedExpr):
@@ -103,4 +126,6 @@ def _ends(body: list[ast.stmt]) -> bool:
     last = body[-1]
     if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call):
         return ast.unparse(last.value.func).endswith(LEAVING)
-    return isinstance(last, ast.Raise) or (isinstance(last, ast.Return) and last.value is None and len(body) > 1)
+    return isinstance(last, ast.Raise) or (
+        isinstance(last, ast.Return) and last.value is None and len(body) > 1
+    )

@@ -65,8 +65,14 @@ def _remove(path: str, pid: int) -> None:
 def _leave(redirection: Redirection, pid: int) -> None:
     """At the end, report a script that names no device and so cannot be moved to an accelerator."""
     kind = redirection.torch.nn.Parameter
-    if os.getpid() == pid and not redirection.named and any(issubclass(type(thing), kind) and thing.grad is not None for thing in gc.get_objects()):
-        redirection.tell(f"the script names no accelerator: it trained on the CPU, and --device {redirection.asked} had no effect")
+    if (
+        os.getpid() == pid
+        and not redirection.named
+        and any(issubclass(type(thing), kind) and thing.grad is not None for thing in gc.get_objects())
+    ):
+        redirection.tell(
+            f"the script names no accelerator: it trained on the CPU, and --device {redirection.asked} had no effect"
+        )
 
 
 class Redirection:
@@ -76,7 +82,9 @@ class Redirection:
     ``visible``: the value of CUDA_VISIBLE_DEVICES, in which ``asked`` is counted.
     """
 
-    def __init__(self, torch: Any, asked: str, visible: str | None, ledger: Ledger, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, torch: Any, asked: str, visible: str | None, ledger: Ledger, tell: Callable[[str], None]
+    ) -> None:
         self.torch, self.asked, self.visible, self.ledger, self.tell = torch, asked, visible, ledger, tell
         self.target = torch.device(asked)
         self.on_host = self.target.type == "cpu"
@@ -98,16 +106,24 @@ class Redirection:
 
     def _redirected(self, device: Any) -> Any:
         self._keep_visible()
-        kind, _, index = (f"{'cuda' if self.on_host else self.target.type}:{device}" if type(device) is int else str(device)).partition(":")
+        kind, _, index = (
+            f"{'cuda' if self.on_host else self.target.type}:{device}" if type(device) is int else str(device)
+        ).partition(":")
         if kind not in ACCELERATORS:
             return device
         self.named = True
         self.chosen = self.chosen or (kind == self.target.type and index == str(self.target.index))
-        if kind == self.target.type and (self.target.index is None or index == str(self.target.index) or (not index and not self.target.index)):
+        if kind == self.target.type and (
+            self.target.index is None
+            or index == str(self.target.index)
+            or (not index and not self.target.index)
+        ):
             return device
         if index or not self.chosen:
             name = kind if index.startswith("-") or not index else f"{kind}:{index}"
-            self.tell(f"the script asks for {name}; --device {self.asked} runs it on {'the CPU' if self.on_host else self.target}")
+            self.tell(
+                f"the script asks for {name}; --device {self.asked} runs it on {'the CPU' if self.on_host else self.target}"
+            )
         return self.target
 
     def _keep_visible(self) -> None:
@@ -148,7 +164,14 @@ class Redirection:
         if hasattr(owner, name):
             self.ledger.set(owner, name, change(getattr(owner, name)))
 
-    def _takes(self, really: Any, at: int | None = None, key: str = "device", change: Callable[[Any], Any] | None = None, pins: bool = True) -> Any:
+    def _takes(
+        self,
+        really: Any,
+        at: int | None = None,
+        key: str = "device",
+        change: Callable[[Any], Any] | None = None,
+        pins: bool = True,
+    ) -> Any:
         """Wrap ``really`` to redirect its argument ``key``, by name or at position ``at``.
 
         Without ``pins`` nothing is pinned.
@@ -163,7 +186,7 @@ class Redirection:
                 if not pins:
                     kwargs.pop("pin_memory", None)
             if at is not None and len(args) > at:
-                args = (*args[:at], change(args[at]), *args[at + 1:])
+                args = (*args[:at], change(args[at]), *args[at + 1 :])
             return really(*args, **kwargs)
 
         return call
@@ -188,22 +211,38 @@ class Redirection:
         if self.on_host:
             self._set(tensor, "pin_memory", lambda really: lambda tensor, device=None: tensor)
             self._set(tensor, "record_stream", lambda really: lambda tensor, stream: None)
-            warnings.filterwarnings("ignore", message=r"'pin_memory' argument is set as true but", category=UserWarning)
+            warnings.filterwarnings(
+                "ignore", message=r"'pin_memory' argument is set as true but", category=UserWarning
+            )
         # a CPU-only torch does not accept a number
         self._set(torch.nn.Module, "to", partial(self._takes, at=1))
         self._set(DeviceContext, "__init__", partial(self._takes, at=1))
         self._set(torch, "set_default_device", self._default_device)
-        self._set(torch, "set_default_tensor_type", partial(self._takes, at=0, key="t", change=self.type_name))
+        self._set(
+            torch, "set_default_tensor_type", partial(self._takes, at=0, key="t", change=self.type_name)
+        )
         self.ledger.set(torch, "Generator", self._generators(torch.Generator))
 
     def _moved(self, kind: str, moves: Any, really: Any) -> Any:
         """Wrap `Tensor.cuda` and similar methods."""
         if kind == self.target.type:
-            return lambda tensor, device=None, *args, **kwargs: really(tensor, self(kind if device is None else device), *args, **kwargs)
+            return lambda tensor, device=None, *args, **kwargs: really(
+                tensor, self(kind if device is None else device), *args, **kwargs
+            )
 
         @wraps(really)
-        def moved(tensor: Any, device: Any = None, non_blocking: bool = False, memory_format: Any = self.torch.preserve_format) -> Any:
-            return moves(tensor, self(kind if device is None else device), non_blocking=non_blocking, memory_format=memory_format)
+        def moved(
+            tensor: Any,
+            device: Any = None,
+            non_blocking: bool = False,
+            memory_format: Any = self.torch.preserve_format,
+        ) -> Any:
+            return moves(
+                tensor,
+                self(kind if device is None else device),
+                non_blocking=non_blocking,
+                memory_format=memory_format,
+            )
 
         return moved
 
@@ -215,7 +254,9 @@ class Redirection:
             if really.__get__(tensor) or kind == "cuda":
                 return bool(really.__get__(tensor))
             frame = sys._getframe(1)
-            return is_users(frame.f_code.co_filename) and (tensor.device.type == kind if not self.on_host else self.demands.at(frame))
+            return is_users(frame.f_code.co_filename) and (
+                tensor.device.type == kind if not self.on_host else self.demands.at(frame)
+            )
 
         return property(is_cuda)
 
@@ -252,11 +293,22 @@ class Redirection:
             name = location.decode("ascii") if isinstance(location, bytes) else location
             return str(self(name)) if isinstance(name, str) else location
 
-        self._set(torch.serialization, "default_restore_location", partial(self._takes, at=1, key="location", change=by_name))
+        self._set(
+            torch.serialization,
+            "default_restore_location",
+            partial(self._takes, at=1, key="location", change=by_name),
+        )
         self._set(torch.UntypedStorage, "to", self._takes)  # `cuda` calls this method
         jit = self._takes(torch.jit.load, at=1, key="map_location")
-        self.ledger.set(torch.jit, "load", wraps(torch.jit.load)(
-            lambda f, map_location=None, *args, **kwargs: jit(f, "cpu" if map_location is None and self.on_host else map_location, *args, **kwargs)))
+        self.ledger.set(
+            torch.jit,
+            "load",
+            wraps(torch.jit.load)(
+                lambda f, map_location=None, *args, **kwargs: jit(
+                    f, "cpu" if map_location is None and self.on_host else map_location, *args, **kwargs
+                )
+            ),
+        )
 
     def _install_types(self) -> None:
         """Redirect functions with a device type: autocast, GradScaler.
@@ -264,15 +316,43 @@ class Redirection:
         An explicit dtype stays; CUDA's default becomes the target's.
         """
         torch, kind = self.torch, self.kind
-        self._set(torch.amp.autocast_mode.autocast, "__init__", partial(self._takes, at=1, key="device_type", change=kind))
-        self._set(torch.amp.GradScaler, "__init__", lambda really: wraps(really)(lambda scaler, device="cuda", *args, **kwargs: really(
-            scaler, kind(device), *args, **kwargs)))
+        self._set(
+            torch.amp.autocast_mode.autocast,
+            "__init__",
+            partial(self._takes, at=1, key="device_type", change=kind),
+        )
+        self._set(
+            torch.amp.GradScaler,
+            "__init__",
+            lambda really: wraps(really)(
+                lambda scaler, device="cuda", *args, **kwargs: really(scaler, kind(device), *args, **kwargs)
+            ),
+        )
         if self.target.type != "cuda":
-            self._set(torch.cuda.amp.autocast, "__init__", lambda really: wraps(really)(lambda context, enabled=True, dtype=None, cache_enabled=True: really(
-                context, enabled, torch.get_autocast_dtype(self.target.type) if dtype is None else dtype, cache_enabled)))
+            self._set(
+                torch.cuda.amp.autocast,
+                "__init__",
+                lambda really: wraps(really)(
+                    lambda context, enabled=True, dtype=None, cache_enabled=True: really(
+                        context,
+                        enabled,
+                        torch.get_autocast_dtype(self.target.type) if dtype is None else dtype,
+                        cache_enabled,
+                    )
+                ),
+            )
         for name in ("custom_fwd", "custom_bwd", "is_autocast_available"):
-            self._set(torch.amp, name, partial(self._takes, at=0 if name.startswith("is") else None, key="device_type", change=kind))
-        for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"):
+            self._set(
+                torch.amp,
+                name,
+                partial(self._takes, at=0 if name.startswith("is") else None, key="device_type", change=kind),
+            )
+        for name in (
+            "is_autocast_enabled",
+            "get_autocast_dtype",
+            "set_autocast_enabled",
+            "set_autocast_dtype",
+        ):
             self._set(torch, name, partial(self._takes, at=0, key="device_type", change=kind))
 
     def _install_wrappers(self) -> None:
@@ -283,34 +363,55 @@ class Redirection:
         only = None if self.on_host else [self.target]
 
         def replicas(really: Any) -> Any:
-            return wraps(really)(lambda wrapper, module, device_ids=None, output_device=None, *args, **kwargs: really(
-                wrapper, module, only, None, *args, **kwargs))
+            return wraps(really)(
+                lambda wrapper, module, device_ids=None, output_device=None, *args, **kwargs: really(
+                    wrapper, module, only, None, *args, **kwargs
+                )
+            )
 
         def ranks(really: Any) -> Any:
-            return wraps(really)(lambda wrapper, module, device_ids=None, output_device=None, *args, **kwargs: really(
-                wrapper, module, device_ids and only, None, *args, **kwargs))
+            return wraps(really)(
+                lambda wrapper, module, device_ids=None, output_device=None, *args, **kwargs: really(
+                    wrapper, module, device_ids and only, None, *args, **kwargs
+                )
+            )
 
         def once(really: Any) -> Any:
-            return wraps(really)(lambda module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None: (
-                really(module, inputs, only, None, dim, module_kwargs) if only
-                else module(*(inputs if isinstance(inputs, tuple) else (inputs,)), **(module_kwargs or {}))))
+            return wraps(really)(
+                lambda module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None: (
+                    really(module, inputs, only, None, dim, module_kwargs)
+                    if only
+                    else module(
+                        *(inputs if isinstance(inputs, tuple) else (inputs,)), **(module_kwargs or {})
+                    )
+                )
+            )
 
         if self.on_host:
-            self._set(sys.modules[parallel.DataParallel.__module__], "_get_available_device_type", lambda really: lambda: None)
+            self._set(
+                sys.modules[parallel.DataParallel.__module__],
+                "_get_available_device_type",
+                lambda really: lambda: None,
+            )
         self._set(parallel.DataParallel, "__init__", replicas)
         self._set(parallel.DistributedDataParallel, "__init__", ranks)
         self._set(parallel, "data_parallel", once)
 
     def _install_extensions(self) -> None:
         """Report built CUDA extensions: they cannot be redirected, and their failure is silent."""
+
         def built(really: Any) -> Any:
             @wraps(really)
             def build(*args: Any, **kwargs: Any) -> Any:
                 given = inspect.signature(really).bind(*args, **kwargs).arguments
                 sources = given.get("sources") or ()
-                if given.get("cuda_sources") or any(str(name).endswith(".cu") for name in ([sources] if isinstance(sources, str) else sources)):
-                    say(f"--device {self.asked} cannot redirect the CUDA extension {given['name']!r}: its kernels run only on a CUDA device. Use a code "
-                        "path of the script without it, or run the script on a machine with a CUDA device")
+                if given.get("cuda_sources") or any(
+                    str(name).endswith(".cu") for name in ([sources] if isinstance(sources, str) else sources)
+                ):
+                    say(
+                        f"--device {self.asked} cannot redirect the CUDA extension {given['name']!r}: its kernels run only on a CUDA device. Use a code "
+                        "path of the script without it, or run the script on a machine with a CUDA device"
+                    )
                 return really(*args, **kwargs)
 
             return build
@@ -333,23 +434,37 @@ class Redirection:
             if name != kind:
                 self._answer_for(getattr(torch, name), answers)
         if self.on_host:
-            for name in [name for name in dir(torch) if name.endswith("Tensor") and hasattr(torch.cuda, name)]:
+            for name in [
+                name for name in dir(torch) if name.endswith("Tensor") and hasattr(torch.cuda, name)
+            ]:
                 self.ledger.set(torch.cuda, name, getattr(torch, name))
         elif self.target.index is not None:
             self._answer_by_index(getattr(torch, kind))
-        for owner in (torch.cuda, torch.xpu, torch.mps, torch.backends.mps, *((torch.accelerator,) if self.on_host else ())):
+        for owner in (
+            torch.cuda,
+            torch.xpu,
+            torch.mps,
+            torch.backends.mps,
+            *((torch.accelerator,) if self.on_host else ()),
+        ):
             for name in ASKS:
                 self._set(owner, name, partial(self._asked, name, of_target=owner is getattr(torch, kind)))
 
     def _answer_for(self, module: Any, answers: dict[str, Any]) -> None:
-        owners = [module, *(part for name in OF_A_MODULE if isinstance(part := getattr(module, name, None), ModuleType))]
+        owners = [
+            module,
+            *(part for name in OF_A_MODULE if isinstance(part := getattr(module, name, None), ModuleType)),
+        ]
         for name, answer in answers.items():
             really = getattr(module, name, None)
             own = _own(answer, really)
             for owner in owners if really is not None else ():
                 if getattr(owner, name, None) is really:
                     self.ledger.set(owner, name, own)
-        for part, names in (("nvtx", ("range_push", "range_pop", "range_start", "range_end", "mark")), ("profiler", ("start", "stop"))):
+        for part, names in (
+            ("nvtx", ("range_push", "range_pop", "range_start", "range_end", "mark")),
+            ("profiler", ("start", "stop")),
+        ):
             for name in names:
                 self._set(getattr(module, part, None), name, partial(_own, zero))
 
@@ -387,7 +502,9 @@ class Redirection:
 
         @wraps(really)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return (really if str(sys._getframe(1).f_globals.get("__name__")).startswith(module) else redirected)(*args, **kwargs)
+            return (
+                really if str(sys._getframe(1).f_globals.get("__name__")).startswith(module) else redirected
+            )(*args, **kwargs)
 
         return call
 
@@ -399,9 +516,15 @@ class Redirection:
         def answer(*args: Any, **kwargs: Any) -> Any:
             self._keep_visible()
             frame = sys._getframe(1)
-            if not is_users(frame.f_code.co_filename) or (of_target and (not counts or self.target.index is None)):
+            if not is_users(frame.f_code.co_filename) or (
+                of_target and (not counts or self.target.index is None)
+            ):
                 return really(*args, **kwargs)
-            there = not self.on_host or self.demands.at(frame) or (counts and not self.demands.has_another_way(frame.f_code.co_filename))
+            there = (
+                not self.on_host
+                or self.demands.at(frame)
+                or (counts and not self.demands.has_another_way(frame.f_code.co_filename))
+            )
             return int(there) if counts else there
 
         return answer

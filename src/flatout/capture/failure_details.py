@@ -62,7 +62,7 @@ def _thrown(error: BaseException, link: str) -> ExceptionRecord:
     kind = type(error)
     frames = list(traceback.walk_tb(error.__traceback__))
     if len(frames) > MOST_FRAMES:
-        frames = frames[: MOST_FRAMES // 2] + frames[-MOST_FRAMES // 2:]
+        frames = frames[: MOST_FRAMES // 2] + frames[-MOST_FRAMES // 2 :]
     seen = [_frame(frame, line) for frame, line in frames]
     last = max((at for at, frame in enumerate(seen) if frame.mine), default=len(seen))
     for at in range(last, len(seen)):
@@ -81,12 +81,21 @@ def _thrown(error: BaseException, link: str) -> ExceptionRecord:
 
 def _frame(frame: FrameType, line: int) -> FrameSeen:
     file = frame.f_code.co_filename
-    return FrameSeen(file, line, frame.f_code.co_name, linecache.getline(file, line, frame.f_globals).strip(), _is_mine(file))
+    return FrameSeen(
+        file,
+        line,
+        frame.f_code.co_name,
+        linecache.getline(file, line, frame.f_globals).strip(),
+        _is_mine(file),
+    )
 
 
 def _statement(frame: FrameType, line: int) -> str:
     """Return the line with the lines after it: a call may span several."""
-    return " ".join(linecache.getline(frame.f_code.co_filename, at, frame.f_globals).strip() for at in range(line, line + 4))
+    return " ".join(
+        linecache.getline(frame.f_code.co_filename, at, frame.f_globals).strip()
+        for at in range(line, line + 4)
+    )
 
 
 def _is_mine(file: str) -> bool:
@@ -96,7 +105,12 @@ def _is_mine(file: str) -> bool:
 
 
 def _foreign() -> tuple[str, ...]:
-    paths = {*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages(), os.path.dirname(os.path.dirname(__file__))}
+    paths = {
+        *sysconfig.get_paths().values(),
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+        os.path.dirname(os.path.dirname(__file__)),
+    }
     torch = getattr(sys.modules.get("torch"), "__file__", None)
     if torch:
         paths.add(os.path.dirname(torch))
@@ -121,7 +135,11 @@ def _tensors(frame: FrameType, statement: str) -> list[TensorSeen]:
         if isinstance(value, (list, tuple)) and len(value) <= 64:
             parts = [(f"{name}[{at}]", each) for at, each in enumerate(value[:8])]
         elif type(value) is dict and len(value) <= 64:
-            parts = [(f"{name}[{key!r}]", each) for key, each in list(value.items())[:8] if isinstance(key, (str, int))]
+            parts = [
+                (f"{name}[{key!r}]", each)
+                for key, each in list(value.items())[:8]
+                if isinstance(key, (str, int))
+            ]
         found += [_tensor(part, each, torch) for part, each in parts if isinstance(each, torch.Tensor)]
         if len(found) >= MOST_TENSORS:
             break
@@ -129,9 +147,20 @@ def _tensors(frame: FrameType, statement: str) -> list[TensorSeen]:
 
 
 def _tensor(name: str, value: Any, torch: Any) -> TensorSeen:
-    seen = TensorSeen(name, [int(size) for size in value.shape], str(value.dtype).removeprefix("torch."), str(value.device), bool(value.requires_grad))
+    seen = TensorSeen(
+        name,
+        [int(size) for size in value.shape],
+        str(value.dtype).removeprefix("torch."),
+        str(value.device),
+        bool(value.requires_grad),
+    )
     whole = not value.dtype.is_floating_point and not value.dtype.is_complex and value.dtype != torch.bool
-    if whole and value.device.type == "cpu" and type(value) is torch.Tensor and 0 < value.numel() <= MOST_ENTRIES:
+    if (
+        whole
+        and value.device.type == "cpu"
+        and type(value) is torch.Tensor
+        and 0 < value.numel() <= MOST_ENTRIES
+    ):
         flat = value.detach().reshape(-1)
         read = torch._C.TensorBase.item  # bypasses hooks on tensor reads
         low, high = read(flat.argmin()), read(flat.argmax())
@@ -173,14 +202,22 @@ def _memory(record: FailureRecord, error: BaseException, torch: Any) -> None:
         return
     devices = range(torch.cuda.device_count())
     named = OF_A_GPU.search(str(error))
-    device = int(named[1]) if named is not None and int(named[1]) in devices else max(devices, key=torch.cuda.memory_allocated)
+    device = (
+        int(named[1])
+        if named is not None and int(named[1]) in devices
+        else max(devices, key=torch.cuda.memory_allocated)
+    )
     record.facts["gpu"] = torch.cuda.get_device_name(device)
     record.facts["capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
     record.facts["built_for"] = " ".join(torch.cuda.get_arch_list())
     free, total = torch.cuda.mem_get_info(device)
     statistics = torch.cuda.memory_stats(device)
-    record.memory = {"free": free, "total": total, "allocated": statistics.get("allocated_bytes.all.current", 0),
-                     "reserved": statistics.get("reserved_bytes.all.current", 0)}
+    record.memory = {
+        "free": free,
+        "total": total,
+        "allocated": statistics.get("allocated_bytes.all.current", 0),
+        "reserved": statistics.get("reserved_bytes.all.current", 0),
+    }
     kept: dict[str, dict[int, int]] = {"parameters": {}, "gradients": {}, "optimizer state": {}}
 
     def keep(kind: str, value: Any) -> None:
@@ -215,7 +252,9 @@ def _module(record: FailureRecord, error: BaseException, torch: Any) -> None:
     if running is None or root is None:
         return
     path = next((name for name, module in root.named_modules() if module is running), "")
-    shapes = {name: [int(size) for size in value.shape] for name, value in running.named_parameters(recurse=False)}
+    shapes = {
+        name: [int(size) for size in value.shape] for name, value in running.named_parameters(recurse=False)
+    }
     record.module = ModuleSeen(".".join(filter(None, (called, path))), type(running).__name__, shapes)
 
 
@@ -238,7 +277,11 @@ def _batch(record: FailureRecord, error: BaseException, torch: Any) -> None:
     loading = sys.modules.get("torch.utils.data.dataloader")
     if loading is None:
         return
-    given = [thing._num_yielded for thing in gc.get_objects() if issubclass(type(thing), loading._BaseDataLoaderIter)]
+    given = [
+        thing._num_yielded
+        for thing in gc.get_objects()
+        if issubclass(type(thing), loading._BaseDataLoaderIter)
+    ]
     if len(given) == 1 and given[0]:
         record.batch = given[0] - 1
 
@@ -248,7 +291,12 @@ def _forward_call(record: FailureRecord, error: BaseException, torch: Any) -> No
     named = NODE.search(str(error))
     if torch is None or named is None:
         return
-    values = [value for frame, _ in traceback.walk_tb(error.__traceback__) for value in list(frame.f_locals.values()) if isinstance(value, torch.Tensor)]
+    values = [
+        value
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        for value in list(frame.f_locals.values())
+        if isinstance(value, torch.Tensor)
+    ]
     nodes, known = [value.grad_fn for value in values if value.grad_fn is not None], set[Any]()
     while nodes and len(known) < MOST_NODES:
         node = nodes.pop()
@@ -258,6 +306,9 @@ def _forward_call(record: FailureRecord, error: BaseException, torch: Any) -> No
         call = node.metadata.get("traceback_") if node.name().startswith(f"{named[1]}Backward") else None
         if call:
             lines = "".join(call).rstrip().split("\n")
-            record.around += [f"Error detected in {node.name()}. Traceback of forward call that caused the error:", *lines]
+            record.around += [
+                f"Error detected in {node.name()}. Traceback of forward call that caused the error:",
+                *lines,
+            ]
             return
         nodes += [following for following, _ in node.next_functions if following is not None]

@@ -73,7 +73,9 @@ class FailureReporter:
 
     def _claim(self) -> bool:
         try:
-            os.close(os.open(os.path.join(self.local_launcher, CLAIM), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            os.close(
+                os.open(os.path.join(self.local_launcher, CLAIM), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            )
         except FileExistsError:
             return False
         return True
@@ -83,10 +85,20 @@ class FailureReporter:
         import traceback
 
         said = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        words = {"rank": self.rank, "host": os.uname().nodename, "pid": os.getpid(), "traceback": said[-MOST_CHARACTERS:]}
+        words = {
+            "rank": self.rank,
+            "host": os.uname().nodename,
+            "pid": os.getpid(),
+            "traceback": said[-MOST_CHARACTERS:],
+        }
         path = os.path.join(self.local_launcher, f"rank{self.rank}.failed")
         beside = f"{path}.{os.getpid()}"
-        with open(os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8", errors="replace") as out:
+        with open(
+            os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600),
+            "w",
+            encoding="utf-8",
+            errors="replace",
+        ) as out:
             json.dump(words, out)
         os.replace(beside, path)
 
@@ -94,4 +106,8 @@ class FailureReporter:
 def of_this_launch(environment: Mapping[str, str] = os.environ) -> FailureReporter | None:
     """Return the reporter; None if no flatout launcher waits for reports."""
     local_launcher, rank = environment.get("FLATOUT_LAUNCH"), environment.get("FLATOUT_RANK", "")
-    return FailureReporter(local_launcher, rank, environment.get("FLATOUT_LAUNCHER", "")) if local_launcher and rank.isdigit() else None
+    return (
+        FailureReporter(local_launcher, rank, environment.get("FLATOUT_LAUNCHER", ""))
+        if local_launcher and rank.isdigit()
+        else None
+    )

@@ -32,10 +32,24 @@ class FakeExecution:
     measured here.
     """
 
-    def __init__(self, torch: Any, ledger: Ledger, born: Born, gone: Gone, device_type: str, kernels_are_ours: bool = True) -> None:
+    def __init__(
+        self,
+        torch: Any,
+        ledger: Ledger,
+        born: Born,
+        gone: Gone,
+        device_type: str,
+        kernels_are_ours: bool = True,
+    ) -> None:
         from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-        self.torch, self.ledger, self.born, self.gone, self.device_type = torch, ledger, born, gone, device_type
+        self.torch, self.ledger, self.born, self.gone, self.device_type = (
+            torch,
+            ledger,
+            born,
+            gone,
+            device_type,
+        )
         self.kernels_are_ours = kernels_are_ours and device_type == "cpu"
         self.fake_tensor = FakeTensor
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -54,12 +68,16 @@ class FakeExecution:
         fake_execution = self
 
         class Counting(TorchDispatchMode):
-            def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            def __torch_dispatch__(
+                self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
                 return fake_execution._dispatched(function, args, kwargs or {})
 
         tensor = self.torch.Tensor
         self.ledger.set(tensor, "numpy", _or_stand_in(tensor.numpy, self._array, self.fake_tensor), new=True)
-        self.ledger.set(tensor, "__format__", _or_stand_in(tensor.__format__, self._formatted, self.fake_tensor))
+        self.ledger.set(
+            tensor, "__format__", _or_stand_in(tensor.__format__, self._formatted, self.fake_tensor)
+        )
         self.ledger.set(self.torch._VF, "lstm", by_layers(self.torch, self.torch._VF.lstm))
         for mode in (self.fake_mode, Counting()):
             mode.__enter__()
@@ -80,7 +98,12 @@ class FakeExecution:
         if function.namespace == "profiler":  # start and end of a profiler record: no tensor
             return function(*args, **kwargs)
         leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs))
-        leaves = [self._fake(leaf) if isinstance(leaf, torch.Tensor) and not isinstance(leaf, self.fake_tensor) else leaf for leaf in leaves]
+        leaves = [
+            self._fake(leaf)
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, self.fake_tensor)
+            else leaf
+            for leaf in leaves
+        ]
         if function is torch.ops.aten._local_scalar_dense.default:
             with self.really():
                 return self.known.number(leaves[0])
@@ -125,7 +148,9 @@ class FakeExecution:
             return made
         except (DynamicOutputShapeException, DataDependentOutputException):
             if values is not None:
-                return self.torch.utils._pytree.tree_map_only(self.torch.Tensor, self.fake_mode.from_tensor, values)
+                return self.torch.utils._pytree.tree_map_only(
+                    self.torch.Tensor, self.fake_mode.from_tensor, values
+                )
             self.known.guessed.add("a choice of elements")
             return self._everything_chosen(function, args, kwargs)
 
@@ -140,7 +165,11 @@ class FakeExecution:
             indices = []
             for index in args[1]:
                 chooses = index is not None and index.dtype in (torch.bool, torch.uint8)
-                indices += [self._empty((index.numel(),), torch.int64) for _ in range(index.dim())] if chooses else [index]
+                indices += (
+                    [self._empty((index.numel(),), torch.int64) for _ in range(index.dim())]
+                    if chooses
+                    else [index]
+                )
             with self.fake_mode:
                 return function(args[0], indices)
         raise NotImplementedError(f"the output shape of {function._schema.name} depends on values")
@@ -183,7 +212,11 @@ class FakeExecution:
 
     def block_of(self, tensor: Any) -> Any:
         """Return the block of a fake tensor; None for a real tensor or another device."""
-        return self._blocks.get(tensor.untyped_storage()._cdata) if isinstance(tensor, self.fake_tensor) and tensor.layout == self.torch.strided else None
+        return (
+            self._blocks.get(tensor.untyped_storage()._cdata)
+            if isinstance(tensor, self.fake_tensor) and tensor.layout == self.torch.strided
+            else None
+        )
 
     def _count(self, tensor: Any, real: bool) -> Any:
         if tensor.layout != self.torch.strided or tensor.device.type != self.device_type:
@@ -208,14 +241,24 @@ class FakeExecution:
     def _array(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         with self.really():
             value = self.known.of(tensor)
-            return (value if value is not None else self.torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")).numpy()
+            return (
+                value
+                if value is not None
+                else self.torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
+            ).numpy()
 
     def _formatted(self, tensor: Any, spec: str) -> str:
         return format(tensor.detach().item() if tensor.dim() == 0 else repr(tensor), spec)
 
 
-def _or_stand_in(really: Callable[..., Any], stand_in: Callable[..., Any], fake_tensor: type) -> Callable[..., Any]:
+def _or_stand_in(
+    really: Callable[..., Any], stand_in: Callable[..., Any], fake_tensor: type
+) -> Callable[..., Any]:
     def ask(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return stand_in(tensor, *args, **kwargs) if isinstance(tensor, fake_tensor) else really(tensor, *args, **kwargs)
+        return (
+            stand_in(tensor, *args, **kwargs)
+            if isinstance(tensor, fake_tensor)
+            else really(tensor, *args, **kwargs)
+        )
 
     return ask

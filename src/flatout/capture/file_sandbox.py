@@ -34,7 +34,11 @@ class FileSandbox:
         self._install_open()
         self._install_torch(torch)
         for name in LOOKING:
-            self._wrap(os, name, lambda really, path, *args, **kwargs: really(self._seen(path, kwargs), *args, **kwargs))
+            self._wrap(
+                os,
+                name,
+                lambda really, path, *args, **kwargs: really(self._seen(path, kwargs), *args, **kwargs),
+            )
         self._wrap(os, "access", self._access)
         for name in CHANGING:
             self._wrap(os, name, self._change)
@@ -45,7 +49,13 @@ class FileSandbox:
         self._wrap(os, "mkdir", self._mkdir)
         self._wrap(os, "rmdir", self._rmdir)
         self._wrap(os, "symlink", self._symlink)
-        self._wrap(os, "link", lambda really, src, dst, **kwargs: really(self.overlay.reading(src), self.overlay.writing(dst, "x"), **kwargs))
+        self._wrap(
+            os,
+            "link",
+            lambda really, src, dst, **kwargs: really(
+                self.overlay.reading(src), self.overlay.writing(dst, "x"), **kwargs
+            ),
+        )
 
     def leave(self) -> None:
         """Remove the empty folders that the script made, and its temporary files."""
@@ -76,7 +86,12 @@ class FileSandbox:
         overlay = self.overlay
 
         def open_(really: Any, file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
-            return really(overlay.writing(file, mode) if set(str(mode)) & set("wax+") else overlay.reading(file), mode, *args, **kwargs)
+            return really(
+                overlay.writing(file, mode) if set(str(mode)) & set("wax+") else overlay.reading(file),
+                mode,
+                *args,
+                **kwargs,
+            )
 
         def open_low(really: Any, path: Any, flags: int, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("dir_fd") is not None or not flags & WRITES:
@@ -87,7 +102,12 @@ class FileSandbox:
                 if not overlay.is_outside(path):
                     overlay.create(path)
                 return handle
-            return really(overlay.writing(path, "w" if flags & os.O_TRUNC else "a" if flags & os.O_CREAT else "r+"), flags, *args, **kwargs)
+            return really(
+                overlay.writing(path, "w" if flags & os.O_TRUNC else "a" if flags & os.O_CREAT else "r+"),
+                flags,
+                *args,
+                **kwargs,
+            )
 
         self._wrap(builtins, "open", open_)
         self.ledger.set(io, "open", builtins.open)
@@ -97,8 +117,18 @@ class FileSandbox:
         overlay = self.overlay
         for owner in (torch, sys.modules.get("torch.jit")):
             if owner is not None:
-                self._wrap(owner, "save", lambda really, obj, f, *args, **kwargs: really(obj, overlay.writing(f, "w"), *args, **kwargs))
-                self._wrap(owner, "load", lambda really, f, *args, **kwargs: really(overlay.reading(f), *args, **kwargs))
+                self._wrap(
+                    owner,
+                    "save",
+                    lambda really, obj, f, *args, **kwargs: really(
+                        obj, overlay.writing(f, "w"), *args, **kwargs
+                    ),
+                )
+                self._wrap(
+                    owner,
+                    "load",
+                    lambda really, f, *args, **kwargs: really(overlay.reading(f), *args, **kwargs),
+                )
 
     # -- inspecting and changing ----------------------------------------------------------------------------
 
@@ -143,7 +173,9 @@ class FileSandbox:
     def _symlink(self, really: Any, src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
         where = self.overlay.writing(dst, "x")
         if where is not dst:  # the link lies elsewhere, so make its target absolute
-            src = self.overlay.reading(os.path.join(os.path.dirname(os.path.abspath(os.fsdecode(dst))), os.fsdecode(src)))
+            src = self.overlay.reading(
+                os.path.join(os.path.dirname(os.path.abspath(os.fsdecode(dst))), os.fsdecode(src))
+            )
         really(src, where, *args, **kwargs)
 
 

@@ -13,7 +13,13 @@ from types import CodeType, FrameType
 from flatout.plan.findings import SourceLocation
 
 HOME = str(Path(__file__).resolve().parents[1]) + "/"
-PYTHON = tuple({str(Path(path)) + "/" for name, path in sysconfig.get_paths().items() if name in ("stdlib", "platstdlib")})
+PYTHON = tuple(
+    {
+        str(Path(path)) + "/"
+        for name, path in sysconfig.get_paths().items()
+        if name in ("stdlib", "platstdlib")
+    }
+)
 LIBRARIES = ("/site-packages/", "/dist-packages/")
 Line = tuple[CodeType, int]  # a function's code, and the line in its file
 
@@ -21,13 +27,21 @@ Line = tuple[CodeType, int]  # a function's code, and the line in its file
 @lru_cache(maxsize=4096)
 def is_users(filename: str) -> bool:
     """Whether a file is the user's own source, not that of a library, Python, flatout or generated code."""
-    return bool(filename) and not (filename.startswith(("<", HOME)) or any(part in filename for part in LIBRARIES) or filename.startswith(PYTHON)
-                                   or is_installed(filename))
+    return bool(filename) and not (
+        filename.startswith(("<", HOME))
+        or any(part in filename for part in LIBRARIES)
+        or filename.startswith(PYTHON)
+        or is_installed(filename)
+    )
 
 
 def is_installed(filename: str) -> bool:
     """Whether a file lies where packages were installed under an unusual path: `pip install --target`."""
-    return any(filename.startswith(f"{folder}/") and _holds_packages(folder) for folder in sys.path if folder.startswith("/"))
+    return any(
+        filename.startswith(f"{folder}/") and _holds_packages(folder)
+        for folder in sys.path
+        if folder.startswith("/")
+    )
 
 
 @lru_cache(maxsize=256)
@@ -40,7 +54,11 @@ def _holds_packages(folder: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def is_torch(filename: str) -> bool:
-    return "/site-packages/torch/" in filename or "/dist-packages/torch/" in filename or filename.startswith(HOME)
+    return (
+        "/site-packages/torch/" in filename
+        or "/dist-packages/torch/" in filename
+        or filename.startswith(HOME)
+    )
 
 
 def users_line(frame: FrameType | None) -> Line | None:

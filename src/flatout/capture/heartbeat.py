@@ -181,11 +181,17 @@ class HeartbeatWriter:
 
     def _write_workers(self, workers: Any) -> None:
         try:
-            handle = os.open(os.path.join(self.folder, f"workers.{os.getpid()}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            handle = os.open(
+                os.path.join(self.folder, f"workers.{os.getpid()}"),
+                os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC,
+                0o600,
+            )
         except OSError:
             return
         try:
-            os.write(handle, "".join(f"{number} {worker.pid}\n" for number, worker in enumerate(workers)).encode())
+            os.write(
+                handle, "".join(f"{number} {worker.pid}\n" for number, worker in enumerate(workers)).encode()
+            )
         except OSError:
             pass
         finally:
@@ -204,7 +210,9 @@ class HeartbeatWriter:
         @wraps(save)
         def hooked_save(*args: Any, **kwargs: Any) -> Any:
             before = self.words[PHASE]
-            if self.boundaries.forward_or_backward_begins():  # without an optimizer object a step ends where something else begins
+            if (
+                self.boundaries.forward_or_backward_begins()
+            ):  # without an optimizer object a step ends where something else begins
                 self.words[STEPS] += 1
             self._beat(SAVING)
             try:
@@ -242,7 +250,11 @@ class HeartbeatWriter:
             return
         strange = ~self.torch.isfinite(loss.detach()).reshape(())
         if loss.device.type != "cpu":
-            self._not_finite = strange if self._not_finite is None else self._not_finite | strange.to(self._not_finite.device)
+            self._not_finite = (
+                strange
+                if self._not_finite is None
+                else self._not_finite | strange.to(self._not_finite.device)
+            )
             self._observed_losses += 1
             if self._observed_losses % LOOK_EVERY:
                 return
@@ -269,9 +281,19 @@ def failed(error: BaseException) -> None:
         import traceback
 
         places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-        info = {"pid": os.getpid(), "kinds": [kind.__name__ for kind in type(error).__mro__], "said": str(error)[:2000], "places": places[-60:]}
+        info = {
+            "pid": os.getpid(),
+            "kinds": [kind.__name__ for kind in type(error).__mro__],
+            "said": str(error)[:2000],
+            "places": places[-60:],
+        }
         path = os.path.join(_installed.folder, f"failed.{os.getpid()}")
-        with open(os.open(f"{path}.new", os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600), "w", encoding="utf-8", errors="replace") as out:
+        with open(
+            os.open(f"{path}.new", os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600),
+            "w",
+            encoding="utf-8",
+            errors="replace",
+        ) as out:
             json.dump(info, out)
         os.replace(f"{path}.new", path)
     except Exception:

@@ -14,11 +14,40 @@ from typing import Any
 
 from flatout.capture.frames import is_torch
 
-NOTHING = ("synchronize", "set_device", "set_device_index", "set_device_idx", "empty_cache", "ipc_collect", "init", "set_stream", "seed", "seed_all",
-           "set_sync_debug_mode", "set_per_process_memory_fraction")
-ZERO = ("current_device", "current_device_index", "current_device_idx", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
-        "memory_cached", "max_memory_cached", "current_allocated_memory", "driver_allocated_memory", "memory_usage", "device_memory_used", "utilization",
-        "temperature", "power_draw", "clock_rate", "get_sync_debug_mode")
+NOTHING = (
+    "synchronize",
+    "set_device",
+    "set_device_index",
+    "set_device_idx",
+    "empty_cache",
+    "ipc_collect",
+    "init",
+    "set_stream",
+    "seed",
+    "seed_all",
+    "set_sync_debug_mode",
+    "set_per_process_memory_fraction",
+)
+ZERO = (
+    "current_device",
+    "current_device_index",
+    "current_device_idx",
+    "memory_allocated",
+    "max_memory_allocated",
+    "memory_reserved",
+    "max_memory_reserved",
+    "memory_cached",
+    "max_memory_cached",
+    "current_allocated_memory",
+    "driver_allocated_memory",
+    "memory_usage",
+    "device_memory_used",
+    "utilization",
+    "temperature",
+    "power_draw",
+    "clock_rate",
+    "get_sync_debug_mode",
+)
 COUNTS = ("memory_stats", "memory_stats_as_nested_dict", "host_memory_stats")
 
 
@@ -96,8 +125,13 @@ class Runtime:
 
 def host_answers(torch: Any) -> dict[str, Any]:
     """Return replacements by name for the functions and classes of `torch.cuda` and similar modules."""
-    memory = tuple(os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") if name in os.sysconf_names else 0 for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
-    properties = SimpleNamespace(name="CPU", major=0, minor=0, total_memory=memory[1], multi_processor_count=os.cpu_count() or 1)
+    memory = tuple(
+        os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") if name in os.sysconf_names else 0
+        for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES")
+    )
+    properties = SimpleNamespace(
+        name="CPU", major=0, minor=0, total_memory=memory[1], multi_processor_count=os.cpu_count() or 1
+    )
     stream = type("Stream", (Stream,), {"device": torch.device("cpu")})
     seeds = {torch.initial_seed()}  # the seed of a script that has not seeded torch
 
@@ -118,18 +152,31 @@ def host_answers(torch: Any) -> dict[str, Any]:
             put_back(state)
 
     return {
-        **dict.fromkeys((*NOTHING, *(name for name in dir(torch.cuda) if name.startswith("reset_"))), nothing),
+        **dict.fromkeys(
+            (*NOTHING, *(name for name in dir(torch.cuda) if name.startswith("reset_"))), nothing
+        ),
         **dict.fromkeys(ZERO, zero),
         **dict.fromkeys(COUNTS, lambda device=None: Counter()),
         **dict.fromkeys(("memory_summary", "list_gpu_processes"), lambda *args, **kwargs: ""),
-        "memory_snapshot": lambda *args, **kwargs: [], "mem_get_info": lambda device=None: memory, "recommended_max_memory": lambda: memory[1],
-        "get_device_name": lambda device=None: properties.name, "get_device_capability": lambda device=None: (0, 0),
-        "get_device_properties": lambda device=None: properties, "get_arch_list": list, "is_bf16_supported": lambda including_emulation=True: True,
-        "is_current_stream_capturing": lambda: False, "make_graphed_callables": lambda callables, *args, **kwargs: callables, "cudart": Runtime,
+        "memory_snapshot": lambda *args, **kwargs: [],
+        "mem_get_info": lambda device=None: memory,
+        "recommended_max_memory": lambda: memory[1],
+        "get_device_name": lambda device=None: properties.name,
+        "get_device_capability": lambda device=None: (0, 0),
+        "get_device_properties": lambda device=None: properties,
+        "get_arch_list": list,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "is_current_stream_capturing": lambda: False,
+        "make_graphed_callables": lambda callables, *args, **kwargs: callables,
+        "cudart": Runtime,
         **dict.fromkeys(("current_stream", "default_stream"), lambda device=None: torch.cuda.Stream()),
-        **dict.fromkeys(("Stream", "ExternalStream"), stream), "Event": Event,
+        **dict.fromkeys(("Stream", "ExternalStream"), stream),
+        "Event": Event,
         **dict.fromkeys(("stream", "StreamContext", "device", "device_of"), Here),
-        **dict.fromkeys(("manual_seed", "manual_seed_all"), seed), "initial_seed": torch.initial_seed,
-        "get_rng_state": lambda device=None: torch.get_rng_state(), "get_rng_state_all": lambda: [torch.get_rng_state()],
-        "set_rng_state": put_back, "set_rng_state_all": put_back_all,
+        **dict.fromkeys(("manual_seed", "manual_seed_all"), seed),
+        "initial_seed": torch.initial_seed,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "get_rng_state_all": lambda: [torch.get_rng_state()],
+        "set_rng_state": put_back,
+        "set_rng_state_all": put_back_all,
     }

@@ -14,8 +14,18 @@ from typing import Any
 
 MOST_ELEMENTS = 2**18  # limit for values that are really computed
 ALL = ("all", "_is_all_true")  # such checks expect success; "any" checks for errors
-SAME, OPPOSITE = ("view", "reshape", "clone", "detach", "_to_copy", "alias", "unsqueeze", "squeeze", "select"), ("bitwise_not", "logical_not")
-JUNCTIONS = {"mul": all, "bitwise_and": all, "logical_and": all, "add": any, "bitwise_or": any, "logical_or": any}
+SAME, OPPOSITE = (
+    ("view", "reshape", "clone", "detach", "_to_copy", "alias", "unsqueeze", "squeeze", "select"),
+    ("bitwise_not", "logical_not"),
+)
+JUNCTIONS = {
+    "mul": all,
+    "bitwise_and": all,
+    "logical_and": all,
+    "add": any,
+    "bitwise_or": any,
+    "logical_or": any,
+}
 
 
 class KnownValues:
@@ -39,7 +49,14 @@ class KnownValues:
         """Whether the value of a real tensor may matter: a single number, or not too many integers."""
         if tensor.layout != self.torch.strided or tensor.requires_grad or tensor.device.type != "cpu":
             return False
-        return bool(tensor.numel() <= 1 or (tensor.numel() <= MOST_ELEMENTS and not tensor.dtype.is_floating_point and not tensor.dtype.is_complex))
+        return bool(
+            tensor.numel() <= 1
+            or (
+                tensor.numel() <= MOST_ELEMENTS
+                and not tensor.dtype.is_floating_point
+                and not tensor.dtype.is_complex
+            )
+        )
 
     def computed(self, function: Any, leaves: list[Any], rebuild: Any) -> Any:
         """Compute an operator whose tensors are all known and which draws nothing; else return None.
@@ -69,8 +86,14 @@ class KnownValues:
             return False
         sizes = next((arg for arg in (*args, kwargs.get("size")) if isinstance(arg, (list, tuple))), ())
         elements = prod(int(size) for size in sizes)
-        whole = name.startswith("aten::arange") or kwargs.get("dtype") in (self.torch.int64, self.torch.int32, self.torch.bool)
-        few = all(abs(arg) <= MOST_ELEMENTS for arg in args if isinstance(arg, int)) or name.startswith("aten::full")
+        whole = name.startswith("aten::arange") or kwargs.get("dtype") in (
+            self.torch.int64,
+            self.torch.int32,
+            self.torch.bool,
+        )
+        few = all(abs(arg) <= MOST_ELEMENTS for arg in args if isinstance(arg, int)) or name.startswith(
+            "aten::full"
+        )
         return few and elements <= (MOST_ELEMENTS if whole else 1)
 
     def note(self, function: Any, leaves: list[Any], made: Any, values: Any) -> None:
@@ -81,7 +104,11 @@ class KnownValues:
         for each, value in zip_longest(made if several else [made], found):
             if not isinstance(each, torch.Tensor):
                 continue
-            if isinstance(value, torch.Tensor) and value.shape == each.shape and value.numel() <= MOST_ELEMENTS:
+            if (
+                isinstance(value, torch.Tensor)
+                and value.shape == each.shape
+                and value.numel() <= MOST_ELEMENTS
+            ):
                 if not value.dtype.is_floating_point or value.numel() <= 1:
                     self.set(each, value)
             elif function._schema.is_mutable and each.numel() > 1:
@@ -100,7 +127,9 @@ class KnownValues:
         asked = [bool(self._truths.get(tensor, False)) for tensor in tensors]
         if name in ("eq", "ne"):
             same = len(tensors) == 2 and tensors[0] is tensors[1]
-            infinite = any(isinstance(leaf, float) and leaf in (float("inf"), float("-inf")) for leaf in leaves)
+            infinite = any(
+                isinstance(leaf, float) and leaf in (float("inf"), float("-inf")) for leaf in leaves
+            )
             return same if name == "eq" else infinite and not same
         if name in ALL or name == "isfinite":
             return True
@@ -119,4 +148,3 @@ class KnownValues:
             self.guessed.add("a decision")
             return bool(self._truths.get(tensor, False))
         return 1.0 if tensor.dtype.is_floating_point else 1
-

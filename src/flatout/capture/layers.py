@@ -17,7 +17,11 @@ def layer_counts(roots: Iterable[Any]) -> dict[str, int]:
     """
     modules = {id(module): module for root in roots for module in root.modules()}
     counts = Counter(_name(type(module)) for module in modules.values())
-    return dict(sorted(((name, n) for name, n in counts.items() if name), key=lambda each: (-each[1], each[0]))[:MOST_NAMES])
+    return dict(
+        sorted(((name, n) for name, n in counts.items() if name), key=lambda each: (-each[1], each[0]))[
+            :MOST_NAMES
+        ]
+    )
 
 
 def _name(kind: type) -> str:

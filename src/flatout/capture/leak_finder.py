@@ -60,10 +60,18 @@ class LeakFinder:
     def look(self, step: int) -> None:
         alive = {id(tensor): weakref.ref(tensor) for tensor in self._alive()}
         self._looks.append((step, alive))
-        self._graphs.append(max((self._nodes(tensor) for tensor in self._alive() if tensor.grad_fn is not None), default=0))
+        self._graphs.append(
+            max((self._nodes(tensor) for tensor in self._alive() if tensor.grad_fn is not None), default=0)
+        )
         self._lengths.append(dict(self._containers()))
-        self._sizes.append({(frame.f_code.co_filename, name): value.untyped_storage().nbytes() for frame in _frames() for name, value in frame.f_locals.items()
-                            if isinstance(value, self.torch.Tensor) and value.layout == self.torch.strided})
+        self._sizes.append(
+            {
+                (frame.f_code.co_filename, name): value.untyped_storage().nbytes()
+                for frame in _frames()
+                for name, value in frame.f_locals.items()
+                if isinstance(value, self.torch.Tensor) and value.layout == self.torch.strided
+            }
+        )
 
     def found(self, known: Iterable[Any]) -> Held | None:
         """Return the leak, if any.
@@ -77,12 +85,20 @@ class LeakFinder:
         between = [len(tensors) for tensors in births]
         steps = self._looks[-2][0] - self._looks[0][0]
         growing = all(between) and steps > 0
-        chain = self._longest_chain(fine) if all(b > a for a, b in zip(self._graphs, self._graphs[1:], strict=False)) else None
+        chain = (
+            self._longest_chain(fine)
+            if all(b > a for a, b in zip(self._graphs, self._graphs[1:], strict=False))
+            else None
+        )
         suspects = [tensor for tensors in births for tensor in tensors] if growing else []
         if not suspects and chain is None:
             return self._swollen()
         held = Held(tensors_a_step=len(suspects) / steps if suspects else 0.0)
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in suspects if t.layout == self.torch.strided}
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in suspects
+            if t.layout == self.torch.strided
+        }
         held.held_bytes = sum(storages.values())
         held.graph = chain is not None or any(t.grad_fn is not None for t in suspects)
         looked_at = suspects[:SUSPECTS] or [chain]
@@ -95,8 +111,12 @@ class LeakFinder:
         if len(self._lengths) < 4:
             return None
         first, *later = self._lengths
-        grown = [(later[-1][named] - count, named) for named, count in first.items()
-                 if all(named in counts for counts in later) and all(b[named] > a[named] for a, b in zip(self._lengths, later, strict=False))]
+        grown = [
+            (later[-1][named] - count, named)
+            for named, count in first.items()
+            if all(named in counts for counts in later)
+            and all(b[named] > a[named] for a, b in zip(self._lengths, later, strict=False))
+        ]
         if not grown:
             return None
         kind, name, owner, files = max(grown)[1]
@@ -116,8 +136,12 @@ class LeakFinder:
     def _swollen(self) -> Held | None:
         """Return a single tensor that grew at each look: concatenation without removal."""
         first, *later = self._sizes
-        grown = [(later[-1][key] - size, key) for key, size in first.items()
-                 if all(key in sizes for sizes in later) and all(b[key] > a[key] for a, b in zip(self._sizes, later, strict=False))]
+        grown = [
+            (later[-1][key] - size, key)
+            for key, size in first.items()
+            if all(key in sizes for sizes in later)
+            and all(b[key] > a[key] for a, b in zip(self._sizes, later, strict=False))
+        ]
         if not grown:
             return None
         more, (file, name) = max(grown)
@@ -136,11 +160,21 @@ class LeakFinder:
         for (_, before), (_, after) in zip(self._looks[:-2], self._looks[1:-1], strict=True):
             born = [(ref(), before.get(key)) for key, ref in after.items() if key in now]
             # An address is reused once its tensor is gone.
-            found.append([tensor for tensor, earlier in born if tensor is not None and (earlier is None or earlier() is not tensor)])
+            found.append(
+                [
+                    tensor
+                    for tensor, earlier in born
+                    if tensor is not None and (earlier is None or earlier() is not tensor)
+                ]
+            )
         return found
 
     def _longest_chain(self, fine: set[int]) -> Any:
-        chains = [(self._nodes(tensor), tensor) for tensor in self._alive() if tensor.grad_fn is not None and id(tensor) not in fine]
+        chains = [
+            (self._nodes(tensor), tensor)
+            for tensor in self._alive()
+            if tensor.grad_fn is not None and id(tensor) not in fine
+        ]
         return max(chains, key=lambda pair: pair[0])[1] if chains else None
 
     def _nodes(self, tensor: Any) -> int:
@@ -157,7 +191,9 @@ class LeakFinder:
 
 
 def _most_common_holder(tensors: list[Any], ours: set[int]) -> tuple[str, SourceLocation | None]:
-    named: Counter[Named] = Counter(holder for tensor in tensors if (holder := _holder(tensor, ours)) is not None)
+    named: Counter[Named] = Counter(
+        holder for tensor in tensors if (holder := _holder(tensor, ours)) is not None
+    )
     if not named:
         return "", None
     kind, name, owner, files = named.most_common(1)[0][0]
@@ -172,7 +208,11 @@ def _holder(tensor: Any, ours: set[int]) -> Named | None:
             found = _name_in_frames(thing, kind) or _name_in_namespaces(thing, kind)
             if found is not None:
                 return found
-        above = [thing for thing in gc.get_referrers(*things) if id(thing) not in seen and isinstance(thing, CONTAINERS) and thing is not things]
+        above = [
+            thing
+            for thing in gc.get_referrers(*things)
+            if id(thing) not in seen and isinstance(thing, CONTAINERS) and thing is not things
+        ]
         above = [thing for thing in above if not _is_namespace(thing)]
         if not above:
             return None
@@ -203,24 +243,34 @@ def _name_in_namespaces(thing: Any, kind: str) -> Named | None:
     """Find a global of a module, an attribute of an object, or a closure variable."""
     for referrer in gc.get_referrers(thing):
         if isinstance(referrer, dict):
-            name = next((key for key, value in referrer.items() if value is thing and isinstance(key, str)), None)
+            name = next(
+                (key for key, value in referrer.items() if value is thing and isinstance(key, str)), None
+            )
             if name is None:
                 continue
             if "__name__" in referrer and "__builtins__" in referrer:
                 if is_users(str(referrer.get("__file__", ""))):
                     return kind, name, "", (referrer["__file__"],)
                 continue
-            owner = next((o for o in gc.get_referrers(referrer) if getattr(o, "__dict__", None) is referrer), None)
+            owner = next(
+                (o for o in gc.get_referrers(referrer) if getattr(o, "__dict__", None) is referrer), None
+            )
             if owner is not None:
                 return _attribute(owner, name, kind)
         elif isinstance(referrer, types.CellType):
-            for function in gc.get_referrers(*[c for c in gc.get_referrers(referrer) if isinstance(c, tuple)] or [()]):
+            for function in gc.get_referrers(
+                *[c for c in gc.get_referrers(referrer) if isinstance(c, tuple)] or [()]
+            ):
                 closure = function.__closure__ or () if isinstance(function, types.FunctionType) else ()
                 if referrer in closure:
                     name = function.__code__.co_freevars[closure.index(referrer)]
                     return kind, name, f"{function.__name__}()", (function.__code__.co_filename,)
-        elif not isinstance(referrer, (list, set, tuple, types.FrameType, weakref.ref)) and not type(referrer).__module__.startswith("torch"):
-            name = next((key for key, value in getattr(referrer, "__dict__", {}).items() if value is thing), None)
+        elif not isinstance(referrer, (list, set, tuple, types.FrameType, weakref.ref)) and not type(
+            referrer
+        ).__module__.startswith("torch"):
+            name = next(
+                (key for key, value in getattr(referrer, "__dict__", {}).items() if value is thing), None
+            )
             if name is not None:
                 return _attribute(referrer, name, kind)
     return None
@@ -251,7 +301,9 @@ def _putting_line(name: str, kind: str, files: Iterable[str]) -> SourceLocation 
     """Return the user's line that fills this name: ``append`` and the like, or an assignment."""
     short = name.removeprefix("self.")
     for file in files:
-        found = sorted((rank, -inside, line, function) for rank, inside, line, function in _puts(file, short, kind))
+        found = sorted(
+            (rank, -inside, line, function) for rank, inside, line, function in _puts(file, short, kind)
+        )
         if found:
             _, _, line, function = found[0]
             return place_at(file, line, function)
@@ -282,7 +334,12 @@ def _puts(file: str, short: str, kind: str) -> Iterator[tuple[int, int, int, str
 
 
 def _rank(node: ast.AST, short: str, kind: str) -> int | None:
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in PUTTING and _ends(node.func.value) == short:
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in PUTTING
+        and _ends(node.func.value) == short
+    ):
         return 0
     if isinstance(node, ast.AugAssign) and _ends(node.target) == short:
         return 0

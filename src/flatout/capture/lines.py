@@ -36,7 +36,9 @@ class OperatorLines:
         lines = self
 
         class LineObserver(TorchDispatchMode):
-            def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            def __torch_dispatch__(
+                self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
                 lines._observed(function, args)
                 return function(*args, **(kwargs or {}))
 

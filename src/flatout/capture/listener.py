@@ -67,7 +67,9 @@ class Several(Listener):
     def __init__(self, first: Listener, *others: Listener) -> None:
         self.listeners = (first, *others)
         self.wants_phases = any(each.wants_phases for each in self.listeners)
-        self.__dict__.update({name: self._each([getattr(each, name) for each in self.listeners]) for name in EVENTS})
+        self.__dict__.update(
+            {name: self._each([getattr(each, name) for each in self.listeners]) for name in EVENTS}
+        )
 
     @staticmethod
     def _each(observing: Sequence[Callable[..., None]]) -> Callable[..., None]:

@@ -43,7 +43,9 @@ class Loaders:
         self.seen: list[dict[str, Any]] = []
         # loader -> its position in ``seen``
         self.number: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self.alive: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()  # loader -> what the script asked for
+        self.alive: weakref.WeakKeyDictionary[Any, dict[str, Any]] = (
+            weakref.WeakKeyDictionary()
+        )  # loader -> what the script asked for
         # loader -> position of the first one made with equal arguments
         self.alike: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._ways: dict[tuple[Any, ...], int] = {}
@@ -98,7 +100,9 @@ class Loaders:
         self.number[loader] = len(self.seen)
         self.alike[loader] = first = self._ways.setdefault(way_of(dataset, asked), len(self.seen))
         self._first.append(first)
-        self.seen.append({**_describe(loader, dataset, asked), "place": place.to_json() if place is not None else None})
+        self.seen.append(
+            {**_describe(loader, dataset, asked), "place": place.to_json() if place is not None else None}
+        )
 
     def meet(self, loader: Any) -> None:
         """Register a DataLoader that was made before flatout attached. Other objects are ignored."""
@@ -272,14 +276,31 @@ def arguments_of(loader: Any, torch: Any) -> dict[str, Any]:
         asked["batch_sampler"] = batches
     else:
         asked["batch_size"], asked["drop_last"] = loader.batch_size, loader.drop_last
-        own_shuffle = type(sampler) is data.RandomSampler and not sampler.replacement and sampler._num_samples is None
+        own_shuffle = (
+            type(sampler) is data.RandomSampler and not sampler.replacement and sampler._num_samples is None
+        )
         if own_shuffle and sampler.generator is loader.generator:
             asked["shuffle"] = True
         elif type(sampler) is not data.SequentialSampler and is_map_style(loader.dataset):
             asked["sampler"] = sampler
-    defaults = {"num_workers": 0, "pin_memory": False, "timeout": 0, "worker_init_fn": None, "generator": None, "persistent_workers": False,
-                "pin_memory_device": "", "in_order": True, "multiprocessing_context": None}
-    asked.update({name: value for name, default in defaults.items() if (value := getattr(loader, name, default)) != default})
+    defaults = {
+        "num_workers": 0,
+        "pin_memory": False,
+        "timeout": 0,
+        "worker_init_fn": None,
+        "generator": None,
+        "persistent_workers": False,
+        "pin_memory_device": "",
+        "in_order": True,
+        "multiprocessing_context": None,
+    }
+    asked.update(
+        {
+            name: value
+            for name, default in defaults.items()
+            if (value := getattr(loader, name, default)) != default
+        }
+    )
     if loader.num_workers and loader.prefetch_factor is not None:
         asked["prefetch_factor"] = loader.prefetch_factor
     return asked
@@ -291,7 +312,10 @@ def way_of(dataset: Any, asked: dict[str, Any]) -> tuple[Any, ...]:
         length = len(dataset)
     except Exception:
         length = None
-    plain = [asked.get(name, default) for name, default in (("batch_size", 1), ("shuffle", None), ("drop_last", False), ("num_workers", 0))]
+    plain = [
+        asked.get(name, default)
+        for name, default in (("batch_size", 1), ("shuffle", None), ("drop_last", False), ("num_workers", 0))
+    ]
     return (type(dataset), length, *plain, type(asked.get("sampler")), type(asked.get("batch_sampler")))
 
 
@@ -310,7 +334,9 @@ def _describe(loader: Any, dataset: Any, asked: dict[str, Any]) -> dict[str, Any
     return {
         "dataset": type(dataset).__name__,
         "length": length if length is None or length < HUGE else None,
-        "batch_size": loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None),
+        "batch_size": loader.batch_size
+        if loader.batch_size is not None
+        else getattr(loader.batch_sampler, "batch_size", None),
         "num_workers": loader.num_workers,
         "asked_workers": asked.get("num_workers", 0),
         "pin_memory": bool(loader.pin_memory),
@@ -322,4 +348,6 @@ def _describe(loader: Any, dataset: Any, asked: dict[str, Any]) -> dict[str, Any
 
 def is_map_style(dataset: Any) -> bool:
     """Whether samples are fetched by index; an IterableDataset inherits a raising ``__getitem__``."""
-    return hasattr(dataset, "__getitem__") and not any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__)
+    return hasattr(dataset, "__getitem__") and not any(
+        kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__
+    )

@@ -17,7 +17,12 @@ MASKS = "bool", "uint8"  # dtypes of masks, as opposed to indices
 Observer = Callable[[Callable[[], Any], Any, FrameType], Any]
 
 
-def observe_masks(torch: Any, ledger: Ledger, observed: Observer, others: Callable[[Any, FrameType], None] = lambda found, frame: None) -> None:
+def observe_masks(
+    torch: Any,
+    ledger: Ledger,
+    observed: Observer,
+    others: Callable[[Any, FrameType], None] = lambda found, frame: None,
+) -> None:
     """Hook indexing by tensors.
 
     ``observed(really, mask, frame)`` replaces each indexing with a mask; ``mask`` is the first tensor of a mask
@@ -34,7 +39,9 @@ def observe_masks(torch: Any, ledger: Ledger, observed: Observer, others: Callab
     def kernel(keys: Any, tensor: Any, indices: Sequence[Any]) -> Any:
         for each in indices:
             if each is not None and each.dtype in masks and not each.is_meta:
-                return observed(lambda: index.redispatch(keys & below, tensor, indices), each, sys._getframe(1))
+                return observed(
+                    lambda: index.redispatch(keys & below, tensor, indices), each, sys._getframe(1)
+                )
         found = index.redispatch(keys & below, tensor, indices)
         others(found, sys._getframe(1))
         return found
@@ -47,5 +54,7 @@ def observe_masks(torch: Any, ledger: Ledger, observed: Observer, others: Callab
 def has_mask(index: Any) -> bool:
     """Whether an index contains a mask, so that the number of results depends on values. Raises nothing."""
     if isinstance(index, (tuple, list)):
-        return any(map(has_mask, index)) or (isinstance(index, list) and any(isinstance(each, bool) for each in index))
+        return any(map(has_mask, index)) or (
+            isinstance(index, list) and any(isinstance(each, bool) for each in index)
+        )
     return str(getattr(index, "dtype", "")).removeprefix("torch.") in MASKS and getattr(index, "ndim", 0) > 0

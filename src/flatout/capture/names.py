@@ -62,7 +62,10 @@ def _asks_for_its_variables(code: CodeType) -> bool:
     asks = ASKS_FOR_ITS_VARIABLES & set(code.co_names)
     if asks != {"eval"}:
         return bool(asks)
-    return any(each.argval == "eval" and each.opname in ("LOAD_GLOBAL", "LOAD_NAME") for each in dis.get_instructions(code))
+    return any(
+        each.argval == "eval" and each.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        for each in dis.get_instructions(code)
+    )
 
 
 def names_of(things: Iterable[Any], seen: Iterable[tuple[str, Any]]) -> dict[int, str]:
@@ -84,7 +87,9 @@ def _inside(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if type(value) in (list, tuple) and len(value) <= 64:
         yield from ((f"{name}[{at}]", each) for at, each in enumerate(value))
     elif type(value) is dict and len(value) <= 64:
-        yield from ((f"{name}[{key!r}]", each) for key, each in list(value.items()) if type(key) in (str, int))
+        yield from (
+            (f"{name}[{key!r}]", each) for key, each in list(value.items()) if type(key) in (str, int)
+        )
 
 
 def spelled(kind: str) -> str:

@@ -80,7 +80,7 @@ class Optimizers:
 
     def _leaves(self, optimizer: Any) -> None:
         if id(optimizer) in self._stepping:
-            del self._stepping[self._stepping.index(id(optimizer)):]
+            del self._stepping[self._stepping.index(id(optimizer)) :]
 
     def wait_for_no_wrapper_of(self, optimizer: Any) -> None:
         """Do not wait for a wrapper that shares the parameter groups: it may never step itself.

@@ -36,7 +36,9 @@ class Overlay:
         self._count = itertools.count()
         self._own = threading.local()
         temporary, cwd = _folder(tempfile.gettempdir()), _folder(os.getcwd())
-        caches = [os.environ[name] for name in CACHES if os.environ.get(name)] + [os.path.expanduser(f"~/{name}") for name in (".cache", ".triton")]
+        caches = [os.environ[name] for name in CACHES if os.environ.get(name)] + [
+            os.path.expanduser(f"~/{name}") for name in (".cache", ".triton")
+        ]
         self._outside = (*SYSTEM, _folder(folder), *(_folder(path) for path in caches))
         self._temporary = "\0" if keeps_temporary else temporary  # no path starts with this
         # users keep projects in /tmp
@@ -117,13 +119,20 @@ class Overlay:
         self.reading(folder)  # raises for a folder that the script has removed
         there = self._is_there(key)
         with self.looking():
-            if not os.path.isdir(folder) or not os.access(folder, os.W_OK) or (there and os.path.isdir(key)) or ("x" in mode and there):
+            if (
+                not os.path.isdir(folder)
+                or not os.access(folder, os.W_OK)
+                or (there and os.path.isdir(key))
+                or ("x" in mode and there)
+            ):
                 return path
             if not there and not set(mode) & set("wax"):
                 self.reading(path)
                 return path
             os.makedirs(self.folder, exist_ok=True)
-            target = os.path.join(self.folder, f"{os.getpid()}-{next(self._count):04d}-{os.path.basename(key)[-200:]}")
+            target = os.path.join(
+                self.folder, f"{os.getpid()}-{next(self._count):04d}-{os.path.basename(key)[-200:]}"
+            )
             if there and "w" not in mode:
                 shutil.copy2(key, target)
         self._note(key, target)
@@ -166,7 +175,11 @@ class Overlay:
         """Remove a folder from view; False if it must really be removed. Raises as ``rmdir`` does."""
         key = self.key(path)
         self.reading(path)
-        for known in [known for known, target in self.moved.items() if target is not None and known.startswith(key + os.sep)]:
+        for known in [
+            known
+            for known, target in self.moved.items()
+            if target is not None and known.startswith(key + os.sep)
+        ]:
             del self.moved[known]
         if key in self.made:
             self.made.remove(key)
@@ -225,7 +238,9 @@ class Overlay:
                 return False
         goes = self.writing(target, "w")
         with self.looking():
-            if goes is target and (os.path.isdir(target) or not os.path.isdir(os.path.dirname(os.path.abspath(target)))):
+            if goes is target and (
+                os.path.isdir(target) or not os.path.isdir(os.path.dirname(os.path.abspath(target)))
+            ):
                 return False
             (shutil.move if ours else shutil.copy2)(lies, goes)
         self.fresh.discard(key)
@@ -238,7 +253,7 @@ class Overlay:
         self.made[self.made.index(key)] = new = self.key(target)
         self._list("folder", new)
         for known in [known for known in self.moved if known.startswith(key + os.sep)]:
-            self._note(new + known[len(key):], self.moved.pop(known))
+            self._note(new + known[len(key) :], self.moved.pop(known))
         return False
 
     # -- cleanup --------------------------------------------------------------------------------------------

@@ -7,7 +7,13 @@ from typing import Any
 
 from flatout.capture.ledger import Ledger
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 BESIDES = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
@@ -48,5 +54,7 @@ def without_hooks(held: dict[str, Any], is_ours: Callable[[Any], bool]) -> dict[
             ours |= mine
     for name in BESIDES if ours else ():
         if name in state:
-            state[name] = type(state[name])((key, value) for key, value in state[name].items() if key not in ours)
+            state[name] = type(state[name])(
+                (key, value) for key, value in state[name].items() if key not in ours
+            )
     return state

@@ -17,8 +17,19 @@ from flatout.plan.rank_environment import RankEnvironment
 # (torch/distributed/elastic/agent/server/local_elastic_agent.py, torch 2.11-2.14), or that only its library
 # reads. TORCH_NCCL_ASYNC_ERROR_HANDLING stays: it is torch's default, and flatout's process groups need it,
 # too.
-OF_THE_AGENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME",
-                "MASTER_ADDR", "MASTER_PORT")
+OF_THE_AGENT = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "ROLE_NAME",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 PREFIX = "TORCHELASTIC_"
 
 
@@ -34,13 +45,22 @@ def from_torchrun(environment: MutableMapping[str, str], one_device: bool = Fals
     if "TORCHELASTIC_RUN_ID" not in environment or "RANK" not in environment:
         return None
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        raise ValueError("this torchrun agent provides no store for its ranks (static rendezvous, or TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1). "
-                         "Start the ranks with `flatout run --nodes ...`, or unset the variable")
+        raise ValueError(
+            "this torchrun agent provides no store for its ranks (static rendezvous, or TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1). "
+            "Start the ranks with `flatout run --nodes ...`, or unset the variable"
+        )
     host = environment["MASTER_ADDR"]
-    info = RankEnvironment(int(environment["RANK"]), int(environment["LOCAL_RANK"]), int(environment["WORLD_SIZE"]), int(environment["LOCAL_WORLD_SIZE"]),
-                    f"tcp://{f'[{host}]' if ':' in host else host}:{environment['MASTER_PORT']}")
+    info = RankEnvironment(
+        int(environment["RANK"]),
+        int(environment["LOCAL_RANK"]),
+        int(environment["WORLD_SIZE"]),
+        int(environment["LOCAL_WORLD_SIZE"]),
+        f"tcp://{f'[{host}]' if ':' in host else host}:{environment['MASTER_PORT']}",
+    )
     if one_device:
-        environment["CUDA_VISIBLE_DEVICES"] = own_device(environment.get("CUDA_VISIBLE_DEVICES"), info.local_rank)
+        environment["CUDA_VISIBLE_DEVICES"] = own_device(
+            environment.get("CUDA_VISIBLE_DEVICES"), info.local_rank
+        )
     for name in [name for name in environment if name in OF_THE_AGENT or name.startswith(PREFIX)]:
         del environment[name]
     environment.update(info.environment())
@@ -56,8 +76,10 @@ def own_device(visible: str | None, local_rank: int) -> str:
         return str(local_rank)
     entries = [entry.strip() for entry in visible.split(",") if entry.strip()]
     if local_rank >= len(entries):
-        raise ValueError(f"rank {local_rank} of this machine has no device: CUDA_VISIBLE_DEVICES={visible} names {len(entries)}. "
-                         f"Start fewer ranks (--gpus {len(entries)}), or make more devices visible")
+        raise ValueError(
+            f"rank {local_rank} of this machine has no device: CUDA_VISIBLE_DEVICES={visible} names {len(entries)}. "
+            f"Start fewer ranks (--gpus {len(entries)}), or make more devices visible"
+        )
     return entries[local_rank]
 
 
@@ -77,7 +99,9 @@ def enter(environment: MutableMapping[str, str]) -> RankEnvironment | None:
             os._exit(128 + signal.SIGKILL)
     folder = environment.get("FLATOUT_LAUNCH")
     if info.rank and folder:
-        log = os.open(os.path.join(folder, f"rank{info.rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        log = os.open(
+            os.path.join(folder, f"rank{info.rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
+        )
         for stream in (1, 2):
             os.dup2(log, stream)
         os.close(log)

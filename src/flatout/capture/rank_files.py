@@ -98,7 +98,12 @@ def launch_folder(here: RankEnvironment) -> str:
     if made:
         return made
     # Anyone can guess the name, so a folder that belongs to another user is rejected.
-    folder = str(private_folder(Path(tempfile.gettempdir()) / f"flatout-ranks-{hashlib.sha256(here.meeting.encode()).hexdigest()[:16]}"))
+    folder = str(
+        private_folder(
+            Path(tempfile.gettempdir())
+            / f"flatout-ranks-{hashlib.sha256(here.meeting.encode()).hexdigest()[:16]}"
+        )
+    )
     atexit.register(shutil.rmtree, os.path.join(folder, f"rank{here.rank}.files"), ignore_errors=True)
     return folder
 

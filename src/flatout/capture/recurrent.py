@@ -35,8 +35,21 @@ def by_layers(torch: Any, really: Callable[..., Any]) -> Callable[..., Any]:
                 at = layer * directions + direction
                 own = list(weights[at * each : (at + 1) * each])
                 own += [] if has_biases else [torch.zeros(own[0].shape[0], dtype=own[0].dtype)] * 2
-                made = torch.ops.aten.mkldnn_rnn_layer(x, *own, states[0][at], states[1][at], direction == 1, [], LSTM, states[0].shape[2], layers, has_biases,
-                                                       bidirectional, batch_first, training)
+                made = torch.ops.aten.mkldnn_rnn_layer(
+                    x,
+                    *own,
+                    states[0][at],
+                    states[1][at],
+                    direction == 1,
+                    [],
+                    LSTM,
+                    states[0].shape[2],
+                    layers,
+                    has_biases,
+                    bidirectional,
+                    batch_first,
+                    training,
+                )
                 outputs.append(made[0])
                 hidden.append(made[1])
                 cells.append(made[2])
@@ -50,8 +63,14 @@ def by_layers(torch: Any, really: Callable[..., Any]) -> Callable[..., Any]:
 
 def _goes_to_onednn(torch: Any, input: Any, states: Any) -> bool:
     projected = states[0].shape[2] != states[1].shape[2]
-    return bool(input.device.type == "cpu" and input.dtype == torch.float32 and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-                and not projected and input.numel())
+    return bool(
+        input.device.type == "cpu"
+        and input.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.enabled
+        and not projected
+        and input.numel()
+    )
 
 
 def workspace_bytes(torch: Any, args: Any) -> int:
@@ -60,8 +79,12 @@ def workspace_bytes(torch: Any, args: Any) -> int:
     steps, samples = input.shape[:2]
     width = args[5].shape[-1]
     few_steps, few = min(ASKED, steps), min(ASKED, samples)
-    tensors = [torch.zeros(few_steps, few, input.shape[2]), *(torch.zeros(tuple(weight.shape)) for weight in weights), torch.zeros(few, width),
-               torch.zeros(few, width)]
+    tensors = [
+        torch.zeros(few_steps, few, input.shape[2]),
+        *(torch.zeros(tuple(weight.shape)) for weight in weights),
+        torch.zeros(few, width),
+        torch.zeros(few, width),
+    ]
     with torch.enable_grad():  # oneDNN keeps nothing without gradients
         asked = torch.ops.aten.mkldnn_rnn_layer(*tensors, *rest)[3].numel()
     return int(asked * (steps * samples) / (few_steps * few))

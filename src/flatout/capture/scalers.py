@@ -18,7 +18,9 @@ class Scalers:
     @property
     def enabled(self) -> list[Any]:
         """Return the enabled GradScalers of the script."""
-        return [scaler for ref in self._seen.values() if (scaler := ref()) is not None and scaler.is_enabled()]
+        return [
+            scaler for ref in self._seen.values() if (scaler := ref()) is not None and scaler.is_enabled()
+        ]
 
     def without_scale(self, loss: Any) -> Any:
         """Return the unscaled loss of a scaled one; other losses are returned unchanged."""

@@ -17,7 +17,10 @@ class Schedulers:
     def __init__(self, torch: Any, ledger: Ledger) -> None:
         self._seen: dict[int, weakref.ref[Any]] = {}
         module = torch.optim.lr_scheduler
-        for kind in (module.LRScheduler, *(getattr(module, name) for name in MAKE_THEMSELVES if hasattr(module, name))):
+        for kind in (
+            module.LRScheduler,
+            *(getattr(module, name) for name in MAKE_THEMSELVES if hasattr(module, name)),
+        ):
             if "__init__" in vars(kind):
                 ledger.set(kind, "__init__", self._observed(kind.__init__))
 

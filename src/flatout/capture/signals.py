@@ -18,7 +18,9 @@ from typing import Any
 
 from flatout.capture.ledger import Ledger
 
-OBSERVED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
+OBSERVED = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
+)
 
 
 class Signals:

@@ -19,10 +19,34 @@ from flatout.capture.ledger import Ledger
 from flatout.capture.masks import observe_masks
 from flatout.plan.profile import SyncRecord
 
-METHODS = {"item": "item", "tolist": "item", "__bool__": "item", "__float__": "item", "__int__": "item", "__index__": "item", "__complex__": "item",
-           "nonzero": "nonzero", "argwhere": "nonzero", "unique": "nonzero", "masked_select": "nonzero", "numpy": "numpy", "__array__": "numpy",
-           "cpu": "to host", "__repr__": "print", "__format__": "print", "equal": "compare", "allclose": "compare"}
-FUNCTIONS = {"nonzero": "nonzero", "argwhere": "nonzero", "unique": "nonzero", "masked_select": "nonzero", "equal": "compare", "allclose": "compare"}
+METHODS = {
+    "item": "item",
+    "tolist": "item",
+    "__bool__": "item",
+    "__float__": "item",
+    "__int__": "item",
+    "__index__": "item",
+    "__complex__": "item",
+    "nonzero": "nonzero",
+    "argwhere": "nonzero",
+    "unique": "nonzero",
+    "masked_select": "nonzero",
+    "numpy": "numpy",
+    "__array__": "numpy",
+    "cpu": "to host",
+    "__repr__": "print",
+    "__format__": "print",
+    "equal": "compare",
+    "allclose": "compare",
+}
+FUNCTIONS = {
+    "nonzero": "nonzero",
+    "argwhere": "nonzero",
+    "unique": "nonzero",
+    "masked_select": "nonzero",
+    "equal": "compare",
+    "allclose": "compare",
+}
 MOVES = ("to", "cuda")
 MAKERS = ("tensor", "as_tensor")
 
@@ -40,8 +64,21 @@ class SyncRecorder:
     ``now_ns``: the host clock. ``fetching()``: whether the loader works in this thread.
     """
 
-    def __init__(self, torch: Any, ledger: Ledger, device_type: str, now_ns: Callable[[], int], fetching: Callable[[], bool]) -> None:
-        self.torch, self.ledger, self.device_type, self.now_ns, self.fetching = torch, ledger, device_type, now_ns, fetching
+    def __init__(
+        self,
+        torch: Any,
+        ledger: Ledger,
+        device_type: str,
+        now_ns: Callable[[], int],
+        fetching: Callable[[], bool],
+    ) -> None:
+        self.torch, self.ledger, self.device_type, self.now_ns, self.fetching = (
+            torch,
+            ledger,
+            device_type,
+            now_ns,
+            fetching,
+        )
         self._sums: dict[tuple[str, Line | None, bool | None, bool | None], _Sum] = {}
         self._inside = False
 
@@ -65,8 +102,18 @@ class SyncRecorder:
 
     def seen(self, steps: int) -> list[SyncRecord]:
         """Return the synchronisations recorded in ``steps`` steps, the most expensive first."""
-        found = [SyncRecord(kind, place_of(line), total.calls / steps, total.ns / 1e6 / steps, total.sized / steps, pinned, non_blocking)
-                 for (kind, line, pinned, non_blocking), total in self._sums.items()]
+        found = [
+            SyncRecord(
+                kind,
+                place_of(line),
+                total.calls / steps,
+                total.ns / 1e6 / steps,
+                total.sized / steps,
+                pinned,
+                non_blocking,
+            )
+            for (kind, line, pinned, non_blocking), total in self._sums.items()
+        ]
         return sorted(found, key=lambda synchronisation: -synchronisation.ms)
 
     # -- wrappers -------------------------------------------------------------------------------------------
@@ -78,7 +125,16 @@ class SyncRecorder:
             return bool(tensor.device.type != "cpu")
         return not is_torch(caller.f_code.co_filename) and not self.fetching()
 
-    def _measure(self, kind: str, caller: Any, really: Callable, args: tuple, kwargs: dict, tensor: Any = None, **about: Any) -> Any:
+    def _measure(
+        self,
+        kind: str,
+        caller: Any,
+        really: Callable,
+        args: tuple,
+        kwargs: dict,
+        tensor: Any = None,
+        **about: Any,
+    ) -> Any:
         self._inside = True
         start = self.now_ns()
         try:
@@ -87,11 +143,23 @@ class SyncRecorder:
             self._note(kind, caller, self.now_ns() - start, tensor, **about)
             self._inside = False
 
-    def _note(self, kind: str, caller: Any, ns: int, tensor: Any, pinned: bool | None = None, non_blocking: bool | None = None) -> None:
+    def _note(
+        self,
+        kind: str,
+        caller: Any,
+        ns: int,
+        tensor: Any,
+        pinned: bool | None = None,
+        non_blocking: bool | None = None,
+    ) -> None:
         total = self._sums.setdefault((kind, users_line(caller), pinned, non_blocking), _Sum())
         total.calls += 1
         total.ns += ns
-        total.sized += tensor.numel() * tensor.element_size() if tensor is not None and tensor.layout == self.torch.strided else 0
+        total.sized += (
+            tensor.numel() * tensor.element_size()
+            if tensor is not None and tensor.layout == self.torch.strided
+            else 0
+        )
 
     def _observed(self, really: Callable, kind: str) -> Callable:
         @wraps(really)
@@ -107,7 +175,9 @@ class SyncRecorder:
 
     def _masked(self, really: Callable[[], Any], mask: Any, caller: FrameType) -> Any:
         """Record indexing with a mask: the number of results is only known once the mask is computed."""
-        return self._measure("nonzero", caller, really, (), {}, mask) if self._counts(mask, caller) else really()
+        return (
+            self._measure("nonzero", caller, really, (), {}, mask) if self._counts(mask, caller) else really()
+        )
 
     def _found(self, really: Callable) -> Callable:
         @wraps(really)
@@ -138,6 +208,7 @@ class SyncRecorder:
 
     def _made(self, really: Callable) -> Callable:
         """Record tensor creation from Python values: on a device, a copy from memory that is not pinned."""
+
         @wraps(really)
         def made(data: Any, *args: Any, **kwargs: Any) -> Any:
             start = self.now_ns()

@@ -106,7 +106,9 @@ class TrainingContext:
     @property
     def parameters(self) -> list[Any]:
         """Every trainable parameter, without duplicates: of the optimizers, else of the root modules."""
-        from_optimizers = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        from_optimizers = [
+            p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
+        ]
         found = from_optimizers or [p for root in self.roots for p in root.parameters()]
         return [p for p in {id(p): p for p in found}.values() if p.requires_grad]
 
@@ -132,8 +134,15 @@ class TrainingContext:
     @property
     def ddp_modules(self) -> list[Any]:
         """The script's DistributedDataParallel modules that train: root modules, or inside of one."""
-        found = {id(module): module for root in self.roots for module in root.modules() if type(module).__name__ == "DistributedDataParallel"}
-        return [module for module in found.values() if type(module).__module__ == "torch.nn.parallel.distributed"]
+        found = {
+            id(module): module
+            for root in self.roots
+            for module in root.modules()
+            if type(module).__name__ == "DistributedDataParallel"
+        }
+        return [
+            module for module in found.values() if type(module).__module__ == "torch.nn.parallel.distributed"
+        ]
 
     def has_layer(self, *names: str) -> bool:
         """Whether a root holds a layer whose class or base class has one of these names or prefixes.
@@ -141,7 +150,9 @@ class TrainingContext:
         torch.jit keeps the names.
         """
         modules = [module for root in self.roots for module in root.modules()]
-        kinds = {kind.__name__ for module in modules for kind in type(module).__mro__} | {str(getattr(module, "original_name", "")) for module in modules}
+        kinds = {kind.__name__ for module in modules for kind in type(module).__mro__} | {
+            str(getattr(module, "original_name", "")) for module in modules
+        }
         return any(name.startswith(names) for name in kinds)
 
     def data_is_random(self) -> bool:
@@ -178,7 +189,9 @@ class TrainingContext:
     def training_loaders(self) -> list[Any]:
         """The loaders in ``live_loaders`` that train; all of them if no backward pass was fed from any."""
         train = self.loaders_that_train
-        return [loader for loader in self.live_loaders if not train or self.first_loader_like(loader) in train]
+        return [
+            loader for loader in self.live_loaders if not train or self.first_loader_like(loader) in train
+        ]
 
     def number_of_loader(self, loader: Any) -> int | None:
         """Return the position of a DataLoader in ``loaders``; None if it was made before flatout attached."""
@@ -238,7 +251,13 @@ class TrainingContext:
 
     # -- install --------------------------------------------------------------------------------------------
 
-    def introduce(self, roots: Iterable[Any], optimizers: Iterable[Any], loaders: Iterable[Any], losses: Iterable[Any] = ()) -> None:
+    def introduce(
+        self,
+        roots: Iterable[Any],
+        optimizers: Iterable[Any],
+        loaders: Iterable[Any],
+        losses: Iterable[Any] = (),
+    ) -> None:
         """Register known objects instead of ``install``: nothing is searched, and no step is observed."""
         self._roots = {id(root): weakref.ref(root) for root in roots}
         self._losses = {id(loss): weakref.ref(loss) for loss in losses}
@@ -323,7 +342,11 @@ class TrainingContext:
             modules.register_module_forward_hook(self._any_forward_ends, always_call=True),
         ]
         # torch.compile would warn the user of flatout's hooks, which are removed soon.
-        warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks", category=UserWarning)
+        warnings.filterwarnings(
+            "ignore",
+            message=r"Using `torch\.compile\(module\)` when there are global hooks",
+            category=UserWarning,
+        )
         self._filter = warnings.filters[0]
         self.ledger.call("global forward hooks", self._stop_looking)
 
@@ -379,7 +402,9 @@ class TrainingContext:
         if self.boundaries.forward_or_backward_begins():
             self._step_ended()
         if not self.steps:
-            self._under_autocast[id(module)] = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+            self._under_autocast[id(module)] = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(
+                "cuda"
+            )
         self.listener.forward_begin(module, args, kwargs)
         self._do_then()
 
@@ -500,7 +525,9 @@ class TrainingContext:
 
     # -- wrapping the forward of a root module --------------------------------------------------------------
 
-    def wrap_forward(self, root: Any, wrapper: Callable[[Callable], Callable], ledger: Ledger) -> Callable[[], None]:
+    def wrap_forward(
+        self, root: Any, wrapper: Callable[[Callable], Callable], ledger: Ledger
+    ) -> Callable[[], None]:
         """Replace ``root.forward`` by ``wrapper(root.forward)``; names, type and state_dict stay.
 
         The wrapper runs in training and evaluation. Returns a function that removes it (it must be the

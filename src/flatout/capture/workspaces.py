@@ -37,19 +37,31 @@ class Workspaces:
         samples = args[where[0]].shape[0]
         call = (function, *(self._spelled(arg, at in where) for at, arg in enumerate(args)))
         if call not in self._lines:
-            self._asked.setdefault(call, (function, [self._described(arg, at in where) for at, arg in enumerate(args)]))
+            self._asked.setdefault(
+                call, (function, [self._described(arg, at in where) for at, arg in enumerate(args)])
+            )
             return 0
         fixed, each = self._lines[call]
         return max(0, round(fixed + each * samples))
 
     def _spelled(self, arg: Any, has_samples: bool) -> Any:
-        return self._described(arg, has_samples) if isinstance(arg, self.torch.Tensor) else tuple(arg) if isinstance(arg, list) else arg
+        return (
+            self._described(arg, has_samples)
+            if isinstance(arg, self.torch.Tensor)
+            else tuple(arg)
+            if isinstance(arg, list)
+            else arg
+        )
 
     def _described(self, arg: Any, has_samples: bool) -> Any:
         """Describe a tensor as (shape without samples, has samples, dtype, channels last)."""
         if not isinstance(arg, self.torch.Tensor):
             return arg
-        last = arg.dim() == 4 and not arg.is_contiguous() and arg.is_contiguous(memory_format=self.torch.channels_last)
+        last = (
+            arg.dim() == 4
+            and not arg.is_contiguous()
+            and arg.is_contiguous(memory_format=self.torch.channels_last)
+        )
         return _Described(tuple(arg.shape[1:] if has_samples else arg.shape), has_samples, arg.dtype, last)
 
     def learn(self) -> None:
@@ -61,11 +73,15 @@ class Workspaces:
             return
         torch, asked = self.torch, list(self._asked.items())
         self._asked = {}
-        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        profile = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        )
         with torch.no_grad(), profile:
             for at, (_, (function, args)) in enumerate(asked):
                 for samples in FEW:
-                    ready = [arg.zeros(torch, samples) if isinstance(arg, _Described) else arg for arg in args]
+                    ready = [
+                        arg.zeros(torch, samples) if isinstance(arg, _Described) else arg for arg in args
+                    ]
                     with torch.profiler.record_function(f"{MARK}{at} {samples}"):
                         made = function(*ready)
                     del made, ready

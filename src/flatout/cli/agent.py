@@ -15,10 +15,26 @@ import tempfile
 from pathlib import Path
 
 from flatout.capture.bootstrap import speaks_first
-from flatout.launch.elastic import asked_of_agent, end_descendants, end_with_parent, for_ranks, of_other_launchers, own_address, torchrun_words
+from flatout.launch.elastic import (
+    asked_of_agent,
+    end_descendants,
+    end_with_parent,
+    for_ranks,
+    of_other_launchers,
+    own_address,
+    torchrun_words,
+)
 from flatout.launch.node_heartbeats import LOST_S, HeartbeatMonitor
 from flatout.launch.nodes import Endpoint, Nodes
-from flatout.launch.rendezvous import RoundRendezvous, claimed, client, reached_from_elsewhere, register, served, wait_for
+from flatout.launch.rendezvous import (
+    RoundRendezvous,
+    claimed,
+    client,
+    reached_from_elsewhere,
+    register,
+    served,
+    wait_for,
+)
 from flatout.plan.errors import FlatoutError, NodesApart, ProgramFailed
 
 LINES = 30  # shown from the end of a rank's log
@@ -55,7 +71,9 @@ def _run(nodes: Nodes, divided: bool, command: list[str]) -> int:
     heartbeats: list[HeartbeatMonitor] = []
 
     def begin(rounds: RoundRendezvous) -> None:
-        heartbeats.append(HeartbeatMonitor(store, rounds, at, listening is not None, _end_round, lambda: _give_up(at)))
+        heartbeats.append(
+            HeartbeatMonitor(store, rounds, at, listening is not None, _end_round, lambda: _give_up(at))
+        )
         heartbeats[0].start()
 
     register(torch, own, begin)
@@ -80,8 +98,14 @@ def _divide(nodes: Nodes, folder: Path) -> None:
         del os.environ[name]
     # A failing rank writes to this file. Nothing reads it here: torch's agent waits for the process to exit.
     (folder / "event_fifo").touch()
-    os.environ.update({"FLATOUT_DATA_PARALLEL": "gpus" if nodes.gpus else "procs", "FLATOUT_LAUNCH": str(folder), "FLATOUT_CRASH_REPORTS": str(folder / "info"),
-                       "FLATOUT_FIRST": ""})
+    os.environ.update(
+        {
+            "FLATOUT_DATA_PARALLEL": "gpus" if nodes.gpus else "procs",
+            "FLATOUT_LAUNCH": str(folder),
+            "FLATOUT_CRASH_REPORTS": str(folder / "info"),
+            "FLATOUT_FIRST": "",
+        }
+    )
 
 
 def _serve(host: str) -> int:
@@ -104,8 +128,10 @@ def _serve(host: str) -> int:
 def _greeting(nodes: Nodes, at: Endpoint, serves: bool) -> str:
     many = f"{nodes.most} nodes" if nodes.fewest == nodes.most else f"{nodes.fewest} to {nodes.most} nodes"
     where = f"this node serves the rendezvous at {at}" if serves else f"the rendezvous is at {at}"
-    return (f"{many} of {nodes.procs} {'rank' if nodes.procs == 1 else 'ranks'}; {where}. It has no authentication: anyone who can reach it can run code here. "
-            "Keep it inside a private network")
+    return (
+        f"{many} of {nodes.procs} {'rank' if nodes.procs == 1 else 'ranks'}; {where}. It has no authentication: anyone who can reach it can run code here. "
+        "Keep it inside a private network"
+    )
 
 
 def _launch(words: list[str], at: Endpoint) -> None:
@@ -115,24 +141,41 @@ def _launch(words: list[str], at: Endpoint) -> None:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousClosedError,
+        RendezvousError,
+        RendezvousTimeoutError,
+    )
 
     try:
         torchrun.run(torchrun.parse_args(words))
     except ChildFailedError as failed:
         rank, first = failed.get_first_failure()
-        how = f"signal {signal.Signals(-first.exitcode).name}" if first.exitcode < 0 else f"exit code {first.exitcode}"
-        raise ProgramFailed(f"rank {rank} ({socket.gethostname()}, process {first.pid}) failed first on this node, with {how}", first.exitcode) from None
+        how = (
+            f"signal {signal.Signals(-first.exitcode).name}"
+            if first.exitcode < 0
+            else f"exit code {first.exitcode}"
+        )
+        raise ProgramFailed(
+            f"rank {rank} ({socket.gethostname()}, process {first.pid}) failed first on this node, with {how}",
+            first.exitcode,
+        ) from None
     except SignalException as ended:
         raise ProgramFailed(f"ended by {ended.sigval.name}", -int(ended.sigval)) from None
     except RendezvousTimeoutError:
-        raise NodesApart(f"not enough nodes joined {at} in time. Start the others with the same command, or allow fewer: --nodes 1:4.") from None
+        raise NodesApart(
+            f"not enough nodes joined {at} in time. Start the others with the same command, or allow fewer: --nodes 1:4."
+        ) from None
     except RendezvousClosedError:
-        raise NodesApart(f"the job at {at} is over and accepts no more nodes. Start all nodes again.") from None
+        raise NodesApart(
+            f"the job at {at} is over and accepts no more nodes. Start all nodes again."
+        ) from None
     except RendezvousError as error:
         said = error.__cause__ or error
-        raise NodesApart(f"the rendezvous at {at} was lost ({type(said).__name__}). The node that serves it has exited: read its output, then start "
-                         "all nodes again. The program resumes from its last checkpoint.") from None
+        raise NodesApart(
+            f"the rendezvous at {at} was lost ({type(said).__name__}). The node that serves it has exited: read its output, then start "
+            "all nodes again. The program resumes from its last checkpoint."
+        ) from None
 
 
 def _with_output(error: ProgramFailed, folder: Path) -> str:
@@ -149,8 +192,10 @@ def _end_round(node: str) -> None:
     """End the ranks here when a node of the round sends no heartbeat: they would wait for it in a collective.
 
     Runs in the heartbeat thread."""
-    _say(f"node {node} has sent no heartbeat for {LOST_S:.0f} s: it has exited or lost its network. Ending the ranks of this node. They start again with the "
-         "remaining nodes if --restarts and --nodes allow it")
+    _say(
+        f"node {node} has sent no heartbeat for {LOST_S:.0f} s: it has exited or lost its network. Ending the ranks of this node. They start again with the "
+        "remaining nodes if --restarts and --nodes allow it"
+    )
     end_descendants(GRACE_S)
 
 
@@ -158,8 +203,10 @@ def _give_up(at: Endpoint) -> None:
     """Exit when this node is disconnected: the agent's own thread may wait 15 minutes in a store operation.
 
     Runs in the heartbeat thread."""
-    _say(f"the rendezvous at {at} has not answered for {LOST_S:.0f} s: this node lost its network, or the serving node has exited. Ending its ranks. Start all "
-         "nodes again once the network is back; the program resumes from its last checkpoint")
+    _say(
+        f"the rendezvous at {at} has not answered for {LOST_S:.0f} s: this node lost its network, or the serving node has exited. Ending its ranks. Start all "
+        "nodes again once the network is back; the program resumes from its last checkpoint"
+    )
     end_descendants(GRACE_S)
     sys.stderr.flush()
     os._exit(NodesApart.exit_code)

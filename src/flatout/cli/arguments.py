@@ -21,7 +21,11 @@ from flatout.plan.folder import JobFolder
 from flatout.plan.plan import Choice, Plan, is_value
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-PROGRAM = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
+PROGRAM = {
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,
+    "help_option_names": ["-h", "--help"],
+}
 
 
 class Duration(click.ParamType):
@@ -52,7 +56,11 @@ class Amount(click.ParamType):
             return value
         found = re.fullmatch(r"([\d.]+)\s*(?:([kmgt])(i?)b?|b)?", str(value).strip().lower())
         try:
-            number = float(found[1]) * (1024 if found[3] else 1000) ** (" kmgt".index(found[2]) if found[2] else 0) if found else -1.0
+            number = (
+                float(found[1]) * (1024 if found[3] else 1000) ** (" kmgt".index(found[2]) if found[2] else 0)
+                if found
+                else -1.0
+            )
         except ValueError:
             number = -1.0
         if not 1 <= number < 2**60:
@@ -75,10 +83,18 @@ class LeverByName(click.ParamType):
         lever = next((each for each in TABLE if each.name == name), None)
         if lever is None:
             near = get_close_matches(name, [each.name for each in TABLE], 1, 0.5)
-            self.fail(f"there is no lever {name!r}{f'; did you mean {near[0]}?' if near else '.'} `flatout levers` lists them.", param, ctx)
+            self.fail(
+                f"there is no lever {name!r}{f'; did you mean {near[0]}?' if near else '.'} `flatout levers` lists them.",
+                param,
+                ctx,
+            )
         read = _toml_value(text) if has_value else True
         if read is None:
-            self.fail(f"{text!r} is not a value for {name}: write true, a number, a word, or a table as in --with '{name}={{every = 8}}'.", param, ctx)
+            self.fail(
+                f"{text!r} is not a value for {name}: write true, a number, a word, or a table as in --with '{name}={{every = 8}}'.",
+                param,
+                ctx,
+            )
         if has_value:
             try:
                 lever.check(read)

@@ -52,8 +52,11 @@ class Attached(Listener):
     def __init__(self, job: dict[str, Any], torch: Any) -> None:
         self.plan = Plan.from_json(job["plan"])
         left_out = dict(job.get("left_out", ()))
-        self.early = [Outcome(c, c.name not in left_out, left_out.get(c.name, "")) for c in self.plan
-                      if any(lever.name == c.name and lever.moment is Moment.PROCESS for lever in TABLE)]
+        self.early = [
+            Outcome(c, c.name not in left_out, left_out.get(c.name, ""))
+            for c in self.plan
+            if any(lever.name == c.name and lever.moment is Moment.PROCESS for lever in TABLE)
+        ]
         here = standing()
         self.rank = here.rank if here is not None else int(os.environ.get("RANK", "0"))
         ledger = Ledger()
@@ -71,7 +74,9 @@ class Attached(Listener):
             self.again.install()
         self.speaks = False
 
-    def _keeping(self, job: dict[str, Any], torch: Any, ledger: Ledger) -> tuple[Rescue | None, ScriptReplay | None]:
+    def _keeping(
+        self, job: dict[str, Any], torch: Any, ledger: Ledger
+    ) -> tuple[Rescue | None, ScriptReplay | None]:
         """Return the checkpoint writer of this process, and the replay that resumes it from its newest usable
         checkpoint or records it from the start.
 
@@ -79,7 +84,11 @@ class Attached(Listener):
         if not job.get("rescue"):
             return None, None
         if not job.get("resume"):
-            return (_rescue(torch, Path(job["rescue"]), ledger, os.environ["FLATOUT_JOB"]), None) if self.rank == 0 else (None, None)
+            return (
+                (_rescue(torch, Path(job["rescue"]), ledger, os.environ["FLATOUT_JOB"]), None)
+                if self.rank == 0
+                else (None, None)
+            )
         from flatout.cli.exact_resume import ResumeRanks, resume
 
         ranks = ResumeRanks.of(torch, Path(job["rescue"]))
@@ -117,7 +126,11 @@ class Attached(Listener):
 
     def settled(self) -> None:
         """Remove the hooks that are no longer needed: all levers are applied and reported."""
-        if self.kept is not None and self.rescue is not None and (self.rescue.active or (self.again is not None and self.again.going)):
+        if (
+            self.kept is not None
+            and self.rescue is not None
+            and (self.rescue.active or (self.again is not None and self.again.going))
+        ):
             self.context.listen_for(self.kept)
         else:
             self.context.rest()
@@ -128,7 +141,9 @@ class Attached(Listener):
         self.rescue.begin(self.context)
 
 
-def _rescue(torch: Any, folder: Path, ledger: Ledger, claim: str, tell: Callable[[str], None] = say_at_once) -> Rescue:
+def _rescue(
+    torch: Any, folder: Path, ledger: Ledger, claim: str, tell: Callable[[str], None] = say_at_once
+) -> Rescue:
     from flatout.engine.rescue import Rescue
 
     found = Rescue(torch, folder, tell, lambda: keeps_first(claim), ledger)

@@ -13,14 +13,42 @@ from flatout.tune.batch_curve import BatchCurve, BatchOptions
 
 
 @click.command(context_settings=PROGRAM)
-@click.option("--sizes", default="", type=Sizes(), help="Comma-separated batch sizes; by default fractions and multiples of the script's own.")
-@click.option("--budget", default="5m", show_default=True, type=Duration(), help="Time to spend: 90s, 5m, 1h.")
-@click.option("--memory-limit", default=None, type=Amount(), help="Memory that a step may use, as in 8GB. The default is the device memory or free RAM.")
-@click.option("--at-step", default=0, type=click.IntRange(0), help="Training steps before the gradients are measured.")
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Seed for torch, numpy and random, set when they are imported.")
+@click.option(
+    "--sizes",
+    default="",
+    type=Sizes(),
+    help="Comma-separated batch sizes; by default fractions and multiples of the script's own.",
+)
+@click.option(
+    "--budget", default="5m", show_default=True, type=Duration(), help="Time to spend: 90s, 5m, 1h."
+)
+@click.option(
+    "--memory-limit",
+    default=None,
+    type=Amount(),
+    help="Memory that a step may use, as in 8GB. The default is the device memory or free RAM.",
+)
+@click.option(
+    "--at-step", default=0, type=click.IntRange(0), help="Training steps before the gradients are measured."
+)
+@click.option(
+    "--seed",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Seed for torch, numpy and random, set when they are imported.",
+)
 @measurement_options
-def command(sizes: list[int], budget: float, memory_limit: int | None, at_step: int, seed: int, job: Path | None, as_json: bool,
-            words: tuple[str, ...]) -> int:
+def command(
+    sizes: list[int],
+    budget: float,
+    memory_limit: int | None,
+    at_step: int,
+    seed: int,
+    job: Path | None,
+    as_json: bool,
+    words: tuple[str, ...],
+) -> int:
     """Measure speed, memory and gradient noise of an unchanged program at several batch sizes.
 
     flatout starts the program at each size, measures whole steps including data loading, and stops it.
@@ -29,8 +57,19 @@ def command(sizes: list[int], budget: float, memory_limit: int | None, at_step: 
     asked = Measurement("batch", words, job)
     record = BatchRecord(**asked.header, budget_s=budget)
     requested = BatchOptions(tuple(sizes), budget, memory_limit, at_step, seed)
-    asked.answer(record, budget, lambda stage, save: BatchCurve(asked.command, asked.folder, asked.facts, record, requested, stage, save).run())
+    asked.answer(
+        record,
+        budget,
+        lambda stage, save: BatchCurve(
+            asked.command, asked.folder, asked.facts, record, requested, stage, save
+        ).run(),
+    )
     from flatout.render.batch_page import batch_html, batch_table, sentences
 
-    asked.show(record, batch_html(record), [*([batch_table(record)] if record.points else []), *sentences(record)], as_json)
+    asked.show(
+        record,
+        batch_html(record),
+        [*([batch_table(record)] if record.points else []), *sentences(record)],
+        as_json,
+    )
     return 0

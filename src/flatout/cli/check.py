@@ -32,13 +32,38 @@ def codes(ctx: Any, option: Any, value: tuple[str, ...]) -> list[str]:
 
 
 @click.command(context_settings=PROGRAM)
-@click.option("--select", multiple=True, callback=codes, metavar="CODES", help="Check only these rules: FL012, or FL1 for all rules with this prefix.")
+@click.option(
+    "--select",
+    multiple=True,
+    callback=codes,
+    metavar="CODES",
+    help="Check only these rules: FL012, or FL1 for all rules with this prefix.",
+)
 @click.option("--ignore", multiple=True, callback=codes, metavar="CODES", help="Skip these rules.")
-@click.option("--format", "form", type=click.Choice(FORMATS), default="text", show_default=True, help="Output format of the findings.")
-@click.option("--run", "run_s", type=Duration(), help="Also run the program for this long in steady state, and check the measured rules.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(FORMATS),
+    default="text",
+    show_default=True,
+    help="Output format of the findings.",
+)
+@click.option(
+    "--run",
+    "run_s",
+    type=Duration(),
+    help="Also run the program for this long in steady state, and check the measured rules.",
+)
 @click.option("--explain", metavar="CODE", help="Show the page of a rule; `all` lists the rules.")
 @click.argument("words", metavar="SCRIPT | COMMAND...", nargs=-1, type=click.UNPROCESSED)
-def command(words: tuple[str, ...], select: list[str], ignore: list[str], form: str, run_s: float | None, explain: str | None) -> int:
+def command(
+    words: tuple[str, ...],
+    select: list[str],
+    ignore: list[str],
+    form: str,
+    run_s: float | None,
+    explain: str | None,
+) -> int:
     """Find mistakes that raise no error: wrong results, wasted time, wasted memory, fragile code.
 
     Reads a script, a notebook, or the script that a command starts, and the modules it imports from its own
@@ -63,7 +88,17 @@ def command(words: tuple[str, ...], select: list[str], ignore: list[str], form: 
     elif form == "json":
         click.echo(json_text(found, [source.path for source in program.sources], program.unread))
     else:
-        rules = [(rule.code, rule.name, rule.title, rule.section("What"), rule.section("How to fix it"), rule.severity.value) for rule in TABLE]
+        rules = [
+            (
+                rule.code,
+                rule.name,
+                rule.title,
+                rule.section("What"),
+                rule.section("How to fix it"),
+                rule.severity.value,
+            )
+            for rule in TABLE
+        ]
         click.echo(sarif_text(found, rules))
     return 1 if found else 0
 
@@ -71,10 +106,17 @@ def command(words: tuple[str, ...], select: list[str], ignore: list[str], form: 
 def ran(words: tuple[str, ...], run_s: float) -> list[Finding]:
     """Run the program and return the findings of the measured rules, with paths relative to this folder."""
     if run_s < SHORTEST_S:
-        raise UsageError(f"a run of {run_s:g} s cannot measure anything; give at least {SHORTEST_S:g} s, as in --run 60s.")
+        raise UsageError(
+            f"a run of {run_s:g} s cannot measure anything; give at least {SHORTEST_S:g} s, as in --run 60s."
+        )
     cmd = understand(("python", *words) if words[0] == "-m" else words)
     found = profile(cmd, writable(job_folder(cmd), False), look(), ProfileOptions(budget_s=run_s)).findings
-    return [replace(finding, place=finding.place and replace(finding.place, file=os.path.relpath(finding.place.file))) for finding in found]
+    return [
+        replace(
+            finding, place=finding.place and replace(finding.place, file=os.path.relpath(finding.place.file))
+        )
+        for finding in found
+    ]
 
 
 def read(words: tuple[str, ...]) -> ScriptProgram:
@@ -82,14 +124,18 @@ def read(words: tuple[str, ...]) -> ScriptProgram:
 
     Raises UsageError if its source is missing or unreadable."""
     if not words:
-        raise UsageError("no program was given. Try `flatout check train.py`, or `flatout check python train.py --lr 0.1`.")
+        raise UsageError(
+            "no program was given. Try `flatout check train.py`, or `flatout check python train.py --lr 0.1`."
+        )
     script, module = _script(words)
     try:
         return ScriptProgram.read(script, Path.cwd() if module else None)
     except Unreadable as error:
         raise UsageError(f"{error}. `flatout check` reads Python source; nothing was checked.") from None
     except FileNotFoundError:
-        raise UsageError(f"no script {str(script)!r} here. Check the path, or change to the script's folder.") from None
+        raise UsageError(
+            f"no script {str(script)!r} here. Check the path, or change to the script's folder."
+        ) from None
     except OSError as error:
         raise UsageError(f"{script} cannot be read: {error.strerror or error}.") from None
 
@@ -105,11 +151,21 @@ def _script(words: tuple[str, ...]) -> tuple[Path, bool]:
     except ProgramNotFound as error:
         raise UsageError(str(error)) from None
     if understood.script is None:
-        what = f"module {understood.module!r} has no file below this folder" if understood.module else f"`{' '.join(words)}` names no Python file"
+        what = (
+            f"module {understood.module!r} has no file below this folder"
+            if understood.module
+            else f"`{' '.join(words)}` names no Python file"
+        )
         raise UsageError(f"{what}, so there is nothing to check. Give the script: `flatout check train.py`.")
-    if understood.script.suffix == "" and understood.script.is_file() and understood.script.read_bytes()[:2] == b"#!" \
-            and b"python" not in understood.script.open("rb").readline():
-        raise UsageError(f"{understood.script} is not a Python script. Give the script that it starts: `flatout check train.py`.")
+    if (
+        understood.script.suffix == ""
+        and understood.script.is_file()
+        and understood.script.read_bytes()[:2] == b"#!"
+        and b"python" not in understood.script.open("rb").readline()
+    ):
+        raise UsageError(
+            f"{understood.script} is not a Python script. Give the script that it starts: `flatout check train.py`."
+        )
     return understood.script, understood.module is not None
 
 
@@ -120,4 +176,6 @@ def page(code: str) -> str:
     rule = next((rule for rule in TABLE if rule.code == code or rule.name.upper() == code), None)
     if rule is None:
         raise UsageError(f"no rule is called {code!r}. `flatout check --explain all` lists them.")
-    return f"{rule.code} {rule.name} ({rule.severity.value})\n\n{rule.page.strip()}".replace("  # <-", "  # <- here")
+    return f"{rule.code} {rule.name} ({rule.severity.value})\n\n{rule.page.strip()}".replace(
+        "  # <-", "  # <- here"
+    )

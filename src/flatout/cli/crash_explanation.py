@@ -24,6 +24,10 @@ def of_death(code: int | None, log: str, oom_kills: int | None) -> list[str]:
     ``oom_kills`` is the number of OOM kills in its process group during the run."""
     if code is None or not (code < 0 or 128 < code < 160):
         return []
-    failure = FailureRecord(signal=-code if code < 0 else code - 128, around=log.split("\n")[-80:], facts={"oom_kills": oom_kills or 0})
+    failure = FailureRecord(
+        signal=-code if code < 0 else code - 128,
+        around=log.split("\n")[-80:],
+        facts={"oom_kills": oom_kills or 0},
+    )
     finding = explained(failure)
     return lines(finding) if finding else []

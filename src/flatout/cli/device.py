@@ -29,11 +29,18 @@ class DeviceByName(click.ParamType):
         return text
 
 
-device_option = click.option("--device", default=None, type=DeviceByName(), metavar="cpu|cuda|cuda:N|xpu|mps",
-                      help="Run on this device, whichever the script names (`.cuda()`, device=\"cuda\", autocast, checkpoints).")
+device_option = click.option(
+    "--device",
+    default=None,
+    type=DeviceByName(),
+    metavar="cpu|cuda|cuda:N|xpu|mps",
+    help='Run on this device, whichever the script names (`.cuda()`, device="cuda", autocast, checkpoints).',
+)
 
 
-def choose(device: str | None, cmd: Command, command: str, procs: int = 1, gpus: bool = False, elsewhere: str = "") -> None:
+def choose(
+    device: str | None, cmd: Command, command: str, procs: int = 1, gpus: bool = False, elsewhere: str = ""
+) -> None:
     """Make the programs that this process starts run on ``device``; levers see no other device.
 
     ``elsewhere`` is the option that starts the program on other machines. Raises UsageError if ``device`` is
@@ -42,13 +49,21 @@ def choose(device: str | None, cmd: Command, command: str, procs: int = 1, gpus:
     if device is None:
         return
     if cmd.closed:
-        raise UsageError(f"`python {cmd.closed}` disables flatout, so --device {device} cannot redirect anything. Remove {cmd.closed}.")
+        raise UsageError(
+            f"`python {cmd.closed}` disables flatout, so --device {device} cannot redirect anything. Remove {cmd.closed}."
+        )
     if elsewhere:
-        raise UsageError(f"--device {device} is a device of this machine, but {elsewhere} starts the program on others. Use one of them.")
+        raise UsageError(
+            f"--device {device} is a device of this machine, but {elsewhere} starts the program on others. Use one of them."
+        )
     if gpus:
-        raise UsageError(f"--gpus gives each rank its own CUDA device, but --device {device} is a single device. Use one of them.")
+        raise UsageError(
+            f"--gpus gives each rank its own CUDA device, but --device {device} is a single device. Use one of them."
+        )
     if procs > 1 and device != "cpu":
-        raise UsageError(f"--procs {procs} would put all ranks on {device}. Use --gpus {procs} for a GPU each, or --device cpu.")
+        raise UsageError(
+            f"--procs {procs} would put all ranks on {device}. Use --gpus {procs} for a GPU each, or --device cpu."
+        )
     if device != "cpu":
         _must_be_there(device, cmd, command)
     if not device.startswith("cuda"):
@@ -70,4 +85,6 @@ def _must_be_there(device: str, cmd: Command, command: str) -> None:
     if found is None or device in found or any(name.partition(":")[0] == device for name in found):
         return
     shown = ", ".join(f"{name} ({title})" if title else name for name, title in found.items())
-    raise UsageError(f"this machine has no device {device}. torch sees {shown}. Try `flatout {command} --device {[*found][-1]} {' '.join(cmd.shown)}`.")
+    raise UsageError(
+        f"this machine has no device {device}. torch sees {shown}. Try `flatout {command} --device {[*found][-1]} {' '.join(cmd.shown)}`."
+    )

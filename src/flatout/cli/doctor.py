@@ -18,9 +18,15 @@ from flatout.plan.machine_snapshot import MachineSnapshot, Verdict
 
 
 @click.command()
-@click.option("--bench", is_flag=True, help="Also measure the machine's peak rates (about 30 s), for `flatout profile`.")
+@click.option(
+    "--bench", is_flag=True, help="Also measure the machine's peak rates (about 30 s), for `flatout profile`."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the machine snapshot and the checks as JSON.")
-@click.option("--replay", type=click.Path(path_type=Path), help="Check a snapshot that --json printed on another machine.")
+@click.option(
+    "--replay",
+    type=click.Path(path_type=Path),
+    help="Check a snapshot that --json printed on another machine.",
+)
 def command(bench: bool, as_json: bool, replay: Path | None) -> int:
     """Check whether this machine is ready to train.
 
@@ -45,7 +51,10 @@ def command(bench: bool, as_json: bool, replay: Path | None) -> int:
 
 
 def _seen() -> MachineSnapshot:
-    with SnapshotTaker() as looking, Console(stderr=True).status("inspecting this machine; importing torch in a child process"):  # shown only on a terminal
+    with (
+        SnapshotTaker() as looking,
+        Console(stderr=True).status("inspecting this machine; importing torch in a child process"),
+    ):  # shown only on a terminal
         # Import the modules needed later while the child imports torch, which takes the longest.
         importlib.import_module("flatout.diagnose.doctor.checks")
         importlib.import_module("flatout.render.doctor")
@@ -75,4 +84,6 @@ def _recorded(path: Path) -> MachineSnapshot:
     try:
         return MachineSnapshot.from_json(data["snapshot"])
     except (TypeError, AttributeError, KeyError):
-        raise UsageError(f"{path} is not the output of `flatout doctor --json`. Create it with `flatout doctor --json > {path}`.") from None
+        raise UsageError(
+            f"{path} is not the output of `flatout doctor --json`. Create it with `flatout doctor --json > {path}`."
+        ) from None

@@ -36,7 +36,13 @@ if TYPE_CHECKING:
 JOURNAL, FETCHES = "journal-", "FLATOUT_FETCHES"
 
 
-def resume(rescue: Rescue, ledger: Ledger, at_resume_point: Callable[[], None], asked: Mapping[str, Any], ranks: ResumeRanks) -> ScriptReplay | None:
+def resume(
+    rescue: Rescue,
+    ledger: Ledger,
+    at_resume_point: Callable[[], None],
+    asked: Mapping[str, Any],
+    ranks: ResumeRanks,
+) -> ScriptReplay | None:
     """Return the replay that resumes or records this process; None if its training cannot be recorded.
 
     Keys of ``asked``: ``from_scratch``; ``shows``; ``rescue``: keep checkpoints even if none can be resumed from;
@@ -48,21 +54,33 @@ def resume(rescue: Rescue, ledger: Ledger, at_resume_point: Callable[[], None], 
     if why_not := ranks.why_not():
         ranks.say(f"this program is not recorded and cannot be resumed exactly: {why_not}")
         return None
-    if (started := sys.modules.get("multiprocessing.process")) is not None and started.parent_process() is not None:
+    if (
+        started := sys.modules.get("multiprocessing.process")
+    ) is not None and started.parent_process() is not None:
         return None
     if not records_first(ranks.claim):
         return None
     try:
         save_schedule = ranks.save_schedule()
     except OSError as error:
-        ranks.say(f"this program is not recorded and cannot be resumed exactly: its ranks cannot agree on a save schedule: {error.strerror}")
+        ranks.say(
+            f"this program is not recorded and cannot be resumed exactly: its ranks cannot agree on a save schedule: {error.strerror}"
+        )
         return None
     heartbeat.set_exact_resume()
     again: ScriptReplay | None = None
     folder = rescue.folder
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    save, unfinished = (None, "") if asked["from_scratch"] else newest_exact(folder) if ranks.size == 1 else newest_of_all(folder, ranks)
-    journal = folder / (save.manifest.metadata["journal"] if save is not None else f"{JOURNAL}{uuid.uuid4().hex[:8]}")
+    save, unfinished = (
+        (None, "")
+        if asked["from_scratch"]
+        else newest_exact(folder)
+        if ranks.size == 1
+        else newest_of_all(folder, ranks)
+    )
+    journal = folder / (
+        save.manifest.metadata["journal"] if save is not None else f"{JOURNAL}{uuid.uuid4().hex[:8]}"
+    )
 
     def refuse(why: str) -> NoReturn:
         """Exit the process: the program must not run with tensors that have no values."""
@@ -83,10 +101,16 @@ def resume(rescue: Rescue, ledger: Ledger, at_resume_point: Callable[[], None], 
 
     def resume_point(through_s: float, trained_s: float) -> None:
         os.environ.pop(FETCHES, None)
-        differs = drift(save.manifest.metadata["surroundings"], surroundings(torch)) if save is not None else []
+        differs = (
+            drift(save.manifest.metadata["surroundings"], surroundings(torch)) if save is not None else []
+        )
         if differs:  # the program has made its own settings by now
-            refuse(f"the environment differs from that of {save.path.name if save is not None else ''}: {'; '.join(differs)}")
-        ranks.say(f"resumed exactly after step {save.step if save is not None else 0}, reached in {through_s:.1f} s; training had taken {trained_s:.1f} s")
+            refuse(
+                f"the environment differs from that of {save.path.name if save is not None else ''}: {'; '.join(differs)}"
+            )
+        ranks.say(
+            f"resumed exactly after step {save.step if save is not None else 0}, reached in {through_s:.1f} s; training had taken {trained_s:.1f} s"
+        )
         heartbeat.mark_resume_point()
         at_resume_point()
 
@@ -113,10 +137,22 @@ def resume(rescue: Rescue, ledger: Ledger, at_resume_point: Callable[[], None], 
             state = save.read(torch)["exact"]
         except FlatoutError as error:
             refuse(str(error).rstrip("."))
-    way = ResumeRequest(journal, state, several=ranks.size > 1, shows=asked["shows"], fetches=FETCHES in os.environ)
-    again = ScriptReplay(way, Host(ranks.say, refuse, astray, lambda: _tidy(folder, journal.name), resume_point, left_alone, seconds), rescue, ledger, own_generators)
+    way = ResumeRequest(
+        journal, state, several=ranks.size > 1, shows=asked["shows"], fetches=FETCHES in os.environ
+    )
+    again = ScriptReplay(
+        way,
+        Host(
+            ranks.say, refuse, astray, lambda: _tidy(folder, journal.name), resume_point, left_alone, seconds
+        ),
+        rescue,
+        ledger,
+        own_generators,
+    )
     atexit.register(_ended, again, rescue)
-    rescue.beside = CheckpointMetadata(again, journal.name, ranks, save_schedule.launch if save_schedule is not None else 0)
+    rescue.beside = CheckpointMetadata(
+        again, journal.name, ranks, save_schedule.launch if save_schedule is not None else 0
+    )
     if save_schedule is not None:
         rescue.agrees = save_schedule.agrees
     if save is not None:
@@ -130,7 +166,11 @@ def _ended(again: ScriptReplay, rescue: Rescue) -> None:
         return
     failure = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if again.going:
-        what = f"failed with {type(failure).__name__}: {failure}{_place_of(failure)}" if failure is not None else "exited"
+        what = (
+            f"failed with {type(failure).__name__}: {failure}{_place_of(failure)}"
+            if failure is not None
+            else "exited"
+        )
         again.refuse(f"before the program reached its resume point, it {what}")
     if failure is None and not rescue.signalled:
         again.ended()
@@ -157,7 +197,13 @@ class ResumeRanks:
         if (here := standing()) is not None:
             return cls(torch, here.rank, here.world_size, here.local_world_size, folder)
         size = int(names.get("WORLD_SIZE") or 1)
-        return cls(torch, int(names.get("RANK") or 0) if size > 1 else 0, size, int(names.get("LOCAL_WORLD_SIZE") or size), folder)
+        return cls(
+            torch,
+            int(names.get("RANK") or 0) if size > 1 else 0,
+            size,
+            int(names.get("LOCAL_WORLD_SIZE") or size),
+            folder,
+        )
 
     def say(self, sentence: str) -> None:
         """Print the sentence once for all ranks."""
@@ -178,7 +224,10 @@ class ResumeRanks:
         """Return the save schedule that the ranks share. The ranks of one launch have the same parent."""
         if self.size == 1:
             return None
-        return SaveSchedule(f"{os.environ['FLATOUT_JOB']}.{os.getppid()}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", leads=self.rank == 0)
+        return SaveSchedule(
+            f"{os.environ['FLATOUT_JOB']}.{os.getppid()}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+            leads=self.rank == 0,
+        )
 
 
 class CheckpointMetadata:
@@ -194,7 +243,9 @@ class CheckpointMetadata:
     def beside(self, frame: Any) -> tuple[dict[str, Any], str]:
         found, why_not = self.again.beside(frame)
         if why_not and why_not != self._why_not and not self.again.tape.broken:
-            say_at_once(f"{self.ranks.prefix}from here on this program could not be resumed exactly: {why_not}")
+            say_at_once(
+                f"{self.ranks.prefix}from here on this program could not be resumed exactly: {why_not}"
+            )
         self._why_not = why_not
         return found, self._why_not
 
@@ -202,9 +253,15 @@ class CheckpointMetadata:
         for module in self._modules():
             file = os.path.abspath(getattr(module, "__file__", None) or "")
             if file not in self._sources and is_users(file):
-                self._sources[file] = _digest_of(file)  # at first sight: later edits do not affect the running program
+                self._sources[file] = _digest_of(
+                    file
+                )  # at first sight: later edits do not affect the running program
         metadata = {"journal": self.journal, "program": sys.orig_argv[1:], "sources": self._sources}
-        return {**metadata, "ranks": {"size": self.ranks.size, "launch": self.launch, **self.again.met()}} if self.ranks.size > 1 else metadata
+        return (
+            {**metadata, "ranks": {"size": self.ranks.size, "launch": self.launch, **self.again.met()}}
+            if self.ranks.size > 1
+            else metadata
+        )
 
     def kept(self, step: int) -> None:
         if not self._why_not and not self.again.tape.broken:
@@ -233,7 +290,11 @@ def newest_of_all(folder: Path, ranks: ResumeRanks) -> tuple[Checkpoint | None, 
 
     Every rank gets the same answer, for its own ``folder``."""
     kept = [{save.step: save for save in _of_this_program(each)} for each in ranks.folders]
-    whole = [step for step in sorted(set.intersection(*map(set, kept)), reverse=True) if _are_of_one_moment([of_rank[step] for of_rank in kept])]
+    whole = [
+        step
+        for step in sorted(set.intersection(*map(set, kept)), reverse=True)
+        if _are_of_one_moment([of_rank[step] for of_rank in kept])
+    ]
     why_not = ""
     for step in whole:
         reasons = [str(of_rank[step].manifest.metadata.get("exact") or "") for of_rank in kept]
@@ -246,10 +307,15 @@ def newest_of_all(folder: Path, ranks: ResumeRanks) -> tuple[Checkpoint | None, 
 def _are_of_one_moment(saves: list[Checkpoint]) -> bool:
     """Return whether all ranks ran equally many collectives per group and began to train at one place."""
     metadata = [save.manifest.metadata.get("ranks") or {} for save in saves]
-    if len({(each.get("size"), each.get("launch")) for each in metadata}) != 1 or metadata[0].get("size") != len(saves):
+    if len({(each.get("size"), each.get("launch")) for each in metadata}) != 1 or metadata[0].get(
+        "size"
+    ) != len(saves):
         return False
-    return all(len({each[counts][group] for each in metadata if group in each[counts]}) == 1
-               for counts in ("met", "begun") for group in {group for each in metadata for group in each[counts]})
+    return all(
+        len({each[counts][group] for each in metadata if group in each[counts]}) == 1
+        for counts in ("met", "begun")
+        for group in {group for each in metadata for group in each[counts]}
+    )
 
 
 def _of_this_program(folder: Path) -> Iterator[Checkpoint]:
@@ -260,7 +326,10 @@ def _of_this_program(folder: Path) -> Iterator[Checkpoint]:
         except SaveError:
             continue
         metadata = save.manifest.metadata
-        if metadata.get("program") == sys.orig_argv[1:] and (folder / Path(str(metadata.get("journal"))).name).is_file():
+        if (
+            metadata.get("program") == sys.orig_argv[1:]
+            and (folder / Path(str(metadata.get("journal"))).name).is_file()
+        ):
             yield save
 
 
@@ -269,7 +338,9 @@ def _may_go_on(torch: Any, save: Checkpoint) -> None:
     metadata = save.manifest.metadata
     changed = [name for name, digest in metadata["sources"].items() if _digest_of(name) != digest]
     if changed:
-        raise CannotResume(f"{', '.join(os.path.relpath(name) for name in changed[:4])} has changed since {save.path.name} was saved")
+        raise CannotResume(
+            f"{', '.join(os.path.relpath(name) for name in changed[:4])} has changed since {save.path.name} was saved"
+        )
     before = metadata["surroundings"]
     now = {**surroundings(torch), **{name: before.get(name) for name in LATER}}
     if before.get("devices") and not torch.cuda.device_count():
@@ -280,7 +351,15 @@ def _may_go_on(torch: Any, save: Checkpoint) -> None:
 
 
 # Settings that a program makes, or devices that it begins to use, after torch was imported.
-LATER = ("threads", "threads between operators", "devices", "deterministic algorithms", "cudnn.benchmark", "cudnn.deterministic", "matmul precision")
+LATER = (
+    "threads",
+    "threads between operators",
+    "devices",
+    "deterministic algorithms",
+    "cudnn.benchmark",
+    "cudnn.deterministic",
+    "matmul precision",
+)
 
 
 def _digest_of(file: str) -> str:

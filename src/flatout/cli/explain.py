@@ -49,7 +49,9 @@ def command(words: tuple[str, ...], as_json: bool, all_kinds: bool) -> int:
     elif info:
         click.echo("\n\n".join(_paragraph(one) for one in info))
     else:
-        click.echo("flatout does not know this failure, and it does not guess. `flatout explain --list` lists the failures that it knows.")
+        click.echo(
+            "flatout does not know this failure, and it does not guess. `flatout explain --list` lists the failures that it knows."
+        )
     return 0 if info else UNKNOWN
 
 
@@ -63,14 +65,18 @@ def _text(words: tuple[str, ...]) -> str:
             with open(words[0], encoding="utf-8", errors="replace") as file:
                 about = os.fstat(file.fileno())
                 if stat.S_ISCHR(about.st_mode) or stat.S_ISBLK(about.st_mode):
-                    raise UsageError(f"{words[0]} is a device and may never end. Give a log, an error's text, or - for standard input.")
+                    raise UsageError(
+                        f"{words[0]} is a device and may never end. Give a log, an error's text, or - for standard input."
+                    )
                 if about.st_size > MOST_BYTES:
                     with open(words[0], "rb") as whole:
                         whole.seek(-MOST_BYTES, os.SEEK_END)
                         return gather(io.TextIOWrapper(whole, encoding="utf-8", errors="replace"))
                 return gather(file)
         except OSError as error:
-            raise UsageError(f"{words[0]} cannot be read: {error.strerror}. Give a log, an error's text, or - for standard input.") from None
+            raise UsageError(
+                f"{words[0]} cannot be read: {error.strerror}. Give a log, an error's text, or - for standard input."
+            ) from None
     return " ".join(words)
 
 
@@ -81,7 +87,11 @@ def _is_path(word: str) -> bool:
             return True
     except (OSError, ValueError):  # too long for a file name
         return False
-    return "\n" not in word and not re.search(r"[\s:]", word) and bool(re.search(r"/|\.(?:log|txt|out|err)$", word))
+    return (
+        "\n" not in word
+        and not re.search(r"[\s:]", word)
+        and bool(re.search(r"/|\.(?:log|txt|out|err)$", word))
+    )
 
 
 def _paragraph(info: Explanation) -> str:
@@ -92,5 +102,7 @@ def _paragraph(info: Explanation) -> str:
 def _page(code: str) -> str:
     kind = next((kind for kind in TABLE if kind.code == code), None)
     if kind is None:
-        raise UsageError(f"there is no kind {code}. The codes range from {TABLE[0].code} to {TABLE[-1].code}; `flatout explain --list` lists them.")
+        raise UsageError(
+            f"there is no kind {code}. The codes range from {TABLE[0].code} to {TABLE[-1].code}; `flatout explain --list` lists them."
+        )
     return f"{kind.code} {kind.name}\n\n{kind.page.strip()}"

@@ -47,7 +47,9 @@ def bench(subject: str, rounds: int, only: str) -> None:
 @click.argument("name")
 @click.option("--triton", "way", flag_value="triton", help="Write the kernel in Triton only.")
 @click.option("--cuda", "way", flag_value="cuda", help="Write the kernel in CUDA C++ only.")
-@click.option("--both", "way", flag_value="both", default="both", help="Write the kernel in both (the default).")
+@click.option(
+    "--both", "way", flag_value="both", default="both", help="Write the kernel in both (the default)."
+)
 def new(name: str, way: str) -> None:
     """Create the folder NAME with a working example kernel.
 

@@ -75,7 +75,9 @@ def roofline(quick: bool = False) -> Roofline:
             times.append(clock.elapsed_ms(start, clock.mark()))
         return min(times)
 
-    source = torch.ones((COPY_BYTES if device == "cuda" else COPY_BYTES // 16) // (4 * QUICK if quick else 4), device=device)
+    source = torch.ones(
+        (COPY_BYTES if device == "cuda" else COPY_BYTES // 16) // (4 * QUICK if quick else 4), device=device
+    )
     target = torch.empty_like(source)
     moved = 2 * source.numel() * 4
     gb_per_s = moved / best_ms(lambda: target.copy_(source)) / 1e6
@@ -97,33 +99,59 @@ def kernel_of(subject: str) -> Any:
         raise UsageError(str(error)) from None
 
 
-def rows_of(kernel: Any, rounds: int, only: str = "", others: Callable[[Any, Any], dict[str, Callable[..., Any]]] | None = None,
-            roof: Roofline | None = None) -> Iterator[KernelTiming]:
+def rows_of(
+    kernel: Any,
+    rounds: int,
+    only: str = "",
+    others: Callable[[Any, Any], dict[str, Callable[..., Any]]] | None = None,
+    roof: Roofline | None = None,
+) -> Iterator[KernelTiming]:
     """Measure every bench case. ``others(kernel, case)`` adds implementations by name.
 
     Raises UsageError if there is no case."""
     import torch
 
     gpu = torch.cuda.is_available()
-    found = [case for case in kernel.cases() if case.bench and (gpu or case.bench == "any") and only in case.title]
+    found = [
+        case for case in kernel.cases() if case.bench and (gpu or case.bench == "any") and only in case.title
+    ]
     if not found:
-        raise UsageError(f"{kernel.name} has no case to measure here{f' with {only!r} in its title' if only else ''}. Mark one with bench=\"any\".")
+        raise UsageError(
+            f'{kernel.name} has no case to measure here{f" with {only!r} in its title" if only else ""}. Mark one with bench="any".'
+        )
     roof = roof or roofline()
     for case in found:
         drawn = case.make(torch.Generator().manual_seed(0))
         inputs = {name: _placed(value, gpu) for name, value in drawn.items()}
         for work in ("forward", "forward and backward") if case.differentiate else ("forward",):
-            contestants = {"reference": kernel.reference, "torch.compile": torch.compile(kernel.reference), **(others(kernel, case) if others else {})}
+            contestants = {
+                "reference": kernel.reference,
+                "torch.compile": torch.compile(kernel.reference),
+                **(others(kernel, case) if others else {}),
+            }
             for implementation in kernel.implementations:
                 if not implementation.needs or gpu:
                     contestants[implementation.name] = implementation.call
                 else:
-                    yield KernelTiming(kernel.name, case.title, implementation.name, work, why_not="torch sees no CUDA device here")
+                    yield KernelTiming(
+                        kernel.name,
+                        case.title,
+                        implementation.name,
+                        work,
+                        why_not="torch sees no CUDA device here",
+                    )
             yield from _comparison(kernel, case, work, contestants, inputs, rounds, roof)
 
 
-def _comparison(kernel: Any, case: Any, work: str, contestants: dict[str, Callable[..., Any]], inputs: dict[str, Any], rounds: int,
-             roof: Roofline) -> Iterator[KernelTiming]:
+def _comparison(
+    kernel: Any,
+    case: Any,
+    work: str,
+    contestants: dict[str, Callable[..., Any]],
+    inputs: dict[str, Any],
+    rounds: int,
+    roof: Roofline,
+) -> Iterator[KernelTiming]:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -141,9 +169,19 @@ def _comparison(kernel: Any, case: Any, work: str, contestants: dict[str, Callab
             start = clock.mark()
             call()
             once_ms = clock.elapsed_ms(start, clock.mark())
-            calls[name] = (call, max(int(BLOCK_MS / max(once_ms, 1e-3)), 1), torch.cuda.max_memory_allocated() - before if device == "cuda" else None)
+            calls[name] = (
+                call,
+                max(int(BLOCK_MS / max(once_ms, 1e-3)), 1),
+                torch.cuda.max_memory_allocated() - before if device == "cuda" else None,
+            )
         except Exception as error:  # a compiler failure or out of memory is a result
-            yield KernelTiming(kernel.name, case.title, name, work, why_not=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
+            yield KernelTiming(
+                kernel.name,
+                case.title,
+                name,
+                work,
+                why_not=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}",
+            )
     blocks: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds):
         for name in list(calls) if turn % 2 == 0 else reversed(list(calls)):
@@ -155,31 +193,52 @@ def _comparison(kernel: Any, case: Any, work: str, contestants: dict[str, Callab
             blocks[name].append(clock.elapsed_ms(start, clock.mark()) / count)
     for name, times in blocks.items():
         ms = median(times)
-        ratio = compare([[Round(a, b) for a, b in zip(blocks["reference"], times, strict=True)]]) if "reference" in blocks else None
+        ratio = (
+            compare([[Round(a, b) for a, b in zip(blocks["reference"], times, strict=True)]])
+            if "reference" in blocks
+            else None
+        )
         moved, flops = (each(inputs) if each else None for each in (kernel.moved_bytes, kernel.flops))
         gb = moved / ms / 1e6 if moved and work == "forward" else None
         tflop = flops / ms / 1e9 if flops and work != "forward" else None
         peak = roof.tflop_per_s.get(str(case.dtype).removeprefix("torch."))
-        yield KernelTiming(kernel.name, case.title, name, work, ms, (ratio.median, ratio.low, ratio.high) if ratio else None, gb, tflop,
-                  gb / roof.gb_per_s if gb else tflop / peak if tflop and peak else None, calls[name][2])
+        yield KernelTiming(
+            kernel.name,
+            case.title,
+            name,
+            work,
+            ms,
+            (ratio.median, ratio.low, ratio.high) if ratio else None,
+            gb,
+            tflop,
+            gb / roof.gb_per_s if gb else tflop / peak if tflop and peak else None,
+            calls[name][2],
+        )
 
 
-def _call(function: Callable[..., Any], inputs: dict[str, Any], differentiate: tuple[str, ...]) -> Callable[[], Any]:
+def _call(
+    function: Callable[..., Any], inputs: dict[str, Any], differentiate: tuple[str, ...]
+) -> Callable[[], Any]:
     import torch
 
     from flatout.kernels.kernel import tensors_of
 
     if not differentiate:
+
         def forward() -> Any:
             with torch.no_grad():
                 return function(**inputs)
+
         return forward
     leaves = [inputs[name].detach().requires_grad_() for name in differentiate]
     held = {**inputs, **dict(zip(differentiate, leaves, strict=True))}
 
     def both() -> Any:
         outputs = [output for output in tensors_of(function(**held)) if output.requires_grad]
-        return torch.autograd.grad(outputs, leaves, [torch.ones_like(output) for output in outputs], allow_unused=True)
+        return torch.autograd.grad(
+            outputs, leaves, [torch.ones_like(output) for output in outputs], allow_unused=True
+        )
+
     return both
 
 
@@ -199,8 +258,18 @@ def cells(row: KernelTiming) -> tuple[str, ...]:
     if row.ms is None:
         return (row.contestant, "not run", row.why_not, "", "")
     ratio = "{:.2f} [{:.2f}, {:.2f}]".format(*row.ratio) if row.ratio else ""
-    roof = f"{100 * row.share:.0f} % ({f'{row.gb_per_s:,.0f} GB/s' if row.gb_per_s else f'{row.tflop_per_s:,.2f} TFLOP/s'})" if row.share else ""
-    return (row.contestant, f"{row.ms:.4g}", ratio, roof, "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:,.0f} MiB")
+    roof = (
+        f"{100 * row.share:.0f} % ({f'{row.gb_per_s:,.0f} GB/s' if row.gb_per_s else f'{row.tflop_per_s:,.2f} TFLOP/s'})"
+        if row.share
+        else ""
+    )
+    return (
+        row.contestant,
+        f"{row.ms:.4g}",
+        ratio,
+        roof,
+        "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:,.0f} MiB",
+    )
 
 
 def show(subject: str, rounds: int, only: str) -> None:
@@ -209,7 +278,9 @@ def show(subject: str, rounds: int, only: str) -> None:
     roof = roofline()
     rates = ", ".join(f"{rate:,.2f} TFLOP/s {dtype}" for dtype, rate in roof.tflop_per_s.items())
     click.echo(f"{roof.device}: measured {roof.gb_per_s:,.0f} GB/s copied, {rates}")
-    for title, rows in groupby(rows_of(kernel, rounds, only, roof=roof), key=lambda row: f"{row.kernel}, {row.case}, {row.work}"):
+    for title, rows in groupby(
+        rows_of(kernel, rounds, only, roof=roof), key=lambda row: f"{row.kernel}, {row.case}, {row.work}"
+    ):
         table = Table(box=None, padding=(0, 2), title=title, title_justify="left")
         for column in COLUMNS:
             table.add_column(column)

@@ -33,7 +33,9 @@ class Gate:
     subject: str
     title: str = ""
     names: list[str] = field(default_factory=list)
-    sources: list[tuple[str, list[str], str]] = field(default_factory=list)  # path, kernels in it, the file name of its emulated library
+    sources: list[tuple[str, list[str], str]] = field(
+        default_factory=list
+    )  # path, kernels in it, the file name of its emulated library
     gpu: bool = False
     outcomes: dict[str, tuple[str, str]] = field(default_factory=dict)
     last_begun: int = -1
@@ -45,7 +47,12 @@ class Gate:
             if "refused" in record:
                 raise UsageError(record["refused"])
             if "kernel" in record:
-                self.title, self.names, self.sources, self.gpu = record["kernel"], record["checks"], record["sources"], record["gpu"]
+                self.title, self.names, self.sources, self.gpu = (
+                    record["kernel"],
+                    record["checks"],
+                    record["sources"],
+                    record["gpu"],
+                )
             elif "begins" in record:
                 self.last_begun = record["begins"]
             elif "at" in record:
@@ -87,7 +94,10 @@ def check(subject: str, limit_s: float) -> Gate:
             environment["FLATOUT_EMULATED"] = str(folder)
             for path, kernels, name in gate.sources:
                 if why := emulate(Path(path), folder / name, kernels):
-                    gate.outcomes[f"{Path(path).name} emulated"] = (FAILED if cpp_compiler() else NOT_RUN, why)
+                    gate.outcomes[f"{Path(path).name} emulated"] = (
+                        FAILED if cpp_compiler() else NOT_RUN,
+                        why,
+                    )
             ended = _child(subject, records, -1, environment, until)
             gate.read(records)
         while not gate.ended:
@@ -99,7 +109,7 @@ def check(subject: str, limit_s: float) -> Gate:
             gate.last_begun = begun
             gate.outcomes[gate.names[gate.last_begun]] = (FAILED, f"{_how(ended, limit_s)}. {_tail(ended)}")
             if ended.timed_out:
-                for name in gate.names[gate.last_begun + 1:]:
+                for name in gate.names[gate.last_begun + 1 :]:
                     gate.outcomes[name] = (NOT_RUN, "the time limit was reached")
                 break
             ended = _child(subject, records, gate.last_begun, environment, until)
@@ -119,8 +129,19 @@ def show(gate: Gate, quiet: bool) -> None:
     click.echo(f"  {gate.count(OK)} ok, {gate.count(FAILED)} failed, {gate.count(NOT_RUN)} not run\n")
 
 
-def _child(subject: str, records: Path, after: int, environment: dict[str, str], until: float, prefix: Sequence[str] = ()) -> Ended:
-    return run_child([*prefix, sys.executable, "-m", "flatout.kernels", subject, str(records), str(after)], environment, max(until - seconds(), 1.0))
+def _child(
+    subject: str,
+    records: Path,
+    after: int,
+    environment: dict[str, str],
+    until: float,
+    prefix: Sequence[str] = (),
+) -> Ended:
+    return run_child(
+        [*prefix, sys.executable, "-m", "flatout.kernels", subject, str(records), str(after)],
+        environment,
+        max(until - seconds(), 1.0),
+    )
 
 
 def _how(ended: Ended, limit_s: float) -> str:
@@ -140,7 +161,10 @@ def _with_nvcc(gate: Gate) -> None:
     for path, *_ in gate.sources:
         for target in TARGETS:
             name = f"{Path(path).name} compiles for {target}"
-            if gate.outcomes.get(name, (OK, ""))[0] == NOT_RUN and (why := nvcc(Path(path), target)) is not None:
+            if (
+                gate.outcomes.get(name, (OK, ""))[0] == NOT_RUN
+                and (why := nvcc(Path(path), target)) is not None
+            ):
                 gate.outcomes[name] = (FAILED, why) if why else (OK, "nvcc")
 
 
@@ -153,7 +177,19 @@ def _sanitized(gate: Gate, folder: Path, environment: dict[str, str], until: flo
         return
     prefix = (tool, "--tool", "memcheck", "--error-exitcode", "99", "--target-processes", "all")
     found = Gate(gate.subject)
-    ended = _child(gate.subject, folder / "sanitized", -1, {**environment, "FLATOUT_SANITIZED": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, until, prefix)
+    ended = _child(
+        gate.subject,
+        folder / "sanitized",
+        -1,
+        {**environment, "FLATOUT_SANITIZED": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        until,
+        prefix,
+    )
     found.read(folder / "sanitized")
-    wrong: dict[str, Any] = {} if ended.code == 0 else dict.fromkeys(found.names, (FAILED, f"compute-sanitizer: {_tail(ended)}"))
-    gate.outcomes |= {**{name: outcome for name, outcome in found.outcomes.items() if name in gate.outcomes}, **wrong}
+    wrong: dict[str, Any] = (
+        {} if ended.code == 0 else dict.fromkeys(found.names, (FAILED, f"compute-sanitizer: {_tail(ended)}"))
+    )
+    gate.outcomes |= {
+        **{name: outcome for name, outcome in found.outcomes.items() if name in gate.outcomes},
+        **wrong,
+    }

@@ -22,7 +22,9 @@ def write(name: str, way: str) -> None:
     folder = Path(name)
     stem = folder.name
     if not stem.isidentifier() or stem != stem.lower() or stem in ("torch", "triton", "flatout", "aten"):
-        raise UsageError(f"{stem!r} cannot be a kernel's name: the name becomes a Python package. Use lower-case letters, digits and _, as in `my_kernel`.")
+        raise UsageError(
+            f"{stem!r} cannot be a kernel's name: the name becomes a Python package. Use lower-case letters, digits and _, as in `my_kernel`."
+        )
     if folder.exists():
         raise StorageError(f"{name} already exists. Choose another name, or remove it first.")
     try:
@@ -32,10 +34,17 @@ def write(name: str, way: str) -> None:
                 text = source.read_text(encoding="utf-8")
                 if source.suffix == ".py" and way in OTHER:
                     about = (f'"{OTHER[way]}"', f"in_{OTHER[way]}", f"# of {OTHER[way]}")
-                    text = "".join(line for line in text.splitlines(keepends=True) if not any(mark in line for mark in about))
-                (folder / source.name.replace(EXAMPLE, stem)).write_text(text.replace(EXAMPLE, stem), encoding="utf-8")
+                    text = "".join(
+                        line
+                        for line in text.splitlines(keepends=True)
+                        if not any(mark in line for mark in about)
+                    )
+                (folder / source.name.replace(EXAMPLE, stem)).write_text(
+                    text.replace(EXAMPLE, stem), encoding="utf-8"
+                )
     except OSError as error:
         raise StorageError(f"{name} cannot be written: {error.strerror}. Choose another folder.") from None
-    click.echo(f"{name}: a working kernel (silu(a) * b) with its reference, cases and known-wrong variants. Edit it and run:\n"
-               f"    flatout kernel check {name}\n    flatout kernel bench {name}\n    python -m pytest {name}")
-
+    click.echo(
+        f"{name}: a working kernel (silu(a) * b) with its reference, cases and known-wrong variants. Edit it and run:\n"
+        f"    flatout kernel check {name}\n    flatout kernel bench {name}\n    python -m pytest {name}"
+    )

@@ -18,14 +18,21 @@ from flatout.tune.session import load_session, newest_job
 @click.command()
 @click.argument("name", required=False)
 @click.option("--why", is_flag=True, help="Say why the newest session left levers out.")
-@click.option("--job", type=click.Path(path_type=Path), metavar="DIRECTORY", help="With --why: the folder of another session.")
+@click.option(
+    "--job",
+    type=click.Path(path_type=Path),
+    metavar="DIRECTORY",
+    help="With --why: the folder of another session.",
+)
 def command(name: str | None, why: bool, job: Path | None) -> None:
     """List the levers in the order in which they are applied, or show the page of one."""
     if why or job:
         folder = job or newest_job("session.json")
         session = load_session(JobFolder(folder)) if folder is not None else None
         if session is None:
-            raise UsageError(f"there is no session in {folder or FOLDER}. Run `flatout tune COMMAND...` first.")
+            raise UsageError(
+                f"there is no session in {folder or FOLDER}. Run `flatout tune COMMAND...` first."
+            )
         Console().print(why_left_out(session))
         return
     if name is None:
@@ -33,7 +40,9 @@ def command(name: str | None, why: bool, job: Path | None) -> None:
         for column in ("lever", "acts", "may change", "what it does"):
             table.add_column(column)
         for lever in TABLE:
-            table.add_row(lever.name, lever.moment.value, lever.effect.value, lever.page.strip().splitlines()[0])
+            table.add_row(
+                lever.name, lever.moment.value, lever.effect.value, lever.page.strip().splitlines()[0]
+            )
         Console().print(table)
         return
     found = next((lever for lever in TABLE if lever.name == name), None)

@@ -92,7 +92,15 @@ class MonitoredJob(Attached):
 class LiveLine:
     """The live line: starts with the first counted steps, and ends with a summary when the process exits."""
 
-    def __init__(self, stream: TextIO, counts: StepCounters, torch: Any, known: dict[str, float], device: Any, every_s: float | None = None) -> None:
+    def __init__(
+        self,
+        stream: TextIO,
+        counts: StepCounters,
+        torch: Any,
+        known: dict[str, float],
+        device: Any,
+        every_s: float | None = None,
+    ) -> None:
         self.stream, self.counts, self.torch, self.known, self.device = stream, counts, torch, known, device
         self.row = StatusRow(stream) if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" else None
         self.machine = Machine(torch, device)
@@ -100,7 +108,12 @@ class LiveLine:
         self.last = self.first
         self.pid = os.getpid()
         self.stopped = threading.Event()
-        self.thread = threading.Thread(target=self._draw, args=(every_s or EVERY_S[self.row is not None],), name="flatout-watch", daemon=True)
+        self.thread = threading.Thread(
+            target=self._draw,
+            args=(every_s or EVERY_S[self.row is not None],),
+            name="flatout-watch",
+            daemon=True,
+        )
         self.thread.start()
         atexit.register(self.close)
 
@@ -128,7 +141,11 @@ class LiveLine:
             return "no step finished | " + " | ".join(self.machine.seen())
         samples = steps * self.counts.samples_a_step
         parts = [f"{figure(samples / passed_s)} samples/s"] if samples else []
-        parts += [f"{figure(steps / passed_s)} steps/s", f"waits for data {100 * waited_ns / 1e9 / passed_s:.0f} %", *self.machine.seen()]
+        parts += [
+            f"{figure(steps / passed_s)} steps/s",
+            f"waits for data {100 * waited_ns / 1e9 / passed_s:.0f} %",
+            *self.machine.seen(),
+        ]
         if self.known.get("ideal_ms"):
             parts.append(f"MFU {self.known['ideal_ms'] * steps / 10 / passed_s:.0f} %")
         return " | ".join(parts)
@@ -160,16 +177,25 @@ class Machine:
         self.torch, self.device = torch, device
         self.process = psutil.Process()
         self.process.cpu_percent()  # the first call returns a meaningless value
-        self.cores = len(self.process.cpu_affinity()) if hasattr(self.process, "cpu_affinity") else psutil.cpu_count() or 1
+        self.cores = (
+            len(self.process.cpu_affinity())
+            if hasattr(self.process, "cpu_affinity")
+            else psutil.cpu_count() or 1
+        )
         self.nvml = _nvml(torch, device) if device.type == "cuda" else None
 
     def seen(self) -> list[str]:
-        said = [f"{self.process.cpu_percent() / 100:.1f} of {self.cores} cores", size(self.process.memory_info().rss)]
+        said = [
+            f"{self.process.cpu_percent() / 100:.1f} of {self.cores} cores",
+            size(self.process.memory_info().rss),
+        ]
         if self.nvml is not None:
             nvml, handle = self.nvml
             try:
                 memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-                said.append(f"GPU {nvml.nvmlDeviceGetUtilizationRates(handle).gpu} % busy, {size(int(memory.used))} of {size(int(memory.total))}")
+                said.append(
+                    f"GPU {nvml.nvmlDeviceGetUtilizationRates(handle).gpu} % busy, {size(int(memory.used))} of {size(int(memory.total))}"
+                )
             except nvml.NVMLError:
                 self.nvml = None
         elif self.device.type == "cuda":
@@ -185,7 +211,9 @@ def _nvml(torch: Any, device: Any) -> tuple[Any, Any] | None:
         return None
     try:
         pynvml.nvmlInit()
-        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(
+            f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        )
     except pynvml.NVMLError:
         return None
 
@@ -208,7 +236,9 @@ class StatusRow:
             # Move one line down, so that the program's last line is not in our row.
             # After that, only the rows above scroll.
             words, self.rows = f"\n\x1b7\x1b[1;{rows - 1}r\x1b8\x1b[1A", rows
-        self._write(f"{words}\x1b7\x1b[{rows};1H\x1b[2K\x1b[2m{('flatout: ' + text)[: columns - 1]}\x1b[0m\x1b8")
+        self._write(
+            f"{words}\x1b7\x1b[{rows};1H\x1b[2K\x1b[2m{('flatout: ' + text)[: columns - 1]}\x1b[0m\x1b8"
+        )
 
     def close(self) -> None:
         if self.rows:

@@ -14,15 +14,59 @@ from flatout.tune.lr_range import FEWEST, Ranging
 
 
 @click.command(context_settings=PROGRAM)
-@click.option("--low", default=1e-6, show_default=True, type=click.FloatRange(0, min_open=True), help="Learning rate of the first step.")
-@click.option("--high", default=10.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Learning rate of the last step.")
-@click.option("--steps", default=150, show_default=True, type=click.IntRange(FEWEST), help="Steps from the lowest to the highest rate.")
-@click.option("--optimizers", default=OWN, show_default=True,
-              help="Optimizers to test: own, names of torch.optim or package.Class: \"own,adamw,sgd(momentum=0.9)\".")
-@click.option("--budget", default="5m", show_default=True, type=Duration(), help="Time for all steps; slow programs run fewer steps.")
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="PYTHONHASHSEED of the program; its own seeds stay unchanged.")
+@click.option(
+    "--low",
+    default=1e-6,
+    show_default=True,
+    type=click.FloatRange(0, min_open=True),
+    help="Learning rate of the first step.",
+)
+@click.option(
+    "--high",
+    default=10.0,
+    show_default=True,
+    type=click.FloatRange(0, min_open=True),
+    help="Learning rate of the last step.",
+)
+@click.option(
+    "--steps",
+    default=150,
+    show_default=True,
+    type=click.IntRange(FEWEST),
+    help="Steps from the lowest to the highest rate.",
+)
+@click.option(
+    "--optimizers",
+    default=OWN,
+    show_default=True,
+    help='Optimizers to test: own, names of torch.optim or package.Class: "own,adamw,sgd(momentum=0.9)".',
+)
+@click.option(
+    "--budget",
+    default="5m",
+    show_default=True,
+    type=Duration(),
+    help="Time for all steps; slow programs run fewer steps.",
+)
+@click.option(
+    "--seed",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0),
+    help="PYTHONHASHSEED of the program; its own seeds stay unchanged.",
+)
 @measurement_options
-def command(low: float, high: float, steps: int, optimizers: str, budget: float, seed: int, job: Path | None, as_json: bool, words: tuple[str, ...]) -> int:
+def command(
+    low: float,
+    high: float,
+    steps: int,
+    optimizers: str,
+    budget: float,
+    seed: int,
+    job: Path | None,
+    as_json: bool,
+    words: tuple[str, ...],
+) -> int:
     """Measure how the loss of an unchanged program depends on its learning rate.
 
     flatout starts the program and lets it train a few steps. It then raises the learning rate by a constant
@@ -35,9 +79,23 @@ def command(low: float, high: float, steps: int, optimizers: str, budget: float,
     requested = read_optimizers(optimizers)
     asked = Measurement("lr", words, job)
     record = LrRecord(**asked.header)
-    asked.answer(record, budget, lambda stage, save:
-                 Ranging(asked.command, asked.folder, asked.facts, record, budget, seed, stage).run(requested, low, high, steps))
+    asked.answer(
+        record,
+        budget,
+        lambda stage, save: Ranging(
+            asked.command, asked.folder, asked.facts, record, budget, seed, stage
+        ).run(requested, low, high, steps),
+    )
     from flatout.render.lr_page import because, headline, lr_html, lr_table
 
-    asked.show(record, lr_html(record), [f"{headline(record)}: {because(record)}\n", lr_table(record), *(f"note: {note}" for note in record.notes)], as_json)
+    asked.show(
+        record,
+        lr_html(record),
+        [
+            f"{headline(record)}: {because(record)}\n",
+            lr_table(record),
+            *(f"note: {note}" for note in record.notes),
+        ],
+        as_json,
+    )
     return 0

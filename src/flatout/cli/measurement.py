@@ -29,13 +29,27 @@ from flatout.tune.session import job_folder
 
 def measurement_options(function: Callable) -> Callable:
     """Add the shared options: ``job``, ``as_json`` and the program's ``words``."""
-    function = click.option("--json", "as_json", is_flag=True, help="Print the record instead of a table.")(function)
-    return program(click.option("--job", type=click.Path(file_okay=False, path_type=Path), help="Folder for the records instead of .flatout/<job>.")(function))
+    function = click.option("--json", "as_json", is_flag=True, help="Print the record instead of a table.")(
+        function
+    )
+    return program(
+        click.option(
+            "--job",
+            type=click.Path(file_okay=False, path_type=Path),
+            help="Folder for the records instead of .flatout/<job>.",
+        )(function)
+    )
 
 
 def header(typed: Iterable[str], facts: Facts) -> dict[str, Any]:
     """Return the common first fields of a ProgramRecord."""
-    return {"command": list(typed), "cwd": os.getcwd(), "flatout": __version__, "created": today(), "versions": {"python": facts.python, **facts.versions}}
+    return {
+        "command": list(typed),
+        "cwd": os.getcwd(),
+        "flatout": __version__,
+        "created": today(),
+        "versions": {"python": facts.python, **facts.versions},
+    }
 
 
 @contextmanager
@@ -44,6 +58,7 @@ def kept(record: ProgramRecord, path: Path) -> Iterator[Callable[[], None]]:
 
     SIGTERM stops the program in the same way as Ctrl-C.
     """
+
     def save() -> None:
         write_json(path, record.to_json())
 
@@ -75,11 +90,19 @@ class Measurement:
         self.folder, self.facts = writable(job_folder(self.command, job), job is not None), look()
         self.header = header(self.command.shown, self.facts)
 
-    def answer(self, record: ProgramRecord, budget_s: float, run: Callable[[Callable[[str, str], None], Callable[[], None]], object]) -> None:
+    def answer(
+        self,
+        record: ProgramRecord,
+        budget_s: float,
+        run: Callable[[Callable[[str, str], None], Callable[[], None]], object],
+    ) -> None:
         """Call ``run`` to fill the record. Its arguments report a stage and save the record.
 
         Raises FlatoutError, KeyboardInterrupt."""
-        with kept(record, self._file("json")) as save, LiveProgress(Console(stderr=True), budget_s) as progress:
+        with (
+            kept(record, self._file("json")) as save,
+            LiveProgress(Console(stderr=True), budget_s) as progress,
+        ):
             run(progress.stage, save)
 
     def show(self, record: ProgramRecord, html: str, parts: Iterable[object], as_json: bool) -> None:

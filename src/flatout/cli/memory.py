@@ -13,16 +13,53 @@ from flatout.tune.memory_forecast import Forecast, ForecastOptions
 
 
 @click.command(context_settings=PROGRAM)
-@click.option("--batch", "sizes", default="", type=Sizes(), help="Batch sizes in addition to the script's own: 32,64,128.")
-@click.option("--memory-limit", type=Amount(), help="Find the largest batch that fits into 8GB or 500MiB. The default is the device's memory.")
-@click.option("--device", type=click.Choice(["own", "cuda"]), default="own", show_default=True,
-              help="Allocator to simulate; `cuda` predicts GPU memory for a program that runs on the CPU.")
-@click.option("--measure/--no-measure", default=True, show_default=True, help="Then measure real steps at the script's own batch size and one requested size.")
-@click.option("--budget", default="5m", show_default=True, type=Duration(), help="Time limit for each measurement.")
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="PYTHONHASHSEED of the program; its own seeds stay unchanged.")
+@click.option(
+    "--batch",
+    "sizes",
+    default="",
+    type=Sizes(),
+    help="Batch sizes in addition to the script's own: 32,64,128.",
+)
+@click.option(
+    "--memory-limit",
+    type=Amount(),
+    help="Find the largest batch that fits into 8GB or 500MiB. The default is the device's memory.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["own", "cuda"]),
+    default="own",
+    show_default=True,
+    help="Allocator to simulate; `cuda` predicts GPU memory for a program that runs on the CPU.",
+)
+@click.option(
+    "--measure/--no-measure",
+    default=True,
+    show_default=True,
+    help="Then measure real steps at the script's own batch size and one requested size.",
+)
+@click.option(
+    "--budget", default="5m", show_default=True, type=Duration(), help="Time limit for each measurement."
+)
+@click.option(
+    "--seed",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0),
+    help="PYTHONHASHSEED of the program; its own seeds stay unchanged.",
+)
 @measurement_options
-def command(sizes: list[int], memory_limit: int | None, device: str, measure: bool, budget: float, seed: int, job: Path | None, as_json: bool,
-            words: tuple[str, ...]) -> int:
+def command(
+    sizes: list[int],
+    memory_limit: int | None,
+    device: str,
+    measure: bool,
+    budget: float,
+    seed: int,
+    job: Path | None,
+    as_json: bool,
+    words: tuple[str, ...],
+) -> int:
     """Predict the peak memory of a training step, and its contents, for any batch size.
 
     flatout starts the unchanged program. From its first batch on, operators compute shapes only: they compute
@@ -32,8 +69,17 @@ def command(sizes: list[int], memory_limit: int | None, device: str, measure: bo
     asked = Measurement("memory", words, job)
     record = MemoryForecast(**asked.header)
     wanted = ForecastOptions(sizes, device == "cuda", memory_limit, measure, budget, seed)
-    asked.answer(record, budget, lambda stage, save: Forecast(asked.command, asked.folder, asked.facts, record, wanted, stage).run())
+    asked.answer(
+        record,
+        budget,
+        lambda stage, save: Forecast(asked.command, asked.folder, asked.facts, record, wanted, stage).run(),
+    )
     from flatout.render.memory_page import memory_html, memory_tables
 
-    asked.show(record, memory_html(record), [memory_tables(record), *(f"note: {note}" for note in record.notes)], as_json)
+    asked.show(
+        record,
+        memory_html(record),
+        [memory_tables(record), *(f"note: {note}" for note in record.notes)],
+        as_json,
+    )
     return 0

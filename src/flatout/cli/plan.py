@@ -21,7 +21,12 @@ TEMPLATE = Plan((Choice("malloc", "tcmalloc", Origin.USER), Choice("channels_las
 
 
 @click.command(context_settings=PROGRAM)
-@click.option("--plan", "plan_path", default=None, help="Plan file. The default is the tuned plan of the command, or flatout.toml next to the script.")
+@click.option(
+    "--plan",
+    "plan_path",
+    default=None,
+    help="Plan file. The default is the tuned plan of the command, or flatout.toml next to the script.",
+)
 @click.option("--template", is_flag=True, help="Print a plan to start from.")
 @program
 def command(plan_path: str | None, template: bool, words: tuple[str, ...]) -> None:
@@ -35,7 +40,11 @@ def command(plan_path: str | None, template: bool, words: tuple[str, ...]) -> No
         job = job_folder(cmd)
         path = next(iter(plan_files(cmd)), job.plan)
         session = load_session(job)
-        reasons = {lever.name: lever.reason for lever in session.levers if lever.status != "applied"} if session else {}
+        reasons = (
+            {lever.name: lever.reason for lever in session.levers if lever.status != "applied"}
+            if session
+            else {}
+        )
     if not path.is_file() and plan_path is None:
         raise PlanError(f"there is no plan in {path}. `flatout tune COMMAND...` makes one.")
     plan = read_plan(str(path))
@@ -50,4 +59,6 @@ def _code(lever: Lever, value: Value, path: Path) -> str:
         lever.check(value)
         return lever.code(value)
     except (TypeError, KeyError, ValueError, AttributeError, IndexError):
-        raise PlanError(f"{path}: {lever.name} does not know the value {str(value)[:80]!r}. `flatout levers {lever.name}` shows its page.") from None
+        raise PlanError(
+            f"{path}: {lever.name} does not know the value {str(value)[:80]!r}. `flatout levers {lever.name}` shows its page."
+        ) from None

@@ -36,24 +36,75 @@ class Schedule(click.ParamType):
             return value
         words = str(value).split(",")
         if len(words) != 3 or not all(word.strip().isdigit() for word in words) or int(words[2]) < 1:
-            self.fail(f"{value!r} is not a schedule; write the numbers of wait, warm-up and active steps (at least 1 active), as in 1,2,3")
+            self.fail(
+                f"{value!r} is not a schedule; write the numbers of wait, warm-up and active steps (at least 1 active), as in 1,2,3"
+            )
         return int(words[0]), int(words[1]), int(words[2])
 
 
 @click.command(context_settings=PROGRAM)
-@click.option("--steps", default=40, show_default=True, type=click.IntRange(1), help="Unprofiled steps to measure times from.")
-@click.option("--schedule", default="1,2,3", show_default=True, type=Schedule(), help="Profiler schedule: numbers of wait, warm-up and active steps.")
-@click.option("--budget", default="2m", show_default=True, type=Duration(), help="Time to spend in steady state; what-ifs use the remaining time.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the record to this file too, besides the job's folder.")
-@click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="Write the trace of the profiled steps to this file (Chrome, Perfetto).")
-@click.option("--tensorboard", type=click.Path(file_okay=False, path_type=Path), help="Write the figures as a TensorBoard log into this folder.")
-@click.option("--memory", is_flag=True, help="Profile memory only, over three times as many steps; no operators, no what-ifs.")
-@click.option("--job", type=click.Path(file_okay=False, path_type=Path), help="Folder for the records instead of .flatout/<job>.")
+@click.option(
+    "--steps",
+    default=40,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Unprofiled steps to measure times from.",
+)
+@click.option(
+    "--schedule",
+    default="1,2,3",
+    show_default=True,
+    type=Schedule(),
+    help="Profiler schedule: numbers of wait, warm-up and active steps.",
+)
+@click.option(
+    "--budget",
+    default="2m",
+    show_default=True,
+    type=Duration(),
+    help="Time to spend in steady state; what-ifs use the remaining time.",
+)
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the record to this file too, besides the job's folder.",
+)
+@click.option(
+    "--trace",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the trace of the profiled steps to this file (Chrome, Perfetto).",
+)
+@click.option(
+    "--tensorboard",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write the figures as a TensorBoard log into this folder.",
+)
+@click.option(
+    "--memory",
+    is_flag=True,
+    help="Profile memory only, over three times as many steps; no operators, no what-ifs.",
+)
+@click.option(
+    "--job",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for the records instead of .flatout/<job>.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the record instead of tables.")
 @device_option
 @program
-def command(steps: int, schedule: tuple[int, int, int], budget: float, out: Path | None, trace: Path | None, tensorboard: Path | None, memory: bool,
-            job: Path | None, as_json: bool, device: str | None, words: tuple[str, ...]) -> int:
+def command(
+    steps: int,
+    schedule: tuple[int, int, int],
+    budget: float,
+    out: Path | None,
+    trace: Path | None,
+    tensorboard: Path | None,
+    memory: bool,
+    job: Path | None,
+    as_json: bool,
+    device: str | None,
+    words: tuple[str, ...],
+) -> int:
     """Show how a step of an unchanged program spends its time and memory.
 
     flatout starts the program, measures unprofiled steps, and profiles a few more. It then removes one cost
@@ -62,15 +113,21 @@ def command(steps: int, schedule: tuple[int, int, int], budget: float, out: Path
     the program's files.
     """
     if budget < SHORTEST_S:
-        raise UsageError(f"a budget of {budget:g} s cannot measure anything; give at least {SHORTEST_S:g} s, as in --budget 2m.")
+        raise UsageError(
+            f"a budget of {budget:g} s cannot measure anything; give at least {SHORTEST_S:g} s, as in --budget 2m."
+        )
     if memory and trace is not None:
-        raise UsageError("--memory profiles no operators, so there is no trace to write. Remove --trace or --memory.")
+        raise UsageError(
+            "--memory profiles no operators, so there is no trace to write. Remove --trace or --memory."
+        )
     if tensorboard is not None:
         _tensorboard_or_usage()
     cmd = understand(words_or_usage(words, "profile"))
     choose(device, cmd, "profile")
     folder = writable(job_folder(cmd, job), job is not None)
-    requested = ProfileOptions(steps, schedule, budget, trace=str(trace.resolve()) if trace is not None else "")
+    requested = ProfileOptions(
+        steps, schedule, budget, trace=str(trace.resolve()) if trace is not None else ""
+    )
     if memory:
         requested = replace(requested, stages=MEMORY_STAGES, leak_ticks=LONG * requested.leak_ticks)
     record = profile(cmd, folder, look(), requested)
@@ -87,17 +144,39 @@ def command(steps: int, schedule: tuple[int, int, int], budget: float, out: Path
 
     console = Console()
     console.print(profile_tables(record))
-    files = [("record", folder.profile), ("page", folder.profile_page), ("trace", trace), ("log", tensorboard)]
-    console.print("\n".join(f"{name}: {path}" for name, path in files if path is not None), markup=False, highlight=False, soft_wrap=True)
+    files = [
+        ("record", folder.profile),
+        ("page", folder.profile_page),
+        ("trace", trace),
+        ("log", tensorboard),
+    ]
+    console.print(
+        "\n".join(f"{name}: {path}" for name, path in files if path is not None),
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
     return 0
 
 
 def profile(cmd: Command, folder: JobFolder, facts: Facts, requested: ProfileOptions) -> ProfileRecord:
     """Run a profile, and write its record and page to the folder. Raises FlatoutError, KeyboardInterrupt."""
-    machine = {"cpu": facts.cpu, "cores": facts.cores, "memory_bytes": facts.memory_bytes, "system": facts.system, "device": facts.asked_device,
-               "gpus": [{"name": g.name, "memory_bytes": g.memory_bytes, "capability": list(g.capability)} for g in facts.gpus]}
+    machine = {
+        "cpu": facts.cpu,
+        "cores": facts.cores,
+        "memory_bytes": facts.memory_bytes,
+        "system": facts.system,
+        "device": facts.asked_device,
+        "gpus": [
+            {"name": g.name, "memory_bytes": g.memory_bytes, "capability": list(g.capability)}
+            for g in facts.gpus
+        ],
+    }
     record = ProfileRecord(**header(cmd.shown, facts), machine=machine)
-    with kept(record, folder.profile) as save, LiveProgress(Console(stderr=True), requested.budget_s) as progress:
+    with (
+        kept(record, folder.profile) as save,
+        LiveProgress(Console(stderr=True), requested.budget_s) as progress,
+    ):
         Profiling(cmd, folder, facts, requested, record, _ceilings(facts), progress, save).run()
     _write_page(record, folder)
     return record
@@ -120,4 +199,6 @@ def _tensorboard_or_usage() -> None:
     from importlib.util import find_spec
 
     if find_spec("tensorboard") is None:
-        raise UsageError("--tensorboard needs the package tensorboard, which is not installed here. Run `pip install tensorboard`, or remove the option.")
+        raise UsageError(
+            "--tensorboard needs the package tensorboard, which is not installed here. Run `pip install tensorboard`, or remove the option."
+        )

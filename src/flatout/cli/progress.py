@@ -24,7 +24,13 @@ class LiveProgress(Watcher):
         self.detail = ""
         self.expected = ""
         self.rows: dict[str, tuple[Ratio | None, str]] = {}
-        self.live = Live(self._draw(), console=console, refresh_per_second=4, transient=True, get_renderable=self._draw) if console.is_terminal else None
+        self.live = (
+            Live(
+                self._draw(), console=console, refresh_per_second=4, transient=True, get_renderable=self._draw
+            )
+            if console.is_terminal
+            else None
+        )
 
     def __enter__(self) -> LiveProgress:
         if self.live is not None:

@@ -38,7 +38,13 @@ def rehearsed(command: Command, facts: Facts, asked: RankOptions) -> tuple[dict[
     Raises CannotDivide, ProgramFailed.
     """
     folder = writable(job_folder(command), asked=False)
-    key = {**key_of(command, facts), "procs": str(asked.procs), "gpus": str(asked.gpus), "whole_batches": str(asked.whole_batches), "shard": asked.shard}
+    key = {
+        **key_of(command, facts),
+        "procs": str(asked.procs),
+        "gpus": str(asked.gpus),
+        "whole_batches": str(asked.whole_batches),
+        "shard": asked.shard,
+    }
     known = remembered(folder.ranks, key)
     if known is not None and not asked.again:
         found = known
@@ -46,8 +52,10 @@ def rehearsed(command: Command, facts: Facts, asked: RankOptions) -> tuple[dict[
         found = _rehearse(command, facts, asked, folder)
         write_json(folder.ranks, {"key": key, "rehearsed": found.to_json()})
     if found.division is None:
-        raise CannotDivide(f"this program cannot run as {asked.procs} ranks: {found.why_not}. {found.instead}\n"
-                           f"The details are in {folder.ranks}.")
+        raise CannotDivide(
+            f"this program cannot run as {asked.procs} ranks: {found.why_not}. {found.instead}\n"
+            f"The details are in {folder.ranks}."
+        )
     return {**found.division, **asked.words}, found
 
 
@@ -55,7 +63,11 @@ def remembered(path: Path, key: object) -> Rehearsed | None:
     """Return the result of an earlier rehearsal; None if there is none for this key or it cannot be read."""
     known = read_json(path)
     try:
-        found = Rehearsed.from_json(known["rehearsed"]) if isinstance(known, dict) and known.get("key") == key else None
+        found = (
+            Rehearsed.from_json(known["rehearsed"])
+            if isinstance(known, dict) and known.get("key") == key
+            else None
+        )
     except (TypeError, AttributeError, KeyError, ValueError):
         return None
     return found if found is None or found.division is None or isinstance(found.division, dict) else None
@@ -63,12 +75,27 @@ def remembered(path: Path, key: object) -> Rehearsed | None:
 
 def _rehearse(command: Command, facts: Facts, asked: RankOptions, folder: JobFolder) -> Rehearsed:
     with LiveProgress(Console(stderr=True), REHEARSAL_S) as progress:
-        return Rehearsal(command, lambda one: launcher_of(one, asked.procs, asked.gpus, facts.cores), asked.procs, folder, facts, whole=asked.whole_batches,
-                         stage=progress.stage, shard=asked.shard).run()
+        return Rehearsal(
+            command,
+            lambda one: launcher_of(one, asked.procs, asked.gpus, facts.cores),
+            asked.procs,
+            folder,
+            facts,
+            whole=asked.whole_batches,
+            stage=progress.stage,
+            shard=asked.shard,
+        ).run()
 
 
-def plan_of_ranks(command: Command, facts: Facts, plan: Plan, chosen: Sequence[Choice], asked: RankOptions, say: Callable[[str], None],
-                  first: bool = True) -> Plan:
+def plan_of_ranks(
+    command: Command,
+    facts: Facts,
+    plan: Plan,
+    chosen: Sequence[Choice],
+    asked: RankOptions,
+    say: Callable[[str], None],
+    first: bool = True,
+) -> Plan:
     """Return the plan of each rank: how the program is split, and the levers of ``plan`` that are compatible.
 
     ``chosen`` are levers given by name for this run; they stay. ``first``: this node rehearses the program;
@@ -86,18 +113,32 @@ def plan_of_ranks(command: Command, facts: Facts, plan: Plan, chosen: Sequence[C
     base = base_plan(value or {}, shards)
     table, by_name = {lever.name: lever for lever in TABLE}, {choice.name for choice in chosen}
     others = [choice for choice in plan if choice.name not in (LEVER, SHARDING)]
-    left_out = [choice for choice in others if choice.name in table and choice.name not in by_name and unfit(table[choice.name], base)]
+    left_out = [
+        choice
+        for choice in others
+        if choice.name in table and choice.name not in by_name and unfit(table[choice.name], base)
+    ]
     if left_out:
-        say(f"these levers of the plan are skipped because they do not work with several ranks: {', '.join(choice.name for choice in left_out)}")
+        say(
+            f"these levers of the plan are skipped because they do not work with several ranks: {', '.join(choice.name for choice in left_out)}"
+        )
     kept = [*(choice for choice in others if choice not in left_out), *([parts] if parts is not None else [])]
     return Plan(tuple(kept)).on_top_of(base)
 
 
-def run_divided(command: Command, facts: Facts, asked: RankOptions, job: Path, environment: Mapping[str, str]) -> int:
+def run_divided(
+    command: Command, facts: Facts, asked: RankOptions, job: Path, environment: Mapping[str, str]
+) -> int:
     """Start the ranks and wait for them. ``environment`` names ``job``, which is removed at the end.
 
     Raises FlatoutError."""
-    local_launcher = LocalLauncher(command, asked.procs, environment, cuda_devices(environment, asked.procs) if asked.gpus else None, cores=facts.cores)
+    local_launcher = LocalLauncher(
+        command,
+        asked.procs,
+        environment,
+        cuda_devices(environment, asked.procs) if asked.gpus else None,
+        cores=facts.cores,
+    )
     try:
         code = local_launcher.run()
     finally:

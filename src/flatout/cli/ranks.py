@@ -11,14 +11,46 @@ import click
 from flatout.plan.errors import UsageError
 
 OPTIONS = (
-    click.option("--procs", default=1, show_default=True, type=click.IntRange(1), help="Number of ranks on this machine, for a single-process script."),
-    click.option("--gpus", default=0, type=click.IntRange(0), help="Number of ranks on this machine, each with its own CUDA device."),
-    click.option("--sync-batchnorm", is_flag=True, help="Normalise over the whole batch of all ranks; costs one exchange per layer."),
-    click.option("--whole-batches", is_flag=True, help="Show the script whole batches on each rank, so that its counts cover all ranks."),
-    click.option("--split-evaluation", is_flag=True, help="Split the evaluation between the ranks; otherwise each rank evaluates everything."),
-    click.option("--shard", default="auto", show_default=True, type=click.Choice(["auto", "always", "never"]),
-                 help="Shard weights, gradients and optimizer state over the ranks; auto: if they do not fit."),
-    click.option("--rehearse", is_flag=True, help="Compare the ranks with one process again, even if an earlier rehearsal exists."),
+    click.option(
+        "--procs",
+        default=1,
+        show_default=True,
+        type=click.IntRange(1),
+        help="Number of ranks on this machine, for a single-process script.",
+    ),
+    click.option(
+        "--gpus",
+        default=0,
+        type=click.IntRange(0),
+        help="Number of ranks on this machine, each with its own CUDA device.",
+    ),
+    click.option(
+        "--sync-batchnorm",
+        is_flag=True,
+        help="Normalise over the whole batch of all ranks; costs one exchange per layer.",
+    ),
+    click.option(
+        "--whole-batches",
+        is_flag=True,
+        help="Show the script whole batches on each rank, so that its counts cover all ranks.",
+    ),
+    click.option(
+        "--split-evaluation",
+        is_flag=True,
+        help="Split the evaluation between the ranks; otherwise each rank evaluates everything.",
+    ),
+    click.option(
+        "--shard",
+        default="auto",
+        show_default=True,
+        type=click.Choice(["auto", "always", "never"]),
+        help="Shard weights, gradients and optimizer state over the ranks; auto: if they do not fit.",
+    ),
+    click.option(
+        "--rehearse",
+        is_flag=True,
+        help="Compare the ranks with one process again, even if an earlier rehearsal exists.",
+    ),
 )
 
 
@@ -43,7 +75,10 @@ class RankOptions:
     @property
     def words(self) -> dict[str, str]:
         """The user's choices in the value of the lever `data_parallel`."""
-        return {**({"batchnorm": "all"} if self.sync_batchnorm else {}), **({"evaluation": "divided"} if self.split_evaluation else {})}
+        return {
+            **({"batchnorm": "all"} if self.sync_batchnorm else {}),
+            **({"evaluation": "divided"} if self.split_evaluation else {}),
+        }
 
     @property
     def several(self) -> bool:
@@ -71,6 +106,14 @@ def ranks_asked(given: dict[str, Any]) -> RankOptions:
     """Remove the rank options from ``given`` and return them. Raises UsageError."""
     procs, gpus = given.pop("procs"), given.pop("gpus")
     if gpus and procs > 1 and gpus != procs:
-        raise UsageError(f"--procs {procs} and --gpus {gpus} disagree; --gpus {gpus} alone starts {gpus} ranks with one GPU each.")
-    return RankOptions(max(procs, gpus), bool(gpus), again=given.pop("rehearse"),
-                      **{name: given.pop(name) for name in ("sync_batchnorm", "whole_batches", "split_evaluation", "shard")})
+        raise UsageError(
+            f"--procs {procs} and --gpus {gpus} disagree; --gpus {gpus} alone starts {gpus} ranks with one GPU each."
+        )
+    return RankOptions(
+        max(procs, gpus),
+        bool(gpus),
+        again=given.pop("rehearse"),
+        **{
+            name: given.pop(name) for name in ("sync_batchnorm", "whole_batches", "split_evaluation", "shard")
+        },
+    )

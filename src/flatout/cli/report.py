@@ -14,7 +14,15 @@ from flatout.render.profile_report import profile_html
 from flatout.render.report import report_html
 from flatout.tune.session import load_session, newest_job
 
-NOT_OF_ITS_FORM = (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError)
+NOT_OF_ITS_FORM = (
+    TypeError,
+    ValueError,
+    KeyError,
+    AttributeError,
+    IndexError,
+    ArithmeticError,
+    RecursionError,
+)
 
 
 @click.command()
@@ -27,12 +35,16 @@ def command(job: Path | None, open_: bool) -> None:
     """
     newest = job or newest_job("session.json", "profile.json")
     if newest is None:
-        raise UsageError(f"there is no session and no profile below {FOLDER} here. Run `flatout tune COMMAND...` or `flatout profile COMMAND...`.")
+        raise UsageError(
+            f"there is no session and no profile below {FOLDER} here. Run `flatout tune COMMAND...` or `flatout profile COMMAND...`."
+        )
     folder = JobFolder(newest)
     pages = _pages(folder)
     if not pages:
-        raise UsageError(f"there is no session and no profile in {folder.path}. Run `flatout tune COMMAND...` or `flatout profile COMMAND...`; "
-                         f"`ls {FOLDER}` lists the existing folders.")
+        raise UsageError(
+            f"there is no session and no profile in {folder.path}. Run `flatout tune COMMAND...` or `flatout profile COMMAND...`; "
+            f"`ls {FOLDER}` lists the existing folders."
+        )
     for path, page in pages:
         write_whole(path, page)
         click.echo(str(path))
@@ -43,8 +55,12 @@ def command(job: Path | None, open_: bool) -> None:
 def _pages(folder: JobFolder) -> list[tuple[Path, str]]:
     session, profile = load_session(folder), load_profile(folder)
     try:
-        return [*([(folder.report, report_html(session))] if session is not None else []),
-                *([(folder.profile_page, profile_html(profile))] if profile is not None else [])]
+        return [
+            *([(folder.report, report_html(session))] if session is not None else []),
+            *([(folder.profile_page, profile_html(profile))] if profile is not None else []),
+        ]
     except NOT_OF_ITS_FORM as error:
-        raise UsageError(f"the records in {folder.path} are invalid ({type(error).__name__}: {str(error)[:200]}). "
-                         "Measure again: `flatout tune COMMAND...`, `flatout profile COMMAND...`.") from None
+        raise UsageError(
+            f"the records in {folder.path} are invalid ({type(error).__name__}: {str(error)[:200]}). "
+            "Measure again: `flatout tune COMMAND...`, `flatout profile COMMAND...`."
+        ) from None

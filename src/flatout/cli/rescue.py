@@ -18,13 +18,30 @@ from flatout.state.manifest import Manifest
 from flatout.state.runs import earlier_runs
 
 RESCUE = "rescue"
-MANY = {"modules": "module", "optimizers": "optimizer", "schedulers": "scheduler", "scalers": "scaler", "tensors": "tensor"}
+MANY = {
+    "modules": "module",
+    "optimizers": "optimizer",
+    "schedulers": "scheduler",
+    "scalers": "scaler",
+    "tensors": "tensor",
+}
 
 
 @click.command()
 @click.argument("folder", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
-@click.option("--to", "target", default=None, type=click.Path(path_type=Path), help="Write the newest valid checkpoint into this new folder.")
-@click.option("--step", default=None, type=click.IntRange(min=0), help="Step of the checkpoint to write, instead of the newest; needs --to.")
+@click.option(
+    "--to",
+    "target",
+    default=None,
+    type=click.Path(path_type=Path),
+    help="Write the newest valid checkpoint into this new folder.",
+)
+@click.option(
+    "--step",
+    default=None,
+    type=click.IntRange(min=0),
+    help="Step of the checkpoint to write, instead of the newest; needs --to.",
+)
 def command(folder: Path | None, target: Path | None, step: int | None) -> int:
     """List the checkpoints of `flatout run --rescue`, or write one as ordinary state_dict files.
 
@@ -49,14 +66,20 @@ def command(folder: Path | None, target: Path | None, step: int | None) -> int:
 def _folder(given: Path | None) -> Path:
     """Return the folder of checkpoints. Raises UsageError if there are none."""
     if given is None:
-        found = sorted(Path(FOLDER).glob(f"*/{RESCUE}/step-*/manifest.json"), key=lambda path: path.stat().st_mtime)
+        found = sorted(
+            Path(FOLDER).glob(f"*/{RESCUE}/step-*/manifest.json"), key=lambda path: path.stat().st_mtime
+        )
         if not found:
-            raise UsageError(f"there are no checkpoints below {FOLDER} here. `flatout run --rescue COMMAND...` keeps checkpoints while a program trains.")
+            raise UsageError(
+                f"there are no checkpoints below {FOLDER} here. `flatout run --rescue COMMAND...` keeps checkpoints while a program trains."
+            )
         return found[-1].parent.parent
     for folder in (given, given / RESCUE):
         if CheckpointFolder(folder).paths():
             return folder
-    raise UsageError(f"there are no checkpoints in {given}. `flatout rescue` without a folder reads the newest job; `ls {FOLDER}` lists the jobs.")
+    raise UsageError(
+        f"there are no checkpoints in {given}. `flatout rescue` without a folder reads the newest job; `ls {FOLDER}` lists the jobs."
+    )
 
 
 def _chosen(saves: CheckpointFolder, step: int | None) -> Checkpoint:
@@ -67,14 +90,20 @@ def _chosen(saves: CheckpointFolder, step: int | None) -> Checkpoint:
     else:
         path = next((path for path in saves.paths() if int(path.name.split("-")[1]) == step), None)
         if path is None:
-            raise UsageError(f"there is no checkpoint of step {step} in {saves.folder}. Available: {', '.join(path.name for path in saves.paths())}.")
+            raise UsageError(
+                f"there is no checkpoint of step {step} in {saves.folder}. Available: {', '.join(path.name for path in saves.paths())}."
+            )
         try:
             save = verified(path)
         except SaveError as error:
-            raise SaveError(f"{path} is not valid: {error}. `flatout rescue` lists the valid checkpoints.") from None
+            raise SaveError(
+                f"{path} is not valid: {error}. `flatout rescue` lists the valid checkpoints."
+            ) from None
     assert save is not None
     if save.manifest.kind != KIND:
-        raise SaveError(f"{save.path} was written by {harmless(save.manifest.kind)!r}, not by `flatout run --rescue`. Read it with the program that wrote it.")
+        raise SaveError(
+            f"{save.path} was written by {harmless(save.manifest.kind)!r}, not by `flatout run --rescue`. Read it with the program that wrote it."
+        )
     return save
 
 
@@ -86,12 +115,21 @@ def _paragraph(path: Path) -> str:
     manifest, metadata = save.manifest, save.manifest.metadata
     epoch = f", epoch {count(metadata['epoch'])}" if metadata.get("epoch") else ""
     bytes_ = sum(stored.bytes for stored in manifest.files.values())
-    lines = [f"  {describe_position(metadata, manifest.step)}{epoch}, {duration(metadata.get('ran_s'))} into the run, {_word(metadata.get('at'))}, {size(bytes_)}, verified"
-             + (f" (at {_word(metadata['why'])})" if metadata.get("why") not in (None, "interval") else "")]
-    lines += [f"    {_word(held.get('name'))}  {MANY.get(str(held.get('kind')), '')} {_word(held.get('type'))}"
-              + (f", {count(held['values'])} values" if held.get("values") else "") for held in _held(manifest)]
+    lines = [
+        f"  {describe_position(metadata, manifest.step)}{epoch}, {duration(metadata.get('ran_s'))} into the run, {_word(metadata.get('at'))}, {size(bytes_)}, verified"
+        + (f" (at {_word(metadata['why'])})" if metadata.get("why") not in (None, "interval") else "")
+    ]
+    lines += [
+        f"    {_word(held.get('name'))}  {MANY.get(str(held.get('kind')), '')} {_word(held.get('type'))}"
+        + (f", {count(held['values'])} values" if held.get("values") else "")
+        for held in _held(manifest)
+    ]
     if metadata.get("inside"):
-        moved = "an optimizer had already updated some weights" if metadata.get("updated") else f"weights and optimizers are those of step {manifest.step}"
+        moved = (
+            "an optimizer had already updated some weights"
+            if metadata.get("updated")
+            else f"weights and optimizers are those of step {manifest.step}"
+        )
         lines.append(f"    taken inside a step: {moved}; running statistics and random numbers may be ahead")
     lines += [f"    not kept: {_word(where)} ({_word(what)})" for where, what in manifest.left_out.items()]
     return "\n".join(lines)
@@ -114,5 +152,8 @@ def _write(save: Checkpoint, target: Path) -> None:
     state = save.read(torch)
     spelled = {str(held.get("name")): str(held.get("code")) for held in _held(save.manifest)}
     found = export(torch, state, spelled, target)
-    click.echo(f"{describe_position(save.manifest.metadata, save.step)} of {save.path} is in {target}: {', '.join(found.files)}\n", err=True)
+    click.echo(
+        f"{describe_position(save.manifest.metadata, save.step)} of {save.path} is in {target}: {', '.join(found.files)}\n",
+        err=True,
+    )
     click.echo("\n".join(found.lines))

@@ -37,23 +37,64 @@ RESCUE = "rescue"  # subfolder of a job's folder
 
 
 @click.command(cls=Grouped, groups={**SURVIVAL, **RANKS, **MACHINES}, context_settings=PROGRAM)
-@click.option("--plan", "plan_path", default=None, help="Plan file, or `none`. The default is the plan tuned for this command, script, machine and versions.")
-@click.option("--with", "chosen", multiple=True, type=LeverByName(), metavar="NAME[=VALUE]",
-              help="Add or override a lever: --with autocast, --with 'local_sgd={every = 8}'. Repeatable.")
+@click.option(
+    "--plan",
+    "plan_path",
+    default=None,
+    help="Plan file, or `none`. The default is the plan tuned for this command, script, machine and versions.",
+)
+@click.option(
+    "--with",
+    "chosen",
+    multiple=True,
+    type=LeverByName(),
+    metavar="NAME[=VALUE]",
+    help="Add or override a lever: --with autocast, --with 'local_sgd={every = 8}'. Repeatable.",
+)
 @click.option("--budget", default=None, type=Duration(), help="Tune first for this long, if no plan fits.")
 @device_option
 @ranks.options
 @launch_targets.options
 @supervision.options(Duration())
-@click.option("--watch", is_flag=True, help="Show a live line on standard error: samples/s, data wait, cores, memory, MFU if FLOPs are known.")
-@click.option("--rescue", is_flag=True, help="Keep verified checkpoints: at intervals, on signals, at the end; see `flatout rescue`.")
-@click.option("--resume", is_flag=True, help="Resume exactly where this command was interrupted, without code for it in the script.")
-@click.option("--from-scratch", is_flag=True, help="Start from scratch even if there is a checkpoint to resume from; needs --resume.")
-@click.option("--replay-output", is_flag=True, help="Show again what the program prints before its checkpoint; needs --resume.")
+@click.option(
+    "--watch",
+    is_flag=True,
+    help="Show a live line on standard error: samples/s, data wait, cores, memory, MFU if FLOPs are known.",
+)
+@click.option(
+    "--rescue",
+    is_flag=True,
+    help="Keep verified checkpoints: at intervals, on signals, at the end; see `flatout rescue`.",
+)
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Resume exactly where this command was interrupted, without code for it in the script.",
+)
+@click.option(
+    "--from-scratch",
+    is_flag=True,
+    help="Start from scratch even if there is a checkpoint to resume from; needs --resume.",
+)
+@click.option(
+    "--replay-output",
+    is_flag=True,
+    help="Show again what the program prints before its checkpoint; needs --resume.",
+)
 @program
-def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | None, device: str | None, watch: bool, rescue: bool, resume: bool,
-            from_scratch: bool, replay_output: bool, words: tuple[str, ...],
-            **elsewhere: Any) -> int:
+def command(
+    plan_path: str | None,
+    chosen: tuple[Choice, ...],
+    budget: float | None,
+    device: str | None,
+    watch: bool,
+    rescue: bool,
+    resume: bool,
+    from_scratch: bool,
+    replay_output: bool,
+    words: tuple[str, ...],
+    **elsewhere: Any,
+) -> int:
     """Run a program under its plan.
 
     The program replaces this process, so its input, output, signals and exit code are its own. With --procs
@@ -64,14 +105,26 @@ def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | N
     asked = ranks.ranks_asked(elsewhere)
     watched = supervision.supervision(elsewhere)
     place = launch_targets.place_of(elsewhere, asked)
-    choose(device, cmd, "run", asked.procs, asked.gpus, f"--{place.cluster or 'nodes'}" if place is not None else "")
+    choose(
+        device,
+        cmd,
+        "run",
+        asked.procs,
+        asked.gpus,
+        f"--{place.cluster or 'nodes'}" if place is not None else "",
+    )
     if place is not None and place.cluster in ("slurm", "k8s"):
-        options = [*(["--plan", plan_path] if plan_path is not None else []), *(f"--with={as_option(choice)}" for choice in chosen),
-                   *(["--rescue"] if rescue else [])]
+        options = [
+            *(["--plan", plan_path] if plan_path is not None else []),
+            *(f"--with={as_option(choice)}" for choice in chosen),
+            *(["--rescue"] if rescue else []),
+        ]
         return launch_targets.go(place, cmd, os.environ, options)
     facts = look()
     if asked.shard == "always" and not asked.several and place is None:
-        raise UsageError("--shard splits weights between ranks, but there is only one rank. Give their number: --procs 2 --shard always.")
+        raise UsageError(
+            "--shard splits weights between ranks, but there is only one rank. Give their number: --procs 2 --shard always."
+        )
     made_for = asked.title if place is None else ""
     plan, remark = _plan_for(cmd, facts, plan_path, made_for)
     if plan is None and budget:
@@ -84,8 +137,18 @@ def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | N
     elif remark:
         _say(remark)
     keeps = rescue or resume or watched.asked
-    more = {"watch": known_ideal(cmd) if watch else None, "rescue": str(rescue_folder(cmd, asked=rescue or resume)) if keeps else None,
-            "resume": {"from_scratch": from_scratch, "shows": replay_output, "rescue": rescue, "insists": not watched.asked} if resume or watched.asked else None}
+    more = {
+        "watch": known_ideal(cmd) if watch else None,
+        "rescue": str(rescue_folder(cmd, asked=rescue or resume)) if keeps else None,
+        "resume": {
+            "from_scratch": from_scratch,
+            "shows": replay_output,
+            "rescue": rescue,
+            "insists": not watched.asked,
+        }
+        if resume or watched.asked
+        else None,
+    }
     if asked.several or place is not None:
         return _run_as_ranks(cmd, facts, plan or Plan(), chosen, asked, place, more, watched)
     becomes = watched.over(cmd, job_folder(cmd).path / "incidents.jsonl")
@@ -97,8 +160,16 @@ def command(plan_path: str | None, chosen: tuple[Choice, ...], budget: float | N
     return _become(becomes, {**_environment(plan or Plan(), facts, more), **watched.environment})
 
 
-def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, chosen: tuple[Choice, ...], asked: ranks.RankOptions, place: Any, more: dict[str, Any],
-                  watched: supervision.Supervision) -> int:
+def _run_as_ranks(
+    cmd: Command,
+    facts: Facts,
+    plan: Plan,
+    chosen: tuple[Choice, ...],
+    asked: ranks.RankOptions,
+    place: Any,
+    more: dict[str, Any],
+    watched: supervision.Supervision,
+) -> int:
     """Run the program as ranks on this machine, or on the nodes of ``place``."""
     import secrets
 
@@ -107,8 +178,12 @@ def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, chosen: tuple[Choice, 
     from flatout.launch.local_launcher import launcher_of
 
     if cmd.closed:
-        raise UsageError(f"`python {cmd.closed}` disables flatout, so every rank would train on the same data. Remove the option.")
-    plan = plan_of_ranks(cmd, facts, plan, chosen, asked.at_least_two, _say, first=place is None or not place.nodes.node_rank)
+        raise UsageError(
+            f"`python {cmd.closed}` disables flatout, so every rank would train on the same data. Remove the option."
+        )
+    plan = plan_of_ranks(
+        cmd, facts, plan, chosen, asked.at_least_two, _say, first=place is None or not place.nodes.node_rank
+    )
     environment = _environment(plan, facts, more, seed=secrets.randbits(31))
     if place is not None and place.cluster == "ray":
         return launch_targets.go(place, cmd, environment)
@@ -117,7 +192,10 @@ def _run_as_ranks(cmd: Command, facts: Facts, plan: Plan, chosen: tuple[Choice, 
         return _become(agent, environment)
     if watched.asked:
         ranks_of_it = launcher_of(cmd, asked.procs, asked.gpus, facts.cores)
-        return _become(watched.over(ranks_of_it, job_folder(cmd).path / "incidents.jsonl"), {**environment, **watched.environment})
+        return _become(
+            watched.over(ranks_of_it, job_folder(cmd).path / "incidents.jsonl"),
+            {**environment, **watched.environment},
+        )
     return run_divided(cmd, facts, asked, Path(environment["FLATOUT_JOB"]), environment)
 
 
@@ -135,7 +213,11 @@ def known_ideal(cmd: Command) -> dict[str, float]:
     Empty if there is no profile."""
     seen = read_json(job_folder(cmd).path / "profile.json")
     mfu, step_ms = (seen.get("mfu"), seen.get("step_ms")) if isinstance(seen, dict) else (None, None)
-    return {"ideal_ms": float(mfu) * float(step_ms)} if isinstance(mfu, (int, float)) and isinstance(step_ms, (int, float)) else {}
+    return (
+        {"ideal_ms": float(mfu) * float(step_ms)}
+        if isinstance(mfu, (int, float)) and isinstance(step_ms, (int, float))
+        else {}
+    )
 
 
 def _plan_for(cmd: Command, facts: Facts, given: str | None, made_for: str) -> tuple[Plan | None, str]:
@@ -146,7 +228,12 @@ def _plan_for(cmd: Command, facts: Facts, given: str | None, made_for: str) -> t
     if given is not None:
         plan = read_plan(given)
         strange = differences(dict(plan.made_for), key) if plan.made_for else []
-        return plan, f"this plan was made for {'; '.join(strange)}; each lever is checked again here" if strange else ""
+        return (
+            plan,
+            f"this plan was made for {'; '.join(strange)}; each lever is checked again here"
+            if strange
+            else "",
+        )
     remark = ""
     for path in plan_files(cmd, made_for):
         try:
@@ -180,7 +267,9 @@ def _tune_first(words: tuple[str, ...], budget: float, asked: ranks.RankOptions)
     return plan_of(session)
 
 
-def _environment(plan: Plan, facts: Facts, more: Mapping[str, Any] = {}, seed: int | None = None) -> dict[str, str]:
+def _environment(
+    plan: Plan, facts: Facts, more: Mapping[str, Any] = {}, seed: int | None = None
+) -> dict[str, str]:
     """Return the environment for the program: the job with the plan, and the variables of PROCESS levers.
 
     Unavailable levers are skipped. ``more`` holds further keys of the job (``watch``, ``rescue``). ``seed``
@@ -206,8 +295,18 @@ def _environment(plan: Plan, facts: Facts, more: Mapping[str, Any] = {}, seed: i
         _say(sentence)
     job = Path(tempfile.mkdtemp(prefix="flatout-run-")) / "job.json"
     # exec keeps the process ID, which distinguishes the program from its children.
-    write_json(job, {"entry": ENTRY, "plan": plan.to_json(), "facts": facts.to_json(), "pid": os.getpid(), "left_out": left_out, "seed": seed,
-                     **more})
+    write_json(
+        job,
+        {
+            "entry": ENTRY,
+            "plan": plan.to_json(),
+            "facts": facts.to_json(),
+            "pid": os.getpid(),
+            "left_out": left_out,
+            "seed": seed,
+            **more,
+        },
+    )
     return attached(job, extra, becomes=seed is None)
 
 

@@ -29,7 +29,15 @@ def main(words: Sequence[str] | None = None) -> int:
     terms = SupervisionLimits(int(restarts), float(grace), None if hang_after == "-" else float(hang_after))
     job = own_job()
     try:
-        supervisor = Supervisor(title, command, os.environ, terms, SupervisorClocks(seconds, today), IncidentLog(Path(incidents), say), say)
+        supervisor = Supervisor(
+            title,
+            command,
+            os.environ,
+            terms,
+            SupervisorClocks(seconds, today),
+            IncidentLog(Path(incidents), say),
+            say,
+        )
         code = supervisor.run()
     except FlatoutError as error:
         say(str(error))

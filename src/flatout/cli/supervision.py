@@ -20,11 +20,29 @@ HOME = Path(__file__).resolve().parents[2]
 def options(duration: click.ParamType) -> Callable[[Callable], Callable]:
     """Add the supervision options. ``duration`` parses 90s, 5m, 1h."""
     given = (
-        click.option("--supervise", is_flag=True, help="Monitor the program: end it if it hangs, restart it from its newest checkpoint (--restarts)."),
-        click.option("--grace", default=None, type=duration, help=f"Time for a last checkpoint after SIGTERM, with --supervise.  [default: {GRACE_S:g}s]"),
-        click.option("--hang-after", default=None, type=duration, help="Shortest stall that counts as a hang, with --supervise.  [default: 10s]"),
-        click.option("--on-nan", default=None, type=click.Choice(["ignore", "stop"]), help="Reaction to a NaN or infinite loss, with --supervise.  "
-                     "[default: ignore]"),
+        click.option(
+            "--supervise",
+            is_flag=True,
+            help="Monitor the program: end it if it hangs, restart it from its newest checkpoint (--restarts).",
+        ),
+        click.option(
+            "--grace",
+            default=None,
+            type=duration,
+            help=f"Time for a last checkpoint after SIGTERM, with --supervise.  [default: {GRACE_S:g}s]",
+        ),
+        click.option(
+            "--hang-after",
+            default=None,
+            type=duration,
+            help="Shortest stall that counts as a hang, with --supervise.  [default: 10s]",
+        ),
+        click.option(
+            "--on-nan",
+            default=None,
+            type=click.Choice(["ignore", "stop"]),
+            help="Reaction to a NaN or infinite loss, with --supervise.  [default: ignore]",
+        ),
     )
 
     def add(command: Callable) -> Callable:
@@ -53,8 +71,19 @@ class Supervision:
         # the import of, for example, a json.py in the current folder.
         begin = f"import sys; sys.path.insert(0, {str(HOME)!r}); from flatout.cli.supervised import main; sys.exit(main())"
         after = "-" if self.hang_after_s is None else str(self.hang_after_s)
-        words = (sys.executable, "-I", "-S", "-c", begin, str(self.restarts), str(self.grace_s), after, str(incidents.absolute()), " ".join(command.typed),
-                 *command.argv)
+        words = (
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            begin,
+            str(self.restarts),
+            str(self.grace_s),
+            after,
+            str(incidents.absolute()),
+            " ".join(command.typed),
+            *command.argv,
+        )
         return Command(command.typed, words, command.script, command.module, command.closed)
 
     @property
@@ -66,18 +95,30 @@ def supervision(given: dict[str, Any]) -> Supervision:
     """Remove the supervision options from ``given`` and return them; --restarts only with --supervise.
 
     Raises UsageError."""
-    asked, grace_s, hang_after_s, on_nan = (given.pop(name) for name in ("supervise", "grace", "hang_after", "on_nan"))
+    asked, grace_s, hang_after_s, on_nan = (
+        given.pop(name) for name in ("supervise", "grace", "hang_after", "on_nan")
+    )
     if not asked:
         for option, value in (("--grace", grace_s), ("--hang-after", hang_after_s), ("--on-nan", on_nan)):
             if value is not None:
                 raise UsageError(f"{option} works only with a supervised program. Add --supervise.")
         return Supervision(False, 0, GRACE_S, None, "ignore")
-    elsewhere = next((name for name in ("nodes", "slurm", "ray", "k8s", "rendezvous") if given.get(name)), None)
+    elsewhere = next(
+        (name for name in ("nodes", "slurm", "ray", "k8s", "rendezvous") if given.get(name)), None
+    )
     if elsewhere is not None:
-        raise UsageError(f"--supervise monitors processes of this machine, but --{elsewhere} starts them by an agent on each node, which restarts them "
-                         "itself. Use --restarts N without --supervise.")
+        raise UsageError(
+            f"--supervise monitors processes of this machine, but --{elsewhere} starts them by an agent on each node, which restarts them "
+            "itself. Use --restarts N without --supervise."
+        )
     restarts = given.get("restarts")
     given["restarts"] = None
     if restarts is not None and restarts < 0:
         raise UsageError(f"--restarts {restarts} is negative. Give 0 or a positive number.")
-    return Supervision(True, RESTARTS if restarts is None else restarts, GRACE_S if grace_s is None else grace_s, hang_after_s, on_nan or "ignore")
+    return Supervision(
+        True,
+        RESTARTS if restarts is None else restarts,
+        GRACE_S if grace_s is None else grace_s,
+        hang_after_s,
+        on_nan or "ignore",
+    )

@@ -21,14 +21,36 @@ from flatout.trial.parent import Trial, measure
 
 
 @click.command(context_settings=PROGRAM)
-@click.option("--steps", default=30, show_default=True, type=click.IntRange(1), help="Steps to measure in steady state.")
-@click.option("--seed", default=0, show_default=True, type=int, help="Seed for torch, numpy and random, set when they are imported.")
+@click.option(
+    "--steps", default=30, show_default=True, type=click.IntRange(1), help="Steps to measure in steady state."
+)
+@click.option(
+    "--seed",
+    default=0,
+    show_default=True,
+    type=int,
+    help="Seed for torch, numpy and random, set when they are imported.",
+)
 @click.option("--plan", "plan_path", default="none", show_default=True, help="Plan file, or `none`.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON record to this file; the default is a temporary folder.")
-@click.option("--timeout", default="1h", type=Duration(), show_default=True, help="End the program after this time.")
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the JSON record to this file; the default is a temporary folder.",
+)
+@click.option(
+    "--timeout", default="1h", type=Duration(), show_default=True, help="End the program after this time."
+)
 @device_option
 @program
-def command(steps: int, seed: int, plan_path: str, out: Path | None, timeout: float, device: str | None, words: tuple[str, ...]) -> int:
+def command(
+    steps: int,
+    seed: int,
+    plan_path: str,
+    out: Path | None,
+    timeout: float,
+    device: str | None,
+    words: tuple[str, ...],
+) -> int:
     """Run a program for some steps in steady state, stop it, and write a JSON record.
 
     The program's output and exit code are passed through.
@@ -45,10 +67,14 @@ def command(steps: int, seed: int, plan_path: str, out: Path | None, timeout: fl
         shutil.rmtree(folder.path, ignore_errors=True)
     where = out or folder.result
     if record.status == "unattached":
-        sys.stderr.write(f"flatout: nothing was measured: {(cmd.closed and f'python {cmd.closed} disables flatout') or record.reason}\n")
+        sys.stderr.write(
+            f"flatout: nothing was measured: {(cmd.closed and f'python {cmd.closed} disables flatout') or record.reason}\n"
+        )
         return record.exit_code or 3
     if record.status == "broken":
-        sys.stderr.write(f"flatout: internal error while measuring this program; please report it:\n{record.reason.rstrip()}\nrecord in {where}\n")
+        sys.stderr.write(
+            f"flatout: internal error while measuring this program; please report it:\n{record.reason.rstrip()}\nrecord in {where}\n"
+        )
         return 4
     if record.status == "hung":
         sys.stderr.write(f"flatout: the program hung: {record.reason}; record in {where}\n")
@@ -56,7 +82,9 @@ def command(steps: int, seed: int, plan_path: str, out: Path | None, timeout: fl
     if record.status == "finished" and record.steps < steps:
         sys.stderr.write(f"flatout: measured only {record.steps} of {steps} steps within --timeout\n")
     rate = f", {record.step_ms:.2f} ms per {record.unit}" if record.step_ms else ""
-    sys.stderr.write(f"flatout: {record.steps} steps measured after {record.warmup_steps} warm-up steps{rate} ({record.status}); record in {where}\n")
+    sys.stderr.write(
+        f"flatout: {record.steps} steps measured after {record.warmup_steps} warm-up steps{rate} ({record.status}); record in {where}\n"
+    )
     if record.status == "failed":
         for line in of_death(record.exit_code, record.log_tail, (oom_kills() or 0) - (kills or 0)):
             sys.stderr.write(f"flatout: {line}\n")

@@ -40,24 +40,76 @@ SHORTEST_S = 5.0
 
 
 @click.command(cls=Grouped, groups=RANKS, context_settings=PROGRAM)
-@click.option("--budget", default=None, type=Duration(),
-              help="Time to spend.  [default: 90s; 5m if a start takes over 10s, a step over 100ms, or compiling usually pays]")
-@click.option("--effects", default="exact,rounding,precision,resampled", show_default=True,
-              help="Effects that levers may have; without `precision`, nothing is computed or sent in half precision.")
-@click.option("--levers", "only", default=None, help="Try only these levers, separated by commas; see `flatout levers`.")
-@click.option("--by-name", "named", multiple=True, type=LeverByName(), metavar="NAME[=VALUE]",
-              help="Also measure a lever that changes results, with loss curve, outside the plan: 'local_sgd={every = 8}'.")
-@click.option("--horizon", default="1h", show_default=True, type=Duration(), help="Duration of the real job; warm-up costs must pay off within it.")
-@click.option("--memory-limit", "limit", default=None, type=Amount(), help="Find the fastest plan whose tensors fit into this much memory: 8GB, 800MiB.")
+@click.option(
+    "--budget",
+    default=None,
+    type=Duration(),
+    help="Time to spend.  [default: 90s; 5m if a start takes over 10s, a step over 100ms, or compiling usually pays]",
+)
+@click.option(
+    "--effects",
+    default="exact,rounding,precision,resampled",
+    show_default=True,
+    help="Effects that levers may have; without `precision`, nothing is computed or sent in half precision.",
+)
+@click.option(
+    "--levers", "only", default=None, help="Try only these levers, separated by commas; see `flatout levers`."
+)
+@click.option(
+    "--by-name",
+    "named",
+    multiple=True,
+    type=LeverByName(),
+    metavar="NAME[=VALUE]",
+    help="Also measure a lever that changes results, with loss curve, outside the plan: 'local_sgd={every = 8}'.",
+)
+@click.option(
+    "--horizon",
+    default="1h",
+    show_default=True,
+    type=Duration(),
+    help="Duration of the real job; warm-up costs must pay off within it.",
+)
+@click.option(
+    "--memory-limit",
+    "limit",
+    default=None,
+    type=Amount(),
+    help="Find the fastest plan whose tensors fit into this much memory: 8GB, 800MiB.",
+)
 @click.option("--no-write", is_flag=True, help="Do not write flatout.toml next to the script.")
-@click.option("--job", type=click.Path(file_okay=False, path_type=Path), help="Folder for the records instead of .flatout/<job>.")
-@click.option("--ray", default=None, metavar="ADDRESS", help="Measure on all nodes of a running Ray cluster in parallel: HOST:PORT, or auto.")
-@click.option("--from-scratch", is_flag=True, help="Start a new session, even if an interrupted one could continue.")
+@click.option(
+    "--job",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for the records instead of .flatout/<job>.",
+)
+@click.option(
+    "--ray",
+    default=None,
+    metavar="ADDRESS",
+    help="Measure on all nodes of a running Ray cluster in parallel: HOST:PORT, or auto.",
+)
+@click.option(
+    "--from-scratch", is_flag=True, help="Start a new session, even if an interrupted one could continue."
+)
 @device_option
 @ranks.options
 @program
-def command(budget: float | None, effects: str, only: str | None, named: tuple[Choice, ...], horizon: float, limit: int | None, no_write: bool,
-            job: Path | None, ray: str | None, from_scratch: bool, device: str | None, words: tuple[str, ...], **given: Any) -> int:
+def command(
+    budget: float | None,
+    effects: str,
+    only: str | None,
+    named: tuple[Choice, ...],
+    horizon: float,
+    limit: int | None,
+    no_write: bool,
+    job: Path | None,
+    ray: str | None,
+    from_scratch: bool,
+    device: str | None,
+    words: tuple[str, ...],
+    **given: Any,
+) -> int:
     """Find the fastest plan for a program that keeps its results.
 
     flatout starts the program several times, measures whole steps including data loading, and stops it. It
@@ -66,31 +118,62 @@ def command(budget: float | None, effects: str, only: str | None, named: tuple[C
     """
     goal = Goal(budget, _effects(effects), _levers(only), horizon, memory_limit_bytes=limit, named=named)
     if budget is not None and budget < SHORTEST_S:
-        raise UsageError(f"a budget of {budget:g} s cannot measure anything; give at least {SHORTEST_S:g} s, as in --budget 5m.")
+        raise UsageError(
+            f"a budget of {budget:g} s cannot measure anything; give at least {SHORTEST_S:g} s, as in --budget 5m."
+        )
     asked = ranks.ranks_asked(given)
-    choose(device, understand(words_or_usage(words, "tune")), "tune", asked.procs, asked.gpus, "--ray" if ray is not None else "")
-    session, folder = tune(words, goal, beside=not no_write, job=job, again=from_scratch, asked=asked, ray=ray)
+    choose(
+        device,
+        understand(words_or_usage(words, "tune")),
+        "tune",
+        asked.procs,
+        asked.gpus,
+        "--ray" if ray is not None else "",
+    )
+    session, folder = tune(
+        words, goal, beside=not no_write, job=job, again=from_scratch, asked=asked, ray=ray
+    )
     console = Console()
     from flatout.render.terminal import session_tables
 
     console.print(session_tables(session))
-    console.print(f"report: {folder.report}\nplan:   {folder.plan}", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"report: {folder.report}\nplan:   {folder.plan}", markup=False, highlight=False, soft_wrap=True
+    )
     return 0
 
 
-def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = None, again: bool = False,
-         asked: ranks.RankOptions | None = None, ray: str | None = None) -> tuple[SessionRecord, JobFolder]:
+def tune(
+    words: tuple[str, ...],
+    goal: Goal,
+    beside: bool,
+    job: Path | None = None,
+    again: bool = False,
+    asked: ranks.RankOptions | None = None,
+    ray: str | None = None,
+) -> tuple[SessionRecord, JobFolder]:
     """Run one tuning session; `flatout run --budget` calls this too.
 
     ``asked`` gives the number of ranks, ``ray`` the address of a cluster."""
     if ray is not None and asked is not None and asked.several:
-        raise UsageError("--ray measures one process on each of several machines, but --procs and --gpus start several ranks on this one. Use one of them.")
+        raise UsageError(
+            "--ray measures one process on each of several machines, but --procs and --gpus start several ranks on this one. Use one of them."
+        )
     cmd = understand(words)
     facts = look()
     made_for = asked.title if asked is not None else ""
     folder = writable(job_folder(cmd, job, made_for), job is not None)
     elsewhere = on_ray(ray, cmd, facts) if ray is not None else None
-    session = open_session(folder, cmd, facts, goal.budget_s or USUAL_BUDGET_S, sorted(goal.effects), again, goal.memory_limit_bytes, made_for)
+    session = open_session(
+        folder,
+        cmd,
+        facts,
+        goal.budget_s or USUAL_BUDGET_S,
+        sorted(goal.effects),
+        again,
+        goal.memory_limit_bytes,
+        made_for,
+    )
     profile = load_profile(folder)
     if profile is not None:
         goal = replace(goal, first=tuple(levers_first(profile.findings, [lever.name for lever in TABLE])))
@@ -101,20 +184,39 @@ def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = No
     signal.signal(signal.SIGTERM, interrupt)
     try:
         with LiveProgress(console, session.budget_s - session.spent_s) as progress:
-            search(Tuning(**{"command": cmd, "facts": facts, **how}, job=folder, session=session, goal=goal, watcher=progress,
-                          save_session=lambda s: save_session(folder, s), elsewhere=elsewhere))
+            search(
+                Tuning(
+                    **{"command": cmd, "facts": facts, **how},
+                    job=folder,
+                    session=session,
+                    goal=goal,
+                    watcher=progress,
+                    save_session=lambda s: save_session(folder, s),
+                    elsewhere=elsewhere,
+                )
+            )
     except FlatoutError as error:
         session.status, session.message = "failed", str(error)
         _finish(folder, session)
-        said = of_death(error.exit_code, str(error), (oom_kills() or 0) - (kills or 0)) if isinstance(error, ProgramFailed) else []
+        said = (
+            of_death(error.exit_code, str(error), (oom_kills() or 0) - (kills or 0))
+            if isinstance(error, ProgramFailed)
+            else []
+        )
         if said:
-            raise ProgramFailed("\n".join([str(error).rstrip(), *(f"flatout: {line}" for line in said)]), error.exit_code) from None
+            raise ProgramFailed(
+                "\n".join([str(error).rstrip(), *(f"flatout: {line}" for line in said)]), error.exit_code
+            ) from None
         raise
     except KeyboardInterrupt:
         session.message = "interrupted; the same command continues from here"
         save_session(folder, session)
         kept = f"{len(session.blocks)} measured blocks are saved in {folder.session}"
-        console.print(f"flatout: interrupted. {kept}; the same command continues from there.", markup=False, soft_wrap=True)
+        console.print(
+            f"flatout: interrupted. {kept}; the same command continues from there.",
+            markup=False,
+            soft_wrap=True,
+        )
         raise
     finally:
         if elsewhere is not None:
@@ -128,7 +230,9 @@ def tune(words: tuple[str, ...], goal: Goal, beside: bool, job: Path | None = No
         _tell_the_profile(folder, profile, session)
     _finish(folder, session)
     if write_plan(folder, session, cmd, beside) is None and beside:
-        sys.stderr.write(f"flatout: cannot write flatout.toml next to the script; the plan is in {folder.plan}\n")
+        sys.stderr.write(
+            f"flatout: cannot write flatout.toml next to the script; the plan is in {folder.plan}\n"
+        )
     return session, folder
 
 
@@ -142,7 +246,12 @@ def _as_ranks(cmd: Command, facts: Facts, asked: ranks.RankOptions, session: Ses
     division, found = rehearsed(cmd, facts, asked)
     session.ranks = session.ranks or RanksRecord(asked.procs, division, asked.gpus, shards=found.shards)
     each = replace(facts, cores=max(1, facts.cores // asked.procs))
-    return {"command": launcher_of(cmd, asked.procs, asked.gpus, facts.cores), "alone": cmd, "base": base_plan(division, found.shards), "facts": each}
+    return {
+        "command": launcher_of(cmd, asked.procs, asked.gpus, facts.cores),
+        "alone": cmd,
+        "base": base_plan(division, found.shards),
+        "facts": each,
+    }
 
 
 def _tell_the_profile(folder: JobFolder, profile: ProfileRecord, session: SessionRecord) -> None:
@@ -167,7 +276,9 @@ def _effects(text: str) -> frozenset[Effect]:
     except ValueError as error:
         raise UsageError(f"{error}; use some of exact, rounding, precision, resampled.") from None
     if not found or Effect.CHANGES_MATH in found:
-        raise UsageError("--effects takes some of exact, rounding, precision, resampled. Levers that change the maths can only be chosen by name in a plan.")
+        raise UsageError(
+            "--effects takes some of exact, rounding, precision, resampled. Levers that change the maths can only be chosen by name in a plan."
+        )
     return found
 
 
@@ -179,5 +290,3 @@ def _levers(text: str | None) -> frozenset[str] | None:
     if unknown:
         raise UsageError(f"there is no lever {', '.join(sorted(unknown))}. `flatout levers` lists them.")
     return names
-
-

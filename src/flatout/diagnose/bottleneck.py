@@ -12,8 +12,14 @@ from flatout.plan.profile import Operation, ProfileRecord
 SHORT_US = 10.0  # a shorter call is mostly launch overhead
 BY_WHAT_IF = {"data": "loader", "copy": "copies", "optimizer": "optimizer"}
 OF_PYTHON = ("syncs", "logging", "gc")
-WITHOUT = {"loader": "batches prepared in advance", "copies": "batches on the device already", "optimizer": "an optimizer that does nothing",
-           "syncs": "no synchronisation", "logging": "no messages", "gc": "no garbage collection"}
+WITHOUT = {
+    "loader": "batches prepared in advance",
+    "copies": "batches on the device already",
+    "optimizer": "an optimizer that does nothing",
+    "syncs": "no synchronisation",
+    "logging": "no messages",
+    "gc": "no garbage collection",
+}
 
 
 def shares(profile: ProfileRecord) -> dict[str, float]:
@@ -27,12 +33,18 @@ def shares(profile: ProfileRecord) -> dict[str, float]:
         found["data"] = profile.phases["data"].share
     rest = max(0.0, 1.0 - sum(found.values()))
     if profile.step_ms and profile.python_ms is not None:
-        waiting = sum(gap.ms for gap in profile.idle_gaps if gap.what == "python") if profile.idle_ms is not None else profile.python_ms
+        waiting = (
+            sum(gap.ms for gap in profile.idle_gaps if gap.what == "python")
+            if profile.idle_ms is not None
+            else profile.python_ms
+        )
         gains = [gain for name in OF_PYTHON if (gain := gain_of(profile, name)) is not None]
         found["python"] = min(rest, max(waiting / profile.step_ms, *gains, 0.0))
         rest -= found["python"]
     if profile.step_ms and profile.idle_ms is not None:
-        found["launch"] = min(rest, sum(gap.ms for gap in profile.idle_gaps if gap.what != "python") / profile.step_ms)
+        found["launch"] = min(
+            rest, sum(gap.ms for gap in profile.idle_gaps if gap.what != "python") / profile.step_ms
+        )
         rest -= found["launch"]
     times = _times_of_limits(profile)
     whole = sum(times.values())
@@ -60,7 +72,9 @@ def name_bottleneck(profile: ProfileRecord) -> tuple[str, str]:
     bound = max(found, key=lambda each: found[each])
     if found[bound] < 1.0 - sum(found.values()):
         return "", ""
-    others = sorted((each for each in found if each != bound and found[each] >= 0.05), key=lambda each: -found[each])
+    others = sorted(
+        (each for each in found if each != bound and found[each] >= 0.05), key=lambda each: -found[each]
+    )
     beside = "; then " + ", ".join(f"{each} {found[each]:.0%}" for each in others) if others else ""
     return bound, f"{found[bound]:.0%} of the {profile.unit}: {_evidence(profile, bound)}{beside}"
 
@@ -83,8 +97,16 @@ def _evidence(profile: ProfileRecord, bound: str) -> str:
         idle = f", and the device is idle for {profile.idle_ms:.2f} ms" if profile.idle_ms else ""
         return f"{calls}{mean}, most of it launch overhead{idle}"
     heaviest = next((o for o in profile.operations if limit_of(o) == bound), None)
-    by_kind = "" if profile.ceilings else " (by the kind of operator: the ceilings of this machine were not measured)"
-    return f"{heaviest.name} alone takes {heaviest.share:.0%} of the operators' time{by_kind}" if heaviest else "the operators' own time"
+    by_kind = (
+        ""
+        if profile.ceilings
+        else " (by the kind of operator: the ceilings of this machine were not measured)"
+    )
+    return (
+        f"{heaviest.name} alone takes {heaviest.share:.0%} of the operators' time{by_kind}"
+        if heaviest
+        else "the operators' own time"
+    )
 
 
 def _times_of_limits(profile: ProfileRecord) -> dict[str, float]:

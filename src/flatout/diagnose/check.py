@@ -36,7 +36,12 @@ class IgnoreComment:
     used: bool = False
 
 
-def check(program: ScriptProgram, select: Collection[str] = (), ignore: Collection[str] = (), measured: Sequence[Finding] = ()) -> list[Finding]:
+def check(
+    program: ScriptProgram,
+    select: Collection[str] = (),
+    ignore: Collection[str] = (),
+    measured: Sequence[Finding] = (),
+) -> list[Finding]:
     """Every finding, worst severity first, then by file and line.
 
     ``select`` and ``ignore`` are codes or prefixes of codes. ``measured`` are findings of the same rules from
@@ -46,14 +51,25 @@ def check(program: ScriptProgram, select: Collection[str] = (), ignore: Collecti
     """
     for wanted in [*select, *ignore]:
         if not any(rule.code.startswith(wanted) for rule in TABLE):
-            raise UsageError(f"no rule has the code {wanted!r}. `flatout check --explain all` lists the rules.")
-    chosen = [rule for rule in TABLE if (not select or rule.code.startswith(tuple(select))) and not (ignore and rule.code.startswith(tuple(ignore)))]
+            raise UsageError(
+                f"no rule has the code {wanted!r}. `flatout check --explain all` lists the rules."
+            )
+    chosen = [
+        rule
+        for rule in TABLE
+        if (not select or rule.code.startswith(tuple(select)))
+        and not (ignore and rule.code.startswith(tuple(ignore)))
+    ]
     return sorted(_kept(program, chosen, measured), key=_order)
 
 
 def _order(finding: Finding) -> tuple[int, str, int, int, str]:
     place = finding.place
-    return (ORDER[finding.severity], *((place.file, place.line, place.column) if place else ("", 0, 0)), finding.rule)
+    return (
+        ORDER[finding.severity],
+        *((place.file, place.line, place.column) if place else ("", 0, 0)),
+        finding.rule,
+    )
 
 
 def _kept(program: ScriptProgram, rules: list[Rule], measured: Sequence[Finding]) -> Iterable[Finding]:
@@ -69,11 +85,19 @@ def _kept(program: ScriptProgram, rules: list[Rule], measured: Sequence[Finding]
             place = finding.place
             if place is not None and finding not in ran and (place.file, place.line) in info:
                 continue
-            key = (rule.code, place.file, place.line, place.column) if place is not None else (rule.code, finding.said)
+            key = (
+                (rule.code, place.file, place.line, place.column)
+                if place is not None
+                else (rule.code, finding.said)
+            )
             if key in seen:
                 continue
             seen.add(key)
-            hidden = [c for c in hiding.get((place.file, place.line), []) if not c.codes or rule.code in c.codes] if place is not None else []
+            hidden = (
+                [c for c in hiding.get((place.file, place.line), []) if not c.codes or rule.code in c.codes]
+                if place is not None
+                else []
+            )
             for comment in hidden:
                 comment.used = True
             if not hidden:
@@ -90,11 +114,21 @@ def _without_effect(comments: list[IgnoreComment], rules: list[Rule]) -> Iterabl
         place = comment.source.place(comment.source.tree, column=False)
         place.file, place.line, place.text = file, line, comment.source.lines[comment.at - 1].strip()
         if unknown:
-            yield UNUSED.finding(f"the comment switches off {', '.join(unknown)}, but no rule has this code", place, "correct the code or remove the comment")
-        elif not comment.used and ((comment.codes and set(comment.codes) <= looked) or (not comment.codes and looked == {r.code for r in TABLE if r.look})):
+            yield UNUSED.finding(
+                f"the comment switches off {', '.join(unknown)}, but no rule has this code",
+                place,
+                "correct the code or remove the comment",
+            )
+        elif not comment.used and (
+            (comment.codes and set(comment.codes) <= looked)
+            or (not comment.codes and looked == {r.code for r in TABLE if r.look})
+        ):
             what = ", ".join(comment.codes) or "every rule"
-            yield UNUSED.finding(f"the comment switches off {what} on line {comment.source.cell(comment.line)[1]}, but nothing is found there", place,
-                                 "remove the comment")
+            yield UNUSED.finding(
+                f"the comment switches off {what} on line {comment.source.cell(comment.line)[1]}, but nothing is found there",
+                place,
+                "remove the comment",
+            )
 
 
 def ignores(source: SourceFile) -> list[IgnoreComment]:

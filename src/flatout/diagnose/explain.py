@@ -45,7 +45,10 @@ def explain_text(text: str) -> list[Explanation]:
         finding = explain(failure)
         if finding is None:
             continue
-        same = next((one for one in info if (one.finding.rule, one.finding.place) == (finding.rule, finding.place)), None)
+        same = next(
+            (one for one in info if (one.finding.rule, one.finding.place) == (finding.rule, finding.place)),
+            None,
+        )
         if same is None:
             same = Explanation(finding)
             info.append(same)
@@ -58,9 +61,19 @@ def explain_text(text: str) -> list[Explanation]:
 
 def _cleaned(finding: Finding) -> Finding:
     """The finding without terminal control sequences in names and messages of the user's program."""
-    place = finding.place and replace(finding.place, file=clean(finding.place.file), function=clean(finding.place.function), text=clean(finding.place.text))
-    return replace(finding, said=_line(finding.said), fix="\n".join(clean(line) for line in finding.fix.split("\n")), place=place,
-                   evidence=[_line(line) for line in finding.evidence])
+    place = finding.place and replace(
+        finding.place,
+        file=clean(finding.place.file),
+        function=clean(finding.place.function),
+        text=clean(finding.place.text),
+    )
+    return replace(
+        finding,
+        said=_line(finding.said),
+        fix="\n".join(clean(line) for line in finding.fix.split("\n")),
+        place=place,
+        evidence=[_line(line) for line in finding.evidence],
+    )
 
 
 def _line(text: str) -> str:
@@ -69,11 +82,20 @@ def _line(text: str) -> str:
 
 def lines(finding: Finding, ranks: Sequence[int] = ()) -> list[str]:
     """The explanation as lines for the user: cause, place, evidence, fix, page."""
-    who = f"rank {', '.join(map(str, sorted(ranks)))}: " if ranks and not finding.said.startswith("rank ") else ""
+    who = (
+        f"rank {', '.join(map(str, sorted(ranks)))}: "
+        if ranks and not finding.said.startswith("rank ")
+        else ""
+    )
     found = [f"{who}{finding.said}."]
     if finding.place:
-        found.append(f"  at     {finding.place.sentence()}" + (f": {finding.place.text[:160]}" if finding.place.text else ""))
+        found.append(
+            f"  at     {finding.place.sentence()}"
+            + (f": {finding.place.text[:160]}" if finding.place.text else "")
+        )
     found += [f"  {'seen' if at == 0 else '':6} {line}" for at, line in enumerate(finding.evidence)]
-    found += [f"  {'fix' if at == 0 else '':6} {line}" for at, line in enumerate(finding.fix.split("\n")) if line]
+    found += [
+        f"  {'fix' if at == 0 else '':6} {line}" for at, line in enumerate(finding.fix.split("\n")) if line
+    ]
     found.append(f"  more   flatout explain {finding.rule}")
     return found

@@ -18,9 +18,16 @@ if TYPE_CHECKING:
 
 WORTH = 1.05
 OFTEN = 3  # times at one line that count as repeated
-BOUND = {"loader": "cached batches, without the loader", "copies": "batches on the device already",
-         "optimizer": "an optimizer that does nothing", "syncs": "without waiting for values", "logging": "without printing, logging and checkpoints",
-         "gc": "with the garbage collector off", "one thread fewer": "with one thread fewer", "one thread more": "with one thread more"}
+BOUND = {
+    "loader": "cached batches, without the loader",
+    "copies": "batches on the device already",
+    "optimizer": "an optimizer that does nothing",
+    "syncs": "without waiting for values",
+    "logging": "without printing, logging and checkpoints",
+    "gc": "with the garbage collector off",
+    "one thread fewer": "with one thread fewer",
+    "one thread more": "with one thread more",
+}
 TIMED = "the step without these calls, by their own time"  # data_path.py replaces "these calls"
 
 
@@ -50,10 +57,32 @@ def without(profile: ProfileRecord, ms: float | None) -> Ratio | None:
     return Ratio(ratio, ratio, ratio, max(1, profile.steps)) if ratio >= WORTH else None
 
 
-def found(rule: Rule, said: str, place: SourceLocation | None = None, *, evidence: Iterable[str] = (), fix: str = "", predicted: Ratio | None = None, how: str = "",
-          others: Sequence[SourceLocation] = (), levers: Sequence[str] | None = None) -> Finding:
-    return Finding(rule.code, rule.name, rule.severity.value, said, place, list(evidence), fix or _unwrapped(rule.section("How to fix it")),
-                   list(rule.levers if levers is None else levers), predicted, how if predicted else "", None, list(others))
+def found(
+    rule: Rule,
+    said: str,
+    place: SourceLocation | None = None,
+    *,
+    evidence: Iterable[str] = (),
+    fix: str = "",
+    predicted: Ratio | None = None,
+    how: str = "",
+    others: Sequence[SourceLocation] = (),
+    levers: Sequence[str] | None = None,
+) -> Finding:
+    return Finding(
+        rule.code,
+        rule.name,
+        rule.severity.value,
+        said,
+        place,
+        list(evidence),
+        fix or _unwrapped(rule.section("How to fix it")),
+        list(rule.levers if levers is None else levers),
+        predicted,
+        how if predicted else "",
+        None,
+        list(others),
+    )
 
 
 def _unwrapped(text: str) -> str:
@@ -70,7 +99,10 @@ def _unwrapped(text: str) -> str:
 def event_of(profile: ProfileRecord, name: str) -> tuple[float, float, list[SourceLocation]]:
     """Calls per step, milliseconds per step and places of an event; zeros if there were none."""
     seen: Any = profile.events.get(name) or {}
-    places = [SourceLocation.from_json(place) if isinstance(place, dict) else place for place in seen.get("places", ())]
+    places = [
+        SourceLocation.from_json(place) if isinstance(place, dict) else place
+        for place in seen.get("places", ())
+    ]
     return float(seen.get("calls") or 0), float(seen.get("ms") or 0), places
 
 

@@ -67,10 +67,21 @@ class FailureKind:
             return None
         own = failure.own
         place = answer.place or (own.place() if own else None)
-        return Finding(self.code, self.name, Severity.FATAL, answer.said, place, [line for line in answer.evidence if line], answer.fix, list(answer.levers))
+        return Finding(
+            self.code,
+            self.name,
+            Severity.FATAL,
+            answer.said,
+            place,
+            [line for line in answer.evidence if line],
+            answer.fix,
+            list(answer.levers),
+        )
 
 
-def kind(code: str, name: str, reports: bool = False) -> Callable[[Callable[[FailureRecord], Diagnosis | None]], FailureKind]:
+def kind(
+    code: str, name: str, reports: bool = False
+) -> Callable[[Callable[[FailureRecord], Diagnosis | None]], FailureKind]:
     return lambda match: FailureKind(code, name, match, reports)
 
 
@@ -102,14 +113,18 @@ def match_message(failure: FailureRecord, types: Sequence[str], *families: str) 
         for family in families:
             found = re.match(f"{LEAD}(?:{family})", thrown.message, CASE)
             if found is not None:
-                return MessageMatch(thrown, {name: value.strip() for name, value in found.groupdict().items() if value})
+                return MessageMatch(
+                    thrown, {name: value.strip() for name, value in found.groupdict().items() if value}
+                )
     return None
 
 
 # Prefixes of workers, replicas and the compiler before an error that they pass on.
-LEAD = (r"(?:\s*|Caught \w+ in (?:DataLoader worker process \d+|replica \d+ on device \d+|pin memory thread for device \w+)\.\s*"
-        r"|(?:Dynamo failed to run FX node with fake tensors:|RuntimeError when making fake tensor call|Failed running call_\w+).{0,2000}?"
-        r"got \w+\(['\"]{1,2})")
+LEAD = (
+    r"(?:\s*|Caught \w+ in (?:DataLoader worker process \d+|replica \d+ on device \d+|pin memory thread for device \w+)\.\s*"
+    r"|(?:Dynamo failed to run FX node with fake tensors:|RuntimeError when making fake tensor call|Failed running call_\w+).{0,2000}?"
+    r"got \w+\(['\"]{1,2})"
+)
 
 
 def search_log(failure: FailureRecord, *families: str) -> re.Match[str] | None:
@@ -132,7 +147,13 @@ def _all_lines(failure: FailureRecord) -> Iterable[str]:
 def layer(failure: FailureRecord) -> str:
     """The name of the layer that was running, ``model.fc1 (Linear)``, or an empty string."""
     module = failure.module
-    return f"`{module.path}` ({module.kind})" if module and module.path else f"the {module.kind}" if module else ""
+    return (
+        f"`{module.path}` ({module.kind})"
+        if module and module.path
+        else f"the {module.kind}"
+        if module
+        else ""
+    )
 
 
 def describe_tensors(tensors: Iterable[TensorSeen], limit: int = 4) -> list[str]:

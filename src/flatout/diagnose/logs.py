@@ -13,7 +13,9 @@ MOST_STRETCHES = 24  # the first ones, which hold the cause
 LONGEST_LINE = 1 << 14
 MOST_CHARACTERS = 1 << 20  # at the end
 
-BEGINS = re.compile(r"Traceback \(most recent call last\)|Watchdog caught collective|Assertion `|Killed process \d+|Bus error|Segmentation fault|Root Cause")
+BEGINS = re.compile(
+    r"Traceback \(most recent call last\)|Watchdog caught collective|Assertion `|Killed process \d+|Bus error|Segmentation fault|Root Cause"
+)
 
 
 def gather(stream: IO[str]) -> str:

@@ -30,7 +30,17 @@ from flatout.plan.findings import SourceLocation
 from flatout.plan.folder import JobFolder
 from flatout.plan.lever import Lever
 from flatout.plan.plan import Choice, Plan
-from flatout.plan.profile import Compiled, IdleGap, LoaderSeen, MemoryGrowth, MemorySeen, Operation, ProfileRecord, SyncRecord, WhatIf
+from flatout.plan.profile import (
+    Compiled,
+    IdleGap,
+    LoaderSeen,
+    MemoryGrowth,
+    MemorySeen,
+    Operation,
+    ProfileRecord,
+    SyncRecord,
+    WhatIf,
+)
 from flatout.plan.records import PhaseTime, Ratio, TrialRecord
 from flatout.trial.blocks import PREFETCHED_BATCHES, BlockTimer, LeverFailed, Watcher
 from flatout.trial.parent import ProgramGone, Trial
@@ -80,9 +90,24 @@ class Profiling:
     Raises ProgramFailed if the program itself fails, NothingMeasured if it does not train.
     """
 
-    def __init__(self, command: Command, job: JobFolder, facts: Facts, requested: ProfileOptions, record: ProfileRecord, ceilings: dict[str, float],
-                 watcher: Watcher | None = None, save: Callable[[], None] = lambda: None) -> None:
-        self.command, self.job, self.facts, self.requested, self.record = command, job, facts, requested, record
+    def __init__(
+        self,
+        command: Command,
+        job: JobFolder,
+        facts: Facts,
+        requested: ProfileOptions,
+        record: ProfileRecord,
+        ceilings: dict[str, float],
+        watcher: Watcher | None = None,
+        save: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.command, self.job, self.facts, self.requested, self.record = (
+            command,
+            job,
+            facts,
+            requested,
+            record,
+        )
         self.watcher, self.save = watcher or Watcher(), save
         record.ceilings = ceilings
         self.blocks = BlockTimer()
@@ -109,7 +134,9 @@ class Profiling:
         if record.step_ms and record.ceilings:
             record.mfu = utilisation(record.operations, record.step_ms, record.ceilings, self._tf32())
         if not record.ceilings and record.operations:
-            record.notes.append("the operators' share of this machine's peak is unknown: `flatout doctor --bench` measures the peak")
+            record.notes.append(
+                "the operators' share of this machine's peak is unknown: `flatout doctor --bench` measures the peak"
+            )
         record.bound, record.bound_why = name_bottleneck(record)
         record.findings = judge(record, RULES)
         record.status = "done"
@@ -117,21 +144,32 @@ class Profiling:
 
     def _stages(self) -> list[tuple[str, Callable[[Trial], None]]]:
         """The stages in the order in which they disturb the program."""
-        stages = {"synchronisations": self._synchronisations, "lines": self._between, "operators": self._operations, "memory": self._memory, "growth": self._leak,
-                  "what-ifs": self._what_ifs, "data set": self._fetches}
+        stages = {
+            "synchronisations": self._synchronisations,
+            "lines": self._between,
+            "operators": self._operations,
+            "memory": self._memory,
+            "growth": self._leak,
+            "what-ifs": self._what_ifs,
+            "data set": self._fetches,
+        }
         return [(name, stage) for name, stage in stages.items() if name in self.requested.stages]
 
     # -- programs -------------------------------------------------------------------------------------------
 
     def _enter(self) -> Trial:
         start_s = seconds()
-        trial = self.trial = Trial(self.command, self.job.new_trial(), Plan(), self.facts, table=TABLE, watch=True)
+        trial = self.trial = Trial(
+            self.command, self.job.new_trial(), Plan(), self.facts, table=TABLE, watch=True
+        )
         trial.start()
         ready = trial.wait_ready(start_s + START_S)
         self.start_cost_s = seconds() - start_s
         self.blocks.unit, self.blocks.tick_ms = ready["unit"], max(ready["tick_ms"], 1e-3)
         if self.blocks.tick_ms < 2000:
-            self.blocks.tick_ms = max(block_ms(trial.go(SETTLING_TICKS, self.blocks.deadline(SETTLING_TICKS))), 1e-3)
+            self.blocks.tick_ms = max(
+                block_ms(trial.go(SETTLING_TICKS, self.blocks.deadline(SETTLING_TICKS))), 1e-3
+            )
         return trial
 
     def _leave(self) -> None:
@@ -145,7 +183,9 @@ class Profiling:
             try:
                 if self.trial is None:
                     if self.end_s - seconds() < self.start_cost_s:
-                        self.record.notes.append(f"{name}: the program ended and no time was left to start it again; increase --budget")
+                        self.record.notes.append(
+                            f"{name}: the program ended and no time was left to start it again; increase --budget"
+                        )
                         return
                     self._enter()
                 assert self.trial is not None
@@ -186,14 +226,26 @@ class Profiling:
             if not self.plain_ms:
                 raise why_not(self.command, gone.record) from None
             self._take(gone.record)
-            record.notes.append(f"the program ended after {len(self.plain_ms)} measured steps: {_last_line(gone.record)}")
+            record.notes.append(
+                f"the program ended after {len(self.plain_ms)} measured steps: {_last_line(gone.record)}"
+            )
 
     def _take(self, trial: TrialRecord) -> None:
         record = self.record
-        record.device, record.unit, record.versions = trial.device, trial.unit, {**record.versions, **trial.versions}
+        record.device, record.unit, record.versions = (
+            trial.device,
+            trial.unit,
+            {**record.versions, **trial.versions},
+        )
         record.warmup_steps, record.warmup_ms = trial.warmup_steps, trial.warmup_ms
-        record.steps, record.step_ms, record.step_ms_list = len(self.plain_ms), block_ms(self.plain_ms), self.plain_ms
-        record.samples_per_s = 1000 * trial.samples_per_step / record.step_ms if trial.samples_per_step else None
+        record.steps, record.step_ms, record.step_ms_list = (
+            len(self.plain_ms),
+            block_ms(self.plain_ms),
+            self.plain_ms,
+        )
+        record.samples_per_s = (
+            1000 * trial.samples_per_step / record.step_ms if trial.samples_per_step else None
+        )
         record.phases = {name: PhaseTime.from_json(phase) for name, phase in trial.phases.items()}
         self.blocks.tick_ms = record.step_ms
         losses = [float.fromhex(loss) for loss in trial.losses]
@@ -201,21 +253,35 @@ class Profiling:
 
     def _take_watched(self, watched: dict[str, Any]) -> None:
         record = self.record
-        record.gc_ms, record.gc_longest_ms, record.gc_calls = watched["gc_ms"], watched["gc_longest_ms"], watched["gc_calls"]
+        record.gc_ms, record.gc_longest_ms, record.gc_calls = (
+            watched["gc_ms"],
+            watched["gc_longest_ms"],
+            watched["gc_calls"],
+        )
         record.settings, record.events = watched["settings"], watched["events"]
         if self.not_finite:
-            record.events["loss_not_finite"] = {**record.events.get("backward", {"places": []}), "calls": self.not_finite, "ms": 0.0}
+            record.events["loss_not_finite"] = {
+                **record.events.get("backward", {"places": []}),
+                "calls": self.not_finite,
+                "ms": 0.0,
+            }
         record.compiled = Compiled.from_json(watched["compiled"]) if watched["compiled"] else None
         record.loaders = [LoaderSeen.from_json(seen) for seen in watched["loaders"]]
 
     # -- recording ------------------------------------------------------------------------------------------
 
-    def _listen(self, trial: Trial, probe: str, ticks: int, fewest: int = 0, **requested: Any) -> dict[str, Any]:
+    def _listen(
+        self, trial: Trial, probe: str, ticks: int, fewest: int = 0, **requested: Any
+    ) -> dict[str, Any]:
         """The record of a probe over ``ticks`` ticks.
 
         A slow program is recorded over fewer ticks, at least ``fewest`` if given.
         """
-        last = min(self.listen_until_s, seconds() + LONGEST_LISTENING_S) if "what-ifs" in self.requested.stages else self.end_s
+        last = (
+            min(self.listen_until_s, seconds() + LONGEST_LISTENING_S)
+            if "what-ifs" in self.requested.stages
+            else self.end_s
+        )
         affordable = int(1000 * (last - seconds()) / self.blocks.tick_ms)
         ticks = max(fewest, min(ticks, affordable)) if fewest else ticks
         if ticks * self.blocks.tick_ms / 1000 > max(self.end_s - seconds(), LONGEST_LISTENING_S / 4):
@@ -228,7 +294,9 @@ class Profiling:
 
     def _synchronisations(self, trial: Trial) -> None:
         observed = self._listen(trial, "synchronisations", SYNCHRONISATION_TICKS, 2)
-        self.record.synchronisations = [SyncRecord.from_json(synchronisation) for synchronisation in observed.get("synchronisations", ())]
+        self.record.synchronisations = [
+            SyncRecord.from_json(synchronisation) for synchronisation in observed.get("synchronisations", ())
+        ]
 
     def _between(self, trial: Trial) -> None:
         observed = self._listen(trial, "between", BETWEEN_TICKS, 2).get("between")
@@ -237,21 +305,27 @@ class Profiling:
 
     def _operations(self, trial: Trial) -> None:
         record, schedule = self.record, list(self.requested.schedule)
-        observed = self._listen(trial, "operations", 1 + sum(schedule), schedule=schedule, trace=self.requested.trace)
+        observed = self._listen(
+            trial, "operations", 1 + sum(schedule), schedule=schedule, trace=self.requested.trace
+        )
         if not observed.get("operations"):
             return
         record.schedule, record.trace = schedule, self.requested.trace
         operations = [Operation.from_json(operation) for operation in observed["operations"]]
         record.operations = operations[:OPERATIONS_KEPT]
         record.operators_a_step = observed["operators"]
-        record.operator_us = 1000 * observed["operators_ms"] / observed["operators"] if observed["operators"] else None
+        record.operator_us = (
+            1000 * observed["operators_ms"] / observed["operators"] if observed["operators"] else None
+        )
         step_ms = record.step_ms or 0.0
-        if observed["python_share"] is not None:  # a share, because recorded steps are longer and vary in length
+        if (
+            observed["python_share"] is not None
+        ):  # a share, because recorded steps are longer and vary in length
             record.python_ms = step_ms * observed["python_share"]
         record.idle_gaps = [IdleGap.from_json(gap) for gap in observed["gaps"]]
         if observed["busy_ms"] is not None:
             record.idle_ms = max(0.0, step_ms - observed["busy_ms"])
-        listened = observed["ms"][-schedule[2]:]
+        listened = observed["ms"][-schedule[2] :]
         if listened and self.plain_ms:
             quiet = median(self.plain_ms)
             record.overhead = compare([[Round(ms, quiet) for ms in listened]])
@@ -263,15 +337,21 @@ class Profiling:
             emptied = self.record.events.get("empty_cache")
             if emptied:
                 memory.empty_cache_calls, memory.empty_cache_ms = emptied["calls"], emptied["ms"]
-                memory.empty_cache_place = SourceLocation.from_json(emptied["places"][0]) if emptied["places"] else None
+                memory.empty_cache_place = (
+                    SourceLocation.from_json(emptied["places"][0]) if emptied["places"] else None
+                )
 
     def _leak(self, trial: Trial) -> None:
         observed = self._listen(trial, "leak", self.requested.leak_ticks, FEWEST_LEAK_TICKS)
         self.record.leak = MemoryGrowth.from_json(observed["leak"]) if observed.get("leak") else None
-        self.record.host_growth = MemoryGrowth.from_json(observed["host_growth"]) if observed.get("host_growth") else None
+        self.record.host_growth = (
+            MemoryGrowth.from_json(observed["host_growth"]) if observed.get("host_growth") else None
+        )
 
     def _fetches(self, trial: Trial) -> None:
-        places = {(seen.place.file, seen.place.line): seen for seen in self.record.loaders if seen.place is not None}
+        places = {
+            (seen.place.file, seen.place.line): seen for seen in self.record.loaders if seen.place is not None
+        }
         for fetch in trial.ask({"do": "fetch"}, seconds() + 120)["fetches"]:
             made_at = fetch["made_at"]
             seen = places.get((made_at["file"], made_at["line"])) if made_at else None
@@ -279,7 +359,9 @@ class Profiling:
                 self.record.notes.append(f"no batch could be fetched again: {fetch['why_not']}")
             if seen is not None and fetch.get("fetch_ms") is not None:
                 seen.fetch_ms, seen.slow_share = fetch["fetch_ms"], fetch.get("slow_share")
-                seen.slow_place = SourceLocation.from_json(fetch["slow_place"]) if fetch.get("slow_place") else None
+                seen.slow_place = (
+                    SourceLocation.from_json(fetch["slow_place"]) if fetch.get("slow_place") else None
+                )
 
     # -- what-ifs -------------------------------------------------------------------------------------------
 
@@ -320,7 +402,9 @@ class Profiling:
             try:
                 trial = self.trial or self._enter()
                 choice = Choice(lever.name, value, Origin.TUNER)
-                self.watcher.stage("what-ifs", f"without {lever.name}" if " " not in lever.name else lever.name)
+                self.watcher.stage(
+                    "what-ifs", f"without {lever.name}" if " " not in lever.name else lever.name
+                )
                 if lever.warms_up:
                     self.blocks.switch(trial, (choice,))
                     self.blocks.run(trial, SETTLING_TICKS + 1)
@@ -333,7 +417,11 @@ class Profiling:
                 return
             except ProgramGone as gone:
                 self._leave()
-                what_if.why_not = f"the program fails with it: {_last_line(gone.record)}" if gone.record.status != "ended" else "the program is too short"
+                what_if.why_not = (
+                    f"the program fails with it: {_last_line(gone.record)}"
+                    if gone.record.status != "ended"
+                    else "the program is too short"
+                )
                 continue
             what_if.ratio, what_if.why_not = ratio, ""
             what_if.step_ms = self.record.step_ms / ratio.median if self.record.step_ms else None
@@ -341,23 +429,35 @@ class Profiling:
             return
 
     def _tf32(self) -> bool:
-        return self.record.device == "cuda" and self.record.settings.get("matmul_precision") in ("high", "medium")
+        return self.record.device == "cuda" and self.record.settings.get("matmul_precision") in (
+            "high",
+            "medium",
+        )
 
 
 def why_not(command: Command, record: TrialRecord) -> FlatoutError:
     """The error for a program that could not be profiled: its own failure, or nothing to measure."""
     if record.status == "failed":
         said = record.log_tail.strip() or record.reason
-        return ProgramFailed(f"the program itself fails (exit code {record.exit_code}):\n\n{said}", record.exit_code or 1)
+        return ProgramFailed(
+            f"the program itself fails (exit code {record.exit_code}):\n\n{said}", record.exit_code or 1
+        )
     if record.status == "unattached":
         return NothingMeasured(
-            f"there is nothing to profile: {f'`python {command.closed}` disables flatout; remove the option' if command.closed else record.reason}.")
+            f"there is nothing to profile: {f'`python {command.closed}` disables flatout; remove the option' if command.closed else record.reason}."
+        )
     if record.status == "broken":
-        return NothingMeasured(f"flatout could not instrument this program and left it unchanged. Please report this:\n\n{record.reason.strip()}")
+        return NothingMeasured(
+            f"flatout could not instrument this program and left it unchanged. Please report this:\n\n{record.reason.strip()}"
+        )
     if record.status == "hung":
         return NothingMeasured(f"the program did not train: {record.reason}.")
     steps = len(set(record.loss_steps))
-    seen = f"after {steps} training {'step' if steps == 1 else 'steps'}, before they were steady" if steps else "without a training step"
+    seen = (
+        f"after {steps} training {'step' if steps == 1 else 'steps'}, before they were steady"
+        if steps
+        else "without a training step"
+    )
     return NothingMeasured(f"there is nothing to profile: the program ended {seen}. Let it train longer.")
 
 

@@ -17,7 +17,15 @@ ORDER = [severity.value for severity in Severity]
 # A wide rule and the narrower rules that replace it: anywhere in the step, and at the same lines only.
 OF_THE_STEP = {
     "tiny_operators": ("host_sync_every_step", "data_wait", "slow_fetch", "python_between"),
-    "layout_copies": ("data_wait", "slow_fetch", "loader_made_in_loop", "tiny_operators", "logging_cost", "slowing_down", "python_between"),
+    "layout_copies": (
+        "data_wait",
+        "slow_fetch",
+        "loader_made_in_loop",
+        "tiny_operators",
+        "logging_cost",
+        "slowing_down",
+        "python_between",
+    ),
     "host_growth": ("leak", "loss_kept_with_graph", "slowing_down"),
     "collecting_garbage": ("host_growth",),  # the collector walks the objects that pile up
     "thread_count": ("too_many_workers",),
@@ -25,8 +33,16 @@ OF_THE_STEP = {
     "eval_without_no_grad": ("train_mode_not_restored",),
 }
 OF_THE_LINE = {
-    "python_between": ("logging_cost", "gc_collect_every_step", "host_sync_every_step", "data_parallel_used", "empty_cache_every_step", "slowing_down",
-                       "eval_without_no_grad", "leak"),
+    "python_between": (
+        "logging_cost",
+        "gc_collect_every_step",
+        "host_sync_every_step",
+        "data_parallel_used",
+        "empty_cache_every_step",
+        "slowing_down",
+        "eval_without_no_grad",
+        "leak",
+    ),
     "layout_copies": ("leak", "host_sync_every_step"),
     "host_sync_every_step": ("logging_cost",),
     "leak": ("slowing_down",),
@@ -42,11 +58,19 @@ def judge(profile: ProfileRecord, table: Iterable[Rule]) -> list[Finding]:
 
 def ranked(findings: Sequence[Finding]) -> list[Finding]:
     kept = [finding for finding in findings if not any(_says_it_better(finding, other) for other in findings)]
-    return sorted(kept, key=lambda f: (ORDER.index(f.severity), -(f.predicted.median if f.predicted else 0.0), f.rule))
+    return sorted(
+        kept, key=lambda f: (ORDER.index(f.severity), -(f.predicted.median if f.predicted else 0.0), f.rule)
+    )
 
 
 def _says_it_better(wide: Finding, other: Finding) -> bool:
     if other.name in OF_THE_STEP.get(wide.name, ()):
         return True
-    return other.name in OF_THE_LINE.get(wide.name, ()) and (wide.place is None or any(
-        place.file == wide.place.file and abs(place.line - wide.place.line) <= NEAR for place in (other.place, *other.others) if place is not None))
+    return other.name in OF_THE_LINE.get(wide.name, ()) and (
+        wide.place is None
+        or any(
+            place.file == wide.place.file and abs(place.line - wide.place.line) <= NEAR
+            for place in (other.place, *other.others)
+            if place is not None
+        )
+    )

@@ -12,6 +12,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flatout.plan.findings import Finding, Severity, SourceLocation
 from flatout.plan.profile import ProfileRecord
@@ -44,9 +45,11 @@ class Rule:
         """The text below one heading of the page, without its indent; empty if there is no such heading."""
         return section(self.page, name)
 
-    def finding(self, said: str, place: SourceLocation | None = None, fix: str = "", **more: object) -> Finding:
+    def finding(self, said: str, place: SourceLocation | None = None, fix: str = "", **more: Any) -> Finding:
         """A Finding of this rule. ``more`` are further fields of the Finding."""
-        return Finding(self.code, self.name, self.severity.value, said, place, fix=fix, levers=list(self.levers), **more)  # type: ignore[arg-type]
+        return Finding(
+            self.code, self.name, self.severity.value, said, place, fix=fix, levers=list(self.levers), **more
+        )
 
 
 def section(page: str, name: str) -> str:

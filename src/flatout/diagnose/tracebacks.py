@@ -27,12 +27,18 @@ LABEL = re.compile(
     r"(?=\s*(?:Traceback|File \"|\S+Error\b)))[ ]?"
 )
 HEADER = re.compile(r"^(?P<before>.*?)Traceback \(most recent call last\):\s*$")
-FRAME = re.compile(r'^(?P<indent>\s*)File "(?P<file>[^"\n]{1,500})", line (?P<line>\d{1,9})(?:, in (?P<function>.{1,200}))?$')
+FRAME = re.compile(
+    r'^(?P<indent>\s*)File "(?P<file>[^"\n]{1,500})", line (?P<line>\d{1,9})(?:, in (?P<function>.{1,200}))?$'
+)
 RAISED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*(?:\.<locals>\.\w+)*)(?::(?: (?P<message>.*))?)?$")
 CAUSE = "The above exception was the direct cause of the following exception:"
 CONTEXT = "During handling of the above exception, another exception occurred:"
-LOGGED = re.compile(r"^(?:\[?\d{4}-\d\d-\d\d[T ]|\[?[EWIF]\d{3,4} \d\d:|(?:INFO|WARNING|ERROR|DEBUG|CRITICAL)\b|\$ |srun: |slurmstepd: |Epoch\b)")
-ENDS_LIKE_AN_ERROR = re.compile(r"(?:Error|Exception|Warning|Interrupt|Exit|Unsupported|Hit|Iteration|Failure|Failed|Expired|Timeout|Empty|Full)$")
+LOGGED = re.compile(
+    r"^(?:\[?\d{4}-\d\d-\d\d[T ]|\[?[EWIF]\d{3,4} \d\d:|(?:INFO|WARNING|ERROR|DEBUG|CRITICAL)\b|\$ |srun: |slurmstepd: |Epoch\b)"
+)
+ENDS_LIKE_AN_ERROR = re.compile(
+    r"(?:Error|Exception|Warning|Interrupt|Exit|Unsupported|Hit|Iteration|Failure|Failed|Expired|Timeout|Empty|Full)$"
+)
 BASES = {
     "OutOfMemoryError": ("RuntimeError",),
     "AcceleratorError": ("RuntimeError",),
@@ -73,7 +79,10 @@ def clean(text: str) -> str:
 
 def read(text: str) -> list[FailureRecord]:
     """Every failure in a text. A text without a traceback gives one record of its end. Never raises."""
-    lines = [clean(line.rpartition("\r")[2] or line.strip("\r"))[:LONGEST_LINE] for line in text.split("\n")[-MOST_LINES:]]
+    lines = [
+        clean(line.rpartition("\r")[2] or line.strip("\r"))[:LONGEST_LINE]
+        for line in text.split("\n")[-MOST_LINES:]
+    ]
     failures = [failure for voice in _voices(lines) for failure in _failures(voice)]
     if not failures:
         return [_without_traceback([line for line in lines if line.strip()])]
@@ -119,7 +128,12 @@ def _failures(voice: ProcessOutput) -> list[FailureRecord]:
 
 
 def _record(voice: ProcessOutput, chain: list[ExceptionRecord], begun: int, ended: int) -> FailureRecord:
-    around = [line for line in voice.lines[max(0, begun - AROUND_LINES) : begun] + voice.lines[ended : ended + AROUND_LINES] if line.strip()]
+    around = [
+        line
+        for line in voice.lines[max(0, begun - AROUND_LINES) : begun]
+        + voice.lines[ended : ended + AROUND_LINES]
+        if line.strip()
+    ]
     return FailureRecord(chain, around, rank=voice.rank)
 
 
@@ -155,10 +169,20 @@ def _traceback(lines: list[str], at: int) -> tuple[int, ExceptionRecord | None]:
         line = strip(lines[at])
         frame = FRAME.match(line)
         if frame is not None:
-            frames.append(FrameSeen(frame["file"], int(frame["line"]), frame["function"] or "", "", is_mine(frame["file"])))
+            frames.append(
+                FrameSeen(
+                    frame["file"], int(frame["line"]), frame["function"] or "", "", is_mine(frame["file"])
+                )
+            )
         elif line.startswith((" ", "\t")) or not line.strip():
             text = line.strip()
-            if frames and text and not frames[-1].text and not set(text) <= set("^~ ") and not text.startswith("[Previous line"):
+            if (
+                frames
+                and text
+                and not frames[-1].text
+                and not set(text) <= set("^~ ")
+                and not text.startswith("[Previous line")
+            ):
                 frames[-1].text = text
         else:
             break
@@ -176,9 +200,18 @@ def _traceback(lines: list[str], at: int) -> tuple[int, ExceptionRecord | None]:
         line = strip(lines[at])
         blank = 0 if line.strip() else blank + 1
         inner = HEADER.match(line)
-        if inner is not None and (inner["before"].startswith("Original ") or (message[-2:-1] and re.match(r"-- Process \d+ terminated", _last(message)))):
+        if inner is not None and (
+            inner["before"].startswith("Original ")
+            or (message[-2:-1] and re.match(r"-- Process \d+ terminated", _last(message)))
+        ):
             carries = True
-        elif blank > 1 or inner is not None or line.strip() in (CAUSE, CONTEXT) or LOGGED.match(line) or (carries and not line.strip()):
+        elif (
+            blank > 1
+            or inner is not None
+            or line.strip() in (CAUSE, CONTEXT)
+            or LOGGED.match(line)
+            or (carries and not line.strip())
+        ):
             break
         message.append(line)
         at += 1
@@ -195,7 +228,9 @@ def _prefix(before: str, lines: list[str], at: int) -> Callable[[str], str]:
     if not before.strip() or before.startswith("Original "):
         width = len(before) if not before.strip() else 0
         return lambda line: line[width:] if not line[:width].strip() else line
-    pattern = re.compile("".join(r"\d+" if part.isdigit() else re.escape(part) for part in re.split(r"(\d+)", before)))
+    pattern = re.compile(
+        "".join(r"\d+" if part.isdigit() else re.escape(part) for part in re.split(r"(\d+)", before))
+    )
     following = lines[at + 1] if at + 1 < len(lines) else ""
     label = pattern.match(following)
     if label is None or FRAME.match(following[label.end() :]) is None:
@@ -229,8 +264,10 @@ def _without_traceback(lines: list[str]) -> FailureRecord:
     """The record of a text without a traceback: an error's last line, a message, or the end of a log."""
     for at, line in enumerate(lines):
         raised = RAISED.match(line.strip())
-        if raised is not None and (raised["message"] is not None or line.rstrip().endswith(":")) and (
-            raised["type"].startswith("torch.") or ENDS_LIKE_AN_ERROR.search(raised["type"])
+        if (
+            raised is not None
+            and (raised["message"] is not None or line.rstrip().endswith(":"))
+            and (raised["type"].startswith("torch.") or ENDS_LIKE_AN_ERROR.search(raised["type"]))
         ):
             message = "\n".join([raised["message"] or "", *lines[at + 1 : at + MESSAGE_LINES]])
             around = lines[max(0, at - AROUND_LINES) : at] + lines[at + 1 : at + AROUND_LINES]

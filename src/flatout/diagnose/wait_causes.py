@@ -31,7 +31,12 @@ def cause(profile: ProfileRecord, loader: LoaderSeen) -> WaitCause | None:
         return WaitCause.REMADE
     if crowded(profile, loader):
         return WaitCause.CROWDED
-    if loader.workers and not loader.persistent_workers and loader.begun >= OFTEN and begin_ms(profile, loader) > MOST_OF_IT * loader.wait_ms:
+    if (
+        loader.workers
+        and not loader.persistent_workers
+        and loader.begun >= OFTEN
+        and begin_ms(profile, loader) > MOST_OF_IT * loader.wait_ms
+    ):
         return WaitCause.RESTARTED
     if loader.slow_place is not None and (loader.slow_share or 0) > 0.2:
         return WaitCause.SLOW_FETCH
@@ -70,4 +75,8 @@ def gain_without_wait(profile: ProfileRecord, loader: LoaderSeen) -> Ratio | Non
 
 
 def how_known(profile: ProfileRecord) -> str:
-    return how("loader") if certain_gain(profile, "loader") else TIMED.replace("these calls", "the wait for data")
+    return (
+        how("loader")
+        if certain_gain(profile, "loader")
+        else TIMED.replace("these calls", "the wait for data")
+    )

@@ -48,7 +48,11 @@ class Applier:
             lever = self.lever(choice)
             if lever is None:
                 if Moment.IMPORT in moments:
-                    self.outcomes.append(Outcome(choice, False, "this version of flatout has no such lever; see `flatout levers`"))
+                    self.outcomes.append(
+                        Outcome(
+                            choice, False, "this version of flatout has no such lever; see `flatout levers`"
+                        )
+                    )
             elif lever.moment in moments:
                 self.outcomes.append(self._apply(lever, choice))
 
@@ -84,7 +88,11 @@ class Applier:
         return answers
 
     def _live(self) -> list[tuple[Choice, Undo]]:
-        return [(c, u) for c, u in self._on if self.table[c.name].live and self.table[c.name].moment is not Moment.PROCESS]
+        return [
+            (c, u)
+            for c, u in self._on
+            if self.table[c.name].live and self.table[c.name].moment is not Moment.PROCESS
+        ]
 
     def _in_order(self, choices: Sequence[Choice]) -> list[Choice]:
         order = {name: at for at, name in enumerate(self.table)}
@@ -114,11 +122,17 @@ class Applier:
             except RuntimeError:
                 pass  # report the first failure
             first = str(error).strip().splitlines()
-            return Outcome(choice, False, f"it failed to start ({type(error).__name__}: {first[0] if first else 'no message'})")
+            return Outcome(
+                choice,
+                False,
+                f"it failed to start ({type(error).__name__}: {first[0] if first else 'no message'})",
+            )
 
 
 def one_line(outcomes: Sequence[Outcome]) -> str:
     """The line that a run prints at its start: what is applied, and what is not, with the reason."""
     applied = ", ".join(spell(o.choice.name, o.choice.value) for o in outcomes if o.applied) or "nothing"
-    left = "; ".join(f"{spell(o.choice.name, o.choice.value)} ({o.reason})" for o in outcomes if not o.applied)
+    left = "; ".join(
+        f"{spell(o.choice.name, o.choice.value)} ({o.reason})" for o in outcomes if not o.applied
+    )
     return f"applied {applied}" + (f"; not applied: {left}" if left else "")

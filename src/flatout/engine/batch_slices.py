@@ -20,13 +20,20 @@ def samples_played(size: int, step_ms: float) -> int:
     return size if 2 * kept > size else kept
 
 
-def sliced(steps: Sequence[list[dict[str, Any]]], step_ms: float, torch: Any) -> tuple[list[list[dict[str, Any]]], float]:
+def sliced(
+    steps: Sequence[list[dict[str, Any]]], step_ms: float, torch: Any
+) -> tuple[list[list[dict[str, Any]]], float]:
     """The same steps with their first samples, as many as the step time allows, and the share taken.
 
     The share is 1.0 if the steps stay whole. Inputs and output gradients must agree in the size of their
     first dimension, the batch size. Scalars stay as they are.
     """
-    tensors = [tensor for calls in steps for call in calls for tensor in tensors_in((call["args"], call["kwargs"], call["grads"]), torch)]
+    tensors = [
+        tensor
+        for calls in steps
+        for call in calls
+        for tensor in tensors_in((call["args"], call["kwargs"], call["grads"]), torch)
+    ]
     sizes = {tensor.shape[0] for tensor in tensors if tensor.dim()}
     size = next(iter(sizes), 0)
     kept = samples_played(size, step_ms)
@@ -36,4 +43,7 @@ def sliced(steps: Sequence[list[dict[str, Any]]], step_ms: float, torch: Any) ->
     def first(thing: Any) -> Any:
         return mapped(thing, lambda tensor: tensor[:kept] if tensor.dim() else tensor, torch)
 
-    return [[{**call, **{name: first(call[name]) for name in ("args", "kwargs", "grads")}} for call in calls] for calls in steps], kept / size
+    return [
+        [{**call, **{name: first(call[name]) for name in ("args", "kwargs", "grads")}} for call in calls]
+        for calls in steps
+    ], kept / size

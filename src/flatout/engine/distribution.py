@@ -20,7 +20,12 @@ from flatout.measure.statistics import two_sample_ks
 from flatout.plan.records import GuardCheck, TrialRecord
 
 LIMIT_P = 1e-4  # for each of the three; sound levers gave at least 0.17, broken ones at most 1e-8
-STATISTICS = ("mean", "deviation", "left against right", "top against bottom")  # of measure.parity.batch_statistics
+STATISTICS = (
+    "mean",
+    "deviation",
+    "left against right",
+    "top against bottom",
+)  # of measure.parity.batch_statistics
 BLOCK = 64  # rows averaged before the paired test, so effects of a whole batch (mixing) count once
 FEWEST_BLOCKS = 6
 SMALLEST_SHIFT = 1e-3  # share of the population's deviation: rounding may be systematic
@@ -34,27 +39,42 @@ def same_distribution(pairs: Pairs) -> list[GuardCheck]:
     plain, tuned = [row for a, _ in rows for row in a], [row for _, b in rows for row in b]
     checks = []
     if plain and tuned:
-        p, name = min((two_sample_ks([r[i] for r in plain], [r[i] for r in tuned]), name) for i, name in enumerate(STATISTICS))
+        p, name = min(
+            (two_sample_ks([r[i] for r in plain], [r[i] for r in tuned]), name)
+            for i, name in enumerate(STATISTICS)
+        )
         sizes = f"{len(plain)} and {len(tuned)} samples"
-        checks.append(_check("distribution", p * len(STATISTICS), f"over {sizes}, the {name} of a sample has the plain program's distribution"))
+        checks.append(
+            _check(
+                "distribution",
+                p * len(STATISTICS),
+                f"over {sizes}, the {name} of a sample has the plain program's distribution",
+            )
+        )
         checks += _shift(rows, plain)
     return checks + _draws(pairs)
 
 
-def _shift(rows: Sequence[tuple[list[list[float]], list[list[float]]]], population: list[list[float]]) -> list[GuardCheck]:
+def _shift(
+    rows: Sequence[tuple[list[list[float]], list[list[float]]]], population: list[list[float]]
+) -> list[GuardCheck]:
     worst, where = 1.0, STATISTICS[0]
     for i, name in enumerate(STATISTICS):
         blocks = []
         for plain, tuned in rows:
             apart = [b[i] - a[i] for a, b in zip(plain, tuned, strict=False)]
-            blocks += [math.fsum(apart[at:at + BLOCK]) / BLOCK for at in range(0, len(apart) - BLOCK + 1, BLOCK)]
+            blocks += [
+                math.fsum(apart[at : at + BLOCK]) / BLOCK for at in range(0, len(apart) - BLOCK + 1, BLOCK)
+            ]
         if len(blocks) < FEWEST_BLOCKS:
             return []
         mean, deviation = _moments(blocks)
         if abs(mean) > SMALLEST_SHIFT * _moments([row[i] for row in population])[1]:
             p = _student_p(mean / deviation * math.sqrt(len(blocks)), len(blocks) - 1) if deviation else 0.0
             worst, where = min((worst, where), (p, name))
-    return [_check("shift", worst * len(STATISTICS), f"sample by sample, the {where} equals the plain program's")]
+    return [
+        _check("shift", worst * len(STATISTICS), f"sample by sample, the {where} equals the plain program's")
+    ]
 
 
 def _draws(pairs: Pairs) -> list[GuardCheck]:
@@ -67,13 +87,21 @@ def _draws(pairs: Pairs) -> list[GuardCheck]:
             worst, tests, rounds = min(worst, two_sample_ks(plain, tuned)), tests + 1, len(plain)
     if not tests:
         return []
-    return [_check("draws", worst * tests, f"{tests // len(STATISTICS)} samples, fetched {rounds} times each, are drawn as in the plain program")]
+    return [
+        _check(
+            "draws",
+            worst * tests,
+            f"{tests // len(STATISTICS)} samples, fetched {rounds} times each, are drawn as in the plain program",
+        )
+    ]
 
 
 def _check(name: str, p: float, why: str) -> GuardCheck:
     p = min(p, 1.0)
     passed = p >= LIMIT_P
-    return GuardCheck(name, passed, f"{why}, with p = {p:.2g}" if passed else f"rejected: {why} (p = {p:.2g})", p, LIMIT_P)
+    return GuardCheck(
+        name, passed, f"{why}, with p = {p:.2g}" if passed else f"rejected: {why} (p = {p:.2g})", p, LIMIT_P
+    )
 
 
 def _moments(values: Sequence[float]) -> tuple[float, float]:

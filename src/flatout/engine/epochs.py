@@ -39,8 +39,15 @@ class EpochCounter:
         def hooked_iter(loader: Any) -> Any:
             way = self._ways.get(loader)
             if way is None:
-                way = self._ways[loader] = TrainingContext.way_of_loader(loader.dataset, {"batch_size": loader.batch_size, "num_workers": loader.num_workers,
-                                                                               "sampler": loader.sampler, "drop_last": loader.drop_last})
+                way = self._ways[loader] = TrainingContext.way_of_loader(
+                    loader.dataset,
+                    {
+                        "batch_size": loader.batch_size,
+                        "num_workers": loader.num_workers,
+                        "sampler": loader.sampler,
+                        "drop_last": loader.drop_last,
+                    },
+                )
             self._begun[way] += 1
             self._last = way
             return begin(loader)

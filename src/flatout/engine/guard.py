@@ -48,8 +48,15 @@ HALF_GROWTH, HALF_GROWTH_ALONE = 6.0, 10.0
 TINY = 1e-300
 
 
-def judge(effect: Effect, plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], replica: dict[str, Any] | None = None,
-          again: TrialRecord | None = None, perturbed: Sequence[TrialRecord] = (), late: dict[str, Any] | None = None) -> GuardRecord:
+def judge(
+    effect: Effect,
+    plain: Sequence[TrialRecord],
+    tuned: Sequence[TrialRecord],
+    replica: dict[str, Any] | None = None,
+    again: TrialRecord | None = None,
+    perturbed: Sequence[TrialRecord] = (),
+    late: dict[str, Any] | None = None,
+) -> GuardRecord:
     """Compare runs seed by seed: ``plain[i]`` and ``tuned[i]`` had the same seed.
 
     ``effect`` is the widest of the Plan's levers. ``replica`` is the answer of a step replica, and ``late``
@@ -61,11 +68,20 @@ def judge(effect: Effect, plain: Sequence[TrialRecord], tuned: Sequence[TrialRec
     if not plain or len(plain) != len(tuned):
         raise ValueError("the guard needs as many tuned runs as plain ones, and at least one")
     curves = [_aligned(p, t) for p, t in zip(plain, tuned, strict=True)]
-    record = GuardRecord("failed", "", seeds=[p.seed or 0 for p in plain], plain_losses=[p for p, _ in curves], tuned_losses=[t for _, t in curves])
+    record = GuardRecord(
+        "failed",
+        "",
+        seeds=[p.seed or 0 for p in plain],
+        plain_losses=[p for p, _ in curves],
+        tuned_losses=[t for _, t in curves],
+    )
     checks = record.checks
     shortest = min(len(p) for p, _ in curves)
     if shortest < FEWEST_LOSSES:
-        record.verdict, record.why = "not checked", f"only {shortest} losses were recorded, too few to compare"
+        record.verdict, record.why = (
+            "not checked",
+            f"only {shortest} losses were recorded, too few to compare",
+        )
         return record
     repeatable = again is None or repeats_itself(plain[0], again)
     checks += [_finite(curves), _resolution(curves)]
@@ -77,7 +93,9 @@ def judge(effect: Effect, plain: Sequence[TrialRecord], tuned: Sequence[TrialRec
         if effect is Effect.RESAMPLED:
             checks += same_distribution(list(zip(plain, tuned, strict=True)))
         elif repeatable:
-            checks += _start(plain, tuned, replica or {}, perturbed, _most_growth(effect, alone=len(perturbed) == 1))
+            checks += _start(
+                plain, tuned, replica or {}, perturbed, _most_growth(effect, alone=len(perturbed) == 1)
+            )
         checks += [*_info(replica), *_info(late, "late ", "after a stretch of training ")]
         checks.append(_curves_within_spread(curves))
     failed = [c for c in checks if not c.passed]
@@ -91,7 +109,9 @@ def judge(effect: Effect, plain: Sequence[TrialRecord], tuned: Sequence[TrialRec
     record.verdict = "equivalent"
     record.why = f"the loss stays within the spread of the program's own seeds ({shortest} losses, {_count(len(plain), 'seed')})"
     if not repeatable:
-        record.why += "; the program is not repeatable even with one seed, so only this weaker comparison is possible"
+        record.why += (
+            "; the program is not repeatable even with one seed, so only this weaker comparison is possible"
+        )
     elif replica is not None and "checks" in replica:
         record.why = next((c.why for c in checks if c.name == "gradient"), "") + "; " + record.why
     elif replica is not None:
@@ -109,7 +129,9 @@ def perturbation_for(effect: Effect) -> float:
     return HALF_PERTURBATION if effect is Effect.PRECISION else PERTURBATION
 
 
-def start_agrees(effect: Effect, plain: TrialRecord, alone: TrialRecord, perturbed: Sequence[TrialRecord] = ()) -> GuardCheck | None:
+def start_agrees(
+    effect: Effect, plain: TrialRecord, alone: TrialRecord, perturbed: Sequence[TrialRecord] = ()
+) -> GuardCheck | None:
     """Whether the first losses of one lever agree with the plain run of the same seed.
 
     This narrows down which lever of a rejected plan is to blame. ``perturbed``: plain runs moved by
@@ -121,7 +143,11 @@ def start_agrees(effect: Effect, plain: TrialRecord, alone: TrialRecord, perturb
     length = min(sum(step <= START_STEPS for step in plain.loss_steps), len(curve[0]))
     first = (curve[0][:length], curve[1][:length])
     perturbed = [each for each in perturbed if each.seed == plain.seed]
-    if length < FEWEST_FIRST_LOSSES or effect.rank >= Effect.RESAMPLED.rank or not all(map(math.isfinite, first[0])):
+    if (
+        length < FEWEST_FIRST_LOSSES
+        or effect.rank >= Effect.RESAMPLED.rank
+        or not all(map(math.isfinite, first[0]))
+    ):
         return None
     for found in (_finite([first]), _resolution([first])):
         if not found.passed:
@@ -140,7 +166,10 @@ def _most_growth(effect: Effect, alone: bool = False) -> float:
 
 
 def _info(replica: dict[str, Any] | None, prefix: str = "", when: str = "") -> list[GuardCheck]:
-    return [GuardCheck(prefix + c["name"], c["passed"], when + c["why"], c["value"], c["limit"]) for c in (replica or {}).get("checks", ())]
+    return [
+        GuardCheck(prefix + c["name"], c["passed"], when + c["why"], c["value"], c["limit"])
+        for c in (replica or {}).get("checks", ())
+    ]
 
 
 def _count(n: int, noun: str) -> str:
@@ -149,7 +178,9 @@ def _count(n: int, noun: str) -> str:
 
 def _aligned(plain: TrialRecord, tuned: TrialRecord) -> tuple[list[float], list[float]]:
     length = min(len(plain.losses), len(tuned.losses))
-    return [float.fromhex(x) for x in plain.losses[:length]], [float.fromhex(x) for x in tuned.losses[:length]]
+    return [float.fromhex(x) for x in plain.losses[:length]], [
+        float.fromhex(x) for x in tuned.losses[:length]
+    ]
 
 
 def repeats_itself(plain: TrialRecord, again: TrialRecord) -> bool:
@@ -159,8 +190,19 @@ def repeats_itself(plain: TrialRecord, again: TrialRecord) -> bool:
 
 
 def _finite(curves: Sequence[tuple[list[float], list[float]]]) -> GuardCheck:
-    bad = [at for p, t in curves for at, (x, y) in enumerate(zip(p, t, strict=True)) if math.isfinite(x) and not math.isfinite(y)]
-    return GuardCheck("finite", not bad, f"loss {bad[0]} is not finite, but the plain program's is" if bad else "every loss is finite if the plain one is")
+    bad = [
+        at
+        for p, t in curves
+        for at, (x, y) in enumerate(zip(p, t, strict=True))
+        if math.isfinite(x) and not math.isfinite(y)
+    ]
+    return GuardCheck(
+        "finite",
+        not bad,
+        f"loss {bad[0]} is not finite, but the plain program's is"
+        if bad
+        else "every loss is finite if the plain one is",
+    )
 
 
 def _resolution(curves: Sequence[tuple[list[float], list[float]]]) -> GuardCheck:
@@ -173,7 +215,11 @@ def _bitwise_losses(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord]) 
     for p, t in zip(plain, tuned, strict=True):
         for at, (x, y) in enumerate(zip(p.losses, t.losses, strict=False)):
             if x != y:
-                return GuardCheck("losses", False, f"loss {at} is {float.fromhex(y):.9g}, and {float.fromhex(x):.9g} in the plain program (seed {p.seed})")
+                return GuardCheck(
+                    "losses",
+                    False,
+                    f"loss {at} is {float.fromhex(y):.9g}, and {float.fromhex(x):.9g} in the plain program (seed {p.seed})",
+                )
     return GuardCheck("losses", True, "every loss is bitwise equal")
 
 
@@ -184,8 +230,18 @@ def _bitwise_weights(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord])
             if step in t.weights_digests:
                 seen += 1
                 if t.weights_digests[step] != digest:
-                    return GuardCheck("weights", False, f"the weights after step {step} differ from the plain program's (seed {p.seed})")
-    return GuardCheck("weights", True, f"the weights are bitwise equal after {seen} common steps" if seen else "no common step recorded weights")
+                    return GuardCheck(
+                        "weights",
+                        False,
+                        f"the weights after step {step} differ from the plain program's (seed {p.seed})",
+                    )
+    return GuardCheck(
+        "weights",
+        True,
+        f"the weights are bitwise equal after {seen} common steps"
+        if seen
+        else "no common step recorded weights",
+    )
 
 
 def _same_batches(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord]) -> list[GuardCheck]:
@@ -194,12 +250,21 @@ def _same_batches(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord]) ->
     for p, t in zip(plain, tuned, strict=True):
         for at, (x, y) in enumerate(zip(p.batch_hashes, t.batch_hashes, strict=False)):
             if x != y:
-                return [GuardCheck("batches", False, f"batch {at} differs from the plain program's (seed {p.seed})")]
+                return [
+                    GuardCheck(
+                        "batches", False, f"batch {at} differs from the plain program's (seed {p.seed})"
+                    )
+                ]
     return [GuardCheck("batches", True, "every batch is bitwise equal")]
 
 
-def _start(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], replica: dict[str, Any], perturbed: Sequence[TrialRecord],
-           growth: float) -> list[GuardCheck]:
+def _start(
+    plain: Sequence[TrialRecord],
+    tuned: Sequence[TrialRecord],
+    replica: dict[str, Any],
+    perturbed: Sequence[TrialRecord],
+    growth: float,
+) -> list[GuardCheck]:
     """Compare the losses of the first steps, pair by pair, with the spread of the seeds at the same steps.
 
     In a smooth network they cannot differ by more than the gradient error that the replica measured. With
@@ -207,30 +272,59 @@ def _start(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], replica: 
     """
     perturbed = [s for s in perturbed if any(s.seed == p.seed for p in plain)]
     counts = [sum(step <= START_STEPS for step in p.loss_steps) for p in plain]
-    curves = [(p[:n], t[:n]) for n, (p, t) in zip(counts, (_aligned(p, t) for p, t in zip(plain, tuned, strict=True)), strict=True)]
+    curves = [
+        (p[:n], t[:n])
+        for n, (p, t) in zip(counts, (_aligned(p, t) for p, t in zip(plain, tuned, strict=True)), strict=True)
+    ]
     length = min(len(p) for p, _ in curves)
     everything = [x for p, t in curves for x in (*p[:length], *t[:length])]
     unit = max(map(abs, everything), default=0.0)
     if not 0 < unit < math.inf:
         return []
-    one, other = ([[x / unit for x in side[:length]] for side in sides] for sides in zip(*curves, strict=True))
+    one, other = (
+        [[x / unit for x in side[:length]] for side in sides] for sides in zip(*curves, strict=True)
+    )
     distance = _rms([y - x for p, t in zip(one, other, strict=True) for x, y in zip(p, t, strict=True)])
     if distance == 0:
         return [GuardCheck("start", True, "the first losses coincide", 0.0, START_LIMIT)]
     spread, scale = _scale(one)
     if spread == 0:
         return [GuardCheck("start", False, "the first losses differ, and the plain program's are constant")]
-    limit, error = START_LIMIT, next((c["value"] for c in replica.get("checks", ()) if c["name"] == "gradient"), None)
+    limit, error = (
+        START_LIMIT,
+        next((c["value"] for c in replica.get("checks", ()) if c["name"] == "gradient"), None),
+    )
     if replica.get("smooth") and error is not None:
-        limit = min(limit, ROUNDING_GROWTH * error + LOSS_RESOLUTION * _rms([x for p in one for x in p]) / spread)
+        limit = min(
+            limit, ROUNDING_GROWTH * error + LOSS_RESOLUTION * _rms([x for p in one for x in p]) / spread
+        )
     value = distance / spread
     if value > limit and perturbed:
-        return [_carried(plain, tuned, perturbed, length, limit * spread * unit, growth, f"{value:.2g} of {scale}")]
-    return [GuardCheck("start", value <= limit, f"the losses of the first {START_STEPS} steps differ by {value:.2g} of {scale}", value, limit)]
+        return [
+            _carried(
+                plain, tuned, perturbed, length, limit * spread * unit, growth, f"{value:.2g} of {scale}"
+            )
+        ]
+    return [
+        GuardCheck(
+            "start",
+            value <= limit,
+            f"the losses of the first {START_STEPS} steps differ by {value:.2g} of {scale}",
+            value,
+            limit,
+        )
+    ]
 
 
-def _carried(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], perturbed: Sequence[TrialRecord], length: int, least: float, growth: float,
-             apart: str) -> GuardCheck:
+def _carried(
+    plain: Sequence[TrialRecord],
+    tuned: Sequence[TrialRecord],
+    perturbed: Sequence[TrialRecord],
+    length: int,
+    least: float,
+    growth: float,
+    apart: str,
+) -> GuardCheck:
     """Whether the first losses diverge no faster than those of the plain program perturbed in the last place.
 
     A large step on a young network amplifies one rounding to a tenth of the loss within three steps. A defect
@@ -242,15 +336,24 @@ def _carried(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord], perturb
     mine = _growth([_aligned(p, t) for p, t in zip(plain, tuned, strict=True) if p.seed in moved], length)
     rounding = _growth([_aligned(seeds[s.seed], s) for s in perturbed], length)
     unit = max((abs(float.fromhex(x)) for p in plain for x in p.losses[:length]), default=1.0)
-    ratios = [m / max(r + LOSS_RESOLUTION * unit, TINY) for m, r in zip(mine, rounding, strict=False) if not m <= least]
-    worst = max((ratio if ratio == ratio else math.inf for ratio in ratios), default=0.0 if rounding else math.inf)  # NaN: no measure
+    ratios = [
+        m / max(r + LOSS_RESOLUTION * unit, TINY)
+        for m, r in zip(mine, rounding, strict=False)
+        if not m <= least
+    ]
+    worst = max(
+        (ratio if ratio == ratio else math.inf for ratio in ratios), default=0.0 if rounding else math.inf
+    )  # NaN: no measure
     why = f"the losses of the first {START_STEPS} steps differ by {apart}; at most {worst:.2g} times the growth of one rounding in this program"
     return GuardCheck("start", worst <= growth, why, worst, growth)
 
 
 def _growth(curves: Sequence[tuple[list[float], list[float]]], length: int) -> list[float]:
     """Root mean square distance up to each of the first losses, over all runs."""
-    return [_rms([y - x for p, t in curves for x, y in zip(p[:at], t[:at], strict=True)]) for at in range(1, length + 1)]
+    return [
+        _rms([y - x for p, t in curves for x, y in zip(p[:at], t[:at], strict=True)])
+        for at in range(1, length + 1)
+    ]
 
 
 def _curves_within_spread(curves: Sequence[tuple[list[float], list[float]]]) -> GuardCheck:
@@ -261,7 +364,13 @@ def _curves_within_spread(curves: Sequence[tuple[list[float], list[float]]]) -> 
     plain, tuned = ([side[:length] for side in sides] for sides in zip(*curves, strict=True))
     unit = max((abs(x) for curve in (*plain, *tuned) for x in curve), default=0.0)
     if not length or unit == 0:
-        return GuardCheck("curve", True, "the loss curves coincide" if length else "the plain program's loss is not finite from the start", 0.0, CURVE_LIMIT)
+        return GuardCheck(
+            "curve",
+            True,
+            "the loss curves coincide" if length else "the plain program's loss is not finite from the start",
+            0.0,
+            CURVE_LIMIT,
+        )
     if not unit < math.inf:
         return GuardCheck("curve", False, "the loss curve is not finite")
     plain, tuned = ([_windows(curve, unit) for curve in side] for side in (plain, tuned))
@@ -274,7 +383,13 @@ def _curves_within_spread(curves: Sequence[tuple[list[float], list[float]]]) -> 
         return GuardCheck("curve", False, "the loss curves differ, and the plain program's is constant")
     value, moved = distance / spread, shift / spread
     why = f"the loss curves differ by {value:.2g} of {scale}, with a mean shift of {moved:.2g}"
-    return GuardCheck("curve", value <= CURVE_LIMIT and moved <= SHIFT_LIMIT, why, max(value, moved * CURVE_LIMIT / SHIFT_LIMIT), CURVE_LIMIT)
+    return GuardCheck(
+        "curve",
+        value <= CURVE_LIMIT and moved <= SHIFT_LIMIT,
+        why,
+        max(value, moved * CURVE_LIMIT / SHIFT_LIMIT),
+        CURVE_LIMIT,
+    )
 
 
 def _windows(curve: list[float], unit: float) -> list[float]:
@@ -295,7 +410,9 @@ def _scale(plain: list[list[float]]) -> tuple[float, str]:
         return spread, "the spread of the program's own seeds"
     # One seed, or a program that ignores the seed: its own movement is the only scale.
     moves = [abs(b - a) for curve in plain for a, b in pairwise(curve)]
-    return (sum(moves) / len(moves) / 2 if moves else 0.0), "half of the loss's own movement (no spread of seeds was measured)"
+    return (
+        sum(moves) / len(moves) / 2 if moves else 0.0
+    ), "half of the loss's own movement (no spread of seeds was measured)"
 
 
 def _rms(values: Sequence[float]) -> float:

@@ -20,14 +20,21 @@ def perturb(context: Any, share: float, ledger: Any) -> None:
     2^-9 keeps the 8 bits of bfloat16. If no layer is known or called (torch.compile in the script bypasses
     our hooks), every weight is moved once by up to this share instead.
     """
-    layers = [module for root in context.roots for module in root.modules() if any(map(_is_matrix, module.parameters(recurse=False)))]
+    layers = [
+        module
+        for root in context.roots
+        for module in root.modules()
+        if any(map(_is_matrix, module.parameters(recurse=False)))
+    ]
     if not layers:
         perturb_weights(context.parameters, share, context.torch)
         return
     all_rounded = [_Rounded(module, round(-math.log2(share)) - 1, context.torch) for module in layers]
     for rounded in all_rounded:
         ledger.call("forward pre-hook", rounded.module.register_forward_pre_hook(rounded.begin).remove)
-        ledger.call("forward hook", rounded.module.register_forward_hook(rounded.end, always_call=True).remove)
+        ledger.call(
+            "forward hook", rounded.module.register_forward_hook(rounded.end, always_call=True).remove
+        )
 
     def look(optimizer: Any, *_: Any) -> None:
         while handles:
@@ -73,7 +80,9 @@ class _Rounded:
     def _round(self, x: Any) -> Any:
         """Round to this many significant bits. Infinities and NaN stay as they are."""
         mantissa, exponent = self.torch.frexp(x)
-        return self.torch.ldexp((mantissa * 2.0**self.bits).round() / 2.0**self.bits, exponent).where(x.isfinite(), x)
+        return self.torch.ldexp((mantissa * 2.0**self.bits).round() / 2.0**self.bits, exponent).where(
+            x.isfinite(), x
+        )
 
 
 def _is_matrix(p: Any) -> bool:

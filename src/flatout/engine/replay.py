@@ -53,12 +53,24 @@ class StepReplayer:
     """
 
     def __init__(self, context: Any, applier: Applier, frozen: Any, stepped: Sequence[int]) -> None:
-        self.context, self.torch, self.applier, self.frozen, self.stepped = context, context.torch, applier, frozen, stepped
+        self.context, self.torch, self.applier, self.frozen, self.stepped = (
+            context,
+            context.torch,
+            applier,
+            frozen,
+            stepped,
+        )
         self._same_gradients: list[list[Any]] = []
         self._on_host = _crowded(context, self.torch)
         self._later = _held(frozen[0])  # weights and buffers at the start of the later step
 
-    def play(self, steps: Sequence[list[dict[str, Any]]], choices: Sequence[Choice] = (), double: bool = False, nudge: float = 0.0) -> StepResults:
+    def play(
+        self,
+        steps: Sequence[list[dict[str, Any]]],
+        choices: Sequence[Choice] = (),
+        double: bool = False,
+        nudge: float = 0.0,
+    ) -> StepResults:
         """Play the steps. ``nudge`` moves every weight by up to this share.
 
         The first play must be the plain one: its gradients are the input of every optimizer.
@@ -102,7 +114,9 @@ class StepReplayer:
         if all(bool(tensor.isfinite().all()) for tensor in held):
             self._later = held
 
-    def play_later(self, roots: list[Any] | None, steps: Sequence[list[dict[str, Any]]], nudge: float = 0.0) -> StepResults:
+    def play_later(
+        self, roots: list[Any] | None, steps: Sequence[list[dict[str, Any]]], nudge: float = 0.0
+    ) -> StepResults:
         """Play the first step from the later weights, on a fresh copy if ``roots`` is None.
 
         ``nudge`` as in ``play``.
@@ -121,12 +135,16 @@ class StepReplayer:
             for held, later in zip(_held(roots), self._later, strict=True):
                 held.copy_(later)
 
-    def _steps(self, roots: list[Any], steps: Sequence[list[dict[str, Any]]], double: bool, played: StepResults) -> None:
+    def _steps(
+        self, roots: list[Any], steps: Sequence[list[dict[str, Any]]], double: bool, played: StepResults
+    ) -> None:
         parameters = [p for root in roots for p in root.parameters() if p.requires_grad]
         for calls in steps:
             self._one_step(roots, parameters, calls, double, played)
 
-    def _apply(self, stage: _CopiedContext, choices: Sequence[Choice]) -> tuple[list[Callable[[], None]], str]:
+    def _apply(
+        self, stage: _CopiedContext, choices: Sequence[Choice]
+    ) -> tuple[list[Callable[[], None]], str]:
         undo: list[Callable[[], None]] = []
         for choice in choices:
             lever = self.applier.lever(choice)
@@ -140,12 +158,21 @@ class StepReplayer:
                 return undo, f"{choice.name}: {type(error).__name__}: {str(error)[:160]}"
         return undo, ""
 
-    def _one_step(self, roots: list[Any], parameters: list[Any], calls: list[dict[str, Any]], double: bool, played: StepResults) -> None:
+    def _one_step(
+        self,
+        roots: list[Any],
+        parameters: list[Any],
+        calls: list[dict[str, Any]],
+        double: bool,
+        played: StepResults,
+    ) -> None:
         buffers = [b for root in roots for b in root.buffers() if b.is_floating_point()]
         before = [b.detach().clone() for b in buffers]
         for p in parameters:
             p.grad = None
-        played.outputs.append([out for call in calls for out in self._one_call(roots[call["root"]], call, double)])
+        played.outputs.append(
+            [out for call in calls for out in self._one_call(roots[call["root"]], call, double)]
+        )
         played.gradients.append([None if p.grad is None else self._kept(p.grad) for p in parameters])
         after = [b for root in roots for b in root.buffers() if b.is_floating_point()]
         played.moves.append([a.detach().double() - b.double() for a, b in zip(after, before, strict=True)])
@@ -160,7 +187,11 @@ class StepReplayer:
             outputs = list(tensors_in(root(*args, **kwargs), torch))
         if "outside" not in call:
             call["outside"] = _outside(outputs, call["grads"], torch)
-        pairs = [(outputs[at], grad) for at, grad in sorted(call["outside"].items()) if at < len(outputs) and outputs[at].requires_grad]
+        pairs = [
+            (outputs[at], grad)
+            for at, grad in sorted(call["outside"].items())
+            if at < len(outputs) and outputs[at].requires_grad
+        ]
         if pairs:
             torch.autograd.backward([o for o, _ in pairs], [g.to(o.dtype).reshape(o.shape) for o, g in pairs])
         return [self._kept(o) for o in outputs if o.is_floating_point()]
@@ -195,7 +226,10 @@ class StepReplayer:
                     p.grad = p.grad.contiguous(memory_format=torch.channels_last)
             for optimizer in stepping:
                 optimizer.step()
-        played.updates = [None if p.grad is None else self._kept(p.detach().double() - b) for p, b in zip(parameters, before, strict=True)]
+        played.updates = [
+            None if p.grad is None else self._kept(p.detach().double() - b)
+            for p, b in zip(parameters, before, strict=True)
+        ]
 
 
 def _crowded(context: Any, torch: Any) -> bool:
@@ -229,7 +263,12 @@ def _in_double(roots: list[Any], optimizers: list[Any], torch: Any) -> None:
     for optimizer in optimizers:
         for p, state in optimizer.state.items():
             for key, held in state.items():
-                if isinstance(held, torch.Tensor) and held.is_floating_point() and held.shape == p.shape and held.dim():
+                if (
+                    isinstance(held, torch.Tensor)
+                    and held.is_floating_point()
+                    and held.shape == p.shape
+                    and held.dim()
+                ):
                     state[key] = held.double()
 
 
@@ -242,7 +281,13 @@ def _outside(outputs: list[Any], grads: dict[int, Any], torch: Any) -> dict[int,
     observed = [at for at in sorted(grads) if at < len(outputs) and outputs[at].requires_grad]
     for at in observed if 1 < len(observed) <= MOST_OUTPUTS else ():
         for other in observed:
-            inside = torch.autograd.grad(outputs[other], outputs[at], grads[other], retain_graph=True, allow_unused=True)[0] if other != at else None
+            inside = (
+                torch.autograd.grad(
+                    outputs[other], outputs[at], grads[other], retain_graph=True, allow_unused=True
+                )[0]
+                if other != at
+                else None
+            )
             if inside is not None and at in found:
                 found[at] = found[at] - inside
                 if float(found[at].norm()) <= NOTHING_LEFT * float(grads[at].norm()):
@@ -282,7 +327,9 @@ def perturb_weights(parameters: Sequence[Any], share: float, torch: Any) -> None
     draw = torch.Generator("cpu").manual_seed(0)
     with torch.no_grad():
         for p in (p for p in parameters if p.is_floating_point()):
-            p.mul_(1 + share * (2 * torch.rand(p.shape, generator=draw, device="cpu") - 1).to(p.device, p.dtype))
+            p.mul_(
+                1 + share * (2 * torch.rand(p.shape, generator=draw, device="cpu") - 1).to(p.device, p.dtype)
+            )
 
 
 def needs_closure(optimizer: Any) -> bool:

@@ -73,7 +73,9 @@ class ReferencePlays:
 class StepReplica:
     """Records a few steps of the script, then judges. ``captured`` is True once it has enough."""
 
-    def __init__(self, context: Any, applier: Applier, choices: Sequence[Choice], step_ms: float = 0.0) -> None:
+    def __init__(
+        self, context: Any, applier: Applier, choices: Sequence[Choice], step_ms: float = 0.0
+    ) -> None:
         self.context = context
         self.torch = context.torch
         self.applier = applier
@@ -89,13 +91,21 @@ class StepReplica:
         self._step_ms = step_ms
         self._played: list[list[dict[str, Any]]] = []  # the captured steps, with ``_share`` of their samples
         self._share = 1.0
-        self._wanted = STEPS_OF_A_LARGE_MODEL if step_ms > SLOW_MS or sum(p.numel() for p in context.parameters) > LARGE else STEPS
+        self._wanted = (
+            STEPS_OF_A_LARGE_MODEL
+            if step_ms > SLOW_MS or sum(p.numel() for p in context.parameters) > LARGE
+            else STEPS
+        )
 
     @property
     def captured(self) -> bool:
         """Checked at the end of each step."""
         late = self.context.steps - self._start >= PATIENCE_STEPS
-        return bool(self.failure) or late or (len(self._steps) >= self._wanted and self.context.steps > max(self._steps))
+        return (
+            bool(self.failure)
+            or late
+            or (len(self._steps) >= self._wanted and self.context.steps > max(self._steps))
+        )
 
     # -- capturing -------------------------------------------------------------------------------------------
 
@@ -108,23 +118,45 @@ class StepReplica:
         try:
             if self._frozen is None:
                 self._originals, self._optimizers = self.context.roots, self.context.optimizers
-                self._frozen = copy.deepcopy(([self.context.without_ranks(root) for root in self._originals], self._optimizers))
+                self._frozen = copy.deepcopy(
+                    ([self.context.without_ranks(root) for root in self._originals], self._optimizers)
+                )
             at = next((i for i, known in enumerate(self._originals) if known is root), None)
             calls = self._steps.setdefault(step, [])
             if at is not None and all(call["root"] != at for call in calls):
-                calls.append({"root": at, "args": clone(args, self.torch), "kwargs": clone(kwargs, self.torch), "random": random_state(self.context),
-                              "autocast": self._autocast(), "grads": {}, "open": True})
+                calls.append(
+                    {
+                        "root": at,
+                        "args": clone(args, self.torch),
+                        "kwargs": clone(kwargs, self.torch),
+                        "random": random_state(self.context),
+                        "autocast": self._autocast(),
+                        "grads": {},
+                        "open": True,
+                    }
+                )
         except Exception as error:
-            self.failure = f"a step of this program cannot be copied ({type(error).__name__}: {str(error)[:120]})"
+            self.failure = (
+                f"a step of this program cannot be copied ({type(error).__name__}: {str(error)[:120]})"
+            )
 
     def forward_end(self, root: Any, output: Any) -> None:
-        call = next((c for c in self._steps.get(self.context.steps, ()) if c["open"] and self._originals[c["root"]] is root), None)
+        call = next(
+            (
+                c
+                for c in self._steps.get(self.context.steps, ())
+                if c["open"] and self._originals[c["root"]] is root
+            ),
+            None,
+        )
         if call is None:
             return
         call["open"] = False
         for at, tensor in enumerate(tensors_in(output, self.torch)):
             if tensor.requires_grad:
-                tensor.register_hook(lambda grad, at=at, call=call: call["grads"].__setitem__(at, grad.detach().clone()))
+                tensor.register_hook(
+                    lambda grad, at=at, call=call: call["grads"].__setitem__(at, grad.detach().clone())
+                )
 
     def optimizer_begin(self, optimizer: Any) -> None:
         """Record which optimizers step; the others make no update."""
@@ -175,12 +207,20 @@ class StepReplica:
         reference, steps = self._reference, self._played
         try:
             levers = reference.replay.play(steps, self.choices)
-        except self.torch.OutOfMemoryError:  # the compared copies need memory too: this says nothing of the levers
+        except (
+            self.torch.OutOfMemoryError
+        ):  # the compared copies need memory too: this says nothing of the levers
             return {"failure": "there is too little memory to run a step again next to the program"}
         except Exception as error:  # the plain play has just succeeded
             levers = StepResults(failure=f"{type(error).__name__}: {str(error)[:160]}")
         if levers.failure:
-            return {"checks": [check("levers", 1.0, 0.0, f"a step of the program fails under the levers: {levers.failure}")]}
+            return {
+                "checks": [
+                    check(
+                        "levers", 1.0, 0.0, f"a step of the program fails under the levers: {levers.failure}"
+                    )
+                ]
+            }
         if bitwise:
             found = same(reference.plain, levers, self.torch)
             if found["passed"] or same(reference.plain, reference.replay.play(steps), self.torch)["passed"]:
@@ -203,7 +243,9 @@ class StepReplica:
         except Exception:  # the forward pass fixes a dtype: no float64 reference
             double = StepResults()
         nudged = replay.play(steps[:1], nudge=NUDGE)
-        return ReferencePlays(replay, plain, double, nudged, replay.play_later(None, steps, HALF_NUDGE), updates > 0)
+        return ReferencePlays(
+            replay, plain, double, nudged, replay.play_later(None, steps, HALF_NUDGE), updates > 0
+        )
 
     def _updates(self, replay: StepReplayer, steps: list[list[dict[str, Any]]]) -> int:
         """How many sharpening updates the time allows.
@@ -216,4 +258,8 @@ class StepReplica:
         start = seconds()
         replay.play_later(None, steps)
         step_s = max(seconds() - start, 1e-6)
-        return 0 if FEWEST_UPDATES * step_s > LONGEST_SHARPENING_S else max(FEWEST_UPDATES, min(MOST_UPDATES, int(SHARPENING_S / step_s)))
+        return (
+            0
+            if FEWEST_UPDATES * step_s > LONGEST_SHARPENING_S
+            else max(FEWEST_UPDATES, min(MOST_UPDATES, int(SHARPENING_S / step_s)))
+        )

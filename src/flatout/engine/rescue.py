@@ -69,9 +69,18 @@ class Rescue(Listener):
     signalled = False  # a signal came, so the end is not the program's own
     cost_s = 0.0  # cost of a checkpoint, if known
     beside: ExactResumePart | None = None
-    agrees: Callable[[bool, int], bool] = staticmethod(lambda wants, steps: wants)  # all ranks save after the same step
+    agrees: Callable[[bool, int], bool] = staticmethod(
+        lambda wants, steps: wants
+    )  # all ranks save after the same step
 
-    def __init__(self, torch: Any, folder: Path, say: Callable[[str], None], may_begin: Callable[[], bool], ledger: Ledger) -> None:
+    def __init__(
+        self,
+        torch: Any,
+        folder: Path,
+        say: Callable[[str], None],
+        may_begin: Callable[[], bool],
+        ledger: Ledger,
+    ) -> None:
         self.torch, self.folder, self.say, self.may_begin, self.ledger = torch, folder, say, may_begin, ledger
         self.schedulers, self.epochs = Schedulers(torch, ledger), EpochCounter(torch, ledger)
         self.signals = Signals(self._observed)
@@ -91,7 +100,9 @@ class Rescue(Listener):
 
     def broke(self, error: Exception) -> None:
         """Handle an internal error: the program continues, and existing checkpoints stay."""
-        self.say(f"rescue stops after an internal error ({type(error).__name__}: {error}); existing checkpoints stay")
+        self.say(
+            f"rescue stops after an internal error ({type(error).__name__}: {error}); existing checkpoints stay"
+        )
         self.leave()
         self.context.rest()
 
@@ -147,7 +158,9 @@ class Rescue(Listener):
         """
         self._inside = self._updating = self._updated = False
         if self._active:
-            wants = self.saver.due(self.context.steps) if self.saver is not None else seconds() >= self._retry_s
+            wants = (
+                self.saver.due(self.context.steps) if self.saver is not None else seconds() >= self._retry_s
+            )
             self._due = self.agrees(wants or self._pending is not None, self.context.steps)
             if self._pending is not None and self._due:
                 self._remind(self._pending, SETTLING_S)
@@ -157,7 +170,9 @@ class Rescue(Listener):
         if self.torch.compiler.is_compiling() or self.torch._C._are_functorch_transforms_active():
             return  # the hook is being compiled, or receives fake tensors; the next call is observed
         self._inside, self._between = late, not late
-        if self._active and (self._due or (self._pending is not None and self.agrees(True, self.context.steps))):
+        if self._active and (
+            self._due or (self._pending is not None and self.agrees(True, self.context.steps))
+        ):
             self._due = False
             if self._pending is None:
                 self._save("interval", sys._getframe(1))
@@ -177,7 +192,9 @@ class Rescue(Listener):
         self._saving = True
         try:
             dynamo = sys.modules.get("torch._dynamo")
-            keep = self._keep if dynamo is None else dynamo.disable(self._keep)  # do not compile our functions
+            keep = (
+                self._keep if dynamo is None else dynamo.disable(self._keep)
+            )  # do not compile our functions
             return bool(keep(why, frame, last, ended))
         finally:
             self._saving = False
@@ -192,7 +209,9 @@ class Rescue(Listener):
         self.training_state.look(frame)
         if self.training_state.divided:
             self._active = False
-            self.say("rescue: the weights of this program are sharded over its ranks, so no checkpoints are kept. Save them in the script.")
+            self.say(
+                "rescue: the weights of this program are sharded over its ranks, so no checkpoints are kept. Save them in the script."
+            )
             return False
         step, packed, metadata = self._packed(why, ended, frame)
         self._begun_step, self._leaving = step, None
@@ -201,7 +220,9 @@ class Rescue(Listener):
         self.saver.save(step, packed, metadata, began_s)
         return True
 
-    def _packed(self, why: str, ended: bool = False, frame: FrameType | None = None) -> tuple[int, Packed, dict[str, Any]]:
+    def _packed(
+        self, why: str, ended: bool = False, frame: FrameType | None = None
+    ) -> tuple[int, Packed, dict[str, Any]]:
         """The completed steps, their state, and its metadata."""
         assert self.training_state is not None
         training_state, steps = self.training_state, self._steps_done() if ended else self.context.steps
@@ -211,16 +232,31 @@ class Rescue(Listener):
             state["exact"], exact = self.beside.beside(frame)
         packed = pack(self.torch, state)
         packed.left_out |= training_state.notes
-        metadata: dict[str, Any] = {"why": why, "ran_s": round(seconds() - self.began_s, 1), "at": today(), "epoch": self.epochs.count, "inside": inside,
-                                "updated": inside and self._updated, "holds": training_state.metadata(state), "surroundings": surroundings(self.torch)}
+        metadata: dict[str, Any] = {
+            "why": why,
+            "ran_s": round(seconds() - self.began_s, 1),
+            "at": today(),
+            "epoch": self.epochs.count,
+            "inside": inside,
+            "updated": inside and self._updated,
+            "holds": training_state.metadata(state),
+            "surroundings": surroundings(self.torch),
+        }
         if self.beside is not None and exact is not None:
-            metadata |= {**self.beside.metadata(), "cost_s": self.saver.cost.last_s if self.saver is not None else 0.0}
-            metadata["exact"] = exact or "; ".join(f"{where} ({what})" for where, what in packed.left_out.items() if where.startswith("exact."))
+            metadata |= {
+                **self.beside.metadata(),
+                "cost_s": self.saver.cost.last_s if self.saver is not None else 0.0,
+            }
+            metadata["exact"] = exact or "; ".join(
+                f"{where} ({what})" for where, what in packed.left_out.items() if where.startswith("exact.")
+            )
         return steps, packed, metadata
 
     def _opened(self) -> bool:
         try:
-            saves = CheckpointFolder(self.folder, KEEP, metadata=self.beside.kept if self.beside is not None else lambda step: None).open()
+            saves = CheckpointFolder(
+                self.folder, KEEP, metadata=self.beside.kept if self.beside is not None else lambda step: None
+            ).open()
             try:
                 if self.goes_on is None:
                     begin_run(saves)
@@ -236,8 +272,15 @@ class Rescue(Listener):
                 self.say(f"rescue: {error} The training continues, and flatout tries again.")
             self._retry_s = seconds() + TRY_AGAIN_S
             return False
-        self.saver = CheckpointWriter(self.torch, saves, KIND, WriterClocks(seconds, thread_seconds), lambda sentence: self.say(f"rescue: {sentence}"), share=SHARE,
-                           sound=self._sound)
+        self.saver = CheckpointWriter(
+            self.torch,
+            saves,
+            KIND,
+            WriterClocks(seconds, thread_seconds),
+            lambda sentence: self.say(f"rescue: {sentence}"),
+            share=SHARE,
+            sound=self._sound,
+        )
         if self.goes_on is not None:
             self.saver.goes_on(self.goes_on, self.cost_s)
         return True
@@ -255,9 +298,13 @@ class Rescue(Listener):
         manifest = last.manifest
         size = sum(stored.bytes for stored in manifest.files.values())
         names = ", ".join(held["name"] for held in manifest.metadata["holds"]) or "nothing that trains"
-        self.say(f"rescue keeps {names}: {size / 2**20:,.1f} MiB per checkpoint, the newest {KEEP}, in {self.shown}")
+        self.say(
+            f"rescue keeps {names}: {size / 2**20:,.1f} MiB per checkpoint, the newest {KEEP}, in {self.shown}"
+        )
         if manifest.left_out:
-            self.say(f"rescue cannot keep {'; '.join(f'{where} ({what})' for where, what in list(manifest.left_out.items())[:4])}")
+            self.say(
+                f"rescue cannot keep {'; '.join(f'{where} ({what})' for where, what in list(manifest.left_out.items())[:4])}"
+            )
 
     # -- signals ---------------------------------------------------------------------------------------------
 
@@ -323,8 +370,12 @@ class Rescue(Listener):
     def _last_save(self, why: str) -> None:
         """Save the present state before passing on a signal, unless its weights belong to no step."""
         if self._updating:
-            self.say(f"rescue: {why} came during an optimizer step that did not end in time; earlier checkpoints stay")
-        elif (self._kept_step() == self.context.steps and not self._updated) or self._save(why, sys._getframe(1), last=True):
+            self.say(
+                f"rescue: {why} came during an optimizer step that did not end in time; earlier checkpoints stay"
+            )
+        elif (self._kept_step() == self.context.steps and not self._updated) or self._save(
+            why, sys._getframe(1), last=True
+        ):
             self._tell_where(why)
 
     def _kept_step(self) -> int:
@@ -339,13 +390,22 @@ class Rescue(Listener):
             last = self.saver.last
             if not self._info:
                 self._tell_what_is_kept()
-            self.say(f"rescue: {why}; {describe_position(last.manifest.metadata, last.step)} is saved. `flatout rescue` lists it, `flatout rescue --to DIR` exports it")
+            self.say(
+                f"rescue: {why}; {describe_position(last.manifest.metadata, last.step)} is saved. `flatout rescue` lists it, `flatout rescue --to DIR` exports it"
+            )
 
     # -- the end ---------------------------------------------------------------------------------------------
 
     def _gone(self) -> None:
         """A module or optimizer of the training dies: copy it to memory while that costs almost nothing."""
-        if not self._active or os.getpid() != self.pid or self._updating or self._saving or self.training_state is None or self.saver is None:
+        if (
+            not self._active
+            or os.getpid() != self.pid
+            or self._updating
+            or self._saving
+            or self.training_state is None
+            or self.saver is None
+        ):
             return
         steps = self._steps_done()
         known = self._leaving[0] if self._leaving is not None else self._begun_step
@@ -366,7 +426,9 @@ class Rescue(Listener):
         Includes the last step of a script without an optimizer, whose end is not observed.
         """
         boundaries = self.context.boundaries
-        return int(self.context.steps) + int(boundaries.by_backward and boundaries.pending and self._failure() is None)
+        return int(self.context.steps) + int(
+            boundaries.by_backward and boundaries.pending and self._failure() is None
+        )
 
     @staticmethod
     def _failure() -> BaseException | None:
@@ -380,7 +442,13 @@ class Rescue(Listener):
         try:
             failure = self._failure()
             number, self._pending = self._pending, None
-            self._finish(signal.Signals(number).name if number is not None else type(failure).__name__ if failure is not None else "its end")
+            self._finish(
+                signal.Signals(number).name
+                if number is not None
+                else type(failure).__name__
+                if failure is not None
+                else "its end"
+            )
             if failure is not None and not isinstance(failure, KeyboardInterrupt):
                 self._tell_where(type(failure).__name__)
             if number is not None:  # the program ended while the signal waited
@@ -395,7 +463,12 @@ class Rescue(Listener):
             if leaving[0] > kept:
                 step, packed, metadata = leaving
                 self.saver.save_now(step, packed, {**metadata, "why": why})
-        elif not self._updating and (steps > kept or (self._inside and self._updated)) and self.training_state is not None and self.training_state.live:
+        elif (
+            not self._updating
+            and (steps > kept or (self._inside and self._updated))
+            and self.training_state is not None
+            and self.training_state.live
+        ):
             self._save(why, self._where_it_failed(), last=True, ended=True)
         if self.saver is not None:
             self.saver.saves.close()

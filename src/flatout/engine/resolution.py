@@ -53,10 +53,30 @@ def fineness(plain: Any, levers: Any, torch: Any) -> list[tuple[str, float, floa
     saturated = max((_saturated(x) - _saturated(p) for p, x in both), default=0.0)
     few, saturated = max(0.0, few), max(0.0, saturated)
     return [
-        ("resolution", short, SHORT_SHARE, f"{short:.0%} of the losses that the module computes have at most {SHORT_BITS} significant bits"),
-        ("flushed", flushed, FLUSHED_SHARE, f"{flushed:.0%} of the elements of one gradient are zero, but not in the plain step"),
-        ("bits", few, FEW_BITS_SHARE, f"{few:.0%} of the elements of one gradient have at most {FEW_BITS} significant bits"),
-        ("saturated", saturated, SATURATED_SHARE, f"{saturated:.0%} of the elements of one tensor are its largest or smallest value"),
+        (
+            "resolution",
+            short,
+            SHORT_SHARE,
+            f"{short:.0%} of the losses that the module computes have at most {SHORT_BITS} significant bits",
+        ),
+        (
+            "flushed",
+            flushed,
+            FLUSHED_SHARE,
+            f"{flushed:.0%} of the elements of one gradient are zero, but not in the plain step",
+        ),
+        (
+            "bits",
+            few,
+            FEW_BITS_SHARE,
+            f"{few:.0%} of the elements of one gradient have at most {FEW_BITS} significant bits",
+        ),
+        (
+            "saturated",
+            saturated,
+            SATURATED_SHARE,
+            f"{saturated:.0%} of the elements of one tensor are its largest or smallest value",
+        ),
     ]
 
 
@@ -72,7 +92,12 @@ def _losses_of(played: Any) -> float:
 def _pairs(plain: Sequence[Sequence[Any]], levers: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, Any]]:
     for x, y in zip(plain, levers, strict=True):
         for p, other in zip(x, y, strict=False):
-            if p is not None and other is not None and p.shape == other.shape and p.numel() >= FEWEST_ELEMENTS:
+            if (
+                p is not None
+                and other is not None
+                and p.shape == other.shape
+                and p.numel() >= FEWEST_ELEMENTS
+            ):
                 yield p, other
 
 
@@ -98,4 +123,8 @@ def _few_bits(x: Any, torch: Any) -> float:
 
 def _saturated(x: Any) -> float:
     x = x[x.isfinite()]
-    return max(float((x == x.max()).float().mean()), float((x == x.min()).float().mean())) if x.numel() >= FEWEST_ELEMENTS else 0.0
+    return (
+        max(float((x == x.max()).float().mean()), float((x == x.min()).float().mean()))
+        if x.numel() >= FEWEST_ELEMENTS
+        else 0.0
+    )

@@ -50,7 +50,14 @@ USABLE_ANSWER = 0.5
 USABLE_REFERENCE = 1e-2  # beyond this, float32 and float64 drew other random numbers, or the maths is chaotic
 
 
-def compare(plain: StepResults, levers: StepResults, double: StepResults, nudged: StepResults, torch: Any, share: float = 1.0) -> dict[str, Any]:
+def compare(
+    plain: StepResults,
+    levers: StepResults,
+    double: StepResults,
+    nudged: StepResults,
+    torch: Any,
+    share: float = 1.0,
+) -> dict[str, Any]:
     """``{"checks": [{name, value, limit, passed, why}], "noise": float, "smooth": bool}``.
 
     ``nudged`` holds only the first step, ``double`` that or nothing. ``smooth``: the losses of the levers'
@@ -58,24 +65,44 @@ def compare(plain: StepResults, levers: StepResults, double: StepResults, nudged
     share of the batch's samples that was played. The gradients of whole batches are closer to each other by
     its square root, and so are those on both sides of a kink.
     """
-    if double.gradients and not relative_distance(plain.gradients[0], double.gradients[0], torch) <= USABLE_REFERENCE:
+    if (
+        double.gradients
+        and not relative_distance(plain.gradients[0], double.gradients[0], torch) <= USABLE_REFERENCE
+    ):
         double = StepResults()
     noise = _noise(plain.gradients, torch) * math.sqrt(share)
     outputs, error = _outputs(plain, levers, double)
     kinks = max(HALF_UNIT, KINKS * math.sqrt(error / share))
-    checks = [outputs, _gradient(plain, levers, double, noise, kinks, torch), _parameters(plain, levers, double, kinks, share, torch)]
+    checks = [
+        outputs,
+        _gradient(plain, levers, double, noise, kinks, torch),
+        _parameters(plain, levers, double, kinks, share, torch),
+    ]
     if plain.updates:
         checks.append(_updates(plain, levers, double, torch))
-    clipping = max((abs(x - y) / y for x, y in zip(levers.clipped, plain.clipped, strict=True) if y), default=0.0)
-    checks.append(check("clipping", clipping, FLOOR, f"gradients after clip_grad_norm_ differ by {clipping:.2g} (relative) from those of the plain step"))
+    clipping = max(
+        (abs(x - y) / y for x, y in zip(levers.clipped, plain.clipped, strict=True) if y), default=0.0
+    )
+    checks.append(
+        check(
+            "clipping",
+            clipping,
+            FLOOR,
+            f"gradients after clip_grad_norm_ differ by {clipping:.2g} (relative) from those of the plain step",
+        )
+    )
     if all(any(bool((move != 0).any()) for move in moves) for moves in plain.moves):
         checks.append(_buffers(plain, levers, double, max(HALF_UNIT, MOVES * error), share, torch))
-    answer = max((_of_spread(a, b) for a, b in zip(nudged.outputs[0], plain.outputs[0], strict=True)), default=0.0)
+    answer = max(
+        (_of_spread(a, b) for a, b in zip(nudged.outputs[0], plain.outputs[0], strict=True)), default=0.0
+    )
     smooth = relative_distance(nudged.gradients[0], plain.gradients[0], torch) <= SMOOTH * answer
     return {"checks": checks, "noise": noise, "smooth": smooth}
 
 
-def later(plain: StepResults, levers: StepResults, nudged: StepResults, sure: bool, torch: Any) -> list[dict[str, Any]]:
+def later(
+    plain: StepResults, levers: StepResults, nudged: StepResults, sure: bool, torch: Any
+) -> list[dict[str, Any]]:
     """Whether half precision stays in the products: checks of the captured steps, and of the later step.
 
     There the gradient may differ from the plain one by little more than if half precision's last place moves
@@ -91,8 +118,14 @@ def later(plain: StepResults, levers: StepResults, nudged: StepResults, sure: bo
     when = "once the network is confident of these samples" if sure else "after some more updates"
     error, limit = _worst(one.gradients, other.gradients, torch), max(KINKS * HALF_UNIT, SURE * answer)
     why = f"{when}, the gradient differs by {error:.2g} (relative) from the plain one; half precision's last place in every weight moves it by {answer:.2g}"
-    return [*checks, check("later gradient", error, limit, why),
-            *(check(f"later {name}", value, most, f"{when}, {why}") for name, value, most, why in fineness(one, other, torch))]
+    return [
+        *checks,
+        check("later gradient", error, limit, why),
+        *(
+            check(f"later {name}", value, most, f"{when}, {why}")
+            for name, value, most, why in fineness(one, other, torch)
+        ),
+    ]
 
 
 def _worst(plain: Sequence[list[Any]], other: Sequence[list[Any]], torch: Any) -> float:
@@ -105,9 +138,19 @@ def same(plain: StepResults, levers: StepResults, torch: Any) -> dict[str, Any]:
     def equal(a: Any, b: Any) -> bool:
         return a is b or (a is not None and b is not None and torch.equal(a, b))
 
-    apart = [what for what in ("outputs", "gradients", "moves", "updates")
-             if not all(equal(a, b) for a, b in zip(_flat(getattr(plain, what)), _flat(getattr(levers, what)), strict=True))]
-    why = f"{' and '.join(apart)} differ from those of the plain step" if apart else "every bit equals that of the plain step"
+    apart = [
+        what
+        for what in ("outputs", "gradients", "moves", "updates")
+        if not all(
+            equal(a, b)
+            for a, b in zip(_flat(getattr(plain, what)), _flat(getattr(levers, what)), strict=True)
+        )
+    ]
+    why = (
+        f"{' and '.join(apart)} differ from those of the plain step"
+        if apart
+        else "every bit equals that of the plain step"
+    )
     return check("bitwise", float(len(apart)), 0.0, why)
 
 
@@ -116,16 +159,34 @@ def _flat(played: Any) -> list[Any]:
 
 
 def check(name: str, value: float, limit: float, why: str) -> dict[str, Any]:
-    return {"name": name, "value": value if math.isfinite(value) else None, "limit": limit, "passed": value <= limit, "why": why}
+    return {
+        "name": name,
+        "value": value if math.isfinite(value) else None,
+        "limit": limit,
+        "passed": value <= limit,
+        "why": why,
+    }
 
 
 def _outputs(plain: StepResults, levers: StepResults, double: StepResults) -> tuple[dict[str, Any], float]:
     """The check, and the largest error over steps and outputs, as a share of the output's own spread."""
     reference = [*(double.outputs or plain.outputs[:1]), *plain.outputs[1:]]
     own = max((_of_spread(a, b) for a, b in zip(plain.outputs[0], reference[0], strict=True)), default=0.0)
-    error = max((_of_spread(a, b) for x, y in zip(levers.outputs, reference, strict=True) for a, b in zip(x, y, strict=True)), default=0.0)
+    error = max(
+        (
+            _of_spread(a, b)
+            for x, y in zip(levers.outputs, reference, strict=True)
+            for a, b in zip(x, y, strict=True)
+        ),
+        default=0.0,
+    )
     limit = min(OUTPUT_CAP, max(OUTPUT_UNIT, HALF_OF_FLOAT32 * own)) if double.outputs else OUTPUT_CAP
-    return check("outputs", error, limit, f"the outputs differ by {error:.2g} (of their spread) from {_name(double)}{_own(double, own)}"), error
+    return check(
+        "outputs",
+        error,
+        limit,
+        f"the outputs differ by {error:.2g} (of their spread) from {_name(double)}{_own(double, own)}",
+    ), error
 
 
 def _of_spread(x: Any, y: Any) -> float:
@@ -140,30 +201,50 @@ def _of_spread(x: Any, y: Any) -> float:
     return away / spread if spread else (0.0 if away == 0 else math.inf)
 
 
-def _gradient(plain: StepResults, levers: StepResults, double: StepResults, noise: float, kinks: float, torch: Any) -> dict[str, Any]:
+def _gradient(
+    plain: StepResults, levers: StepResults, double: StepResults, noise: float, kinks: float, torch: Any
+) -> dict[str, Any]:
     reference = [*(double.gradients or plain.gradients[:1]), *plain.gradients[1:]]
     own = relative_distance(plain.gradients[0], reference[0], torch)
     error = max(relative_distance(x, y, torch) for x, y in zip(levers.gradients, reference, strict=True))
     limit = max(_same_maths(own), min(NOISE_CAP * noise, kinks))
-    return check("gradient", error, limit, f"the relative gradient error against {_name(double)} is {error:.2g}{_own(double, own)}; "
-                                           f"batches differ by {noise:.2g}")
+    return check(
+        "gradient",
+        error,
+        limit,
+        f"the relative gradient error against {_name(double)} is {error:.2g}{_own(double, own)}; "
+        f"batches differ by {noise:.2g}",
+    )
 
 
-def _parameters(plain: StepResults, levers: StepResults, double: StepResults, kinks: float, share: float, torch: Any) -> dict[str, Any]:
+def _parameters(
+    plain: StepResults, levers: StepResults, double: StepResults, kinks: float, share: float, torch: Any
+) -> dict[str, Any]:
     worst = (-1.0, 0.0, kinks, 0.0)
     for at in range(len(plain.gradients[0])):
         mine, other = ([grads[at] for grads in played.gradients] for played in (plain, levers))
         own = relative_distance(mine[:1], [double.gradients[0][at]], torch) if double.gradients else 0.0
         size = _size(mine)
-        if size == 0.0 or own > USABLE_REFERENCE:  # a gradient of pure rounding (a bias before a normalisation)
+        if (
+            size == 0.0 or own > USABLE_REFERENCE
+        ):  # a gradient of pure rounding (a bias before a normalisation)
             continue
-        noise = math.sqrt(share * len(mine) / (2 * len(mine) - 2)) * _size([_minus(a, b) for a, b in pairwise(mine)]) / size
+        noise = (
+            math.sqrt(share * len(mine) / (2 * len(mine) - 2))
+            * _size([_minus(a, b) for a, b in pairwise(mine)])
+            / size
+        )
         error = _size([_minus(a, b) for a, b in zip(other, mine, strict=True)]) / size
         limit = max(_same_maths(own), min(NOISE_CAP * noise, kinks))
         if not error / limit <= worst[0]:
             worst = (error / limit, error, limit, noise)
-    return check("parameters", worst[1], worst[2], f"the gradient of the worst parameter differs by {worst[1]:.2g} (relative) from the plain one; "
-                                                   f"between batches it differs by {worst[3]:.2g}")
+    return check(
+        "parameters",
+        worst[1],
+        worst[2],
+        f"the gradient of the worst parameter differs by {worst[1]:.2g} (relative) from the plain one; "
+        f"between batches it differs by {worst[3]:.2g}",
+    )
 
 
 def _updates(plain: StepResults, levers: StepResults, double: StepResults, torch: Any) -> dict[str, Any]:
@@ -176,15 +257,27 @@ def _updates(plain: StepResults, levers: StepResults, double: StepResults, torch
         error = relative_distance([levers.updates[at]], [reference], torch)
         if not error / limit <= worst[0]:
             worst = (error / limit, error, limit)
-    return check("update", worst[1], worst[2], f"from the same gradients, the relative update error against {_name(double)} is {worst[1]:.2g}")
+    return check(
+        "update",
+        worst[1],
+        worst[2],
+        f"from the same gradients, the relative update error against {_name(double)} is {worst[1]:.2g}",
+    )
 
 
-def _buffers(plain: StepResults, levers: StepResults, double: StepResults, cap: float, share: float, torch: Any) -> dict[str, Any]:
+def _buffers(
+    plain: StepResults, levers: StepResults, double: StepResults, cap: float, share: float, torch: Any
+) -> dict[str, Any]:
     error = max(relative_distance(x, y, torch) for x, y in zip(levers.moves, plain.moves, strict=True))
     cap = min(cap, NOISE_CAP * _noise(plain.moves, torch) * math.sqrt(share))
     own = relative_distance(plain.moves[0], double.moves[0], torch) if double.moves else None
     limit = max(FLOOR, cap if own is None else min(cap, max(HALF_UNIT, HALF_OF_FLOAT32 * own)))
-    return check("buffers", error, limit, f"running statistics differ by {error:.2g} (relative) from those of the plain step")
+    return check(
+        "buffers",
+        error,
+        limit,
+        f"running statistics differ by {error:.2g} (relative) from those of the plain step",
+    )
 
 
 def _noise(steps: list[list[Any]], torch: Any) -> float:

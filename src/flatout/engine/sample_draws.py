@@ -28,8 +28,16 @@ class SampleDrawProbe:
         if self._source is None:
             dataset = getattr(iterator, "_dataset", None)
             self._source = {}
-            if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and getattr(iterator, "_auto_collation", False):
-                self._source = {"dataset": dataset, "collate_fn": iterator._collate_fn, "num_workers": iterator._num_workers}
+            if (
+                hasattr(dataset, "__getitem__")
+                and hasattr(dataset, "__len__")
+                and getattr(iterator, "_auto_collation", False)
+            ):
+                self._source = {
+                    "dataset": dataset,
+                    "collate_fn": iterator._collate_fn,
+                    "num_workers": iterator._num_workers,
+                }
 
     def take(self) -> list[list[list[float]]]:
         """The four statistics by round and sample.

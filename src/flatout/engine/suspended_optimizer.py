@@ -14,14 +14,22 @@ def suspend_optimizer(torch: Any, optimizer: Any, ledger: Any) -> None:
     from torch.optim import optimizer as hooks
 
     def step(closure: Any = None, *args: Any, **kwargs: Any) -> Any:
-        for hook in (*hooks._global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()):
+        for hook in (
+            *hooks._global_optimizer_pre_hooks.values(),
+            *optimizer._optimizer_step_pre_hooks.values(),
+        ):
             hook(optimizer, (closure,), kwargs)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for hook in (*optimizer._optimizer_step_post_hooks.values(), *hooks._global_optimizer_post_hooks.values()):
+        for hook in (
+            *optimizer._optimizer_step_post_hooks.values(),
+            *hooks._global_optimizer_post_hooks.values(),
+        ):
             hook(optimizer, (closure,), kwargs)
         return loss
 
-    ledger.set(optimizer, "step", update_wrapper(step, optimizer.step), new=True)  # a scheduler looks for its mark on the function
+    ledger.set(
+        optimizer, "step", update_wrapper(step, optimizer.step), new=True
+    )  # a scheduler looks for its mark on the function

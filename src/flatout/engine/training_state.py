@@ -70,14 +70,24 @@ class TrainingState:
         """Find the training state. ``frame``: where to look for variable names."""
         seen = list(visible(frame))
         optimizers, scalers = self.context.optimizers, self.context.scalers
-        trained = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        trained = {
+            id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+        }
         modules = self._modules(seen, trained)
-        found = [*(("modules", each) for each in modules), *(("optimizers", each) for each in optimizers),
-                 *(("schedulers", each) for each in self.schedulers.outermost), *(("scalers", each) for each in scalers)]
+        found = [
+            *(("modules", each) for each in modules),
+            *(("optimizers", each) for each in optimizers),
+            *(("schedulers", each) for each in self.schedulers.outermost),
+            *(("scalers", each) for each in scalers),
+        ]
         wrappers = self._wrappers(seen, modules)
         names = names_of([*(thing for _, thing in found), *wrappers], seen)
         names = {id(unwrapped(wrapper)): names[id(wrapper)] for wrapper in wrappers} | names
-        self._held = {key: held for key, held in self._held.items() if held.ref() is not None and any(thing is held.ref() for _, thing in found)}
+        self._held = {
+            key: held
+            for key, held in self._held.items()
+            if held.ref() is not None and any(thing is held.ref() for _, thing in found)
+        }
         for kind, thing in found:
             if id(thing) not in self._held:
                 name, code = self._named(thing, names)
@@ -87,12 +97,16 @@ class TrainingState:
             held.look()
         covered = {id(p) for module in modules for p in _parameters(module)}
         self.divided = any(hasattr(p, "_local_tensor") for module in modules for p in _parameters(module))
-        self._tensors = self._bare(seen, {key: p for key, p in trained.items() if key not in covered}, covered)
+        self._tensors = self._bare(
+            seen, {key: p for key, p in trained.items() if key not in covered}, covered
+        )
 
     @property
     def live(self) -> bool:
         """Whether any trained object still exists."""
-        return bool(self.context.roots or self.context.optimizers) or any(ref() is not None for ref in self._tensors.values())
+        return bool(self.context.roots or self.context.optimizers) or any(
+            ref() is not None for ref in self._tensors.values()
+        )
 
     def state(self) -> dict[str, Any]:
         """The present state of everything found: the script's own tensors, in new dictionaries."""
@@ -105,7 +119,9 @@ class TrainingState:
                 found["optimizers"][held.name] = _optimizer_state(self.torch, *held.parts)
             elif thing is not None:
                 found[held.kind][held.name] = self._own_state(held.kind, thing)
-        tensors = {name: tensor.detach() for name, ref in self._tensors.items() if (tensor := ref()) is not None}
+        tensors = {
+            name: tensor.detach() for name, ref in self._tensors.items() if (tensor := ref()) is not None
+        }
         return {**found, "tensors": tensors, "random": random_states(self.torch)}
 
     def metadata(self, state: dict[str, Any]) -> list[dict[str, Any]]:
@@ -113,9 +129,24 @@ class TrainingState:
         found = []
         for held in self._held.values():
             if held.name in state[held.kind]:
-                counted = sum(t.numel() for t in state["modules"][held.name]["state"].values()) if held.kind == "modules" else 0
-                found.append({"kind": held.kind, "name": held.name, "code": held.code, "type": held.type, "values": counted})
-        return found + [{"kind": "tensors", "name": name, "code": name, "type": "Tensor", "values": t.numel()} for name, t in state["tensors"].items()]
+                counted = (
+                    sum(t.numel() for t in state["modules"][held.name]["state"].values())
+                    if held.kind == "modules"
+                    else 0
+                )
+                found.append(
+                    {
+                        "kind": held.kind,
+                        "name": held.name,
+                        "code": held.code,
+                        "type": held.type,
+                        "values": counted,
+                    }
+                )
+        return found + [
+            {"kind": "tensors", "name": name, "code": name, "type": "Tensor", "values": t.numel()}
+            for name, t in state["tensors"].items()
+        ]
 
     # -- finding ---------------------------------------------------------------------------------------------
 
@@ -133,14 +164,24 @@ class TrainingState:
                 roots = [root for root in roots if id(root) not in inside] + [other]
                 covered |= {id(p) for p in _parameters(other)}
         kinds = {type(root) for root in roots}
-        copies = [other for other in others if (type(other) in kinds or type(getattr(other, "module", None)) in kinds)
-                  and not any(id(p) in covered for p in _parameters(other))]
+        copies = [
+            other
+            for other in others
+            if (type(other) in kinds or type(getattr(other, "module", None)) in kinds)
+            and not any(id(p) in covered for p in _parameters(other))
+        ]
         return roots + copies
 
     def _wrappers(self, seen: list[tuple[str, Any]], modules: list[Any]) -> list[Any]:
         """Wrappers by whose name a module may be known."""
         wanted = set(map(id, modules))
-        return [value for _, value in seen if isinstance(value, self.torch.nn.Module) and id(value) not in wanted and id(unwrapped(value)) in wanted]
+        return [
+            value
+            for _, value in seen
+            if isinstance(value, self.torch.nn.Module)
+            and id(value) not in wanted
+            and id(unwrapped(value)) in wanted
+        ]
 
     def _named(self, thing: Any, names: dict[int, str]) -> tuple[str, str]:
         code = names.get(id(thing), "")
@@ -151,7 +192,9 @@ class TrainingState:
             name, again = f"{stem}{again}", again + 1
         return name, code or name
 
-    def _bare(self, seen: list[tuple[str, Any]], uncovered: dict[int, Any], covered: set[int]) -> dict[str, Callable[[], Any]]:
+    def _bare(
+        self, seen: list[tuple[str, Any]], uncovered: dict[int, Any], covered: set[int]
+    ) -> dict[str, Callable[[], Any]]:
         """Weights outside all modules: those of optimizers.
 
         Without optimizers and modules, all leaf tensors that the script names.
@@ -160,23 +203,43 @@ class TrainingState:
         found = dict(uncovered)
         if not found and not covered:
             for _, value in seen:
-                for each in (value, *(value if type(value) in (list, tuple) else value.values() if type(value) is dict else ())):
+                for each in (
+                    value,
+                    *(
+                        value
+                        if type(value) in (list, tuple)
+                        else value.values()
+                        if type(value) is dict
+                        else ()
+                    ),
+                ):
                     if isinstance(each, tensor) and each.is_leaf and each.requires_grad:
                         found[id(each)] = each
         names = names_of(found.values(), seen)
-        return {names.get(key, f"weight_{at}"): weakref.ref(value) for at, (key, value) in enumerate(found.items())}
+        return {
+            names.get(key, f"weight_{at}"): weakref.ref(value)
+            for at, (key, value) in enumerate(found.items())
+        }
 
     # -- custom state ----------------------------------------------------------------------------------------
 
     def _note(self, kind: str, thing: Any, name: str) -> None:
         if kind == "modules":
             usual = self.torch.nn.Module
-            own = sorted({type(each).__name__ for each in _tree(thing) if any(getattr(type(each), way) is not getattr(usual, way) for way in OWN_WAYS)
-                          or each._state_dict_hooks or each._state_dict_pre_hooks})
+            own = sorted(
+                {
+                    type(each).__name__
+                    for each in _tree(thing)
+                    if any(getattr(type(each), way) is not getattr(usual, way) for way in OWN_WAYS)
+                    or each._state_dict_hooks
+                    or each._state_dict_pre_hooks
+                }
+            )
             if own:
                 self.notes[name] = f"additions and changes by the custom state_dict of {', '.join(own[:3])}"
-        elif ((kind == "optimizers" and type(thing).state_dict is not self.torch.optim.Optimizer.state_dict)
-              or (kind == "schedulers" and not type(thing).__module__.startswith("torch."))):
+        elif (
+            kind == "optimizers" and type(thing).state_dict is not self.torch.optim.Optimizer.state_dict
+        ) or (kind == "schedulers" and not type(thing).__module__.startswith("torch.")):
             self.notes[name] = f"additions and changes by the custom state_dict of {type(thing).__name__}"
 
     def _own_state(self, kind: str, thing: Any) -> dict[str, Any]:
@@ -216,8 +279,14 @@ def _module_state(layers: list[tuple[str, Any, Any, Any, Any]]) -> dict[str, Any
     versions = {}
     for prefix, parameters, buffers, fleeting, version in layers:
         versions[prefix[:-1]] = version
-        state.update((prefix + name, value.detach()) for name, value in parameters.items() if value is not None)
-        state.update((prefix + name, value.detach()) for name, value in buffers.items() if value is not None and name not in fleeting)
+        state.update(
+            (prefix + name, value.detach()) for name, value in parameters.items() if value is not None
+        )
+        state.update(
+            (prefix + name, value.detach())
+            for name, value in buffers.items()
+            if value is not None and name not in fleeting
+        )
     return {"state": state, "versions": versions}
 
 
@@ -228,7 +297,15 @@ def _optimizer_state(torch: Any, groups: Any, state: Any) -> dict[str, Any]:
     for group in groups:
         for p in group["params"]:
             numbers.setdefault(id(p), len(numbers))
-        packed.append({**{key: value for key, value in group.items() if key != "params"}, "params": [numbers[id(p)] for p in group["params"]]})
-    of_weights = {(numbers.get(id(key)) if isinstance(key, torch.Tensor) else key): value for key, value in state.items()}
+        packed.append(
+            {
+                **{key: value for key, value in group.items() if key != "params"},
+                "params": [numbers[id(p)] for p in group["params"]],
+            }
+        )
+    of_weights = {
+        (numbers.get(id(key)) if isinstance(key, torch.Tensor) else key): value
+        for key, value in state.items()
+    }
     of_weights.pop(None, None)
     return {"state": of_weights, "param_groups": packed}

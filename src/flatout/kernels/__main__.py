@@ -23,6 +23,7 @@ from flatout.kernels.subject import SubjectError, find
 
 def main(subject: str, records: Path, after: int) -> None:
     with records.open("a", encoding="utf-8") as file:
+
         def write(**record: object) -> None:
             file.write(json.dumps(record) + "\n")
             file.flush()
@@ -38,7 +39,12 @@ def main(subject: str, records: Path, after: int) -> None:
         todo = checks(kernel)
         if os.environ.get(SANITIZED):
             todo = [(name, check) for name, check in todo if name.endswith(": memory")]
-        write(kernel=kernel.name, sources=[[str(s.path), s.kernels(), s.emulated_name] for s in kernel.sources], checks=[name for name, _ in todo], gpu=gpu)
+        write(
+            kernel=kernel.name,
+            sources=[[str(s.path), s.kernels(), s.emulated_name] for s in kernel.sources],
+            checks=[name for name, _ in todo],
+            gpu=gpu,
+        )
         if kernel.sources and not gpu and EMULATED not in os.environ:
             return
         for at, (name, check) in enumerate(todo):

@@ -48,13 +48,57 @@ from flatout.kernels.attention_forms import (
 
 PATIENCE_STEPS = 3
 COUNT = [0]  # attentions computed by the fused kernel in this process
-LOOKS_ONLY = frozenset(("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu", "is_sparse", "is_quantized",
-                        "is_nested", "is_meta", "itemsize", "size", "dim", "ndimension", "numel", "nelement", "stride", "is_floating_point", "is_complex",
-                        "element_size", "is_contiguous", "__len__", "__hash__"))
-VIEWS = frozenset(("view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "contiguous", "detach", "transpose", "permute", "dropout"))
+LOOKS_ONLY = frozenset(
+    (
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "layout",
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "is_cuda",
+        "is_cpu",
+        "is_sparse",
+        "is_quantized",
+        "is_nested",
+        "is_meta",
+        "itemsize",
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "stride",
+        "is_floating_point",
+        "is_complex",
+        "element_size",
+        "is_contiguous",
+        "__len__",
+        "__hash__",
+    )
+)
+VIEWS = frozenset(
+    (
+        "view",
+        "reshape",
+        "unsqueeze",
+        "squeeze",
+        "flatten",
+        "unflatten",
+        "contiguous",
+        "detach",
+        "transpose",
+        "permute",
+        "dropout",
+    )
+)
 MAY_BE_VIEWS = VIEWS | {"to", "type", "type_as", "float", "half", "bfloat16", "double"}
 LATER = VIEWS - {"dropout", "contiguous"} | {"mean"}  # operators on weights that need no values yet
-CHANGES_IT = re.compile(r"(?!__)\w+_|__(set|setitem|i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift))__")
+CHANGES_IT = re.compile(
+    r"(?!__)\w+_|__(set|setitem|i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift))__"
+)
 MOST_LIKES = 4096
 
 
@@ -70,7 +114,13 @@ class _RuntimeArguments:
     def number(self, thing: Any) -> float | None:
         if isinstance(thing, (int, float)) and not isinstance(thing, bool):
             return float(thing)
-        if not isinstance(thing, Tensor) or isinstance(thing, DeferredScores) or thing.dim() or thing.requires_grad or thing.is_complex():
+        if (
+            not isinstance(thing, Tensor)
+            or isinstance(thing, DeferredScores)
+            or thing.dim()
+            or thing.requires_grad
+            or thing.is_complex()
+        ):
             return None
         if thing.device.type == "cpu":
             return float(thing)
@@ -86,19 +136,31 @@ class _RuntimeArguments:
 class DeferredOperation:
     """One operator call of the script with its arguments, and the value once something reads it."""
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], form: AttentionForm | None, watch: AttentionMode, ordinal: int) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        form: AttentionForm | None,
+        watch: AttentionMode,
+        ordinal: int,
+    ) -> None:
         """Deferred tensors among the arguments are represented by their steps."""
         self.function, self.args, self.kwargs = function, args, kwargs
         self.form, self.watch, self.ordinal = form, watch, ordinal
         self.value: Tensor | None = None
         self.owner: weakref.ref[DeferredScores] | None = None
         self.later: weakref.WeakSet[DeferredOperation] = weakref.WeakSet()
-        self.before: DeferredOperation | None = next((each for each in args if isinstance(each, DeferredOperation)), None)
+        self.before: DeferredOperation | None = next(
+            (each for each in args if isinstance(each, DeferredOperation)), None
+        )
         self.tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         self.versions = [tensor._version for tensor in self.tensors]
         self.device: torch.device = self.tensors[0].device if self.before is None else self.before.device
         self.autocast = _autocast(self.device)
-        self.leaves = {id(tensor): tensor for tensor in self.tensors if tensor.requires_grad}  # inputs that receive a gradient
+        self.leaves = {
+            id(tensor): tensor for tensor in self.tensors if tensor.requires_grad
+        }  # inputs that receive a gradient
         if self.before is not None:
             self.leaves |= self.before.leaves
             self.before.later.add(self)
@@ -129,20 +191,30 @@ class DeferredOperation:
         ``instead`` maps ids of tensors to their replacements.
         """
         self.check()
-        args, kwargs = tree_map_only(DeferredOperation, lambda step: step.made(instead) if instead else step.compute(), (self.args, self.kwargs))
+        args, kwargs = tree_map_only(
+            DeferredOperation,
+            lambda step: step.made(instead) if instead else step.compute(),
+            (self.args, self.kwargs),
+        )
         if instead:
-            args, kwargs = tree_map_only(Tensor, lambda tensor: instead.get(id(tensor), tensor), (args, kwargs))
+            args, kwargs = tree_map_only(
+                Tensor, lambda tensor: instead.get(id(tensor), tensor), (args, kwargs)
+            )
         device, dtype, enabled = self.autocast
-        with torch.inference_mode(False), torch.autocast(device, dtype, enabled):  # this also enables gradients, as before
+        with (
+            torch.inference_mode(False),
+            torch.autocast(device, dtype, enabled),
+        ):  # this also enables gradients, as before
             found: Tensor = self.function(*args, **kwargs)
         return found
-
 
     def check(self) -> None:
         """Raises RuntimeError if the values from which the script computed this no longer exist."""
         if [tensor._version for tensor in self.tensors] != self.versions:
-            raise RuntimeError("the script uses attention weights after changing one of their inputs in place, "
-                               "and the lever attention has not computed them: run without attention.")
+            raise RuntimeError(
+                "the script uses attention weights after changing one of their inputs in place, "
+                "and the lever attention has not computed them: run without attention."
+            )
         if self.before is not None and self.value is None:
             self.before.check()
 
@@ -163,7 +235,9 @@ class _Place(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         with torch.enable_grad():
             instead = {id(leaf): leaf.detach().requires_grad_() for leaf in ctx.leaves}
-            found = torch.autograd.grad(ctx.held[0].made(instead), list(instead.values()), gradient, allow_unused=True)
+            found = torch.autograd.grad(
+                ctx.held[0].made(instead), list(instead.values()), gradient, allow_unused=True
+            )
         return None, None, *found
 
 
@@ -189,8 +263,12 @@ class DeferredScores(torch.Tensor):
     held: list[DeferredOperation]
 
     @staticmethod
-    def __new__(cls: type[DeferredScores], held: list[DeferredOperation], like: Tensor, device: torch.device) -> DeferredScores:
-        made: DeferredScores = torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device)
+    def __new__(
+        cls: type[DeferredScores], held: list[DeferredOperation], like: Tensor, device: torch.device
+    ) -> DeferredScores:
+        made: DeferredScores = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
+        )
         made.held = held
         return made
 
@@ -213,7 +291,9 @@ class DeferredScores(torch.Tensor):
         if changes and isinstance(first, DeferredScores):
             for step in list(first.held[0].later):
                 step.compute()  # values from before the change must not see it
-        args, kwargs = tree_map_only(DeferredScores, lambda deferred: deferred.held[0].compute(), (tuple(args), kwargs))
+        args, kwargs = tree_map_only(
+            DeferredScores, lambda deferred: deferred.held[0].compute(), (tuple(args), kwargs)
+        )
         result = function(*args, **kwargs)
         if not changes:
             return result
@@ -228,6 +308,7 @@ class DeferredScores(torch.Tensor):
 
         This runs below autograd, where ``_Place`` represents this tensor.
         """
+
         def values(deferred: DeferredScores) -> Tensor:
             with enable_reentrant_dispatch():
                 return deferred.held[0].compute().detach()
@@ -237,7 +318,11 @@ class DeferredScores(torch.Tensor):
 
 
 def _deferred(step: DeferredOperation, like: Tensor, device: torch.device) -> DeferredScores:
-    made: DeferredScores = _Place.apply([step], like, *step.leaves.values()) if step.leaves else DeferredScores([step], like, device)
+    made: DeferredScores = (
+        _Place.apply([step], like, *step.leaves.values())
+        if step.leaves
+        else DeferredScores([step], like, device)
+    )
     step.owner = weakref.ref(made)
     return made
 
@@ -258,7 +343,9 @@ def _still_deferred(function: Any, name: str, args: tuple[Any, ...], kwargs: dic
     if step.value is not None or not torch.is_grad_enabled():
         return None
     others = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each is not first]
-    if not all(type(each) in (Tensor, torch.nn.Parameter) if name in PRODUCTS else _settled(each) for each in others):
+    if not all(
+        type(each) in (Tensor, torch.nn.Parameter) if name in PRODUCTS else _settled(each) for each in others
+    ):
         return None
     if drops(step.watch.see, name, args, kwargs):
         step.watch.drops = True
@@ -274,7 +361,9 @@ def _still_deferred(function: Any, name: str, args: tuple[Any, ...], kwargs: dic
     form = None if step.form is None else extended(step.watch.see, name, step.form, at, args, kwargs, like)
     if form is None and not (name in LATER and at == 0 and (step.form is None or step.form.is_weights)):
         return None
-    longer = DeferredOperation(function, (*args[:at], step, *args[at + 1 :]), kwargs, form, step.watch, step.ordinal)
+    longer = DeferredOperation(
+        function, (*args[:at], step, *args[at + 1 :]), kwargs, form, step.watch, step.ordinal
+    )
     if name == "detach":
         longer.leaves = {}
     if not inside:
@@ -300,7 +389,9 @@ def _settled(thing: Tensor) -> bool:
 _likes: dict[Any, Tensor | None] = {}
 
 
-def _like(function: Any, device: torch.device, keeps_type: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def _like(
+    function: Any, device: torch.device, keeps_type: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor | None:
     """A tensor without memory with the shape, strides and type of the operator's result.
 
     None if the operator returns no tensor, or fails. Sizes are computed on the meta device; the type is
@@ -320,7 +411,11 @@ def _like(function: Any, device: torch.device, keeps_type: bool, args: tuple[Any
         try:
             with torch.autocast(autocast[0], autocast[1], enabled=False):
                 made = function(*_each(_without_memory, args), **_each(_without_memory, kwargs))
-            kind = next(each.dtype for each in args if isinstance(each, Tensor)) if keeps_type else function(*_each(_tiny, args), **_each(_tiny, kwargs)).dtype
+            kind = (
+                next(each.dtype for each in args if isinstance(each, Tensor))
+                if keeps_type
+                else function(*_each(_tiny, args), **_each(_tiny, kwargs)).dtype
+            )
         except Exception:  # the real call fails in the script
             return None
     _likes[key] = torch.empty_strided(made.shape, made.stride(), dtype=kind, device="meta")
@@ -343,8 +438,14 @@ def _tiny(tensor: Tensor) -> Tensor:
 
 
 def _key(things: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple((tuple(each.shape), each.stride(), each.dtype, each.device) if isinstance(each, Tensor) else _key(tuple(each))
-                 if isinstance(each, (list, tuple)) else (type(each), each) for each in things)
+    return tuple(
+        (tuple(each.shape), each.stride(), each.dtype, each.device)
+        if isinstance(each, Tensor)
+        else _key(tuple(each))
+        if isinstance(each, (list, tuple))
+        else (type(each), each)
+        for each in things
+    )
 
 
 def _autocast(device: torch.device) -> tuple[str, torch.dtype, bool]:
@@ -380,12 +481,18 @@ class MaskRegistry:
         made = function(*args, **kwargs)
         if type(made) is Tensor and not made.requires_grad:
             try:
-                made_by = (name, *(self._name(each) for each in args), *((key, self._name(kwargs[key])) for key in sorted(kwargs)))
+                made_by = (
+                    name,
+                    *(self._name(each) for each in args),
+                    *((key, self._name(kwargs[key])) for key in sorted(kwargs)),
+                )
                 hash(made_by)
             except TypeError:
                 return made
             self._names[made] = made_by, made._version
-            value = {"full": (*args[1:2], kwargs.get("fill_value"))[0], "tensor": (*args[:1], None)[0]}.get(name)
+            value = {"full": (*args[1:2], kwargs.get("fill_value"))[0], "tensor": (*args[:1], None)[0]}.get(
+                name
+            )
             if isinstance(value, (int, float)) and not made.dim() and made.is_floating_point():
                 self.numbers[made] = float(value)
         return made
@@ -476,27 +583,42 @@ class AttentionMode(TorchFunctionMode):
             made = self._product(function, name, args, kwargs)
             if made is not None:
                 return made
-        elif name in MAKES_MASKS and not any(isinstance(each, Tensor) and (each.requires_grad or isinstance(each, DeferredScores)) for each in args):
+        elif name in MAKES_MASKS and not any(
+            isinstance(each, Tensor) and (each.requires_grad or isinstance(each, DeferredScores))
+            for each in args
+        ):
             return self.masks.follow(function, name, args, kwargs)
         elif function is torch.nn.functional.multi_head_attention_forward:
             with self:
                 return _unasked(function)(*args, **kwargs)
         return function(*args, **kwargs)
 
-    def _product(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    def _product(
+        self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor | None:
         args = with_operands(name, args)
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         if any(isinstance(each, DeferredScores) for each in tensors):
             return None
         ordinal, self._next = self._next, self._next + 1
-        if (ordinal in self._alone or not torch.is_grad_enabled() or not all(map(_settled, tensors)) or not all(each.is_floating_point() for each in tensors)
-                or torch._C._are_functorch_transforms_active() or len({each.device for each in tensors}) != 1):
+        if (
+            ordinal in self._alone
+            or not torch.is_grad_enabled()
+            or not all(map(_settled, tensors))
+            or not all(each.is_floating_point() for each in tensors)
+            or torch._C._are_functorch_transforms_active()
+            or len({each.device for each in tensors}) != 1
+        ):
             return None
         form = product(self.see, name, args, kwargs)
         like = None if form is None else _like(function, tensors[0].device, False, args, kwargs)
         if form is None or like is None:
             return None
-        return _deferred(DeferredOperation(function, args, kwargs, replace(form, dtype=like.dtype), self, ordinal), like, tensors[0].device)
+        return _deferred(
+            DeferredOperation(function, args, kwargs, replace(form, dtype=like.dtype), self, ordinal),
+            like,
+            tensors[0].device,
+        )
 
     def attended(self, whole: AttentionMatch, step: DeferredOperation, like: Tensor) -> Tensor:
         step.check()
@@ -508,7 +630,9 @@ class AttentionMode(TorchFunctionMode):
         COUNT[0] += 1
         if found.stride() == like.stride():
             return found
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=found.device).copy_(found)
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=found.device).copy_(
+            found
+        )
 
 
 _unasked_functions: dict[Any, Any] = {}
@@ -521,7 +645,9 @@ def _unasked(function: Any) -> Any:
     """
     if function not in _unasked_functions:
         known = {**function.__globals__, "has_torch_function": lambda *_: False}
-        own = type(function)(function.__code__, known, function.__name__, function.__defaults__, function.__closure__)
+        own = type(function)(
+            function.__code__, known, function.__name__, function.__defaults__, function.__closure__
+        )
         own.__kwdefaults__ = function.__kwdefaults__
         _unasked_functions[function] = own
     return _unasked_functions[function]

@@ -42,7 +42,12 @@ class _NodeArguments:
         return made if isinstance(made, torch.Tensor) else None
 
     def number(self, thing: Any) -> float | None:
-        if isinstance(thing, Node) and _name(thing) in ("full", "tensor") and thing.op == "call_function" and self.tensor(thing) is not None:
+        if (
+            isinstance(thing, Node)
+            and _name(thing) in ("full", "tensor")
+            and thing.op == "call_function"
+            and self.tensor(thing) is not None
+        ):
             value = thing.args[-1] if thing.args else thing.kwargs.get("fill_value")
             thing = value if self.tensor(thing).dim() == 0 else None
         return float(thing) if isinstance(thing, (int, float)) and not isinstance(thing, bool) else None
@@ -70,7 +75,9 @@ def rewrite(graph: Graph) -> int:
         args, kwargs = with_operands(name, node.args), dict(node.kwargs)
         known = [at for at, each in enumerate(args) if isinstance(each, Node) and each in forms]
         if known == [0] and name in OUT_OF_PLACE:  # later uses refer to this operator's result
-            args[0].replace_all_uses_with(node, delete_user_cb=lambda user, here=order[node]: order[user] > here)
+            args[0].replace_all_uses_with(
+                node, delete_user_cb=lambda user, here=order[node]: order[user] > here
+            )
         if not known and name in PRODUCTS:
             form = product(SEE, name, args, kwargs)
             if form is not None and made.dtype.is_floating_point:
@@ -92,7 +99,9 @@ def _name(node: Node) -> str | None:
         return str(node.target)
     name = getattr(node.target, "__name__", None) if node.op == "call_function" else None
     module = str(getattr(node.target, "__module__", None) or "torch")
-    return name if name is not None and (module.startswith("torch") or module in ("_operator", "math")) else None
+    return (
+        name if name is not None and (module.startswith("torch") or module in ("_operator", "math")) else None
+    )
 
 
 def _can_be_placed(whole: AttentionMatch) -> bool:
@@ -104,8 +113,15 @@ def _can_be_placed(whole: AttentionMatch) -> bool:
     shapes = [SEE.tensor(each).shape for each in (form.q, form.k, whole.v)]
     if all(isinstance(size, int) for shape in (*shapes, form.batch) for size in shape):
         return True
-    orders = [axes or range(len(shape)) for shape, axes in zip(shapes, (form.q_axes, form.k_axes, whole.v_axes), strict=True)]
-    batches = [*([shape[axis] for axis in order[:-2]] for shape, order in zip(shapes, orders, strict=True)), form.masked or form.batch, form.batch]
+    orders = [
+        axes or range(len(shape))
+        for shape, axes in zip(shapes, (form.q_axes, form.k_axes, whole.v_axes), strict=True)
+    ]
+    batches = [
+        *([shape[axis] for axis in order[:-2]] for shape, order in zip(shapes, orders, strict=True)),
+        form.masked or form.batch,
+        form.batch,
+    ]
     return all(len(batch) == 2 and all(map(SEE.same, batch, form.batch)) for batch in batches)
 
 
@@ -136,7 +152,9 @@ def _between(first: Node, last: Node) -> Iterator[Node]:
         node = node.next
 
 
-CHANGES_IT = re.compile(r"(?!__)\w+_|setitem|__setitem__|i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)")
+CHANGES_IT = re.compile(
+    r"(?!__)\w+_|setitem|__setitem__|i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)"
+)
 KEEPS_IT = frozenset(("and_", "or_", "not_", "is_"))  # of the module operator
 
 
@@ -152,7 +170,11 @@ def _causal(form: AttentionForm) -> tuple[bool, bool]:
     if len(form.masks) != 1:
         return False, False
     mask = _constant(form.masks[0].tensor)
-    return (False, False) if mask is None else causal_and_whole(replace(form, masks=(replace(form.masks[0], tensor=mask),)))
+    return (
+        (False, False)
+        if mask is None
+        else causal_and_whole(replace(form, masks=(replace(form.masks[0], tensor=mask),)))
+    )
 
 
 def _constant(thing: Any) -> Any:
@@ -160,12 +182,23 @@ def _constant(thing: Any) -> Any:
     if not isinstance(thing, Node):
         return thing
     made = SEE.tensor(thing)
-    if _name(thing) not in MAKES_MASKS or made is None or any(not isinstance(size, int) for size in made.shape) or made.numel() > MOST_ELEMENTS:
+    if (
+        _name(thing) not in MAKES_MASKS
+        or made is None
+        or any(not isinstance(size, int) for size in made.shape)
+        or made.numel() > MOST_ELEMENTS
+    ):
         return None
-    if any(_constant(each) is None for each in thing.all_input_nodes) or any(_changes(user) for each in (thing, *thing.all_input_nodes) for user in each.users):
+    if any(_constant(each) is None for each in thing.all_input_nodes) or any(
+        _changes(user) for each in (thing, *thing.all_input_nodes) for user in each.users
+    ):
         return None
     args, kwargs = torch.fx.node.map_aggregate((thing.args, thing.kwargs), _constant)
     kwargs = {key: each for key, each in kwargs.items() if key not in ("device", "pin_memory")}
     args = tuple(each for each in args if not isinstance(each, torch.device))
     with torch.no_grad(), torch.device("cpu"):
-        return getattr(torch.Tensor, thing.target)(*args, **kwargs) if isinstance(thing.target, str) else thing.target(*args, **kwargs)
+        return (
+            getattr(torch.Tensor, thing.target)(*args, **kwargs)
+            if isinstance(thing.target, str)
+            else thing.target(*args, **kwargs)
+        )

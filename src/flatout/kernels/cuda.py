@@ -25,7 +25,9 @@ import torch
 HERE = Path(__file__).parent
 EMULATED = "FLATOUT_EMULATED"
 OPTIONS = ("--std=c++17", "--restrict")
-PLAIN_SHARED_BYTES = 48 << 10  # more needs a request (CUDA C++ Programming Guide, compute capability 7.0 and later)
+PLAIN_SHARED_BYTES = (
+    48 << 10
+)  # more needs a request (CUDA C++ Programming Guide, compute capability 7.0 and later)
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 SUFFIX = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
@@ -61,7 +63,15 @@ class CudaSource:
         """The names of its kernels. Macros that name kernels (``KERNEL(f32, float)``) are expanded."""
         return kernels_in(self.text)
 
-    def launch(self, name: str, grid: Sequence[int], block: int, arguments: Sequence[Any], device: torch.device, shared_bytes: int = 0) -> None:
+    def launch(
+        self,
+        name: str,
+        grid: Sequence[int],
+        block: int,
+        arguments: Sequence[Any],
+        device: torch.device,
+        shared_bytes: int = 0,
+    ) -> None:
         """Queue a kernel on the current stream of ``device``.
 
         Tensors are passed by address, None as a null pointer, int as long long, float as float.
@@ -69,16 +79,30 @@ class CudaSource:
         if 0 in grid:
             return
         held = [_as_c(argument) for argument in arguments]
-        pointers = (ctypes.c_void_p * len(held))(*(ctypes.cast(ctypes.byref(each), ctypes.c_void_p) for each in held))
+        pointers = (ctypes.c_void_p * len(held))(
+            *(ctypes.cast(ctypes.byref(each), ctypes.c_void_p) for each in held)
+        )
         width, height, depth = (*grid, 1, 1)[:3]
         if device.type == "cuda":
             with torch.cuda.device(device):
-                function = self._function(device.index if device.index is not None else torch.cuda.current_device(), name, shared_bytes)
+                function = self._function(
+                    device.index if device.index is not None else torch.cuda.current_device(),
+                    name,
+                    shared_bytes,
+                )
                 stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-                _check(_driver(), _driver().cuLaunchKernel(function, width, height, depth, block, 1, 1, shared_bytes, stream, pointers, None), name)
+                _check(
+                    _driver(),
+                    _driver().cuLaunchKernel(
+                        function, width, height, depth, block, 1, 1, shared_bytes, stream, pointers, None
+                    ),
+                    name,
+                )
         else:
             library = self._emulated()
-            if library.flatout_launch(name.encode(), width, height, depth, block, ctypes.c_size_t(shared_bytes), pointers):
+            if library.flatout_launch(
+                name.encode(), width, height, depth, block, ctypes.c_size_t(shared_bytes), pointers
+            ):
                 raise CudaError(f"{self.path.name} has no kernel {name}; it has {', '.join(self.kernels())}.")
 
     def _function(self, index: int, name: str, shared_bytes: int) -> Any:
@@ -89,7 +113,9 @@ class CudaSource:
             image = compile_for(self, f"sm_{major}{minor}{'a' if major >= 9 else ''}")
             torch.cuda.current_stream(index).synchronize()  # makes the primary context current
             _check(_driver(), _driver().cuModuleLoadData(ctypes.byref(module), image), self.path.name)
-            _check(_driver(), _driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()), name)
+            _check(
+                _driver(), _driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()), name
+            )
             self._functions[key] = function
         function = self._functions[key]
         if shared_bytes > PLAIN_SHARED_BYTES:
@@ -110,9 +136,15 @@ def kernels_in(text: str) -> list[str]:
     ``forward_##suffix`` appears once per suffix of its macro.
     """
     found = []
-    for name in re.findall(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+(?:##\w+)?)\(', text):
+    for name in re.findall(
+        r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+(?:##\w+)?)\(', text
+    ):
         stem, mark, _ = name.partition("##")
-        found += [stem + suffix for suffix in re.findall(r"^KERNELS\((\w+)", text, re.MULTILINE)] if mark else [name]
+        found += (
+            [stem + suffix for suffix in re.findall(r"^KERNELS\((\w+)", text, re.MULTILINE)]
+            if mark
+            else [name]
+        )
     return found
 
 
@@ -134,7 +166,9 @@ def _compiled(text: str, name: str, target: str) -> bytes:
     nvrtc = _nvrtc()
     headers = {"flatout.cuh": (HERE / "flatout.cuh").read_bytes()}
     program = ctypes.c_void_p()
-    bodies, names = ((ctypes.c_char_p * len(headers))(*part) for part in (headers.values(), (n.encode() for n in headers)))
+    bodies, names = (
+        (ctypes.c_char_p * len(headers))(*part) for part in (headers.values(), (n.encode() for n in headers))
+    )
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), len(headers), bodies, names)
     options = [option.encode() for option in (f"--gpu-architecture={target}", *OPTIONS)]
     failed = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
@@ -144,7 +178,9 @@ def _compiled(text: str, name: str, target: str) -> bytes:
             nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
             log = ctypes.create_string_buffer(size.value)
             nvrtc.nvrtcGetProgramLog(program, log)
-            raise CudaError(f"{name} does not compile for {target}: {log.value.decode(errors='replace').strip()}")
+            raise CudaError(
+                f"{name} does not compile for {target}: {log.value.decode(errors='replace').strip()}"
+            )
         nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
         image = ctypes.create_string_buffer(size.value)
         nvrtc.nvrtcGetCUBIN(program, image)
@@ -163,7 +199,9 @@ def _check(driver: Any, code: int, what: str) -> None:
     if code:
         words = ctypes.c_char_p()
         driver.cuGetErrorString(code, ctypes.byref(words))
-        raise CudaError(f"{what}: the CUDA driver reports: {(words.value or b'unknown error').decode()} ({code}).")
+        raise CudaError(
+            f"{what}: the CUDA driver reports: {(words.value or b'unknown error').decode()} ({code})."
+        )
 
 
 @cache
@@ -183,7 +221,11 @@ def _nvrtc() -> Any:
         raise CudaUnavailable("this build of torch has no CUDA, so there is no NVRTC to compile CUDA C++.")
     name = f"libnvrtc.so.{torch.version.cuda.split('.')[0]}"
     wheels = sorted(Path(torch.__file__).parent.parent.glob(f"nvidia/*/lib/{name}"))
-    for candidate in (*map(str, wheels), name, f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/lib64/{name}"):
+    for candidate in (
+        *map(str, wheels),
+        name,
+        f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/lib64/{name}",
+    ):
         try:
             return ctypes.CDLL(candidate)
         except OSError:

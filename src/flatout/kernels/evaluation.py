@@ -23,14 +23,18 @@ def compare(kernel: Kernel, case: Case, at: int, call: Function, exact: bool) ->
     if len(got) != len(expected):
         raise Failed(f"{case.title}: {len(got)} results, but the reference has {len(expected)}")
     outputs, worst = len(got) - len(case.differentiate), 0.0
-    same = evaluate(kernel.reference, cloned(inputs), case, at) if exact and case.dtype is torch.float32 else ()
+    same = (
+        evaluate(kernel.reference, cloned(inputs), case, at) if exact and case.dtype is torch.float32 else ()
+    )
     for which, (ours, right) in enumerate(zip(got, expected, strict=True)):
         title = f"output {which}" if which < outputs else f"gradient of {case.differentiate[which - outputs]}"
         if ours.shape != right.shape:
             raise Failed(f"{case.title}: {title} has shape {tuple(ours.shape)}, not {tuple(right.shape)}")
         found = distance(ours, right, case.terms, kernel.ulps, case.inside, case.dtype)
         if found.share > 1:
-            raise Failed(f"{case.title}: {title} at {found.where} is {found.got:.9g}, not {found.expected:.9g} ({found.share:.3g} times the allowed error)")
+            raise Failed(
+                f"{case.title}: {title} at {found.where} is {found.got:.9g}, not {found.expected:.9g} ({found.share:.3g} times the allowed error)"
+            )
         if same and not torch.equal(bits(ours), bits(same[which])):
             raise Failed(f"{case.title}: {title} is close to the reference's, but must equal it bit for bit")
         worst = max(worst, found.share)
@@ -48,8 +52,13 @@ def evaluate(call: Function, inputs: Inputs, case: Case, at: int) -> list[torch.
     if leaves:
         draw = torch.Generator().manual_seed(1000 + at)
         through = [output for output in outputs if output.requires_grad]
-        along = [torch.randn(output.shape, generator=draw).to(case.dtype).to(output.device, output.dtype) for output in through]
-        for leaf, gradient in zip(leaves, torch.autograd.grad(through, leaves, along, allow_unused=True), strict=True):
+        along = [
+            torch.randn(output.shape, generator=draw).to(case.dtype).to(output.device, output.dtype)
+            for output in through
+        ]
+        for leaf, gradient in zip(
+            leaves, torch.autograd.grad(through, leaves, along, allow_unused=True), strict=True
+        ):
             found.append(torch.zeros_like(leaf) if gradient is None else gradient)
     return found
 
@@ -63,7 +72,9 @@ def on_device(inputs: Inputs) -> Inputs:
 
 
 def cloned(inputs: Inputs) -> Inputs:
-    return mapped(inputs, lambda tensor: tensor.detach().clone() if tensor.is_contiguous() else _same_layout(tensor))
+    return mapped(
+        inputs, lambda tensor: tensor.detach().clone() if tensor.is_contiguous() else _same_layout(tensor)
+    )
 
 
 def _same_layout(tensor: torch.Tensor) -> torch.Tensor:

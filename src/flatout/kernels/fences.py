@@ -61,5 +61,7 @@ class Fenced(TorchDispatchMode):
         if plain not in ALLOCATES | FILLS or made.device.type != "cpu":
             return made
         if plain in ALLOCATES and made.numel():
-            made.view(torch.uint8).fill_(POISON_BYTE) if not made.is_floating_point() and made.dtype is not torch.bool else made.fill_(float("nan"))
+            made.view(torch.uint8).fill_(
+                POISON_BYTE
+            ) if not made.is_floating_point() and made.dtype is not torch.bool else made.fill_(float("nan"))
         return fenced(made, self._at_end)

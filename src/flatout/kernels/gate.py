@@ -33,7 +33,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from flatout.kernels import cuda
-from flatout.kernels.evaluation import Failed, bits, cloned, compare, evaluate, in_double, inputs_of, mapped, on_device
+from flatout.kernels.evaluation import (
+    Failed,
+    bits,
+    cloned,
+    compare,
+    evaluate,
+    in_double,
+    inputs_of,
+    mapped,
+    on_device,
+)
 from flatout.kernels.fences import Fenced, fenced
 from flatout.kernels.kernel import Case, Function, Implementation, Inputs, Kernel, has_triton, tensors_of
 
@@ -65,16 +75,24 @@ def checks(kernel: Kernel) -> list[tuple[str, Callable[[], str]]]:
     found: list[tuple[str, Callable[[], str]]] = []
     for implementation in kernel.implementations:
         title = f"{implementation.name}{_manner(implementation)}"
-        found += [(f"{title}: values", partial(values, kernel, implementation)),
-                  (f"{title}: determinism", partial(determinism, kernel, implementation)),
-                  (f"{title}: memory", partial(memory, kernel, implementation))]
+        found += [
+            (f"{title}: values", partial(values, kernel, implementation)),
+            (f"{title}: determinism", partial(determinism, kernel, implementation)),
+            (f"{title}: memory", partial(memory, kernel, implementation)),
+        ]
         if torch.float64 in implementation.dtypes and any(case.differentiate for case in kernel.cases()):
             found.append((f"{title}: gradcheck", partial(gradcheck, kernel, implementation)))
         if implementation.needs and not torch.cuda.is_available():
             found.append((f"{implementation.name} on a GPU", _no_gpu))
     found += [(f"opcheck {name}", partial(opcheck, kernel, name)) for name in kernel.operators]
-    found += [(f"{source.path.name} compiles for {target}", partial(compiles, source, target)) for source in kernel.sources for target in TARGETS]
-    found += [(f"rejects {name}", partial(rejects, kernel, variant)) for name, variant in kernel.wrong.items()]
+    found += [
+        (f"{source.path.name} compiles for {target}", partial(compiles, source, target))
+        for source in kernel.sources
+        for target in TARGETS
+    ]
+    found += [
+        (f"rejects {name}", partial(rejects, kernel, variant)) for name, variant in kernel.wrong.items()
+    ]
     if not kernel.wrong:
         found.append(("rejects wrong variants", _no_wrong))
     return found
@@ -89,7 +107,9 @@ def run(name: str, check: Callable[[], str]) -> GateCheck:
     except (NotRun, cuda.CudaUnavailable) as reason:
         return GateCheck(name, "not run", str(reason))
     except Exception as error:  # any exception of the kernel is a failure
-        return GateCheck(name, "failed", f"it raised {type(error).__name__}: {' '.join(str(error).split())[:400]}")
+        return GateCheck(
+            name, "failed", f"it raised {type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        )
 
 
 # -- the checks ----------------------------------------------------------------------------------------------
@@ -109,7 +129,9 @@ def determinism(kernel: Kernel, implementation: Implementation) -> str:
         one, two = (evaluate(implementation.call, cloned(inputs), case, at) for _ in range(2))
         for which, (a, b) in enumerate(zip(one, two, strict=True)):
             if not torch.equal(bits(a), bits(b)):
-                raise Failed(f"{case.title}: result {which} differs between two calls with the same inputs; does a sum have no fixed order (atomics)?")
+                raise Failed(
+                    f"{case.title}: result {which} differs between two calls with the same inputs; does a sum have no fixed order (atomics)?"
+                )
     return ""
 
 
@@ -137,7 +159,11 @@ def gradcheck(kernel: Kernel, implementation: Implementation) -> str:
         if case.bench or not case.differentiate:
             continue
         inputs = inputs_of(case, at)
-        size = sum(tensor.numel() for tensor in inputs.values() if isinstance(tensor, torch.Tensor) and tensor.is_floating_point())
+        size = sum(
+            tensor.numel()
+            for tensor in inputs.values()
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
+        )
         if not 0 < size <= GRADCHECK_ELEMENTS:
             continue
         double = mapped(inputs, in_double)
@@ -145,7 +171,9 @@ def gradcheck(kernel: Kernel, implementation: Implementation) -> str:
             continue  # there is no finite slope to measure
         leaves = [double[name].requires_grad_() for name in case.differentiate]
 
-        def of_leaves(*given: torch.Tensor, double: Inputs = double, names: tuple[str, ...] = case.differentiate) -> Any:
+        def of_leaves(
+            *given: torch.Tensor, double: Inputs = double, names: tuple[str, ...] = case.differentiate
+        ) -> Any:
             return tensors_of(implementation.call(**{**double, **dict(zip(names, given, strict=True))}))
 
         try:
@@ -215,7 +243,9 @@ def _no_gpu() -> str:
 
 
 def _no_wrong() -> str:
-    raise NotRun("there is no known-wrong variant, so it is unknown whether these cases would detect a mistake")
+    raise NotRun(
+        "there is no known-wrong variant, so it is unknown whether these cases would detect a mistake"
+    )
 
 
 # -- shared helpers -----------------------------------------------------------------------------------------
@@ -231,10 +261,20 @@ class _Recorder(TorchDispatchMode):
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
     @staticmethod
-    def copied(call: tuple[Any, tuple[Any, ...], dict[str, Any]], leaves: set[int]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    def copied(
+        call: tuple[Any, tuple[Any, ...], dict[str, Any]], leaves: set[int]
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """The same call with copied tensors; leaves stay leaves."""
         function, args, kwargs = call
-        return function, tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone().requires_grad_(id(tensor) in leaves), args), kwargs
+        return (
+            function,
+            tree_map_only(
+                torch.Tensor,
+                lambda tensor: tensor.detach().clone().requires_grad_(id(tensor) in leaves),
+                args,
+            ),
+            kwargs,
+        )
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.name().partition(".")[0] == self._name:
@@ -245,7 +285,11 @@ class _Recorder(TorchDispatchMode):
 def _cases(kernel: Kernel, implementation: Implementation) -> Iterator[tuple[int, Case]]:
     """The cases of an implementation, with their seeds. Raises NotRun if it cannot run here."""
     _can_run(implementation)
-    return ((at, case) for at, case in enumerate(kernel.cases()) if not case.bench and case.dtype in implementation.dtypes)
+    return (
+        (at, case)
+        for at, case in enumerate(kernel.cases())
+        if not case.bench and case.dtype in implementation.dtypes
+    )
 
 
 def _can_run(implementation: Implementation) -> None:
@@ -253,10 +297,14 @@ def _can_run(implementation: Implementation) -> None:
         if not has_triton():
             raise NotRun("Triton is not installed; it comes with CUDA builds of torch")
         if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-            raise NotRun("there is no GPU, and Triton's interpreter is off; set TRITON_INTERPRET=1 before Triton is imported")
+            raise NotRun(
+                "there is no GPU, and Triton's interpreter is off; set TRITON_INTERPRET=1 before Triton is imported"
+            )
         if not torch.cuda.is_available() and _version("triton") < (3, 7) and _version("numpy") >= (2, 4):
-            raise NotRun("the interpreter of Triton before 3.7 reads loop bounds from NumPy in a way that NumPy 2.4 rejects; "
-                         'run `pip install "numpy<2.4"`')
+            raise NotRun(
+                "the interpreter of Triton before 3.7 reads loop bounds from NumPy in a way that NumPy 2.4 rejects; "
+                'run `pip install "numpy<2.4"`'
+            )
     if implementation.needs == "cuda" and not cuda.is_runnable():
         raise NotRun("there is no GPU and no C++ compiler to emulate one; run `apt-get install g++`")
 
@@ -270,5 +318,3 @@ def _manner(implementation: Implementation) -> str:
     if not implementation.needs or torch.cuda.is_available():
         return ""
     return " (interpreter)" if implementation.needs == "triton" else " (emulated)"
-
-

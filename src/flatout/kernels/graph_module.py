@@ -24,7 +24,15 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from flatout.kernels.graph_arguments import NotRecordable, emptied, filled, layout, like, tensors_of, why_not_outputs
+from flatout.kernels.graph_arguments import (
+    NotRecordable,
+    emptied,
+    filled,
+    layout,
+    like,
+    tensors_of,
+    why_not_outputs,
+)
 from flatout.kernels.graph_capture import CaptureState, InOrder, capture, plain_grad
 from flatout.kernels.graph_observation import PassObservation, observe_pass
 
@@ -34,7 +42,9 @@ PATIENCE = 8  # eager passes of a shape before its differentiated outputs must b
 MOST_CHANGES = 3  # attribute changes of a module after which it is still recorded again
 CHECKED = {2, 32, 512, 8192}  # replays that are compared with an eager pass
 LEAST_FREE = 0.1  # share of the device's memory left for evaluations and other shapes
-TOLERANCE = 1e-2  # share of the largest value: recorded kernels may round differently; other passes differ by more
+TOLERANCE = (
+    1e-2  # share of the largest value: recorded kernels may round differently; other passes differ by more
+)
 
 
 class ModuleGraphs:
@@ -43,7 +53,9 @@ class ModuleGraphs:
     ``operators`` False skips observing each operator, for a forward pass made by a compiler.
     """
 
-    def __init__(self, module: Any, forward: Callable[..., Any], tell: Callable[[str], None], operators: bool) -> None:
+    def __init__(
+        self, module: Any, forward: Callable[..., Any], tell: Callable[[str], None], operators: bool
+    ) -> None:
         self.module, self.forward, self.tell, self.operators = module, forward, tell, operators
         self.device = next(p.device for p in module.parameters())
         self.modules = list(module.modules())
@@ -82,8 +94,12 @@ class ModuleGraphs:
     def _state(self) -> tuple[Any, ...]:
         """The other inputs of a recording: modes, and addresses of parameters and buffers."""
         autocast = torch.is_autocast_enabled("cuda")
-        return (tuple(module.training for module in self.modules), tuple((p.data_ptr(), p.requires_grad) for p in self.module.parameters()),
-                tuple(buffer.data_ptr() for buffer in self.module.buffers()), torch.get_autocast_dtype("cuda") if autocast else None)
+        return (
+            tuple(module.training for module in self.modules),
+            tuple((p.data_ptr(), p.requires_grad) for p in self.module.parameters()),
+            tuple(buffer.data_ptr() for buffer in self.module.buffers()),
+            torch.get_autocast_dtype("cuda") if autocast else None,
+        )
 
     # -- the passes of one shape -----------------------------------------------------------------------------
 
@@ -106,7 +122,9 @@ class ModuleGraphs:
                 return self._eagerly(args, kwargs)
         shape.replays += 1
         if shape.replays in CHECKED and not self._agrees(recorded, inputs, args, kwargs):
-            self._give_up("does not repeat its recording: it depends on something outside its inputs and modules")
+            self._give_up(
+                "does not repeat its recording: it depends on something outside its inputs and modules"
+            )
             return self._eagerly(args, kwargs)
         return recorded.passed(inputs, args, kwargs)
 
@@ -122,13 +140,17 @@ class ModuleGraphs:
             found = self._eagerly(args, kwargs)
         shape.seen = seen
         leaves, _ = _pytree.tree_flatten(found)
-        why = seen.why or why_not_outputs(leaves, [*inputs, *self.module.parameters(), *self.module.buffers()])
+        why = seen.why or why_not_outputs(
+            leaves, [*inputs, *self.module.parameters(), *self.module.buffers()]
+        )
         if why:
             self._stays_eager(shape, why)
             return found
         return _observed(shape, found)
 
-    def _record(self, shape: _Shape, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedPass | None:
+    def _record(
+        self, shape: _Shape, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> RecordedPass | None:
         assert shape.seen is not None
         self.inside = True
         changes = len(self.changes)
@@ -138,7 +160,10 @@ class ModuleGraphs:
                 raise NotRecordable(f"sets {self.changes[-1]}")
         except (RuntimeError, NotRecordable) as error:  # CUDA errors and out of memory are RuntimeErrors
             first = str(error).strip().splitlines() or [type(error).__name__]
-            self._stays_eager(shape, str(error) if isinstance(error, NotRecordable) else f"cannot be recorded ({first[0][:160]})")
+            self._stays_eager(
+                shape,
+                str(error) if isinstance(error, NotRecordable) else f"cannot be recorded ({first[0][:160]})",
+            )
             return None
         finally:
             self.inside = False
@@ -159,7 +184,9 @@ class ModuleGraphs:
         self.off = True
         self.shapes.clear()
 
-    def _agrees(self, recorded: RecordedPass, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _agrees(
+        self, recorded: RecordedPass, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
         """Whether a replay and an eager pass agree, from the same random numbers.
 
         Restores buffers and the generator.
@@ -206,14 +233,26 @@ class RecordedPass:
     Raises RuntimeError or NotRecordable if they cannot be recorded.
     """
 
-    def __init__(self, graphs: ModuleGraphs, seen: PassObservation, used: frozenset[int], inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        graphs: ModuleGraphs,
+        seen: PassObservation,
+        used: frozenset[int],
+        inputs: list[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         self.graphs, self.seen, self.device = graphs, seen, graphs.device
         self.autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         self.lease: weakref.ref[_Lease] | None = None
         self.order = InOrder(self.device)
         self.parameters = [p for p in graphs.module.parameters() if p.requires_grad]
         self.inputs = [like(tensor) for tensor in inputs]
-        self.forward_graph, self.backward_graph, pool = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        self.forward_graph, self.backward_graph, pool = (
+            torch.cuda.CUDAGraph(),
+            torch.cuda.CUDAGraph(),
+            torch.cuda.graph_pool_handle(),
+        )
         static = iter(self.inputs)
         mine = filled(args, static), filled(kwargs, static)
         torch.clear_autocast_cache()  # weights cast outside a recording are not part of it
@@ -232,10 +271,17 @@ class RecordedPass:
         self.gradients = [torch.empty_like(leaves[at]) for at in self.used]
         if any(id(leaf) in own for leaf in _leaves([leaves[at] for at in self.used])):
             raise NotRecordable("reaches its weights other than through its modules")
-        wanted = [tensor for tensor in (*self.inputs, *(own[id(p)] for p in self.parameters)) if tensor.requires_grad]
+        wanted = [
+            tensor
+            for tensor in (*self.inputs, *(own[id(p)] for p in self.parameters))
+            if tensor.requires_grad
+        ]
         with capture(self.backward_graph, self.device, pool):
             made = plain_grad()([leaves[at] for at in self.used], wanted, self.gradients, allow_unused=True)
-        if any(each is not None and (type(each) is not torch.Tensor or each.layout != torch.strided) for each in made):
+        if any(
+            each is not None and (type(each) is not torch.Tensor or each.layout != torch.strided)
+            for each in made
+        ):
             raise NotRecordable("has sparse gradients")
         free_bytes, all_bytes = torch.cuda.mem_get_info(self.device)
         if free_bytes < LEAST_FREE * all_bytes:
@@ -304,42 +350,76 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, recorded: RecordedPass, lease: _Lease, count: int, *tensors: Any) -> Any:
-        ctx.recorded, ctx.arguments, ctx.generator, ctx.done = recorded, lease.arguments, lease.generator, False
+        ctx.recorded, ctx.arguments, ctx.generator, ctx.done = (
+            recorded,
+            lease.arguments,
+            lease.generator,
+            False,
+        )
         ctx.set_materialize_grads(False)
         outputs = recorded.replayed(tensors[:count])
         ctx.save_for_backward(torch.empty(0), *tensors[:count])
-        ctx.mark_non_differentiable(*(output for at, output in zip(recorded.places, outputs, strict=True) if at not in recorded.differentiable))
+        ctx.mark_non_differentiable(
+            *(
+                output
+                for at, output in zip(recorded.places, outputs, strict=True)
+                if at not in recorded.differentiable
+            )
+        )
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         recorded: RecordedPass = ctx.recorded
         _, *inputs = ctx.saved_tensors
-        given = {at: gradient for at, gradient in zip(recorded.places, gradients, strict=True) if gradient is not None}
+        given = {
+            at: gradient
+            for at, gradient in zip(recorded.places, gradients, strict=True)
+            if gradient is not None
+        }
         if torch.is_grad_enabled() or ctx.done or sorted(given) != recorded.used:
             return (None, None, None, *_computed_again(recorded, inputs, ctx.arguments, ctx.generator, given))
         ctx.done = True  # the replay overwrites the results of the forward pass
         return (None, None, None, *recorded.differentiated([given[at] for at in recorded.used]))
 
 
-def _computed_again(recorded: RecordedPass, inputs: list[Any], arguments: Any, generator: tuple[int, int], given: dict[int, Any]) -> list[Any]:
+def _computed_again(
+    recorded: RecordedPass,
+    inputs: list[Any],
+    arguments: Any,
+    generator: tuple[int, int],
+    given: dict[int, Any],
+) -> list[Any]:
     """Gradients by an eager pass with the inputs and random numbers of the replayed one.
 
     They are differentiable.
     """
-    again, module, device, written = torch.is_grad_enabled(), recorded.graphs.module, recorded.device, recorded.seen.written
+    again, module, device, written = (
+        torch.is_grad_enabled(),
+        recorded.graphs.module,
+        recorded.device,
+        recorded.seen.written,
+    )
     now, kept = _generator(device), [buffer.clone() for buffer in written]
     static = iter(inputs)
     args, kwargs = filled(arguments[0], static), filled(arguments[1], static)
     _put_back(device, generator, (), ())
-    with torch.enable_grad(), torch.autocast("cuda", enabled=recorded.autocast[0], dtype=recorded.autocast[1]):
+    with (
+        torch.enable_grad(),
+        torch.autocast("cuda", enabled=recorded.autocast[0], dtype=recorded.autocast[1]),
+    ):
         leaves = _pytree.tree_flatten(recorded.graphs._eagerly(args, kwargs))[0]
     _put_back(device, now, written, kept)
     sources = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
     places = [at for at, source in enumerate(sources) if source.requires_grad]
     at_outputs = [at for at in sorted(given) if leaves[at].requires_grad]
-    found = plain_grad()([leaves[at] for at in at_outputs], [sources[at] for at in places], [given[at] for at in at_outputs], allow_unused=True,
-                         create_graph=again)
+    found = plain_grad()(
+        [leaves[at] for at in at_outputs],
+        [sources[at] for at in places],
+        [given[at] for at in at_outputs],
+        allow_unused=True,
+        create_graph=again,
+    )
     every: list[Any] = [None] * len(sources)
     for at, each in zip(places, found, strict=True):
         every[at] = each
@@ -362,9 +442,15 @@ def _leaves_of_its_own(module: Any) -> Iterator[dict[int, Any]]:
                 before.append((part._parameters, name, p))
         if "_flat_weights" in vars(part):  # used by torch's recurrent layers
             flat = [own.get(id(p), p) for p in part._flat_weights]
-            lists += [(vars(part), "_flat_weights", flat), (vars(part), "_flat_weight_refs", [None if p is None else weakref.ref(p) for p in flat])]
+            lists += [
+                (vars(part), "_flat_weights", flat),
+                (vars(part), "_flat_weight_refs", [None if p is None else weakref.ref(p) for p in flat]),
+            ]
     before += [(table, name, table[name]) for table, name, _ in lists]
-    for table, name, value in [*((table, name, own[id(p)]) for table, name, p in before if isinstance(p, torch.Tensor)), *lists]:
+    for table, name, value in [
+        *((table, name, own[id(p)]) for table, name, p in before if isinstance(p, torch.Tensor)),
+        *lists,
+    ]:
         table[name] = value
     try:
         yield own
@@ -391,8 +477,14 @@ def _leaves(outputs: list[Any]) -> Iterator[Any]:
 
 def _elsewhere() -> bool:
     """Whether a recording, compiler, tracer, transform or mode is active, which must see the real pass."""
-    return bool(CaptureState.active or torch.cuda.is_current_stream_capturing() or torch.compiler.is_compiling() or torch.jit.is_tracing()
-                or torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None)
+    return bool(
+        CaptureState.active
+        or torch.cuda.is_current_stream_capturing()
+        or torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 def _close(one: Any, other: Any) -> bool:
@@ -403,7 +495,9 @@ def _close(one: Any, other: Any) -> bool:
             return False
         a, b = one.double(), other.double()
         off = (a - b).abs().nan_to_num(nan=0.0)
-        return bool((a.isfinite() == b.isfinite()).all() and off.max() <= TOLERANCE * b[b.isfinite()].abs().max())
+        return bool(
+            (a.isfinite() == b.isfinite()).all() and off.max() <= TOLERANCE * b[b.isfinite()].abs().max()
+        )
 
 
 def _generator(device: Any) -> tuple[int, int]:

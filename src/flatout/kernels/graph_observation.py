@@ -18,20 +18,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.kernels.graph_arguments import tensors_of
 
-READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default}
+READS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+}
 
 
-def telling_of_changes(set_attribute: Callable[..., None], changed: Mapping[int, Sequence[Callable[[str], None]]]) -> Callable[..., None]:
+def telling_of_changes(
+    set_attribute: Callable[..., None], changed: Mapping[int, Sequence[Callable[[str], None]]]
+) -> Callable[..., None]:
     """A replacement for ``nn.Module.__setattr__``.
 
     ``changed``: callbacks for set attributes, by the id of the module. ``training`` is left out, because it
     belongs to the key of a recording.
     """
+
     def __setattr__(module: Any, name: str, value: Any) -> None:
         if name != "training":
             for tell in changed.get(id(module), ()):
                 tell(f"{type(module).__name__}.{name}")
         set_attribute(module, name, value)
+
     return __setattr__
 
 
@@ -40,7 +48,10 @@ class _Operators(TorchDispatchMode):
 
     def __init__(self, known: set[int], device: Any) -> None:
         super().__init__()
-        self.known, self.device = known, device  # by memory; tensors alive before the pass share none with new ones
+        self.known, self.device = (
+            known,
+            device,
+        )  # by memory; tensors alive before the pass share none with new ones
         self.why = ""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,7 +85,9 @@ class PassObservation:
 
 
 @contextmanager
-def observe_pass(module: Any, inputs: Sequence[Any], device: Any, changes: list[str], operators: bool) -> Iterator[PassObservation]:
+def observe_pass(
+    module: Any, inputs: Sequence[Any], device: Any, changes: list[str], operators: bool
+) -> Iterator[PassObservation]:
     """Observe the body, one eager forward pass.
 
     ``changes``: attributes set on modules so far, appended live. ``operators``: whether to observe each
@@ -82,7 +95,12 @@ def observe_pass(module: Any, inputs: Sequence[Any], device: Any, changes: list[
     """
     seen, buffers = PassObservation(), list(module.buffers())
     # Compare values, too: batch normalisation kernels write running statistics without a version change.
-    before = _host_generators(), [(buffer._version, buffer.clone()) for buffer in buffers], [tensor._version for tensor in inputs], len(changes)
+    before = (
+        _host_generators(),
+        [(buffer._version, buffer.clone()) for buffer in buffers],
+        [tensor._version for tensor in inputs],
+        len(changes),
+    )
     if operators:
         tensors = [*inputs, *module.parameters(), *buffers, *_attributes(module)]
         mode = _Operators({_place(tensor) for tensor in tensors}, device)
@@ -92,8 +110,11 @@ def observe_pass(module: Any, inputs: Sequence[Any], device: Any, changes: list[
     else:
         yield seen
     generators, of_buffers, of_inputs, changed = before
-    seen.written = [buffer for buffer, (version, value) in zip(buffers, of_buffers, strict=True)
-                    if buffer._version != version or not torch.equal(buffer, value)]
+    seen.written = [
+        buffer
+        for buffer, (version, value) in zip(buffers, of_buffers, strict=True)
+        if buffer._version != version or not torch.equal(buffer, value)
+    ]
     if len(changes) > changed:
         seen.why = f"sets {changes[-1]}"
     elif _host_generators() != generators:
@@ -105,7 +126,14 @@ def observe_pass(module: Any, inputs: Sequence[Any], device: Any, changes: list[
 def _host_generators() -> tuple[Any, ...]:
     """The states of the host's random generators."""
     numpy = sys.modules.get("numpy")
-    drawn = () if numpy is None else tuple(part if isinstance(part, (str, int, float)) else part.tobytes() for part in numpy.random.get_state())
+    drawn = (
+        ()
+        if numpy is None
+        else tuple(
+            part if isinstance(part, (str, int, float)) else part.tobytes()
+            for part in numpy.random.get_state()
+        )
+    )
     return random.getstate(), torch.get_rng_state().numpy().tobytes(), drawn
 
 

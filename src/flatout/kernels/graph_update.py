@@ -25,12 +25,18 @@ FEWEST_STEPS = 20  # replays that a recording should serve before another one is
 def why_not(optimizer: Any) -> str:
     """Why the update of this optimizer cannot be recorded; "" if it can."""
     kind = type(optimizer)
-    if kind.__module__.split(".")[:2] != ["torch", "optim"] or kind.__name__ not in KINDS or step_cell(kind) is None:
+    if (
+        kind.__module__.split(".")[:2] != ["torch", "optim"]
+        or kind.__name__ not in KINDS
+        or step_cell(kind) is None
+    ):
         return f"{kind.__name__} is not an optimizer of torch whose update can be recorded"
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not parameters or any(not p.is_cuda or p.device != parameters[0].device for p in parameters):
         return "not all of its parameters are on one CUDA device"
-    if kind.__name__ != "SGD" and not all(group.get("capturable") or group.get("fused") for group in optimizer.param_groups):
+    if kind.__name__ != "SGD" and not all(
+        group.get("capturable") or group.get("fused") for group in optimizer.param_groups
+    ):
         return f"{kind.__name__} counts its steps on the host (with fused=True it counts on the device)"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "it is differentiable"
@@ -66,8 +72,12 @@ class UpdateGraph:
 
     def _unusual(self) -> bool:
         """Whether a GradScaler passes its scale to the kernels, or a recording is active."""
-        return bool(CaptureState.active or torch.cuda.is_current_stream_capturing() or getattr(self.optimizer, "grad_scale", None) is not None
-                    or getattr(self.optimizer, "found_inf", None) is not None)
+        return bool(
+            CaptureState.active
+            or torch.cuda.is_current_stream_capturing()
+            or getattr(self.optimizer, "grad_scale", None) is not None
+            or getattr(self.optimizer, "found_inf", None) is not None
+        )
 
     def _record(self, state: _State) -> bool:
         """Make a recording for this state; return whether there is one."""
@@ -111,14 +121,31 @@ class _State:
         self.parameters = [p for group in groups for p in group["params"] if p.grad is not None]
         self.gradients = [p.grad for p in self.parameters]
         self.rates = [group["lr"] for group in groups]
-        self.numbers = [[value for name, value in group.items() if name not in ("params", "lr", "initial_lr")] for group in groups]
-        self.places = [p.data_ptr() for p in self.parameters] + [value.data_ptr() for p in self.parameters for value in state[p].values()
-                                                                  if isinstance(value, torch.Tensor)]
-        self.shapes = [(gradient.shape, gradient.stride(), gradient.dtype, gradient.layout) for gradient in self.gradients]
+        self.numbers = [
+            [value for name, value in group.items() if name not in ("params", "lr", "initial_lr")]
+            for group in groups
+        ]
+        self.places = [p.data_ptr() for p in self.parameters] + [
+            value.data_ptr()
+            for p in self.parameters
+            for value in state[p].values()
+            if isinstance(value, torch.Tensor)
+        ]
+        self.shapes = [
+            (gradient.shape, gradient.stride(), gradient.dtype, gradient.layout)
+            for gradient in self.gradients
+        ]
         self.fused = all(group.get("fused") for group in groups)
-        on_device = any(isinstance(value, torch.Tensor) for group in groups for name, value in group.items() if name != "params")
-        self.recordable = not on_device and all(gradient.layout == torch.strided and gradient.device == p.device
-                                                for gradient, p in zip(self.gradients, self.parameters, strict=True))
+        on_device = any(
+            isinstance(value, torch.Tensor)
+            for group in groups
+            for name, value in group.items()
+            if name != "params"
+        )
+        self.recordable = not on_device and all(
+            gradient.layout == torch.strided and gradient.device == p.device
+            for gradient, p in zip(self.gradients, self.parameters, strict=True)
+        )
 
     def same_but_rates(self, other: _State) -> bool:
         return self.places == other.places and self.numbers == other.numbers and self.shapes == other.shapes
@@ -131,9 +158,25 @@ class _Recorded:
         self.optimizer, self.state, self.moving, self.replays = optimizer, state, moving_rates, 0
         self.order = InOrder(device)
         self.graph = torch.cuda.CUDAGraph()
-        self.gradients = [torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype, device=gradient.device) for gradient in state.gradients]
-        self.rates = [torch.tensor(float(rate), dtype=torch.float32, device=device) if moving_rates else rate for rate in state.rates]
-        self.written = [*state.parameters, *(value for p in state.parameters for value in optimizer.state[p].values() if isinstance(value, torch.Tensor))]
+        self.gradients = [
+            torch.empty_strided(
+                gradient.shape, gradient.stride(), dtype=gradient.dtype, device=gradient.device
+            )
+            for gradient in state.gradients
+        ]
+        self.rates = [
+            torch.tensor(float(rate), dtype=torch.float32, device=device) if moving_rates else rate
+            for rate in state.rates
+        ]
+        self.written = [
+            *state.parameters,
+            *(
+                value
+                for p in state.parameters
+                for value in optimizer.state[p].values()
+                if isinstance(value, torch.Tensor)
+            ),
+        ]
         before = [(group, dict(group)) for group in optimizer.param_groups]
         try:
             for p, gradient in zip(state.parameters, self.gradients, strict=True):
@@ -141,7 +184,9 @@ class _Recorded:
             for group, rate in zip(optimizer.param_groups, self.rates, strict=True):
                 group["lr"] = rate
                 if "capturable" in group:
-                    group["capturable"] = True  # otherwise torch rejects the capture; fused kernels compute the same
+                    group["capturable"] = (
+                        True  # otherwise torch rejects the capture; fused kernels compute the same
+                    )
             with capture(self.graph, device, torch.cuda.graph_pool_handle()):
                 step_cell(type(optimizer)).cell_contents(optimizer)
         finally:

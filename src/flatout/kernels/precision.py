@@ -19,8 +19,18 @@ from dataclasses import dataclass
 import torch
 
 SLACK = 8.0
-UNIT_ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-SMALLEST = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133, torch.float32: 2.0**-149, torch.float64: 5e-324}  # subnormals
+UNIT_ROUNDOFF = {
+    torch.float64: 2.0**-53,
+    torch.float32: 2.0**-24,
+    torch.float16: 2.0**-11,
+    torch.bfloat16: 2.0**-8,
+}
+SMALLEST = {
+    torch.float16: 2.0**-24,
+    torch.bfloat16: 2.0**-133,
+    torch.float32: 2.0**-149,
+    torch.float64: 5e-324,
+}  # subnormals
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,14 @@ class Distance:
     expected: float
 
 
-def distance(got: torch.Tensor, expected: torch.Tensor, terms: int, ulps: float, inside: float = 0.0, stored: torch.dtype | None = None) -> Distance:
+def distance(
+    got: torch.Tensor,
+    expected: torch.Tensor,
+    terms: int,
+    ulps: float,
+    inside: float = 0.0,
+    stored: torch.dtype | None = None,
+) -> Distance:
     """The distance of ``got`` from the float64 tensor ``expected`` of the same shape.
 
     NaN equals only NaN, and an infinity only itself. ``stored`` is the type of the inputs, if coarser than
@@ -48,9 +65,18 @@ def distance(got: torch.Tensor, expected: torch.Tensor, terms: int, ulps: float,
     finite = expected.isfinite()
     scale = float(expected[finite].abs().max()) if bool(finite.any()) else 0.0
     u = max(UNIT_ROUNDOFF[got.dtype], UNIT_ROUNDOFF[stored or got.dtype])
-    allowed = ulps * u * expected.abs() + (inside * u + SLACK * UNIT_ROUNDOFF[sums] * (1 + math.sqrt(terms))) * scale
+    allowed = (
+        ulps * u * expected.abs()
+        + (inside * u + SLACK * UNIT_ROUNDOFF[sums] * (1 + math.sqrt(terms))) * scale
+    )
     share = torch.where(same, 0.0, (ours - expected).abs() / (allowed + SMALLEST[got.dtype]))
     share = torch.where(share.isnan(), math.inf, share)
     at = int(share.argmax())
-    where = tuple(int(i) for i in torch.unravel_index(torch.tensor(at, device="cpu"), share.shape)) if share.dim() else ()
-    return Distance(float(share.flatten()[at]), where, float(ours.flatten()[at]), float(expected.flatten()[at]))
+    where = (
+        tuple(int(i) for i in torch.unravel_index(torch.tensor(at, device="cpu"), share.shape))
+        if share.dim()
+        else ()
+    )
+    return Distance(
+        float(share.flatten()[at]), where, float(ours.flatten()[at]), float(expected.flatten()[at])
+    )

@@ -35,9 +35,15 @@ def _usual(environment: Mapping[str, str]) -> dict[str, str]:
 
     Sources: torch/_inductor/runtime/cache_dir_utils.py, triton/knobs.py, torch/utils/cpp_extension.py."""
     home = os.path.expanduser("~")
-    return {"TORCHINDUCTOR_CACHE_DIR": os.path.join(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", _user())),
-            "TRITON_CACHE_DIR": os.path.join(environment.get("TRITON_HOME", home), ".triton", "cache"),
-            "TORCH_EXTENSIONS_DIR": os.path.join(environment.get("XDG_CACHE_HOME") or os.path.join(home, ".cache"), "torch_extensions")}
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": os.path.join(
+            tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", _user())
+        ),
+        "TRITON_CACHE_DIR": os.path.join(environment.get("TRITON_HOME", home), ".triton", "cache"),
+        "TORCH_EXTENSIONS_DIR": os.path.join(
+            environment.get("XDG_CACHE_HOME") or os.path.join(home, ".cache"), "torch_extensions"
+        ),
+    }
 
 
 def _user() -> str:
@@ -49,6 +55,8 @@ def _user() -> str:
 
 def _own(name: str, environment: Mapping[str, str]) -> Path:
     try:
-        return private_folder(Path(environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "flatout" / name)
+        return private_folder(
+            Path(environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "flatout" / name
+        )
     except StorageError:  # no writable home folder
         return Path(tempfile.mkdtemp(prefix="flatout-"))

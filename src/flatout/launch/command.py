@@ -42,7 +42,9 @@ class Command:
     @property
     def digest(self) -> str:
         """A digest of the current folder and the command without its secrets, which may change each time."""
-        return hashlib.sha256("\0".join((*self.shown, os.getcwd())).encode(errors="surrogateescape")).hexdigest()[:8]
+        return hashlib.sha256(
+            "\0".join((*self.shown, os.getcwd())).encode(errors="surrogateescape")
+        ).hexdigest()[:8]
 
     @property
     def script_digest(self) -> str:
@@ -57,14 +59,18 @@ def understand(typed: Sequence[str]) -> Command:
 
     Raises UsageError if it is empty, ProgramNotFound if the program or script is missing."""
     if not typed:
-        raise UsageError("no program was given. Put it after the command: `flatout run python train.py --lr 0.1`.")
+        raise UsageError(
+            "no program was given. Put it after the command: `flatout run python train.py --lr 0.1`."
+        )
     first = typed[0]
     if first.endswith(".py"):
         _must_exist(Path(first))
         return Command(tuple(typed), (sys.executable, *typed), Path(first))
     if not shutil.which(first):
         near = " Did you mean `python`?" if first.startswith("pyth") else ""
-        raise ProgramNotFound(f"there is no program {first!r} on the PATH.{near} Give a script (train.py) or a command (python train.py).")
+        raise ProgramNotFound(
+            f"there is no program {first!r} on the PATH.{near} Give a script (train.py) or a command (python train.py)."
+        )
     if Path(first).name.startswith("python"):
         return _python(typed)
     script = next((Path(word) for word in typed[1:] if word.endswith(".py") and Path(word).is_file()), None)
@@ -110,4 +116,6 @@ def _must_exist(script: Path) -> None:
     if script.is_dir() and (script / "__main__.py").is_file():
         return
     if not script.is_file():
-        raise ProgramNotFound(f"there is no script {str(script)!r} in {os.getcwd()}. Check the path, or change to the script's folder.")
+        raise ProgramNotFound(
+            f"there is no script {str(script)!r} in {os.getcwd()}. Check the path, or change to the script's folder."
+        )

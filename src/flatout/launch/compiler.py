@@ -35,7 +35,14 @@ class Ended:
 def run_child(argv: Sequence[str], environment: Mapping[str, str], limit_s: float) -> Ended:
     """Run a child process, and kill its group after ``limit_s`` seconds. Keeps the end of its output."""
     with tempfile.TemporaryFile() as said:
-        child = subprocess.Popen(list(argv), env=dict(environment), stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+        child = subprocess.Popen(
+            list(argv),
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         timed_out = False
         try:
             child.wait(limit_s)
@@ -61,24 +68,65 @@ def emulate(source: Path, library: Path, kernels: Sequence[str]) -> str:
     compiler = cpp_compiler()
     if compiler is None:
         return "there is no C++ compiler; install one with `apt-get install g++`"
-    table = "".join(f'    if (!std::strcmp(name, "{kernel}")) {{ emulated::launch({kernel}, grid, dim3{{block}}, shared, arguments); return 0; }}\n'
-                    for kernel in kernels)
-    text = (f'#include "emulator.h"\n#include "{source.resolve()}"\n'
-            'extern "C" int flatout_launch(const char* name, unsigned x, unsigned y, unsigned z, unsigned block, size_t shared, void** arguments) {\n'
-            f"    dim3 grid{{x, y, z}};\n{table}    return 1;\n}}\n")
-    done = subprocess.run([compiler, *FLAGS, "-I", str(ROOM), "-I", str(source.resolve().parent), "-x", "c++", "-", "-o", str(library)],
-                          input=text, capture_output=True, text=True, timeout=TIMEOUT_S)
-    return "" if done.returncode == 0 else f"{source.name} does not compile for the emulator: {_first_error(done.stderr)}"
+    table = "".join(
+        f'    if (!std::strcmp(name, "{kernel}")) {{ emulated::launch({kernel}, grid, dim3{{block}}, shared, arguments); return 0; }}\n'
+        for kernel in kernels
+    )
+    text = (
+        f'#include "emulator.h"\n#include "{source.resolve()}"\n'
+        'extern "C" int flatout_launch(const char* name, unsigned x, unsigned y, unsigned z, unsigned block, size_t shared, void** arguments) {\n'
+        f"    dim3 grid{{x, y, z}};\n{table}    return 1;\n}}\n"
+    )
+    done = subprocess.run(
+        [
+            compiler,
+            *FLAGS,
+            "-I",
+            str(ROOM),
+            "-I",
+            str(source.resolve().parent),
+            "-x",
+            "c++",
+            "-",
+            "-o",
+            str(library),
+        ],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    return (
+        ""
+        if done.returncode == 0
+        else f"{source.name} does not compile for the emulator: {_first_error(done.stderr)}"
+    )
 
 
 def nvcc(source: Path, target: str) -> str | None:
     """Compile a .cu file with nvcc for ``target`` ("sm_80"). Returns the error, "", or None without nvcc."""
-    compiler = shutil.which("nvcc") or (found if (found := "/usr/local/cuda/bin/nvcc") and Path(found).is_file() else None)
+    compiler = shutil.which("nvcc") or (
+        found if (found := "/usr/local/cuda/bin/nvcc") and Path(found).is_file() else None
+    )
     if compiler is None:
         return None
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([compiler, "--cubin", f"-arch={target}", "-std=c++17", "-I", str(ROOM), "-o", f"{folder}/kernel.cubin", str(source)],
-                              capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(
+            [
+                compiler,
+                "--cubin",
+                f"-arch={target}",
+                "-std=c++17",
+                "-I",
+                str(ROOM),
+                "-o",
+                f"{folder}/kernel.cubin",
+                str(source),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
     return "" if done.returncode == 0 else _first_error(done.stderr)
 
 

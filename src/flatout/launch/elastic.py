@@ -36,7 +36,18 @@ def agent_command(nodes: Nodes, command: Command, divided: bool) -> list[str]:
     ``divided``: flatout splits a single-process program into ranks; otherwise the program gets torchrun's
     variables."""
     # -P: the current folder may contain a torch.py or click.py of the user.
-    words = [sys.executable, "-P", "-m", AGENT, "--nodes", nodes.range, "--procs", str(nodes.procs), "--restarts", str(nodes.restarts)]
+    words = [
+        sys.executable,
+        "-P",
+        "-m",
+        AGENT,
+        "--nodes",
+        nodes.range,
+        "--procs",
+        str(nodes.procs),
+        "--restarts",
+        str(nodes.restarts),
+    ]
     words += ["--rendezvous", str(nodes.rendezvous)] if nodes.rendezvous.port else []
     words += ["--node-rank", str(nodes.node_rank)] if nodes.node_rank is not None else []
     words += [*(["--gpus"] if nodes.gpus else []), *(["--divided"] if divided else [])]
@@ -46,25 +57,52 @@ def agent_command(nodes: Nodes, command: Command, divided: bool) -> list[str]:
 def asked_of_agent(words: Sequence[str]) -> tuple[Nodes, bool, list[str]]:
     """Parse the arguments that `agent_command` makes. Raises ValueError or UsageError for other arguments."""
     at = list(words).index("--")
-    ours, command = list(words[:at]), list(words[at + 1:])
+    ours, command = list(words[:at]), list(words[at + 1 :])
     flags = {flag for flag in ("--gpus", "--divided") if flag in ours}
     rest = [word for word in ours if word not in flags]
     given = dict(zip(rest[::2], rest[1::2], strict=True))
     fewest, most = node_range(given["--nodes"])
     where = endpoint(given["--rendezvous"]) if "--rendezvous" in given else Endpoint("localhost", 0)
     rank = int(given["--node-rank"]) if "--node-rank" in given else None
-    return Nodes(fewest, most, int(given["--procs"]), where, rank, int(given["--restarts"]), "--gpus" in flags), "--divided" in flags, command
+    return (
+        Nodes(fewest, most, int(given["--procs"]), where, rank, int(given["--restarts"]), "--gpus" in flags),
+        "--divided" in flags,
+        command,
+    )
 
 
 def torchrun_words(nodes: Nodes, at: Endpoint, own_address: str, argv: Sequence[str]) -> list[str]:
     """Return the options of torch.distributed.run for this node, and the command.
 
     ``at`` is the rendezvous."""
-    timeouts = {"join_timeout": JOIN_S, "last_call_timeout": LAST_CALL_S, "close_timeout": CLOSE_S, "read_timeout": STORE_S, "is_host": 0}
-    return ["--nnodes", nodes.range, "--nproc-per-node", str(nodes.procs), "--max-restarts", str(nodes.restarts),
-            "--rdzv-backend", BACKEND, "--rdzv-endpoint", str(at), "--rdzv-id", job_name(argv),
-            "--rdzv-conf", ",".join(f"{key}={value}" for key, value in timeouts.items()),
-            "--local-addr", own_address, "--no-python", argv[0], *map(_unexpanded, argv[1:])]
+    timeouts = {
+        "join_timeout": JOIN_S,
+        "last_call_timeout": LAST_CALL_S,
+        "close_timeout": CLOSE_S,
+        "read_timeout": STORE_S,
+        "is_host": 0,
+    }
+    return [
+        "--nnodes",
+        nodes.range,
+        "--nproc-per-node",
+        str(nodes.procs),
+        "--max-restarts",
+        str(nodes.restarts),
+        "--rdzv-backend",
+        BACKEND,
+        "--rdzv-endpoint",
+        str(at),
+        "--rdzv-id",
+        job_name(argv),
+        "--rdzv-conf",
+        ",".join(f"{key}={value}" for key, value in timeouts.items()),
+        "--local-addr",
+        own_address,
+        "--no-python",
+        argv[0],
+        *map(_unexpanded, argv[1:]),
+    ]
 
 
 def _unexpanded(word: str) -> str:
@@ -116,7 +154,9 @@ def of_other_launchers(environment: Mapping[str, str]) -> list[str]:
 
 def end_descendants(grace_s: float) -> None:
     """Send SIGTERM to all descendants, and SIGKILL to those still running after the grace period."""
-    ranks = psutil.Process().children(recursive=True)  # looked up once: later processes belong to the next round
+    ranks = psutil.Process().children(
+        recursive=True
+    )  # looked up once: later processes belong to the next round
     for rank in ranks:
         _signal(rank, signal.SIGTERM)
     # Not psutil.wait_procs: it would reap the exit codes, and torch's agent would assume success.

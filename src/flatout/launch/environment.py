@@ -11,7 +11,13 @@ from flatout.launch.caches import private_caches
 SITE = Path(__file__).resolve().parent.parent / "capture" / "site"
 
 # A trial must not report to an experiment tracker.
-QUIET = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "COMET_OFFLINE": "1", "MLFLOW_TRACKING_URI": "", "CLEARML_OFFLINE_MODE": "1"}
+QUIET = {
+    "WANDB_MODE": "offline",
+    "WANDB_SILENT": "true",
+    "COMET_OFFLINE": "1",
+    "MLFLOW_TRACKING_URI": "",
+    "CLEARML_OFFLINE_MODE": "1",
+}
 EXPLAIN = "flatout.cli.crash_explanation:explain"
 
 
@@ -20,7 +26,12 @@ def attached(job: Path, extra: Mapping[str, str], becomes: bool = False) -> dict
 
     ``becomes``: the program replaces this process instead of running as its child.
     """
-    return {**listening(Path(f"{job}.explained"), becomes), **private_caches(os.environ)[0], "FLATOUT_JOB": str(job), **extra}
+    return {
+        **listening(Path(f"{job}.explained"), becomes),
+        **private_caches(os.environ)[0],
+        "FLATOUT_JOB": str(job),
+        **extra,
+    }
 
 
 def listening(info: Path, becomes: bool) -> dict[str, str]:
@@ -28,7 +39,11 @@ def listening(info: Path, becomes: bool) -> dict[str, str]:
 
     The one process of the program that explains its crash creates ``info``.
     """
-    return {**with_crash_reports(os.environ), "FLATOUT_CRASH_REPORTS": str(info), "FLATOUT_FIRST": str(os.getpid()) if becomes else ""}
+    return {
+        **with_crash_reports(os.environ),
+        "FLATOUT_CRASH_REPORTS": str(info),
+        "FLATOUT_FIRST": str(os.getpid()) if becomes else "",
+    }
 
 
 def with_crash_reports(environment: Mapping[str, str]) -> dict[str, str]:

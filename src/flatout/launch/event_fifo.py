@@ -17,12 +17,17 @@ class EventFifo:
 
     def __init__(self, folder: Path) -> None:
         os.mkfifo(folder / "event_fifo", 0o600)
-        self.descriptor = os.open(folder / "event_fifo", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)  # read-write, so that it never reaches end of file
+        self.descriptor = os.open(
+            folder / "event_fifo", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC
+        )  # read-write, so that it never reaches end of file
         self._timers: list[threading.Timer] = []
 
     def lines(self) -> list[list[str]]:
         """Return the words of each line that has arrived. Call it when the descriptor is readable."""
-        return [line.split() for line in os.read(self.descriptor, MOST_BYTES).decode(errors="replace").splitlines()]
+        return [
+            line.split()
+            for line in os.read(self.descriptor, MOST_BYTES).decode(errors="replace").splitlines()
+        ]
 
     def after(self, seconds: float, word: str) -> None:
         """Write ``timer word`` to the FIFO after that time."""

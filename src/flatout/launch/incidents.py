@@ -25,7 +25,9 @@ class IncidentLog:
         line = harmless(json.dumps(incident.to_json())) + "\n"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            handle = os.open(
+                self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+            )
             try:
                 os.write(handle, line.encode())
             finally:
@@ -34,4 +36,6 @@ class IncidentLog:
         except OSError as error:
             if not self._refused:
                 self._refused = True
-                self.say(f"{self.path} cannot be written ({error.strerror}), so incidents are shown here but not saved. The program is not affected.")
+                self.say(
+                    f"{self.path} cannot be written ({error.strerror}), so incidents are shown here but not saved. The program is not affected."
+                )

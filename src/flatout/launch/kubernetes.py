@@ -22,7 +22,10 @@ from flatout.plan.errors import UsageError
 
 KINDS = ("PyTorchJob", "TrainJob")
 PORT = 29500  # inside the job's pods, each with its own address; the port of TrainJob's headless service
-SHARED_MEMORY = {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}  # 64 MiB by default, too little for loader workers
+SHARED_MEMORY = {
+    "name": "shared-memory",
+    "emptyDir": {"medium": "Memory"},
+}  # 64 MiB by default, too little for loader workers
 
 
 @dataclass(frozen=True)
@@ -44,43 +47,93 @@ def manifest(nodes: Nodes, command: Sequence[str], pods: Pods) -> str:
 
     Raises UsageError for a name, kind or image that Kubernetes would reject."""
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,43}[a-z0-9])?", pods.name):
-        raise UsageError(f"{pods.name!r} is not a valid Kubernetes job name: use at most 45 lower-case letters, digits and dashes, starting with a letter. "
-                         "Give another name with --job-name.")
+        raise UsageError(
+            f"{pods.name!r} is not a valid Kubernetes job name: use at most 45 lower-case letters, digits and dashes, starting with a letter. "
+            "Give another name with --job-name."
+        )
     if not pods.image or any(c.isspace() for c in pods.image):
-        raise UsageError(f"{pods.image!r} is not an image name. Give an image that contains your program and flatout: --image registry/name:tag.")
+        raise UsageError(
+            f"{pods.image!r} is not an image name. Give an image that contains your program and flatout: --image registry/name:tag."
+        )
     if pods.kind not in KINDS:
         raise UsageError(f"--kind {pods.kind!r} is not supported. Use {' or '.join(KINDS)}.")
     if pods.kind == "TrainJob" and nodes.fewest != nodes.most:
-        raise UsageError(f"a TrainJob has a fixed number of nodes, but {nodes.range} is a range. Give one number, or use a PyTorchJob.")
+        raise UsageError(
+            f"a TrainJob has a fixed number of nodes, but {nodes.range} is a range. Give one number, or use a PyTorchJob."
+        )
     made = _train_job(nodes, command, pods) if pods.kind == "TrainJob" else _pytorch_job(nodes, command, pods)
     return json.dumps(made, indent=2) + "\n"
 
 
 def _pytorch_job(nodes: Nodes, command: Sequence[str], pods: Pods) -> dict[str, Any]:
     # The operator gives each pod a headless service of the same name; worker 0 serves the rendezvous there.
-    container = {"name": "pytorch", "image": pods.image, "command": _words(nodes, command, pods, f"{pods.name}-worker-0"),
-                 "ports": [{"name": "pytorchjob-port", "containerPort": PORT}], "resources": {"limits": _limits(nodes, pods)},
-                 "volumeMounts": [{"name": SHARED_MEMORY["name"], "mountPath": "/dev/shm"}]}
-    return {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {"name": pods.name},
-            "spec": {"runPolicy": {"cleanPodPolicy": "None"},
-                     "elasticPolicy": {"rdzvBackend": "c10d", "rdzvPort": PORT, "minReplicas": nodes.fewest, "maxReplicas": nodes.most,
-                                       "maxRestarts": nodes.restarts},
-                     "pytorchReplicaSpecs": {"Worker": {"replicas": nodes.most, "restartPolicy": "OnFailure" if nodes.restarts else "Never",
-                                                        "template": {"spec": {"containers": [container], "volumes": [SHARED_MEMORY]}}}}}}
+    container = {
+        "name": "pytorch",
+        "image": pods.image,
+        "command": _words(nodes, command, pods, f"{pods.name}-worker-0"),
+        "ports": [{"name": "pytorchjob-port", "containerPort": PORT}],
+        "resources": {"limits": _limits(nodes, pods)},
+        "volumeMounts": [{"name": SHARED_MEMORY["name"], "mountPath": "/dev/shm"}],
+    }
+    return {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": {"name": pods.name},
+        "spec": {
+            "runPolicy": {"cleanPodPolicy": "None"},
+            "elasticPolicy": {
+                "rdzvBackend": "c10d",
+                "rdzvPort": PORT,
+                "minReplicas": nodes.fewest,
+                "maxReplicas": nodes.most,
+                "maxRestarts": nodes.restarts,
+            },
+            "pytorchReplicaSpecs": {
+                "Worker": {
+                    "replicas": nodes.most,
+                    "restartPolicy": "OnFailure" if nodes.restarts else "Never",
+                    "template": {"spec": {"containers": [container], "volumes": [SHARED_MEMORY]}},
+                }
+            },
+        },
+    }
 
 
 def _train_job(nodes: Nodes, command: Sequence[str], pods: Pods) -> dict[str, Any]:
-    trainer = {"image": pods.image, "numNodes": nodes.most, "command": _words(nodes, command, pods, f"{pods.name}-node-0-0.{pods.name}"),
-               "resourcesPerNode": {"limits": _limits(nodes, pods)}}
-    return {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": {"name": pods.name},
-            "spec": {"runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": pods.runtime}, "trainer": trainer}}
+    trainer = {
+        "image": pods.image,
+        "numNodes": nodes.most,
+        "command": _words(nodes, command, pods, f"{pods.name}-node-0-0.{pods.name}"),
+        "resourcesPerNode": {"limits": _limits(nodes, pods)},
+    }
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": {"name": pods.name},
+        "spec": {
+            "runtimeRef": {
+                "apiGroup": "trainer.kubeflow.org",
+                "kind": "ClusterTrainingRuntime",
+                "name": pods.runtime,
+            },
+            "trainer": trainer,
+        },
+    }
 
 
 def _words(nodes: Nodes, command: Sequence[str], pods: Pods, host: str) -> list[str]:
     number = nodes.range if nodes.fewest != nodes.most else str(nodes.most)
     meeting = ["--rendezvous", str(Endpoint(host, PORT))] if nodes.most > 1 else []
     ranks = ["--gpus" if nodes.gpus else "--procs", str(nodes.procs)]
-    ours = ["flatout", "run", "--nodes", number, *meeting, *ranks, *(["--restarts", str(nodes.restarts)] if nodes.restarts else [])]
+    ours = [
+        "flatout",
+        "run",
+        "--nodes",
+        number,
+        *meeting,
+        *ranks,
+        *(["--restarts", str(nodes.restarts)] if nodes.restarts else []),
+    ]
     return [word.replace("$", "$$") for word in [*ours, *pods.options, "--", *command]]
 
 

@@ -35,7 +35,9 @@ class LauncherSignals:
     """A context in which signals queue in ``descriptor`` until they are taken. Linux only."""
 
     def __init__(self) -> None:
-        ignored = {number for number in PASSED_ON if signal.getsignal(number) is signal.SIG_IGN}  # set by nohup, and for background jobs of scripts
+        ignored = {
+            number for number in PASSED_ON if signal.getsignal(number) is signal.SIG_IGN
+        }  # set by nohup, and for background jobs of scripts
         self.observed = {*PASSED_ON, signal.SIGTSTP, signal.SIGCHLD} - ignored
         self.descriptor = -1
         self._before: set[signal.Signals] = set()

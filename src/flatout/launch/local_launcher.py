@@ -46,16 +46,28 @@ class LocalLauncher:
     signal by which the user ended the launch; None if there is none.
     """
 
-    def __init__(self, command: Command, procs: int, environment: Mapping[str, str], devices: Sequence[str] | None = None, cores: int | None = None,
-                 say: Callable[[str], None] = tell) -> None:
+    def __init__(
+        self,
+        command: Command,
+        procs: int,
+        environment: Mapping[str, str],
+        devices: Sequence[str] | None = None,
+        cores: int | None = None,
+        say: Callable[[str], None] = tell,
+    ) -> None:
         """Raises UsageError if the launch is impossible."""
         if procs < 1:
             raise UsageError(f"a program needs at least one rank, not {procs}: `--procs 2`.")
         if not hasattr(select, "epoll"):
-            raise UsageError(f"several ranks are supported on Linux only, and this is {sys.platform}. Remove --procs to run one process.")
+            raise UsageError(
+                f"several ranks are supported on Linux only, and this is {sys.platform}. Remove --procs to run one process."
+            )
         self.command, self.procs, self.say = command, procs, say
         self.devices = None if devices is None else one_each(devices, procs)
-        self.environment, self.cores = with_crash_reports(environment), cores_here() if cores is None else cores
+        self.environment, self.cores = (
+            with_crash_reports(environment),
+            cores_here() if cores is None else cores,
+        )
         self.ranks: list[Rank] = []
         self.failed: int | None = None
         self.ended_by: int | None = None
@@ -70,14 +82,18 @@ class LocalLauncher:
             self.folder = Path(tempfile.mkdtemp(prefix="flatout-launch-"))
             self._event_fifo = EventFifo(self.folder)
         except OSError as error:
-            raise StorageError(f"cannot create a folder in {tempfile.gettempdir()}: {error.strerror}. Set TMPDIR to another one.") from error
+            raise StorageError(
+                f"cannot create a folder in {tempfile.gettempdir()}: {error.strerror}. Set TMPDIR to another one."
+            ) from error
         with LauncherSignals() as signals:
             reaper = Reaper(str(self.folder))
             whole = False
             try:
                 shares_group = in_foreground()
                 self._start(signals, own_groups=not shares_group)
-                watch = RankMonitor(self.ranks, self.folder, self._event_fifo, signals, shares_group, self.say)
+                watch = RankMonitor(
+                    self.ranks, self.folder, self._event_fifo, signals, shares_group, self.say
+                )
                 watch.until_the_end()
                 code = self._verdict(watch)
                 whole = True
@@ -94,21 +110,41 @@ class LocalLauncher:
 
     def _start(self, signals: LauncherSignals, own_groups: bool) -> None:
         for number in range(self.procs):
-            self.ranks.append(Rank(number, self.command.argv, self._environment_of(number), own_groups, signals.give_back))
+            self.ranks.append(
+                Rank(number, self.command.argv, self._environment_of(number), own_groups, signals.give_back)
+            )
         for rank in self.ranks:
             rank.keep(self.folder)
 
     def _environment_of(self, number: int) -> dict[str, str]:
         device = None if self.devices is None else self.devices[number]
-        own = rank_environment(self.environment, rank=number, local_rank=number, world=self.procs, local_world=self.procs, cores=self.cores,
-                               meeting=f"file://{self.folder}/meeting", local_launcher=str(self.folder), device=device)
+        own = rank_environment(
+            self.environment,
+            rank=number,
+            local_rank=number,
+            world=self.procs,
+            local_world=self.procs,
+            cores=self.cores,
+            meeting=f"file://{self.folder}/meeting",
+            local_launcher=str(self.folder),
+            device=device,
+        )
         quiet = QUIET if number else {}  # one process reports to an experiment tracker
-        return {**own, **quiet, "FLATOUT_LAUNCHER": str(os.getpid()), "FLATOUT_CRASH_REPORTS": str(self.folder / "info"), "FLATOUT_FIRST": ""}
+        return {
+            **own,
+            **quiet,
+            "FLATOUT_LAUNCHER": str(os.getpid()),
+            "FLATOUT_CRASH_REPORTS": str(self.folder / "info"),
+            "FLATOUT_FIRST": "",
+        }
 
     # -- the end ---------------------------------------------------------------------------------------------
 
     def _verdict(self, watch: RankMonitor) -> int:
-        codes = [-signal.SIGKILL if rank.process.returncode is None else rank.process.returncode for rank in self.ranks]
+        codes = [
+            -signal.SIGKILL if rank.process.returncode is None else rank.process.returncode
+            for rank in self.ranks
+        ]
         if not any(codes):
             return 0
         end_members(str(self.folder))
@@ -121,14 +157,19 @@ class LocalLauncher:
             first = next(number for number, code in enumerate(codes) if code)
         self.failed = first
         traceback = self.ranks[first].traceback(self.folder)
-        code = 1 if self.ranks[first].killed and traceback else codes[first]  # its exception was uncaught, but its exit hung
+        code = (
+            1 if self.ranks[first].killed and traceback else codes[first]
+        )  # its exception was uncaught, but its exit hung
         self._report(first, code, traceback)
         return exit_code(code)
 
     def _report(self, first: int, code: int, traceback: str) -> None:
         printed = [rank.printed(OUTPUT_S) for rank in self.ranks]
         text = shown(traceback, printed[first]) if first else ""  # rank 0 has printed it itself
-        self.say("flatout: " + headline(first, os.uname().nodename, self.ranks[first].process.pid, code, bool(text)))
+        self.say(
+            "flatout: "
+            + headline(first, os.uname().nodename, self.ranks[first].process.pid, code, bool(text))
+        )
         if text:
             self.say(text)
         if self.procs > 1:
@@ -138,22 +179,44 @@ class LocalLauncher:
 def launcher_of(command: Command, procs: int, gpus: bool = False, cores: int | None = None) -> Command:
     """Return the command that starts ``command`` as ranks, for a trial, which runs a single program."""
     divided = ("--cores", str(cores)) if cores else ()
-    words = (sys.executable, "-m", "flatout.launch.local_launcher", "--gpus" if gpus else "--procs", str(procs), *divided, "--", *command.argv)
+    words = (
+        sys.executable,
+        "-m",
+        "flatout.launch.local_launcher",
+        "--gpus" if gpus else "--procs",
+        str(procs),
+        *divided,
+        "--",
+        *command.argv,
+    )
     return Command(command.typed, words, command.script, command.module, command.closed)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m flatout.launch.local_launcher", description="Start one program as several ranks on this machine.")
+    parser = argparse.ArgumentParser(
+        prog="python -m flatout.launch.local_launcher",
+        description="Start one program as several ranks on this machine.",
+    )
     count = parser.add_mutually_exclusive_group(required=True)
     count.add_argument("--procs", type=int, help="number of ranks on the CPU")
     count.add_argument("--gpus", type=int, help="number of ranks with one CUDA device each")
-    parser.add_argument("--cores", type=int, help="cores to share between the ranks (default: those available to this process)")
+    parser.add_argument(
+        "--cores",
+        type=int,
+        help="cores to share between the ranks (default: those available to this process)",
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
     given = parser.parse_args(words)
     procs = given.procs if given.gpus is None else given.gpus
     try:
         command = understand(given.command[1:] if given.command[:1] == ["--"] else given.command)
-        local_launcher = LocalLauncher(command, procs, os.environ, None if given.gpus is None else cuda_devices(os.environ, procs), given.cores)
+        local_launcher = LocalLauncher(
+            command,
+            procs,
+            os.environ,
+            None if given.gpus is None else cuda_devices(os.environ, procs),
+            given.cores,
+        )
         code = local_launcher.run()
     except FlatoutError as error:
         tell(f"flatout: {error}")

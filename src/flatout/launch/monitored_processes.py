@@ -13,9 +13,43 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flatout.launch.process_stacks import COMPILES, FETCHES, IMPORTS, IS_STOPPED, MEETS_RANKS, Stack, StackRequest, State, children_of, state_of
-from flatout.launch.stall_limits import AT_WORK, COMPILING, FLOORS_S, IN_WORDS, LOOK_S, READING_CODE, WAITS_FOR_DEBUGGER, StallTimer
-from flatout.plan.heartbeat import BACKWARDS, BATCHES, IMPORTED, LOADING, OPENING, PHASE, SAVED, SAVED_AT, SAVES, STEPS, TRAINING, WENT_ON, RemoteHeartbeat
+from flatout.launch.process_stacks import (
+    COMPILES,
+    FETCHES,
+    IMPORTS,
+    IS_STOPPED,
+    MEETS_RANKS,
+    Stack,
+    StackRequest,
+    State,
+    children_of,
+    state_of,
+)
+from flatout.launch.stall_limits import (
+    AT_WORK,
+    COMPILING,
+    FLOORS_S,
+    IN_WORDS,
+    LOOK_S,
+    READING_CODE,
+    WAITS_FOR_DEBUGGER,
+    StallTimer,
+)
+from flatout.plan.heartbeat import (
+    BACKWARDS,
+    BATCHES,
+    IMPORTED,
+    LOADING,
+    OPENING,
+    PHASE,
+    SAVED,
+    SAVED_AT,
+    SAVES,
+    STEPS,
+    TRAINING,
+    WENT_ON,
+    RemoteHeartbeat,
+)
 
 ASK_AT = (0.5, 0.7, 0.85)  # of the limit
 EARLY_S = 2 * LOOK_S  # a stall starts up to one poll before it is seen, and is judged at a poll
@@ -107,12 +141,23 @@ class ProgramProcesses:
     @property
     def saves(self) -> int:
         """The number of checkpoints written after a step; some scripts save at the start."""
-        return sum(process.page[SAVES] for process in self.all.values() if process.page[SAVED_AT] or process.page[SAVED])
+        return sum(
+            process.page[SAVES]
+            for process in self.all.values()
+            if process.page[SAVED_AT] or process.page[SAVED]
+        )
 
     def kept(self, base: int) -> int:
         """Return the step of the newest checkpoint of a program that resumed from ``base``; 0 without one."""
         found = [process.page for process in self.all.values() if process.page[SAVES]]
-        return max((page[SAVED] - 1 if page[SAVED] else base + page[SAVED_AT] for page in found if page[SAVED] or page[SAVED_AT]), default=0)
+        return max(
+            (
+                page[SAVED] - 1 if page[SAVED] else base + page[SAVED_AT]
+                for page in found
+                if page[SAVED] or page[SAVED_AT]
+            ),
+            default=0,
+        )
 
     def word(self, place: int) -> int:
         return max((process.page[place] for process in self.all.values()), default=0)
@@ -150,7 +195,9 @@ class ProgramProcesses:
             kind, _, number = name.partition(".")
             if kind == "heartbeat" and number.isdigit() and int(number) not in self.all:
                 try:
-                    self.all[int(number)] = MonitoredProcess(RemoteHeartbeat(os.path.join(self.folder, name)), StallTimer(now, self.floor_s))
+                    self.all[int(number)] = MonitoredProcess(
+                        RemoteHeartbeat(os.path.join(self.folder, name)), StallTimer(now, self.floor_s)
+                    )
                 except (OSError, ValueError):
                     continue  # it is being created
 
@@ -170,10 +217,22 @@ class ProgramProcesses:
                 for other in self.all.values():
                     other.silence.pass_over(max(0.0, now - other.silence.since))
                 owner, number = self._owner_of(process.pid)
-                title = f"loader worker {number} (process {process.pid}) of {owner.title}" if owner is not None else process.title
+                title = (
+                    f"loader worker {number} (process {process.pid}) of {owner.title}"
+                    if owner is not None
+                    else process.title
+                )
                 step = owner.page[STEPS] if owner is not None else process.page[STEPS]
-                found.append(ProcessEvent("stopped", f"{title} was stopped (SIGSTOP) for {silent_s:.0f} s; it was continued", process.pid, process.page.rank, step,
-                                   silent_s))
+                found.append(
+                    ProcessEvent(
+                        "stopped",
+                        f"{title} was stopped (SIGSTOP) for {silent_s:.0f} s; it was continued",
+                        process.pid,
+                        process.page.rank,
+                        step,
+                        silent_s,
+                    )
+                )
         return found
 
     def _hung(self, now: float) -> list[ProcessEvent]:
@@ -186,10 +245,16 @@ class ProgramProcesses:
             self._label(process, now)
         left_s = max(self._limit_s(process) - process.silence.lasts_s(now) for process in group)
         share = min(process.silence.lasts_s(now) / self._limit_s(process) for process in group)
-        again = [process for process in group if process.silence.doing is not None and now - process.looks[-1].at >= AGAIN_S]
+        again = [
+            process
+            for process in group
+            if process.silence.doing is not None and now - process.looks[-1].at >= AGAIN_S
+        ]
         if self._rounds < len(ASK_AT) and share >= ASK_AT[self._rounds]:
             self._rounds += 1
-            self._ask([*group, *(each for process in group for each in self._workers_of(process).values())], now)
+            self._ask(
+                [*group, *(each for process in group for each in self._workers_of(process).values())], now
+            )
             return []
         if again:
             self._ask(again, now)
@@ -203,7 +268,11 @@ class ProgramProcesses:
         return [self._named(group, now)]
 
     def _limit_s(self, process: MonitoredProcess) -> float:
-        return process.silence.limit_s if process.page[STEPS] else max(process.silence.limit_s, FLOORS_S[IMPORTED])
+        return (
+            process.silence.limit_s
+            if process.page[STEPS]
+            else max(process.silence.limit_s, FLOORS_S[IMPORTED])
+        )
 
     def _ask(self, processes: Sequence[MonitoredProcess], now: float) -> None:
         """Inspect the processes.
@@ -212,9 +281,15 @@ class ProgramProcesses:
         call that waits in C (sleep(3))."""
         for process in processes:
             state = state_of(process.pid)
-            wants = self._rounds == len(ASK_AT) or (bool(process.looks) and _used_s(process.looks[-1].state, state) > 0)
-            process.looks.append(ProcessInspection(now, StackRequest(self.folder, process.pid, process.page) if wants else None, state))
-            del process.looks[:-len(ASK_AT)]
+            wants = self._rounds == len(ASK_AT) or (
+                bool(process.looks) and _used_s(process.looks[-1].state, state) > 0
+            )
+            process.looks.append(
+                ProcessInspection(
+                    now, StackRequest(self.folder, process.pid, process.page) if wants else None, state
+                )
+            )
+            del process.looks[: -len(ASK_AT)]
 
     def _answers(self, now: float) -> None:
         for process in self.living:
@@ -250,30 +325,58 @@ class ProgramProcesses:
             if process.page[PHASE] in (LOADING, OPENING) and (found := self._guilty_workers(process)):
                 number, worker = found[0]
                 more = f" (and {len(found) - 1} more workers)" if len(found) > 1 else ""
-                return self._event(process, worker, f"loader worker {number} (process {worker.pid}) of {process.title}{more} has returned no batch", now)
+                return self._event(
+                    process,
+                    worker,
+                    f"loader worker {number} (process {worker.pid}) of {process.title}{more} has returned no batch",
+                    now,
+                )
         first = guilty[0]
         others = len(group) - len(guilty)
-        title = " and ".join(process.title for process in guilty) if len(guilty) <= 4 else f"{len(guilty)} processes, including {first.title},"
+        title = (
+            " and ".join(process.title for process in guilty)
+            if len(guilty) <= 4
+            else f"{len(guilty)} processes, including {first.title},"
+        )
         verb = "have" if len(guilty) > 1 else "has"
         waiting = f"; {others} other{'s wait' if others > 1 else ' waits'} for it" if others else ""
-        what = f"{title} {verb} finished no step" if first.page[STEPS] else f"{title} {verb} not reached a first step"
+        what = (
+            f"{title} {verb} finished no step"
+            if first.page[STEPS]
+            else f"{title} {verb} not reached a first step"
+        )
         return self._event(first, first, what, now, waiting)
 
-    def _event(self, process: MonitoredProcess, looked_at: MonitoredProcess, what: str, now: float, waiting: str = "") -> ProcessEvent:
+    def _event(
+        self, process: MonitoredProcess, looked_at: MonitoredProcess, what: str, now: float, waiting: str = ""
+    ) -> ProcessEvent:
         state = looked_at.looks[-1].state if looked_at.looks else state_of(looked_at.pid)
         stack = looked_at.stack
         silent_s, step = process.silence.lasts_s(now), process.page[STEPS]
         doing = IN_WORDS.get(process.silence.kind, "")
         does = state.words if state is not None else "is gone"
-        place = stack.words if stack is not None else "its Python line is unknown, because it does not respond"
+        place = (
+            stack.words if stack is not None else "its Python line is unknown, because it does not respond"
+        )
         lines = [f"    {frame.words}" for frame in stack.shown] if stack is not None else []
         children = children_of(looked_at.pid) if stack is None else []
         if children:
             lines.append(f"    its children: {', '.join(children[:8])}")
-        said = (f"{what} for {silent_s:.0f} s (after step {step}, {doing}; its limit is {process.silence.limit_s:.0f} s){waiting}. "
-                f"{'The worker' if looked_at is not process else 'It'} {does}: {place}")
+        said = (
+            f"{what} for {silent_s:.0f} s (after step {step}, {doing}; its limit is {process.silence.limit_s:.0f} s){waiting}. "
+            f"{'The worker' if looked_at is not process else 'It'} {does}: {place}"
+        )
         own = stack.own_line if stack is not None else None
-        return ProcessEvent("hung", said, looked_at.pid, process.page.rank, step, silent_s, own.words if own is not None else place, tuple(lines))
+        return ProcessEvent(
+            "hung",
+            said,
+            looked_at.pid,
+            process.page.rank,
+            step,
+            silent_s,
+            own.words if own is not None else place,
+            tuple(lines),
+        )
 
     def _workers_of(self, process: MonitoredProcess) -> dict[int, MonitoredProcess]:
         """Return its running loader workers that can be asked for a stack.
@@ -309,7 +412,9 @@ class ProgramProcesses:
         found = []
         for pid, worker in self._workers_of(process).items():
             state = state_of(pid)
-            if state is not None and (worker.stack is None or worker.stack.passes(FETCHES) or state.letter in "TD"):
+            if state is not None and (
+                worker.stack is None or worker.stack.passes(FETCHES) or state.letter in "TD"
+            ):
                 found.append((self._number_of(process, pid) or 0, worker))
         return sorted(found, key=lambda each: each[0])
 
@@ -322,12 +427,18 @@ def _works_elsewhere(process: MonitoredProcess) -> bool:
     if len(looks) < 2:
         return False
     before, last = looks[-2], looks[-1]
-    return _used_s(before.state, last.state) >= WORKS * (last.at - before.at) and _place(before) != _place(last)
+    return _used_s(before.state, last.state) >= WORKS * (last.at - before.at) and _place(before) != _place(
+        last
+    )
 
 
 def _used_s(before: State | None, now: State | None) -> float:
     """Return the CPU time between two inspections."""
-    return (now.ticks - before.ticks) / os.sysconf("SC_CLK_TCK") if before is not None and now is not None else 0.0
+    return (
+        (now.ticks - before.ticks) / os.sysconf("SC_CLK_TCK")
+        if before is not None and now is not None
+        else 0.0
+    )
 
 
 def _place(look: ProcessInspection) -> tuple[tuple[str, str], ...]:
@@ -341,7 +452,11 @@ def _waited_for(group: Sequence[MonitoredProcess]) -> list[MonitoredProcess]:
     if len(group) == 1:
         return list(group)
     states = {process.pid: state_of(process.pid) for process in group}
-    stopped = [process for process in group if (state := states[process.pid]) is not None and state.letter == IS_STOPPED]
+    stopped = [
+        process
+        for process in group
+        if (state := states[process.pid]) is not None and state.letter == IS_STOPPED
+    ]
     if stopped:
         return stopped
     least = min(process.done for process in group)

@@ -29,12 +29,22 @@ class HeartbeatMonitor(threading.Thread):
     Otherwise it calls ``cut_off`` when ``at`` has not answered for LOST_S.
     """
 
-    def __init__(self, store: Any, rounds: RoundRendezvous, at: Endpoint, serving: bool, gone: Callable[[str], None], cut_off: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rounds: RoundRendezvous,
+        at: Endpoint,
+        serving: bool,
+        gone: Callable[[str], None],
+        cut_off: Callable[[], None],
+    ) -> None:
         super().__init__(name="flatout-beats", daemon=True)
         self._store, self.rounds, self._at, self._serving = store, rounds, at, serving
         self._gone, self._cut_off = gone, cut_off
         self._over = threading.Event()
-        self._observed: dict[str, tuple[str, float]] = {}  # per node: its last heartbeat, and the time since it changed
+        self._observed: dict[
+            str, tuple[str, float]
+        ] = {}  # per node: its last heartbeat, and the time since it changed
         self._info: set[tuple[int, str]] = set()
 
     def run(self) -> None:
@@ -54,7 +64,9 @@ class HeartbeatMonitor(threading.Thread):
         return None
 
     def _beat(self, number: int) -> str:
-        observed = answer(self._at, ANSWER_S)  # on a new connection: an open one notices a cut only after 15 minutes
+        observed = answer(
+            self._at, ANSWER_S
+        )  # on a new connection: an open one notices a cut only after 15 minutes
         if observed == "yes":
             try:
                 self._store.set(f"{KEY}{self.rounds.name}", str(number))
@@ -85,7 +97,10 @@ class HeartbeatMonitor(threading.Thread):
 
         The serving node first waits for the others: they use its store."""
         if self._serving:
-            while any(self._last(name) != DONE and self._observed.get(name, ("", 0.0))[1] < LOST_S for name in self.rounds.others):
+            while any(
+                self._last(name) != DONE and self._observed.get(name, ("", 0.0))[1] < LOST_S
+                for name in self.rounds.others
+            ):
                 self._over.wait(0.2)
         self._over.set()
         if not self._serving:

@@ -43,7 +43,7 @@ class Drain(threading.Thread):
             self.total += len(part)
             room = HEAD_BYTES - len(self._head)
             self._head += part[:room]
-            self._tail += part[max(room, 0):]
+            self._tail += part[max(room, 0) :]
             if len(self._tail) > 2 * TAIL_BYTES:
                 del self._tail[:-TAIL_BYTES]
             if self._copy_to is not None:
@@ -78,13 +78,27 @@ def terminal_at_its_end() -> tuple[int, int]:
 class ProgramRun:
     """One run of a program. Its input is a terminal at end of file."""
 
-    def __init__(self, argv: Sequence[str], environment: Mapping[str, str], stdout_log: Path, stderr_log: Path, show: bool = False) -> None:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        stdout_log: Path,
+        stderr_log: Path,
+        show: bool = False,
+    ) -> None:
         self._terminal, inside = terminal_at_its_end()
         out_read, out_write = self._output(show and sys.stdout.isatty())
         err_read, err_write = self._output(show and sys.stderr.isatty())
         try:
-            self.process = subprocess.Popen(list(argv), env=dict(environment), stdin=inside, stdout=out_write, stderr=err_write,
-                                            start_new_session=True, preexec_fn=die_with_flatout)
+            self.process = subprocess.Popen(
+                list(argv),
+                env=dict(environment),
+                stdin=inside,
+                stdout=out_write,
+                stderr=err_write,
+                start_new_session=True,
+                preexec_fn=die_with_flatout,
+            )
         except OSError as error:
             raise ProgramNotFound(f"{argv[0]} cannot be started: {error.strerror}.") from None
         finally:

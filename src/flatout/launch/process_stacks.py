@@ -11,13 +11,26 @@ from flatout.plan.heartbeat import SIGNAL, STACK, RemoteHeartbeat
 
 IS_STOPPED = "T"
 INNERMOST, MOST_FRAMES = 4, 60  # frames shown of a stack
-STATES = {"R": "runs", "S": "waits", "D": "waits in the kernel, where no signal reaches it", "T": "is stopped", "t": "is held by a debugger", "Z": "has ended"}
+STATES = {
+    "R": "runs",
+    "S": "waits",
+    "D": "waits in the kernel, where no signal reaches it",
+    "T": "is stopped",
+    "t": "is held by a debugger",
+    "Z": "has ended",
+}
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+")
-LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python\d|^<frozen|/flatout/(?:capture|ranks|loop|cli)/")
-COMPILES = re.compile(r"/torch/(?:_dynamo|_inductor|_export|fx|_functorch)/|/triton/|/torch/utils/cpp_extension\.py")
+LIBRARY = re.compile(
+    r"/(?:site|dist)-packages/|/lib(?:64)?/python\d|^<frozen|/flatout/(?:capture|ranks|loop|cli)/"
+)
+COMPILES = re.compile(
+    r"/torch/(?:_dynamo|_inductor|_export|fx|_functorch)/|/triton/|/torch/utils/cpp_extension\.py"
+)
 IMPORTS = re.compile(r"^<frozen importlib")
-MEETS_RANKS = re.compile(r"/torch/distributed/|/ranks/(?:exchange|bucket_queue|wire|sharding)\.py|/autograd/graph\.py|/torch/cuda/")
+MEETS_RANKS = re.compile(
+    r"/torch/distributed/|/ranks/(?:exchange|bucket_queue|wire|sharding)\.py|/autograd/graph\.py|/torch/cuda/"
+)
 FETCHES = re.compile(r"/torch/utils/data/_utils/fetch\.py|/flatout/pipeline/")
 
 
@@ -35,13 +48,17 @@ class State:
 
     @property
     def words(self) -> str:
-        return STATES.get(self.letter, f"is in state {self.letter}") + (f" (in the kernel: {self.wchan})" if self.wchan and self.letter in "SD" else "")
+        return STATES.get(self.letter, f"is in state {self.letter}") + (
+            f" (in the kernel: {self.wchan})" if self.wchan and self.letter in "SD" else ""
+        )
 
 
 def state_of(pid: int) -> State | None:
     """Return the state of a process; None if it has exited."""
     try:
-        info = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        info = (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        )
     except OSError:
         return None
     try:
@@ -103,7 +120,11 @@ class Stack:
     @property
     def shown(self) -> list[Frame]:
         """The program's own frames and the innermost library frames, in the order of a traceback."""
-        return [frame for at, frame in enumerate(self.frames[:MOST_FRAMES]) if at < INNERMOST or not frame.of_a_library][::-1]
+        return [
+            frame
+            for at, frame in enumerate(self.frames[:MOST_FRAMES])
+            if at < INNERMOST or not frame.of_a_library
+        ][::-1]
 
     @property
     def words(self) -> str:
@@ -111,7 +132,9 @@ class Stack:
         if own is None:
             return self.frames[0].words if self.frames else "no Python code"
         inner = self.frames[0]
-        return own.words + ("" if inner is own else f" (from there in {inner.function} of {_short(inner.file)})")
+        return own.words + (
+            "" if inner is own else f" (from there in {inner.function} of {_short(inner.file)})"
+        )
 
 
 def _short(path: str) -> str:
@@ -170,6 +193,13 @@ def _expects(pid: int, number: int, descriptor: int, path: Path) -> bool:
     """Return whether the process handles this signal, and its descriptor is still the stack's file.
 
     Some scripts close descriptors that they did not open."""
-    caught = next((line for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines() if line.startswith("SigCgt:")), "")
+    caught = next(
+        (
+            line
+            for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines()
+            if line.startswith("SigCgt:")
+        ),
+        "",
+    )
     handles = bool(int(caught.split()[1], 16) >> (number - 1) & 1) if caught else False
     return handles and os.path.realpath(f"/proc/{pid}/fd/{descriptor}") == os.path.realpath(path)

@@ -22,7 +22,14 @@ class Rank:
     to exit, so its exit code means nothing. ``killed``: the launcher killed it.
     """
 
-    def __init__(self, number: int, argv: Sequence[str], environment: Mapping[str, str], own_group: bool, before: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        number: int,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        own_group: bool,
+        before: Callable[[], None],
+    ) -> None:
         """Start the rank. ``before`` is called in the new process. Raises ProgramNotFound."""
         self.number, self.info, self.killed = number, False, False
         self._drain: Drain | None = None
@@ -38,8 +45,15 @@ class Rank:
         self._terminal, read = terminal_at_its_end() if number and os.isatty(0) else (-1, None)
         nothing = subprocess.DEVNULL if number else None
         try:
-            self.process = subprocess.Popen(list(argv), env=dict(environment), stdin=nothing if read is None else read, stdout=inside, stderr=inside,
-                                            process_group=0 if own_group else None, preexec_fn=begin)
+            self.process = subprocess.Popen(
+                list(argv),
+                env=dict(environment),
+                stdin=nothing if read is None else read,
+                stdout=inside,
+                stderr=inside,
+                process_group=0 if own_group else None,
+                preexec_fn=begin,
+            )
         except OSError as error:
             raise ProgramNotFound(f"{argv[0]} cannot be started: {error.strerror}.") from None
         finally:
@@ -85,7 +99,9 @@ class Rank:
     def traceback(self, folder: Path) -> str:
         """Return the traceback of its uncaught exception; "" if there is none."""
         try:
-            return str(json.loads((folder / f"rank{self.number}.failed").read_text(encoding="utf-8"))["traceback"])
+            return str(
+                json.loads((folder / f"rank{self.number}.failed").read_text(encoding="utf-8"))["traceback"]
+            )
         except (OSError, ValueError, KeyError, TypeError):
             return ""
 

@@ -31,14 +31,31 @@ class RankMonitor:
     reach them directly.
     """
 
-    def __init__(self, ranks: Sequence[Rank], folder: Path, event_fifo: EventFifo, signals: LauncherSignals, shares_group: bool, say: Callable[[str], None]) -> None:
-        self.ranks, self.folder, self.event_fifo, self.signals, self.shares_group, self.say = ranks, folder, event_fifo, signals, shares_group, say
+    def __init__(
+        self,
+        ranks: Sequence[Rank],
+        folder: Path,
+        event_fifo: EventFifo,
+        signals: LauncherSignals,
+        shares_group: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        self.ranks, self.folder, self.event_fifo, self.signals, self.shares_group, self.say = (
+            ranks,
+            folder,
+            event_fifo,
+            signals,
+            shares_group,
+            say,
+        )
         self.signs: list[RankEvent] = []
         self.asked: int | None = None
         self._passed: set[int] = set()
         self._may_insist = False
         self.every_s: float | None = None  # how often `looked` is called without events; None: never
-        self._failing = self._ending = self._stuck = False  # a rank failed; the others were asked to exit; some cannot be killed
+        self._failing = self._ending = self._stuck = (
+            False  # a rank failed; the others were asked to exit; some cannot be killed
+        )
 
     def until_the_end(self) -> None:
         ends = {rank.end: rank for rank in self.ranks if rank.end >= 0}
@@ -75,8 +92,12 @@ class RankMonitor:
         rank = self.ranks[int(number)]
         own = pid == str(rank.process.pid)
         if word == FAILING or (word == LEAVING and own):
-            before = [at for at, sign in enumerate(self.signs) if first and sign.kind == FAILING]  # it failed first, but wrote later
-            self.signs.insert(min(before, default=len(self.signs)), RankEvent(rank.number, word, own=own, info=rank.info))
+            before = [
+                at for at, sign in enumerate(self.signs) if first and sign.kind == FAILING
+            ]  # it failed first, but wrote later
+            self.signs.insert(
+                min(before, default=len(self.signs)), RankEvent(rank.number, word, own=own, info=rank.info)
+            )
         elif word == "words" and own and not rank.info:
             self._failure_seen(rank)
 
@@ -124,11 +145,15 @@ class RankMonitor:
         elif word == "insist":
             self._may_insist = True
         elif word == "silence" and not self._failing:
-            self.say(f"flatout: rank 0 exited {SILENCE_S:.0f} s ago; still running: {self._titles()}. Waiting for them; Ctrl-C ends them.")
+            self.say(
+                f"flatout: rank 0 exited {SILENCE_S:.0f} s ago; still running: {self._titles()}. Waiting for them; Ctrl-C ends them."
+            )
         elif word == "stuck":
             self._stuck = True
-            self.say(f"flatout: {self._titles()} cannot be killed: stuck in the kernel, usually in a driver or a file system. "
-                     "`ps -o pid,stat,wchan` shows where.")
+            self.say(
+                f"flatout: {self._titles()} cannot be killed: stuck in the kernel, usually in a driver or a file system. "
+                "`ps -o pid,stat,wchan` shows where."
+            )
 
     def _titles(self) -> str:
         return ", ".join(rank.title for rank in self._living())

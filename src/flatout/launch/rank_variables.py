@@ -12,25 +12,62 @@ from flatout.plan.rank_environment import RankEnvironment
 
 # Variables by which a distributed program finds other ranks: those of torchrun, Slurm's steps and MPI's
 # launchers (Lightning, Accelerate, DeepSpeed and Transformers read them all).
-OF_RANKS = frozenset((
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME",
-    "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "PMI_RANK", "PMI_SIZE", "PMIX_RANK",
-    "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE",
-))
+OF_RANKS = frozenset(
+    (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "NODE_RANK",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "ROLE_RANK",
+        "ROLE_WORLD_SIZE",
+        "ROLE_NAME",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "SLURM_PROCID",
+        "SLURM_LOCALID",
+        "SLURM_NODEID",
+        "SLURM_NTASKS",
+        "SLURM_NTASKS_PER_NODE",
+        "PMI_RANK",
+        "PMI_SIZE",
+        "PMIX_RANK",
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+    )
+)
 FAMILIES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 DEVICES = "CUDA_VISIBLE_DEVICES"
 NVIDIA_SMI_S = 20.0  # without persistence mode, nvidia-smi wakes every GPU first
 
 
-def rank_environment(environment: Mapping[str, str], *, rank: int, local_rank: int, world: int, local_world: int, meeting: str, local_launcher: str = "",
-                     device: str | None = None, cores: int | None = None) -> dict[str, str]:
+def rank_environment(
+    environment: Mapping[str, str],
+    *,
+    rank: int,
+    local_rank: int,
+    world: int,
+    local_world: int,
+    meeting: str,
+    local_launcher: str = "",
+    device: str | None = None,
+    cores: int | None = None,
+) -> dict[str, str]:
     """Return ``environment`` for one rank.
 
     ``meeting`` is the rendezvous (``file:///path``, ``tcp://host:port``), ``local_launcher`` the folder of the launch.
     ``device`` is the one CUDA device that this rank sees. ``cores`` are shared between the local ranks,
     unless the user has set a number of threads.
     """
-    own = {name: value for name, value in environment.items() if name not in OF_RANKS and not name.startswith(FAMILIES)}
+    own = {
+        name: value
+        for name, value in environment.items()
+        if name not in OF_RANKS and not name.startswith(FAMILIES)
+    }
     own |= RankEnvironment(rank, local_rank, world, local_world, meeting).environment()
     if local_launcher:
         own["FLATOUT_LAUNCH"] = local_launcher
@@ -52,9 +89,19 @@ def cuda_devices(environment: Mapping[str, str], procs: int) -> list[str]:
     if len(found) >= procs:
         return found[:procs]
     where = "on this machine" if listed is None else f"in {DEVICES}={listed!r}"
-    said = f"there is one CUDA device {where}" if len(found) == 1 else f"there are {len(found) or 'no'} CUDA devices {where}"
-    instead = f"`--gpus {len(found)}`" if found else "`--procs N` runs the ranks on the CPU; `flatout doctor` says why no GPU is available"
-    raise UsageError(f"{said}, and {procs} ranks need one each. {instead}{'' if listed is None or not found else f', or list more in {DEVICES}'}.")
+    said = (
+        f"there is one CUDA device {where}"
+        if len(found) == 1
+        else f"there are {len(found) or 'no'} CUDA devices {where}"
+    )
+    instead = (
+        f"`--gpus {len(found)}`"
+        if found
+        else "`--procs N` runs the ranks on the CPU; `flatout doctor` says why no GPU is available"
+    )
+    raise UsageError(
+        f"{said}, and {procs} ranks need one each. {instead}{'' if listed is None or not found else f', or list more in {DEVICES}'}."
+    )
 
 
 def _listed(text: str, there: int) -> list[str]:
@@ -90,5 +137,7 @@ def cores_here() -> int:
 def one_each(devices: Sequence[str], procs: int) -> Sequence[str]:
     """Raise UsageError if there are fewer devices than ranks."""
     if len(devices) < procs:
-        raise UsageError(f"{procs} ranks need one device each, but {len(devices)} given ({', '.join(devices) or 'none'}). Give more, or start fewer ranks.")
+        raise UsageError(
+            f"{procs} ranks need one device each, but {len(devices)} given ({', '.join(devices) or 'none'}). Give more, or start fewer ranks."
+        )
     return devices

@@ -46,7 +46,11 @@ class RayJob:
 def work(argv: Sequence[str], environment: Mapping[str, str]) -> RayJob:
     """Describe a program for a node: its command, and the part of ``environment`` that differs from ours."""
     ours = {"PYTHONPATH", "FLATOUT_JOB", "FLATOUT_CRASH_REPORTS", "FLATOUT_FIRST"}
-    extra = {name: value for name, value in environment.items() if os.environ.get(name) != value and name not in ours}
+    extra = {
+        name: value
+        for name, value in environment.items()
+        if os.environ.get(name) != value and name not in ours
+    }
     job = environment.get("FLATOUT_JOB")
     return RayJob(tuple(argv), os.getcwd(), extra, Path(job).read_text(encoding="utf-8") if job else None)
 
@@ -80,9 +84,16 @@ class Runner:
 
         Raises NodesApart if this node lacks its folder, ProgramNotFound if it lacks the program."""
         if not Path(what.folder).is_dir():
-            raise NodesApart(f"the folder {what.folder} is not on the node {socket.gethostname()}. Put the program on a file system that all nodes share.")
+            raise NodesApart(
+                f"the folder {what.folder} is not on the node {socket.gethostname()}. Put the program on a file system that all nodes share."
+            )
         before = os.environ.get("PYTHONPATH", "")
-        environment = {**os.environ, **what.extra, **standing, "PYTHONPATH": f"{SITE}{os.pathsep}{before}" if before else str(SITE)}
+        environment = {
+            **os.environ,
+            **what.extra,
+            **standing,
+            "PYTHONPATH": f"{SITE}{os.pathsep}{before}" if before else str(SITE),
+        }
         interface = interface_of(self.where()[1]) if standing else None
         if interface:
             environment.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -91,10 +102,20 @@ class Runner:
             environment["FLATOUT_JOB"] = str(self.home / "job.json")
         try:
             with (self.home / "output").open("wb") as out:
-                self._process = subprocess.Popen(list(what.argv), cwd=what.folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                                                 start_new_session=True, preexec_fn=die_with_flatout)
+                self._process = subprocess.Popen(
+                    list(what.argv),
+                    cwd=what.folder,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
+                    start_new_session=True,
+                    preexec_fn=die_with_flatout,
+                )
         except OSError as error:
-            raise ProgramNotFound(f"{what.argv[0]} cannot be started on the node {socket.gethostname()}: {error.strerror}.") from None
+            raise ProgramNotFound(
+                f"{what.argv[0]} cannot be started on the node {socket.gethostname()}: {error.strerror}."
+            ) from None
 
     def wait(self) -> int:
         """Wait for the program and return its exit code, negative for a signal."""
@@ -132,10 +153,17 @@ def connect(address: str) -> Any:
     if not ray.is_initialized():
         try:
             # Ray does not stream the workers' output: rank 0's output is read from its file.
-            ray.init(address=address, log_to_driver=False, configure_logging=False, runtime_env={"env_vars": _way()})
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                configure_logging=False,
+                runtime_env={"env_vars": _way()},
+            )
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise UsageError(f"there is no Ray cluster at {address} ({_first_line(error)}). Start one with `ray start --head` and give its address: "
-                             "--ray 10.0.0.1:6379, or --ray auto on one of its nodes.") from None
+            raise UsageError(
+                f"there is no Ray cluster at {address} ({_first_line(error)}). Start one with `ray start --head` and give its address: "
+                "--ray 10.0.0.1:6379, or --ray auto on one of its nodes."
+            ) from None
     return ray
 
 
@@ -144,7 +172,14 @@ def _way() -> dict[str, str]:
     return {"PYTHONPATH": os.environ["PYTHONPATH"]} if os.environ.get("PYTHONPATH") else {}
 
 
-def run_ranks(address: str, what: RayJob, ranks: int, gpus: bool, cpus: float = 1.0, show: Callable[[bytes], None] = lambda _: None) -> int:
+def run_ranks(
+    address: str,
+    what: RayJob,
+    ranks: int,
+    gpus: bool,
+    cpus: float = 1.0,
+    show: Callable[[bytes], None] = lambda _: None,
+) -> int:
     """Run the program as several ranks; return 0 if all succeed. ``show`` receives the output of rank 0.
 
     Raises ProgramFailed for the first rank that fails, after ending the others; NodesApart if the cluster is
@@ -155,27 +190,46 @@ def run_ranks(address: str, what: RayJob, ranks: int, gpus: bool, cpus: float = 
     group = ray.util.placement_group([bundle] * ranks, strategy="PACK")
     if not group.wait(PLACE_S):
         ray.util.remove_placement_group(group)
-        raise NodesApart(f"the Ray cluster has no room for {ranks} ranks of {_said(bundle)} within {PLACE_S:.0f} s: it has {_said(ray.cluster_resources())}. "
-                         f"Start fewer (--{'gpus' if gpus else 'procs'}), or run `ray status` to see what uses them")
+        raise NodesApart(
+            f"the Ray cluster has no room for {ranks} ranks of {_said(bundle)} within {PLACE_S:.0f} s: it has {_said(ray.cluster_resources())}. "
+            f"Start fewer (--{'gpus' if gpus else 'procs'}), or run `ray status` to see what uses them"
+        )
     try:
         return _Ranks(ray, group, what, bundle, ranks, show).run()
     except ray.exceptions.RayActorError as error:
-        raise NodesApart(f"a Ray worker of this job ended before its rank started ({_first_line(error)}): its node is gone or out of memory. Run "
-                         "`ray list actors` for details") from None
+        raise NodesApart(
+            f"a Ray worker of this job ended before its rank started ({_first_line(error)}): its node is gone or out of memory. Run "
+            "`ray list actors` for details"
+        ) from None
     finally:
         ray.util.remove_placement_group(group)  # ends the actors, and they their processes
 
 
 class _Ranks:
-    def __init__(self, ray: Any, group: Any, what: RayJob, bundle: Mapping[str, float], ranks: int, show: Callable[[bytes], None]) -> None:
+    def __init__(
+        self,
+        ray: Any,
+        group: Any,
+        what: RayJob,
+        bundle: Mapping[str, float],
+        ranks: int,
+        show: Callable[[bytes], None],
+    ) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._ray, self._what, self._show, self._shown = ray, what, show, 0
         # One call waits for the program, one reads its output, one ends it.
-        actor = ray.remote(num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_restarts=0, max_concurrency=4)(Runner)
-        found = [actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle_index)).remote() for bundle_index in range(ranks)]
+        actor = ray.remote(
+            num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_restarts=0, max_concurrency=4
+        )(Runner)
+        found = [
+            actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle_index)).remote()
+            for bundle_index in range(ranks)
+        ]
         places = ray.get([each.where.remote() for each in found])
-        order = sorted(range(ranks), key=lambda index: (places.index(places[index]), index))  # the ranks of a node are adjacent
+        order = sorted(
+            range(ranks), key=lambda index: (places.index(places[index]), index)
+        )  # the ranks of a node are adjacent
         self._actors = [found[index] for index in order]
         self._places = [places[index] for index in order]
 
@@ -183,9 +237,16 @@ class _Ranks:
         ray = self._ray
         meeting = ray.get(self._actors[0].serve.remote())
         try:
-            ray.get([actor.start.remote(self._what, self._standing(rank, meeting)) for rank, actor in enumerate(self._actors)])
+            ray.get(
+                [
+                    actor.start.remote(self._what, self._standing(rank, meeting))
+                    for rank, actor in enumerate(self._actors)
+                ]
+            )
         except FlatoutError as error:
-            raise getattr(error, "cause", error) from None  # Ray's error has the class of its cause, with a long message
+            raise getattr(
+                error, "cause", error
+            ) from None  # Ray's error has the class of its cause, with a long message
         waiting = {actor.wait.remote(): rank for rank, actor in enumerate(self._actors)}
         while waiting:
             done, _ = ray.wait(list(waiting), num_returns=1, timeout=LOOK_S)
@@ -207,8 +268,10 @@ class _Ranks:
             return int(self._ray.get(each))
         except self._ray.exceptions.RayActorError:
             self._end(waiting.values())
-            raise NodesApart(f"rank {rank} on {self._places[rank][1]} is lost: its Ray worker or node has exited. The other ranks were ended. Start again: "
-                             "the program resumes from its last checkpoint. Run `ray list actors` for details") from None
+            raise NodesApart(
+                f"rank {rank} on {self._places[rank][1]} is lost: its Ray worker or node has exited. The other ranks were ended. Start again: "
+                "the program resumes from its last checkpoint. Run `ray list actors` for details"
+            ) from None
 
     def _end(self, ranks: Iterable[int]) -> None:
         ending = [self._actors[rank].end.remote() for rank in ranks]
@@ -231,13 +294,19 @@ class _Ranks:
         if rank == 0:  # its output was shown
             return words
         try:
-            said = self._ray.get(self._actors[rank].output.remote(0), timeout=10)[-TAIL_BYTES:].decode(errors="replace").rstrip()
+            said = (
+                self._ray.get(self._actors[rank].output.remote(0), timeout=10)[-TAIL_BYTES:]
+                .decode(errors="replace")
+                .rstrip()
+            )
         except self._ray.exceptions.RayError:
             return words
         return f"{words}. The end of its output:\n{said}"
 
 
-def run_many(address: str, programs: Sequence[RayJob], gpus: float = 0.0, cpus: float = 1.0) -> Iterator[tuple[int, int, str]]:
+def run_many(
+    address: str, programs: Sequence[RayJob], gpus: float = 0.0, cpus: float = 1.0
+) -> Iterator[tuple[int, int, str]]:
     """Run independent programs (trials), as many at once as fit on the cluster.
 
     Yields for each at its end: its number, its exit code (negative for a signal; -SIGKILL if its node was
@@ -266,7 +335,10 @@ def _one(what: RayJob) -> tuple[int, str]:
 
 
 def _said(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items() if name in ("CPU", "GPU")) or "nothing"
+    return (
+        ", ".join(f"{amount:g} {name}" for name, amount in resources.items() if name in ("CPU", "GPU"))
+        or "nothing"
+    )
 
 
 def _first_line(error: BaseException) -> str:

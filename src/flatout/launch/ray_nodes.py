@@ -39,7 +39,10 @@ class RayNodes:
             self.names[node["NodeID"]] = host if hosts[host] == 1 else f"{host}, node {hosts[host]}"
 
     def _alive(self) -> list[dict[str, Any]]:
-        return sorted((node for node in self._ray.nodes() if node["Alive"]), key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
+        return sorted(
+            (node for node in self._ray.nodes() if node["Alive"]),
+            key=lambda node: (node["NodeManagerAddress"], node["NodeID"]),
+        )
 
     def still_there(self, node: str) -> bool:
         return any(each["NodeID"] == node for each in self._alive())
@@ -50,9 +53,13 @@ class RayNodes:
         Return a handle."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        has: Mapping[str, float] = next((each["Resources"] for each in self._alive() if each["NodeID"] == node), {})
+        has: Mapping[str, float] = next(
+            (each["Resources"] for each in self._alive() if each["NodeID"] == node), {}
+        )
         whole = {"num_cpus": has.get("CPU", 0), "num_gpus": has.get("GPU", 0), "max_retries": 0}
-        task = self._ray.remote(**whole)(_on_this_node).options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+        task = self._ray.remote(**whole)(_on_this_node).options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+        )
         begun = task.remote(("-m", module), os.getcwd(), dict(environment), text)
         self._begun.append(begun)
         return begun
@@ -86,7 +93,9 @@ class RayNodes:
             self.give_up(begun)
 
 
-def _on_this_node(argv: Sequence[str], folder: str, environment: Mapping[str, str], text: str) -> tuple[int, str, str]:
+def _on_this_node(
+    argv: Sequence[str], folder: str, environment: Mapping[str, str], text: str
+) -> tuple[int, str, str]:
     """Run a task in a Ray worker. Return its exit code, its answer and the end of its output."""
     os.environ.pop(THREADS, None)
     runner = Runner()

@@ -86,7 +86,9 @@ def _keep(local_launcher: str, name: str, line: int) -> None:
     for standard in (0, 1, 2):
         os.dup2(nowhere, standard)  # so that readers of the launcher's output do not wait for the reaper
     os.closerange(3, line)
-    os.closerange(line + 1, max(line + 2, os.sysconf("SC_OPEN_MAX")))  # including its own copy of the other end
+    os.closerange(
+        line + 1, max(line + 2, os.sysconf("SC_OPEN_MAX"))
+    )  # including its own copy of the other end
     if os.read(line, 1):
         return
     end_members(local_launcher, name)

@@ -10,7 +10,7 @@ This is torch's c10d rendezvous with three differences:
 * Each round gets its own store, bound to a free port before its address is published. torch keeps the store
   of the first round: a node that joins later waits for its address in vain, and the next round reads keys of
   a failed one (pytorch #135712, closed without a fix for this; #167302).
-  """
+"""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ from flatout.plan.folder import read_json, write_json
 ANSWER_S = 5.0  # for a connection to the rendezvous
 
 
-def claimed(where: Endpoint, node_rank: int | None, several: bool, wait: Callable[[float], Any] | None = None) -> socket.socket | None:
+def claimed(
+    where: Endpoint, node_rank: int | None, several: bool, wait: Callable[[float], Any] | None = None
+) -> socket.socket | None:
     """Return a socket that listens at ``where``.
 
     Returns None if that is the address of another node, or another process of this node serves it already.
@@ -43,20 +45,30 @@ def claimed(where: Endpoint, node_rank: int | None, several: bool, wait: Callabl
     family, _, _, _, place = _resolved(where, wait or threading.Event().wait)
     address = ipaddress.ip_address(place[0].partition("%")[0])
     if address.is_unspecified:
-        raise UsageError(f"{where.host} stands for every address of a machine, so other nodes cannot connect to it. Give an address that they can reach: "
-                         f"--rendezvous 10.0.0.1:{where.port}.")
+        raise UsageError(
+            f"{where.host} stands for every address of a machine, so other nodes cannot connect to it. Give an address that they can reach: "
+            f"--rendezvous 10.0.0.1:{where.port}."
+        )
     if several and address.is_loopback and not _is_loopback(where.host):
-        raise UsageError(f"{where.host} is {place[0]} on this machine (/etc/hosts), so no other node can reach it. "
-                         f"Give an address that the others can reach: --rendezvous 10.0.0.1:{where.port}.")
+        raise UsageError(
+            f"{where.host} is {place[0]} on this machine (/etc/hosts), so no other node can reach it. "
+            f"Give an address that the others can reach: --rendezvous 10.0.0.1:{where.port}."
+        )
     listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restarted job must not wait for TIME_WAIT
+    listening.setsockopt(
+        socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+    )  # a restarted job must not wait for TIME_WAIT
     try:
         listening.bind(place)
         listening.listen(2048)
     except OSError as error:
         listening.close()
-        if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL) or (node_rank == 0 and error.errno == errno.EADDRNOTAVAIL):
-            raise UsageError(f"node 0 cannot listen at {where}: {error.strerror}. Give an address of this machine and a port that it may use.") from None
+        if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL) or (
+            node_rank == 0 and error.errno == errno.EADDRNOTAVAIL
+        ):
+            raise UsageError(
+                f"node 0 cannot listen at {where}: {error.strerror}. Give an address of this machine and a port that it may use."
+            ) from None
         return None
     return listening
 
@@ -64,12 +76,16 @@ def claimed(where: Endpoint, node_rank: int | None, several: bool, wait: Callabl
 def _resolved(where: Endpoint, wait: Callable[[float], Any]) -> Any:
     for _ in range(60):  # the name of a pod resolves some seconds after the pod has started
         try:
-            return socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            return socket.getaddrinfo(
+                where.host, where.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
         except socket.gaierror as error:
             said = error.strerror
             wait(1.0)
-    raise UsageError(f"the host {where.host} is not known on this machine: {said}. Check --rendezvous, or give the address: "
-                     f"--rendezvous 10.0.0.1:{where.port}.")
+    raise UsageError(
+        f"the host {where.host} is not known on this machine: {said}. Check --rendezvous, or give the address: "
+        f"--rendezvous 10.0.0.1:{where.port}."
+    )
 
 
 def reached_from_elsewhere(host: str) -> str:
@@ -77,7 +93,9 @@ def reached_from_elsewhere(host: str) -> str:
     place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0]
     if not ipaddress.ip_address(str(place).partition("%")[0]).is_loopback or _is_loopback(host):
         return host
-    return own_address(Endpoint("192.0.2.1", 9))  # TEST-NET-1 has no hosts: this gives the address on the default route
+    return own_address(
+        Endpoint("192.0.2.1", 9)
+    )  # TEST-NET-1 has no hosts: this gives the address on the default route
 
 
 def _is_loopback(host: str) -> bool:
@@ -91,12 +109,20 @@ def served(torch: Any, listening: socket.socket) -> Any:
     """Return a torch store that serves this socket for as long as it is referenced."""
     host, port = listening.getsockname()[:2]
     # No multi_tenant: the socket is ours alone. The server takes over the descriptor.
-    return torch.distributed.TCPStore(host, port, is_master=True, timeout=_span(torch, STORE_S), wait_for_workers=False,
-                                      master_listen_fd=listening.detach())
+    return torch.distributed.TCPStore(
+        host,
+        port,
+        is_master=True,
+        timeout=_span(torch, STORE_S),
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
 
 
 def _span(torch: Any, seconds: float) -> Any:
-    span = type(torch.distributed.constants.default_pg_timeout)  # datetime.timedelta, without the clocks of its module
+    span = type(
+        torch.distributed.constants.default_pg_timeout
+    )  # datetime.timedelta, without the clocks of its module
     return span(seconds=seconds)
 
 
@@ -121,8 +147,10 @@ def wait_for(where: Endpoint) -> None:
         if answer(where, 1.0) == "yes":
             return
         pause.wait(1.0)
-    raise NodesApart(f"no node serves the rendezvous at {where}. Start the node with this address, with the same --rendezvous, and check that no firewall "
-                     f"blocks it: nc -zv {where.host} {where.port}")
+    raise NodesApart(
+        f"no node serves the rendezvous at {where}. Start the node with this address, with the same --rendezvous, and check that no firewall "
+        f"blocks it: nc -zv {where.host} {where.port}"
+    )
 
 
 class RoundRendezvous:
@@ -133,7 +161,9 @@ class RoundRendezvous:
     ``has_rank_0``: this node had rank 0 in the last round.
     """
 
-    use_agent_store = True  # the agent then tells its ranks that MASTER_ADDR and MASTER_PORT are already served
+    use_agent_store = (
+        True  # the agent then tells its ranks that MASTER_ADDR and MASTER_PORT are already served
+    )
 
     def __init__(self, torch: Any, inner: Any, address: str) -> None:
         self._torch, self._inner, self._address = torch, inner, address
@@ -213,4 +243,6 @@ def register(torch: Any, address: str, made: Callable[[RoundRendezvous], None]) 
 
 def client(torch: Any, where: Endpoint) -> Any:
     """Return a separate connection to the store at ``where``."""
-    return torch.distributed.TCPStore(where.host, where.port, is_master=False, timeout=_span(torch, STORE_S), wait_for_workers=False)
+    return torch.distributed.TCPStore(
+        where.host, where.port, is_master=False, timeout=_span(torch, STORE_S), wait_for_workers=False
+    )

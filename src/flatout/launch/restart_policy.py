@@ -17,7 +17,13 @@ from flatout.launch.failure import LOST_ANOTHER, exit_code, signal_name
 REPORTS = {"ChildFailedError", "SignalException"}
 ROOT_CAUSE = re.compile(r"Root Cause.*?rank +: (?P<rank>\d+).*?exitcode +: (?P<code>-?\d+)", re.DOTALL)
 FRUITLESS = 3  # restarts without progress
-ALLOCATORS = ("out of memory", "can't allocate memory", "cannot allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "std::bad_alloc")
+ALLOCATORS = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "std::bad_alloc",
+)
 
 
 @dataclass
@@ -90,7 +96,11 @@ class RestartHistory:
 
     def note(self, attempt: Attempt) -> None:
         """Record a failed attempt, and whether it made progress."""
-        further = attempt.kept > self.kept if any(each.saves for each in self.attempts) else attempt.reached > self.farthest
+        further = (
+            attempt.kept > self.kept
+            if any(each.saves for each in self.attempts)
+            else attempt.reached > self.farthest
+        )
         first = len(self.attempts) == 1
         self.fruitless = 0 if further or first else self.fruitless + 1
         self.kept, self.farthest = max(self.kept, attempt.kept), max(self.farthest, attempt.reached)
@@ -112,10 +122,16 @@ class RestartHistory:
         if ending.kind == "memory" and not attempt.saves:
             return f"the next start would run out of memory at the same place. {ending.advice}"
         if made >= restarts:
-            return f"that was restart {made} of {restarts} (--restarts)" if restarts else "no restarts are allowed (--restarts 0)"
+            return (
+                f"that was restart {made} of {restarts} (--restarts)"
+                if restarts
+                else "no restarts are allowed (--restarts 0)"
+            )
         if self.fruitless >= FRUITLESS:
-            return (f"{self.fruitless} restarts in a row made no progress beyond step {max(self.kept, self.farthest)}. "
-                    "`flatout explain` explains a traceback; fix the error and start again: the program resumes from its newest checkpoint")
+            return (
+                f"{self.fruitless} restarts in a row made no progress beyond step {max(self.kept, self.farthest)}. "
+                "`flatout explain` explains a traceback; fix the error and start again: the program resumes from its newest checkpoint"
+            )
         return ""
 
     def goodput(self, now: float, well: bool) -> float:
@@ -142,7 +158,9 @@ class Ending:
     advice: str = ""
 
 
-def ending_of(code: int, title: str, failures: Sequence[Mapping[str, Any]], killed_by_kernel: bool | None, step: int) -> Ending:
+def ending_of(
+    code: int, title: str, failures: Sequence[Mapping[str, Any]], killed_by_kernel: bool | None, step: int
+) -> Ending:
     """Return the ending of a program that flatout did not end.
 
     ``killed_by_kernel`` is whether the counter of its control group shows an OOM kill; None if unknown."""
@@ -151,15 +169,31 @@ def ending_of(code: int, title: str, failures: Sequence[Mapping[str, Any]], kill
     place = _place(metadata)
     after = f"after step {step}" if step else "before its first step"
     if killed_by_kernel:
-        return Ending("memory", exit_code(code), f"the kernel ended {'a process of ' if code >= 0 else ''}{title} {after}, because memory ran out", place,
-                      "Use a smaller batch, fewer loader workers or a higher limit; `flatout memory COMMAND...` predicts the memory of a step")
+        return Ending(
+            "memory",
+            exit_code(code),
+            f"the kernel ended {'a process of ' if code >= 0 else ''}{title} {after}, because memory ran out",
+            place,
+            "Use a smaller batch, fewer loader workers or a higher limit; `flatout memory COMMAND...` predicts the memory of a step",
+        )
     if code < 0:
-        unknown = "; it may have run out of memory, which cannot be read here" if code == -9 and killed_by_kernel is None else ""
-        return Ending("signal", exit_code(code), f"{title} was killed by {signal_name(-code)} {after}{unknown}", place)
+        unknown = (
+            "; it may have run out of memory, which cannot be read here"
+            if code == -9 and killed_by_kernel is None
+            else ""
+        )
+        return Ending(
+            "signal", exit_code(code), f"{title} was killed by {signal_name(-code)} {after}{unknown}", place
+        )
     if "OutOfMemoryError" in kinds or "MemoryError" in kinds or any(word in said for word in ALLOCATORS):
         first = said.splitlines()[0][:160] if said else "no message"
-        return Ending("memory", code, f"{title} ran out of memory {after} ({first})", place,
-                      "`flatout tune --memory-limit 8GB COMMAND...` finds a plan that needs less, and `flatout.Loop` repeats such a step in smaller parts")
+        return Ending(
+            "memory",
+            code,
+            f"{title} ran out of memory {after} ({first})",
+            place,
+            "`flatout tune --memory-limit 8GB COMMAND...` finds a plan that needs less, and `flatout.Loop` repeats such a step in smaller parts",
+        )
     lost = _lost_rank(failures)
     if lost:
         return Ending("exit", code, f"{title} failed {after}: {lost}", place)
@@ -167,15 +201,23 @@ def ending_of(code: int, title: str, failures: Sequence[Mapping[str, Any]], kill
         first = said.splitlines()[0][:160] if said else ""
         if kinds[0] == "BrokenPipeError":
             return Ending("unheard", code, f"{title} failed {after}: its output was closed", place)
-        return Ending("exit", code, f"{title} failed {after} with {kinds[0]}{f': {first}' if first else ''}", place)
+        return Ending(
+            "exit", code, f"{title} failed {after} with {kinds[0]}{f': {first}' if first else ''}", place
+        )
     return Ending("exit", code, f"{title} ended with exit code {code} {after}", place)
 
 
 def _lost_rank(failures: Sequence[Mapping[str, Any]]) -> str:
     """Return the rank that torchrun reports as failed, if no process reported a failure of its own."""
-    if any(str(metadata.get("kinds", [""])[0]) not in REPORTS and not LOST_ANOTHER.search(str(metadata.get("said", ""))) for metadata in failures):
+    if any(
+        str(metadata.get("kinds", [""])[0]) not in REPORTS
+        and not LOST_ANOTHER.search(str(metadata.get("said", "")))
+        for metadata in failures
+    ):
         return ""
-    root = next((found for metadata in failures if (found := ROOT_CAUSE.search(str(metadata.get("said", ""))))), None)
+    root = next(
+        (found for metadata in failures if (found := ROOT_CAUSE.search(str(metadata.get("said", ""))))), None
+    )
     if root is None:
         return ""
     code = int(root["code"])
@@ -184,9 +226,17 @@ def _lost_rank(failures: Sequence[Mapping[str, Any]]) -> str:
 
 def _place(metadata: Mapping[str, Any]) -> str:
     places = [(str(file), line) for file, line in metadata.get("places", [])]
-    own = [(file, line) for file, line in places if "-packages/" not in file and "/flatout/" not in file and "/lib/python" not in file]
+    own = [
+        (file, line)
+        for file, line in places
+        if "-packages/" not in file and "/flatout/" not in file and "/lib/python" not in file
+    ]
     file, line = (own or places or [("", 0)])[-1]
-    return f"{os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file}, line {line}" if file else ""
+    return (
+        f"{os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file}, line {line}"
+        if file
+        else ""
+    )
 
 
 def failures_in(folder: str) -> list[dict[str, Any]]:
@@ -202,7 +252,13 @@ def failures_in(folder: str) -> list[dict[str, Any]]:
             continue
         if isinstance(metadata, dict):
             found.append(metadata)
-    return sorted(found, key=lambda metadata: (bool(REPORTS & set(map(str, metadata.get("kinds", [])))), LOST_ANOTHER.search(str(metadata.get("said", ""))) is not None))
+    return sorted(
+        found,
+        key=lambda metadata: (
+            bool(REPORTS & set(map(str, metadata.get("kinds", [])))),
+            LOST_ANOTHER.search(str(metadata.get("said", ""))) is not None,
+        ),
+    )
 
 
 def kills_for_memory() -> int | None:
@@ -215,9 +271,16 @@ def kills_for_memory() -> int | None:
     for line in lines:
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controllers == "":
-            candidates += [f"/sys/fs/cgroup{path}/memory.events", f"/sys/fs/cgroup/unified{path}/memory.events", "/sys/fs/cgroup/memory.events"]
+            candidates += [
+                f"/sys/fs/cgroup{path}/memory.events",
+                f"/sys/fs/cgroup/unified{path}/memory.events",
+                "/sys/fs/cgroup/memory.events",
+            ]
         elif "memory" in controllers.split(","):
-            candidates += [f"/sys/fs/cgroup/memory{path}/memory.oom_control", "/sys/fs/cgroup/memory/memory.oom_control"]
+            candidates += [
+                f"/sys/fs/cgroup/memory{path}/memory.oom_control",
+                "/sys/fs/cgroup/memory/memory.oom_control",
+            ]
     for candidate in candidates:
         try:
             for line in Path(candidate).read_text(encoding="ascii", errors="replace").splitlines():

@@ -22,7 +22,14 @@ from flatout.plan.folder import write_whole
 OWN = ("nodes", "ntasks-per-node", "ntasks", "N", "n")  # the script sets these options itself
 
 
-def batch_script(nodes: Nodes, command: Sequence[str], options: str = "", name: str = "flatout", run: Sequence[str] = (), python: str = sys.executable) -> str:
+def batch_script(
+    nodes: Nodes,
+    command: Sequence[str],
+    options: str = "",
+    name: str = "flatout",
+    run: Sequence[str] = (),
+    python: str = sys.executable,
+) -> str:
     """Return the text of the script. ``options`` are for sbatch, ``run`` are more options of `flatout run`.
 
     Raises UsageError for sbatch options that cannot be parsed or that contradict --nodes.
@@ -51,15 +58,21 @@ def _on_failure(nodes: Nodes) -> str:
 def _agent(nodes: Nodes, run: Sequence[str], python: str) -> str:
     number = f'{nodes.fewest}:"$SLURM_JOB_NUM_NODES"' if nodes.fewest != nodes.most else str(nodes.most)
     restarts = f" --restarts {nodes.restarts}" if nodes.restarts else ""
-    return (f'{shlex.quote(python)} -P -m flatout run --nodes {number} --rendezvous "$rendezvous" '
-            f"{shlex.join(['--gpus' if nodes.gpus else '--procs', str(nodes.procs), *run])}{restarts}")
+    return (
+        f'{shlex.quote(python)} -P -m flatout run --nodes {number} --rendezvous "$rendezvous" '
+        f"{shlex.join(['--gpus' if nodes.gpus else '--procs', str(nodes.procs), *run])}{restarts}"
+    )
 
 
 def _directives(nodes: Nodes, options: str, name: str) -> str:
     given = _options(options)
     stated = {_name(option) for option in given}
     number = str(nodes.most) if nodes.fewest == nodes.most else f"{nodes.fewest}-{nodes.most}"
-    ours = [f"--nodes={number}", "--ntasks-per-node=1", *(["--no-kill"] if nodes.fewest != nodes.most else [])]
+    ours = [
+        f"--nodes={number}",
+        "--ntasks-per-node=1",
+        *(["--no-kill"] if nodes.fewest != nodes.most else []),
+    ]
     if not stated & {"job-name", "J"}:
         ours.append(f"--job-name={re.sub(r'[^A-Za-z0-9_.-]', '-', name)[:64] or 'flatout'}")
     if nodes.gpus and not any(name.startswith(("gpus", "gres", "tres")) or name == "G" for name in stated):
@@ -74,18 +87,24 @@ def _options(text: str) -> list[str]:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise UsageError(f"--slurm-options {text!r} cannot be read ({error}). Quote them as one argument: "
-                         "--slurm-options '--partition=gpu --time=4:00:00'.") from None
+        raise UsageError(
+            f"--slurm-options {text!r} cannot be read ({error}). Quote them as one argument: "
+            "--slurm-options '--partition=gpu --time=4:00:00'."
+        ) from None
     found: list[str] = []
     for word in words:
         if "\n" in word or "\r" in word:
-            raise UsageError(f"--slurm-options: {word!r} contains a line break, which an #SBATCH line cannot hold. Remove it.")
+            raise UsageError(
+                f"--slurm-options: {word!r} contains a line break, which an #SBATCH line cannot hold. Remove it."
+            )
         if word.startswith("-"):
             found.append(word)
         elif found and "=" not in found[-1]:
             found[-1] += f"={word}" if found[-1].startswith("--") else f" {word}"
         else:
-            raise UsageError(f"--slurm-options: {word!r} is not an option of sbatch. Write --slurm-options '--partition=gpu --time=4:00:00'.")
+            raise UsageError(
+                f"--slurm-options: {word!r} is not an option of sbatch. Write --slurm-options '--partition=gpu --time=4:00:00'."
+            )
     for option in found:
         if _name(option) in OWN:
             raise UsageError(f"--slurm-options: {option} is set by flatout. Remove it, and use --nodes.")
@@ -112,8 +131,11 @@ def submit(script: str, path: Path) -> str:
         return f"there is no sbatch on this machine; the script is in {path}. Submit it on a machine with Slurm: sbatch {shlex.quote(str(path))}"
     done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True)
     if done.returncode:
-        raise ProgramFailed(f"sbatch rejected {path}: {done.stderr.strip() or done.stdout.strip()}. Change the options with --slurm-options, or edit the "
-                            f"script and run: sbatch {shlex.quote(str(path))}", done.returncode)
+        raise ProgramFailed(
+            f"sbatch rejected {path}: {done.stderr.strip() or done.stdout.strip()}. Change the options with --slurm-options, or edit the "
+            f"script and run: sbatch {shlex.quote(str(path))}",
+            done.returncode,
+        )
     return f"{done.stdout.strip()} ({path})"
 
 

@@ -18,14 +18,41 @@ LOOK_S = 0.5
 TIMES, SHARE = 5.0, 0.01
 LONGEST_KEPT = 2000
 # Activities; docs/supervision.md says how each is recognised.
-COMPILING, READING_CODE, AT_WORK, WAITS_FOR_DEBUGGER = "compiles", "imports", "works elsewhere", "is held by a debugger"
+COMPILING, READING_CODE, AT_WORK, WAITS_FOR_DEBUGGER = (
+    "compiles",
+    "imports",
+    "works elsewhere",
+    "is held by a debugger",
+)
 FLOORS_S: dict[int | str, float] = {
-    heartbeat.TRAINING: 10.0, heartbeat.LOADING: 10.0, heartbeat.OPENING: 60.0, heartbeat.EVALUATING: 300.0, heartbeat.BETWEEN: 300.0, heartbeat.SAVING: 600.0, heartbeat.ENDING: 300.0,
-    heartbeat.STARTING: 1800.0, heartbeat.IMPORTED: 1800.0, COMPILING: 1800.0, READING_CODE: 1800.0, AT_WORK: 600.0, WAITS_FOR_DEBUGGER: float("inf")}
+    heartbeat.TRAINING: 10.0,
+    heartbeat.LOADING: 10.0,
+    heartbeat.OPENING: 60.0,
+    heartbeat.EVALUATING: 300.0,
+    heartbeat.BETWEEN: 300.0,
+    heartbeat.SAVING: 600.0,
+    heartbeat.ENDING: 300.0,
+    heartbeat.STARTING: 1800.0,
+    heartbeat.IMPORTED: 1800.0,
+    COMPILING: 1800.0,
+    READING_CODE: 1800.0,
+    AT_WORK: 600.0,
+    WAITS_FOR_DEBUGGER: float("inf"),
+}
 IN_WORDS: dict[int | str, str] = {
-    heartbeat.TRAINING: "in a step", heartbeat.LOADING: "waiting for data", heartbeat.OPENING: "waiting for the first batch of a loader", heartbeat.EVALUATING: "evaluating",
-    heartbeat.BETWEEN: "between two epochs", heartbeat.SAVING: "in torch.save", heartbeat.ENDING: "exiting", heartbeat.STARTING: "before torch was imported",
-    heartbeat.IMPORTED: "before the first step", COMPILING: "compiling", READING_CODE: "importing", AT_WORK: "working without steps"}
+    heartbeat.TRAINING: "in a step",
+    heartbeat.LOADING: "waiting for data",
+    heartbeat.OPENING: "waiting for the first batch of a loader",
+    heartbeat.EVALUATING: "evaluating",
+    heartbeat.BETWEEN: "between two epochs",
+    heartbeat.SAVING: "in torch.save",
+    heartbeat.ENDING: "exiting",
+    heartbeat.STARTING: "before torch was imported",
+    heartbeat.IMPORTED: "before the first step",
+    COMPILING: "compiling",
+    READING_CODE: "importing",
+    AT_WORK: "working without steps",
+}
 
 
 @dataclass
@@ -64,7 +91,13 @@ class StallTimer:
         if heartbeats == self._heartbeats and phase == self._phase:
             return False
         self.kinds.setdefault(self.kind, PauseStatistics()).add(now - self.since, steps - self._steps)
-        self._heartbeats, self._steps, self._phase, self.since, self.doing = heartbeats, steps, phase, now, None
+        self._heartbeats, self._steps, self._phase, self.since, self.doing = (
+            heartbeats,
+            steps,
+            phase,
+            now,
+            None,
+        )
         return True
 
     @property

@@ -25,7 +25,15 @@ from flatout.launch.monitored_processes import ProcessEvent, ProgramProcesses
 from flatout.launch.rank import Rank
 from flatout.launch.rank_monitor import RankMonitor
 from flatout.launch.reaper import Reaper, end_members
-from flatout.launch.restart_policy import Attempt, Ending, Incident, RestartHistory, ending_of, failures_in, kills_for_memory
+from flatout.launch.restart_policy import (
+    Attempt,
+    Ending,
+    Incident,
+    RestartHistory,
+    ending_of,
+    failures_in,
+    kills_for_memory,
+)
 from flatout.launch.stall_limits import LOOK_S
 from flatout.plan import heartbeat
 from flatout.plan.errors import NotFinite, ProgramHung, StorageError, UsageError
@@ -62,11 +70,31 @@ class StartMonitor(RankMonitor):
 
     ``hung`` is the hang that ended it, if any. ``late``: it did not exit in time after a request to."""
 
-    def __init__(self, rank: Rank, folder: Path, event_fifo: EventFifo, signals: LauncherSignals, shares_group: bool, watched: ProgramProcesses, attempt: Attempt, terms: SupervisionLimits,
-                 clocks: SupervisorClocks, observes: Callable[[ProcessEvent], None], steps: Callable[[], None], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        folder: Path,
+        event_fifo: EventFifo,
+        signals: LauncherSignals,
+        shares_group: bool,
+        watched: ProgramProcesses,
+        attempt: Attempt,
+        terms: SupervisionLimits,
+        clocks: SupervisorClocks,
+        observes: Callable[[ProcessEvent], None],
+        steps: Callable[[], None],
+        say: Callable[[str], None],
+    ) -> None:
         super().__init__([rank], folder, event_fifo, signals, shares_group, say)
         self.every_s = STARTS_S
-        self.watched, self.attempt, self.terms, self.clocks, self.observes, self.steps = watched, attempt, terms, clocks, observes, steps
+        self.watched, self.attempt, self.terms, self.clocks, self.observes, self.steps = (
+            watched,
+            attempt,
+            terms,
+            clocks,
+            observes,
+            steps,
+        )
         self.hung: ProcessEvent | None = None
         self.late = False
         self._next = 0.0
@@ -133,11 +161,26 @@ class Supervisor:
 
     After ``run``, ``ended_by`` is the signal by which the user ended it, or None."""
 
-    def __init__(self, title: str, argv: Sequence[str], environment: Mapping[str, str], terms: SupervisionLimits, clocks: SupervisorClocks, book: IncidentLog,
-                 say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        title: str,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        terms: SupervisionLimits,
+        clocks: SupervisorClocks,
+        book: IncidentLog,
+        say: Callable[[str], None],
+    ) -> None:
         if not hasattr(select, "epoll") or not hasattr(os, "posix_fallocate"):
             raise UsageError(f"--supervise needs Linux, and this is {sys.platform}. Remove --supervise.")
-        self.argv, self.environment, self.terms, self.clocks, self.book, self.say = list(argv), dict(environment), terms, clocks, book, say
+        self.argv, self.environment, self.terms, self.clocks, self.book, self.say = (
+            list(argv),
+            dict(environment),
+            terms,
+            clocks,
+            book,
+            say,
+        )
         self.title = f"`{title if len(title) <= MOST_TYPED else title[:MOST_TYPED] + '...'}`"
         self.course = RestartHistory()
         self.ended_by: int | None = None
@@ -148,11 +191,17 @@ class Supervisor:
 
         Raises ProgramNotFound, StorageError."""
         try:
-            self.folder = Path(tempfile.mkdtemp(prefix="flatout-watched-", dir=MEMORY if os.access(MEMORY, os.W_OK) else None))
+            self.folder = Path(
+                tempfile.mkdtemp(
+                    prefix="flatout-watched-", dir=MEMORY if os.access(MEMORY, os.W_OK) else None
+                )
+            )
             (self.folder / "begun").touch()
             event_fifo = EventFifo(self.folder)
         except OSError as error:
-            raise StorageError(f"cannot create a folder in {tempfile.gettempdir()}: {error.strerror}. Set TMPDIR to another one.") from error
+            raise StorageError(
+                f"cannot create a folder in {tempfile.gettempdir()}: {error.strerror}. Set TMPDIR to another one."
+            ) from error
         with LauncherSignals() as signals:
             reaper = Reaper(str(self.folder), MARKED)
             try:
@@ -181,13 +230,30 @@ class Supervisor:
         event_fifo.hush()  # discard timers and events of the last start
         attempt = Attempt(len(self.course.attempts) + 1, self.clocks.seconds(), base=self.course.kept)
         self.course.attempts.append(attempt)
-        environment = {**self.environment, MARKED: str(self.folder), "FLATOUT_CRASH_REPORTS": str(self.folder / f"told{attempt.number}"), "FLATOUT_FIRST": ""}
+        environment = {
+            **self.environment,
+            MARKED: str(self.folder),
+            "FLATOUT_CRASH_REPORTS": str(self.folder / f"told{attempt.number}"),
+            "FLATOUT_FIRST": "",
+        }
         shares_group = in_foreground()
         kills = kills_for_memory()
         rank = Rank(0, self.argv, environment, not shares_group, signals.give_back)
         watched = ProgramProcesses(str(self.folder), attempt.began, self.terms.hang_after_s)
-        guard = StartMonitor(rank, self.folder, event_fifo, signals, shares_group, watched, attempt, self.terms, self.clocks,
-                      lambda event: self._observes(event, attempt, watched), lambda: self._came_to_a_step(attempt), lambda said: self.say(said))
+        guard = StartMonitor(
+            rank,
+            self.folder,
+            event_fifo,
+            signals,
+            shares_group,
+            watched,
+            attempt,
+            self.terms,
+            self.clocks,
+            lambda event: self._observes(event, attempt, watched),
+            lambda: self._came_to_a_step(attempt),
+            lambda said: self.say(said),
+        )
         ended = False
         try:
             guard.until_the_end()
@@ -219,16 +285,24 @@ class Supervisor:
         asked = guard.asked_by(code)
         if asked is not None:
             if guard.late:
-                self.say(f"{self.title} did not exit within {self.terms.grace_s:g} s of {signal.Signals(asked).name} and was killed. Increase --grace.")
+                self.say(
+                    f"{self.title} did not exit within {self.terms.grace_s:g} s of {signal.Signals(asked).name} and was killed. Increase --grace."
+                )
             killed = guard.ranks[0].killed
             self.ended_by = asked if killed or code == -asked else None
-            return Ending("asked", 128 + asked if killed else exit_code(code), f"ended by {signal.Signals(asked).name}")
+            return Ending(
+                "asked", 128 + asked if killed else exit_code(code), f"ended by {signal.Signals(asked).name}"
+            )
         if guard.hung is not None:
             return Ending("hung", ProgramHung.exit_code, guard.hung.said, guard.hung.place)
         step = watched.word(heartbeat.NOT_FINITE)
         if step:
-            return Ending("nan", NotFinite.exit_code, f"the loss of step {step} was NaN or infinite, so --on-nan stop ended the program",
-                          advice="an earlier checkpoint has finite weights; a lower learning rate or gradient clipping may help")
+            return Ending(
+                "nan",
+                NotFinite.exit_code,
+                f"the loss of step {step} was NaN or infinite, so --on-nan stop ended the program",
+                advice="an earlier checkpoint has finite weights; a lower learning rate or gradient clipping may help",
+            )
         if code == 0:
             return Ending("well", 0, "")
         after = kills_for_memory()
@@ -246,8 +320,22 @@ class Supervisor:
                 self.say(line)
             return
         self.say(f"{event.said}.")
-        self.book.write(Incident(self.clocks.today(), attempt.number, event.kind, event.said, event.place, event.pid, event.rank, event.step,
-                                 watched.kept(attempt.base), None, event.silent_s, followed_by="continued"))
+        self.book.write(
+            Incident(
+                self.clocks.today(),
+                attempt.number,
+                event.kind,
+                event.said,
+                event.place,
+                event.pid,
+                event.rank,
+                event.step,
+                watched.kept(attempt.base),
+                None,
+                event.silent_s,
+                followed_by="continued",
+            )
+        )
 
     def _failed(self, attempt: Attempt, ending: Ending, guard: StartMonitor, found: float) -> None:
         self._close("the next failure")
@@ -258,8 +346,21 @@ class Supervisor:
             self.say(f"{ending.what}{where}{'; the same as before' if again else ''}.")
         self.course.note(attempt)
         pid, rank = (hung.pid, hung.rank) if hung is not None else (guard.ranks[0].process.pid, None)
-        self._open = Incident(self.clocks.today(), attempt.number, ending.kind, ending.what, ending.place, pid, rank, attempt.reached, attempt.kept,
-                              ending.code, hung.silent_s if hung is not None else 0.0, assert_ended - found, lines=hung.lines if hung is not None else ())
+        self._open = Incident(
+            self.clocks.today(),
+            attempt.number,
+            ending.kind,
+            ending.what,
+            ending.place,
+            pid,
+            rank,
+            attempt.reached,
+            attempt.kept,
+            ending.code,
+            hung.silent_s if hung is not None else 0.0,
+            assert_ended - found,
+            lines=hung.lines if hung is not None else (),
+        )
 
     def _why_not_again(self, attempt: Attempt, ending: Ending) -> str | None:
         """Return why the program is not restarted; None if it is."""
@@ -270,9 +371,13 @@ class Supervisor:
         why = self.course.why_not_again(ending, attempt, self.terms.restarts)
         if why:
             return why
-        kept = f"its newest checkpoint is of step {attempt.kept}" if attempt.kept \
-            else f"its newest checkpoint is of step {self.course.kept}" if self.course.kept \
+        kept = (
+            f"its newest checkpoint is of step {attempt.kept}"
+            if attempt.kept
+            else f"its newest checkpoint is of step {self.course.kept}"
+            if self.course.kept
             else "no checkpoint is known, so the program decides where to start"
+        )
         self.say(f"restarted ({attempt.number} of at most {self.terms.restarts}): {kept}.")
         return None
 
@@ -299,4 +404,6 @@ class Supervisor:
         word = "no restart" if not restarts else "1 restart" if restarts == 1 else f"{restarts} restarts"
         where = f"; the incidents are in {self.book.path}" if self.book.written else ""
         steps = f"{reached:,} step{'s' if reached > 1 else ''} in {now - attempts[0].began:.0f} s"
-        self.say(f"{steps}, {word}; {self.course.goodput(now, well):.0%} of the time went into steps that were kept{where}.")
+        self.say(
+            f"{steps}, {word}; {self.course.goodput(now, well):.0%} of the time went into steps that were kept{where}."
+        )

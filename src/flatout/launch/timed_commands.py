@@ -21,7 +21,9 @@ MAX_BYTES = 1 << 20
 class TimedCommand:
     """A started program. ``answer`` waits for it, and kills its process group after the time limit."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None, folder: str | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str] | None = None, folder: str | None = None
+    ) -> None:
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
         # Files, not pipes: a program that fills its pipe would block while we wait for another program.
@@ -33,8 +35,16 @@ class TimedCommand:
         # The output is parsed in English; another locale would translate it.
         words = {**(os.environ if environment is None else environment), "LC_ALL": "C"}
         try:
-            self._process = subprocess.Popen([path, *command[1:]], env=words, cwd=folder, stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err,
-                                             start_new_session=True, preexec_fn=die_with_flatout)
+            self._process = subprocess.Popen(
+                [path, *command[1:]],
+                env=words,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=self._out,
+                stderr=self._err,
+                start_new_session=True,
+                preexec_fn=die_with_flatout,
+            )
         except OSError as error:  # another architecture's binary, no memory for a process
             self._refused = f"{path}: {error.strerror}"
 
@@ -48,7 +58,13 @@ class TimedCommand:
             timed_out = True
         finally:
             self.end()
-        return CommandResult(self._command, None if timed_out else self._process.returncode, _text(self._out), _text(self._err), timed_out=timed_out)
+        return CommandResult(
+            self._command,
+            None if timed_out else self._process.returncode,
+            _text(self._out),
+            _text(self._err),
+            timed_out=timed_out,
+        )
 
     def end(self) -> None:
         """Kill the program and its process group, if they still run."""

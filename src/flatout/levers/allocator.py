@@ -40,4 +40,13 @@ def code(value: Value) -> str:
     return "PYTORCH_ALLOC_CONF=expandable_segments:True python train.py"
 
 
-LEVER = Lever("allocator", Moment.PROCESS, Effect.EXACT, applies, code, environment=environment, guard=Comparison.BITWISE, page=__doc__)
+LEVER = Lever(
+    "allocator",
+    Moment.PROCESS,
+    Effect.EXACT,
+    applies,
+    code,
+    environment=environment,
+    guard=Comparison.BITWISE,
+    page=__doc__,
+)

@@ -36,9 +36,13 @@ MOST_FUNCTIONS = 64  # functions of the script that one forward may reach
 
 def applies(facts: Facts, context: Any) -> Options | Skip:
     if context.compiled_by_script:
-        return Skip("the script compiles the model or a part of it, and the compiler recognises attention itself")
+        return Skip(
+            "the script compiles the model or a part of it, and the compiler recognises attention itself"
+        )
     if context.create_graph_seen:
-        return Skip("the script differentiates twice (create_graph=True), and fused attention has no second derivative")
+        return Skip(
+            "the script differentiates twice (create_graph=True), and fused attention has no second derivative"
+        )
     if not _writers(context):
         return Skip("no module of the model multiplies matrices and takes a softmax in its forward")
     return Options((True,))
@@ -62,7 +66,11 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
         for watch in watches:
             watch.step()
         steps[0] += 1
-        if steps[0] == PATIENCE_STEPS and any(watch.passes for watch in watches) and not any(watch.fused for watch in watches):
+        if (
+            steps[0] == PATIENCE_STEPS
+            and any(watch.passes for watch in watches)
+            and not any(watch.fused for watch in watches)
+        ):
             context.report("attention", _why_nothing(watches))
 
     ledger.call("optimizer step hook", register_optimizer_step_pre_hook(step).remove)
@@ -72,11 +80,18 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
 def _watched(torch: Any, watch: Any) -> Any:
     def wrapper(forward: Any) -> Any:
         def fused_where_it_can_be(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not torch.is_grad_enabled() or watch.idle or torch.jit.is_tracing():
+            if (
+                torch.compiler.is_compiling()
+                or not torch.is_grad_enabled()
+                or watch.idle
+                or torch.jit.is_tracing()
+            ):
                 return forward(*args, **kwargs)
             with watch.forward():
                 return forward(*args, **kwargs)
+
         return fused_where_it_can_be
+
     return wrapper
 
 
@@ -98,7 +113,9 @@ def _writers(context: Any) -> list[Any]:
                 known[kind] = _writes(kind)
             weighs = any(isinstance(child, nn.Softmax) for child in module.children())
             softmax, product = known[kind]
-            if (product and (softmax or weighs) and not isinstance(module, script)) or kind is nn.MultiheadAttention:
+            if (
+                product and (softmax or weighs) and not isinstance(module, script)
+            ) or kind is nn.MultiheadAttention:
                 found[id(module)] = module
     return list(found.values())
 
@@ -113,12 +130,18 @@ def _writes(kind: Any) -> tuple[bool, bool]:
     seen: set[FunctionType] = set()
     while waiting and len(seen) < MOST_FUNCTIONS:
         function = waiting.pop()
-        if not isinstance(function, FunctionType) or function in seen or str(function.__module__).partition(".")[0] == "torch":
+        if (
+            not isinstance(function, FunctionType)
+            or function in seen
+            or str(function.__module__).partition(".")[0] == "torch"
+        ):
             continue
         seen.add(function)
         for code in _codes(function.__code__):
             softmax |= not SOFTMAX.isdisjoint(code.co_names)
-            product |= not PRODUCTS.isdisjoint(code.co_names) or any(each.opname == "BINARY_OP" and each.argrepr == "@" for each in dis.get_instructions(code))
+            product |= not PRODUCTS.isdisjoint(code.co_names) or any(
+                each.opname == "BINARY_OP" and each.argrepr == "@" for each in dis.get_instructions(code)
+            )
             waiting += [function.__globals__.get(name) or getattr(kind, name, None) for name in code.co_names]
             if "forward" in code.co_names:  # perhaps the forward of a base class
                 waiting += [vars(base).get("forward") for base in kind.__mro__]
@@ -136,7 +159,10 @@ def _is_filled(cell: Any) -> bool:
 
 def _codes(code: CodeType) -> list[CodeType]:
     """This code object and those of the functions inside it."""
-    return [code, *(each for constant in code.co_consts if isinstance(constant, CodeType) for each in _codes(constant))]
+    return [
+        code,
+        *(each for constant in code.co_consts if isinstance(constant, CodeType) for each in _codes(constant)),
+    ]
 
 
 def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
@@ -154,8 +180,20 @@ def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
 
 
 def code(value: Value) -> str:
-    return ("y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # or attn_mask=mask, True where a key is kept\n"
-            "# instead of F.softmax((q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))).masked_fill(~mask, -math.inf), -1) @ v")
+    return (
+        "y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # or attn_mask=mask, True where a key is kept\n"
+        "# instead of F.softmax((q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))).masked_fill(~mask, -math.inf), -1) @ v"
+    )
 
 
-LEVER = Lever("attention", Moment.MODEL, Effect.ROUNDING, applies, code, apply=apply, live=True, known_bad=known_bad, page=__doc__)
+LEVER = Lever(
+    "attention",
+    Moment.MODEL,
+    Effect.ROUNDING,
+    applies,
+    code,
+    apply=apply,
+    live=True,
+    known_bad=known_bad,
+    page=__doc__,
+)

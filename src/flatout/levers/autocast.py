@@ -35,17 +35,25 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     if context.autocast_seen:
         return Skip("the program already trains under autocast")
     if context.in_pieces:
-        return Skip(f"the script calls {len(context.roots)} modules separately, and no module contains them all")
+        return Skip(
+            f"the script calls {len(context.roots)} modules separately, and no module contains them all"
+        )
     others = sorted({str(p.dtype) for p in context.parameters if p.dtype != torch.float32})
     if others:
         return Skip(f"the program trains parameters that are not float32 ({', '.join(others)})")
     if context.device_type == "cuda":
         if torch.cuda.get_device_capability(context.device)[0] >= 8:
             return Options(("bfloat16",))
-        return Skip("the program already scales its losses with a GradScaler") if context.scalers else Options(("float16",))
+        return (
+            Skip("the program already scales its losses with a GradScaler")
+            if context.scalers
+            else Options(("float16",))
+        )
     if context.device_type == "cpu":
         if not {"amx_bf16", "avx512_bf16", "bf16"} & set(facts.cpu_flags):
-            return Skip("this processor has no bfloat16 instructions (AMX, AVX512-BF16 or those of ARM), and bfloat16 is slower without them")
+            return Skip(
+                "this processor has no bfloat16 instructions (AMX, AVX512-BF16 or those of ARM), and bfloat16 is slower without them"
+            )
         return Options(("bfloat16",))
     return Skip(f"the parameters are on {context.device_type}, where flatout has not measured autocast")
 
@@ -64,6 +72,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
             with torch.autocast(device, dtype=dtype):
                 output = forward(*args, **kwargs)
             return _float32(torch, output)
+
         return in_half_precision
 
     for root in context.roots:
@@ -98,7 +107,9 @@ class _LossScale:
         self.good_steps = 0
         self._overflow: dict[Any, Any] = {}  # device -> whether a gradient was infinite; read once per step
         self._inside = False
-        self._hooked: Any = WeakIdKeyDictionary((p, p.register_hook(self._unscale)) for p in context.parameters)
+        self._hooked: Any = WeakIdKeyDictionary(
+            (p, p.register_hook(self._unscale)) for p in context.parameters
+        )
         ledger.call("gradient hooks", lambda: [handle.remove() for handle in list(self._hooked.values())])
         for optimizer in context.optimizers:
             ledger.set(optimizer, "step", self._guarded(optimizer.step), new=True)
@@ -111,21 +122,37 @@ class _LossScale:
             if self._inside:  # a reentrant checkpoint calls backward inside a backward pass
                 return backward(tensors, grad_tensors, *args, **kwargs)
             roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
-            given = (grad_tensors,) if isinstance(grad_tensors, torch.Tensor) else tuple(grad_tensors or (None,) * len(roots))
-            scaled = [g * self.scale if g is not None else torch.full_like(root, self.scale) if root.numel() == 1 else None
-                      for root, g in zip(roots, given, strict=True)]
+            given = (
+                (grad_tensors,)
+                if isinstance(grad_tensors, torch.Tensor)
+                else tuple(grad_tensors or (None,) * len(roots))
+            )
+            scaled = [
+                g * self.scale
+                if g is not None
+                else torch.full_like(root, self.scale)
+                if root.numel() == 1
+                else None
+                for root, g in zip(roots, given, strict=True)
+            ]
             self._inside = True
             try:
                 return backward(roots, scaled, *args, **kwargs)
             finally:
                 self._inside = False
+
         return backward_from_scaled
 
     def unscale_leaves(self, inputs: Any) -> None:
         """Unscale inputs whose gradient the script needs, such as an adversarial example."""
         for part in inputs:
             for tensor in part.values() if isinstance(part, dict) else part:
-                if isinstance(tensor, self.torch.Tensor) and tensor.is_leaf and tensor.requires_grad and tensor not in self._hooked:
+                if (
+                    isinstance(tensor, self.torch.Tensor)
+                    and tensor.is_leaf
+                    and tensor.requires_grad
+                    and tensor not in self._hooked
+                ):
                     self._hooked[tensor] = tensor.register_hook(self._unscale)
 
     def _unscale(self, grad: Any) -> Any:
@@ -146,6 +173,7 @@ class _LossScale:
             if self.good_steps % STEPS_BEFORE_GROWTH == 0:
                 self.scale *= 2
             return step(*args, **kwargs)
+
         return step_unless_overflow
 
 
@@ -158,8 +186,10 @@ def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
 
 def code(value: Value) -> str:
     if value == "float16":
-        return ('with torch.autocast(device, torch.float16): loss = ...\n'
-                'scaler.scale(loss).backward(); scaler.unscale_(optimizer); scaler.step(optimizer); scaler.update()')
+        return (
+            "with torch.autocast(device, torch.float16): loss = ...\n"
+            "scaler.scale(loss).backward(); scaler.unscale_(optimizer); scaler.step(optimizer); scaler.update()"
+        )
     return "with torch.autocast(device, torch.bfloat16): loss = ...  # on the CPU, softmax, norms, sums and losses in float32: x.float().softmax(-1)"
 
 
@@ -167,5 +197,16 @@ def half(value: Value) -> str:
     return f"{value} products"
 
 
-LEVER = Lever("autocast", Moment.MODEL, Effect.PRECISION, applies, code, apply=apply, live=True, known_bad=known_bad, after=("channels_last",),
-              half=half, page=__doc__)
+LEVER = Lever(
+    "autocast",
+    Moment.MODEL,
+    Effect.PRECISION,
+    applies,
+    code,
+    apply=apply,
+    live=True,
+    known_bad=known_bad,
+    after=("channels_last",),
+    half=half,
+    page=__doc__,
+)

@@ -8,7 +8,7 @@ they are traced. No other call does. A kernel converts its inputs and calls the 
 excluded, as torch's own kernels do.
 
 The lists come from aten/src/ATen/autocast_mode.h. One operator is added on all devices: the mean over all
-elements. Its sum is in CUDA's list, and it is usually a loss. """
+elements. Its sum is in CUDA's list, and it is usually a loss."""
 
 from __future__ import annotations
 
@@ -19,18 +19,93 @@ from typing import Any
 
 # AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE and AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE.
 FLOAT32 = (
-    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh", "tan", "pow.Tensor_Scalar",
-    "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm",
-    "nuclear_norm.dim", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div",
-    "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss",
-    "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp", "upsample_nearest1d",
-    "_upsample_nearest_exact1d", "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_nearest3d", "_upsample_nearest_exact3d",
-    "upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
-    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm",
-    "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList", "norm.Scalar", "norm.ScalarOpt_dim",
+    "acos",
+    "asin",
+    "cosh",
+    "erfinv",
+    "exp",
+    "expm1",
+    "log",
+    "log10",
+    "log2",
+    "log1p",
+    "reciprocal",
+    "rsqrt",
+    "sinh",
+    "tan",
+    "pow.Tensor_Scalar",
+    "pow.Tensor_Tensor",
+    "pow.Scalar",
+    "softplus",
+    "layer_norm",
+    "native_layer_norm",
+    "rms_norm",
+    "group_norm",
+    "frobenius_norm.dim",
+    "nuclear_norm",
+    "nuclear_norm.dim",
+    "cosine_similarity",
+    "poisson_nll_loss",
+    "cosine_embedding_loss",
+    "nll_loss",
+    "nll_loss2d",
+    "hinge_embedding_loss",
+    "kl_div",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "mse_loss",
+    "margin_ranking_loss",
+    "multilabel_margin_loss",
+    "soft_margin_loss",
+    "triplet_margin_loss",
+    "multi_margin_loss",
+    "binary_cross_entropy_with_logits",
+    "dist",
+    "pdist",
+    "cdist",
+    "renorm",
+    "logsumexp",
+    "upsample_nearest1d",
+    "_upsample_nearest_exact1d",
+    "upsample_nearest2d",
+    "_upsample_nearest_exact2d",
+    "upsample_nearest3d",
+    "_upsample_nearest_exact3d",
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "_upsample_bilinear2d_aa",
+    "upsample_trilinear3d",
+    "upsample_bicubic2d",
+    "_upsample_bicubic2d_aa",
+    "prod",
+    "prod.dim_int",
+    "softmax.int",
+    "log_softmax.int",
+    "cumprod",
+    "cumsum",
+    "linalg_vector_norm",
+    "linalg_matrix_norm",
+    "linalg_matrix_norm.str_ord",
+    "sum",
+    "sum.dim_IntList",
+    "norm.Scalar",
+    "norm.ScalarOpt_dim",
 )
 # AT_FORALL_PROMOTE. Most of them expect one dtype and would raise if float32 from above meets bfloat16.
-WIDEST = ("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot", "scatter_add")
+WIDEST = (
+    "addcdiv",
+    "addcmul",
+    "atan2",
+    "bilinear",
+    "cross",
+    "dot",
+    "vdot",
+    "grid_sampler",
+    "index_put",
+    "tensordot",
+    "scatter_add",
+)
 ADDED = ("mean",)
 TAG = "flatout: float32 as autocast of CUDA"
 KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
@@ -86,7 +161,9 @@ def keep_float32(torch: Any, device: str, ledger: Any) -> None:
     an operator takes 3 to 6 us longer (torch 2.14, one core of an Intel Xeon with AMX).
     """
     registration = _REGISTRATIONS[device]
-    ledger.call(f"kernels at {KEYS[device]}", registration.end)  # first, so that it also undoes a partial registration
+    ledger.call(
+        f"kernels at {KEYS[device]}", registration.end
+    )  # first, so that it also undoes a partial registration
     registration.begin(torch, KEYS[device])
 
 
@@ -102,17 +179,29 @@ def _missing(torch: Any, key: str) -> Iterator[tuple[Any, Kernel]]:
 
 def _in_float32(torch: Any, op: Any, key: str) -> Kernel:
     """A kernel that converts half precision to float32."""
-    again, halves, float32, plain = _without_autocast(torch, op, key), (torch.bfloat16, torch.float16), torch.float32, torch.Tensor
+    again, halves, float32, plain = (
+        _without_autocast(torch, op, key),
+        (torch.bfloat16, torch.float16),
+        torch.float32,
+        torch.Tensor,
+    )
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        return again([a.to(float32) if isinstance(a, plain) and a.dtype in halves else a for a in args], kwargs)
+        return again(
+            [a.to(float32) if isinstance(a, plain) and a.dtype in halves else a for a in args], kwargs
+        )
 
     return kernel
 
 
 def _in_widest(torch: Any, op: Any, key: str) -> Kernel:
     """A kernel that converts half precision to float32 if another input is float32."""
-    again, convert, float32, plain = _without_autocast(torch, op, key), _in_float32(torch, op, key), torch.float32, torch.Tensor
+    again, convert, float32, plain = (
+        _without_autocast(torch, op, key),
+        _in_float32(torch, op, key),
+        torch.float32,
+        torch.Tensor,
+    )
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         meets = any(isinstance(a, plain) and a.dtype is float32 for a in args)
@@ -122,7 +211,10 @@ def _in_widest(torch: Any, op: Any, key: str) -> Kernel:
 
 
 def _without_autocast(torch: Any, op: Any, key: str) -> Callable[[Any, dict[str, Any]], Any]:
-    exclude, autocast = torch._C._ExcludeDispatchKeyGuard, torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    exclude, autocast = (
+        torch._C._ExcludeDispatchKeyGuard,
+        torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)),
+    )
 
     def again(args: Any, kwargs: dict[str, Any]) -> Any:
         with exclude(autocast):

@@ -27,7 +27,9 @@ from flatout.plan.facts import Facts
 from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
 
 NAME = "batch_size"
-BATCHES_ITSELF = "the training DataLoader does not make batches (batch_size=None); the data set or the script does"
+BATCHES_ITSELF = (
+    "the training DataLoader does not make batches (batch_size=None); the data set or the script does"
+)
 OWN_SAMPLER = "the training DataLoader has a sampler ({name}) of its own, which may depend on the batch size"
 OWN_BATCHES = "the training DataLoader has a batch sampler ({name}) that sets the batch size"
 
@@ -39,9 +41,14 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
         return Skip("this process created no torch DataLoader, so its batches come from another source")
     trains = context.training_loader
     if trains is None:
-        return Skip("no backward pass followed a batch loaded with gradients enabled, so the training DataLoader is unknown")
+        return Skip(
+            "no backward pass followed a batch loaded with gradients enabled, so the training DataLoader is unknown"
+        )
     size = context.loaders[trains]["batch_size"]
-    live = next((loader for loader in context.training_loaders if context.number_of_loader(loader) == trains), next(iter(context.training_loaders), None))
+    live = next(
+        (loader for loader in context.training_loaders if context.number_of_loader(loader) == trains),
+        next(iter(context.training_loaders), None),
+    )
     made = resized(_arguments(live), 1) if live is not None else {}
     if isinstance(made, str):
         return Skip(made)
@@ -66,7 +73,9 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
 def _read(value: Value) -> tuple[int, int]:
     """Size and loader. Raises TypeError."""
     if not isinstance(value, dict) or not {"size"} <= value.keys() <= {"size", "loader"}:
-        raise TypeError(f"the value of batch_size must be a table such as {{size = 64}} or {{size = 64, loader = 1}}, not {value!r}")
+        raise TypeError(
+            f"the value of batch_size must be a table such as {{size = 64}} or {{size = 64, loader = 1}}, not {value!r}"
+        )
     size, loader = value["size"], value.get("loader", 0)
     if not (type(size) is int and size > 0 and type(loader) is int and loader >= 0):
         raise TypeError(f"size must be an integer >= 1 and loader an integer >= 0, not {value!r}")
@@ -98,10 +107,25 @@ class _Rule:
 def resized(arguments: dict[str, Any], size: int) -> dict[str, Any] | str:
     """The arguments of a DataLoader with this batch size, or the reason why there are none."""
     batches = arguments.get("batch_sampler")
-    samplers = [each for each in (arguments.get("sampler"), batches, getattr(batches, "sampler", None)) if each is not None]
-    if batches is not None and (type(batches).__name__ != "BatchSampler" or not type(batches).__module__.startswith("torch.utils.data.")):
+    samplers = [
+        each
+        for each in (arguments.get("sampler"), batches, getattr(batches, "sampler", None))
+        if each is not None
+    ]
+    if batches is not None and (
+        type(batches).__name__ != "BatchSampler"
+        or not type(batches).__module__.startswith("torch.utils.data.")
+    ):
         return OWN_BATCHES.format(name=type(batches).__name__)
-    own = next((each for each in samplers if type(each) not in (list, tuple, range) and not type(each).__module__.startswith("torch.utils.data.")), None)
+    own = next(
+        (
+            each
+            for each in samplers
+            if type(each) not in (list, tuple, range)
+            and not type(each).__module__.startswith("torch.utils.data.")
+        ),
+        None,
+    )
     if own is not None:
         return OWN_SAMPLER.format(name=type(own).__name__)
     if batches is not None:
@@ -111,6 +135,7 @@ def resized(arguments: dict[str, Any], size: int) -> dict[str, Any] | str:
 
 def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Batches of the requested size that repeat one sample."""
+
     def change(dataset: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         from torch.utils.data import default_collate
 
@@ -126,4 +151,14 @@ def code(value: Value) -> str:
     return f"DataLoader(..., batch_size={held.get('size', '...')})"
 
 
-LEVER = Lever(NAME, Moment.LOADER, Effect.CHANGES_MATH, applies, code, apply=apply, guard=Comparison.DISTRIBUTION, known_bad=known_bad, page=__doc__)
+LEVER = Lever(
+    NAME,
+    Moment.LOADER,
+    Effect.CHANGES_MATH,
+    applies,
+    code,
+    apply=apply,
+    guard=Comparison.DISTRIBUTION,
+    known_bad=known_bad,
+    page=__doc__,
+)

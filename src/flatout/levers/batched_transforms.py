@@ -85,9 +85,21 @@ def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
 
 
 def code(value: Value) -> str:
-    return ("# make batches of bytes in the loader, then, for the whole batch, with torchvision.transforms.v2:\n"
-            "images = v2.functional.normalize(images.float() / 255, mean, std)")
+    return (
+        "# make batches of bytes in the loader, then, for the whole batch, with torchvision.transforms.v2:\n"
+        "images = v2.functional.normalize(images.float() / 255, mean, std)"
+    )
 
 
-LEVER = Lever("batched_transforms", Moment.LOADER, Effect.EXACT, applies, code, apply=apply, guard=Comparison.BITWISE, known_bad=known_bad,
-              after=("cached_prefix",), page=__doc__)
+LEVER = Lever(
+    "batched_transforms",
+    Moment.LOADER,
+    Effect.EXACT,
+    applies,
+    code,
+    apply=apply,
+    guard=Comparison.BITWISE,
+    known_bad=known_bad,
+    after=("cached_prefix",),
+    page=__doc__,
+)

@@ -55,7 +55,9 @@ def _keep(value: Value, handed_on: Any = None) -> Any:
     if not isinstance(value, dict) or not isinstance(value.get("mib"), int):
         raise TypeError(f"the value of cached_prefix must be a table such as {{mib = 512}}, not {value!r}")
     folder = value.get("disk")
-    return CacheOptions(CacheBudget(value["mib"] * MIB), bool(value.get("ahead")), str(folder) if folder else None, handed_on)
+    return CacheOptions(
+        CacheBudget(value["mib"] * MIB), bool(value.get("ahead")), str(folder) if folder else None, handed_on
+    )
 
 
 def apply(context: Any, value: Value, ledger: Any) -> Undo:
@@ -88,8 +90,20 @@ def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
 
 
 def code(value: Value) -> str:
-    return ("# before training, once:\n"
-            "dataset = TensorDataset(*map(torch.stack, zip(*((image, torch.tensor(label)) for image, label in dataset))))")
+    return (
+        "# before training, once:\n"
+        "dataset = TensorDataset(*map(torch.stack, zip(*((image, torch.tensor(label)) for image, label in dataset))))"
+    )
 
 
-LEVER = Lever("cached_prefix", Moment.LOADER, Effect.EXACT, applies, code, apply=apply, guard=Comparison.BITWISE, known_bad=known_bad, page=__doc__)
+LEVER = Lever(
+    "cached_prefix",
+    Moment.LOADER,
+    Effect.EXACT,
+    applies,
+    code,
+    apply=apply,
+    guard=Comparison.BITWISE,
+    known_bad=known_bad,
+    page=__doc__,
+)

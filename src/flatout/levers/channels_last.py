@@ -25,13 +25,24 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     if not context.has_layer("Conv2d", "ConvTranspose2d"):
         return Skip("no module of the model is an nn.Conv2d or nn.ConvTranspose2d")
     if context.in_pieces:
-        return Skip(f"the script calls {len(context.roots)} modules separately, and no module contains them all")
+        return Skip(
+            f"the script calls {len(context.roots)} modules separately, and no module contains them all"
+        )
     if context.closure_steps and any(type(o).__name__ == "LBFGS" for o in context.optimizers):
         return Skip("LBFGS flattens the gradients, which requires their default layout")
-    layouts = [(p.is_contiguous(), p.is_contiguous(memory_format=context.torch.channels_last)) for p in context.parameters if p.dim() == 4]
-    converted, usual = layouts.count((False, True)), layouts.count((True, False))  # 1 x 1 kernels match both layouts
+    layouts = [
+        (p.is_contiguous(), p.is_contiguous(memory_format=context.torch.channels_last))
+        for p in context.parameters
+        if p.dim() == 4
+    ]
+    converted, usual = (
+        layouts.count((False, True)),
+        layouts.count((True, False)),
+    )  # 1 x 1 kernels match both layouts
     if converted:
-        return Skip(f"{converted} of {converted + usual} convolution weights are already stored as channels_last")
+        return Skip(
+            f"{converted} of {converted + usual} convolution weights are already stored as channels_last"
+        )
     return Options((True,))
 
 
@@ -45,6 +56,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
             args = tuple(_as(torch, a, torch.channels_last) for a in args)
             kwargs = {key: _as(torch, a, torch.channels_last) for key, a in kwargs.items()}
             return _usual(torch, forward(*args, **kwargs))
+
         return on_channels_last
 
     for root in context.roots:
@@ -71,7 +83,11 @@ def _lay_out(context: Any, layout: Any) -> None:
 
 
 def _as(torch: Any, thing: Any, layout: Any) -> Any:
-    return thing.contiguous(memory_format=layout) if isinstance(thing, torch.Tensor) and thing.dim() == 4 and thing.is_floating_point() else thing
+    return (
+        thing.contiguous(memory_format=layout)
+        if isinstance(thing, torch.Tensor) and thing.dim() == 4 and thing.is_floating_point()
+        else thing
+    )
 
 
 def _usual(torch: Any, output: Any) -> Any:
@@ -79,7 +95,11 @@ def _usual(torch: Any, output: Any) -> Any:
     if isinstance(output, torch.Tensor):
         return output.contiguous() if output.dim() == 4 else output
     if isinstance(output, dict):
-        return type(output)((key, _usual(torch, value)) for key, value in output.items()) if type(output) is dict else output
+        return (
+            type(output)((key, _usual(torch, value)) for key, value in output.items())
+            if type(output) is dict
+            else output
+        )
     if type(output) in (list, tuple):
         return type(output)(_usual(torch, value) for value in output)
     return output
@@ -91,7 +111,11 @@ def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
 
     def wrapper(forward: Any) -> Any:
         def transposed(*args: Any, **kwargs: Any) -> Any:
-            return forward(*(a.transpose(-1, -2) if isinstance(a, torch.Tensor) and a.dim() == 4 else a for a in args), **kwargs)
+            return forward(
+                *(a.transpose(-1, -2) if isinstance(a, torch.Tensor) and a.dim() == 4 else a for a in args),
+                **kwargs,
+            )
+
         return transposed
 
     for root in context.roots:
@@ -103,4 +127,14 @@ def code(value: Value) -> str:
     return "model.to(memory_format=torch.channels_last)  # and images.contiguous(memory_format=torch.channels_last)"
 
 
-LEVER = Lever("channels_last", Moment.MODEL, Effect.ROUNDING, applies, code, apply=apply, live=True, known_bad=known_bad, page=__doc__)
+LEVER = Lever(
+    "channels_last",
+    Moment.MODEL,
+    Effect.ROUNDING,
+    applies,
+    code,
+    apply=apply,
+    live=True,
+    known_bad=known_bad,
+    page=__doc__,
+)

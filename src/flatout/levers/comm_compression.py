@@ -39,7 +39,11 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     if why := _why_not(context):
         return Skip(why)
     torch = context.torch
-    parameters = context.divided.that_train() if context.divided is not None else [p for ddp in context.ddp_modules for p in ddp.parameters() if p.requires_grad]
+    parameters = (
+        context.divided.that_train()
+        if context.divided is not None
+        else [p for ddp in context.ddp_modules for p in ddp.parameters() if p.requires_grad]
+    )
     if parameters and not any(p.dtype in (torch.float32, torch.float64) for p in parameters):
         return Skip("no gradient is float32 or float64, and this lever compresses only those")
     return Options(("bf16", "fp16"))
@@ -61,7 +65,9 @@ def _way(value: Any) -> Any:
     if kind in ("bf16", "fp16") and set(given) == {"kind"}:
         return wire.BF16 if kind == "bf16" else wire.FP16
     if kind != "powersgd" or not set(given) <= {"kind", "rank", "after"}:
-        raise TypeError(f'the value of {NAME} must be "bf16", "fp16", "powersgd" or a table such as {{kind = "powersgd", rank = 2}}, not {value!r}')
+        raise TypeError(
+            f'the value of {NAME} must be "bf16", "fp16", "powersgd" or a table such as {{kind = "powersgd", rank = 2}}, not {value!r}'
+        )
     if not (type(rank) is int and rank > 0 and type(after) is int and after >= 0):
         raise TypeError(f"rank must be an integer >= 1 and after an integer >= 0, not {rank!r} and {after!r}")
     return powersgd.way(rank, after)
@@ -109,8 +115,22 @@ def code(value: Value) -> str:
 
 
 def half(value: Value) -> str:
-    return {"bf16": "bfloat16 gradients between ranks", "fp16": "float16 gradients between ranks"}.get(str(value), "gradients of low rank between ranks")
+    return {"bf16": "bfloat16 gradients between ranks", "fp16": "float16 gradients between ranks"}.get(
+        str(value), "gradients of low rank between ranks"
+    )
 
 
-LEVER = Lever(NAME, Moment.STEP, Effect.PRECISION, applies, code, apply=apply, live=True, known_bad=known_bad, excludes=("sharding",), check=check, half=half,
-              page=__doc__)
+LEVER = Lever(
+    NAME,
+    Moment.STEP,
+    Effect.PRECISION,
+    applies,
+    code,
+    apply=apply,
+    live=True,
+    known_bad=known_bad,
+    excludes=("sharding",),
+    check=check,
+    half=half,
+    page=__doc__,
+)

@@ -33,14 +33,25 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     if context.compiled_by_script:
         return Skip("the script compiles the model or a part of it")
     if context.create_graph_seen:
-        return Skip("the script differentiates twice (create_graph=True), and compiled functions have no second derivative")
+        return Skip(
+            "the script differentiates twice (create_graph=True), and compiled functions have no second derivative"
+        )
     if context.in_pieces:
-        return Skip(f"the script calls {len(context.roots)} modules separately, and no module contains them all")
+        return Skip(
+            f"the script calls {len(context.roots)} modules separately, and no module contains them all"
+        )
     if not context.roots:
         return Skip("no nn.Module with trainable parameters was called, as in `model(x)`")
-    compiler = os.environ.get("CXX", "clang++" if facts.system == "Darwin" else "g++")  # as torch._inductor.config.cpp.cxx
-    if context.device_type == "cpu" and shutil.which(compiler.split()[0] if compiler.split() else "g++") is None:
-        return Skip(f"compiling for the CPU needs a C++ compiler, and {compiler} was not found; install it (`apt-get install g++`) or set CXX to another one")
+    compiler = os.environ.get(
+        "CXX", "clang++" if facts.system == "Darwin" else "g++"
+    )  # as torch._inductor.config.cpp.cxx
+    if (
+        context.device_type == "cpu"
+        and shutil.which(compiler.split()[0] if compiler.split() else "g++") is None
+    ):
+        return Skip(
+            f"compiling for the CPU needs a C++ compiler, and {compiler} was not found; install it (`apt-get install g++`) or set CXX to another one"
+        )
     if context.device_type == "cuda":
         if find_spec("triton") is None:
             return Skip("compiling for a GPU needs Triton, which is not installed; run `pip install triton`")
@@ -56,7 +67,10 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     if context.graph_passes:
         ledger.set(config, "pre_grad_custom_pass", _passes(context.graph_passes))
     distribution = torch.distributions.Distribution  # the first torch.compile disables its argument checks
-    ledger.call("argument checks", lambda checks=distribution._validate_args: distribution.set_default_validate_args(checks))
+    ledger.call(
+        "argument checks",
+        lambda checks=distribution._validate_args: distribution.set_default_validate_args(checks),
+    )
     mode = None if value == "default" else str(value)
 
     def wrapper(forward: Any) -> Any:
@@ -73,8 +87,11 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
                 return compiled(*args, **kwargs)
             except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
                 state["broken"] = True
-                context.report("compile", f"compilation failed, so the plain module is used ({type(error).__name__})")
+                context.report(
+                    "compile", f"compilation failed, so the plain module is used ({type(error).__name__})"
+                )
                 return forward(*args, **kwargs)
+
         compiled_or_plain.compiled = True  # type: ignore[attr-defined]  # a dispatch mode would make it recompile
         return compiled_or_plain
 
@@ -119,8 +136,19 @@ def _passes(passes: list[Any]) -> Any:
                 each(graph)
 
         def uuid(self) -> Any:
-            sources = {*(each.__module__ for each in held), *(str(getattr(used, "__module__", "")) for each in held for used in each.__globals__.values())}
-            return get_hash_for_files(tuple(sorted(str(sys.modules[name].__file__) for name in sources if name.startswith("flatout."))))
+            sources = {
+                *(each.__module__ for each in held),
+                *(
+                    str(getattr(used, "__module__", ""))
+                    for each in held
+                    for used in each.__globals__.values()
+                ),
+            }
+            return get_hash_for_files(
+                tuple(
+                    sorted(str(sys.modules[name].__file__) for name in sources if name.startswith("flatout."))
+                )
+            )
 
     return Passes()
 
@@ -136,6 +164,7 @@ def _shapes(args: Any, kwargs: Any, torch: Any) -> tuple[Any, ...]:
 
 def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """A "compiled" graph with frozen batch statistics."""
+
     def wrapper(forward: Any) -> Any:
         def frozen(*args: Any, **kwargs: Any) -> Any:
             changed = [m for root in context.roots for m in root.modules() if m.training]
@@ -146,6 +175,7 @@ def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
             finally:
                 for m in changed:
                     m.training = True
+
         return frozen
 
     for root in context.roots:
@@ -157,5 +187,16 @@ def code(value: Value) -> str:
     return "model.compile()" if value == "default" else f'model.compile(mode="{value}")'
 
 
-LEVER = Lever("compile", Moment.MODEL, Effect.ROUNDING, applies, code, apply=apply, live=True, warms_up=True, known_bad=known_bad,
-              after=("channels_last", "autocast", "attention", "fused_ops"), page=__doc__)
+LEVER = Lever(
+    "compile",
+    Moment.MODEL,
+    Effect.ROUNDING,
+    applies,
+    code,
+    apply=apply,
+    live=True,
+    warms_up=True,
+    known_bad=known_bad,
+    after=("channels_last", "autocast", "attention", "fused_ops"),
+    page=__doc__,
+)

@@ -57,4 +57,13 @@ def code(value: Value) -> str:
     return "torch.backends.cudnn.benchmark = True"
 
 
-LEVER = Lever("cudnn_benchmark", Moment.IMPORT, Effect.ROUNDING, applies, code, apply=apply, known_bad=known_bad, page=__doc__)
+LEVER = Lever(
+    "cudnn_benchmark",
+    Moment.IMPORT,
+    Effect.ROUNDING,
+    applies,
+    code,
+    apply=apply,
+    known_bad=known_bad,
+    page=__doc__,
+)

@@ -36,7 +36,11 @@ NAME = "data_parallel"
 
 def applies(facts: Facts, context: Any) -> Options | Skip:
     here = standing()
-    return Options(({"reduction": "mean"},)) if here is not None and here.world_size > 1 else Skip(why_none(context.torch))
+    return (
+        Options(({"reduction": "mean"},))
+        if here is not None and here.world_size > 1
+        else Skip(why_none(context.torch))
+    )
 
 
 def apply(context: Any, value: Value, ledger: Any) -> Undo:
@@ -56,7 +60,9 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
 def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Exchanges a mean as a sum, or a sum as a mean: a common mistake in scripts parallelised by hand."""
     given = dict(value) if isinstance(value, dict) else {}
-    return apply(context, {**given, "reduction": "mean" if given.get("reduction") == "sum" else "sum"}, ledger)
+    return apply(
+        context, {**given, "reduction": "mean" if given.get("reduction") == "sum" else "sum"}, ledger
+    )
 
 
 def check(value: Value) -> None:
@@ -66,8 +72,20 @@ def check(value: Value) -> None:
 
 
 def code(value: Value) -> str:
-    return ("torch.distributed.init_process_group()\nmodel = torch.nn.parallel.DistributedDataParallel(model)\n"
-            "sampler = torch.utils.data.DistributedSampler(dataset)  # divide batch_size by the number of ranks; call sampler.set_epoch(epoch) in each epoch")
+    return (
+        "torch.distributed.init_process_group()\nmodel = torch.nn.parallel.DistributedDataParallel(model)\n"
+        "sampler = torch.utils.data.DistributedSampler(dataset)  # divide batch_size by the number of ranks; call sampler.set_epoch(epoch) in each epoch"
+    )
 
 
-LEVER = Lever(NAME, Moment.LOADER, Effect.RESAMPLED, applies, code, apply=apply, known_bad=known_bad, check=check, page=__doc__)
+LEVER = Lever(
+    NAME,
+    Moment.LOADER,
+    Effect.RESAMPLED,
+    applies,
+    code,
+    apply=apply,
+    known_bad=known_bad,
+    check=check,
+    page=__doc__,
+)

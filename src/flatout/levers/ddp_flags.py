@@ -43,27 +43,45 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
         return Skip(why)
     ddps = context.ddp_modules
     flags: dict[str, Any] = {VIEWS: True} if not all(ddp.gradient_as_bucket_view for ddp in ddps) else {}
-    if any(ddp.broadcast_buffers and ddp.modules_buffers for ddp in ddps) and not any(map(_changes, (m for ddp in ddps for m in ddp.modules()))):
+    if any(ddp.broadcast_buffers and ddp.modules_buffers for ddp in ddps) and not any(
+        map(_changes, (m for ddp in ddps for m in ddp.modules()))
+    ):
         flags[BROADCAST] = False
     if not flags:
         return Skip("the script already sets gradient_as_bucket_view, and no buffer broadcast can be skipped")
     ranks = {context.torch.distributed.get_world_size(ddp.process_group) for ddp in ddps}
     exact = VIEWS not in flags or all(size & (size - 1) == 0 for size in ranks)
-    return Options(({**flags}, *({name: value} for name, value in flags.items() if len(flags) > 1)), effect=Effect.EXACT if exact else Effect.ROUNDING)
+    return Options(
+        ({**flags}, *({name: value} for name, value in flags.items() if len(flags) > 1)),
+        effect=Effect.EXACT if exact else Effect.ROUNDING,
+    )
 
 
 def _why_not(context: Any) -> str:
-    return why_left_alone(context.ddp_modules) if context.ddp_modules else "the program trains no torch.nn.parallel.DistributedDataParallel"
+    return (
+        why_left_alone(context.ddp_modules)
+        if context.ddp_modules
+        else "the program trains no torch.nn.parallel.DistributedDataParallel"
+    )
 
 
 def _changes(module: Any) -> bool:
     """Whether a training forward pass changes buffers of this module (running statistics)."""
-    return bool(getattr(module, "track_running_stats", False)) and getattr(module, "running_mean", None) is not None
+    return (
+        bool(getattr(module, "track_running_stats", False))
+        and getattr(module, "running_mean", None) is not None
+    )
 
 
 def check(value: Value) -> None:
-    if not isinstance(value, Mapping) or not value or any(name not in KNOWN or given is not KNOWN[name] for name, given in value.items()):
-        raise TypeError(f"the value of {NAME} must be a table with {VIEWS} = true, {BROADCAST} = false or {STATIC} = true, not {value!r}")
+    if (
+        not isinstance(value, Mapping)
+        or not value
+        or any(name not in KNOWN or given is not KNOWN[name] for name, given in value.items())
+    ):
+        raise TypeError(
+            f"the value of {NAME} must be a table with {VIEWS} = true, {BROADCAST} = false or {STATIC} = true, not {value!r}"
+        )
 
 
 def apply(context: Any, value: Value, ledger: Any) -> Undo:
@@ -78,8 +96,16 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
         raise LookupError(why)
     assert isinstance(value, Mapping)
     if STATIC in value and not all(ddp.find_unused_parameters for ddp in context.ddp_modules):
-        raise LookupError(f"{STATIC} removes the search for unused parameters, but the script does not set find_unused_parameters")
-    change(context, ledger, gradient_as_bucket_view=VIEWS in value, static_graph=STATIC in value, broadcast_when_changed=BROADCAST in value)
+        raise LookupError(
+            f"{STATIC} removes the search for unused parameters, but the script does not set find_unused_parameters"
+        )
+    change(
+        context,
+        ledger,
+        gradient_as_bucket_view=VIEWS in value,
+        static_graph=STATIC in value,
+        broadcast_when_changed=BROADCAST in value,
+    )
     return ledger.restore
 
 
@@ -97,4 +123,16 @@ def code(value: Value) -> str:
     return f"model = torch.nn.parallel.DistributedDataParallel(model{''.join(f', {name}={wanted}' for name, wanted in given.items())})"
 
 
-LEVER = Lever(NAME, Moment.STEP, Effect.EXACT, applies, code, apply=apply, live=True, guard=Comparison.BITWISE, known_bad=known_bad, check=check, page=__doc__)
+LEVER = Lever(
+    NAME,
+    Moment.STEP,
+    Effect.EXACT,
+    applies,
+    code,
+    apply=apply,
+    live=True,
+    guard=Comparison.BITWISE,
+    known_bad=known_bad,
+    check=check,
+    page=__doc__,
+)

@@ -27,7 +27,9 @@ from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
 def applies(facts: Facts, context: Any) -> Options | Skip:
     torch = context.torch
     checks = context.distributions_seen and torch.distributions.Distribution._validate_args
-    filled = torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
+    filled = (
+        torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
+    )
     if not torch.is_anomaly_enabled() and not context.anomaly_seen and not checks and not filled:
         unused = "does not check arguments by default" if context.distributions_seen else "is not used"
         return Skip(f"anomaly detection is off, and torch.distributions {unused}")
@@ -46,7 +48,9 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     # Restored in reverse: ``undo`` and disabling anomaly detection need the real function.
     ledger.call("debugging aids", undo)
     torch.autograd.set_detect_anomaly(False)
-    ledger.set(torch, "set_anomaly_enabled", lambda mode, check_nan=True: None)  # `with detect_anomaly():` would enable it again
+    ledger.set(
+        torch, "set_anomaly_enabled", lambda mode, check_nan=True: None
+    )  # `with detect_anomaly():` would enable it again
     torch.distributions.Distribution.set_default_validate_args(False)
     ledger.set_flag(torch.utils.deterministic, "fill_uninitialized_memory", False)
     return ledger.restore
@@ -62,8 +66,21 @@ def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
 
 
 def code(value: Value) -> str:
-    return ("torch.autograd.set_detect_anomaly(False); torch.distributions.Distribution.set_default_validate_args(False)\n"
-            "torch.utils.deterministic.fill_uninitialized_memory = False")
+    return (
+        "torch.autograd.set_detect_anomaly(False); torch.distributions.Distribution.set_default_validate_args(False)\n"
+        "torch.utils.deterministic.fill_uninitialized_memory = False"
+    )
 
 
-LEVER = Lever("debug_off", Moment.STEP, Effect.EXACT, applies, code, apply=apply, live=True, guard=Comparison.BITWISE, known_bad=known_bad, page=__doc__)
+LEVER = Lever(
+    "debug_off",
+    Moment.STEP,
+    Effect.EXACT,
+    applies,
+    code,
+    apply=apply,
+    live=True,
+    guard=Comparison.BITWISE,
+    known_bad=known_bad,
+    page=__doc__,
+)

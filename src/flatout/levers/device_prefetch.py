@@ -27,7 +27,9 @@ IN_ORDER = 0
 
 
 def applies(facts: Facts, context: Any) -> Options | Skip:
-    if context.device_type != "cuda" and (context.backwards or not facts.cuda):  # the device is unknown before the first step
+    if context.device_type != "cuda" and (
+        context.backwards or not facts.cuda
+    ):  # the device is unknown before the first step
         return Skip("no parameter of the program is on a CUDA device")
     if not context.backwards:
         return Options((*DEPTHS, IN_ORDER))
@@ -36,7 +38,11 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
         return Skip("this process created no torch DataLoader, so its batches come from another source")
     if not live:
         return Skip("the training DataLoader no longer exists, so all its batches are already loaded")
-    return Options((*DEPTHS, IN_ORDER) if any(loader.num_workers and not _has_own_order(loader) for loader in live) else (IN_ORDER,))
+    return Options(
+        (*DEPTHS, IN_ORDER)
+        if any(loader.num_workers and not _has_own_order(loader) for loader in live)
+        else (IN_ORDER,)
+    )
 
 
 def _has_own_order(loader: Any) -> bool:
@@ -80,10 +86,22 @@ def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
 
 
 def code(value: Value) -> str:
-    return ("with torch.cuda.stream(side):\n"
-            "    following = images.pin_memory().to(\"cuda\", non_blocking=True)\n"
-            "torch.cuda.current_stream().wait_stream(side)  # before the step that uses it, and following.record_stream(...)")
+    return (
+        "with torch.cuda.stream(side):\n"
+        '    following = images.pin_memory().to("cuda", non_blocking=True)\n'
+        "torch.cuda.current_stream().wait_stream(side)  # before the step that uses it, and following.record_stream(...)"
+    )
 
 
-LEVER = Lever("device_prefetch", Moment.LOADER, Effect.EXACT, applies, code, apply=apply, guard=Comparison.BITWISE, known_bad=known_bad,
-              after=("loader", "batched_transforms"), page=__doc__)
+LEVER = Lever(
+    "device_prefetch",
+    Moment.LOADER,
+    Effect.EXACT,
+    applies,
+    code,
+    apply=apply,
+    guard=Comparison.BITWISE,
+    known_bad=known_bad,
+    after=("loader", "batched_transforms"),
+    page=__doc__,
+)

@@ -33,7 +33,9 @@ from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
 
-_KNOWN: WeakKeyDictionary[Any, EarlyValueCopier] = WeakKeyDictionary()  # context -> what was learned, kept while the lever is switched on and off
+_KNOWN: WeakKeyDictionary[Any, EarlyValueCopier] = (
+    WeakKeyDictionary()
+)  # context -> what was learned, kept while the lever is switched on and off
 
 
 def applies(facts: Facts, context: Any) -> Options | Skip:
@@ -41,7 +43,9 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
         return Skip("no parameter of the program is on a CUDA device")
     backend = context.torch.cuda.get_allocator_backend()
     if backend != "native":
-        return Skip(f"the program uses the allocator {backend}, which does not say on which stream a value was computed")
+        return Skip(
+            f"the program uses the allocator {backend}, which does not say on which stream a value was computed"
+        )
     return Options((True,))
 
 
@@ -72,10 +76,23 @@ def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
 
 
 def code(value: Value) -> str:
-    return ("side.wait_stream(torch.cuda.current_stream())  # between the forward and the backward pass\n"
-            "with torch.cuda.stream(side):\n"
-            "    host = torch.empty((), pin_memory=True).copy_(loss.detach(), non_blocking=True)\n"
-            "    arrived = side.record_event()  # after optimizer.step(): arrived.synchronize(); host.item()")
+    return (
+        "side.wait_stream(torch.cuda.current_stream())  # between the forward and the backward pass\n"
+        "with torch.cuda.stream(side):\n"
+        "    host = torch.empty((), pin_memory=True).copy_(loss.detach(), non_blocking=True)\n"
+        "    arrived = side.record_event()  # after optimizer.step(): arrived.synchronize(); host.item()"
+    )
 
 
-LEVER = Lever("early_values", Moment.STEP, Effect.EXACT, applies, code, apply=apply, live=True, guard=Comparison.BITWISE, known_bad=known_bad, page=__doc__)
+LEVER = Lever(
+    "early_values",
+    Moment.STEP,
+    Effect.EXACT,
+    applies,
+    code,
+    apply=apply,
+    live=True,
+    guard=Comparison.BITWISE,
+    known_bad=known_bad,
+    page=__doc__,
+)

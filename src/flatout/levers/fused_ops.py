@@ -33,15 +33,23 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     if context.compiled_by_script:
         return Skip("the script compiles the model or a part of it, and the compiler fuses operations itself")
     if context.create_graph_seen:
-        return Skip("the script differentiates twice (create_graph=True), and these kernels have no second derivative")
+        return Skip(
+            "the script differentiates twice (create_graph=True), and these kernels have no second derivative"
+        )
     if not context.optimizers:
-        return Skip("the program has no torch.optim.Optimizer to show when the weights change; logits that are read late need the old weights")
+        return Skip(
+            "the program has no torch.optim.Optimizer to show when the weights change; logits that are read late need the old weights"
+        )
     if not _heads(context) and not _norms(context):
         own = next((type(head).__name__ for head in _wide(context)), None)
         if own is not None:
-            return Skip(f"the vocabulary-sized {own} layer is not a plain nn.Linear (custom class, hooks, forward or parameters)")
-        return Skip(f"no linear layer has at least {VOCABULARY} outputs, or as many as an Embedding has rows, "
-                    "and no layer on a CUDA device is a LayerNorm or RMSNorm with weights")
+            return Skip(
+                f"the vocabulary-sized {own} layer is not a plain nn.Linear (custom class, hooks, forward or parameters)"
+            )
+        return Skip(
+            f"no linear layer has at least {VOCABULARY} outputs, or as many as an Embedding has rows, "
+            "and no layer on a CUDA device is a LayerNorm or RMSNorm with weights"
+        )
     return Options((True,))
 
 
@@ -64,7 +72,10 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
         deferred.before_step()
         seen["steps"] += 1
         if seen["steps"] == PATIENCE_STEPS and heads and not norms and deferred.COUNT[0] == seen["losses"]:
-            context.report("fused_ops", "nothing was fused, because this program's logits do not go straight into cross_entropy")
+            context.report(
+                "fused_ops",
+                "nothing was fused, because this program's logits do not go straight into cross_entropy",
+            )
 
     ledger.call("optimizer step hook", register_optimizer_step_pre_hook(weights_will_change).remove)
     return ledger.restore
@@ -75,7 +86,9 @@ def _heads(context: Any) -> list[Any]:
 
     Their width is the row count of an Embedding in the same root and occurs once, or it is very large.
     """
-    return [head for head in _wide(context) if type(head) is context.torch.nn.Linear and _is_plain(context, head)]
+    return [
+        head for head in _wide(context) if type(head) is context.torch.nn.Linear and _is_plain(context, head)
+    ]
 
 
 def _wide(context: Any) -> list[Any]:
@@ -83,12 +96,18 @@ def _wide(context: Any) -> list[Any]:
     torch, found = context.torch, {}
     for root in context.roots:
         modules = list(root.modules())
-        embeddings, linears = ([m for m in modules if isinstance(m, kind)] for kind in (torch.nn.Embedding, torch.nn.Linear))
+        embeddings, linears = (
+            [m for m in modules if isinstance(m, kind)] for kind in (torch.nn.Embedding, torch.nn.Linear)
+        )
         vocabularies, tied = {m.num_embeddings for m in embeddings}, {id(m.weight) for m in embeddings}
         widths = [m.out_features for m in linears]
         for module in linears:
-            width = module.out_features  # a position Embedding may have as many rows as each layer has outputs
-            if width >= VOCABULARY or (width in vocabularies and (id(module.weight) in tied or widths.count(width) == 1)):
+            width = (
+                module.out_features
+            )  # a position Embedding may have as many rows as each layer has outputs
+            if width >= VOCABULARY or (
+                width in vocabularies and (id(module.weight) in tied or widths.count(width) == 1)
+            ):
                 found[id(module)] = module
     return list(found.values())
 
@@ -98,8 +117,13 @@ def _norms(context: Any) -> list[Any]:
     nn, found = context.torch.nn, {}
     for root in context.roots:
         for module in root.modules():
-            if type(module) in (nn.LayerNorm, nn.RMSNorm) and len(module.normalized_shape) == 1 and module.weight is not None and module.weight.is_cuda \
-                    and _is_plain(context, module):
+            if (
+                type(module) in (nn.LayerNorm, nn.RMSNorm)
+                and len(module.normalized_shape) == 1
+                and module.weight is not None
+                and module.weight.is_cuda
+                and _is_plain(context, module)
+            ):
                 found[id(module)] = module
     return list(found.values())
 
@@ -107,22 +131,43 @@ def _norms(context: Any) -> list[Any]:
 def _is_plain(context: Any, module: Any) -> bool:
     """Whether this layer has no hooks or custom forward of the script, and only ordinary parameters."""
     torch, own = context.torch, vars(module).get("forward")
-    tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    hooks = [hook for table in tables for hook in table.values() if getattr(hook, "__self__", None) is not context]  # a root module has ours
-    ordinary = all(type(p) is torch.nn.Parameter and p.is_floating_point() and p.layout is torch.strided and p.device.type in ("cpu", "cuda")
-                   for p in module.parameters(recurse=False))
+    tables = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    hooks = [
+        hook for table in tables for hook in table.values() if getattr(hook, "__self__", None) is not context
+    ]  # a root module has ours
+    ordinary = all(
+        type(p) is torch.nn.Parameter
+        and p.is_floating_point()
+        and p.layout is torch.strided
+        and p.device.type in ("cpu", "cuda")
+        for p in module.parameters(recurse=False)
+    )
     return ordinary and not hooks and (own is None or getattr(own, "flatout", False))
 
 
 def _deferring(torch: Any, head: Any, linear: Any) -> Any:
     def wrapper(forward: Any) -> Any:
         def logits_when_asked(input: Any) -> Any:
-            if (not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing() or type(input) is not torch.Tensor
-                    or input.dim() < 2 or not input.numel() or not (input.requires_grad or head.weight.requires_grad)
-                    or (input.dtype is not head.weight.dtype and not torch.is_autocast_enabled(input.device.type))):
+            if (
+                not torch.is_grad_enabled()
+                or torch.compiler.is_compiling()
+                or torch.jit.is_tracing()
+                or type(input) is not torch.Tensor
+                or input.dim() < 2
+                or not input.numel()
+                or not (input.requires_grad or head.weight.requires_grad)
+                or (input.dtype is not head.weight.dtype and not torch.is_autocast_enabled(input.device.type))
+            ):
                 return forward(input)
             return linear(input, head.weight, head.bias)
+
         return logits_when_asked
+
     return wrapper
 
 
@@ -134,13 +179,25 @@ def _normalising(torch: Any, norm: Any) -> Any:
     def wrapper(forward: Any) -> Any:
         def in_one_pass(input: Any) -> Any:
             # Autocast converts inputs and outputs of normalisations to float32: leave that to torch.
-            if (type(input) is not torch.Tensor or not input.is_cuda or input.dtype is not norm.weight.dtype or torch.is_autocast_enabled("cuda")
-                    or torch.compiler.is_compiling() or torch.jit.is_tracing() or input.shape[-1:] != tuple(norm.normalized_shape) or not input.numel()):
+            if (
+                type(input) is not torch.Tensor
+                or not input.is_cuda
+                or input.dtype is not norm.weight.dtype
+                or torch.is_autocast_enabled("cuda")
+                or torch.compiler.is_compiling()
+                or torch.jit.is_tracing()
+                or input.shape[-1:] != tuple(norm.normalized_shape)
+                or not input.numel()
+            ):
                 return forward(input)
             if is_layer:
                 return layer_norm(input, norm.weight, norm.bias, norm.eps)
-            return rms_norm(input, norm.weight, torch.finfo(input.dtype).eps if norm.eps is None else norm.eps)
+            return rms_norm(
+                input, norm.weight, torch.finfo(input.dtype).eps if norm.eps is None else norm.eps
+            )
+
         return in_one_pass
+
     return wrapper
 
 
@@ -154,11 +211,13 @@ def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
             rows = output.numel() // output.shape[-1]
             counts = (torch.arange(rows, device=output.device) < rows - rows // 4).view(*output.shape[:-1], 1)
             return torch.where(counts, output, output.detach())
+
         return chunked
 
     def half_a_gradient(forward: Any) -> Any:
         def detached(input: Any) -> Any:
             return forward(input.detach()) + 0.5 * (input - input.detach())
+
         return detached
 
     for head in _heads(context):
@@ -169,8 +228,20 @@ def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
 
 
 def code(value: Value) -> str:
-    return ('loss = sum(torch.utils.checkpoint.checkpoint(lambda h, t: F.cross_entropy(model.head(h), t, reduction="sum"), h, t, use_reentrant=False)\n'
-            '           for h, t in zip(hidden.flatten(0, 1).split(1024), targets.flatten().split(1024))) / targets.numel()')
+    return (
+        'loss = sum(torch.utils.checkpoint.checkpoint(lambda h, t: F.cross_entropy(model.head(h), t, reduction="sum"), h, t, use_reentrant=False)\n'
+        "           for h, t in zip(hidden.flatten(0, 1).split(1024), targets.flatten().split(1024))) / targets.numel()"
+    )
 
 
-LEVER = Lever("fused_ops", Moment.MODEL, Effect.ROUNDING, applies, code, apply=apply, live=True, known_bad=known_bad, page=__doc__)
+LEVER = Lever(
+    "fused_ops",
+    Moment.MODEL,
+    Effect.ROUNDING,
+    applies,
+    code,
+    apply=apply,
+    live=True,
+    known_bad=known_bad,
+    page=__doc__,
+)

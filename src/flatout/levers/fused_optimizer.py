@@ -49,7 +49,11 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
 
 def _ways(torch: Any, optimizer: Any) -> list[str]:
     """The implementations to which this optimizer could switch."""
-    if not _is_torchs(optimizer) or _chosen(optimizer) or any(not _is_plain(torch, p) for group in optimizer.param_groups for p in group["params"]):
+    if (
+        not _is_torchs(optimizer)
+        or _chosen(optimizer)
+        or any(not _is_plain(torch, p) for group in optimizer.param_groups for p in group["params"])
+    ):
         return []
     kind, ways = type(optimizer), []
     if "fused" in inspect.signature(kind.__init__).parameters:
@@ -62,7 +66,9 @@ def _ways(torch: Any, optimizer: Any) -> list[str]:
 
 def _is_torchs(optimizer: Any) -> bool:
     kind = type(optimizer)
-    return kind.__module__.startswith("torch.optim") and "foreach" in inspect.signature(kind.__init__).parameters
+    return (
+        kind.__module__.startswith("torch.optim") and "foreach" in inspect.signature(kind.__init__).parameters
+    )
 
 
 def _chosen(optimizer: Any) -> str:
@@ -70,8 +76,15 @@ def _chosen(optimizer: Any) -> str:
 
     False counts as a choice; the default is None.
     """
-    return next((f"{name}={group[name]}" for group in optimizer.param_groups for name in ("fused", "foreach", "differentiable", "capturable")
-                 if group.get(name) is not None and (group[name] or name in ("fused", "foreach"))), "")
+    return next(
+        (
+            f"{name}={group[name]}"
+            for group in optimizer.param_groups
+            for name in ("fused", "foreach", "differentiable", "capturable")
+            if group.get(name) is not None and (group[name] or name in ("fused", "foreach"))
+        ),
+        "",
+    )
 
 
 def _is_plain(torch: Any, p: Any) -> bool:
@@ -83,7 +96,9 @@ def _why_none(torch: Any, optimizer: Any) -> str:
     name = type(optimizer).__name__
     if _is_torchs(optimizer) and (chosen := _chosen(optimizer)):
         return f"the program creates its {name} with {chosen}"
-    if _is_torchs(optimizer) and any(not _is_plain(torch, p) for group in optimizer.param_groups for p in group["params"]):
+    if _is_torchs(optimizer) and any(
+        not _is_plain(torch, p) for group in optimizer.param_groups for p in group["params"]
+    ):
         return f"{name} updates complex or sparse parameters, which no fused kernel supports"
     return f"{name} has no fused or multi-tensor implementation"
 
@@ -101,7 +116,10 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
                 ledger.set_item(group, "foreach", way == "foreach")
             if way == "fused":
                 _move_step_counters(torch, optimizer, to_device=True)
-                ledger.call("step counters", lambda optimizer=optimizer: _move_step_counters(torch, optimizer, to_device=False))
+                ledger.call(
+                    "step counters",
+                    lambda optimizer=optimizer: _move_step_counters(torch, optimizer, to_device=False),
+                )
         if way is not None or value == MERGED:
             _merge(torch, optimizer, ledger)
     if not done:
@@ -136,7 +154,9 @@ def _step_of(optimizer: Any) -> Any:
     must change.
     """
     kind = type(optimizer)
-    if not kind.__module__.startswith("torch.optim") or any(group.get("differentiable") for group in optimizer.param_groups):
+    if not kind.__module__.startswith("torch.optim") or any(
+        group.get("differentiable") for group in optimizer.param_groups
+    ):
         return None
     return step_cell(kind)
 
@@ -149,7 +169,9 @@ class _Merging:
 
     def __init__(self, torch: Any, cell: Any) -> None:
         self.torch, self.cell, self.really = torch, cell, cell.cell_contents
-        self.optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # -> number of requests
+        self.optimizers: weakref.WeakKeyDictionary[Any, int] = (
+            weakref.WeakKeyDictionary()
+        )  # -> number of requests
         cell.cell_contents = self._wrapped(self.really)
 
     def _wrapped(self, really: Callable) -> Callable:
@@ -218,7 +240,10 @@ def _regrouped(optimizer: Any) -> list[dict[str, Any]]:
         for group in groups:
             for kind, parameters in _kinds(optimizer, group):
                 together.setdefault(kind, []).append(parameters)
-        found += [{**groups[0], "params": [p for parameters in lists for p in parameters]} for lists in together.values()]
+        found += [
+            {**groups[0], "params": [p for parameters in lists for p in parameters]}
+            for lists in together.values()
+        ]
     return found
 
 
@@ -232,7 +257,9 @@ def _options(group: dict[str, Any], names: tuple[str, ...]) -> Any:
     values, lr = itemgetter(*names)(group), group.get("lr")
     if any(isinstance(value, list) for value in values):  # betas from a file
         values = tuple(tuple(value) if isinstance(value, list) else value for value in values)
-    return values, math.copysign(1.0, lr) if isinstance(lr, float) else 0.0  # -0.0 equals 0.0 but gives other zeros
+    return values, math.copysign(1.0, lr) if isinstance(
+        lr, float
+    ) else 0.0  # -0.0 equals 0.0 but gives other zeros
 
 
 def _kinds(optimizer: Any, group: dict[str, Any]) -> Iterator[tuple[Any, list[Any]]]:
@@ -245,7 +272,9 @@ def _kinds(optimizer: Any, group: dict[str, Any]) -> Iterator[tuple[Any, list[An
     parts: dict[bool | None, list[Any]] = {None: parameters}
     if group.get("fused"):
         begun = [any(value is not None for value in optimizer.state.get(p, {}).values()) for p in parameters]
-        parts = {each: [p for p, had in zip(parameters, begun, strict=True) if had is each] for each in set(begun)}
+        parts = {
+            each: [p for p, had in zip(parameters, begun, strict=True) if had is each] for each in set(begun)
+        }
     for has_state, part in parts.items():
         yield (frozenset((type(p), p.device, p.grad.layout) for p in part), has_state), part
 
@@ -264,4 +293,14 @@ def code(value: Value) -> str:
     return f"optimizer = torch.optim.AdamW(model.parameters(), ..., {value}=True)"
 
 
-LEVER = Lever("fused_optimizer", Moment.OPTIMIZER, Effect.ROUNDING, applies, code, apply=apply, live=True, known_bad=known_bad, page=__doc__)
+LEVER = Lever(
+    "fused_optimizer",
+    Moment.OPTIMIZER,
+    Effect.ROUNDING,
+    applies,
+    code,
+    apply=apply,
+    live=True,
+    known_bad=known_bad,
+    page=__doc__,
+)

@@ -51,4 +51,15 @@ def code(value: Value) -> str:
     return f"gc.freeze(); gc.set_threshold{THRESHOLDS}  # once training runs"
 
 
-LEVER = Lever("gc_pause", Moment.STEP, Effect.EXACT, applies, code, apply=apply, live=True, guard=Comparison.BITWISE, known_bad=known_bad, page=__doc__)
+LEVER = Lever(
+    "gc_pause",
+    Moment.STEP,
+    Effect.EXACT,
+    applies,
+    code,
+    apply=apply,
+    live=True,
+    guard=Comparison.BITWISE,
+    known_bad=known_bad,
+    page=__doc__,
+)

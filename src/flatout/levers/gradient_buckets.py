@@ -92,7 +92,9 @@ def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
             return flat.div_(self.world) if parameters[0] is self.first else mine
 
     way = CodecKind("the first bucket alone", Forgetful)
-    ledger.set(context.divided, "wanted", replace(context.divided.wanted, way=way, bucket_bytes=_bytes(value)))
+    ledger.set(
+        context.divided, "wanted", replace(context.divided.wanted, way=way, bucket_bytes=_bytes(value))
+    )
     return ledger.restore
 
 
@@ -100,5 +102,18 @@ def code(value: Value) -> str:
     return f"model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb={2**20 if value == ALL else value})"
 
 
-LEVER = Lever(NAME, Moment.STEP, Effect.ROUNDING, applies, code, apply=apply, live=True, known_bad=known_bad, needs=("data_parallel",), excludes=("sharding",),
-              after=("comm_compression",), check=check, page=__doc__)
+LEVER = Lever(
+    NAME,
+    Moment.STEP,
+    Effect.ROUNDING,
+    applies,
+    code,
+    apply=apply,
+    live=True,
+    known_bad=known_bad,
+    needs=("data_parallel",),
+    excludes=("sharding",),
+    after=("comm_compression",),
+    check=check,
+    page=__doc__,
+)

@@ -34,11 +34,21 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     if context.device_type != "cuda":
         return Skip("no parameter of the program is on a CUDA device")
     if context.create_graph_seen:
-        return Skip("the script differentiates twice (create_graph=True), and a recorded backward pass has no second derivative")
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        return Skip("the program has several ranks, and a recorded backward pass could not send gradients while it computes")
+        return Skip(
+            "the script differentiates twice (create_graph=True), and a recorded backward pass has no second derivative"
+        )
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
+        return Skip(
+            "the program has several ranks, and a recorded backward pass could not send gradients while it computes"
+        )
     if context.in_pieces:
-        return Skip(f"the script calls {len(context.roots)} modules separately, and no module contains them all")
+        return Skip(
+            f"the script calls {len(context.roots)} modules separately, and no module contains them all"
+        )
     if not context.roots:
         return Skip("no nn.Module with trainable parameters was called, as in `model(x)`")
     if all(_why_not(context, root) for root in context.roots):
@@ -55,7 +65,12 @@ def _why_not(context: Any, root: Any) -> str:
     if any(tensor.device != tensors[0].device or not tensor.is_cuda for tensor in tensors):
         return f"parameters and buffers of {name} are not all on one CUDA device"
     for module in root.modules():
-        hooks = [hook for table in TABLES for hook in getattr(module, table).values() if getattr(hook, "__self__", None) is not context]
+        hooks = [
+            hook
+            for table in TABLES
+            for hook in getattr(module, table).values()
+            if getattr(hook, "__self__", None) is not context
+        ]
         if hooks and module is not root:
             return f"the script has hooks on {type(module).__name__}, which a recording would not call"
     return ""
@@ -79,14 +94,21 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
             context.report("graphs", f"the forward pass {eager[0]}, so it is not recorded")
 
     for root in roots:
+
         def wrapper(forward: Any, root: Any = root) -> Any:
-            graphs = ModuleGraphs(root, forward, tell, operators=not (context.compiled_by_script or getattr(forward, "compiled", False)))
+            graphs = ModuleGraphs(
+                root,
+                forward,
+                tell,
+                operators=not (context.compiled_by_script or getattr(forward, "compiled", False)),
+            )
             ledger.call("recorded passes", graphs.forget)
             for module in graphs.modules:
                 changed.setdefault(id(module), []).append(graphs.attribute_changed)
 
             def recorded_or_plain(*args: Any, **kwargs: Any) -> Any:
                 return graphs(*args, **kwargs)
+
             return recorded_or_plain
 
         context.wrap_forward(root, wrapper, ledger)
@@ -101,6 +123,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
 
 def _step_of(optimizer: Any, graph: Any) -> Any:
     """The graph as a method of the optimizer, which learning-rate schedulers wrap."""
+
     def step(self: Any, closure: Any = None) -> Any:
         return graph(closure)
 
@@ -117,10 +140,15 @@ def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
         first: dict[Any, Any] = {}
 
         def old(at: int, given: Any) -> Any:
-            return first.setdefault((at, given.shape), given.detach().clone()) if isinstance(given, torch.Tensor) else given
+            return (
+                first.setdefault((at, given.shape), given.detach().clone())
+                if isinstance(given, torch.Tensor)
+                else given
+            )
 
         def stale(*args: Any, **kwargs: Any) -> Any:
             return forward(*(old(at, given) for at, given in enumerate(args)), **kwargs)
+
         return stale
 
     for root in context.roots:
@@ -134,5 +162,15 @@ def code(value: Value) -> str:
     return f"{passes}\n{update}"
 
 
-LEVER = Lever("graphs", Moment.STEP, Effect.ROUNDING, applies, code, apply=apply, live=True, known_bad=known_bad, excludes=("offload", "recompute"),
-              page=__doc__)
+LEVER = Lever(
+    "graphs",
+    Moment.STEP,
+    Effect.ROUNDING,
+    applies,
+    code,
+    apply=apply,
+    live=True,
+    known_bad=known_bad,
+    excludes=("offload", "recompute"),
+    page=__doc__,
+)

@@ -28,16 +28,29 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     if context.compiled_by_script:
         return Skip("the script compiles the model or a part of it, and the compiler places results itself")
     if not _activations(context, context.roots):
-        if any(isinstance(module, context.torch.jit.ScriptModule) for root in context.roots for module in root.modules()):
-            return Skip("the model or a part of it is compiled by torch.jit, which does not read the inplace attribute of its layers")
-        return Skip("the model has no nn.ReLU, nn.ReLU6, nn.Hardtanh or nn.LeakyReLU layer without inplace=True")
+        if any(
+            isinstance(module, context.torch.jit.ScriptModule)
+            for root in context.roots
+            for module in root.modules()
+        ):
+            return Skip(
+                "the model or a part of it is compiled by torch.jit, which does not read the inplace attribute of its layers"
+            )
+        return Skip(
+            "the model has no nn.ReLU, nn.ReLU6, nn.Hardtanh or nn.LeakyReLU layer without inplace=True"
+        )
     return Options((True,))
 
 
 def _activations(context: Any, roots: list[Any]) -> list[Any]:
     nn = context.torch.nn
     kinds = tuple(getattr(nn, name) for name in FROM_THEIR_OUTPUT)
-    found = {id(m): m for root in roots for m in root.modules() if type(m) in kinds and not m.inplace and getattr(m, "negative_slope", 1) > 0}
+    found = {
+        id(m): m
+        for root in roots
+        for m in root.modules()
+        if type(m) in kinds and not m.inplace and getattr(m, "negative_slope", 1) > 0
+    }
     return list(found.values())
 
 
@@ -64,7 +77,9 @@ def _trying_first(context: Any, root: Any, activations: set[int], ledger: Any) -
                 for at in _sound(context, root, mine, args, kwargs):
                     ledger.set(modules[at], "inplace", True)
             return forward(*args, **kwargs)
+
         return in_place
+
     return wrapper
 
 
@@ -74,7 +89,9 @@ def _sound(context: Any, root: Any, places: list[int], args: Any, kwargs: Any) -
     A failing set is halved until the failing activations are found.
     """
     plain = _played(context, root, [], args, kwargs)
-    if plain is None or not _same(context.torch, plain, _played(context, root, [], args, kwargs)):  # a nondeterministic model proves nothing
+    if plain is None or not _same(
+        context.torch, plain, _played(context, root, [], args, kwargs)
+    ):  # a nondeterministic model proves nothing
         return []
     kept: list[int] = []
 
@@ -107,13 +124,23 @@ def _played(context: Any, root: Any, places: list[int], args: Any, kwargs: Any) 
             modules = list(device_copy.modules())
             for at in places:
                 modules[at].inplace = True
-            given = tree.tree_map(lambda x: x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x, (args, kwargs))
+            given = tree.tree_map(
+                lambda x: (
+                    x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+                ),
+                (args, kwargs),
+            )
             outputs = _tensors(torch, device_copy(*given[0], **given[1]))
             wanted = [out for out in outputs if out.requires_grad]
             torch.autograd.backward(wanted, [out.detach().clone() for out in wanted])
         inputs = _tensors(torch, given)
-        held = [value for module in modules for value in vars(module).values() if isinstance(value, torch.Tensor)]  # a loss may read them
-        return [*(tensor.detach() for tensor in (*outputs, *held, *inputs)), *(x.grad for x in (*inputs, *device_copy.parameters()))]
+        held = [
+            value for module in modules for value in vars(module).values() if isinstance(value, torch.Tensor)
+        ]  # a loss may read them
+        return [
+            *(tensor.detach() for tensor in (*outputs, *held, *inputs)),
+            *(x.grad for x in (*inputs, *device_copy.parameters())),
+        ]
     except Exception:  # a version error or a model that cannot be copied: leave the layer as it is
         return None
     finally:
@@ -125,12 +152,19 @@ def _tensors(torch: Any, nest: Any) -> list[Any]:
 
 
 def _same(torch: Any, plain: list[Any], other: list[Any] | None) -> bool:
-    return other is not None and len(plain) == len(other) and all(
-        (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(plain, other, strict=True))
+    return (
+        other is not None
+        and len(plain) == len(other)
+        and all(
+            (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+            for a, b in zip(plain, other, strict=True)
+        )
+    )
 
 
 def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Overwrites what the gradient needs: the gradient passes where the activation is zero."""
+
     def wrapper(forward: Any) -> Any:
         return lambda input: input + (forward(input.detach()) - input.detach())
 
@@ -143,5 +177,17 @@ def code(value: Value) -> str:
     return "nn.ReLU(inplace=True)  # if neither the previous layer nor other code needs its input"
 
 
-LEVER = Lever("inplace", Moment.MODEL, Effect.EXACT, applies, code, apply=apply, live=True, guard=Comparison.BITWISE, known_bad=known_bad, saves_memory=True,
-              excludes=("compile",), page=__doc__)
+LEVER = Lever(
+    "inplace",
+    Moment.MODEL,
+    Effect.EXACT,
+    applies,
+    code,
+    apply=apply,
+    live=True,
+    guard=Comparison.BITWISE,
+    known_bad=known_bad,
+    saves_memory=True,
+    excludes=("compile",),
+    page=__doc__,
+)

@@ -37,9 +37,15 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     if not context.loaders:
         return Skip("this process created no torch DataLoader, so its batches come from another source")
     train = context.loaders_that_train
-    usable = [loader for number, loader in enumerate(context.loaders) if not loader["iterable"] and (number in train or not train)]
+    usable = [
+        loader
+        for number, loader in enumerate(context.loaders)
+        if not loader["iterable"] and (number in train or not train)
+    ]
     if not usable:
-        return Skip("the training data set is an IterableDataset; another number of workers could repeat or reorder its samples")
+        return Skip(
+            "the training data set is an IterableDataset; another number of workers could repeat or reorder its samples"
+        )
     from flatout.pipeline.streams import can_stand_in, has_own_order, own_order, seeds_itself
 
     live = context.training_loaders
@@ -48,14 +54,24 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
         return Skip(OWN_ORDER.format(name=own_order(live[0].sampler, live[0].batch_sampler)))
     asked, cores, random = usable[0]["asked_workers"], max(1, facts.cores), context.data_is_random()
     if random and asked >= cores and not any(map(seeds_itself, context.live_loaders)):
-        return Options(tuple({"workers": n, **pin} for n in range(asked - 1, -1, -1) if can_stand_in(n, asked))[:4], effect=Effect.EXACT)
+        return Options(
+            tuple({"workers": n, **pin} for n in range(asked - 1, -1, -1) if can_stand_in(n, asked))[:4],
+            effect=Effect.EXACT,
+        )
     counts = [n for n in dict.fromkeys((1, min(2, cores), cores // 2, cores, 0)) if n != asked and n >= 0]
     values: list[Value] = [{"workers": n} for n in counts]
     if pin:  # include the script's number: with 0, its own thread pins each batch
-        values = [{"workers": n, **pin} for n in dict.fromkeys((min(8, cores - 1), asked, *counts)) if n > 0 or n == asked]
+        values = [
+            {"workers": n, **pin}
+            for n in dict.fromkeys((min(8, cores - 1), asked, *counts))
+            if n > 0 or n == asked
+        ]
     if asked:
         values.append({"workers": asked, "persistent": True})
-    return Options((*values[:3], *(({"threads": 1, **pin},) if not random else values[3:4])), effect=Effect.RESAMPLED if random else Effect.EXACT)
+    return Options(
+        (*values[:3], *(({"threads": 1, **pin},) if not random else values[3:4])),
+        effect=Effect.RESAMPLED if random else Effect.EXACT,
+    )
 
 
 def apply(context: Any, value: Value, ledger: Any) -> Undo:
@@ -80,7 +96,11 @@ def _feed(context: Any, loader: Any, asked: dict[str, Any], feed: Any, value: di
     from flatout.pipeline.streams import can_stand_in, has_own_order, seeds_itself
 
     workers = asked.get("num_workers", 0)
-    stand_in = can_stand_in(loader.num_workers, workers) and loader.batch_sampler is not None and not seeds_itself(loader)
+    stand_in = (
+        can_stand_in(loader.num_workers, workers)
+        and loader.batch_sampler is not None
+        and not seeds_itself(loader)
+    )
     ahead = int(value.get("threads", 0)) and not has_own_order(loader.sampler, loader.batch_sampler)
     if not (stand_in or ahead):
         return feed
@@ -99,7 +119,9 @@ def _change(dataset: Any, arguments: dict[str, Any], value: dict[str, Any]) -> d
     Loaders that are short or not map-style keep theirs.
     """
     # An IterableDataset inherits a __getitem__; a second worker would repeat its samples.
-    if not hasattr(dataset, "__getitem__") or any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__):
+    if not hasattr(dataset, "__getitem__") or any(
+        kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__
+    ):
         return arguments
     try:
         batches = len(dataset) / (arguments.get("batch_size") or 1)
@@ -113,11 +135,15 @@ def _change(dataset: Any, arguments: dict[str, Any], value: dict[str, Any]) -> d
         return arguments
     asked = arguments.get("num_workers", 0)
     workers = 0 if value.get("threads") else int(value.get("workers", asked))
-    if arguments.get("worker_init_fn") is not None and asked and not workers:  # it may open files or assign work to workers
+    if (
+        arguments.get("worker_init_fn") is not None and asked and not workers
+    ):  # it may open files or assign work to workers
         return arguments
     changed = {**arguments, "num_workers": workers} if workers else without_workers(arguments)
     if workers:
-        changed["persistent_workers"] = arguments.get("persistent_workers", False) or not can_stand_in(workers, asked)
+        changed["persistent_workers"] = arguments.get("persistent_workers", False) or not can_stand_in(
+            workers, asked
+        )
         if "prefetch" in value:
             changed["prefetch_factor"] = int(value["prefetch"])
     if value.get("pin"):
@@ -145,7 +171,11 @@ def _copy_without_waiting(torch: Any, ledger: Any) -> None:
 
 def _moves_alone(torch: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether ``tensor.to`` only moves the tensor to a CUDA device."""
-    if len(args) + ("device" in kwargs) != 1 or kwargs.get("non_blocking") or kwargs.keys() - {"device", "non_blocking"}:
+    if (
+        len(args) + ("device" in kwargs) != 1
+        or kwargs.get("non_blocking")
+        or kwargs.keys() - {"device", "non_blocking"}
+    ):
         return False
     return _is_cuda(torch, args[0] if args else kwargs["device"])
 
@@ -153,11 +183,14 @@ def _moves_alone(torch: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
 def _is_cuda(torch: Any, target: Any) -> bool:
     if isinstance(target, torch.device):
         return bool(target.type == "cuda")
-    return (isinstance(target, int) and not isinstance(target, bool)) or (isinstance(target, str) and target.startswith("cuda"))
+    return (isinstance(target, int) and not isinstance(target, bool)) or (
+        isinstance(target, str) and target.startswith("cuda")
+    )
 
 
 def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Normalises with the wrong constant."""
+
     def change(dataset: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         from torch.utils.data import default_collate
 
@@ -182,7 +215,18 @@ def code(value: Value) -> str:
     arguments = f"num_workers={held.get('workers', 0)}"
     arguments += ", persistent_workers=True" if held.get("workers") else ""
     return f"DataLoader(..., {arguments}{', pin_memory=True' if held.get('pin') else ''})" + (
-        "  # and images.to(device, non_blocking=True)" if held.get("pin") else "")
+        "  # and images.to(device, non_blocking=True)" if held.get("pin") else ""
+    )
 
 
-LEVER = Lever("loader", Moment.LOADER, Effect.RESAMPLED, applies, code, apply=apply, guard=Comparison.DISTRIBUTION, known_bad=known_bad, page=__doc__)
+LEVER = Lever(
+    "loader",
+    Moment.LOADER,
+    Effect.RESAMPLED,
+    applies,
+    code,
+    apply=apply,
+    guard=Comparison.DISTRIBUTION,
+    known_bad=known_bad,
+    page=__doc__,
+)

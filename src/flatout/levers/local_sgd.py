@@ -35,7 +35,9 @@ from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
 from flatout.ranks.absent import why_none
 
 NAME = "local_sgd"
-EXCHANGES = "it does not work with {why} of data_parallel, which exchanges data between the ranks in forward passes"
+EXCHANGES = (
+    "it does not work with {why} of data_parallel, which exchanges data between the ranks in forward passes"
+)
 LOSSES = "between rounds each rank reads the loss of its own share, so decide by an evaluation; each rank keeps its own optimizer state"
 
 
@@ -43,13 +45,23 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     if context.divided is None:
         return Skip(why_none(context.torch))
     why = _exchanges(context.divided.division)
-    return Skip(EXCHANGES.format(why=why)) if why else Options(({"every": 8, "outer": "average"}, {"every": 8, "outer": "nesterov"}))
+    return (
+        Skip(EXCHANGES.format(why=why))
+        if why
+        else Options(({"every": 8, "outer": "average"}, {"every": 8, "outer": "nesterov"}))
+    )
 
 
 def _exchanges(division: Any) -> str:
     from flatout.ranks.division import ALL, WHOLE
 
-    return 'batches = "whole"' if division.batches == WHOLE else 'batchnorm = "all"' if division.batchnorm == ALL else ""
+    return (
+        'batches = "whole"'
+        if division.batches == WHOLE
+        else 'batchnorm = "all"'
+        if division.batchnorm == ALL
+        else ""
+    )
 
 
 def check(value: Value) -> None:
@@ -88,14 +100,30 @@ def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
 def code(value: Value) -> str:
     every = value.get("every", 8) if isinstance(value, dict) else 8
     if isinstance(value, dict) and value.get("outer") == "nesterov":
-        return ("outer = torch.optim.SGD(shared, lr=0.7, momentum=0.9, nesterov=True)  # shared: a copy of the model's parameters\n"
-                f"if step % {every} == 0:\n    for p, s in zip(model.parameters(), shared):\n        s.grad = s.detach() - p.detach()\n"
-                "        torch.distributed.all_reduce(s.grad, torch.distributed.ReduceOp.AVG)\n    outer.step()\n"
-                "    for p, s in zip(model.parameters(), shared):\n        p.data.copy_(s)")
-    return ("from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager\n"
-            f"averager = PeriodicModelAverager(period={every}, warmup_steps=100)\n"
-            "optimizer = torch.distributed.optim.PostLocalSGDOptimizer(optimizer, averager)")
+        return (
+            "outer = torch.optim.SGD(shared, lr=0.7, momentum=0.9, nesterov=True)  # shared: a copy of the model's parameters\n"
+            f"if step % {every} == 0:\n    for p, s in zip(model.parameters(), shared):\n        s.grad = s.detach() - p.detach()\n"
+            "        torch.distributed.all_reduce(s.grad, torch.distributed.ReduceOp.AVG)\n    outer.step()\n"
+            "    for p, s in zip(model.parameters(), shared):\n        p.data.copy_(s)"
+        )
+    return (
+        "from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager\n"
+        f"averager = PeriodicModelAverager(period={every}, warmup_steps=100)\n"
+        "optimizer = torch.distributed.optim.PostLocalSGDOptimizer(optimizer, averager)"
+    )
 
 
-LEVER = Lever(NAME, Moment.IMPORT, Effect.CHANGES_MATH, applies, code, apply=apply, guard=Comparison.GRADIENT, known_bad=known_bad, needs=("data_parallel",),
-              excludes=("sharding",), check=check, page=__doc__)
+LEVER = Lever(
+    NAME,
+    Moment.IMPORT,
+    Effect.CHANGES_MATH,
+    applies,
+    code,
+    apply=apply,
+    guard=Comparison.GRADIENT,
+    known_bad=known_bad,
+    needs=("data_parallel",),
+    excludes=("sharding",),
+    check=check,
+    page=__doc__,
+)

@@ -27,7 +27,9 @@ ORDER = ("tcmalloc", "mimalloc", "jemalloc", "glibc")
 FOUR_GB = str(4 * 2**30 - 1)
 # Settings that stop each allocator from returning freed pages, which the next step would fault in again.
 KEEPING = {
-    "tcmalloc": {"TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": str(2**62)},  # it keeps pages by default, but would report every large tensor
+    "tcmalloc": {
+        "TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": str(2**62)
+    },  # it keeps pages by default, but would report every large tensor
     "mimalloc": {"MIMALLOC_PURGE_DELAY": "-1"},
     "jemalloc": {"MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1"},
 }
@@ -35,8 +37,12 @@ KEEPING = {
 
 def applies(facts: Facts, context: Any) -> Options | Skip:
     if facts.system != "Linux":
-        return Skip(f"this lever replaces allocators on Linux only, and this system is {facts.system or 'unknown'}")
-    libraries = [path.rpartition("/")[2] for path in re.split("[: ]+", facts.environment.get("LD_PRELOAD", ""))]
+        return Skip(
+            f"this lever replaces allocators on Linux only, and this system is {facts.system or 'unknown'}"
+        )
+    libraries = [
+        path.rpartition("/")[2] for path in re.split("[: ]+", facts.environment.get("LD_PRELOAD", ""))
+    ]
     preloaded = next((library for library in libraries if "malloc" in library), None)
     if preloaded is not None:
         return Skip(f"LD_PRELOAD names the allocator {preloaded}; remove it to measure allocators")
@@ -46,18 +52,30 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     if context is not None and context.device_type != "cpu":
         return Skip(f"the parameters are on {context.device_type}, whose memory malloc does not manage")
     found = tuple(name for name in ORDER if name in facts.allocators)
-    return Options(found) if found else Skip("no other allocator was found; install one with `pip install flatout[malloc]`")
+    return (
+        Options(found)
+        if found
+        else Skip("no other allocator was found; install one with `pip install flatout[malloc]`")
+    )
 
 
 def _configures_malloc(name: str, value: str) -> bool:
     """Whether this variable configures malloc. GLIBC_TUNABLES configures all of the C library."""
-    return "glibc.malloc." in value if name == "GLIBC_TUNABLES" else bool(value) and name.startswith(("MALLOC_", "MIMALLOC_"))
+    return (
+        "glibc.malloc." in value
+        if name == "GLIBC_TUNABLES"
+        else bool(value) and name.startswith(("MALLOC_", "MIMALLOC_"))
+    )
 
 
 def environment(facts: Facts, value: Value) -> dict[str, str]:
     if value == "glibc":
         # Never map, never trim: the process keeps freed memory, including its pages, and uses it again.
-        return {"MALLOC_MMAP_THRESHOLD_": FOUR_GB, "MALLOC_TRIM_THRESHOLD_": FOUR_GB, "MALLOC_TOP_PAD_": str(64 * 2**20)}
+        return {
+            "MALLOC_MMAP_THRESHOLD_": FOUR_GB,
+            "MALLOC_TRIM_THRESHOLD_": FOUR_GB,
+            "MALLOC_TOP_PAD_": str(64 * 2**20),
+        }
     library = facts.allocators.get(str(value))
     if library is None:
         raise LookupError(f"{value} is not installed here")
@@ -72,4 +90,13 @@ def code(value: Value) -> str:
     return f"{settings}LD_PRELOAD=/path/to/lib{value}.so python train.py"
 
 
-LEVER = Lever("malloc", Moment.PROCESS, Effect.EXACT, applies, code, environment=environment, guard=Comparison.BITWISE, page=__doc__)
+LEVER = Lever(
+    "malloc",
+    Moment.PROCESS,
+    Effect.EXACT,
+    applies,
+    code,
+    environment=environment,
+    guard=Comparison.BITWISE,
+    page=__doc__,
+)

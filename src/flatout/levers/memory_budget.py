@@ -31,7 +31,9 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     if context.compiled_by_script:
         return Skip("the script compiles the model or a part of it, before a budget could be set")
     if context.create_graph_seen:
-        return Skip("the script differentiates twice (create_graph=True), and compiled functions have no second derivative")
+        return Skip(
+            "the script differentiates twice (create_graph=True), and compiled functions have no second derivative"
+        )
     if not context.roots:
         return Skip("no nn.Module with trainable parameters was called, as in `model(x)`")
     return Options(BUDGETS)
@@ -43,7 +45,9 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     if isinstance(value, (bool, str, dict)) or not 0 <= value <= 1:
         raise TypeError(f"memory_budget must be a number from 0 to 1, not {value!r}")
     dynamo = context.torch._dynamo
-    ledger.call("compiled code", dynamo.reset)  # the option is read while compiling, so compiled code must be compiled again
+    ledger.call(
+        "compiled code", dynamo.reset
+    )  # the option is read while compiling, so compiled code must be compiled again
     ledger.set_flag(config, "activation_memory_budget", float(value))
     dynamo.reset()
     return ledger.restore
@@ -60,5 +64,18 @@ def code(value: Value) -> str:
     return f"torch._functorch.config.activation_memory_budget = {value}  # before model.compile()"
 
 
-LEVER = Lever("memory_budget", Moment.MODEL, Effect.ROUNDING, applies, code, apply=apply, live=True, warms_up=True, known_bad=known_bad, after=("compile",),
-              needs=("compile",), saves_memory=True, page=__doc__)
+LEVER = Lever(
+    "memory_budget",
+    Moment.MODEL,
+    Effect.ROUNDING,
+    applies,
+    code,
+    apply=apply,
+    live=True,
+    warms_up=True,
+    known_bad=known_bad,
+    after=("compile",),
+    needs=("compile",),
+    saves_memory=True,
+    page=__doc__,
+)

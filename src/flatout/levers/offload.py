@@ -29,7 +29,9 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     if context.device_type != "cuda":
         return Skip("no parameter of the program is on a CUDA device")
     if context.in_pieces:
-        return Skip(f"the script calls {len(context.roots)} modules separately, and no module contains them all")
+        return Skip(
+            f"the script calls {len(context.roots)} modules separately, and no module contains them all"
+        )
     if context.compiled_by_script:
         return Skip("the script compiles the model or a part of it, and the compiler chooses what is kept")
     return Options(("activations", "optimizer") if context.optimizers else ("activations",))
@@ -58,7 +60,9 @@ def _offloading(torch: Any, hooks: OffloadHooks) -> Any:
                 return forward(*args, **kwargs)
             with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
                 return forward(*args, **kwargs)
+
         return on_the_host
+
     return wrapper
 
 
@@ -93,7 +97,9 @@ def _state_away(torch: Any, optimizer: Any, ledger: Any) -> None:
 
 
 def _pinned(torch: Any, held: Any) -> Any:
-    there = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device="cpu", pin_memory=True)  # ignores the script's default device
+    there = torch.empty_strided(
+        held.shape, held.stride(), dtype=held.dtype, device="cpu", pin_memory=True
+    )  # ignores the script's default device
     return there.copy_(held, non_blocking=True)
 
 
@@ -119,5 +125,18 @@ def code(value: Value) -> str:
     return "with torch.autograd.graph.save_on_cpu(pin_memory=True): loss = ..."
 
 
-LEVER = Lever("offload", Moment.MODEL, Effect.EXACT, applies, code, apply=apply, live=True, guard=Comparison.BITWISE, known_bad=known_bad,
-              after=("recompute",), excludes=("compile",), saves_memory=True, page=__doc__)
+LEVER = Lever(
+    "offload",
+    Moment.MODEL,
+    Effect.EXACT,
+    applies,
+    code,
+    apply=apply,
+    live=True,
+    guard=Comparison.BITWISE,
+    known_bad=known_bad,
+    after=("recompute",),
+    excludes=("compile",),
+    saves_memory=True,
+    page=__doc__,
+)

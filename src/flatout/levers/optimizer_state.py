@@ -46,8 +46,14 @@ def _of_torch(context: Any) -> list[Any]:
 def _name(optimizer: Any) -> str:
     """The class as users distinguish it from torch's own, with the options that torchao does not support."""
     kind = type(optimizer)
-    name = kind.__name__ if kind.__module__.startswith("torch.optim") else f"{kind.__module__}.{kind.__name__}"
-    asked = [option for option in ("maximize", "differentiable") if any(group.get(option) for group in optimizer.param_groups)]
+    name = (
+        kind.__name__ if kind.__module__.startswith("torch.optim") else f"{kind.__module__}.{kind.__name__}"
+    )
+    asked = [
+        option
+        for option in ("maximize", "differentiable")
+        if any(group.get(option) for group in optimizer.param_groups)
+    ]
     return f"{name} with {' and '.join(asked)}" if asked else name
 
 
@@ -70,8 +76,11 @@ def _low_bit(torch: Any, optimizer: Any, suffix: str, ledger: Any) -> None:
 
     kind = getattr(optim, type(optimizer).__name__ + suffix)
     first = optimizer.param_groups[0]
-    inner = kind([{"params": group["params"], "lr": float(group["lr"])} for group in optimizer.param_groups], lr=float(first["lr"]),
-                 bf16_stochastic_round=False)
+    inner = kind(
+        [{"params": group["params"], "lr": float(group["lr"])} for group in optimizer.param_groups],
+        lr=float(first["lr"]),
+        bf16_stochastic_round=False,
+    )
     _convert(optimizer, lambda p, name, held: inner._new_buffer(p, MOMENTS[name]).copy_(held))
     inner.state = optimizer.state
 
@@ -90,7 +99,10 @@ def _low_bit(torch: Any, optimizer: Any, suffix: str, ledger: Any) -> None:
     def step(*args: Any, **kwargs: Any) -> Any:
         return hooked(optimizer, *args, **kwargs)
 
-    ledger.call("optimizer state", lambda: _convert(optimizer, lambda p, name, held: torch.zeros_like(p).copy_(held.dequantize())))
+    ledger.call(
+        "optimizer state",
+        lambda: _convert(optimizer, lambda p, name, held: torch.zeros_like(p).copy_(held.dequantize())),
+    )
     ledger.set(optimizer, "step", step, new=True)
 
 
@@ -115,6 +127,7 @@ def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
                         unit = held.abs().max().clamp_min(1e-30) / 3
                         held.copy_((held / unit).round() * unit)
             return result
+
         return step
 
     for optimizer in context.optimizers:
@@ -126,5 +139,16 @@ def code(value: Value) -> str:
     return f"optimizer = torchao.optim.AdamW{SUFFIXES.get(str(value), '8bit')}(model.parameters(), ...)"
 
 
-LEVER = Lever("optimizer_state", Moment.OPTIMIZER, Effect.CHANGES_MATH, applies, code, apply=apply, guard=Comparison.GRADIENT, known_bad=known_bad,
-              after=("fused_optimizer",), saves_memory=True, page=__doc__)
+LEVER = Lever(
+    "optimizer_state",
+    Moment.OPTIMIZER,
+    Effect.CHANGES_MATH,
+    applies,
+    code,
+    apply=apply,
+    guard=Comparison.GRADIENT,
+    known_bad=known_bad,
+    after=("fused_optimizer",),
+    saves_memory=True,
+    page=__doc__,
+)

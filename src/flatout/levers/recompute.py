@@ -28,7 +28,11 @@ from flatout.saved.blocks import RecomputedBlock, repeated, spread, why_not
 from flatout.saved.known_bad import in_half_the_bits
 from flatout.saved.rederive import SavedTensorRederiver
 
-OPERATIONS: tuple[Value, ...] = ({"ops": "cheap"}, {"ops": "linear", "share": 0.34}, {"ops": "linear", "share": 1.0})
+OPERATIONS: tuple[Value, ...] = (
+    {"ops": "cheap"},
+    {"ops": "linear", "share": 0.34},
+    {"ops": "linear", "share": 1.0},
+)
 NO_BLOCKS = "the model has no two blocks of the same class with at least two layers each"
 BLOCKS: tuple[Value, ...] = ({"blocks": 0.5}, {"blocks": 1.0})
 
@@ -37,19 +41,29 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     if context.compiled_by_script:
         return Skip("the script compiles the model or a part of it, and the compiler chooses what is kept")
     if context.create_graph_seen:
-        return Skip("the script differentiates twice (create_graph=True), which recomputed activations do not support")
+        return Skip(
+            "the script differentiates twice (create_graph=True), which recomputed activations do not support"
+        )
     if context.in_pieces:
-        return Skip(f"the script calls {len(context.roots)} modules separately, and no module contains them all")
+        return Skip(
+            f"the script calls {len(context.roots)} modules separately, and no module contains them all"
+        )
     if not context.roots:
         return Skip("no nn.Module with trainable parameters was called, as in `model(x)`")
     if any(isinstance(root, context.torch.jit.ScriptModule) for root in context.roots):
-        return Skip("the model or a part of it is compiled by torch.jit, which does not call the forward of its layers")
+        return Skip(
+            "the model or a part of it is compiled by torch.jit, which does not call the forward of its layers"
+        )
     return Options((*OPERATIONS, *(BLOCKS if _blocks(context)[0] else ())))
 
 
 def apply(context: Any, value: Value, ledger: Any) -> Undo:
-    if not isinstance(value, dict) or not ({"ops"} <= value.keys() <= {"ops", "share"} or value.keys() == {"blocks"}):
-        raise TypeError(f'recompute must be a table such as {{ ops = "cheap" }} or {{ blocks = 0.5 }}, not {value!r}')
+    if not isinstance(value, dict) or not (
+        {"ops"} <= value.keys() <= {"ops", "share"} or value.keys() == {"blocks"}
+    ):
+        raise TypeError(
+            f'recompute must be a table such as {{ ops = "cheap" }} or {{ blocks = 0.5 }}, not {value!r}'
+        )
     if "blocks" in value:
         _blocks_again(context, _share("blocks", value["blocks"]), ledger)
         return ledger.restore
@@ -57,8 +71,16 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
         raise TypeError(f'ops of recompute must be "cheap" or "linear", not {value["ops"]!r}')
     share = _share("share", value.get("share", 1.0)) if value["ops"] == "linear" else 0.0
     for root in context.roots:
-        epsilons = {id(m.weight): float(m.eps) for m in root.modules() if getattr(m, "weight", None) is not None and isinstance(getattr(m, "eps", None), float)}
-        context.wrap_forward(context.without_ranks(root), _deriving(SavedTensorRederiver(context.torch, share, epsilons)), ledger)
+        epsilons = {
+            id(m.weight): float(m.eps)
+            for m in root.modules()
+            if getattr(m, "weight", None) is not None and isinstance(getattr(m, "eps", None), float)
+        }
+        context.wrap_forward(
+            context.without_ranks(root),
+            _deriving(SavedTensorRederiver(context.torch, share, epsilons)),
+            ledger,
+        )
     return ledger.restore
 
 
@@ -71,14 +93,19 @@ def _share(name: str, share: Any) -> float:
 def _deriving(deriving: SavedTensorRederiver) -> Any:
     def wrapper(forward: Any) -> Any:
         return lambda *args, **kwargs: deriving.forward(forward, args, kwargs)
+
     return wrapper
 
 
 def _blocks(context: Any) -> tuple[list[Any], str]:
     """The repeated blocks that may be computed twice, and why others may not."""
-    blocks = [block for root in context.roots for block in repeated(context.torch, context.without_ranks(root))]
+    blocks = [
+        block for root in context.roots for block in repeated(context.torch, context.without_ranks(root))
+    ]
     reasons = [why_not(context.torch, block) for block in blocks]
-    return [block for block, reason in zip(blocks, reasons, strict=True) if not reason], next(filter(None, reasons), NO_BLOCKS)
+    return [block for block, reason in zip(blocks, reasons, strict=True) if not reason], next(
+        filter(None, reasons), NO_BLOCKS
+    )
 
 
 def _blocks_again(context: Any, share: float, ledger: Any) -> None:
@@ -100,6 +127,7 @@ def _blocks_again(context: Any, share: float, ledger: Any) -> None:
 def _again(block: RecomputedBlock) -> Any:
     def wrapper(forward: Any) -> Any:
         return lambda *args, **kwargs: block.forward(forward, args, kwargs)
+
     return wrapper
 
 
@@ -114,10 +142,29 @@ def code(value: Value) -> str:
     if isinstance(value, dict) and "blocks" in value:
         some = "" if value["blocks"] == 1 else f"  # {value['blocks']:.0%} of the blocks".replace("%", " %")
         return f"x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False){some}"
-    kept = "[torch.ops.aten.addmm.default, torch.ops.aten.mm.default]" if isinstance(value, dict) and value.get("ops") == "cheap" else "[]"
-    return (f"keep = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, {kept})  # torch's closest equivalent\n"
-            "x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=keep)")
+    kept = (
+        "[torch.ops.aten.addmm.default, torch.ops.aten.mm.default]"
+        if isinstance(value, dict) and value.get("ops") == "cheap"
+        else "[]"
+    )
+    return (
+        f"keep = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, {kept})  # torch's closest equivalent\n"
+        "x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=keep)"
+    )
 
 
-LEVER = Lever("recompute", Moment.MODEL, Effect.EXACT, applies, code, apply=apply, live=True, guard=Comparison.BITWISE, known_bad=known_bad,
-              after=("autocast", "channels_last"), excludes=("compile",), saves_memory=True, page=__doc__)
+LEVER = Lever(
+    "recompute",
+    Moment.MODEL,
+    Effect.EXACT,
+    applies,
+    code,
+    apply=apply,
+    live=True,
+    guard=Comparison.BITWISE,
+    known_bad=known_bad,
+    after=("autocast", "channels_last"),
+    excludes=("compile",),
+    saves_memory=True,
+    page=__doc__,
+)

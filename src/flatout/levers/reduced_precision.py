@@ -31,7 +31,14 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     if not torch.backends.mkldnn.is_available():
         return Skip("this PyTorch was built without oneDNN")
     mkldnn = torch.backends.mkldnn
-    chosen = next((each.fp32_precision for each in (mkldnn.matmul, mkldnn.conv, mkldnn.rnn) if each.fp32_precision != "none"), None)
+    chosen = next(
+        (
+            each.fp32_precision
+            for each in (mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
+            if each.fp32_precision != "none"
+        ),
+        None,
+    )
     if chosen is not None:  # "none" is the default; "ieee" is a choice of the program
         return Skip(f"the program has already set the float32 precision of oneDNN to {chosen}")
     return Options((True,))
@@ -42,7 +49,9 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     # The older flags for matrix products keep both families consistent. Otherwise reading the older flag
     # raises.
     for owner in (torch.backends.cuda.matmul, mkldnn.matmul):
-        ledger.set_flag(owner, "fp32_precision", owner.fp32_precision)  # undone last: setting "highest" leaves "ieee" behind
+        ledger.set_flag(
+            owner, "fp32_precision", owner.fp32_precision
+        )  # undone last: setting "highest" leaves "ieee" behind
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     ledger.call("torch.set_float32_matmul_precision", lambda: torch.set_float32_matmul_precision(before))
@@ -53,9 +62,11 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
 
 def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Keeps only three bits of the input's mantissa."""
+
     def wrapper(forward: Any) -> Any:
         def coarse(*args: Any, **kwargs: Any) -> Any:
             return forward(*(_three_bits(context.torch, a) for a in args), **kwargs)
+
         return coarse
 
     for root in context.roots:
@@ -74,5 +85,15 @@ def code(value: Value) -> str:
     return 'torch.set_float32_matmul_precision("medium"); torch.backends.mkldnn.conv.fp32_precision = "bf16"'
 
 
-LEVER = Lever("reduced_precision", Moment.MODEL, Effect.PRECISION, applies, code, apply=apply, live=True, known_bad=known_bad,
-              half=lambda value: "bfloat16 products", page=__doc__)
+LEVER = Lever(
+    "reduced_precision",
+    Moment.MODEL,
+    Effect.PRECISION,
+    applies,
+    code,
+    apply=apply,
+    live=True,
+    known_bad=known_bad,
+    half=lambda value: "bfloat16 products",
+    page=__doc__,
+)

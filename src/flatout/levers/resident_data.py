@@ -48,7 +48,9 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     needed = sum(feed.store.bytes_of_all for feed in feeds if feed.store is not None)
     whole = max(1, -(-needed // MIB))
     if whole > max(most, beside):
-        return Skip(f"the data needs {whole} MiB, and the limit is {most} MiB on the GPU or {beside} MiB on the host")
+        return Skip(
+            f"the data needs {whole} MiB, and the limit is {most} MiB on the GPU or {beside} MiB on the host"
+        )
     values: list[Value] = [{"mib": whole}] if whole <= most else []
     return Options((*values, {"mib": whole, "host": True}) if whole <= beside else tuple(values))
 
@@ -65,20 +67,35 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     torch = context.torch
     if not torch.cuda.is_available():
         raise LookupError("there is no CUDA device to make batches on")
-    device_copies, keep = DeviceCopies(), CacheOptions(CacheBudget(value["mib"] * MIB), ahead=True, handed_on=context.handed_on)
+    device_copies, keep = (
+        DeviceCopies(),
+        CacheOptions(CacheBudget(value["mib"] * MIB), ahead=True, handed_on=context.handed_on),
+    )
     return_device_copies(device_copies, ledger)
 
     def change(dataset: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-        return without_workers(arguments) if arguments.get("num_workers") and hasattr(dataset, "__getitem__") else arguments
+        return (
+            without_workers(arguments)
+            if arguments.get("num_workers") and hasattr(dataset, "__getitem__")
+            else arguments
+        )
 
     def resident(loader: Any, asked: dict[str, Any], feed: Any) -> Any:
         feed = feed or Feed(loader)
         feed.batched, feed.keep = True, keep
         # The device of the optimizers' weights, or the current device if the script creates them later.
-        device = context.device if context.device_type == "cuda" else torch.device("cuda", torch.cuda.current_device())
-        feed.resident = None if feed.keeps_nothing else ResidentDevice(device, device_copies, bool(value.get("host")))
+        device = (
+            context.device
+            if context.device_type == "cuda"
+            else torch.device("cuda", torch.cuda.current_device())
+        )
+        feed.resident = (
+            None if feed.keeps_nothing else ResidentDevice(device, device_copies, bool(value.get("host")))
+        )
         feed.as_workers = asked.get("num_workers", 0) if not seeds_itself(loader) else 0
-        feed.listeners["keep"] = feed.listeners["batched"] = lambda sentence: context.report("resident_data", sentence)
+        feed.listeners["keep"] = feed.listeners["batched"] = lambda sentence: context.report(
+            "resident_data", sentence
+        )
         return feed
 
     context.change_loaders(change, ledger)
@@ -100,10 +117,22 @@ def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
 
 
 def code(value: Value) -> str:
-    return ("images, labels = images.cuda(), labels.cuda()  # all of them, as bytes, once\n"
-            "for at in torch.randperm(len(images), device=\"cuda\").split(batch_size):\n"
-            "    batch = augment(images[at]), labels[at]")
+    return (
+        "images, labels = images.cuda(), labels.cuda()  # all of them, as bytes, once\n"
+        'for at in torch.randperm(len(images), device="cuda").split(batch_size):\n'
+        "    batch = augment(images[at]), labels[at]"
+    )
 
 
-LEVER = Lever("resident_data", Moment.LOADER, Effect.EXACT, applies, code, apply=apply, guard=Comparison.BITWISE, known_bad=known_bad,
-              after=("loader", "cached_prefix", "batched_transforms"), page=__doc__)
+LEVER = Lever(
+    "resident_data",
+    Moment.LOADER,
+    Effect.EXACT,
+    applies,
+    code,
+    apply=apply,
+    guard=Comparison.BITWISE,
+    known_bad=known_bad,
+    after=("loader", "cached_prefix", "batched_transforms"),
+    page=__doc__,
+)

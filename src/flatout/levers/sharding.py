@@ -55,7 +55,18 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     divided, here = context.divided, standing()
     if divided is None or here is None:
         raise LookupError("sharding requires data_parallel, which is not applied")
-    ledger.set(divided, "sharding", Sharding(context.torch, context, divided.here, str(over), lambda module: repeated(context.torch, module), ledger))
+    ledger.set(
+        divided,
+        "sharding",
+        Sharding(
+            context.torch,
+            context,
+            divided.here,
+            str(over),
+            lambda module: repeated(context.torch, module),
+            ledger,
+        ),
+    )
     return ledger.restore
 
 
@@ -67,10 +78,22 @@ def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
 
 
 def code(value: Value) -> str:
-    return ("from torch.distributed.fsdp import fully_shard\n"
-            "for block in model.blocks:\n    fully_shard(block)\nfully_shard(model)  # before the optimizer is made\n"
-            "# checkpoints: get_state_dict and set_state_dict of torch.distributed.checkpoint.state_dict, with full_state_dict=True")
+    return (
+        "from torch.distributed.fsdp import fully_shard\n"
+        "for block in model.blocks:\n    fully_shard(block)\nfully_shard(model)  # before the optimizer is made\n"
+        "# checkpoints: get_state_dict and set_state_dict of torch.distributed.checkpoint.state_dict, with full_state_dict=True"
+    )
 
 
-LEVER = Lever(NAME, Moment.LOADER, Effect.ROUNDING, applies, code, apply=apply, known_bad=known_bad, after=("data_parallel",), needs=("data_parallel",),
-              page=__doc__)
+LEVER = Lever(
+    NAME,
+    Moment.LOADER,
+    Effect.ROUNDING,
+    applies,
+    code,
+    apply=apply,
+    known_bad=known_bad,
+    after=("data_parallel",),
+    needs=("data_parallel",),
+    page=__doc__,
+)

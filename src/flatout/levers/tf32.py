@@ -44,7 +44,11 @@ def _choice_of_the_script(torch: Any) -> Skip | None:
     except RuntimeError:  # torch raises if the families disagree
         older = "highest"
     chosen = newer if newer != "none" else older
-    return Skip(f"the float32 precision of matrix products is already set to {chosen}") if (newer, older) != ("none", "highest") else None
+    return (
+        Skip(f"the float32 precision of matrix products is already set to {chosen}")
+        if (newer, older) != ("none", "highest")
+        else None
+    )
 
 
 def apply(context: Any, value: Value, ledger: Any) -> Undo:
@@ -52,7 +56,9 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     # The older flags keep both families consistent. With the newer ones alone, reading allow_tf32 or
     # get_float32_matmul_precision raises (torch 2.14): in the script, in flex attention, in max-autotune.
     for owner in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
-        ledger.set_flag(owner, "fp32_precision", owner.fp32_precision)  # undone last: setting "highest" leaves "ieee" behind
+        ledger.set_flag(
+            owner, "fp32_precision", owner.fp32_precision
+        )  # undone last: setting "highest" leaves "ieee" behind
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     ledger.call("torch.set_float32_matmul_precision", lambda: torch.set_float32_matmul_precision(before))
@@ -75,6 +81,7 @@ def _eight_bits(context: Any, ledger: Any) -> Undo:
                         if step > 0:
                             p.copy_((p / step).round() * step)
             return forward(*args, **kwargs)
+
         return rounded
 
     for root in context.roots:
@@ -86,5 +93,15 @@ def code(value: Value) -> str:
     return 'torch.set_float32_matmul_precision("high")'
 
 
-LEVER = Lever("tf32", Moment.MODEL, Effect.PRECISION, applies, code, apply=apply, live=True, known_bad=known_bad,
-              half=lambda value: "TF32 products", page=__doc__)
+LEVER = Lever(
+    "tf32",
+    Moment.MODEL,
+    Effect.PRECISION,
+    applies,
+    code,
+    apply=apply,
+    live=True,
+    known_bad=known_bad,
+    half=lambda value: "TF32 products",
+    page=__doc__,
+)

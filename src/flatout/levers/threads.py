@@ -50,4 +50,14 @@ def code(value: Value) -> str:
     return f"torch.set_num_threads({value})"
 
 
-LEVER = Lever("threads", Moment.IMPORT, Effect.ROUNDING, applies, code, apply=apply, live=True, known_bad=known_bad, page=__doc__)
+LEVER = Lever(
+    "threads",
+    Moment.IMPORT,
+    Effect.ROUNDING,
+    applies,
+    code,
+    apply=apply,
+    live=True,
+    known_bad=known_bad,
+    page=__doc__,
+)

@@ -26,9 +26,23 @@ class Accumulation:
     counts nothing must still contribute.
     """
 
-    def __init__(self, torch: Any, precision: Precision, summed: bool, samples: int, rejoin: Rejoin | None = None,
-                 divided: TensorParallel | PipelineParallel | None = None) -> None:
-        self.torch, self.precision, self.summed, self.samples, self.rejoin, self.divided = torch, precision, summed, samples, rejoin, divided
+    def __init__(
+        self,
+        torch: Any,
+        precision: Precision,
+        summed: bool,
+        samples: int,
+        rejoin: Rejoin | None = None,
+        divided: TensorParallel | PipelineParallel | None = None,
+    ) -> None:
+        self.torch, self.precision, self.summed, self.samples, self.rejoin, self.divided = (
+            torch,
+            precision,
+            summed,
+            samples,
+            rejoin,
+            divided,
+        )
         self._estimate: Any = None
         self._losses: list[Any] = []
         self._weights: list[Any] = []
@@ -67,7 +81,11 @@ class Accumulation:
 
     def _correct(self, parameters: list[Any], total: Any) -> None:
         """Rescale gradients from the estimated total to ``total``, which becomes the new estimate."""
-        gradients = [p.grad if self.divided is None else self.divided.local(p.grad) for p in parameters if p.grad is not None]
+        gradients = [
+            p.grad if self.divided is None else self.divided.local(p.grad)
+            for p in parameters
+            if p.grad is not None
+        ]
         if gradients:
             with self.torch.no_grad():
                 self.torch._foreach_mul_(gradients, (self._estimate / total).to(gradients[0].dtype))
@@ -83,7 +101,9 @@ class Accumulation:
             each, sizes = [values[name] for values, _ in self._values], [size for _, size in self._values]
             match how.get(name, "mean"):
                 case "mean":
-                    joined[name] = sum(value * size for value, size in zip(each, sizes, strict=True)) / sum(sizes)
+                    joined[name] = sum(value * size for value, size in zip(each, sizes, strict=True)) / sum(
+                        sizes
+                    )
                 case "sum":
                     joined[name] = sum(each)
                 case "last":
@@ -95,7 +115,11 @@ class Accumulation:
 
 
 def detached(values: Any) -> dict[str, Any]:
-    return {name: value.detach() if hasattr(value, "detach") else value for name, value in values.items()} if values else {}
+    return (
+        {name: value.detach() if hasattr(value, "detach") else value for name, value in values.items()}
+        if values
+        else {}
+    )
 
 
 def _is_nothing(weight: Any) -> bool:

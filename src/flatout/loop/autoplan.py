@@ -40,8 +40,10 @@ def effects_of(asked: str) -> frozenset[Effect]:
     Raises LoopError for effects that a Loop cannot check by itself.
     """
     if asked not in (Effect.EXACT, Effect.ROUNDING, Effect.PRECISION):
-        raise LoopError(f'effects={asked!r} is not supported. Use "exact" (no bit changes), "rounding" (the same maths, rounded '
-                        'differently) or "precision" (also products in half precision).')
+        raise LoopError(
+            f'effects={asked!r} is not supported. Use "exact" (no bit changes), "rounding" (the same maths, rounded '
+            'differently) or "precision" (also products in half precision).'
+        )
     return frozenset(effect for effect in Effect if effect.rank <= Effect(asked).rank)
 
 
@@ -51,8 +53,23 @@ class Autoplan:
     ``found`` is None until tuning ends.
     """
 
-    def __init__(self, context: Any, applier: Applier, model: Any, optimizer: Any, device: Any, effects: frozenset[Effect]) -> None:
-        self.context, self.applier, self.model, self.optimizer, self.device, self.effects = context, applier, model, optimizer, device, effects
+    def __init__(
+        self,
+        context: Any,
+        applier: Applier,
+        model: Any,
+        optimizer: Any,
+        device: Any,
+        effects: frozenset[Effect],
+    ) -> None:
+        self.context, self.applier, self.model, self.optimizer, self.device, self.effects = (
+            context,
+            applier,
+            model,
+            optimizer,
+            device,
+            effects,
+        )
         self.found: Tuned | None = None
         self._clock = clock_for(context.torch, device)
         self._ledger = Ledger()
@@ -103,11 +120,17 @@ class Autoplan:
 
     def _switch(self, wanted: tuple[Choice, ...]) -> None:
         if wanted != self._holds or self._failed:
-            self._failed = "; ".join(outcome.reason for outcome in self.applier.switch(wanted) if not outcome.applied)
+            self._failed = "; ".join(
+                outcome.reason for outcome in self.applier.switch(wanted) if not outcome.applied
+            )
             self._holds = wanted
 
     def _end(self, tried: list[Tried]) -> None:
-        kept = tuple(Choice(each.choice.name, each.choice.value, Origin.TUNER, each.evidence) for each in tried if each.kept)
+        kept = tuple(
+            Choice(each.choice.name, each.choice.value, Origin.TUNER, each.evidence)
+            for each in tried
+            if each.kept
+        )
         self._switch(tuple(each.choice for each in tried if each.kept))
         self._replica = None  # frees its copies of the model
         self.found = Tuned(Plan(kept), (*tried, *self._left_out), self._used)
@@ -118,7 +141,11 @@ class Autoplan:
     @property
     def outcomes(self) -> list[Outcome]:
         """One outcome per lever, or one per measured value."""
-        return [Outcome(each.choice, each.kept, "" if each.kept else each.reason) for each in self.found.tried] if self.found is not None else []
+        return (
+            [Outcome(each.choice, each.kept, "" if each.kept else each.reason) for each in self.found.tried]
+            if self.found is not None
+            else []
+        )
 
     def take_off(self) -> None:
         self._ledger.restore()
@@ -134,8 +161,15 @@ class Autoplan:
         self._replica = StepReplica(self.context, self.applier, (), slow)
         keep_out_of_pickles(self.context.torch, self._ledger, Autoplan)
         hooked = self.context.torch.nn.Module
-        self._ledger.call("forward pre-hook", hooked.register_forward_pre_hook(self.model, self._forward_begins, with_kwargs=True, prepend=True).remove)
-        self._ledger.call("forward hook", hooked.register_forward_hook(self.model, self._forward_ended).remove)
+        self._ledger.call(
+            "forward pre-hook",
+            hooked.register_forward_pre_hook(
+                self.model, self._forward_begins, with_kwargs=True, prepend=True
+            ).remove,
+        )
+        self._ledger.call(
+            "forward hook", hooked.register_forward_hook(self.model, self._forward_ended).remove
+        )
 
     def _forward_begins(self, model: Any, args: tuple, kwargs: dict) -> None:
         if self._inside and self._replica is not None and self.context.torch.is_grad_enabled():
@@ -168,7 +202,14 @@ class Autoplan:
             effect = (options.effect or lever.effect) if isinstance(options, Options) else lever.effect
             reason = options.reason if isinstance(options, Skip) else self._left_alone(lever, effect)
             if reason or isinstance(options, Skip):
-                self._left_out.append(Tried(Choice(name, True if isinstance(options, Skip) else options.values[0], Origin.TUNER), effect, False, reason))
+                self._left_out.append(
+                    Tried(
+                        Choice(name, True if isinstance(options, Skip) else options.values[0], Origin.TUNER),
+                        effect,
+                        False,
+                        reason,
+                    )
+                )
             else:
                 found += [(Choice(name, value, Origin.TUNER), effect) for value in options.values[:VALUES]]
         return found
@@ -187,4 +228,3 @@ class Autoplan:
         if effect not in self.effects:
             return f"its effect here is {effect}, which was not requested"
         return ""
-

@@ -27,8 +27,10 @@ def size_of(batch: Any) -> int:
     for tensor in tensors_of(batch):
         if tensor.dim():
             return int(tensor.shape[0])
-    raise LoopError(f"a batch of the loader ({type(batch).__name__}) holds no tensor with a dimension, so its samples cannot be counted. "
-                    "Let the loader return tensors of shape (samples, ...).")
+    raise LoopError(
+        f"a batch of the loader ({type(batch).__name__}) holds no tensor with a dimension, so its samples cannot be counted. "
+        "Let the loader return tensors of shape (samples, ...)."
+    )
 
 
 def tensors_of(batch: Any) -> Iterator[Any]:
@@ -63,7 +65,12 @@ def part_of(batch: Any, start: int, end: int, total: int) -> Any:
     def of(thing: Any) -> Any:
         if hasattr(thing, "untyped_storage"):
             return thing[start:end] if thing.dim() and thing.shape[0] == total else thing
-        if isinstance(thing, (list, tuple)) and len(thing) == total and total > 1 and not any(True for _ in tensors_of(thing)):
+        if (
+            isinstance(thing, (list, tuple))
+            and len(thing) == total
+            and total > 1
+            and not any(True for _ in tensors_of(thing))
+        ):
             return thing[start:end]
         return rebuilt(thing, of)
 

@@ -55,7 +55,10 @@ def first_bad_module(torch: Any, model: Any, call: Callable[[], Any]) -> str:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         return f"parameter {wrong[0]}{more} is not finite: an earlier update made it so. Lower the learning rate, or check for infinite gradients"
     seen: list[str] = []
-    hooks = [torch.nn.Module.register_forward_hook(module, _listener(name or type(model).__name__, module, seen)) for name, module in model.named_modules()]
+    hooks = [
+        torch.nn.Module.register_forward_hook(module, _listener(name or type(model).__name__, module, seen))
+        for name, module in model.named_modules()
+    ]
     try:
         with torch.no_grad():
             call()
@@ -64,7 +67,9 @@ def first_bad_module(torch: Any, model: Any, call: Callable[[], Any]) -> str:
     finally:
         for hook in hooks:
             hook.remove()
-    return seen[0] if seen else "every module returns finite numbers: look at the loss computation and the batch"
+    return (
+        seen[0] if seen else "every module returns finite numbers: look at the loss computation and the batch"
+    )
 
 
 def _listener(name: str, module: Any, seen: list[str]) -> Callable[..., None]:

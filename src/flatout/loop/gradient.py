@@ -35,8 +35,15 @@ class Gradient:
     ``watch`` is None if NaN does not stop the loop.
     """
 
-    def __init__(self, training: Training, micro_batches: MicroBatches, metrics: Mapping[str, str], reduction: str | None, allow_inexact: bool,
-                 watch: LossMonitor | None) -> None:
+    def __init__(
+        self,
+        training: Training,
+        micro_batches: MicroBatches,
+        metrics: Mapping[str, str],
+        reduction: str | None,
+        allow_inexact: bool,
+        watch: LossMonitor | None,
+    ) -> None:
         self.training, self.micro_batches, self.metrics = training, micro_batches, metrics
         self.reduction, self.allow_inexact, self._watch = reduction, allow_inexact, watch
         self._tensor = training.torch.Tensor
@@ -64,7 +71,11 @@ class Gradient:
                 if isinstance(training.divided, PipelineParallel):
                     made = self._piped(training.divided, index, window)
                 else:
-                    made = self._whole(index, window[0][0]) if fits else self._accumulated(index, window, samples)
+                    made = (
+                        self._whole(index, window[0][0])
+                        if fits
+                        else self._accumulated(index, window, samples)
+                    )
                 if state is not None and not self._draws:
                     self._draws = state.moved()
             except Exception as error:
@@ -77,8 +88,10 @@ class Gradient:
             if failed is not None:
                 release(training.torch, training.device)
                 if training.divided is not None:
-                    raise LoopError(f"out of memory ({failed.said}). Ranks that share layers cannot repeat a step. Use smaller micro-batches: "
-                                    f"micro_batch={max(1, failed.size // 2)}.")
+                    raise LoopError(
+                        f"out of memory ({failed.said}). Ranks that share layers cannot repeat a step. Use smaller micro-batches: "
+                        f"micro_batch={max(1, failed.size // 2)}."
+                    )
             if ranks is not None:
                 failed = ranks.agree(failed)
             if failed is None:
@@ -110,9 +123,19 @@ class Gradient:
     def _accumulated(self, index: int, window: Window, samples: int) -> tuple[Any, int, dict[str, Any]]:
         self._recognise(window)
         training, sizes = self.training, self.micro_batches.sizes
-        parts = [pair for batch, whole in window for pair in zip(split(batch, sizes(whole)), sizes(whole), strict=True)]
-        sums = Accumulation(training.torch, training.precision, self.reduction == SUM, samples, training.ranks.rejoin if training.ranks is not None else None,
-                            training.divided)
+        parts = [
+            pair
+            for batch, whole in window
+            for pair in zip(split(batch, sizes(whole)), sizes(whole), strict=True)
+        ]
+        sums = Accumulation(
+            training.torch,
+            training.precision,
+            self.reduction == SUM,
+            samples,
+            training.ranks.rejoin if training.ranks is not None else None,
+            training.divided,
+        )
         for at, (part, size) in enumerate(parts):
             with self._no_sync() if at < len(parts) - 1 else nullcontext():
                 answer = understood(self._loss_of(self._on_device(part), training.model))
@@ -121,9 +144,15 @@ class Gradient:
                 sums.add(answer, size, last=at == len(parts) - 1)
         return sums.loss(training.parameters), len(parts), sums.values(self.metrics)
 
-    def _piped(self, pipeline: PipelineParallel, index: int, window: Window) -> tuple[Any, int, dict[str, Any]]:
+    def _piped(
+        self, pipeline: PipelineParallel, index: int, window: Window
+    ) -> tuple[Any, int, dict[str, Any]]:
         sizes = [size for _, whole in window for size in self.micro_batches.sizes(whole)]
-        parts = [self._on_device(part) for batch, whole in window for part in split(batch, self.micro_batches.sizes(whole))]
+        parts = [
+            self._on_device(part)
+            for batch, whole in window
+            for part in split(batch, self.micro_batches.sizes(whole))
+        ]
         return pipeline.step(index, parts, sizes, self.training.loss_fn), len(parts), {}
 
     def _whole(self, index: int, batch: Any) -> tuple[Any, int, dict[str, Any]]:
@@ -172,8 +201,12 @@ class Gradient:
         late = f"the loss of step {bad} was not finite (detected {index - bad} steps later)"
         said = f"the loss of step {bad} is {float(loss.detach())}" if here else late
         where = first_bad_module(self.training.torch, self.training.alone, lambda: self._alone(batch))
-        kept = "The weights are those before this step." if here else "The weights may be corrupt: resume from your last checkpoint."
-        raise LoopError(f"{said}: {where}. {kept} on_nan=\"ignore\" continues.")
+        kept = (
+            "The weights are those before this step."
+            if here
+            else "The weights may be corrupt: resume from your last checkpoint."
+        )
+        raise LoopError(f'{said}: {where}. {kept} on_nan="ignore" continues.')
 
     # -- what the first steps determine ----------------------------------------------------------------------
 
@@ -184,7 +217,9 @@ class Gradient:
             self.reduction = MEAN
             return
         batch, size = window[0]
-        self.reduction = Recogniser(self.training.torch, self.training.alone, self._alone).recognise(batch, size)
+        self.reduction = Recogniser(self.training.torch, self.training.alone, self._alone).recognise(
+            batch, size
+        )
 
     def _agree_on(self, decide: Callable[[], None]) -> None:
         """Make a decision about splitting batches on all ranks or on none."""
@@ -204,13 +239,17 @@ class Gradient:
         Raises LoopError if there are none, or none with the exact gradient.
         """
         if failed.size <= 1:
-            raise LoopError(f"out of memory with a single sample: {failed.said}. {failed.what_would_fit()}") from None
+            raise LoopError(
+                f"out of memory with a single sample: {failed.said}. {failed.what_would_fit()}"
+            ) from None
         if self.reduction is None:
             try:
                 self._recognise(list(_few(window)))
             except LoopError as refusal:
-                raise LoopError(f"out of memory with {failed.size} samples ({failed.said}). Smaller micro-batches would change the gradient: "
-                                f"{refusal}") from None
+                raise LoopError(
+                    f"out of memory with {failed.size} samples ({failed.said}). Smaller micro-batches would change the gradient: "
+                    f"{refusal}"
+                ) from None
         self.micro_batches.shrink(failed.size)
 
 

@@ -29,7 +29,9 @@ def plan_of(given: Any) -> Plan:
         return given
     if isinstance(given, (str, Path)):
         return Plan.read(Path(given))
-    raise LoopError(f"plan is a {type(given).__name__}. Pass a flatout.Plan, the path of a flatout.toml, \"auto\", or None.")
+    raise LoopError(
+        f'plan is a {type(given).__name__}. Pass a flatout.Plan, the path of a flatout.toml, "auto", or None.'
+    )
 
 
 class Levers:
@@ -38,18 +40,25 @@ class Levers:
     The first step runs without the late levers.
     """
 
-    def __init__(self, torch: Any, plan: Plan, model: Any, optimizer: Any, loss_fn: Callable[..., Any], loader: Any) -> None:
+    def __init__(
+        self, torch: Any, plan: Plan, model: Any, optimizer: Any, loss_fn: Callable[..., Any], loader: Any
+    ) -> None:
         self.plan = plan
         self.outcomes: list[Outcome] = []
         self._ledger = Ledger()
         self.context = TrainingContext(torch, Listener(), self._ledger)
-        self.context.introduce([model], [optimizer], [loader], [loss_fn] if isinstance(loss_fn, torch.nn.Module) else [])
+        self.context.introduce(
+            [model], [optimizer], [loader], [loss_fn] if isinstance(loss_fn, torch.nn.Module) else []
+        )
         self.applier = Applier(TABLE, look(), self.context)
 
     def early(self, loader: Any) -> Any:
         """Apply the early levers and return the loader to iterate over."""
-        self.outcomes = [Outcome(choice, False, BEFORE_THE_PROGRAM) for choice in self.plan
-                         if (lever := self.applier.lever(choice)) is not None and lever.moment is Moment.PROCESS]
+        self.outcomes = [
+            Outcome(choice, False, BEFORE_THE_PROGRAM)
+            for choice in self.plan
+            if (lever := self.applier.lever(choice)) is not None and lever.moment is Moment.PROCESS
+        ]
         self.applier.start(self.plan, EARLY)
         return self.context.made_again(loader, self._ledger)
 

@@ -120,65 +120,142 @@ class Loop:
         StorageError: The folder ``checkpoint_dir`` cannot be written, or another process writes to it.
     """
 
-    def __init__(self, model: Any, optimizer: Any, loss_fn: Callable[[Any, Any], Any], loader: Iterable[Any], *, plan: Plan | str | Path | None = None,
-                 effects: str | None = None, epochs: int = 1, steps: int | None = None, effective_batch: int | None = None,
-                 micro_batch: int | Literal["auto"] | None = None, reduction: str | None = None, scheduler: Any = None, clip: float | None = None,
-                 precision: str = "float32", metrics: Mapping[str, str] | None = None, on_nan: str = "stop",
-                 parallel: Mapping[str, Any] | Pipeline | None = None, allow_inexact: bool = False, checkpoint_dir: str | Path | None = None,
-                 save_every: int | None = None, extra_state: Mapping[str, Any] | None = None, from_scratch: bool = False, on_drift: str = "warn") -> None:
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        loss_fn: Callable[[Any, Any], Any],
+        loader: Iterable[Any],
+        *,
+        plan: Plan | str | Path | None = None,
+        effects: str | None = None,
+        epochs: int = 1,
+        steps: int | None = None,
+        effective_batch: int | None = None,
+        micro_batch: int | Literal["auto"] | None = None,
+        reduction: str | None = None,
+        scheduler: Any = None,
+        clip: float | None = None,
+        precision: str = "float32",
+        metrics: Mapping[str, str] | None = None,
+        on_nan: str = "stop",
+        parallel: Mapping[str, Any] | Pipeline | None = None,
+        allow_inexact: bool = False,
+        checkpoint_dir: str | Path | None = None,
+        save_every: int | None = None,
+        extra_state: Mapping[str, Any] | None = None,
+        from_scratch: bool = False,
+        on_drift: str = "warn",
+    ) -> None:
         import torch
 
         self.torch = torch
-        self.model, self.optimizer, self.loss_fn, self.loader, self.scheduler = model, optimizer, loss_fn, loader, scheduler
+        self.model, self.optimizer, self.loss_fn, self.loader, self.scheduler = (
+            model,
+            optimizer,
+            loss_fn,
+            loader,
+            scheduler,
+        )
         self.parameters = _parameters(optimizer)
         self.device = self.parameters[0].device
         divided: TensorParallel | PipelineParallel | None = None
         if parallel is not None:
-            refused(plan=(plan, (None,)), micro_batch=(micro_batch if micro_batch == "auto" else None, (None,)), precision=(precision, ("float32", "tf32")),
-                    model=(type(model).__name__, {type(model).__name__} - {"DistributedDataParallel", "DataParallel"}))
-            divided = (PipelineParallel(torch, model, optimizer, parallel, self.device, reduction, on_nan == "stop") if isinstance(parallel, Pipeline)
-                       else TensorParallel(torch, model, optimizer, parallel, self.device))
+            refused(
+                plan=(plan, (None,)),
+                micro_batch=(micro_batch if micro_batch == "auto" else None, (None,)),
+                precision=(precision, ("float32", "tf32")),
+                model=(
+                    type(model).__name__,
+                    {type(model).__name__} - {"DistributedDataParallel", "DataParallel"},
+                ),
+            )
+            divided = (
+                PipelineParallel(torch, model, optimizer, parallel, self.device, reduction, on_nan == "stop")
+                if isinstance(parallel, Pipeline)
+                else TensorParallel(torch, model, optimizer, parallel, self.device)
+            )
             self.parameters = _parameters(optimizer)
-        self.epochs, self.steps, self.effective_batch = _positive("epochs", epochs), _positive("steps", steps), _positive("effective_batch", effective_batch)
+        self.epochs, self.steps, self.effective_batch = (
+            _positive("epochs", epochs),
+            _positive("steps", steps),
+            _positive("effective_batch", effective_batch),
+        )
         self.clip, self.metrics = clip, dict(metrics or {})
         if clip is not None and not clip > 0:
-            raise LoopError(f"clip={clip!r} is not positive and would stop all training. Give the maximum norm of the gradient, or remove clip.")
+            raise LoopError(
+                f"clip={clip!r} is not positive and would stop all training. Give the maximum norm of the gradient, or remove clip."
+            )
         if reduction not in (None, MEAN, SUM):
             raise LoopError(f'reduction={reduction!r} is not supported. Use "mean", "sum" or None.')
         if strange := {name: how for name, how in self.metrics.items() if how not in HOW}:
-            raise LoopError(f"metrics={strange!r} is not supported. Combine the values of micro-batches with one of {', '.join(HOW)}.")
+            raise LoopError(
+                f"metrics={strange!r} is not supported. Combine the values of micro-batches with one of {', '.join(HOW)}."
+            )
         if on_nan not in ("stop", "ignore"):
             raise LoopError(f'on_nan={on_nan!r} is not supported. Use "stop" or "ignore".')
         if on_drift not in ("warn", "stop"):
             raise LoopError(f'on_drift={on_drift!r} is not supported. Use "warn" or "stop".')
         if checkpoint_dir is None and (save_every is not None or extra_state or from_scratch):
-            raise LoopError("save_every=, extra_state= and from_scratch= need a folder for checkpoints. Name one: checkpoint_dir=\"checkpoints\".")
+            raise LoopError(
+                'save_every=, extra_state= and from_scratch= need a folder for checkpoints. Name one: checkpoint_dir="checkpoints".'
+            )
         every, plan = _positive("save_every", save_every), plan if plan == AUTO else plan_of(plan)
-        if strange := {name: type(thing).__name__ for name, thing in (extra_state or {}).items() if not hasattr(thing, "load_state_dict")}:
-            raise LoopError(f"extra_state={strange!r} cannot be stored. Each object needs state_dict and load_state_dict.")
+        if strange := {
+            name: type(thing).__name__
+            for name, thing in (extra_state or {}).items()
+            if not hasattr(thing, "load_state_dict")
+        }:
+            raise LoopError(
+                f"extra_state={strange!r} cannot be stored. Each object needs state_dict and load_state_dict."
+            )
         self._ranks = ranks_of(torch, model) if divided is None else None
         rejoin = self._ranks.rejoin if self._ranks is not None else None
-        self.precision = Precision(torch, precision, model, optimizer, self.device, self.parameters, rejoin is not None)
-        training = Training(torch, model, model.module if rejoin is not None else model, optimizer, loss_fn, self.parameters, self.device, self.precision,
-                            self._ranks, divided)
-        self.micro_batches = MicroBatches(None if micro_batch == "auto" else _positive("micro_batch", micro_batch))
+        self.precision = Precision(
+            torch, precision, model, optimizer, self.device, self.parameters, rejoin is not None
+        )
+        training = Training(
+            torch,
+            model,
+            model.module if rejoin is not None else model,
+            optimizer,
+            loss_fn,
+            self.parameters,
+            self.device,
+            self.precision,
+            self._ranks,
+            divided,
+        )
+        self.micro_batches = MicroBatches(
+            None if micro_batch == "auto" else _positive("micro_batch", micro_batch)
+        )
         agreed = self._ranks.slowest if self._ranks is not None else list
         self._sizer = Sizer(torch, self.device, self.micro_batches, agreed) if micro_batch == "auto" else None
-        watch = LossMonitor(torch, self.device) if on_nan == "stop" and self.precision.scaler is None else None
+        watch = (
+            LossMonitor(torch, self.device) if on_nan == "stop" and self.precision.scaler is None else None
+        )
         self._gradient = Gradient(training, self.micro_batches, self.metrics, reduction, allow_inexact, watch)
         self._update = Update(training, clip)
         self._saving: LoopCheckpointing | None = None
         if checkpoint_dir is not None and not measured():
             storable(model)
             company = company_of(torch, model)
-            self._saving = LoopCheckpointing(torch, opened(Path(checkpoint_dir), from_scratch, company), every, on_drift, company)
+            self._saving = LoopCheckpointing(
+                torch, opened(Path(checkpoint_dir), from_scratch, company), every, on_drift, company
+            )
         if plan == AUTO and self._saving is not None and self._saving.plan is not None:
             plan, effects = Plan.from_toml(self._saving.plan), None  # the earlier run has tuned already
         self._plan = plan if isinstance(plan, Plan) else Plan()
-        self._levers = Levers(torch, self._plan, model, optimizer, loss_fn, loader) if plan == AUTO or self._plan.choices else None
+        self._levers = (
+            Levers(torch, self._plan, model, optimizer, loss_fn, loader)
+            if plan == AUTO or self._plan.choices
+            else None
+        )
         self._autoplan = self._tuned_by(effects) if plan == AUTO else None
         if effects is not None and self._autoplan is None:
-            raise LoopError(f'effects={effects!r} applies only to plan="auto". Remove effects, or use plan="auto".')
+            raise LoopError(
+                f'effects={effects!r} applies only to plan="auto". Remove effects, or use plan="auto".'
+            )
         self._late = self._levers if self._plan.choices else None  # until the first step is done
         if self._late is not None:
             self.loader = self._late.early(loader)
@@ -187,10 +264,24 @@ class Loop:
         self._rate = Rate()
         self.resumed: Resumed | None = None
         if self._saving is not None:
-            settings = {"model": type(getattr(model, "module", model)).__name__, "optimizer": type(optimizer).__name__,
-                        "scheduler": type(scheduler).__name__, "precision": precision, "clip": clip, "effective batch": effective_batch,
-                        "micro-batch": micro_batch, "parallel": _spelled(parallel)}
-            kept = LoopState(self, self._gradient, self._update, self._sizer, extra_state or {}, divided.stage if isinstance(divided, PipelineParallel) else None)
+            settings = {
+                "model": type(getattr(model, "module", model)).__name__,
+                "optimizer": type(optimizer).__name__,
+                "scheduler": type(scheduler).__name__,
+                "precision": precision,
+                "clip": clip,
+                "effective batch": effective_batch,
+                "micro-batch": micro_batch,
+                "parallel": _spelled(parallel),
+            }
+            kept = LoopState(
+                self,
+                self._gradient,
+                self._update,
+                self._sizer,
+                extra_state or {},
+                divided.stage if isinstance(divided, PipelineParallel) else None,
+            )
             self.resumed = self._saving.attach(self, kept, settings, shares_out=divided is None)
         self._extras = self._around_a_step()
 
@@ -208,7 +299,9 @@ class Loop:
     def _epochs(self, first: int, first_epoch: int) -> Iterator[Step]:
         """Yield steps, counted from the step at which this training began: ``index`` of them are done."""
         saving = self._saving
-        while self.epoch - first_epoch < self.epochs and (self.steps is None or self.index - first < self.steps):
+        while self.epoch - first_epoch < self.epochs and (
+            self.steps is None or self.index - first < self.steps
+        ):
             length = _length(self.loader)
             seen = saving.given if saving is not None else 0
             for window in windows(self.loader if saving is None else saving.batches(), self.effective_batch):
@@ -220,7 +313,9 @@ class Loop:
                 if saving is not None:
                     saving.edge()
             if not seen:
-                raise LoopError("the loader gave no batch. An iterator can be used only once: pass the loader itself, not iter(loader).")
+                raise LoopError(
+                    "the loader gave no batch. An iterator can be used only once: pass the loader itself, not iter(loader)."
+                )
             self.epoch += 1
             if saving is not None:
                 saving.reading.over()
@@ -230,7 +325,9 @@ class Loop:
         of = f" of {self.steps}" if self.steps is not None else ""
         doing = ", sizing micro-batches" if self.sizing else ", tuning levers" if self.tuning else ""
         made_of = f"{type(self.model).__name__}, {type(self.optimizer).__name__}"
-        return f"Loop({made_of}, {self.index} steps done{of}, epoch {self.epoch}, {self.plan.describe()}{doing})"
+        return (
+            f"Loop({made_of}, {self.index} steps done{of}, epoch {self.epoch}, {self.plan.describe()}{doing})"
+        )
 
     @property
     def outcomes(self) -> list[Outcome]:
@@ -248,7 +345,11 @@ class Loop:
 
         Write it with `Plan.to_toml`, or pass it as ``plan=`` to the next run.
         """
-        return self._autoplan.found.plan if self._autoplan is not None and self._autoplan.found is not None else self._plan
+        return (
+            self._autoplan.found.plan
+            if self._autoplan is not None and self._autoplan.found is not None
+            else self._plan
+        )
 
     @property
     def tuning(self) -> bool:
@@ -296,10 +397,21 @@ class Loop:
 
     def _tuned_by(self, effects: str | None) -> Autoplan:
         if self._ranks is not None or self.precision.masters is not None:
-            why = "the ranks of one training" if self._ranks is not None else "an optimizer with master weights"
-            raise LoopError(f'plan="auto" cannot check levers under {why}. Run `flatout tune COMMAND...` and pass the plan that it writes.')
+            why = (
+                "the ranks of one training" if self._ranks is not None else "an optimizer with master weights"
+            )
+            raise LoopError(
+                f'plan="auto" cannot check levers under {why}. Run `flatout tune COMMAND...` and pass the plan that it writes.'
+            )
         assert self._levers is not None
-        return Autoplan(self._levers.context, self._levers.applier, self.model, self.optimizer, self.device, effects_of(effects or Effect.PRECISION))
+        return Autoplan(
+            self._levers.context,
+            self._levers.applier,
+            self.model,
+            self.optimizer,
+            self.device,
+            effects_of(effects or Effect.PRECISION),
+        )
 
     def _coming(self, batches: int) -> int | None:
         """The maximum number of coming steps, each made of ``batches`` batches; None if unknown."""
@@ -328,7 +440,19 @@ class Loop:
         skipped = self._update.make(self.index)
         if self.scheduler is not None and not skipped:
             self.scheduler.step()
-        step = Step(self.index, self.epoch, loss, lr, samples, parts, grad_norm, values, skipped, ends_epoch, self._rate)
+        step = Step(
+            self.index,
+            self.epoch,
+            loss,
+            lr,
+            samples,
+            parts,
+            grad_norm,
+            values,
+            skipped,
+            ends_epoch,
+            self._rate,
+        )
         if ends is not None:
             ends(parts)
         self.index += 1
@@ -366,18 +490,30 @@ class Loop:
         return ends
 
     def _around_a_step(self) -> bool:
-        return self._ranks is not None or self._late is not None or self.precision.masters is not None or self.sizing or self.tuning
+        return (
+            self._ranks is not None
+            or self._late is not None
+            or self.precision.masters is not None
+            or self.sizing
+            or self.tuning
+        )
 
 
 def _parameters(optimizer: Any) -> list[Any]:
     if not hasattr(optimizer, "param_groups"):
-        raise LoopError(f"optimizer is a {type(optimizer).__name__}. Pass a torch.optim optimizer, made from model.parameters().")
+        raise LoopError(
+            f"optimizer is a {type(optimizer).__name__}. Pass a torch.optim optimizer, made from model.parameters()."
+        )
     if needs_closure(optimizer):
-        raise LoopError(f"{type(optimizer).__name__} runs forward and backward several times per step, which a Loop does not support. Call "
-                        "optimizer.step(closure) in your own loop.")
+        raise LoopError(
+            f"{type(optimizer).__name__} runs forward and backward several times per step, which a Loop does not support. Call "
+            "optimizer.step(closure) in your own loop."
+        )
     found = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     if not found:
-        raise LoopError("no parameter of the optimizer requires a gradient, so there is nothing to train. Set requires_grad=True.")
+        raise LoopError(
+            "no parameter of the optimizer requires a gradient, so there is nothing to train. Set requires_grad=True."
+        )
     return list(found.values())
 
 
@@ -389,7 +525,9 @@ def _spelled(parallel: Mapping[str, Any] | Pipeline | None) -> str | None:
 
 def _positive(name: str, value: Any) -> Any:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise LoopError(f"{name}={value!r} is not a whole number from 1" + ("." if name == "epochs" else ", or None."))
+        raise LoopError(
+            f"{name}={value!r} is not a whole number from 1" + ("." if name == "epochs" else ", or None.")
+        )
     return value
 
 

@@ -12,15 +12,30 @@ from flatout.loop.update import Update
 from flatout.plan.errors import LoopError, SaveError
 from flatout.state.slices import Where, is_divided, slices_in
 
-PARTS = ("model", "buffers", "modes", "optimizer", "scheduler", "also", "precision", "micro_batches", "gradient", "sized")
+PARTS = (
+    "model",
+    "buffers",
+    "modes",
+    "optimizer",
+    "scheduler",
+    "also",
+    "precision",
+    "micro_batches",
+    "gradient",
+    "sized",
+)
 
 
 def storable(model: Any) -> None:
     """Raises LoopError if reading the model's state needs a collective of all ranks, which would deadlock."""
     module = sys.modules.get("torch.distributed.fsdp")
-    if module is not None and any(isinstance(each, module.FullyShardedDataParallel) for each in model.modules()):
-        raise LoopError("checkpoint_dir= does not support FullyShardedDataParallel, whose flat parameters have no shape. Shard the model with "
-                        "fully_shard (torch.distributed.fsdp), its successor in torch.")
+    if module is not None and any(
+        isinstance(each, module.FullyShardedDataParallel) for each in model.modules()
+    ):
+        raise LoopError(
+            "checkpoint_dir= does not support FullyShardedDataParallel, whose flat parameters have no shape. Shard the model with "
+            "fully_shard (torch.distributed.fsdp), its successor in torch."
+        )
 
 
 class LoopState:
@@ -29,31 +44,55 @@ class LoopState:
     ``stage``: this rank's stage of a pipeline, None for any other model.
     """
 
-    def __init__(self, loop: Any, gradient: Gradient, update: Update, sizer: Sizer | None, also: Mapping[str, Any], stage: Any = None) -> None:
+    def __init__(
+        self,
+        loop: Any,
+        gradient: Gradient,
+        update: Update,
+        sizer: Sizer | None,
+        also: Mapping[str, Any],
+        stage: Any = None,
+    ) -> None:
         self.loop, self.also, self.torch, self.stage = loop, also, loop.torch, stage
         self._gradient, self._update, self._sizer = gradient, update, sizer
         parallel = isinstance(loop.model, loop.torch.nn.parallel.DistributedDataParallel)
-        self.model = stage if stage is not None else loop.model.module if parallel else loop.model  # one process can resume from a checkpoint of many
+        self.model = (
+            stage if stage is not None else loop.model.module if parallel else loop.model
+        )  # one process can resume from a checkpoint of many
         self._slices = any(map(is_divided, (*loop.parameters, *self.model.parameters())))
 
     def state(self) -> dict[str, Any]:
         loop = self.loop
         sized = loop.sized
-        return {"model": dict(self.model.state_dict()), "buffers": self._buffers(), "modes": self._modes(), "optimizer": loop.optimizer.state_dict(),
-                "scheduler": loop.scheduler.state_dict() if hasattr(loop.scheduler, "state_dict") else None,
-                "also": {name: thing.state_dict() for name, thing in self.also.items()}, "precision": loop.precision.state(),
-                "micro_batches": loop.micro_batches.state(), "gradient": self._gradient.state(),
-                "sized": {"micro_batch": sized.micro_batch, "ms": dict(sized.ms)} if sized is not None else None}
+        return {
+            "model": dict(self.model.state_dict()),
+            "buffers": self._buffers(),
+            "modes": self._modes(),
+            "optimizer": loop.optimizer.state_dict(),
+            "scheduler": loop.scheduler.state_dict() if hasattr(loop.scheduler, "state_dict") else None,
+            "also": {name: thing.state_dict() for name, thing in self.also.items()},
+            "precision": loop.precision.state(),
+            "micro_batches": loop.micro_batches.state(),
+            "gradient": self._gradient.state(),
+            "sized": {"micro_batch": sized.micro_batch, "ms": dict(sized.ms)} if sized is not None else None,
+        }
 
     def part(self) -> dict[str, Any]:
         """The contribution of a rank other than the first: everything that differs between ranks."""
         whole = self.state() if self._slices or self.stage is not None else {}
-        return {"all buffers": {of: dict(thing.named_buffers()) for of, thing in self._modules().items()}, "slices": slices_in(whole),
-                "stage": whole if self.stage is not None else None}
+        return {
+            "all buffers": {of: dict(thing.named_buffers()) for of, thing in self._modules().items()},
+            "slices": slices_in(whole),
+            "stage": whole if self.stage is not None else None,
+        }
 
     def parameters(self) -> set[str]:
         """The names of the parameters in a checkpoint, including the parts of ranks."""
-        return {f"{part}model.{name}" for name, _ in self.model.named_parameters() for part in ("", "slices.", "stage.")}
+        return {
+            f"{part}model.{name}"
+            for name, _ in self.model.named_parameters()
+            for part in ("", "slices.", "stage.")
+        }
 
     def like(self) -> Callable[[Where], Any]:
         """Return a lookup from a place in a checkpoint to the live tensor there.
@@ -61,13 +100,18 @@ class LoopState:
         The tensor tells how to shard the saved one. Optimizer state is sharded like its parameter.
         """
         optimizers: dict[Where, Any] = {("optimizer",): self.loop.optimizer}
-        optimizers |= {("also", name): thing for name, thing in self.also.items() if hasattr(thing, "param_groups")}
-        owners = {(*where, "state"): [p for group in optimizer.param_groups for p in group["params"]] for where, optimizer in optimizers.items()}
+        optimizers |= {
+            ("also", name): thing for name, thing in self.also.items() if hasattr(thing, "param_groups")
+        }
+        owners = {
+            (*where, "state"): [p for group in optimizer.param_groups for p in group["params"]]
+            for where, optimizer in optimizers.items()
+        }
         now = self.state()
 
         def found(where: Where) -> Any:
             for start, parameters in owners.items():
-                if where[:len(start)] == start:
+                if where[: len(start)] == start:
                     number = where[len(start)]
                     return parameters[number] if type(number) is int and number < len(parameters) else None
             at: Any = now
@@ -93,14 +137,18 @@ class LoopState:
                 module.training = name not in state["modes"].get(of, ())
         self._load("optimizer", loop.optimizer, state["optimizer"])
         if hasattr(loop.scheduler, "state_dict") != (state["scheduler"] is not None):
-            raise SaveError("the training was saved with a scheduler and has none now, or vice versa. Restore it, name another folder, or use "
-                            "from_scratch=True.")
+            raise SaveError(
+                "the training was saved with a scheduler and has none now, or vice versa. Restore it, name another folder, or use "
+                "from_scratch=True."
+            )
         if state["scheduler"] is not None:
             self._load("scheduler", loop.scheduler, state["scheduler"])
         for name, value in state["also"].items():
             if name not in self.also:
-                raise SaveError(f"the training was saved with extra_state={{{name!r}: ...}} and has none of that name now. Pass it, name another folder, or use "
-                                "from_scratch=True.")
+                raise SaveError(
+                    f"the training was saved with extra_state={{{name!r}: ...}} and has none of that name now. Pass it, name another folder, or use "
+                    "from_scratch=True."
+                )
             self._load(f"extra_state[{name!r}]", self.also[name], value)
         loop.precision.load_state(state["precision"])
         loop.micro_batches.load_state(state["micro_batches"])
@@ -110,7 +158,9 @@ class LoopState:
         if self._sizer is not None and sized is not None:
             self._sizer.found = Sized(sized["micro_batch"], sized["ms"])
         now = self.state()
-        found: list[str] = [f"extra_state[{name!r}] is new" for name in self.also if name not in state["also"]]
+        found: list[str] = [
+            f"extra_state[{name!r}] is new" for name in self.also if name not in state["also"]
+        ]
         for part in PARTS:
             _compare(self.torch, state[part], now[part], part, found.append)
         return found
@@ -124,12 +174,21 @@ class LoopState:
             thing.load_state_dict(state)
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             said = " ".join(str(error).split())[:300]
-            raise SaveError(f"the checkpoint does not fit the {what} of this training: {said}. If it is of another training, name another folder, or use "
-                            "from_scratch=True, which moves it to a subfolder.") from error
+            raise SaveError(
+                f"the checkpoint does not fit the {what} of this training: {said}. If it is of another training, name another folder, or use "
+                "from_scratch=True, which moves it to a subfolder."
+            ) from error
 
     def _modules(self) -> dict[str, Any]:
         """The model and all other modules, for example averages of its weights."""
-        return {"model": self.model, **{f"also {name}": thing for name, thing in self.also.items() if isinstance(thing, self.torch.nn.Module)}}
+        return {
+            "model": self.model,
+            **{
+                f"also {name}": thing
+                for name, thing in self.also.items()
+                if isinstance(thing, self.torch.nn.Module)
+            },
+        }
 
     def _buffers(self) -> dict[str, Any]:
         """Buffers that are missing from the state_dict."""
@@ -141,7 +200,10 @@ class LoopState:
 
     def _modes(self) -> dict[str, list[str]]:
         """Modules that are not in training mode."""
-        return {of: [name for name, module in whole.named_modules() if not module.training] for of, whole in self._modules().items()}
+        return {
+            of: [name for name, module in whole.named_modules() if not module.training]
+            for of, whole in self._modules().items()
+        }
 
 
 def _copy_buffers(torch: Any, module: Any, buffers: Mapping[str, Any]) -> None:
@@ -172,13 +234,26 @@ def _compare(torch: Any, saved: Any, now: Any, where: str, differs: Callable[[st
             return
         for at, (mine, theirs) in enumerate(zip(saved, now, strict=True)):
             _compare(torch, mine, theirs, f"{where}[{at}]", differs)
-    elif type(saved) is type(now) and type(saved) in (bool, int, str, bytes, float, type(None), complex) and repr(saved) != repr(now):
+    elif (
+        type(saved) is type(now)
+        and type(saved) in (bool, int, str, bytes, float, type(None), complex)
+        and repr(saved) != repr(now)
+    ):
         differs(where)
 
 
 def _same_bits(torch: Any, a: Any, b: Any) -> bool:
     a, b = (each.to_local() if is_divided(each) else each for each in (a, b))
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.dtype != b.dtype or a.shape != b.shape:
+    if (
+        not isinstance(a, torch.Tensor)
+        or not isinstance(b, torch.Tensor)
+        or a.dtype != b.dtype
+        or a.shape != b.shape
+    ):
         return False
-    bits = [each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in (a, b)] if a.layout is torch.strided else []
+    bits = (
+        [each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in (a, b)]
+        if a.layout is torch.strided
+        else []
+    )
     return bool(bits) and torch.equal(*bits)

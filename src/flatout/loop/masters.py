@@ -40,17 +40,24 @@ class Masters:
         self._written = self._writes()
 
     @classmethod
-    def made(cls, torch: Any, optimizer: Any, parameters: list[Any], dtype: Any, name: str, together: bool) -> Masters:
+    def made(
+        cls, torch: Any, optimizer: Any, parameters: list[Any], dtype: Any, name: str, together: bool
+    ) -> Masters:
         """Put copies into the optimizer and into ``parameters``. Raises LoopError if none has this dtype."""
         before = HELD.get(optimizer)
         if before is not None:
             before.close()
             parameters[:] = [before.own_of(p) for p in parameters]
         if not any(p.dtype == dtype for p in parameters):
-            has, call = str(parameters[0].dtype).removeprefix("torch."), "model.half()" if dtype == torch.float16 else "model.bfloat16()"
-            raise LoopError(f'precision="{name}" needs parameters in {str(dtype).removeprefix("torch.")}; those of this model are {has}. '
-                            f'Call {call} before you make the optimizer, or use precision="{name.removesuffix("-master")}", which keeps the weights '
-                            'and computes in autocast.')
+            has, call = (
+                str(parameters[0].dtype).removeprefix("torch."),
+                "model.half()" if dtype == torch.float16 else "model.bfloat16()",
+            )
+            raise LoopError(
+                f'precision="{name}" needs parameters in {str(dtype).removeprefix("torch.")}; those of this model are {has}. '
+                f'Call {call} before you make the optimizer, or use precision="{name.removesuffix("-master")}", which keeps the weights '
+                "and computes in autocast."
+            )
         found = cls(torch, optimizer, dtype, together)
         masters = {id(p): master for p, master in found.pairs}
         parameters[:] = [masters.get(id(p), p) for p in parameters]
@@ -84,7 +91,9 @@ class Masters:
         This happens when a checkpoint is loaded, for example.
         """
         if self._writes() != self._written:
-            LOGGER.info("the model's parameters were changed between two steps: refreshing the float32 copies from them")
+            LOGGER.info(
+                "the model's parameters were changed between two steps: refreshing the float32 copies from them"
+            )
             with self.torch.no_grad():
                 self.torch._foreach_copy_(self._copies, self._own)
             self._written = self._writes()
@@ -122,8 +131,12 @@ class Masters:
         state = self.optimizer.state
         for old, new in other.items():
             if old in state:
-                state[new] = {key: value.to(new.dtype) if hasattr(value, "dim") and value.dim() and value.is_floating_point() else value
-                              for key, value in state.pop(old).items()}
+                state[new] = {
+                    key: value.to(new.dtype)
+                    if hasattr(value, "dim") and value.dim() and value.is_floating_point()
+                    else value
+                    for key, value in state.pop(old).items()
+                }
 
     def _writes(self) -> int:
         return sum(p._version for p in self._own)

@@ -12,7 +12,13 @@ from flatout.loop.windows import cut
 ROOM = 0.95  # of the device's memory; a higher peak leaves nothing for fragmentation
 GROW_AFTER = 64  # successful steps; doubled after each failed attempt
 # Messages of allocators that raise a plain RuntimeError.
-WORDS = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+WORDS = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 
 
 def is_out_of_memory(torch: Any, error: BaseException) -> bool:
@@ -48,8 +54,10 @@ class OutOfMemory:
         return cls(said, size)
 
     def what_would_fit(self) -> str:
-        return ("One sample does not fit. Use a smaller model or input, precision=\"bf16\" (about half the activation memory), or recompute "
-                "activations (torch.utils.checkpoint; about a third more time).")
+        return (
+            'One sample does not fit. Use a smaller model or input, precision="bf16" (about half the activation memory), or recompute '
+            "activations (torch.utils.checkpoint; about a third more time)."
+        )
 
 
 class MicroBatches:
@@ -97,7 +105,13 @@ class MicroBatches:
 
     def state(self) -> dict[str, Any]:
         """The sizes found, for a checkpoint."""
-        return {"asked": self.asked, "limit": self.limit, "failed": list(self.failed), "good": self._good, "timeout": self._patience}
+        return {
+            "asked": self.asked,
+            "limit": self.limit,
+            "failed": list(self.failed),
+            "good": self._good,
+            "timeout": self._patience,
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.asked, self.limit, self.failed = state["asked"], state["limit"], list(state["failed"])

@@ -61,8 +61,12 @@ def opened(folder: Path, from_scratch: bool, company: RankGroup | None) -> Opene
             found = _by_the_first(folder, from_scratch)
         except FlatoutError as failed:
             error = failed
-    here = {"save": str(found.save.path) if found is not None and found.save is not None else None, "pid": os.getpid(), "error": str(error or ""),
-            "folder": str(folder.resolve())}
+    here = {
+        "save": str(found.save.path) if found is not None and found.save is not None else None,
+        "pid": os.getpid(),
+        "error": str(error or ""),
+        "folder": str(folder.resolve()),
+    }
     observed = company.metadata(here)
     if error is not None:
         raise error
@@ -74,13 +78,17 @@ def opened(folder: Path, from_scratch: bool, company: RankGroup | None) -> Opene
             try:
                 found.save = verified(Path(observed["save"]))
             except SaveError as failed:
-                error = SaveError(f"{observed['save']} is the checkpoint of rank 0; on this rank, {failed}. All ranks must see the same folder.")
+                error = SaveError(
+                    f"{observed['save']} is the checkpoint of rank 0; on this rank, {failed}. All ranks must see the same folder."
+                )
     company.all_fine(error)
     return found
 
 
 def _by_the_first(folder: Path, from_scratch: bool) -> OpenedCheckpoints:
-    saves = CheckpointFolder(folder, metadata=heartbeat.saved).open()  # a restarted program resumes from it by itself
+    saves = CheckpointFolder(
+        folder, metadata=heartbeat.saved
+    ).open()  # a restarted program resumes from it by itself
     try:
         if from_scratch:
             aside = saves.move_all_aside()
@@ -89,7 +97,9 @@ def _by_the_first(folder: Path, from_scratch: bool) -> OpenedCheckpoints:
             return OpenedCheckpoints(saves, None, [], os.getpid())
         save, bad = saves.newest()
         if save is not None and save.manifest.kind != KIND:
-            raise LoopError(f"{save.path} was not written by a flatout.Loop. Name another folder in checkpoint_dir=.")
+            raise LoopError(
+                f"{save.path} was not written by a flatout.Loop. Name another folder in checkpoint_dir=."
+            )
         damaged = [saves.set_aside(each) for each in bad]
     except BaseException:
         saves.close()

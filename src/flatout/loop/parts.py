@@ -27,7 +27,9 @@ class Parts:
     words: list[str]
 
 
-def parts_of(torch: Any, save: Checkpoint, rank: int, ranks: int, sharing: int, shape: Mapping[str, Any]) -> Parts:
+def parts_of(
+    torch: Any, save: Checkpoint, rank: int, ranks: int, sharing: int, shape: Mapping[str, Any]
+) -> Parts:
     """``sharing``: the number of ranks that share the samples. Raises SaveError."""
     metadata, name = save.manifest.metadata, part_of(rank)
     before, shared = metadata["ranks"], metadata["sharing"]
@@ -43,10 +45,14 @@ def parts_of(torch: Any, save: Checkpoint, rank: int, ranks: int, sharing: int, 
     if before == ranks and shared == sharing:
         return Parts(state, own, own["place"], [])
     if metadata["staged"]:
-        raise SaveError(f"each of {before} ranks had a stage of the model, and there are {ranks} now. Start as many again, or {FROM_SCRATCH}")
+        raise SaveError(
+            f"each of {before} ranks had a stage of the model, and there are {ranks} now. Start as many again, or {FROM_SCRATCH}"
+        )
     place, words = place_for(state["place"], shared, sharing, shape)
     place["now"] = {**place["now"], "random": (own["place"]["now"] if "place" in own else own)["random"]}
-    return Parts(state, own, place, words or [f"{_there_were(before)}, which added their sums in another order"])
+    return Parts(
+        state, own, place, words or [f"{_there_were(before)}, which added their sums in another order"]
+    )
 
 
 def slices_of_others(torch: Any, save: Checkpoint, rank: int) -> Iterator[Mapping[Any, Any]]:
@@ -56,7 +62,9 @@ def slices_of_others(torch: Any, save: Checkpoint, rank: int) -> Iterator[Mappin
             yield save.read(torch, part_of(other))["slices"]
 
 
-def place_for(place: Mapping[str, Any], before: int, ranks: int, shape: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def place_for(
+    place: Mapping[str, Any], before: int, ranks: int, shape: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
     """The place in the data for ``ranks`` ranks, after the samples that ``before`` ranks have processed."""
     if before == ranks:
         return dict(place), []
@@ -64,15 +72,23 @@ def place_for(place: Mapping[str, Any], before: int, ranks: int, shape: Mapping[
     if not place["begun"]:
         return dict(place), [f"{_there_were(before)}, which added their gradients in another order"]
     if not then or not now:
-        raise SaveError(f"{before} ranks were saved within an epoch, and the number of samples they had processed is unknown: the loader has no "
-                        f"batch size. Start as many ranks again, or {FROM_SCRATCH}")
+        raise SaveError(
+            f"{before} ranks were saved within an epoch, and the number of samples they had processed is unknown: the loader has no "
+            f"batch size. Start as many ranks again, or {FROM_SCRATCH}"
+        )
     seen = place["given"] * then * before
     given, rest = divmod(seen, now * ranks)
-    words = [f"{_there_were(before)}: samples come in the same order, and their gradients are added in another"]
+    words = [
+        f"{_there_were(before)}: samples come in the same order, and their gradients are added in another"
+    ]
     if rest:
-        words.append(f"{rest} samples of this epoch are repeated, because {seen} is not a multiple of the {now * ranks} samples of a step")
+        words.append(
+            f"{rest} samples of this epoch are repeated, because {seen} is not a multiple of the {now * ranks} samples of a step"
+        )
     if "DistributedSampler" not in {*place["shape"]["order"], *shape["order"]} and ranks > 1:
-        words[0] = f"{_there_were(before)}, and no DistributedSampler distributes the samples: they come in another order"
+        words[0] = (
+            f"{_there_were(before)}, and no DistributedSampler distributes the samples: they come in another order"
+        )
     return {**place, "given": given, "workers": [None] * int(shape["workers"]), "made": None}, words
 
 

@@ -51,7 +51,16 @@ class _Asked(Exception):
 
 
 class PipelineParallel:
-    def __init__(self, torch: Any, model: Any, optimizer: Any, asked: Pipeline, device: Any, reduction: str | None, finite: bool) -> None:
+    def __init__(
+        self,
+        torch: Any,
+        model: Any,
+        optimizer: Any,
+        asked: Pipeline,
+        device: Any,
+        reduction: str | None,
+        finite: bool,
+    ) -> None:
         """Keep only this rank's stage of the model, and only its parameters in the optimizer.
 
         Other weights go to the meta device. ``finite``: a loss must be finite. Raises LoopError, before
@@ -64,19 +73,27 @@ class PipelineParallel:
         distributed = torch.distributed
         self.rank, self.ranks = distributed.get_rank(), distributed.get_world_size()
         if asked.schedule not in SCHEDULES:
-            raise LoopError(f"schedule={asked.schedule!r} is not supported. Use one of {', '.join(SCHEDULES)}.")
+            raise LoopError(
+                f"schedule={asked.schedule!r} is not supported. Use one of {', '.join(SCHEDULES)}."
+            )
         self._schedule, self._filling = getattr(schedules, SCHEDULES[asked.schedule]), schedules.ScheduleGPipe
         if "arg_mbs" not in inspect.signature(self._schedule.step).parameters:
-            raise LoopError(f"torch {torch.__version__} does not accept micro-batches that are already split. Pipelines need torch 2.14 or later.")
+            raise LoopError(
+                f"torch {torch.__version__} does not accept micro-batches that are already split. Pipelines need torch 2.14 or later."
+            )
         parts = _cut(torch, model, asked.stages, self.ranks)
         _check(torch, model, parts, optimizer)
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 distributed.broadcast(tensor.data, src=0)
-        self.stage = torch.nn.Sequential(OrderedDict((name, child) for name, child in model.named_children() if name in parts[self.rank]))
+        self.stage = torch.nn.Sequential(
+            OrderedDict((name, child) for name, child in model.named_children() if name in parts[self.rank])
+        )
         own = {id(p) for p in self.stage.parameters()}
         if not own & {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}:
-            raise LoopError(f"stage {self.rank} ({', '.join(parts[self.rank])}) has no trainable parameter. Begin it with another child.")
+            raise LoopError(
+                f"stage {self.rank} ({', '.join(parts[self.rank])}) has no trainable parameter. Begin it with another child."
+            )
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) in own]
         for name, child in model.named_children():
@@ -87,30 +104,45 @@ class PipelineParallel:
         self._parts: Sequence[Any] = ()
         self._loss_fn: Callable[[Any, Any], Any] | None = None
 
-    def step(self, index: int, parts: Sequence[Any], sizes: Sequence[int], loss_fn: Callable[[Any, Any], Any]) -> Any:
+    def step(
+        self, index: int, parts: Sequence[Any], sizes: Sequence[int], loss_fn: Callable[[Any, Any], Any]
+    ) -> Any:
         """Run forward and backward of these micro-batches through all stages. Raises LoopError.
 
         Returns the loss of all micro-batches, on every rank.
         """
         if len(set(sizes)) > 1:
-            raise LoopError(f"a pipeline needs micro-batches of one size, and these have {', '.join(map(str, sizes))} samples. Use a micro_batch that "
-                            "divides the loader's batch, and a loader with drop_last=True.")
+            raise LoopError(
+                f"a pipeline needs micro-batches of one size, and these have {', '.join(map(str, sizes))} samples. Use a micro_batch that "
+                "divides the loader's batch, and a loader with drop_last=True."
+            )
         if len(parts) > 1 and self.reduction not in (MEAN, SUM):
-            raise LoopError('a pipeline cannot test whether the loss is a mean or a sum over samples, because no rank has the whole model. Pass '
-                            'reduction="mean" or "sum".')
+            raise LoopError(
+                "a pipeline cannot test whether the loss is a mean or a sum over samples, because no rank has the whole model. Pass "
+                'reduction="mean" or "sum".'
+            )
         self._weight, self._loss_fn = 1.0 / len(parts) if self.reduction != SUM else 1.0, loss_fn
         schedule = self._schedule_of(len(parts), sizes[0])
         losses: list[Any] = []
         first, last = self.rank == 0, self.rank == self.ranks - 1
-        self._parts, numbers = parts, [self.torch.tensor(at) for at in range(len(parts))]  # torch expects tensor targets; a batch may be anything
-        schedule.step(arg_mbs=[self._input(part) for part in parts] if first else [()] * len(parts), target_mbs=numbers if last else None,
-                      losses=losses if last else None, return_outputs=False)
+        self._parts, numbers = (
+            parts,
+            [self.torch.tensor(at) for at in range(len(parts))],
+        )  # torch expects tensor targets; a batch may be anything
+        schedule.step(
+            arg_mbs=[self._input(part) for part in parts] if first else [()] * len(parts),
+            target_mbs=numbers if last else None,
+            losses=losses if last else None,
+            return_outputs=False,
+        )
         distributed = self.torch.distributed
         none = self.torch.zeros((), dtype=self.torch.float64, device=self.device)
         loss = sum((each.detach().double() for each in losses), none)  # empty except on the last stage
         distributed.broadcast(loss, src=self.ranks - 1)
         if self.finite and not math.isfinite(float(loss)):
-            raise LoopError(f"the loss of step {index} is {float(loss)}. The weights are those before this step. on_nan=\"ignore\" continues.")
+            raise LoopError(
+                f'the loss of step {index} is {float(loss)}. The weights are those before this step. on_nan="ignore" continues.'
+            )
         return loss
 
     def _schedule_of(self, count: int, size: int) -> Any:
@@ -119,7 +151,9 @@ class PipelineParallel:
             from torch.distributed.pipelining import PipelineStage
 
             stage = PipelineStage(self.stage, self.rank, self.ranks, self.device)
-            kind = self._schedule if count >= self.ranks else self._filling  # 1F1B cannot interleave if the pipeline is never full
+            kind = (
+                self._schedule if count >= self.ranks else self._filling
+            )  # 1F1B cannot interleave if the pipeline is never full
             self._made[count, size] = kind(stage, count, loss_fn=self._loss, scale_grads=False)
         return self._made[count, size]
 
@@ -137,12 +171,16 @@ class PipelineParallel:
             args, kwargs = asked.given
             if len(args) == 1 and not kwargs:
                 return (args[0],)
-        raise LoopError("with a pipeline, loss_fn must call its model once, with one tensor: loss(model(x), y).")
+        raise LoopError(
+            "with a pipeline, loss_fn must call its model once, with one tensor: loss(model(x), y)."
+        )
 
     def _loss(self, output: Any, number: Any) -> Any:
         answer = understood(self._call(lambda *args, **kwargs: output, self._parts[int(number)]))
         if answer.count is not None or answer.values:
-            raise LoopError("with a pipeline, loss_fn must return only the loss, without a count or further values.")
+            raise LoopError(
+                "with a pipeline, loss_fn must return only the loss, without a count or further values."
+            )
         return answer.loss * self._weight
 
     def clip(self, parameters: Sequence[Any], limit: float) -> Any:
@@ -166,11 +204,15 @@ class PipelineParallel:
 def _cut(torch: Any, model: Any, stages: int | Sequence[str], ranks: int) -> list[list[str]]:
     """The names of the children of each stage. Raises LoopError."""
     if type(model) is not torch.nn.Sequential:
-        raise LoopError(f"a pipeline splits an nn.Sequential between its children, and this model is a {type(model).__name__}. Put its blocks into one.")
+        raise LoopError(
+            f"a pipeline splits an nn.Sequential between its children, and this model is a {type(model).__name__}. Put its blocks into one."
+        )
     names = [name for name, _ in model.named_children()]
     count = stages if isinstance(stages, int) else len(stages) + 1
     if count != ranks:
-        raise LoopError(f"{count} stages on {ranks} ranks: each rank has one. Start {count} ranks, or make {ranks} stages.")
+        raise LoopError(
+            f"{count} stages on {ranks} ranks: each rank has one. Start {count} ranks, or make {ranks} stages."
+        )
     if isinstance(stages, int):
         if count > len(names):
             raise LoopError(f"{count} stages need at least as many children; the model has {len(names)}.")
@@ -178,10 +220,14 @@ def _cut(torch: Any, model: Any, stages: int | Sequence[str], ranks: int) -> lis
     else:
         strange = [name for name in stages if name not in names]
         if strange:
-            raise LoopError(f"the model has no child {strange[0]!r} to begin a stage. It has {', '.join(names[:12])}.")
+            raise LoopError(
+                f"the model has no child {strange[0]!r} to begin a stage. It has {', '.join(names[:12])}."
+            )
         starts = [0, *(names.index(name) for name in stages)]
         if starts != sorted(set(starts)):
-            raise LoopError(f"stages={list(stages)} is out of order. List the names in the model's order, without its first child.")
+            raise LoopError(
+                f"stages={list(stages)} is out of order. List the names in the model's order, without its first child."
+            )
     return [names[start:end] for start, end in zip(starts, [*starts[1:], len(names)], strict=True)]
 
 
@@ -191,9 +237,15 @@ def _check(torch: Any, model: Any, parts: list[list[str]], optimizer: Any) -> No
         for name in part:
             for p in model.get_submodule(name).parameters():
                 if owner.setdefault(id(p), at) != at:
-                    raise LoopError(f"child {name!r} shares a parameter with another stage, which would need its gradient. Put both in one stage.")
+                    raise LoopError(
+                        f"child {name!r} shares a parameter with another stage, which would need its gradient. Put both in one stage."
+                    )
     kind = torch.nn.modules.batchnorm._BatchNorm
     if any(isinstance(module, kind) for module in model.modules()):
-        raise LoopError("this model uses batch normalisation, and the statistics of a pipeline's micro-batches differ from the batch's.")
+        raise LoopError(
+            "this model uses batch normalisation, and the statistics of a pipeline's micro-batches differ from the batch's."
+        )
     if optimizer.state:
-        raise LoopError("the optimizer already has state, of the whole model. Split the model in a new Loop with a new optimizer.")
+        raise LoopError(
+            "the optimizer already has state, of the whole model. Split the model in a new Loop with a new optimizer."
+        )

@@ -1,11 +1,11 @@
 """The compute precision of a Loop, by name.
 
-    float32        the dtype of the model
-    tf32           float32 with matrix products and convolutions in TF32, on GPUs that have it
-    bf16, fp16     autocast; weights stay in float32. fp16 with a loss scale
-    fp8            Linear layers multiply in 8 bits (torchao), everything else as bf16
-    bf16-master    the model is bfloat16 (or float16), the optimizer has float32 copies of its parameters
-    fp16-master    (`flatout.loop.masters`); fp16 with a loss scale
+float32        the dtype of the model
+tf32           float32 with matrix products and convolutions in TF32, on GPUs that have it
+bf16, fp16     autocast; weights stay in float32. fp16 with a loss scale
+fp8            Linear layers multiply in 8 bits (torchao), everything else as bf16
+bf16-master    the model is bfloat16 (or float16), the optimizer has float32 copies of its parameters
+fp16-master    (`flatout.loop.masters`); fp16 with a loss scale
 """
 
 from __future__ import annotations
@@ -30,13 +30,24 @@ class Precision:
     ``together``: ranks exchange gradients inside the backward pass.
     """
 
-    def __init__(self, torch: Any, name: str, model: Any, optimizer: Any, device: Any, parameters: list[Any], together: bool = False) -> None:
+    def __init__(
+        self,
+        torch: Any,
+        name: str,
+        model: Any,
+        optimizer: Any,
+        device: Any,
+        parameters: list[Any],
+        together: bool = False,
+    ) -> None:
         if name not in NAMES:
             raise LoopError(f"precision={name!r} is not supported. Use one of {', '.join(NAMES)}.")
         narrow = {str(p.dtype) for p in parameters if p.dtype in (torch.float16, torch.bfloat16)}
         if name == "fp16" and "torch.float16" in narrow:
-            raise LoopError('precision="fp16" keeps weights in float32 and computes in float16, but parameters of this model are already float16. '
-                            'Remove model.half(), or use precision="fp16-master".')
+            raise LoopError(
+                'precision="fp16" keeps weights in float32 and computes in float16, but parameters of this model are already float16. '
+                'Remove model.half(), or use precision="fp16-master".'
+            )
         self.torch, self.name, self.device, self._ledger = torch, name, device, Ledger()
         self._dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}.get(name)
         self.scaler = torch.amp.GradScaler(device.type) if name.startswith("fp16") else None
@@ -46,7 +57,14 @@ class Precision:
         if name == "fp8":
             multiply_in_8_bits(torch, model, device, self._ledger)
         if name.endswith("-master"):
-            self.masters = Masters.made(torch, optimizer, parameters, torch.float16 if self.scaler is not None else torch.bfloat16, self.name, together)
+            self.masters = Masters.made(
+                torch,
+                optimizer,
+                parameters,
+                torch.float16 if self.scaler is not None else torch.bfloat16,
+                self.name,
+                together,
+            )
             self._ledger.call("master weights", self.masters.close)
         # Whether there is no autocast, no loss scale and no master copy. Read in every step.
         self.plain = self._dtype is None and self.scaler is None and self.masters is None
@@ -62,8 +80,10 @@ class Precision:
 
     def state(self) -> dict[str, Any]:
         """The loss scale and the float32 copies of the weights, for a checkpoint."""
-        return {"scaler": self.scaler.state_dict() if self.scaler is not None else None,
-                "masters": list(self.masters.copies()) if self.masters is not None else None}
+        return {
+            "scaler": self.scaler.state_dict() if self.scaler is not None else None,
+            "masters": list(self.masters.copies()) if self.masters is not None else None,
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Call after loading the model and the optimizer. Ignores state that this precision does not use."""
@@ -117,9 +137,14 @@ class Precision:
         """Use the older flags, which keep both families consistent; cuDNN has one of its own."""
         torch, ledger = self.torch, self._ledger
         if self.device.type != "cuda" or torch.cuda.get_device_capability(self.device)[0] < 8:
-            LOGGER.warning('precision="tf32" changes nothing here: it needs an NVIDIA GPU of compute capability 8.0 or later, and this is %s', self.device)
+            LOGGER.warning(
+                'precision="tf32" changes nothing here: it needs an NVIDIA GPU of compute capability 8.0 or later, and this is %s',
+                self.device,
+            )
         for owner in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
-            ledger.set_flag(owner, "fp32_precision", owner.fp32_precision)  # restored last: setting "highest" leaves "ieee"
+            ledger.set_flag(
+                owner, "fp32_precision", owner.fp32_precision
+            )  # restored last: setting "highest" leaves "ieee"
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high")
         ledger.call("torch.set_float32_matmul_precision", lambda: torch.set_float32_matmul_precision(before))

@@ -21,7 +21,9 @@ class RandomState:
     def __init__(self, torch: Any, device: Any = None, others: bool = True) -> None:
         self._torch, self._device = torch, device
         self._torch_state = torch.default_generator.get_state()
-        self._of_device = torch.cuda.get_rng_state(device) if device is not None and device.type == "cuda" else None
+        self._of_device = (
+            torch.cuda.get_rng_state(device) if device is not None and device.type == "cuda" else None
+        )
         self._python: Any = _of_python() if others else None
         self._numpy: Any = _of_numpy() if others else None
 
@@ -38,14 +40,20 @@ class RandomState:
         """Whether torch's generators have been used since."""
         if not self._torch.equal(self._torch_state, self._torch.default_generator.get_state()):
             return True
-        return self._of_device is not None and not self._torch.equal(self._of_device, self._torch.cuda.get_rng_state(self._device))
+        return self._of_device is not None and not self._torch.equal(
+            self._of_device, self._torch.cuda.get_rng_state(self._device)
+        )
 
     def others_moved(self) -> bool:
         """Whether ``random`` or numpy have been used since."""
         if self._python != _of_python():
             return True
         before, now = self._numpy, _of_numpy()
-        return before is not None and now is not None and (now[2:] != before[2:] or bool((now[1] != before[1]).any()))
+        return (
+            before is not None
+            and now is not None
+            and (now[2:] != before[2:] or bool((now[1] != before[1]).any()))
+        )
 
 
 def _of_python() -> Any:

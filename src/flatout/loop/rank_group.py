@@ -41,7 +41,9 @@ class RankGroup:
         return found
 
     def _gathered_info(self, what: Any) -> list[Any]:
-        found: list[Any] = exchanged(lambda: gathered_info(self.torch, self._group, self.ranks, what), STARTED_AGAIN)
+        found: list[Any] = exchanged(
+            lambda: gathered_info(self.torch, self._group, self.ranks, what), STARTED_AGAIN
+        )
         return found
 
 
@@ -53,4 +55,3 @@ def company_of(torch: Any, model: Any) -> RankGroup | None:
     parallel = isinstance(model, torch.nn.parallel.DistributedDataParallel)
     members = distributed.get_process_group_ranks(model.process_group if parallel else None)
     return RankGroup(torch, members) if len(members) > 1 else None
-

@@ -17,7 +17,9 @@ from flatout.loop.memory import OutOfMemory
 from flatout.loop.rejoin import Rejoin
 from flatout.plan.errors import LoopError
 
-GROUPS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()  # by the world group: destroying it drops its groups
+GROUPS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = (
+    WeakKeyDictionary()
+)  # by the world group: destroying it drops its groups
 FINE, NO_MEMORY, ENDED = 0, 1, 2  # the maximum over ranks counts
 NO_SIZE = -(2**62)
 
@@ -40,14 +42,23 @@ def group_of(distributed: Any, members: tuple[int, ...]) -> Any:
     whole = distributed.group.WORLD
     known = GROUPS.setdefault(whole, {})
     if members not in known:
-        options = getattr(whole._get_backend(whole.bound_device_id or whole._device_types[0]), "options", None)
-        known[members] = distributed.new_group(members, backend="gloo", timeout=getattr(options, "_timeout", None), use_local_synchronization=True)
+        options = getattr(
+            whole._get_backend(whole.bound_device_id or whole._device_types[0]), "options", None
+        )
+        known[members] = distributed.new_group(
+            members,
+            backend="gloo",
+            timeout=getattr(options, "_timeout", None),
+            use_local_synchronization=True,
+        )
     return known[members]
 
 
 def may_exchange(optimizer: Any) -> bool:
     """Whether the optimizer's step may run collectives, so that one rank alone must not repeat it."""
-    return bool(optimizer._optimizer_step_pre_hooks) or not type(optimizer).__module__.startswith("torch.optim.")
+    return bool(optimizer._optimizer_step_pre_hooks) or not type(optimizer).__module__.startswith(
+        "torch.optim."
+    )
 
 
 class LoopRanks:
@@ -77,7 +88,9 @@ class LoopRanks:
         """
         if failed is not None:
             self._take_part(failed.said)
-        code, size = self._largest([FINE if failed is None else NO_MEMORY, NO_SIZE if failed is None else -failed.size])
+        code, size = self._largest(
+            [FINE if failed is None else NO_MEMORY, NO_SIZE if failed is None else -failed.size]
+        )
         if code == FINE:
             return None
         if code == ENDED:
@@ -109,8 +122,10 @@ class LoopRanks:
             if why:
                 raise LoopError(f"rank {rank} cannot continue, so all ranks stop: {why}")
             if theirs != answer:
-                raise LoopError(f"the loss is a {answer} over samples on this rank and a {theirs} on rank {rank}: the ranks compute different losses. "
-                                f'If they compute the same loss, set it explicitly, for example reduction="{answer}".')
+                raise LoopError(
+                    f"the loss is a {answer} over samples on this rank and a {theirs} on rank {rank}: the ranks compute different losses. "
+                    f'If they compute the same loss, set it explicitly, for example reduction="{answer}".'
+                )
 
     def updated(self, error: BaseException | None) -> None:
         """Report the result of the optimizer's step, asynchronously.
@@ -119,7 +134,14 @@ class LoopRanks:
         """
         number = self.torch.tensor([FINE if error is None else ENDED], device="cpu")
         distributed = self.torch.distributed
-        self._info = self._exchanged(lambda: distributed.all_reduce(number, distributed.ReduceOp.MAX, group=self._group, async_op=True)), number
+        self._info = (
+            self._exchanged(
+                lambda: distributed.all_reduce(
+                    number, distributed.ReduceOp.MAX, group=self._group, async_op=True
+                )
+            ),
+            number,
+        )
         if error is not None:
             self.settle(f"{type(error).__name__}: {error}")
 
@@ -152,10 +174,16 @@ class LoopRanks:
     def _words(self, said: str) -> str:
         """The errors of the ranks that ended. Collective: every rank calls it at the same point."""
         found = self._gathered_info(said)
-        return "; ".join(f"rank {rank} has ended the training, so all ranks do: {words}" for rank, words in zip(self.members, found, strict=True) if words)
+        return "; ".join(
+            f"rank {rank} has ended the training, so all ranks do: {words}"
+            for rank, words in zip(self.members, found, strict=True)
+            if words
+        )
 
     def _gathered_info(self, what: Any) -> list[Any]:
-        found: list[Any] = self._exchanged(lambda: gathered_info(self.torch, self._group, len(self.members), what))
+        found: list[Any] = self._exchanged(
+            lambda: gathered_info(self.torch, self._group, len(self.members), what)
+        )
         return found
 
     def _take_part(self, said: str) -> None:
@@ -164,8 +192,10 @@ class LoopRanks:
         try:
             self.rejoin.take_part()
         except Exception as error:
-            raise LoopError(f"this rank failed ({said}) and could not complete the exchange with the other ranks ({_first_line(error)}). It stops, and "
-                            "they stop when they notice. Resume from your last checkpoint.") from None
+            raise LoopError(
+                f"this rank failed ({said}) and could not complete the exchange with the other ranks ({_first_line(error)}). It stops, and "
+                "they stop when they notice. Resume from your last checkpoint."
+            ) from None
 
     def _exchanged(self, exchange: Callable[[], Any]) -> Any:
         return exchanged(exchange, "resume from your last checkpoint.")
@@ -176,8 +206,10 @@ def exchanged(exchange: Callable[[], Any], otherwise: str) -> Any:
     try:
         return exchange()
     except RuntimeError as error:
-        raise LoopError(f"the ranks have lost each other ({_first_line(error)}): one of them has ended, or did not respond within the group's timeout. "
-                        f"Its own error message says why; {otherwise}") from None
+        raise LoopError(
+            f"the ranks have lost each other ({_first_line(error)}): one of them has ended, or did not respond within the group's timeout. "
+            f"Its own error message says why; {otherwise}"
+        ) from None
 
 
 def largest(torch: Any, group: Any, values: Sequence[Any], dtype: Any = None) -> list[Any]:

@@ -18,11 +18,16 @@ from flatout.loop.randomness import kept_random_state
 from flatout.plan.errors import LoopError
 
 MEAN, SUM = "mean", "sum"
-ROUNDING = {"torch.float64": 1e-9, "torch.float32": 1e-4}  # relative, of a loss; other dtypes count as bfloat16
+ROUNDING = {
+    "torch.float64": 1e-9,
+    "torch.float32": 1e-4,
+}  # relative, of a loss; other dtypes count as bfloat16
 COARSE = 3e-2
 DOES_NOT_FOLLOW = "the loss of a batch does not follow from the losses of its parts"
-WAYS_OUT = ("Train with the loader's own batches (remove effective_batch and micro_batch), set the batch size in the loader, or use "
-            "allow_inexact=True to accept the gradient of another loss.")
+WAYS_OUT = (
+    "Train with the loader's own batches (remove effective_batch and micro_batch), set the batch size in the loader, or use "
+    "allow_inexact=True to accept the gradient of another loss."
+)
 
 
 @dataclass(frozen=True)
@@ -49,9 +54,15 @@ def understood(given: Any) -> LossResult:
         values = rest.pop() if rest and isinstance(rest[-1], dict) else None
         if len(rest) <= 1 and not any(isinstance(each, (dict, str)) for each in rest):
             return LossResult(given[0], rest[0] if rest else None, values)
-    spelled = f"a tuple of {', '.join(type(each).__name__ for each in given)}" if isinstance(given, tuple) else f"a {type(given).__name__}"
-    raise LoopError(f"loss_fn gave {spelled}. Return the loss (a scalar tensor), or (loss, n) with the number that it is averaged over; "
-                    "a dict of further values may follow.")
+    spelled = (
+        f"a tuple of {', '.join(type(each).__name__ for each in given)}"
+        if isinstance(given, tuple)
+        else f"a {type(given).__name__}"
+    )
+    raise LoopError(
+        f"loss_fn gave {spelled}. Return the loss (a scalar tensor), or (loss, n) with the number that it is averaged over; "
+        "a dict of further values may follow."
+    )
 
 
 class Recogniser:
@@ -67,9 +78,13 @@ class Recogniser:
         """
         self._refuse_batch_statistics()
         if size < 2:
-            raise LoopError("the loader gives one sample at a time, so whether the loss is a mean or a sum over samples cannot be tested. "
-                            "Pass reduction=\"mean\" or reduction=\"sum\".")
-        divisions = [[few, size - few] for few in sorted({1, max(1, size // 3)})]  # one split may match by chance
+            raise LoopError(
+                "the loader gives one sample at a time, so whether the loss is a mean or a sum over samples cannot be tested. "
+                'Pass reduction="mean" or reduction="sum".'
+            )
+        divisions = [
+            [few, size - few] for few in sorted({1, max(1, size // 3)})
+        ]  # one split may match by chance
         device = next((p.device for p in self.model.parameters()), None)
         with kept_random_state(self.torch, device), self._kept_buffers(), self.torch.no_grad():
             with self._without_dropout():
@@ -82,32 +97,52 @@ class Recogniser:
     def _loss(self, batch: Any) -> LossResult:
         answer = understood(self.call(batch))
         if answer.loss.dim():
-            raise LoopError(f"loss_fn gave a loss of shape {list(answer.loss.shape)}; it must be a scalar. Use its mean() or sum().")
+            raise LoopError(
+                f"loss_fn gave a loss of shape {list(answer.loss.shape)}; it must be a scalar. Use its mean() or sum()."
+            )
         return answer
 
     def _compared(self, whole: LossResult, batch: Any, divisions: list[list[int]]) -> str:
-        found = [self._compare(whole, [self._loss(part) for part in split(batch, sizes)], sizes) for sizes in divisions]
+        found = [
+            self._compare(whole, [self._loss(part) for part in split(batch, sizes)], sizes)
+            for sizes in divisions
+        ]
         return found[-1]
 
     def _compare(self, whole: LossResult, parts: list[LossResult], sizes: list[int]) -> str:
-        counts = [float(part.count) if part.count is not None else float(size) for part, size in zip(parts, sizes, strict=True)]
-        losses = [float(part.loss) if count else 0.0 for part, count in zip(parts, counts, strict=True)]  # a mean over nothing counts 0
-        mean = sum(count * loss for count, loss in zip(counts, losses, strict=True)) / max(sum(counts), 1e-300)
+        counts = [
+            float(part.count) if part.count is not None else float(size)
+            for part, size in zip(parts, sizes, strict=True)
+        ]
+        losses = [
+            float(part.loss) if count else 0.0 for part, count in zip(parts, counts, strict=True)
+        ]  # a mean over nothing counts 0
+        mean = sum(count * loss for count, loss in zip(counts, losses, strict=True)) / max(
+            sum(counts), 1e-300
+        )
         # A loss of zero is both a mean and a sum; either is right.
         if self._same(mean, whole.loss, whole.loss):
             return MEAN
-        said = f"the loss of the first batch of {sum(sizes)} samples is {float(whole.loss):.6g}, those of its first {sizes[0]} and last {sizes[1]} are " \
-               f"{losses[0]:.6g} and {losses[1]:.6g}"
+        said = (
+            f"the loss of the first batch of {sum(sizes)} samples is {float(whole.loss):.6g}, those of its first {sizes[0]} and last {sizes[1]} are "
+            f"{losses[0]:.6g} and {losses[1]:.6g}"
+        )
         if self._same(sum(losses), whole.loss, whole.loss):
             if whole.count is None:
                 return SUM
-            raise LoopError(f"loss_fn returns (loss, n), where the loss must be the mean over n, but {said}: it is a sum. Return the mean, or the loss alone.")
+            raise LoopError(
+                f"loss_fn returns (loss, n), where the loss must be the mean over n, but {said}: it is a sum. Return the mean, or the loss alone."
+            )
         if whole.count is None:
-            raise LoopError(f"{DOES_NOT_FOLLOW}: {said}; that is neither their mean nor their sum over samples. If it is a mean over something else (tokens, "
-                            f"pixels), return (loss, n) from loss_fn. If samples depend on each other (contrastive losses, batch statistics), "
-                            f"it cannot be split. {WAYS_OUT}")
-        raise LoopError(f"{DOES_NOT_FOLLOW}: {said}, averaged over {counts[0]:g} and {counts[1]:g}. Samples depend on each other, or n is not the number "
-                        f"that the loss is averaged over. {WAYS_OUT}")
+            raise LoopError(
+                f"{DOES_NOT_FOLLOW}: {said}; that is neither their mean nor their sum over samples. If it is a mean over something else (tokens, "
+                f"pixels), return (loss, n) from loss_fn. If samples depend on each other (contrastive losses, batch statistics), "
+                f"it cannot be split. {WAYS_OUT}"
+            )
+        raise LoopError(
+            f"{DOES_NOT_FOLLOW}: {said}, averaged over {counts[0]:g} and {counts[1]:g}. Samples depend on each other, or n is not the number "
+            f"that the loss is averaged over. {WAYS_OUT}"
+        )
 
     def _same(self, a: Any, b: Any, like: Any) -> bool:
         a, b = float(a), float(b)
@@ -120,16 +155,25 @@ class Recogniser:
 
     def _refuse_batch_statistics(self) -> None:
         kind = self.torch.nn.modules.batchnorm._BatchNorm
-        mixing = [name or type(self.model).__name__ for name, module in self.model.named_modules()
-                  if isinstance(module, kind) and (module.training or module.running_mean is None)]
+        mixing = [
+            name or type(self.model).__name__
+            for name, module in self.model.named_modules()
+            if isinstance(module, kind) and (module.training or module.running_mean is None)
+        ]
         if mixing:
             more = f" and {len(mixing) - 1} more" if len(mixing) > 1 else ""
-            raise LoopError(f"this model uses batch normalisation (module {mixing[0]}{more}): {DOES_NOT_FOLLOW}. {WAYS_OUT}")
+            raise LoopError(
+                f"this model uses batch normalisation (module {mixing[0]}{more}): {DOES_NOT_FOLLOW}. {WAYS_OUT}"
+            )
 
     @contextmanager
     def _without_dropout(self) -> Iterator[None]:
         """Training mode, except for modules whose name shows that they only add randomness."""
-        silent = [module for module in self.model.modules() if module.training and "drop" in type(module).__name__.lower() and not list(module.parameters())]
+        silent = [
+            module
+            for module in self.model.modules()
+            if module.training and "drop" in type(module).__name__.lower() and not list(module.parameters())
+        ]
         try:
             for module in silent:
                 module.training = False

@@ -45,7 +45,9 @@ class Rejoin:
     def _listen(self) -> None:
         keep_out_of_pickles(self.torch, self._ledger, Rejoin)
         self._ledger.call("forward pre-hook", self.parallel.register_forward_pre_hook(self._begins).remove)
-        self._ledger.call("forward pre-hook", self.parallel.module.register_forward_pre_hook(self._enters).remove)
+        self._ledger.call(
+            "forward pre-hook", self.parallel.module.register_forward_pre_hook(self._enters).remove
+        )
         self._ledger.call("forward hook", self.parallel.register_forward_hook(self._leaves).remove)
 
     def close(self) -> None:
@@ -72,7 +74,13 @@ class Rejoin:
         parallel = self.parallel
         if parallel.static_graph:
             raise RuntimeError("static_graph=True does not allow gradients in another order")
-        missing = self.parameters if self._noted is None else [p for p, before in zip(self.parameters, self._noted, strict=True) if _seen(p.grad) == before]
+        missing = (
+            self.parameters
+            if self._noted is None
+            else [
+                p for p, before in zip(self.parameters, self._noted, strict=True) if _seen(p.grad) == before
+            ]
+        )
         if self._noted is None or len(missing) == len(self.parameters):
             self._whole()
         elif parallel.find_unused_parameters:
@@ -90,7 +98,10 @@ class Rejoin:
         if self._entered:
             parallel.require_forward_param_sync = False
         stand_in, ledger = self.torch.nn.Module(), Ledger()
-        stand_in._modules, stand_in._buffers = parallel.module._modules, parallel.module._buffers  # same names, no hooks
+        stand_in._modules, stand_in._buffers = (
+            parallel.module._modules,
+            parallel.module._buffers,
+        )  # same names, no hooks
         stand_in.forward = lambda: _nothing(self.parameters)
         ledger.set_item(parallel._modules, "module", stand_in)
         try:
@@ -112,7 +123,6 @@ class Rejoin:
             except RuntimeError as error:
                 if not any(words in str(error) for words in TWICE):
                     raise
-
 
     def _complete(self) -> bool:
         try:

@@ -29,6 +29,12 @@ class Resumed:
 
     def sentences(self) -> list[str]:
         found = [f"{path} is a newer, corrupt checkpoint; it was moved there" for path in self.damaged]
-        found.append(f"resuming after step {self.step}, in epoch {self.epoch}, from {self.path}: "
-                     + ("bitwise exact" if self.exact else "not bitwise identical to an uninterrupted run"))
-        return [*found, *(f"differs: {each}" for each in self.differs), *(f"not exact: {each}" for each in self.inexact)]
+        found.append(
+            f"resuming after step {self.step}, in epoch {self.epoch}, from {self.path}: "
+            + ("bitwise exact" if self.exact else "not bitwise identical to an uninterrupted run")
+        )
+        return [
+            *found,
+            *(f"differs: {each}" for each in self.differs),
+            *(f"not exact: {each}" for each in self.inexact),
+        ]

@@ -45,8 +45,21 @@ class LoopCheckpointing:
     ``company``: the ranks that write one checkpoint together, None for a single process.
     """
 
-    def __init__(self, torch: Any, opened: OpenedCheckpoints, every: int | None, on_drift: str, company: RankGroup | None) -> None:
-        self.torch, self.opened, self.saves, self.every, self.company = torch, opened, opened.saves, every, company
+    def __init__(
+        self,
+        torch: Any,
+        opened: OpenedCheckpoints,
+        every: int | None,
+        on_drift: str,
+        company: RankGroup | None,
+    ) -> None:
+        self.torch, self.opened, self.saves, self.every, self.company = (
+            torch,
+            opened,
+            opened.saves,
+            every,
+            company,
+        )
         self.stops_on_drift = on_drift == "stop"
         self._script = {"script": digest} if (digest := _digest_of_script()) else {}
         self.rank, self.ranks = (company.rank, company.ranks) if company is not None else (0, 1)
@@ -64,7 +77,9 @@ class LoopCheckpointing:
 
     # -- resuming --------------------------------------------------------------------------------------------
 
-    def attach(self, loop: Any, kept: LoopState, settings: Mapping[str, Any], shares_out: bool) -> Resumed | None:
+    def attach(
+        self, loop: Any, kept: LoopState, settings: Mapping[str, Any], shares_out: bool
+    ) -> Resumed | None:
         """Restore a checkpoint into the new Loop.
 
         Random numbers and the place in the data wait until the Loop is iterated over. ``shares_out``: whether
@@ -80,10 +95,16 @@ class LoopCheckpointing:
             return _not_finite(self.torch, packed, parameters)
 
         if self.ranks > 1:
-            write = JointCheckpointWriter(self.saves, KIND, self.rank, self.ranks, self.opened.writer_pid, sound, seconds, sleep).write
-            self.saver = CheckpointWriter(self.torch, self.saves, KIND, clocks, self._say, every=self.every, write=write)
+            write = JointCheckpointWriter(
+                self.saves, KIND, self.rank, self.ranks, self.opened.writer_pid, sound, seconds, sleep
+            ).write
+            self.saver = CheckpointWriter(
+                self.torch, self.saves, KIND, clocks, self._say, every=self.every, write=write
+            )
         else:
-            self.saver = CheckpointWriter(self.torch, self.saves, KIND, clocks, self._say, every=self.every, sound=sound)
+            self.saver = CheckpointWriter(
+                self.torch, self.saves, KIND, clocks, self._say, every=self.every, sound=sound
+            )
         self.saver.interrupted_every_s = self._interrupted_every_s
         if self.opened.save is None:
             return None
@@ -103,31 +124,54 @@ class LoopCheckpointing:
         metadata = save.manifest.metadata
         differs = drift(metadata.get("surroundings", {}), self._surroundings())
         parts = parts_of(self.torch, save, self.rank, self.ranks, self._sharing, self.reading.shape())
-        inexact = [*metadata.get("inexact", ()), *(f"{where} ({what}) was not stored" for where, what in save.manifest.left_out.items()), *parts.words]
+        inexact = [
+            *metadata.get("inexact", ()),
+            *(f"{where} ({what}) was not stored" for where, what in save.manifest.left_out.items()),
+            *parts.words,
+        ]
         if self.stops_on_drift and (differs or parts.words):
             self._refuse(save, [*differs, *parts.words])
         state, own = parts.state, parts.own
         slices = chain([own.get("slices", {})], slices_of_others(self.torch, save, self.rank))
-        inexact += [f"{where} differs from the checkpoint" for where in self.kept.put_back(filled(self.torch, state, self.kept.like(), slices))]
+        inexact += [
+            f"{where} differs from the checkpoint"
+            for where in self.kept.put_back(filled(self.torch, state, self.kept.like(), slices))
+        ]
         self.kept.put_back_buffers(own.get("all buffers", {}))
         moved = self.reading.go_on(parts.place)
         if self.stops_on_drift and moved:
             self._refuse(save, moved)
         differs += moved
         at = state["loop"]
-        self.loop.index, self.loop.epoch, self._first = at["index"], at["epoch"], (at["first_index"], at["first_epoch"])
+        self.loop.index, self.loop.epoch, self._first = (
+            at["index"],
+            at["epoch"],
+            (at["first_index"], at["first_epoch"]),
+        )
         self.saver.goes_on(save.step)
-        self._ran_s, self._interruptions = metadata["ran_s"], metadata["interruptions"] + (not metadata["ended"])
+        self._ran_s, self._interruptions = (
+            metadata["ran_s"],
+            metadata["interruptions"] + (not metadata["ended"]),
+        )
         self._inexact, self._resumed_state = list(dict.fromkeys([*inexact, *differs])), own
-        resumed = Resumed(save.step, at["epoch"], save.path, tuple(differs), tuple(dict.fromkeys(inexact)), tuple(self.opened.damaged))
+        resumed = Resumed(
+            save.step,
+            at["epoch"],
+            save.path,
+            tuple(differs),
+            tuple(dict.fromkeys(inexact)),
+            tuple(self.opened.damaged),
+        )
         if self.rank == 0:
             for sentence in resumed.sentences():
                 LOGGER.log(logging.INFO if resumed.exact else logging.WARNING, sentence)
         return resumed
 
     def _refuse(self, save: Checkpoint, differs: list[str]) -> None:
-        raise LoopError(f"{save.path} cannot be resumed exactly: {'; '.join(differs)}. Use on_drift=\"say\" to resume anyway, or "
-                        "from_scratch=True to start from scratch.")
+        raise LoopError(
+            f'{save.path} cannot be resumed exactly: {"; ".join(differs)}. Use on_drift="say" to resume anyway, or '
+            "from_scratch=True to start from scratch."
+        )
 
     # -- while the Loop is iterated over ---------------------------------------------------------------------
 
@@ -180,7 +224,12 @@ class LoopCheckpointing:
             self._signals.seen = self.company.largest([self._signals.seen])[0]
         if self._signals.seen:
             if self.rank == 0:
-                LOGGER.warning("stopped by signal %d: finished step %d, and %s", self._signals.seen, self.loop.index - 1, self._last_words())
+                LOGGER.warning(
+                    "stopped by signal %d: finished step %d, and %s",
+                    self._signals.seen,
+                    self.loop.index - 1,
+                    self._last_words(),
+                )
             self._signals.end()
 
     def leave(self) -> None:
@@ -195,7 +244,11 @@ class LoopCheckpointing:
 
         One early interruption counts less the longer the run goes well.
         """
-        return (self._ran_s + seconds() - self._began_s) / self._interruptions if self._interruptions else math.inf
+        return (
+            (self._ran_s + seconds() - self._began_s) / self._interruptions
+            if self._interruptions
+            else math.inf
+        )
 
     def _save(self, ended: bool = False) -> None:
         """``ended``: the training is about to end, and none of it will be lost."""
@@ -203,12 +256,25 @@ class LoopCheckpointing:
         state = {"random": random_states(self.torch), "place": self.reading.place()}
         if self.rank == 0:
             state |= self.kept.state()
-            state["loop"] = {"index": loop.index, "epoch": loop.epoch, "first_index": self._first[0], "first_epoch": self._first[1]}
+            state["loop"] = {
+                "index": loop.index,
+                "epoch": loop.epoch,
+                "first_index": self._first[0],
+                "first_epoch": self._first[1],
+            }
         else:
             state |= self.kept.part()
-        metadata = {"surroundings": self._surroundings(), "inexact": self._why_not_exact(), "ranks": self.ranks, "sharing": self._sharing,
-                "staged": self.kept.stage is not None, "tuned": loop.plan.to_toml() if loop.tuned is not None else self.plan,
-                "ran_s": self._ran_s + began_s - self._began_s, "interruptions": self._interruptions, "ended": ended}
+        metadata = {
+            "surroundings": self._surroundings(),
+            "inexact": self._why_not_exact(),
+            "ranks": self.ranks,
+            "sharing": self._sharing,
+            "staged": self.kept.stage is not None,
+            "tuned": loop.plan.to_toml() if loop.tuned is not None else self.plan,
+            "ran_s": self._ran_s + began_s - self._began_s,
+            "interruptions": self._interruptions,
+            "ended": ended,
+        }
         self.saver.save(loop.index, pack(self.torch, state), metadata, began_s)
         if self.every == 1:
             self.saver.wait()  # with save_every=1 no step may be lost, not even one that is being written
@@ -217,16 +283,23 @@ class LoopCheckpointing:
         loop = self.loop
         found = [*self._inexact, *self.reading.inexact]
         if self.ranks > 2 and isinstance(loop.model, self.torch.nn.parallel.DistributedDataParallel):
-            found.append("more than two ranks add their gradients in another order in the first step of a process")
+            found.append(
+                "more than two ranks add their gradients in another order in the first step of a process"
+            )
         if loop.sizing:
             found.append("it was saved while sizing micro-batches")
         if loop.tuning:
             found.append("it was saved while tuning levers")
         levers = [lever for choice in loop.plan if (lever := LEVERS.get(choice.name)) is not None]
-        found += [f"the lever {lever.name} acts from the second step on and rounds differently" for lever in levers
-                  if lever.effect is not Effect.EXACT and lever.moment not in (Moment.PROCESS, Moment.LOADER)]
+        found += [
+            f"the lever {lever.name} acts from the second step on and rounds differently"
+            for lever in levers
+            if lever.effect is not Effect.EXACT and lever.moment not in (Moment.PROCESS, Moment.LOADER)
+        ]
         if self.reading.workers and any(lever.moment is Moment.LOADER for lever in levers):
-            found.append("levers of the plan make the batches, so the random numbers of loader workers are unknown")
+            found.append(
+                "levers of the plan make the batches, so the random numbers of loader workers are unknown"
+            )
         return list(dict.fromkeys(found))
 
     def _surroundings(self) -> dict[str, Any]:
@@ -253,6 +326,10 @@ def _digest_of_script() -> str | None:
 def _not_finite(torch: Any, packed: Packed, parameters: set[str]) -> str:
     """The first non-finite parameter, or "". A corrupt model must not replace a good one."""
     for name, tensor in packed.tensors.items():
-        if (name in parameters or name.startswith("precision.masters")) and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if (
+            (name in parameters or name.startswith("precision.masters"))
+            and tensor.is_floating_point()
+            and not bool(torch.isfinite(tensor).all())
+        ):
             return f"{name} is not finite"
     return ""

@@ -42,7 +42,9 @@ class Sized:
     ms: dict[int, float | None]
 
     def sentence(self) -> str:
-        tried = ", ".join(f"{size}: {'does not fit' if ms is None else f'{ms:.3g} ms'}" for size, ms in self.ms.items())
+        tried = ", ".join(
+            f"{size}: {'does not fit' if ms is None else f'{ms:.3g} ms'}" for size, ms in self.ms.items()
+        )
         return f"micro-batches of {self.micro_batch} samples are the fastest that fit ({tried})"
 
 
@@ -99,7 +101,13 @@ class Sizer:
     maximum of each number over all ranks, so that all ranks try the same sizes.
     """
 
-    def __init__(self, torch: Any, device: Any, micro_batches: MicroBatches, agreed: Callable[[list[float]], list[float]] = list) -> None:
+    def __init__(
+        self,
+        torch: Any,
+        device: Any,
+        micro_batches: MicroBatches,
+        agreed: Callable[[list[float]], list[float]] = list,
+    ) -> None:
         self.micro_batches, self.agreed = micro_batches, agreed
         self.found: Sized | None = None
         self._clock, self._room = clock_for(torch, device), MemoryHeadroom(torch, device)

@@ -49,14 +49,26 @@ def _asked_for(torch: Any, wanted: str) -> Any:
     try:
         found = torch.device(wanted)
     except RuntimeError:
-        raise LoopError(f"torch does not know the device {wanted!r}. Use \"cpu\", \"cuda\" or \"cuda:1\", for example.") from None
+        raise LoopError(
+            f'torch does not know the device {wanted!r}. Use "cpu", "cuda" or "cuda:1", for example.'
+        ) from None
     if found.type == "cuda" and not torch.cuda.is_available():
-        raise LoopError(f"device {wanted!r} is not available: {why_no_cuda(torch)}. Run `flatout doctor` for details.")
+        raise LoopError(
+            f"device {wanted!r} is not available: {why_no_cuda(torch)}. Run `flatout doctor` for details."
+        )
     if found.type == "cuda" and found.index is not None and found.index >= torch.cuda.device_count():
-        raise LoopError(f"device {wanted!r} is not available: {torch.cuda.device_count()} CUDA devices are visible, numbered from 0"
-                        + (f" (CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']})." if "CUDA_VISIBLE_DEVICES" in os.environ else "."))
+        raise LoopError(
+            f"device {wanted!r} is not available: {torch.cuda.device_count()} CUDA devices are visible, numbered from 0"
+            + (
+                f" (CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']})."
+                if "CUDA_VISIBLE_DEVICES" in os.environ
+                else "."
+            )
+        )
     if found.type == "mps" and not torch.backends.mps.is_available():
-        raise LoopError(f"device {wanted!r} is not available: this is not a Mac with a GPU that torch supports.")
+        raise LoopError(
+            f"device {wanted!r} is not available: this is not a Mac with a GPU that torch supports."
+        )
     return found
 
 
@@ -99,7 +111,10 @@ def seed(value: int, *, deterministic: bool = False) -> int:
         sys.modules["numpy"].random.seed(value)
     if deterministic:
         if torch.cuda.is_initialized() and WORKSPACE not in os.environ:
-            LOGGER.warning("%s is not set, and CUDA has already started: set it to :4096:8 before the program starts", WORKSPACE)
+            LOGGER.warning(
+                "%s is not set, and CUDA has already started: set it to :4096:8 before the program starts",
+                WORKSPACE,
+            )
         os.environ.setdefault(WORKSPACE, ":4096:8")
         torch.use_deterministic_algorithms(True)
         Ledger().set(torch.backends.cudnn, "benchmark", False)  # for good

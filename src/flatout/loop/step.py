@@ -25,12 +25,49 @@ class Step:
         ends_epoch: Whether this is the last step of its epoch. None if the loader has no length.
     """
 
-    __slots__ = ("_rate", "ends_epoch", "epoch", "grad_norm", "index", "loss", "lr", "metrics", "parts", "samples", "skipped")
+    __slots__ = (
+        "_rate",
+        "ends_epoch",
+        "epoch",
+        "grad_norm",
+        "index",
+        "loss",
+        "lr",
+        "metrics",
+        "parts",
+        "samples",
+        "skipped",
+    )
 
-    def __init__(self, index: int, epoch: int, loss: Any, lr: float, samples: int, parts: int, grad_norm: Any, metrics: dict[str, Any], skipped: str,
-                 ends_epoch: bool | None, rate: Rate) -> None:
-        self.index, self.epoch, self.loss, self.lr, self.samples, self.parts = index, epoch, loss, lr, samples, parts
-        self.grad_norm, self.metrics, self.skipped, self.ends_epoch, self._rate = grad_norm, metrics, skipped, ends_epoch, rate
+    def __init__(
+        self,
+        index: int,
+        epoch: int,
+        loss: Any,
+        lr: float,
+        samples: int,
+        parts: int,
+        grad_norm: Any,
+        metrics: dict[str, Any],
+        skipped: str,
+        ends_epoch: bool | None,
+        rate: Rate,
+    ) -> None:
+        self.index, self.epoch, self.loss, self.lr, self.samples, self.parts = (
+            index,
+            epoch,
+            loss,
+            lr,
+            samples,
+            parts,
+        )
+        self.grad_norm, self.metrics, self.skipped, self.ends_epoch, self._rate = (
+            grad_norm,
+            metrics,
+            skipped,
+            ends_epoch,
+            rate,
+        )
 
     @property
     def samples_per_s(self) -> float | None:

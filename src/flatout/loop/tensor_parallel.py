@@ -23,7 +23,9 @@ class TensorParallel:
     ``*`` matches one part of a name.
     """
 
-    def __init__(self, torch: Any, model: Any, optimizer: Any, styles: Mapping[str, Any], device: Any) -> None:
+    def __init__(
+        self, torch: Any, model: Any, optimizer: Any, styles: Mapping[str, Any], device: Any
+    ) -> None:
         """Shard the model and give the optimizer the new parameters.
 
         Raises LoopError, before anything has changed, if the model cannot be sharded.
@@ -44,7 +46,9 @@ class TensorParallel:
         try:
             parallelize_module(model, mesh, dict(styles))
         except (ValueError, RuntimeError, NotImplementedError) as error:
-            raise LoopError(f"torch cannot shard this model with the styles in parallel=: {_first_line(error)}") from error
+            raise LoopError(
+                f"torch cannot shard this model with the styles in parallel=: {_first_line(error)}"
+            ) from error
         after = dict(model.named_parameters())
         instead = {id(p): after[name] for name, p in before.items()}
         for group in optimizer.param_groups:
@@ -55,18 +59,28 @@ class TensorParallel:
     @staticmethod
     def _check(model: Any, optimizer: Any, styles: Mapping[str, Any]) -> None:
         if not isinstance(styles, Mapping) or not styles:
-            raise LoopError(f"parallel={styles!r} is not a dict of module name -> style of torch.distributed.tensor.parallel, such as "
-                            '{"mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel()}.')
+            raise LoopError(
+                f"parallel={styles!r} is not a dict of module name -> style of torch.distributed.tensor.parallel, such as "
+                '{"mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel()}.'
+            )
         names = [name for name, _ in model.named_modules()]
         for wanted, style in styles.items():
             if not any(_matches(wanted, name) for name in names):
-                raise LoopError(f"parallel= names {wanted!r}, but the model has no such module. It has {', '.join(name for name in names[:12] if name)}.")
+                raise LoopError(
+                    f"parallel= names {wanted!r}, but the model has no such module. It has {', '.join(name for name in names[:12] if name)}."
+                )
             if not hasattr(style, "_apply"):
-                raise LoopError(f"parallel[{wanted!r}] is a {type(style).__name__}. Use a style of torch.distributed.tensor.parallel, like ColwiseParallel().")
+                raise LoopError(
+                    f"parallel[{wanted!r}] is a {type(style).__name__}. Use a style of torch.distributed.tensor.parallel, like ColwiseParallel()."
+                )
         if optimizer.state:
-            raise LoopError("the optimizer already has state, of whole parameters. Shard the model in a new Loop with a new optimizer.")
+            raise LoopError(
+                "the optimizer already has state, of whole parameters. Shard the model in a new Loop with a new optimizer."
+            )
         if any(group.get("fused") or group.get("foreach") for group in optimizer.param_groups):
-            raise LoopError("fused=True and foreach=True update all parameters in one call, which cannot mix slices and whole parameters. Remove them.")
+            raise LoopError(
+                "fused=True and foreach=True update all parameters in one call, which cannot mix slices and whole parameters. Remove them."
+            )
 
     def clip(self, parameters: Iterable[Any], limit: float) -> Any:
         """Clip by the norm over all ranks, as torch does, and return the norm before clipping."""
@@ -96,16 +110,20 @@ class TensorParallel:
         distributed.all_reduce(ends, distributed.ReduceOp.MAX)
         largest, smallest = float(ends[0]), -float(ends[1])
         if abs(largest - smallest) > 1e-3 * max(abs(largest), abs(smallest)):
-            raise LoopError(f"with parallel=, every rank must train on the same batches, but the loss of step {index} is {smallest:.6g} on one rank and "
-                            f"{largest:.6g} on another. Seed all ranks equally before making the loader (flatout.seed(0)), and use no DistributedSampler.")
+            raise LoopError(
+                f"with parallel=, every rank must train on the same batches, but the loss of step {index} is {smallest:.6g} on one rank and "
+                f"{largest:.6g} on another. Seed all ranks equally before making the loader (flatout.seed(0)), and use no DistributedSampler."
+            )
 
 
 def several_ranks(torch: Any) -> None:
     """Raises LoopError in a single process."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() < 2:
-        raise LoopError(f"parallel= splits a model over ranks, and this process is the only one. Start several that call "
-                        f"torch.distributed.init_process_group() first: {START}")
+        raise LoopError(
+            f"parallel= splits a model over ranks, and this process is the only one. Start several that call "
+            f"torch.distributed.init_process_group() first: {START}"
+        )
 
 
 def _matches(wanted: str, name: str) -> bool:
@@ -123,8 +141,10 @@ def refused(**given: tuple[Any, Any]) -> None:
     """
     for name, (value, goes) in given.items():
         if value not in goes:
-            raise LoopError(f"{name}={value!r} does not work with parallel= yet: ranks communicate inside forward and backward, and this option would "
-                            "disturb that or is untested with it. Remove it.")
+            raise LoopError(
+                f"{name}={value!r} does not work with parallel= yet: ranks communicate inside forward and backward, and this option would "
+                "disturb that or is untested with it. Remove it."
+            )
 
 
 def _first_line(error: BaseException) -> str:

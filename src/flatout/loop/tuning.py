@@ -49,7 +49,11 @@ class Tried:
 
     @property
     def evidence(self) -> str:
-        return f"{self.ratio.median:.3g} times as fast [{self.ratio.low:.3g}, {self.ratio.high:.3g}] in the first steps of a run" if self.ratio else ""
+        return (
+            f"{self.ratio.median:.3g} times as fast [{self.ratio.low:.3g}, {self.ratio.high:.3g}] in the first steps of a run"
+            if self.ratio
+            else ""
+        )
 
     def sentence(self) -> str:
         name = spell(self.choice.name, self.choice.value)
@@ -123,7 +127,9 @@ def _block(share: int, step_ms: float) -> int | None:
     return max(FEWEST_OF_A_BLOCK, min(most, MOST_OF_A_BLOCK, round(BLOCK_MS / max(step_ms, 1e-3))))
 
 
-def _comparison(held: tuple[Choice, ...], choice: Choice, effect: Effect, block: int, share: int) -> Generator[tuple[Choice, ...], TuningSample, tuple[Tried, int]]:
+def _comparison(
+    held: tuple[Choice, ...], choice: Choice, effect: Effect, block: int, share: int
+) -> Generator[tuple[Choice, ...], TuningSample, tuple[Tried, int]]:
     rounds: list[Round] = []
     used, last = 0, "a"
     while used + _round(block) <= share:
@@ -145,4 +151,10 @@ def _comparison(held: tuple[Choice, ...], choice: Choice, effect: Effect, block:
             break
     ratio = compare([rounds])
     kept = ratio.certain and ratio.median >= WORTH_A_LEVER
-    return Tried(choice, effect, kept, "" if kept else "slower here" if ratio.high < 1.0 else "no speed-up beyond the noise", ratio), used
+    return Tried(
+        choice,
+        effect,
+        kept,
+        "" if kept else "slower here" if ratio.high < 1.0 else "no speed-up beyond the noise",
+        ratio,
+    ), used

@@ -67,7 +67,10 @@ class Update:
                 return skipped
             except KeyboardInterrupt:
                 if not first.undo():
-                    LOGGER.warning("interrupted inside the optimizer: the weights may be those of half of step %d. Load your last checkpoint to be safe", index)
+                    LOGGER.warning(
+                        "interrupted inside the optimizer: the weights may be those of half of step %d. Load your last checkpoint to be safe",
+                        index,
+                    )
                 raise
             except Exception as error:
                 if not is_out_of_memory(training.torch, error):
@@ -75,9 +78,13 @@ class Update:
                 failed = OutOfMemory.seen(error, 0)
             release(training.torch, training.device)
             if not first.undo():
-                raise LoopError(f"the optimizer ran out of memory and may have changed some weights ({failed.said}). They may be those of half a step: "
-                                f"resume from your last checkpoint. {LEANER}")
-        raise LoopError(f"the optimizer ran out of memory{', twice,' if twice else ''} before it changed any weight ({failed.said}). {LEANER}")
+                raise LoopError(
+                    f"the optimizer ran out of memory and may have changed some weights ({failed.said}). They may be those of half a step: "
+                    f"resume from your last checkpoint. {LEANER}"
+                )
+        raise LoopError(
+            f"the optimizer ran out of memory{', twice,' if twice else ''} before it changed any weight ({failed.said}). {LEANER}"
+        )
 
 
 class FirstUpdate:
@@ -101,7 +108,9 @@ class FirstUpdate:
 
         False if anything else may have changed, which cannot be undone.
         """
-        if not self.fresh or not all(self.training.torch.equal(a, b) for a, b in zip(self._norms, self._norms_now(), strict=True)):
+        if not self.fresh or not all(
+            self.training.torch.equal(a, b) for a, b in zip(self._norms, self._norms_now(), strict=True)
+        ):
             return False
         self.training.optimizer.state.clear()
         return True
@@ -109,5 +118,9 @@ class FirstUpdate:
     def _norms_now(self) -> Any:
         with self.training.torch.no_grad():
             divided = self.training.divided
-            own = self.training.parameters if divided is None else [divided.local(p) for p in self.training.parameters]
+            own = (
+                self.training.parameters
+                if divided is None
+                else [divided.local(p) for p in self.training.parameters]
+            )
             return self.training.torch._foreach_norm(own)

@@ -27,8 +27,10 @@ def windows(batches: Iterable[Any], effective: int | None) -> Iterator[list[tupl
         if filled + size > effective:
             loaders = window[0][1] if window else size
             near = sorted({effective // loaders * loaders or loaders, (effective // loaders + 1) * loaders})
-            raise LoopError(f"effective_batch={effective} is not a multiple of the loader's batches of {loaders} samples. "
-                            f"Use {' or '.join(map(str, near))}, or change the loader's batch_size.")
+            raise LoopError(
+                f"effective_batch={effective} is not a multiple of the loader's batches of {loaders} samples. "
+                f"Use {' or '.join(map(str, near))}, or change the loader's batch_size."
+            )
         window.append((batch, size))
         filled += size
         if filled == effective:

@@ -34,7 +34,13 @@ def main(rank: int, meeting: str, out: str) -> None:
         each.append(clock.elapsed_ms(start, clock.mark()))
     dist.destroy_process_group()
     if rank == 0:
-        found = rate("all_reduce_bytes_per_s", device, TENSOR_BYTES, each[1:], f"{backend}, 2 processes, {TENSOR_BYTES // 2**20} MiB of float32")
+        found = rate(
+            "all_reduce_bytes_per_s",
+            device,
+            TENSOR_BYTES,
+            each[1:],
+            f"{backend}, 2 processes, {TENSOR_BYTES // 2**20} MiB of float32",
+        )
         Path(out).write_text(json.dumps(found.to_json()), encoding="utf-8")
 
 

@@ -22,7 +22,11 @@ Passes = Sequence[Mapping[int, Sequence[float]]]
 
 def speed(passes: Passes, own: int, size: int) -> Ratio | None:
     """Return the samples/s of this size, relative to the program's own size."""
-    pairs = [[Round(a, b) for a, b in zip(each[own], each[size], strict=False)] for each in passes if own in each and size in each]
+    pairs = [
+        [Round(a, b) for a, b in zip(each[own], each[size], strict=False)]
+        for each in passes
+        if own in each and size in each
+    ]
     return compare(pairs) if any(pairs) else None
 
 
@@ -36,7 +40,9 @@ def in_micro_batches(step_ms: float, optimizer_ms: float, samples: float, wanted
     return (step_ms - update_ms) * wanted / samples + update_ms
 
 
-def enough(passes: Passes, sizes: Sequence[int], seed: int = 0, draws: int = DRAWS) -> tuple[int, int, int] | None:
+def enough(
+    passes: Passes, sizes: Sequence[int], seed: int = 0, draws: int = DRAWS
+) -> tuple[int, int, int] | None:
     """Return the smallest of ``sizes`` with a throughput within WORTH of the best, and its interval.
 
     The interval is a bootstrap over passes, and over the turns of each process within them. None without
@@ -45,14 +51,20 @@ def enough(passes: Passes, sizes: Sequence[int], seed: int = 0, draws: int = DRA
     sizes = sorted(size for size in sizes if any(each.get(size) for each in passes))
     if not sizes:
         return None
-    centre = _smallest({size: median([block_ms(each[size]) for each in passes if each.get(size)]) for size in sizes})
+    centre = _smallest(
+        {size: median([block_ms(each[size]) for each in passes if each.get(size)]) for size in sizes}
+    )
     rng = random.Random(seed)
     found = []
     for _ in range(draws):
         drawn = [passes[rng.randrange(len(passes))] for _ in passes]
         curve = {}
         for size in sizes:
-            times = [block_ms([each[size][rng.randrange(len(each[size]))] for _ in each[size]]) for each in drawn if each.get(size)]
+            times = [
+                block_ms([each[size][rng.randrange(len(each[size]))] for _ in each[size]])
+                for each in drawn
+                if each.get(size)
+            ]
             if times:
                 curve[size] = median(times)
         found.append(sizes.index(_smallest(curve)) if curve else sizes.index(centre))
@@ -87,7 +99,9 @@ def read(record: BatchRecord, passes: Passes, again: Sequence[Sequence[Round]]) 
         record.enough, record.enough_low, record.enough_high = found
     kept = [point for point in fit if point.kept_speed is not None]
     if kept:
-        record.kept_best = max(kept, key=lambda point: point.kept_speed.median if point.kept_speed else 0.0).size
+        record.kept_best = max(
+            kept, key=lambda point: point.kept_speed.median if point.kept_speed else 0.0
+        ).size
 
 
 def _read(record: BatchRecord, point: BatchPoint, own: BatchPoint, passes: Passes) -> None:
@@ -110,5 +124,9 @@ def _read(record: BatchRecord, point: BatchPoint, own: BatchPoint, passes: Passe
         return in_micro_batches(ms * samples, optimizer_ms, samples, whole) / whole
 
     point.kept_samples_per_s = 1000 / kept(ms_a_sample)
-    in_parts = [{own.size: each[own.size], point.size: [kept(ms) for ms in each[point.size]]} for each in passes if own.size in each and point.size in each]
+    in_parts = [
+        {own.size: each[own.size], point.size: [kept(ms) for ms in each[point.size]]}
+        for each in passes
+        if own.size in each and point.size in each
+    ]
     point.kept_speed = alike if point is own else speed(in_parts, own.size, point.size)

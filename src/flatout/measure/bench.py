@@ -107,7 +107,13 @@ def matmul(torch: Any, device: str, dtype: str) -> Ceiling:
         return Ceiling(name, device, note=f"not run: {str(error).splitlines()[0]}")
     finally:
         torch.set_float32_matmul_precision(before)
-    return rate(name, device, 2.0 * rows**3, each, f"{rows} x {rows}, {times} product{'s' * (times > 1)} per repetition")
+    return rate(
+        name,
+        device,
+        2.0 * rows**3,
+        each,
+        f"{rows} x {rows}, {times} product{'s' * (times > 1)} per repetition",
+    )
 
 
 def memory(torch: Any, device: str) -> Iterator[Ceiling]:
@@ -123,10 +129,30 @@ def memory(torch: Any, device: str) -> Iterator[Ceiling]:
             yield Ceiling(name, device, note=f"not run: {str(error).splitlines()[0]}")
         return
     note = f"arrays of {ARRAY_BYTES[device] // 2**20} MiB"
-    copy = rate("memory_copy_bytes_per_s", device, 2.0 * ARRAY_BYTES[device], repeated(clock, lambda: a.copy_(b))[0], note)
-    triad = rate("memory_triad_bytes_per_s", device, 3.0 * ARRAY_BYTES[device], repeated(clock, lambda: torch.add(b, c, alpha=3.0, out=a))[0], note)
+    copy = rate(
+        "memory_copy_bytes_per_s",
+        device,
+        2.0 * ARRAY_BYTES[device],
+        repeated(clock, lambda: a.copy_(b))[0],
+        note,
+    )
+    triad = rate(
+        "memory_triad_bytes_per_s",
+        device,
+        3.0 * ARRAY_BYTES[device],
+        repeated(clock, lambda: torch.add(b, c, alpha=3.0, out=a))[0],
+        note,
+    )
     best = copy if (copy.value or 0) >= (triad.value or 0) else triad
-    yield Ceiling("memory_bytes_per_s", device, best.value, best.low, best.high, best.n, f"the better of copy and triad: {best.name.split('_')[1]}")
+    yield Ceiling(
+        "memory_bytes_per_s",
+        device,
+        best.value,
+        best.low,
+        best.high,
+        best.n,
+        f"the better of copy and triad: {best.name.split('_')[1]}",
+    )
     yield copy
     yield triad
 
@@ -138,11 +164,15 @@ def copies(torch: Any, device: str) -> Iterator[Ceiling]:
             yield Ceiling(name, device, note="not run: there is no device except the CPU")
             continue
         try:
-            source, target = torch.ones(COPY_BYTES // 4, pin_memory=kind == "pinned"), torch.empty(COPY_BYTES // 4, device=device)
+            source, target = (
+                torch.ones(COPY_BYTES // 4, pin_memory=kind == "pinned"),
+                torch.empty(COPY_BYTES // 4, device=device),
+            )
         except RuntimeError as error:
             yield Ceiling(name, device, note=f"not run: {str(error).splitlines()[0]}")
             continue
-        each, _ = repeated(clock_for(torch, device), lambda to=target, of=source: to.copy_(of, non_blocking=True))  # type: ignore[misc]
+        copy = partial(target.copy_, source, non_blocking=True)
+        each, _ = repeated(clock_for(torch, device), copy)
         yield rate(name, device, COPY_BYTES, each, f"{COPY_BYTES // 2**20} MiB per copy")
 
 
@@ -174,8 +204,14 @@ def disk(folder: Path) -> Ceiling:
                 fetched.append(_read_from_disk() - before)
     except OSError as error:
         return Ceiling(name, "cpu", note=f"not run: {folder}: {error.strerror}")
-    return rate(name, "cpu", length, each, f"{length // 2**20} MiB in {folder}, page cache dropped before each read; "
-                                           f"{100 * sum(fetched) / len(fetched) / length:.0f} % came from the disk")
+    return rate(
+        name,
+        "cpu",
+        length,
+        each,
+        f"{length // 2**20} MiB in {folder}, page cache dropped before each read; "
+        f"{100 * sum(fetched) / len(fetched) / length:.0f} % came from the disk",
+    )
 
 
 def _read_from_disk() -> int:
@@ -196,13 +232,22 @@ def loader(torch: Any) -> Ceiling:
         next(batches)
         each.append(clock.elapsed_ms(start, clock.mark()) / 1000)
         del batches
-    return Ceiling("loader_start_s", "cpu", median(each), quantile(each, 0.25), quantile(each, 0.75), len(each), "one worker, fork")
+    return Ceiling(
+        "loader_start_s",
+        "cpu",
+        median(each),
+        quantile(each, 0.25),
+        quantile(each, 0.75),
+        len(each),
+        "one worker, fork",
+    )
 
 
 def main(out: str, folder: str) -> None:
     import torch
 
     with open(out, "a", encoding="utf-8") as file:
+
         def write(**record: Any) -> None:
             file.write(json.dumps(record) + "\n")
             file.flush()

@@ -12,9 +12,19 @@ from typing import Any
 
 Shape = Sequence[int]
 
-FORWARD_CONVOLUTIONS = tuple("aten::" + name for name in (
-    "mkldnn_convolution", "cudnn_convolution", "miopen_convolution", "_slow_conv2d_forward", "slow_conv3d_forward", "thnn_conv2d",
-    "_conv_depthwise2d", "conv_depthwise3d"))
+FORWARD_CONVOLUTIONS = tuple(
+    "aten::" + name
+    for name in (
+        "mkldnn_convolution",
+        "cudnn_convolution",
+        "miopen_convolution",
+        "_slow_conv2d_forward",
+        "slow_conv3d_forward",
+        "thnn_conv2d",
+        "_conv_depthwise2d",
+        "conv_depthwise3d",
+    )
+)
 
 
 def flops_of(name: str, shapes: Sequence[Shape], given: Sequence[Any] = ()) -> float | None:
@@ -61,7 +71,11 @@ def _convolution(name: str, shapes: Sequence[Shape], given: Sequence[Any]) -> fl
     x, weight = shapes[0], shapes[1]
     if not x or not weight:
         raise ValueError("not recorded")
-    places = {"aten::mkldnn_convolution": (3, 4, 5), "aten::cudnn_convolution": (2, 3, 4), "aten::miopen_convolution": (3, 4, 5)}
+    places = {
+        "aten::mkldnn_convolution": (3, 4, 5),
+        "aten::cudnn_convolution": (2, 3, 4),
+        "aten::miopen_convolution": (3, 4, 5),
+    }
     if name not in places:  # (input, weight, kernel size, bias, stride, padding): never dilated
         stride, padding, dilation = _list(given[4]), _list(given[5]), [1]
     else:

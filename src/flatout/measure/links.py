@@ -43,12 +43,26 @@ class CollectiveCost:
 
     def and_then(self, other: CollectiveCost) -> CollectiveCost:
         narrow = self if self.ms - self.latency_ms >= other.ms - other.latency_ms else other
-        ways = list(dict.fromkeys(way for cost in (self, other) if cost.ms > 0 for way in cost.how.split(", ")))
-        return CollectiveCost(self.ms + other.ms, self.latency_ms + other.latency_ms, self.wire_bytes + other.wire_bytes, ", ".join(ways) or "nothing", narrow.link,
-                    self.busy_ms + other.busy_ms)
+        ways = list(
+            dict.fromkeys(way for cost in (self, other) if cost.ms > 0 for way in cost.how.split(", "))
+        )
+        return CollectiveCost(
+            self.ms + other.ms,
+            self.latency_ms + other.latency_ms,
+            self.wire_bytes + other.wire_bytes,
+            ", ".join(ways) or "nothing",
+            narrow.link,
+            self.busy_ms + other.busy_ms,
+        )
 
     def times(self, factor: float) -> CollectiveCost:
-        return replace(self, ms=self.ms * factor, latency_ms=self.latency_ms * factor, wire_bytes=self.wire_bytes * factor, busy_ms=self.busy_ms * factor)
+        return replace(
+            self,
+            ms=self.ms * factor,
+            latency_ms=self.latency_ms * factor,
+            wire_bytes=self.wire_bytes * factor,
+            busy_ms=self.busy_ms * factor,
+        )
 
 
 @dataclass(frozen=True)
@@ -87,7 +101,9 @@ class Fabric:
 
         All other positions communicate at the same time.
         """
-        return Fabric(replace(self.between, bandwidth_bytes_per_s=self.out_bytes_per_s(per_node) / per_node, cards=0))
+        return Fabric(
+            replace(self.between, bandwidth_bytes_per_s=self.out_bytes_per_s(per_node) / per_node, cards=0)
+        )
 
 
 def all_reduce(fabric: Fabric, devices: int, size_bytes: float) -> CollectiveCost:
@@ -142,7 +158,9 @@ def _ring(fabric: Fabric, devices: int, size_bytes: float, rounds: int, how: str
     per_node, nodes = fabric.shape(devices)
     far = rounds * (nodes - 1) if per_node > 1 else rounds * (devices - 1)
     near = rounds * (devices - 1) - far
-    latency_ms = (_start_us(fabric, nodes) + far * fabric.between.latency_us + near * fabric.near.latency_us) / 1e3
+    latency_ms = (
+        _start_us(fabric, nodes) + far * fabric.between.latency_us + near * fabric.near.latency_us
+    ) / 1e3
     bandwidth, link = _narrowest(fabric, devices)
     wire = rounds * (devices - 1) / devices * size_bytes
     return _cost(fabric, devices, latency_ms, 1e3 * wire / bandwidth, wire, how, link)
@@ -150,13 +168,25 @@ def _ring(fabric: Fabric, devices: int, size_bytes: float, rounds: int, how: str
 
 def _tree(fabric: Fabric, devices: int, size_bytes: float) -> CollectiveCost:
     per_node, nodes = fabric.shape(devices)
-    hops_us = 2 * ((per_node - 1) * fabric.near.latency_us + math.ceil(math.log2(nodes)) * fabric.between.latency_us)
+    hops_us = 2 * (
+        (per_node - 1) * fabric.near.latency_us + math.ceil(math.log2(nodes)) * fabric.between.latency_us
+    )
     latency_ms = (_start_us(fabric, nodes) + hops_us) / 1e3
     bandwidth, link = _narrowest(fabric, devices)
-    return _cost(fabric, devices, latency_ms, 2e3 * size_bytes / (OF_A_TREE * bandwidth), 2 * (devices - 1) / devices * size_bytes, "tree", link)
+    return _cost(
+        fabric,
+        devices,
+        latency_ms,
+        2e3 * size_bytes / (OF_A_TREE * bandwidth),
+        2 * (devices - 1) / devices * size_bytes,
+        "tree",
+        link,
+    )
 
 
-def _cost(fabric: Fabric, devices: int, latency_ms: float, bytes_ms: float, wire_bytes: float, how: str, link: Link) -> CollectiveCost:
+def _cost(
+    fabric: Fabric, devices: int, latency_ms: float, bytes_ms: float, wire_bytes: float, how: str, link: Link
+) -> CollectiveCost:
     # A byte occupies its device as long as the nearest link needs for it, even if later links are slower.
     near = fabric.between if fabric.shape(devices)[0] == 1 else fabric.near
     busy_ms = near.contention * min(bytes_ms, 1e3 * wire_bytes / near.bandwidth_bytes_per_s)

@@ -48,7 +48,9 @@ def busy_programs(watch_s: float = 0.25, most: int = 2) -> Busy | None:
         before, used = _busy_ticks(), _cpu_seconds(psutil)
         own = process_time()
         sleep(watch_s)
-        cores = (_busy_ticks() - before) / os.sysconf("SC_CLK_TCK") / watch_s - (process_time() - own) / watch_s
+        cores = (_busy_ticks() - before) / os.sysconf("SC_CLK_TCK") / watch_s - (
+            process_time() - own
+        ) / watch_s
     except (OSError, ValueError):
         return None
     after = _cpu_seconds(psutil)
@@ -68,7 +70,9 @@ def _cpu_seconds(psutil: Any) -> dict[int, tuple[str, float]]:
 
 
 def _busy_ticks() -> int:
-    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9])
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(
+        int, Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]
+    )
     return user + nice + system + irq + softirq + steal
 
 
@@ -89,7 +93,9 @@ def copies_that_fit(torch: Any, device: Any, processes: int = 1) -> int:
     copies = 1 + int(SPARE * available_bytes() // (max(1, resident_bytes()) * processes))
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        copies = min(copies, 1 + int(SPARE * free // (torch.cuda.max_memory_reserved(device) + CONTEXT_BYTES)))
+        copies = min(
+            copies, 1 + int(SPARE * free // (torch.cuda.max_memory_reserved(device) + CONTEXT_BYTES))
+        )
     return copies
 
 
@@ -99,13 +105,19 @@ def available_bytes() -> int:
     Source: proc_meminfo(5), or a cgroup's limit if that is lower.
     """
     try:
-        kib = next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines() if line.startswith("MemAvailable:"))
+        kib = next(
+            int(line.split()[1])
+            for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+            if line.startswith("MemAvailable:")
+        )
     except (OSError, StopIteration):
         return 2**62  # unknown: assume no limit
     available = kib * 1024
     try:
         group = Path("/sys/fs/cgroup")
-        limit, used = ((group / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+        limit, used = (
+            (group / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current")
+        )
         return min(available, int(limit) - int(used)) if limit != "max" else available
     except (OSError, ValueError):
         return available
@@ -114,7 +126,9 @@ def available_bytes() -> int:
 def resident_bytes(pid: int | str = "self") -> int:
     """Return the memory of a process in RAM, or 1 if it is unknown. Source: proc_pid_statm(5)."""
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf(
+            "SC_PAGE_SIZE"
+        )
     except (OSError, ValueError):
         return 1
 
@@ -123,6 +137,8 @@ def private_bytes(pid: int) -> int | None:
     """Return the private memory of a process, or None if it is unknown. Source: proc_pid_smaps_rollup(5)."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
-        return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Clean", "Private_Dirty")))
+        return 1024 * sum(
+            int(line.split()[1]) for line in lines if line.startswith(("Private_Clean", "Private_Dirty"))
+        )
     except (OSError, ValueError):
         return None

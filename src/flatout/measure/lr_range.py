@@ -43,7 +43,14 @@ def read(points: Sequence[LrPoint]) -> tuple[float | None, float | None, float |
     start = min(smooth for _, smooth in usable[:SPAN])
     low_at = min(range(len(usable)), key=lambda at: usable[at][1])
     lowest = usable[low_at]
-    gone = next((lr for lr, smooth in usable[low_at:] if smooth > lowest[1] + (GONE - 1) * max(abs(start), start - lowest[1])), None)
+    gone = next(
+        (
+            lr
+            for lr, smooth in usable[low_at:]
+            if smooth > lowest[1] + (GONE - 1) * max(abs(start), start - lowest[1])
+        ),
+        None,
+    )
     if gone is None and len(usable) < len(points):
         gone = points[len(usable)].lr
     if start - lowest[1] < LEAST_FALL * max(abs(start), 1e-12):
@@ -55,7 +62,7 @@ def read(points: Sequence[LrPoint]) -> tuple[float | None, float | None, float |
 def _slope(usable: Sequence[tuple[float, float]], at: int) -> float:
     """Return the slope of the loss over log(lr), by least squares through the adjacent points."""
     low = max(0, min(at - SPAN // 2, len(usable) - SPAN))
-    near = [(math.log(lr), smooth) for lr, smooth in usable[low:low + SPAN]]
+    near = [(math.log(lr), smooth) for lr, smooth in usable[low : low + SPAN]]
     x, y = sum(a for a, _ in near) / len(near), sum(b for _, b in near) / len(near)
     spread = sum((a - x) ** 2 for a, _ in near)
     return sum((a - x) * (b - y) for a, b in near) / spread if spread > 0 else 0.0
@@ -67,9 +74,17 @@ def suggest(steepest: float | None, lowest: float | None, diverged: float | None
     The lowest loss is at the edge of stability, so at most a third of that rate is suggested.
     """
     if steepest is None or lowest is None:
-        return None, ("the loss does not fall anywhere in this range: widen it (--low, --high), unless the program does not learn from these steps"
-                      if diverged is None else "the loss does not fall before it diverges: start at a smaller learning rate (--low)")
+        return None, (
+            "the loss does not fall anywhere in this range: widen it (--low, --high), unless the program does not learn from these steps"
+            if diverged is None
+            else "the loss does not fall before it diverges: start at a smaller learning rate (--low)"
+        )
     edge = lowest / 3
     if steepest <= edge:
-        return steepest, f"there the loss falls fastest; it is lowest at {lowest:.2g}" + (f" and diverges at {diverged:.2g}" if diverged else "")
-    return edge, f"a third of {lowest:.2g}, where the loss is lowest; it falls fastest at {steepest:.2g}, too close to that edge"
+        return steepest, f"there the loss falls fastest; it is lowest at {lowest:.2g}" + (
+            f" and diverges at {diverged:.2g}" if diverged else ""
+        )
+    return (
+        edge,
+        f"a third of {lowest:.2g}, where the loss is lowest; it falls fastest at {steepest:.2g}, too close to that edge",
+    )

@@ -32,7 +32,10 @@ def allocations(events: Iterable[Any], device: int | None) -> list[tuple[int, in
     """
     found = []
     for event in events:
-        if event.name() == "[memory]" and (None if str(event.device_type()).endswith(".CPU") else event.device_index()) == device:
+        if (
+            event.name() == "[memory]"
+            and (None if str(event.device_type()).endswith(".CPU") else event.device_index()) == device
+        ):
             found.append((event.start_ns(), event.nbytes()))
     return sorted(found)
 
@@ -64,24 +67,40 @@ def at(totals: Sequence[tuple[int, int]], ns: int, before: int) -> int:
     return totals[index - 1][1] if index else before
 
 
-def seen(where: str, totals: Sequence[tuple[int, int]], before: int, moments: Sequence[MemoryMoment], start_ns: int, end_ns: int) -> MemorySeen:
+def seen(
+    where: str,
+    totals: Sequence[tuple[int, int]],
+    before: int,
+    moments: Sequence[MemoryMoment],
+    start_ns: int,
+    end_ns: int,
+) -> MemorySeen:
     """Return the memory of the step between ``start_ns`` and ``end_ns``.
 
     The result has the peak, its composition, and a timeline of at most ``POINTS_KEPT`` points.
     """
-    inside = [(ns, total) for ns, total in totals if start_ns <= ns <= end_ns] or [(start_ns, at(totals, start_ns, before))]
+    inside = [(ns, total) for ns, total in totals if start_ns <= ns <= end_ns] or [
+        (start_ns, at(totals, start_ns, before))
+    ]
     peak_ns, peak = max(inside, key=lambda pair: pair[1])
     known = [moment for moment in moments if moment.ns <= end_ns] or [MemoryMoment(start_ns, {})]
     index = max(0, bisect_right([moment.ns for moment in known], peak_ns) - 1)
     found = MemorySeen(where, peak, complete(known[index].kinds, peak))
-    fullest = max((moment for moment in known if moment.ns >= start_ns), key=lambda moment: sum(moment.modules.values()), default=known[index])
+    fullest = max(
+        (moment for moment in known if moment.ns >= start_ns),
+        key=lambda moment: sum(moment.modules.values()),
+        default=known[index],
+    )
     found.by_module = dict(sorted(fullest.modules.items(), key=lambda item: -item[1]))
     points = [(moment.ns, moment.kinds) for moment in known if moment.ns >= start_ns]
     points.append((peak_ns, known[index].kinds))
     points.sort(key=lambda point: point[0])
     stride = max(1, len(points) // POINTS_KEPT)
     kept = [point for number, point in enumerate(points) if number % stride == 0 or point[0] == peak_ns]
-    found.timeline = [MemoryAt((ns - start_ns) / 1e6, complete(kinds, peak if ns == peak_ns else at(totals, ns, before))) for ns, kinds in kept]
+    found.timeline = [
+        MemoryAt((ns - start_ns) / 1e6, complete(kinds, peak if ns == peak_ns else at(totals, ns, before)))
+        for ns, kinds in kept
+    ]
     return found
 
 

@@ -68,8 +68,7 @@ class MemoryBlockTracker:
             self.in_use_bytes -= block.size_bytes
 
     def outlived(self, kind: str, since: int) -> None:
-        """Set the kind of the temporary blocks that were allocated after the event ``since`` and still live.
-        """
+        """Set the kind of the temporary blocks that were allocated after the event ``since`` and still live."""
         for block in reversed(self._blocks):
             if block.born <= since:
                 break
@@ -85,15 +84,27 @@ class MemoryBlockTracker:
         for block in self._living(self._fullest()):
             if block.kind == "activations":
                 modules[block.module] += block.size_bytes
-        return Peak(self._peak_bytes, {kind: size for kind, size in kinds.items() if size}, {name: size for name, size in modules.most_common() if size})
+        return Peak(
+            self._peak_bytes,
+            {kind: size for kind, size in kinds.items() if size},
+            {name: size for name, size in modules.most_common() if size},
+        )
 
     def _living(self, event: int) -> list[MemoryBlock]:
-        return [block for block in self._blocks if block.born <= event and (block.died is None or block.died > event)]
+        return [
+            block
+            for block in self._blocks
+            if block.born <= event and (block.died is None or block.died > event)
+        ]
 
     def _fullest(self) -> int:
         """Return the event after which the most activations live."""
         changes = [(block.born, block.size_bytes) for block in self._blocks if block.kind == "activations"]
-        changes += [(block.died, -block.size_bytes) for block in self._blocks if block.kind == "activations" and block.died is not None]
+        changes += [
+            (block.died, -block.size_bytes)
+            for block in self._blocks
+            if block.kind == "activations" and block.died is not None
+        ]
         total, most, event = 0, 0, self._began
         for at, change in sorted(changes):
             total += change

@@ -45,7 +45,13 @@ class Noise:
     trace: float  # tr(Sigma)
 
 
-def noise_scale(products: Sequence[Sequence[float]], squares: Sequence[float], batch: float, seed: int = 0, draws: int = DRAWS) -> Noise:
+def noise_scale(
+    products: Sequence[Sequence[float]],
+    squares: Sequence[float],
+    batch: float,
+    seed: int = 0,
+    draws: int = DRAWS,
+) -> Noise:
     """Estimate the noise scale with its interval.
 
     ``products[a][b]`` is the mean gradient of group a times that of group b. ``squares[a]`` is the mean of
@@ -67,17 +73,24 @@ def noise_scale(products: Sequence[Sequence[float]], squares: Sequence[float], b
     tail = (1 - CONFIDENCE) / 2
     low, high = _rank(drawn, tail), _rank(drawn, 1 - tail)
     value = _scale(gradient, square, batch)
-    return Noise(value if math.isfinite(value) else None, min(low, value), max(high, value) if math.isfinite(max(high, value)) else None,
-                 gradient, batch * (square - gradient))
+    return Noise(
+        value if math.isfinite(value) else None,
+        min(low, value),
+        max(high, value) if math.isfinite(max(high, value)) else None,
+        gradient,
+        batch * (square - gradient),
+    )
 
 
-def _moments(products: Sequence[Sequence[float]], squares: Sequence[float], times: Sequence[int]) -> tuple[float, float]:
+def _moments(
+    products: Sequence[Sequence[float]], squares: Sequence[float], times: Sequence[int]
+) -> tuple[float, float]:
     """Return |G|^2 and the mean of |g|^2, each group weighted by ``times``."""
     held = [(at, n) for at, n in enumerate(times) if n]
     above = below = 0.0
     for place, (a, n) in enumerate(held):
         row = products[a]
-        for b, m in held[place + 1:]:
+        for b, m in held[place + 1 :]:
             above += n * m * row[b]
             below += n * m
     return above / below if below else 0.0, sum(n * squares[a] for a, n in held) / sum(times)

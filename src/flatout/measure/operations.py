@@ -19,19 +19,83 @@ from flatout.measure.flops import flops_of
 from flatout.plan.findings import SourceLocation
 from flatout.plan.profile import IdleGap, Operation
 
-SIZES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "long": 8, "int": 4, "short int": 2, "signed char": 1,
-         "unsigned char": 1, "bool": 1, "c10::complex<float>": 8, "c10::complex<double>": 16}
-NAMES = {"float": "float32", "double": "float64", "c10::BFloat16": "bfloat16", "c10::Half": "float16", "long int": "int64", "long": "int64",
-         "int": "int32", "short int": "int16", "signed char": "int8", "unsigned char": "uint8"}
+SIZES = {
+    "float": 4,
+    "double": 8,
+    "c10::BFloat16": 2,
+    "c10::Half": 2,
+    "long int": 8,
+    "long": 8,
+    "int": 4,
+    "short int": 2,
+    "signed char": 1,
+    "unsigned char": 1,
+    "bool": 1,
+    "c10::complex<float>": 8,
+    "c10::complex<double>": 16,
+}
+NAMES = {
+    "float": "float32",
+    "double": "float64",
+    "c10::BFloat16": "bfloat16",
+    "c10::Half": "float16",
+    "long int": "int64",
+    "long": "int64",
+    "int": "int32",
+    "short int": "int16",
+    "signed char": "int8",
+    "unsigned char": "uint8",
+}
 FLOATS = ("double", "float", "c10::BFloat16", "c10::Half")
 # Operators that view or allocate memory, without moving data.
-VIEWS = frozenset("aten::" + name for name in (
-    "view", "reshape", "_reshape_alias", "t", "transpose", "permute", "expand", "as_strided", "unsqueeze", "squeeze", "slice", "select", "detach", "detach_",
-    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "alias", "chunk", "split", "split_with_sizes", "unbind",
-    "narrow", "_unsafe_view", "unfold", "view_as", "expand_as", "numpy_T", "movedim", "flatten", "unflatten", "result_type", "lift_fresh", "set_",
-    "broadcast_to"))
+VIEWS = frozenset(
+    "aten::" + name
+    for name in (
+        "view",
+        "reshape",
+        "_reshape_alias",
+        "t",
+        "transpose",
+        "permute",
+        "expand",
+        "as_strided",
+        "unsqueeze",
+        "squeeze",
+        "slice",
+        "select",
+        "detach",
+        "detach_",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "resize_",
+        "alias",
+        "chunk",
+        "split",
+        "split_with_sizes",
+        "unbind",
+        "narrow",
+        "_unsafe_view",
+        "unfold",
+        "view_as",
+        "expand_as",
+        "numpy_T",
+        "movedim",
+        "flatten",
+        "unflatten",
+        "result_type",
+        "lift_fresh",
+        "set_",
+        "broadcast_to",
+    )
+)
 # Kernel names of cuBLAS, cuDNN, CUTLASS, FlashAttention and Triton that run on Tensor Cores.
-TENSOR_CORES = re.compile(r"tensorop|[hi]mma|[swu]?gmma|s884|s1688|s16816|xmma|nvjet|flash_(fwd|bwd)|fmha|mma_|bf16gemm|h_sz|tf32", re.IGNORECASE)
+TENSOR_CORES = re.compile(
+    r"tensorop|[hi]mma|[swu]?gmma|s884|s1688|s16816|xmma|nvjet|flash_(fwd|bwd)|fmha|mma_|bf16gemm|h_sz|tf32",
+    re.IGNORECASE,
+)
 MULTIPLIES = re.compile(r"mm$|convolution|attention|linear|matmul", re.IGNORECASE)
 OF_A_LOADER = "enumerate(DataLoader)"  # annotation of torch's loaders for fetching a batch
 STACK_LINE = re.compile(r"^(.*)\((\d+)\): (.*)$")
@@ -95,7 +159,13 @@ class ProfilerRecording:
     step.
     """
 
-    def __init__(self, events: Sequence[Any], steps: int, lines: Lines, place: Callable[[str, int, str], SourceLocation]) -> None:
+    def __init__(
+        self,
+        events: Sequence[Any],
+        steps: int,
+        lines: Lines,
+        place: Callable[[str, int, str], SourceLocation],
+    ) -> None:
         self.steps, self.lines, self.place = max(1, steps), lines, place
         self.operators: list[_Event] = []
         self.kernels: list[Any] = []
@@ -107,7 +177,9 @@ class ProfilerRecording:
             elif kind == "user_annotation" and event.name().startswith(OF_A_LOADER):
                 self.waits.append((event.start_ns(), event.end_ns()))
             elif kind == "cpu_op" and not event.name().startswith("["):  # [memory] is an allocation
-                self.operators.append(_Event(event.name(), event.start_ns(), event.end_ns(), event.start_thread_id(), event))
+                self.operators.append(
+                    _Event(event.name(), event.start_ns(), event.end_ns(), event.start_thread_id(), event)
+                )
         self.operators.sort(key=lambda e: (e.thread, e.start, -e.end))
 
     def observed(self) -> RecordingResult:
@@ -122,7 +194,9 @@ class ProfilerRecording:
         found.operators_ns = _union_ns(spans)
         if spans:
             spans += self.waits
-            found.python_share = 1 - _union_ns(spans) / max(1, max(end for _, end in spans) - min(start for start, _ in spans))
+            found.python_share = 1 - _union_ns(spans) / max(
+                1, max(end for _, end in spans) - min(start for start, _ in spans)
+            )
         if self.kernels:
             found.busy_ns = _union_ns((k.start_ns(), k.end_ns()) for k in self.kernels)
             found.gaps = self._gaps()
@@ -149,7 +223,9 @@ class ProfilerRecording:
                 for each in reversed(open_):  # a composite operator has the line of its first part
                     each.line = each.line or event.line
             event.line = event.line or (open_[-1].line if open_ else None)
-            event.flops = flops_of(event.name, [list(shape) for shape in event.raw.shapes()], list(event.raw.concrete_inputs()))
+            event.flops = flops_of(
+                event.name, [list(shape) for shape in event.raw.shapes()], list(event.raw.concrete_inputs())
+            )
             if event.flops is not None:
                 for each in open_:
                     each.flops = None
@@ -176,7 +252,10 @@ class ProfilerRecording:
 
     def _add(self, sums: dict[tuple[str, str], _Sum], event: _Event) -> None:
         dtypes, shapes = list(event.raw.dtypes()), [list(shape) for shape in event.raw.shapes()]
-        main = next((NAMES[d] for d in FLOATS if d in dtypes), next((NAMES.get(d, d) for d in dtypes if d in SIZES), ""))
+        main = next(
+            (NAMES[d] for d in FLOATS if d in dtypes),
+            next((NAMES.get(d, d) for d in dtypes if d in SIZES), ""),
+        )
         total = sums[event.name, main]
         total.calls += 1
         own_ns = max(0, event.end - event.start - event.children_ns)
@@ -196,7 +275,9 @@ class ProfilerRecording:
         found = []
         for (name, dtype), total in sums.items():
             own = total.device_ns if device else total.host_ns
-            operation = Operation(name, total.calls / self.steps, total.host_ns / 1e6 / self.steps, share=own / whole)
+            operation = Operation(
+                name, total.calls / self.steps, total.host_ns / 1e6 / self.steps, share=own / whole
+            )
             operation.device_ms = total.device_ns / 1e6 / self.steps if device else None
             operation.flops = total.flops / self.steps if total.flops else None
             operation.moved_bytes = total.moved / self.steps if total.moved else None
@@ -222,7 +303,7 @@ class ProfilerRecording:
                 continue
             middle = (before + after) // 2
             at = bisect_right(starts, middle) - 1
-            under = next((e for e in reversed(ordered[max(0, at - 20): at + 1]) if e.end >= middle), None)
+            under = next((e for e in reversed(ordered[max(0, at - 20) : at + 1]) if e.end >= middle), None)
             name = under.name if under is not None else "python"
             sums[name][0] += (after - before) / 1e6
             sums[name][1] += 1
@@ -231,7 +312,11 @@ class ProfilerRecording:
         found = []
         for name, (ms, calls) in sums.items():
             line = lines[name].most_common(1)[0][0]
-            found.append(IdleGap(name, ms / self.steps, calls / self.steps, self.place(*line) if line is not None else None))
+            found.append(
+                IdleGap(
+                    name, ms / self.steps, calls / self.steps, self.place(*line) if line is not None else None
+                )
+            )
         return sorted(found, key=lambda gap: -gap.ms)[:GAPS_KEPT]
 
 
@@ -241,7 +326,13 @@ def _kind(event: Any) -> str:
     ask = getattr(event, "activity_type", None)
     if ask is not None:
         kind = str(ask())
-        return "kernel" if kind == "concurrent_kernel" else kind if on_device == kind.startswith(("kernel", "gpu_")) else ""
+        return (
+            "kernel"
+            if kind == "concurrent_kernel"
+            else kind
+            if on_device == kind.startswith(("kernel", "gpu_"))
+            else ""
+        )
     if event.is_user_annotation():
         return "user_annotation"
     if on_device:
@@ -260,7 +351,11 @@ def _moved_bytes(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> floa
 
     This is an estimate, exact for elementwise operators.
     """
-    read = [prod(shape) * SIZES[dtype] for dtype, shape in zip(dtypes, shapes, strict=False) if dtype in SIZES and shape]
+    read = [
+        prod(shape) * SIZES[dtype]
+        for dtype, shape in zip(dtypes, shapes, strict=False)
+        if dtype in SIZES and shape
+    ]
     return float(sum(read) + max(read, default=0))
 
 

@@ -15,7 +15,9 @@ def tensors_in(thing: Any, torch: Any, depth: int = 0) -> Iterator[Any]:
     if isinstance(thing, torch.Tensor):
         yield thing
     elif depth < 6:
-        parts = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, (list, tuple)) else ()
+        parts = (
+            thing.values() if isinstance(thing, dict) else thing if isinstance(thing, (list, tuple)) else ()
+        )
         for part in parts:
             yield from tensors_in(part, torch, depth + 1)
 
@@ -44,16 +46,27 @@ def batch_statistics(thing: Any, torch: Any) -> list[list[float]]:
     and bottom half. They detect a wrong constant, a missing flip, a missing crop.
     """
     for tensor in tensors_in(thing, torch):
-        if tensor.is_nested or tensor.is_meta or tensor.dim() < 2 or not tensor.numel() or not (tensor.is_floating_point() or tensor.dtype == torch.uint8):
+        if (
+            tensor.is_nested
+            or tensor.is_meta
+            or tensor.dim() < 2
+            or not tensor.numel()
+            or not (tensor.is_floating_point() or tensor.dtype == torch.uint8)
+        ):
             continue
         x = tensor[:STATISTICS_SAMPLES].detach().float().cpu()
         width, height = x.shape[-1], x.shape[-2] if x.dim() > 2 else 1
         flat = x.reshape(len(x), -1)
         features = [flat.mean(1), flat.std(1) if flat.shape[1] > 1 else flat.new_zeros(len(flat))]
-        halves = x[..., : width // 2].reshape(len(x), -1).mean(1) - x[..., (width + 1) // 2:].reshape(len(x), -1).mean(1)
+        halves = x[..., : width // 2].reshape(len(x), -1).mean(1) - x[..., (width + 1) // 2 :].reshape(
+            len(x), -1
+        ).mean(1)
         features.append(halves if width > 1 else flat.new_zeros(len(x)))
         if height > 1:
-            features.append(x[..., : height // 2, :].reshape(len(x), -1).mean(1) - x[..., (height + 1) // 2:, :].reshape(len(x), -1).mean(1))
+            features.append(
+                x[..., : height // 2, :].reshape(len(x), -1).mean(1)
+                - x[..., (height + 1) // 2 :, :].reshape(len(x), -1).mean(1)
+            )
         else:
             features.append(flat.new_zeros(len(x)))
         return [[float(v) for v in row] for row in torch.stack(features, 1).tolist()]

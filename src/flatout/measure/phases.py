@@ -51,7 +51,9 @@ class PhaseRecorder:
 
     def waited_ms(self) -> float:
         """Return how long the program has waited for data in the current step."""
-        return float(sum(self._host.elapsed_ms(start, end) for phase, start, end in self._spans if phase == "data"))
+        return float(
+            sum(self._host.elapsed_ms(start, end) for phase, start, end in self._spans if phase == "data")
+        )
 
     def forget(self) -> None:
         """Drop everything collected so far (the warm-up, or the turn of another process)."""
@@ -81,7 +83,9 @@ class PhaseRecorder:
         if not rows or total <= 0:
             return {}
         return {
-            phase: PhaseTime(quantile(times, 0.5), quantile(times, 0.25), quantile(times, 0.75), sum(times) / total)
+            phase: PhaseTime(
+                quantile(times, 0.5), quantile(times, 0.25), quantile(times, 0.75), sum(times) / total
+            )
             for phase in PHASES
             if (times := [row[phase] for row in rows]) and (phase != "exchange" or any(times))
         }

@@ -26,8 +26,18 @@ def paces(observed: Sequence[dict[str, Any]]) -> list[RankPace]:
     found = []
     for each in sorted(observed, key=lambda each: int(each["rank"])):
         own = [step - exchange for step, exchange in zip(each["step_ms"], each["exchange_ms"], strict=True)]
-        found.append(RankPace(each["rank"], each["host"], median(each["step_ms"]), median(each["data_ms"]), median(own) - median(each["data_ms"]),
-                              median(each["exchange_ms"]), mean(each["samples"]), mean(each["elements"])))
+        found.append(
+            RankPace(
+                each["rank"],
+                each["host"],
+                median(each["step_ms"]),
+                median(each["data_ms"]),
+                median(own) - median(each["data_ms"]),
+                median(each["exchange_ms"]),
+                mean(each["samples"]),
+                mean(each["elements"]),
+            )
+        )
     return found
 
 
@@ -45,14 +55,24 @@ def imbalance(observed: Sequence[dict[str, Any]]) -> str:
     slowest = [max(range(len(observed)), key=row.__getitem__) for row in owns]
     often = max(set(slowest), key=slowest.count)
     share = slowest.count(often) / len(slowest)
-    larger = mean([each["elements"][at] * len(observed) / max(1.0, sum(other["elements"][at] for other in observed))
-                   for at, number in enumerate(slowest) for each in (observed[number],)])
+    larger = mean(
+        [
+            each["elements"][at] * len(observed) / max(1.0, sum(other["elements"][at] for other in observed))
+            for at, number in enumerate(slowest)
+            for each in (observed[number],)
+        ]
+    )
     costs = f"{lost:.1f} ms of a step of {step:.1f} ms are spent waiting for the slowest rank"
     data = f"it has {larger:.2f} times as much data as the mean in those steps, so samples differ in size: batches of similar lengths would balance this"
     if share < STRAGGLES:
-        return f"{costs}, which is not always the same. " + (data[0].upper() + data[1:] if larger >= LARGER else "Their shares of the data are equal")
+        return f"{costs}, which is not always the same. " + (
+            data[0].upper() + data[1:] if larger >= LARGER else "Their shares of the data are equal"
+        )
     rank = observed[often]
-    waits, others = median(rank["data_ms"]), median([ms for each in observed if each is not rank for ms in each["data_ms"]])
+    waits, others = (
+        median(rank["data_ms"]),
+        median([ms for each in observed if each is not rank for ms in each["data_ms"]]),
+    )
     if larger >= LARGER:
         why = data
     elif waits - others > lost / 2:

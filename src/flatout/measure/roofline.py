@@ -15,7 +15,9 @@ LAUNCH_US = 20.0  # a shorter call, far below both roofs, is dominated by its la
 FAR_BELOW = 0.25
 
 
-def place_under_roof(operations: Sequence[Operation], ceilings: Mapping[str, float], tf32: bool = False) -> None:
+def place_under_roof(
+    operations: Sequence[Operation], ceilings: Mapping[str, float], tf32: bool = False
+) -> None:
     """Fill in ``roofline`` and ``limit`` of each operation.
 
     ``ceilings`` are by name, and empty if never measured.
@@ -49,7 +51,9 @@ def flops_a_step(operations: Sequence[Operation]) -> float | None:
     return sum(known) if known else None
 
 
-def utilisation(operations: Sequence[Operation], step_ms: float, ceilings: Mapping[str, float], tf32: bool = False) -> float | None:
+def utilisation(
+    operations: Sequence[Operation], step_ms: float, ceilings: Mapping[str, float], tf32: bool = False
+) -> float | None:
     """Return the MFU: the ideal time of the counted FLOPs over the step time.
 
     The ideal time is at the measured peaks of the dtypes.

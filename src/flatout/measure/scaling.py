@@ -26,7 +26,9 @@ from flatout.plan.scale import ScalePoint, Timing
 MIB = 1 << 20
 FIRST_BUCKET_BYTES = MIB  # torch/csrc/distributed/c10d/reducer.hpp: kDefaultFirstBucketBytes
 BUCKET_BYTES = 25 * MIB  # bucket_cap_mb of DistributedDataParallel
-BLOCKS = 32  # gathered by FSDP one after another: as many as in Llama 3 8B, or the number of gradients if lower
+BLOCKS = (
+    32  # gathered by FSDP one after another: as many as in Llama 3 8B, or the number of gradients if lower
+)
 FIXED_SHARE = 0.1  # default share of a step's computation that does not shrink with the batch
 WELL = 0.95
 
@@ -92,7 +94,12 @@ def at_batch(work: Workload, samples_share: float) -> Timing:
 
 def scaled(timing: Timing, factor: float) -> Timing:
     """Return the timing on a device that is ``factor`` times as fast. The host time does not change."""
-    return replace(timing, forward_ms=timing.forward_ms / factor, backward_ms=timing.backward_ms / factor, optimizer_ms=timing.optimizer_ms / factor)
+    return replace(
+        timing,
+        forward_ms=timing.forward_ms / factor,
+        backward_ms=timing.backward_ms / factor,
+        optimizer_ms=timing.optimizer_ms / factor,
+    )
 
 
 @dataclass(frozen=True)
@@ -113,7 +120,11 @@ def ddp(work: Workload, timing: Timing, fabric: Fabric, devices: int) -> Predict
     last_ms = timing.backward_ms / timing.passes
     before = Task(timing.host_ms + timing.forward_ms + timing.backward_ms - last_ms)
     whole = sum(parts) or 1.0
-    compute = [before, *(Task(last_ms * part / whole) for part in parts), Task(timing.optimizer_ms, after=len(parts))]
+    compute = [
+        before,
+        *(Task(last_ms * part / whole) for part in parts),
+        Task(timing.optimizer_ms, after=len(parts)),
+    ]
     costs = [all_reduce(fabric, devices, part) for part in parts]
     first = 2 if work.overlap else 1 + len(parts)
     wire = [_carry(cost, after=first + at if work.overlap else first) for at, cost in enumerate(costs)]
@@ -145,7 +156,9 @@ def local(work: Workload, timing: Timing, fabric: Fabric, devices: int) -> Predi
     return PredictedStep(timing.step_ms, timing.step_ms + cost.ms, cost)
 
 
-def _sharded(work: Workload, timing: Timing, gather: Fabric, members: int, leave: Callable[[float], CollectiveCost]) -> PredictedStep:
+def _sharded(
+    work: Workload, timing: Timing, gather: Fabric, members: int, leave: Callable[[float], CollectiveCost]
+) -> PredictedStep:
     """Predict a sharded step.
 
     Every pass gathers and scatters again, and each optimizer has a part of the parameters.
@@ -184,7 +197,12 @@ def _sum(costs: Sequence[CollectiveCost]) -> CollectiveCost:
     return replace(whole, link=max(costs, key=lambda cost: cost.ms).link) if costs else whole
 
 
-STEPS: dict[str, Callable[[Workload, Timing, Fabric, int], PredictedStep]] = {"ddp": ddp, "fsdp": fsdp, "hybrid": hybrid, "local": local}
+STEPS: dict[str, Callable[[Workload, Timing, Fabric, int], PredictedStep]] = {
+    "ddp": ddp,
+    "fsdp": fsdp,
+    "hybrid": hybrid,
+    "local": local,
+}
 
 
 def predict(work: Workload, fabric: Fabric, strategy: str, devices: int, scaling: str = "weak") -> ScalePoint:
@@ -200,10 +218,22 @@ def predict(work: Workload, fabric: Fabric, strategy: str, devices: int, scaling
     if strategy == "hybrid" and per_node * nodes != devices:
         point.why_not = f"{devices:,} devices do not fill nodes of {per_node}, so the shards of one node have no counterpart in the others"
         return point
-    step = STEPS[strategy](work, timing, fabric, devices) if devices > 1 else PredictedStep(alone_ms, alone_ms, CollectiveCost())
+    step = (
+        STEPS[strategy](work, timing, fabric, devices)
+        if devices > 1
+        else PredictedStep(alone_ms, alone_ms, CollectiveCost())
+    )
     overhead_ms = work.overhead * step.compute_ms if devices > 1 else 0.0
-    point.step_ms, point.compute_ms, point.overhead_ms = step.total_ms + overhead_ms, step.compute_ms, overhead_ms
-    point.communication_ms, point.wire_bytes, point.collective = step.cost.ms, step.cost.wire_bytes, step.cost.how
+    point.step_ms, point.compute_ms, point.overhead_ms = (
+        step.total_ms + overhead_ms,
+        step.compute_ms,
+        overhead_ms,
+    )
+    point.communication_ms, point.wire_bytes, point.collective = (
+        step.cost.ms,
+        step.cost.wire_bytes,
+        step.cost.how,
+    )
     point.exposed_ms = max(0.0, step.total_ms - step.compute_ms)
     point.efficiency = alone_ms * share / point.step_ms if point.step_ms > 0 else None
     point.bound = _bound(work, point, step, alone_ms * share)
@@ -214,14 +244,26 @@ def _bound(work: Workload, point: ScalePoint, step: PredictedStep, ideal_ms: flo
     """Return a sentence on what limits the step."""
     if point.devices == 1:
         return "computing: a single device does not communicate"
-    exposed, overhead, computing = point.exposed_ms or 0.0, point.overhead_ms or 0.0, step.compute_ms - ideal_ms
-    hidden = f"{_share(step.cost.ms - exposed, step.cost.ms)} of the communication overlaps with computing" if step.cost.ms > 0 else "nothing is communicated"
+    exposed, overhead, computing = (
+        point.exposed_ms or 0.0,
+        point.overhead_ms or 0.0,
+        step.compute_ms - ideal_ms,
+    )
+    hidden = (
+        f"{_share(step.cost.ms - exposed, step.cost.ms)} of the communication overlaps with computing"
+        if step.cost.ms > 0
+        else "nothing is communicated"
+    )
     losses = {"exposed": exposed, "overhead": overhead, "batch": computing}
     worst = max(losses, key=lambda name: losses[name])
     if (point.efficiency or 0.0) >= WELL or losses[worst] <= 0:
         return f"computing: {hidden}"
     if worst == "batch":
-        size = f"{point.samples:,.3g} samples" if point.samples is not None else f"a {point.devices:,}th of the batch"
+        size = (
+            f"{point.samples:,.3g} samples"
+            if point.samples is not None
+            else f"a {point.devices:,}th of the batch"
+        )
         return f"a small batch: the fixed cost of a step is {_share(computing, point.step_ms)} of it, at {size} a device"
     if worst == "overhead":
         return f"overhead: other devices slow computing by {work.overhead:.1%}; {hidden}"

@@ -31,5 +31,5 @@ def is_steady(ticks_ms: Sequence[float], elapsed_s: float, fewest_ticks: int = 1
         return ticks_ms[-1] <= 1.3 * ticks_ms[-2] and ticks_ms[-2] <= 1.3 * ticks_ms[-1]
     if len(ticks_ms) < 2 * WINDOW:
         return False
-    before, now = median(ticks_ms[-2 * WINDOW:-WINDOW]), median(ticks_ms[-WINDOW:])
+    before, now = median(ticks_ms[-2 * WINDOW : -WINDOW]), median(ticks_ms[-WINDOW:])
     return abs(now - before) <= TOLERANCE * max(now, before)

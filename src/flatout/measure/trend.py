@@ -21,7 +21,7 @@ def chance_of_growth(series: Sequence[float]) -> float:
     n = len(series)
     if n < 4:
         return 1.0
-    score = sum((b > a) - (b < a) for at, a in enumerate(series) for b in series[at + 1:])
+    score = sum((b > a) - (b < a) for at, a in enumerate(series) for b in series[at + 1 :])
     ties = sum(count * (count - 1) * (2 * count + 5) for count in Counter(series).values())
     variance = (n * (n - 1) * (2 * n + 5) - ties) / 18
     if variance <= 0:
@@ -32,7 +32,9 @@ def chance_of_growth(series: Sequence[float]) -> float:
 
 def slope(series: Sequence[float]) -> float:
     """Return the median slope between all pairs, per step of the series. 0.0 for fewer than two values."""
-    slopes = [(b - a) / (later - at) for at, a in enumerate(series) for later, b in enumerate(series) if later > at]
+    slopes = [
+        (b - a) / (later - at) for at, a in enumerate(series) for later, b in enumerate(series) if later > at
+    ]
     return median(slopes) if slopes else 0.0
 
 

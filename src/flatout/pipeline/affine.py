@@ -30,18 +30,31 @@ def inverse_map(center: Pair, angle: float, move: Pair, scale: float, shear: Pai
     if v2:
         b, d = -(a * tangent + math.sin(turn)), math.cos(turn) - c * tangent
         back = [d / scale, -b / scale, -c / scale, a / scale]
-        return [back[0], back[1], x - back[0] * (x + right) - back[1] * (y + down), back[2], back[3], y - back[2] * (x + right) - back[3] * (y + down)]
+        return [
+            back[0],
+            back[1],
+            x - back[0] * (x + right) - back[1] * (y + down),
+            back[2],
+            back[3],
+            y - back[2] * (x + right) - back[3] * (y + down),
+        ]
     b = -math.cos(turn - shear_y) * tangent / cosine - math.sin(turn)
     d = -math.sin(turn - shear_y) * tangent / cosine + math.cos(turn)
     back = [d / scale, -b / scale, -c / scale, a / scale]
-    over, under = back[0] * (-x - right) + back[1] * (-y - down), back[2] * (-x - right) + back[3] * (-y - down)
+    over, under = (
+        back[0] * (-x - right) + back[1] * (-y - down),
+        back[2] * (-x - right) + back[3] * (-y - down),
+    )
     return [back[0], back[1], over + x, back[2], back[3], under + y]
 
 
 def pillow_turn(angle: float, center: Pair) -> list[float]:
     """Return the map of Image.rotate, which rounds sine and cosine to 15 decimals."""
     radians = -math.radians(angle)
-    a, b, d, e = (round(each, 15) for each in (math.cos(radians), math.sin(radians), -math.sin(radians), math.cos(radians)))
+    a, b, d, e = (
+        round(each, 15)
+        for each in (math.cos(radians), math.sin(radians), -math.sin(radians), math.cos(radians))
+    )
     x, y = center
     return [a, b, a * -x + b * -y + 0.0 + x, d, e, d * -x + e * -y + 0.0 + y]
 
@@ -71,8 +84,15 @@ class Rotate(BatchOperation):
             middle = self.center or (width / 2, height / 2)
             maps = [pillow_turn(angle % 360.0, middle) for angle in angles]
         else:
-            middle = (self.center[0] - width * 0.5, self.center[1] - height * 0.5) if self.center else (0.0, 0.0)
-            maps = [inverse_map(middle, -(angle % 360 if self.v2 else angle), (0.0, 0.0), 1.0, (0.0, 0.0), self.v2) for angle in angles]
+            middle = (
+                (self.center[0] - width * 0.5, self.center[1] - height * 0.5) if self.center else (0.0, 0.0)
+            )
+            maps = [
+                inverse_map(
+                    middle, -(angle % 360 if self.v2 else angle), (0.0, 0.0), 1.0, (0.0, 0.0), self.v2
+                )
+                for angle in angles
+            ]
         turned = self.warp(images, torch.tensor(maps, dtype=torch.float64))
         if self.center is None and (self.pil or self.v2):
             for row, angle in enumerate(angles):
@@ -104,7 +124,7 @@ class Affine(BatchOperation):
         if self.scale is not None:
             found.append(Uniform(*self.scale))
         if self.shear is not None:
-            found += [Uniform(*self.shear[at:at + 2]) for at in range(0, len(self.shear), 2)]
+            found += [Uniform(*self.shear[at : at + 2]) for at in range(0, len(self.shear), 2)]
         return tuple(found)
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
@@ -119,8 +139,12 @@ class Affine(BatchOperation):
         middle = self.center or (width * 0.5, height * 0.5)
         if not self.pil:
             middle = (middle[0] - width * 0.5, middle[1] - height * 0.5)
-        drawn = zip(angles, zip(right, down, strict=True), scales, zip(along, upright, strict=True), strict=True)
-        return self.warp(images, torch.tensor([inverse_map(middle, *each, self.v2) for each in drawn], dtype=torch.float64))
+        drawn = zip(
+            angles, zip(right, down, strict=True), scales, zip(along, upright, strict=True), strict=True
+        )
+        return self.warp(
+            images, torch.tensor([inverse_map(middle, *each, self.v2) for each in drawn], dtype=torch.float64)
+        )
 
 
 def _warp(transform: Any, form: ImageForm, v2: bool) -> Warp:
@@ -133,16 +157,26 @@ def _warp(transform: Any, form: ImageForm, v2: bool) -> Warp:
             raise NotBatchable(f"{type(transform).__name__} fills with {transform.fill}, which is not a byte")
         if form.kind == "tensor" and form.dtype in (torch.uint8, torch.float32):
             return TensorWarp(name, _fill(transform), v2)
-    raise NotBatchable(f"{type(transform).__name__} does not run in batches on {form.mode or form.dtype} images ({form.kind}) with the {name} filter")
+    raise NotBatchable(
+        f"{type(transform).__name__} does not run in batches on {form.mode or form.dtype} images ({form.kind}) with the {name} filter"
+    )
 
 
 def _fill(transform: Any, channels: int | None = None) -> tuple[float, ...] | None:
     given = transform.fill
     if given is None:
         return None
-    numbers = (given,) if isinstance(given, (int, float)) else tuple(given) if isinstance(given, (list, tuple)) else ()
+    numbers = (
+        (given,)
+        if isinstance(given, (int, float))
+        else tuple(given)
+        if isinstance(given, (list, tuple))
+        else ()
+    )
     if not numbers or (channels and len(numbers) not in (1, channels)):
-        raise NotBatchable(f"{type(transform).__name__} fills with {given!r}, which is neither a number nor one number per channel")
+        raise NotBatchable(
+            f"{type(transform).__name__} fills with {given!r}, which is neither a number nor one number per channel"
+        )
     return tuple(map(float, numbers))
 
 
@@ -154,7 +188,13 @@ def _rotation(v2: bool) -> Reader:
     def read(transform: Any, form: ImageForm) -> BatchOperation:
         if transform.expand:
             raise NotBatchable("RandomRotation with expand gives every image a different size")
-        return Rotate(_warp(transform, form, v2), (float(transform.degrees[0]), float(transform.degrees[1])), _pair(transform.center), form.kind == "pil", v2)
+        return Rotate(
+            _warp(transform, form, v2),
+            (float(transform.degrees[0]), float(transform.degrees[1])),
+            _pair(transform.center),
+            form.kind == "pil",
+            v2,
+        )
 
     return read
 
@@ -162,13 +202,23 @@ def _rotation(v2: bool) -> Reader:
 def _affine(v2: bool) -> Reader:
     def read(transform: Any, form: ImageForm) -> BatchOperation:
         shear = None if transform.shear is None else tuple(map(float, transform.shear))
-        return Affine(_warp(transform, form, v2), (float(transform.degrees[0]), float(transform.degrees[1])), _pair(transform.translate),
-                      _pair(transform.scale), shear, _pair(transform.center), form.kind == "pil", v2)
+        return Affine(
+            _warp(transform, form, v2),
+            (float(transform.degrees[0]), float(transform.degrees[1])),
+            _pair(transform.translate),
+            _pair(transform.scale),
+            shear,
+            _pair(transform.center),
+            form.kind == "pil",
+            v2,
+        )
 
     return read
 
 
 READERS: dict[str, Reader] = {
-    "v1.RandomRotation": _rotation(False), "v2.RandomRotation": _rotation(True),
-    "v1.RandomAffine": _affine(False), "v2.RandomAffine": _affine(True),
+    "v1.RandomRotation": _rotation(False),
+    "v2.RandomRotation": _rotation(True),
+    "v1.RandomAffine": _affine(False),
+    "v2.RandomAffine": _affine(True),
 }

@@ -34,16 +34,29 @@ def different(plain: Any, other: Any, apart: float, layout: bool = True, depth: 
     if isinstance(plain, Mapping):
         if list(plain) != list(other):
             return "it has different keys"
-        return next((why for key in plain if (why := different(plain[key], other[key], apart, layout, depth + 1))), "")
+        return next(
+            (why for key in plain if (why := different(plain[key], other[key], apart, layout, depth + 1))), ""
+        )
     if isinstance(plain, (list, tuple)):
         if len(plain) != len(other):
             return "it has a different length"
-        return next((why for a, b in zip(plain, other, strict=True) if (why := different(a, b, apart, layout, depth + 1))), "")
+        return next(
+            (
+                why
+                for a, b in zip(plain, other, strict=True)
+                if (why := different(a, b, apart, layout, depth + 1))
+            ),
+            "",
+        )
     if hasattr(plain, "getbands"):
         same = (plain.mode, plain.size) == (other.mode, other.size) and plain.tobytes() == other.tobytes()
         return "" if same else "its images differ"
     if type(plain).__module__ == "numpy" and hasattr(plain, "tobytes"):
-        same = (plain.dtype, plain.shape) == (other.dtype, other.shape) and not plain.dtype.hasobject and plain.tobytes() == other.tobytes()
+        same = (
+            (plain.dtype, plain.shape) == (other.dtype, other.shape)
+            and not plain.dtype.hasobject
+            and plain.tobytes() == other.tobytes()
+        )
         return "" if same else "its values differ"
     if _is_equal(plain, other):
         return ""
@@ -54,8 +67,14 @@ def different(plain: Any, other: Any, apart: float, layout: bool = True, depth: 
 
 
 def _different_tensors(plain: Tensor, other: Tensor, apart: float, layout: bool) -> str:
-    if plain.dtype != other.dtype or plain.shape != other.shape or (layout and plain.stride() != other.stride()):
-        return f"a tensor would be {other.dtype} {tuple(other.shape)} and not {plain.dtype} {tuple(plain.shape)}"
+    if (
+        plain.dtype != other.dtype
+        or plain.shape != other.shape
+        or (layout and plain.stride() != other.stride())
+    ):
+        return (
+            f"a tensor would be {other.dtype} {tuple(other.shape)} and not {plain.dtype} {tuple(plain.shape)}"
+        )
     if same_bits(plain, other):
         return ""
     farthest = float((plain.double() - other.double()).abs().max()) if apart else float("inf")

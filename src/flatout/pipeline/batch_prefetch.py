@@ -25,7 +25,9 @@ class BatchPrefetcher:
     ``own`` holds the random generators of the data set.
     """
 
-    def __init__(self, iterator: Any, depth: int, say: Callable[[str], None], own: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, iterator: Any, depth: int, say: Callable[[str], None], own: Sequence[Any] = ()
+    ) -> None:
         self._iterator = weakref.ref(iterator)
         self._plain = type(iterator)._next_data
         self._depth = depth
@@ -80,7 +82,9 @@ class BatchPrefetcher:
             except Exception as error:
                 self._pool.shutdown(wait=True, cancel_futures=True)
                 self._pool = None
-                self._say(f"batches are no longer prepared ahead: {type(error).__name__} in the thread that prepares them")
+                self._say(
+                    f"batches are no longer prepared ahead: {type(error).__name__} in the thread that prepares them"
+                )
         elif not future.cancelled() and future.exception() is None:
             return future.result()
         return _fetched(iterator._dataset_fetcher, index)

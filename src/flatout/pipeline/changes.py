@@ -20,20 +20,41 @@ LARGEST_BYTES = 2**32  # most bytes read at the start of an epoch
 DEEPEST = 6
 MOST_OBJECTS = 256
 MANY = 64  # entries of longer lists are data
-LIBRARIES = ("torch", "torchvision", "numpy", "PIL", "albumentations", "kornia", "datasets", "pyarrow", "cv2", "builtins", "typing", "functools")
+LIBRARIES = (
+    "torch",
+    "torchvision",
+    "numpy",
+    "PIL",
+    "albumentations",
+    "kornia",
+    "datasets",
+    "pyarrow",
+    "cv2",
+    "builtins",
+    "typing",
+    "functools",
+)
 
 
 class TransformState:
     """The attributes of transforms, nested transforms and lists; of containers, only the direct entries."""
 
     def __init__(self, transforms: Iterable[Any], containers: Iterable[Any] = ()) -> None:
-        self._held: dict[int, tuple[Any, list[Any]]] = {id(each): (each, _members(each)) for each in containers}
+        self._held: dict[int, tuple[Any, list[Any]]] = {
+            id(each): (each, _members(each)) for each in containers
+        }
         self._alive: list[Any] = [each.copy() for each in containers]  # so that no id is reused
         for transform in transforms:
             self._look(transform, 0)
 
     def _look(self, thing: Any, depth: int) -> None:
-        holder = thing if type(thing) in (list, dict) else getattr(thing, "__dict__", None) if not isinstance(thing, (type, Tensor)) else None
+        holder = (
+            thing
+            if type(thing) in (list, dict)
+            else getattr(thing, "__dict__", None)
+            if not isinstance(thing, (type, Tensor))
+            else None
+        )
         if holder is None or id(holder) in self._held or depth > DEEPEST:
             return
         self._held[id(holder)] = holder, _members(holder)
@@ -72,11 +93,18 @@ class DatasetState:
         self._left_bytes = LARGEST_BYTES
         if any(_members(now) != then for now, then, _ in self._attributes):
             return True
-        return not all(_equal(self._digest(thing), then) for thing, then in (*self._small, *(self._large if thoroughly else ())))
+        return not all(
+            _equal(self._digest(thing), then)
+            for thing, then in (*self._small, *(self._large if thoroughly else ()))
+        )
 
     def _digest(self, thing: Any) -> Any:
         if isinstance(thing, Tensor):
-            return thing._version, thing.data_ptr(), *(self._sums(thing.detach().contiguous()) if thing.device.type == "cpu" else ())
+            return (
+                thing._version,
+                thing.data_ptr(),
+                *(self._sums(thing.detach().contiguous()) if thing.device.type == "cpu" else ()),
+            )
         if isinstance(thing, (list, dict)):
             first = next(iter(thing.values() if isinstance(thing, dict) else thing), None)
             if isinstance(first, Tensor):
@@ -90,7 +118,10 @@ class DatasetState:
 
         if thing.dtype.hasobject:
             return (thing.tolist(),)
-        return (thing.ctypes.data, *self._sums(torch.from_numpy(numpy.ascontiguousarray(thing).reshape(-1).view(numpy.uint8))))
+        return (
+            thing.ctypes.data,
+            *self._sums(torch.from_numpy(numpy.ascontiguousarray(thing).reshape(-1).view(numpy.uint8))),
+        )
 
     def _sums(self, tensor: Tensor) -> tuple[Any, ...]:
         """Return the sum of every 2 KiB."""
@@ -118,8 +149,14 @@ def _attributes_of(dataset: Any) -> Iterator[dict[str, Any]]:
         if type(thing) in (list, tuple):
             waiting += [(part, depth + 1) for part in thing[:MANY]]
         elif isinstance(thing, FunctionType):
-            waiting += [(cell.cell_contents, depth + 1) for cell in thing.__closure__ or () if _is_filled(cell)]
-        elif depth == 0 or isinstance(thing, Dataset) or type(thing).__module__.partition(".")[0] not in LIBRARIES:
+            waiting += [
+                (cell.cell_contents, depth + 1) for cell in thing.__closure__ or () if _is_filled(cell)
+            ]
+        elif (
+            depth == 0
+            or isinstance(thing, Dataset)
+            or type(thing).__module__.partition(".")[0] not in LIBRARIES
+        ):
             held = getattr(thing, "__dict__", None)
             if held is not None and not isinstance(thing, (type, ModuleType)):
                 yield held
@@ -144,13 +181,17 @@ def _held_by(dataset: Any) -> Iterator[Any]:
 
 
 def _is_array(value: Any) -> bool:
-    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"  # a memory-mapped file is not read
+    return (
+        type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
+    )  # a memory-mapped file is not read
 
 
 def _is_small(thing: Any) -> bool:
     if isinstance(thing, (list, dict)):
         return len(thing) <= SMALL
-    return (thing.numel() * thing.element_size() if isinstance(thing, Tensor) else thing.nbytes) <= SMALL_BYTES
+    return (
+        thing.numel() * thing.element_size() if isinstance(thing, Tensor) else thing.nbytes
+    ) <= SMALL_BYTES
 
 
 def _equal(now: Any, then: Any) -> bool:

@@ -36,7 +36,9 @@ def _drawn_along(way: Way, shape: ImageShape, words: Numbers) -> tuple[Any, ...]
     return tuple(operation.drawn(met, words) for operation, met in _along(way, shape))
 
 
-def _put_through(way: Way, images: Tensor, rows: list[int], numbers: Sequence[tuple[Any, ...]], done: Tensor) -> None:
+def _put_through(
+    way: Way, images: Tensor, rows: list[int], numbers: Sequence[tuple[Any, ...]], done: Tensor
+) -> None:
     """Apply the branch to ``images[rows]`` with these numbers, and write the result into ``done``."""
     if not rows:
         return
@@ -77,7 +79,11 @@ class RandomBranch(BatchOperation):
 
     def row(self, shape: ImageShape, words: Numbers) -> tuple[Any, ...] | None:
         number = words.rand()
-        return _drawn_along(self.way, shape, words) if number < self.p or (self.inclusive and number == self.p) else None
+        return (
+            _drawn_along(self.way, shape, words)
+            if number < self.p or (self.inclusive and number == self.p)
+            else None
+        )
 
     def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
         if self.draws(ImageShape(*images.shape[1:])) is None:
@@ -169,7 +175,9 @@ def readers(read: Reader) -> dict[str, Reader]:
 
     def apply_v1(transform: Any, form: ImageForm) -> BatchOperation:
         way = way_of(transform.transforms, form)
-        return RandomBranch(way, single(transform.p), inclusive=True, apart=apart(way))  # `if self.p < torch.rand(1): return img`
+        return RandomBranch(
+            way, single(transform.p), inclusive=True, apart=apart(way)
+        )  # `if self.p < torch.rand(1): return img`
 
     def apply_v2(transform: Any, form: ImageForm) -> BatchOperation:
         way = way_of(transform.transforms, form)
@@ -184,10 +192,15 @@ def readers(read: Reader) -> dict[str, Reader]:
         return AnyOrder(ways, apart(*ways))
 
     def python_random(transform: Any, form: ImageForm) -> BatchOperation:
-        raise NotBatchable(f"{type(transform).__name__} (v1) draws from Python's random, not from torch's generator")
+        raise NotBatchable(
+            f"{type(transform).__name__} (v1) draws from Python's random, not from torch's generator"
+        )
 
     return {
-        "v1.RandomApply": apply_v1, "v2.RandomApply": apply_v2,
-        "v2.RandomChoice": choice, "v2.RandomOrder": order,
-        "v1.RandomChoice": python_random, "v1.RandomOrder": python_random,
+        "v1.RandomApply": apply_v1,
+        "v2.RandomApply": apply_v2,
+        "v2.RandomChoice": choice,
+        "v2.RandomOrder": order,
+        "v1.RandomChoice": python_random,
+        "v1.RandomOrder": python_random,
     }

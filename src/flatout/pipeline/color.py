@@ -21,12 +21,16 @@ def shade_of(form: ImageForm, v2: bool) -> ColorArithmetic:
         return PillowColorArithmetic()
     if form.kind == "tensor" and form.dtype in (torch.uint8, torch.float32):
         return TensorColorArithmetic(bytes=form.dtype == torch.uint8, v2=v2)
-    raise NotBatchable(f"colour transforms do not run in batches on {form.mode or form.dtype} images ({form.kind})")
+    raise NotBatchable(
+        f"colour transforms do not run in batches on {form.mode or form.dtype} images ({form.kind})"
+    )
 
 
 def _of_one_or_three_channels(operation: BatchOperation, shape: ImageShape) -> None:
     if shape.channels not in (1, 3):
-        raise ValueError(f"{type(operation).__name__} supports images with 1 or 3 channels, not {shape.channels}")
+        raise ValueError(
+            f"{type(operation).__name__} supports images with 1 or 3 channels, not {shape.channels}"
+        )
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,11 @@ class Grey(BatchOperation):
 
     def shape(self, shape: ImageShape) -> ImageShape:
         _of_one_or_three_channels(self, shape)
-        return shape._replace(channels=self.channels or shape.channels) if shape.channels == 3 or self.repeats else shape
+        return (
+            shape._replace(channels=self.channels or shape.channels)
+            if shape.channels == 3 or self.repeats
+            else shape
+        )
 
     def form(self, form: ImageForm) -> ImageForm:
         return replace(form, mode=self.mode or form.mode)
@@ -73,7 +81,10 @@ class Jitter(BatchOperation):
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
         steps = [at for at, each in enumerate(self.ranges) if each is not None]
-        changes = [(self.shade.brightness, self.shade.contrast, self.shade.saturation, self.shade.hue)[step] for step in steps]
+        changes = [
+            (self.shade.brightness, self.shade.contrast, self.shade.saturation, self.shade.hue)[step]
+            for step in steps
+        ]
         done = torch.empty(images.shape, dtype=torch.float32).copy_(images)
         places = _places(numbers[:3], len(images))[:, steps]
         turn = (places.unsqueeze(1) < places.unsqueeze(2)).sum(2)  # among the steps that run
@@ -117,7 +128,9 @@ def _grey(v2: bool) -> Reader:
         if channels not in (1, 3):
             raise NotBatchable(f"Grayscale to {channels} channels is not supported")
         pil = form.kind == "pil"
-        return Grey(shade_of(form, v2), channels, ("L" if channels == 1 else "RGB") if pil else "", repeats=v2 or pil)
+        return Grey(
+            shade_of(form, v2), channels, ("L" if channels == 1 else "RGB") if pil else "", repeats=v2 or pil
+        )
 
     return read
 
@@ -130,7 +143,10 @@ def _random_grey(v2: bool) -> Reader:
 
 
 READERS: dict[str, Reader] = {
-    "v1.ColorJitter": _jitter(False), "v2.ColorJitter": _jitter(True),
-    "v1.Grayscale": _grey(False), "v2.Grayscale": _grey(True),
-    "v1.RandomGrayscale": _random_grey(False), "v2.RandomGrayscale": _random_grey(True),
+    "v1.ColorJitter": _jitter(False),
+    "v2.ColorJitter": _jitter(True),
+    "v1.Grayscale": _grey(False),
+    "v2.Grayscale": _grey(True),
+    "v1.RandomGrayscale": _random_grey(False),
+    "v2.RandomGrayscale": _random_grey(True),
 }

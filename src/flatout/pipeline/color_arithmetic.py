@@ -53,7 +53,9 @@ class PillowColorArithmetic:
     def contrast(self, images: Tensor, factors: Tensor) -> Tensor:
         grey = images if images.shape[1] == 1 else self.grey(images)
         count = grey[0].numel()
-        mean = divide_in_place(grey.sum(dim=(1, 2, 3), dtype=torch.float64), count).add_(0.5).floor_()  # ImageStat divides Python's integers
+        mean = (
+            divide_in_place(grey.sum(dim=(1, 2, 3), dtype=torch.float64), count).add_(0.5).floor_()
+        )  # ImageStat divides Python's integers
         return self._blend(_wide(mean.float()), images, factors)
 
     def saturation(self, images: Tensor, factors: Tensor) -> Tensor:

@@ -92,7 +92,11 @@ CERTAIN: dict[Any, Callable[..., Any]] = {
 def tensor_class(real: type) -> type:
     """Return the class of deferred tensors that become ``real``: Tensor, or torchvision's Image."""
     asked = {name: _asked(name) for name in ("shape", "ndim", "dtype", "device")}
-    kind = type("DeferredTensor", (_Deferred, real) if real is not Tensor else (_Deferred,), {"becomes": real, **asked})
+    kind = type(
+        "DeferredTensor",
+        (_Deferred, real) if real is not Tensor else (_Deferred,),
+        {"becomes": real, **asked},
+    )
     CLASSES.add(kind)
     return kind
 
@@ -143,7 +147,9 @@ def deferred(pending: Pending) -> Any:
         image: Any = object.__new__(pil_image_class())
         vars(image)["pending"] = pending
     else:
-        image = Tensor._make_subclass(tensor_class(sys.modules["torchvision.tv_tensors"].Image if form.tv else Tensor), EMPTY)
+        image = Tensor._make_subclass(
+            tensor_class(sys.modules["torchvision.tv_tensors"].Image if form.tv else Tensor), EMPTY
+        )
         image.pending = pending
     return image
 

@@ -27,7 +27,9 @@ MOST_HELD_BYTES = 2**28  # of deferred images; beyond this, they are computed be
 class Deferring:
     """One batch of about ``count`` samples. ``observer`` receives transforms that were never read."""
 
-    def __init__(self, pipelines: Pipelines, at_once: bool, count: int = 8, observer: Recorder | None = None) -> None:
+    def __init__(
+        self, pipelines: Pipelines, at_once: bool, count: int = 8, observer: Recorder | None = None
+    ) -> None:
         self._pipelines = pipelines
         self._observer = observer
         self._count = max(2, count)
@@ -65,12 +67,16 @@ class Deferring:
                 return self._put_off_again(pipeline, image)
             self.look(image)
         elif pipeline.lowered is not None:
-            for step in pipeline.steps[done:pipeline.start]:
+            for step in pipeline.steps[done : pipeline.start]:
                 image = step(image)
             shapes = pipeline.entering(image)
             if shapes is not None:
-                return self._answer(DeferredWork(self, pipeline, self._pixels(image), *shapes, (self._draws(pipeline, shapes[0]),)))
-            steps = pipeline.steps[pipeline.start:]  # torchvision then rejects the image in the same place
+                return self._answer(
+                    DeferredWork(
+                        self, pipeline, self._pixels(image), *shapes, (self._draws(pipeline, shapes[0]),)
+                    )
+                )
+            steps = pipeline.steps[pipeline.start :]  # torchvision then rejects the image in the same place
         for step in steps:
             image = step(image)
         return image
@@ -85,7 +91,16 @@ class Deferring:
                 image = step(image)
             return image
         before.used = True
-        return self._answer(DeferredWork(self, pipeline, before.pixels, before.shape, out, (*before.draws, self._draws(pipeline, before.out))))
+        return self._answer(
+            DeferredWork(
+                self,
+                pipeline,
+                before.pixels,
+                before.shape,
+                out,
+                (*before.draws, self._draws(pipeline, before.out)),
+            )
+        )
 
     def _draws(self, pipeline: TransformPipeline, shape: ImageShape) -> CallDraws:
         if pipeline.draws:
@@ -147,7 +162,9 @@ class Deferring:
         for work in works:
             work.used = True
             work.pipeline.together += self.collating or len(works) >= self._count
-            work.pipeline.alone += not self.collating and len(works) < self._count  # for example, a few views of one sample
+            work.pipeline.alone += (
+                not self.collating and len(works) < self._count
+            )  # for example, a few views of one sample
         return batch
 
     def settle(self) -> bool:

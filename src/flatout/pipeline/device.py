@@ -53,7 +53,9 @@ class CopyStream:
         """Start a copy of a device tensor to the host, on the lane. It is valid after the lane's mark."""
         if self._stream is None:
             return tensor.clone()
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(
+            tensor, non_blocking=True
+        )
 
 
 def as_it_is(tensor: Tensor) -> Tensor:
@@ -64,7 +66,9 @@ class DeviceCopies:
     """The device copies of host tensors. Also reports where registered host tensors are moved to."""
 
     def __init__(self) -> None:
-        self._device_copies: dict[int, tuple[Any, int, Tensor, Any]] = {}  # weak reference, version, device copy, mark
+        self._device_copies: dict[
+            int, tuple[Any, int, Tensor, Any]
+        ] = {}  # weak reference, version, device copy, mark
         self._noticed: dict[int, tuple[Any, Callable[[torch.device], None]]] = {}
 
     def __bool__(self) -> bool:
@@ -140,8 +144,17 @@ class DevicePrefetcher:
     tensors; ``goes_to`` records it.
     """
 
-    def __init__(self, iterator: Any, depth: int, device_copies: DeviceCopies, may: Callable[[], bool] = lambda: True, goes_to: dict[int, torch.device] | None = None) -> None:
-        self._next = vars(iterator).get("_next_data") or partial(type(iterator)._next_data, weakref.proxy(iterator))
+    def __init__(
+        self,
+        iterator: Any,
+        depth: int,
+        device_copies: DeviceCopies,
+        may: Callable[[], bool] = lambda: True,
+        goes_to: dict[int, torch.device] | None = None,
+    ) -> None:
+        self._next = vars(iterator).get("_next_data") or partial(
+            type(iterator)._next_data, weakref.proxy(iterator)
+        )
         self._depth = depth
         self._device_copies = device_copies
         self._may = may
@@ -151,7 +164,9 @@ class DevicePrefetcher:
         self._ended = False
 
     def __call__(self) -> Any:
-        while not self._ended and len(self._ready) < (self._depth + 1 if self._goes_to and self._may() else 1):
+        while not self._ended and len(self._ready) < (
+            self._depth + 1 if self._goes_to and self._may() else 1
+        ):
             try:
                 batch = self._next()
             except StopIteration:
@@ -184,7 +199,9 @@ def tensors_in(batch: Any, depth: int = 0) -> Iterator[Tensor]:
         if batch.device.type == "cpu":
             yield batch
     elif depth < 6:
-        for part in batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ():
+        for part in (
+            batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
+        ):
             yield from tensors_in(part, depth + 1)
 
 

@@ -85,7 +85,9 @@ def columns(kinds: Sequence[Draw], rows: int, generator: torch.Generator | None 
     words = _read(count - count % 2, generator)
     if count % 2:  # a single word is not available; draw the last number as torch draws it
         words = torch.cat((words, words.new_zeros(1)))
-    found = [kind.of(column) for kind, column in zip(kinds, words.view(rows, len(kinds)).unbind(1), strict=True)]
+    found = [
+        kind.of(column) for kind, column in zip(kinds, words.view(rows, len(kinds)).unbind(1), strict=True)
+    ]
     if count % 2:
         found[-1][-1] = kinds[-1].draw(generator)[0]
     return found
@@ -192,13 +194,24 @@ class BulkNumbers(Numbers):
 @cache
 def understood() -> bool:
     """Return whether this torch draws as described above: 64 numbers of each kind, and the final state."""
-    kinds = (Uniform(), Uniform(-0.3, 1.7), Uniform(1.0, 1.0001), Uniform(math.log(0.75), math.log(4 / 3)), Integer(9), Integer(2**20 + 7))
+    kinds = (
+        Uniform(),
+        Uniform(-0.3, 1.7),
+        Uniform(1.0, 1.0001),
+        Uniform(math.log(0.75), math.log(4 / 3)),
+        Integer(9),
+        Integer(2**20 + 7),
+    )
     bulk, single, read = (torch.Generator().manual_seed(1301) for _ in range(3))
     together = columns(kinds, 64, bulk)
     one_by_one = [[kind.draw(single) for kind in kinds] for _ in range(64)]
     with BulkNumbers(read) as words:
         ahead = [[words.draw(kind) for kind in kinds] for _ in range(64)]
-    same = all(together[at][row] == one_by_one[row][at] == ahead[row][at] for row in range(64) for at in range(len(kinds)))
+    same = all(
+        together[at][row] == one_by_one[row][at] == ahead[row][at]
+        for row in range(64)
+        for at in range(len(kinds))
+    )
     with BulkNumbers(read) as words:
         orders = [words.randperm(count) for count in range(1, 8)]
     ends = torch.equal(bulk.get_state(), single.get_state())

@@ -36,7 +36,14 @@ from flatout.pipeline.samples import CHANGED, KeptSamples, opened
 from flatout.pipeline.source import FeedSource, StreamSource, cannot_feed, cannot_keep, fetched, is_stream
 from flatout.pipeline.store import Store
 from flatout.pipeline.streaming import StreamFeed
-from flatout.pipeline.streams import WorkerStreams, own_generators, preserve_states, restore_states, same_states, states
+from flatout.pipeline.streams import (
+    WorkerStreams,
+    own_generators,
+    preserve_states,
+    restore_states,
+    same_states,
+    states,
+)
 
 
 class Feed:
@@ -52,13 +59,17 @@ class Feed:
         self.as_workers = 0  # batches are drawn as by this many loader workers
         self.ahead = 0  # number of batches that a thread makes ahead
         self.resident: ResidentDevice | None = None  # the device that makes batches and keeps all samples
-        self.copies: tuple[int, DeviceCopies] | None = None  # number of batches taken ahead, and their device copies
+        self.copies: tuple[int, DeviceCopies] | None = (
+            None  # number of batches taken ahead, and their device copies
+        )
         self._goes_to: dict[int, torch.device] = {}  # tensor of a batch -> device that the script moves it to
         self.refusal = self._left_alone = cannot_feed(loader)
         self.keeps_nothing = cannot_keep(loader)  # why samples are not (or no longer) kept
         self.following: PipelineTracker | None = None
         self.samples: KeptSamples | None = None
-        self.listeners: dict[str, Callable[[str], None]] = {}  # option (keep, batched, order) -> receives messages about it
+        self.listeners: dict[
+            str, Callable[[str], None]
+        ] = {}  # option (keep, batched, order) -> receives messages about it
         self._plain_collate = loader.collate_fn
         self._workers = loader.num_workers > 0
         self._init = loader.worker_init_fn is not None
@@ -73,7 +84,14 @@ class Feed:
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a spawned worker, which reads the pipelines again from its data set."""
         signature = self.pipelines.signature() if self.following is not None else None
-        left: dict[str, Any] = {"listeners": {}, "following": None, "_own": [], "_thread": 0, "_stream": None, "copies": None}
+        left: dict[str, Any] = {
+            "listeners": {},
+            "following": None,
+            "_own": [],
+            "_thread": 0,
+            "_stream": None,
+            "copies": None,
+        }
         return {**vars(self), **left, "_ledger_type": INTERCEPTION.ledger_type, "_signature": signature}
 
     @property
@@ -127,8 +145,14 @@ class Feed:
             return StreamSource(self.dataset, self.boxes, None)
         self._thread = threading.get_ident()
         if self.ahead and iterator._num_workers == 0:
-            iterator._next_data = BatchPrefetcher(iterator, self.ahead, partial(self._say, "order"), own_generators(self.dataset))
-        return FeedSource(self.dataset, self.__getitems__, WorkerStreams(self.as_workers, iterator._base_seed, self.dataset) if self.as_workers else None)
+            iterator._next_data = BatchPrefetcher(
+                iterator, self.ahead, partial(self._say, "order"), own_generators(self.dataset)
+            )
+        return FeedSource(
+            self.dataset,
+            self.__getitems__,
+            WorkerStreams(self.as_workers, iterator._base_seed, self.dataset) if self.as_workers else None,
+        )
 
     def prepare(self) -> None:
         """Read the current pipelines of the data set."""
@@ -156,9 +180,15 @@ class Feed:
     def _read(self) -> None:
         default = torch.get_default_device()
         if default.type != "cpu":
-            raise NotBatchable(f"the default device is {default} (torch.set_default_device), and the data set may draw its random numbers there")
+            raise NotBatchable(
+                f"the default device is {default} (torch.set_default_device), and the data set may draw its random numbers there"
+            )
         before = self.following
-        if self.samples is not None and self.samples.contents is not None and self.samples.contents.changed(thoroughly=True):
+        if (
+            self.samples is not None
+            and self.samples.contents is not None
+            and self.samples.contents.changed(thoroughly=True)
+        ):
             self._keep_nothing(CHANGED)
         elif self.pipelines.changed:
             self._close_samples()
@@ -170,7 +200,9 @@ class Feed:
         if self._keeps is None:
             return
         try:
-            if self.samples is not None and (before is None or not before.pipelines.same_as(following.pipelines)):
+            if self.samples is not None and (
+                before is None or not before.pipelines.same_as(following.pipelines)
+            ):
                 self._close_samples()
             self._open_samples(self._keeps, following)
         except NotBatchable as why:
@@ -185,17 +217,23 @@ class Feed:
 
     def _open_samples(self, keep: CacheOptions, following: PipelineTracker) -> None:
         if self.samples is None:
-            self.samples = opened(self.dataset, keep, following.pipelines, self._workers, self._own, raw=not self.batched)
+            self.samples = opened(
+                self.dataset, keep, following.pipelines, self._workers, self._own, raw=not self.batched
+            )
         self.samples.pipelines = following.pipelines
         if keep.ahead:
             self.samples.fill_all()
         self.samples.remember()
         if self.resident is not None:
             if self._plain_collate is not default_collate:
-                raise NotBatchable("the script has its own collate function, so its batches are not made on the device")
+                raise NotBatchable(
+                    "the script has its own collate function, so its batches are not made on the device"
+                )
             store = self.samples.store
             if store.rows < len(self.dataset) or not can_be_gathered(following.pipelines, store):
-                raise NotBatchable("not all of it can be on the device: some samples do not fit, or some transforms need single images")
+                raise NotBatchable(
+                    "not all of it can be on the device: some samples do not fit, or some transforms need single images"
+                )
             if not self.resident.beside:
                 store.move_to(self.resident.device)
 
@@ -238,7 +276,11 @@ class Feed:
         except Exception as error:
             if self._thread and threading.get_ident() != self._thread:
                 raise  # only the script's thread moves generators; it makes the batch again
-            why = str(error) if isinstance(error, NotBatchable) else f"a batch could not be made ({named(error)})"
+            why = (
+                str(error)
+                if isinstance(error, NotBatchable)
+                else f"a batch could not be made ({named(error)})"
+            )
         torch.set_rng_state(before) if isinstance(before, Tensor) else restore_states(before)
         self._refuse(why)
         return self._plain(indices)  # if the data is at fault, the same error appears again
@@ -263,7 +305,9 @@ class Feed:
         if self.samples is not None:
             self.samples.own = self._own
             if torch.utils.data.get_worker_info() is not None and self._init and self.samples.has_changed:
-                self._keep_nothing("samples are not kept: the script's worker_init_fn may change the data set")
+                self._keep_nothing(
+                    "samples are not kept: the script's worker_init_fn may change the data set"
+                )
         start = states(self._own)
         batch = self._plain(indices)
         end = states(self._own)
@@ -291,8 +335,14 @@ class Feed:
             try:
                 if following is not None:
                     following.at_once = at_once
-                why = different(batch, self._made(indices, inspection_copy(self.dataset)), self.apart)  # fetching has already changed the data set
-                why = why or ("" if same_states(end, states(self._own)) else "random numbers would be drawn in a different order")
+                why = different(
+                    batch, self._made(indices, inspection_copy(self.dataset)), self.apart
+                )  # fetching has already changed the data set
+                why = why or (
+                    ""
+                    if same_states(end, states(self._own))
+                    else "random numbers would be drawn in a different order"
+                )
             except Exception as error:
                 why = f"its first batch could not be made ({named(error)})"
             if not why or not self.pipelines.batched:
@@ -314,9 +364,15 @@ class Feed:
             return self._plain_collate(fetched(dataset, indices))
         elif rows is not None and samples is not None:
             held = samples.store.samples(rows)
-            batch = following.batch(lambda recorder: [replayed(each, self.pipelines, recorder) for each in held], self._plain_collate, len(indices))
+            batch = following.batch(
+                lambda recorder: [replayed(each, self.pipelines, recorder) for each in held],
+                self._plain_collate,
+                len(indices),
+            )
         else:
-            batch = following.batch(lambda recorder: fetched(dataset, indices), self._plain_collate, len(indices))
+            batch = following.batch(
+                lambda recorder: fetched(dataset, indices), self._plain_collate, len(indices)
+            )
         if samples is not None:
             samples.after_batch()
         return batch

@@ -25,7 +25,16 @@ class DeferredWork:
 
     __slots__ = ("certain", "draws", "form", "out", "pipeline", "pixels", "recorder", "shape", "turn", "used")
 
-    def __init__(self, recorder: Any, pipeline: TransformPipeline, pixels: Any, shape: ImageShape, out: ImageShape, draws: tuple[CallDraws, ...], turn: int = 0) -> None:
+    def __init__(
+        self,
+        recorder: Any,
+        pipeline: TransformPipeline,
+        pixels: Any,
+        shape: ImageShape,
+        out: ImageShape,
+        draws: tuple[CallDraws, ...],
+        turn: int = 0,
+    ) -> None:
         lowered = _lowered(pipeline)
         self.recorder = recorder
         self.pipeline = pipeline
@@ -42,7 +51,9 @@ class DeferredWork:
 def batch_of(works: Sequence[DeferredWork]) -> Tensor | None:
     """Return the images [B, C, H, W] if all works share pipeline and shape without single-image steps."""
     first = works[0]
-    if _lowered(first.pipeline).tail or any(work.pipeline is not first.pipeline or work.shape != first.shape for work in works):
+    if _lowered(first.pipeline).tail or any(
+        work.pipeline is not first.pipeline or work.shape != first.shape for work in works
+    ):
         return None
     return _run(works)
 
@@ -61,7 +72,9 @@ def rows_of(works: Sequence[DeferredWork]) -> list[Any]:
 
 
 def _run(works: Sequence[DeferredWork]) -> Tensor:
-    numbers = [each for part in zip(*(work.draws for work in works), strict=True) for each in numbers_of(part)]
+    numbers = [
+        each for part in zip(*(work.draws for work in works), strict=True) for each in numbers_of(part)
+    ]
     return _lowered(works[0].pipeline).run(stack([work.pixels for work in works], works[0].shape), numbers)
 
 
@@ -95,4 +108,8 @@ def finished(work: DeferredWork, row: Tensor) -> Any:
     if not isinstance(row, Tensor):
         raise NotBatchable(f"a transform of {work.pipeline.name} now returns a {type(row).__name__}")
     plain = row.as_subclass(Tensor)
-    return plain.permute(1, 2, 0).clone(memory_format=torch.contiguous_format).permute(2, 0, 1) if work.pipeline.permuted else plain.clone()
+    return (
+        plain.permute(1, 2, 0).clone(memory_format=torch.contiguous_format).permute(2, 0, 1)
+        if work.pipeline.permuted
+        else plain.clone()
+    )

@@ -22,7 +22,12 @@ Numbers = list[Sequence[Any]]
 def can_be_gathered(pipelines: Pipelines, store: Store) -> bool:
     """Return whether all remaining calls of a kept sample run on batches."""
     called = [pipelines.found[number] for number, _ in program_of(store).calls]
-    return all(pipeline.lowered is not None and not pipeline.off and (pipeline.parent is not None or pipeline.kept == pipeline.start) for pipeline in called)
+    return all(
+        pipeline.lowered is not None
+        and not pipeline.off
+        and (pipeline.parent is not None or pipeline.kept == pipeline.start)
+        for pipeline in called
+    )
 
 
 def program_of(store: Store) -> ReplayProgram:
@@ -30,8 +35,13 @@ def program_of(store: Store) -> ReplayProgram:
     return program
 
 
-def gathered(pipelines: Pipelines, store: Store, rows: Tensor, to_host: Callable[[Tensor], Tensor] = as_it_is,
-             to_device: Callable[[Tensor], Tensor] = as_it_is) -> Any:
+def gathered(
+    pipelines: Pipelines,
+    store: Store,
+    rows: Tensor,
+    to_host: Callable[[Tensor], Tensor] = as_it_is,
+    to_device: Callable[[Tensor], Tensor] = as_it_is,
+) -> Any:
     """Return the batch of kept samples, as torch's default collation would make it.
 
     ``to_device`` moves the gathered columns to where they are transformed, and ``to_host`` moves results
@@ -60,7 +70,13 @@ def gathered(pipelines: Pipelines, store: Store, rows: Tensor, to_host: Callable
 
 def _images(column: Tensor, cell: Cell) -> Tensor:
     """Return the images as [B, C, H, W]."""
-    return column if cell.kind != "array" else column.unsqueeze(1) if column.dim() == 3 else column.permute(0, 3, 1, 2)
+    return (
+        column
+        if cell.kind != "array"
+        else column.unsqueeze(1)
+        if column.dim() == 3
+        else column.permute(0, 3, 1, 2)
+    )
 
 
 def _source(program: ReplayProgram, turn: int) -> int:
@@ -68,7 +84,9 @@ def _source(program: ReplayProgram, turn: int) -> int:
     return start if start >= 0 else _source(program, -1 - start)
 
 
-def _drawn(pipelines: Pipelines, program: ReplayProgram, entering: Sequence[Tensor], count: int) -> list[Numbers]:
+def _drawn(
+    pipelines: Pipelines, program: ReplayProgram, entering: Sequence[Tensor], count: int
+) -> list[Numbers]:
     """Return the numbers of each call and of the calls before it, drawn call by call, sample by sample."""
     called = [pipelines.found[number] for number, _ in program.calls]
     shapes: list[ImageShape] = []  # before each call
@@ -78,11 +96,18 @@ def _drawn(pipelines: Pipelines, program: ReplayProgram, entering: Sequence[Tens
     listed = [listed_draws(pipeline.own, shape) for pipeline, shape in zip(called, shapes, strict=True)]
     if any(each is None for each in listed):
         with BulkNumbers() as words:
-            rows = [[row_of(pipeline.own, shape, words) for pipeline, shape in zip(called, shapes, strict=True)] for _ in range(count)]
-        mine = [rows_together(pipeline.own, [row[turn] for row in rows], shape)
-                for turn, (pipeline, shape) in enumerate(zip(called, shapes, strict=True))]
+            rows = [
+                [row_of(pipeline.own, shape, words) for pipeline, shape in zip(called, shapes, strict=True)]
+                for _ in range(count)
+            ]
+        mine = [
+            rows_together(pipeline.own, [row[turn] for row in rows], shape)
+            for turn, (pipeline, shape) in enumerate(zip(called, shapes, strict=True))
+        ]
     else:
-        drawn = iter(columns([kind for operations in listed for each in operations or () for kind in each], count))
+        drawn = iter(
+            columns([kind for operations in listed for each in operations or () for kind in each], count)
+        )
         mine = [[[next(drawn) for _ in each] for each in operations or ()] for operations in listed]
     found: list[Numbers] = []
     for numbers, (_, start) in zip(mine, program.calls, strict=True):

@@ -20,7 +20,9 @@ PLACES = ((0, 1, 2, 2, 1, 0), (1, 0, 0, 1, 2, 2), (2, 2, 1, 0, 0, 1))
 
 class _Tables(NamedTuple):
     hue: Tensor  # [3 * 256 * 256] by the highest channel and the two distances below it, the increasing one first
-    saturation: Tensor  # [256 * 256] by the highest channel and the spread: a fraction, rounded through a byte
+    saturation: (
+        Tensor  # [256 * 256] by the highest channel and the spread: a fraction, rounded through a byte
+    )
     lowest: Tensor  # [256 * 256] with the same index: the lowest channel of the result
     part: Tensor  # [256] by the hue: the position in its sixth, from the end in every other one
     single: Tensor  # [256] by the hue: whether C multiplies by it in single precision
@@ -34,12 +36,18 @@ def _tables() -> _Tables:
     up, down = steps[:, None], steps
     spread = torch.maximum(up, down).clamp(min=1)
     up, down = up / spread, down / spread
-    branches = [up - down, (2.0 + up.double() - down.double()).float(), (4.0 + up.double() - down.double()).float()]
+    branches = [
+        up - down,
+        (2.0 + up.double() - down.double()).float(),
+        (4.0 + up.double() - down.double()).float(),
+    ]
     circle = torch.stack(branches).double().div(6.0).add(1.0).fmod(1.0).float()
     hue = circle.double().mul(255.0).int().flatten()
 
     highest, spread = steps[:, None], steps
-    saturation = (spread / highest.clamp(min=1)).double().mul(255.0).floor().clamp(max=255).div(255.0).float().double()
+    saturation = (
+        (spread / highest.clamp(min=1)).double().mul(255.0).floor().clamp(max=255).div(255.0).float().double()
+    )
     lowest = ((1.0 - saturation) * highest.double() + 0.5).floor().float()
 
     sixths = steps.double() * 6.0 / 255.0
@@ -47,7 +55,14 @@ def _tables() -> _Tables:
     part = (sixths - sector).float().double()
     sector = sector.long() % 6  # a hue of 255 is the full circle
     single = sector % 2 == 1
-    return _Tables(hue, saturation.flatten(), lowest.flatten(), torch.where(single, part, 1.0 - part), single, torch.tensor(PLACES)[:, sector])
+    return _Tables(
+        hue,
+        saturation.flatten(),
+        lowest.flatten(),
+        torch.where(single, part, 1.0 - part),
+        single,
+        torch.tensor(PLACES)[:, sector],
+    )
 
 
 def turn_bytes(images: Tensor, turns: Tensor) -> Tensor:
@@ -80,7 +95,9 @@ def turn_tensor(images: Tensor, turns: Tensor, v2: bool) -> Tensor:
     grey = highest == lowest
     spread = highest - lowest
     saturation = spread / torch.where(grey, 1.0, highest)
-    red, green, blue = ((highest.unsqueeze(1) - images) / torch.where(grey, 1.0, spread).unsqueeze(1)).unbind(1)
+    red, green, blue = ((highest.unsqueeze(1) - images) / torch.where(grey, 1.0, spread).unsqueeze(1)).unbind(
+        1
+    )
     is_red, is_green = images[:, 0] == highest, images[:, 1] == highest
     hue = torch.where(is_red, blue - green, torch.where(is_green, red + 2.0 - blue, green + 4.0 - red))
     hue = hue.mul_(1.0 / 6.0) if v2 else divide_in_place(hue, 6)

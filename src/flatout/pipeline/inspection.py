@@ -43,7 +43,11 @@ def inspection_copy(dataset: Any, depth: int = 0) -> Any:
 def _is_own(value: Any) -> bool:
     """Return whether a value is a callable object of the program's own class, such as a transform wrapper."""
     kind = type(value)
-    plain = kind.__reduce_ex__ is object.__reduce_ex__ and "__del__" not in dir(kind) and not any("__slots__" in vars(base) for base in kind.__mro__[:-1])
+    plain = (
+        kind.__reduce_ex__ is object.__reduce_ex__
+        and "__del__" not in dir(kind)
+        and not any("__slots__" in vars(base) for base in kind.__mro__[:-1])
+    )
     module = kind.__module__.partition(".")[0]
     is_object = hasattr(value, "__dict__") and not isinstance(value, type) and module not in LIBRARIES
     return is_object and plain and any("__call__" in vars(base) for base in kind.__mro__)

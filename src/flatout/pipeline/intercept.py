@@ -92,7 +92,9 @@ class _Interception:
         if self._patches is None:
             return
         found = [kind for kind in _classes() if kind not in self._classes]
-        plain = {kind: kind.__call__ for kind in found}  # read all before changing any: one may inherit from another
+        plain = {
+            kind: kind.__call__ for kind in found
+        }  # read all before changing any: one may inherit from another
         for kind in found:
             wrap = _by_keyword if kind.__module__.startswith("albumentations") else _by_position
             self._patches.set(kind, "__call__", wrap(kind, plain[kind]))
@@ -122,15 +124,27 @@ INTERCEPTION = _Interception()
 def _classes() -> list[type]:
     """Return the transform classes of the imported libraries."""
     found: list[type] = []
-    for module, is_one in (("torchvision.transforms.transforms", _is_v1), ("torchvision.transforms.v2", _is_module),
-                           ("albumentations.core.composition", _is_albumentations), ("kornia.augmentation", _is_module)):
+    for module, is_one in (
+        ("torchvision.transforms.transforms", _is_v1),
+        ("torchvision.transforms.v2", _is_module),
+        ("albumentations.core.composition", _is_albumentations),
+        ("kornia.augmentation", _is_module),
+    ):
         names = vars(sys.modules[module]) if module in sys.modules else {}
-        found += [value for name, value in names.items() if isinstance(value, type) and not name.startswith("_") and is_one(value, module.partition(".")[0])]
+        found += [
+            value
+            for name, value in names.items()
+            if isinstance(value, type)
+            and not name.startswith("_")
+            and is_one(value, module.partition(".")[0])
+        ]
     return list(dict.fromkeys(found))
 
 
 def _is_v1(kind: type, package: str) -> bool:
-    return kind.__module__ == "torchvision.transforms.transforms" and any("__call__" in vars(base) for base in kind.__mro__)
+    return kind.__module__ == "torchvision.transforms.transforms" and any(
+        "__call__" in vars(base) for base in kind.__mro__
+    )
 
 
 def _is_module(kind: type, package: str) -> bool:

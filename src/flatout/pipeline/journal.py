@@ -84,7 +84,9 @@ class DrawJournal:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        self.in_order = self.in_order and self._state is not None and torch.equal(torch.get_rng_state(), self._state)
+        self.in_order = (
+            self.in_order and self._state is not None and torch.equal(torch.get_rng_state(), self._state)
+        )
         period = _period(waiting)
         listed = [listed_draws(each.operations, each.shape) for each in waiting[:period]]
         if period == 0 or any(each is None for each in listed):
@@ -94,7 +96,9 @@ class DrawJournal:
             return
         kinds = [kind for operations in listed for each in operations or () for kind in each]
         drawn = iter(columns(kinds, len(waiting) // period))
-        blocks: list[list[Sequence[Any]]] = [[[next(drawn) for _ in each] for each in operations or ()] for operations in listed]
+        blocks: list[list[Sequence[Any]]] = [
+            [[next(drawn) for _ in each] for each in operations or ()] for operations in listed
+        ]
         for at, draws in enumerate(waiting):
             draws.block, draws.place = blocks[at % period], at // period
 

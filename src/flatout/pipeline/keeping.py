@@ -36,7 +36,9 @@ class CacheOptions:
     handed_on: SharedSamples | None = None  # where the programs of a search share the samples kept ahead
 
 
-def proved_store(copy: Any, fetched: Callable[[int], Any], keep: CacheOptions, shared: bool, own: Sequence[Any]) -> Store:
+def proved_store(
+    copy: Any, fetched: Callable[[int], Any], keep: CacheOptions, shared: bool, own: Sequence[Any]
+) -> Store:
     """Return a store, after checking that samples are the same each time. Raises Unknown if they are not.
 
     ``copy`` is a copy of the data set for inspection. ``fetched`` returns a sample of it in its kept form,
@@ -46,7 +48,9 @@ def proved_store(copy: Any, fetched: Callable[[int], Any], keep: CacheOptions, s
     samples = {index: fetched(index) for index in spread(length, PROVED)}
     store = Store(next(iter(samples.values())), length, keep.memory.left_bytes, shared, keep.folder)
     if store.rows < min(length, PROVED):
-        raise NotBatchable(f"a sample takes {store.row_bytes} bytes, and hardly any fits into the {keep.memory.left_bytes} that are left")
+        raise NotBatchable(
+            f"a sample takes {store.row_bytes} bytes, and hardly any fits into the {keep.memory.left_bytes} that are left"
+        )
     contents, attributes = DatasetState(copy), dict(getattr(copy, "__dict__", {}))
     for index, sample in samples.items():
         again = fetched(index)
@@ -59,7 +63,11 @@ def proved_store(copy: Any, fetched: Callable[[int], Any], keep: CacheOptions, s
             if not store.holds(index, again):
                 raise NotBatchable("a sample is not the same each time it is fetched")
     now = getattr(copy, "__dict__", {})
-    if contents.changed() or now.keys() != attributes.keys() or any(now[name] is not value for name, value in attributes.items()):
+    if (
+        contents.changed()
+        or now.keys() != attributes.keys()
+        or any(now[name] is not value for name, value in attributes.items())
+    ):
         raise NotBatchable("the data set changes each time a sample is fetched")
     keep.memory.left_bytes -= store.bytes
     return store

@@ -63,7 +63,9 @@ class SampleRecorder:
         pipeline = self._pipelines.of(parent, transform)
         if pipeline is None:
             if parent is not None:
-                self._why_not = f"{type(transform).__name__} accesses an image that is computed only with its batch"
+                self._why_not = (
+                    f"{type(transform).__name__} accesses an image that is computed only with its batch"
+                )
             with recording(None):
                 return plain(transform, image)
         with recording(None):
@@ -82,7 +84,7 @@ class SampleRecorder:
         work: DeferredWork = vars(image)["pending"]
         self._why_not = f"the data set looks at the images that {work.pipeline.name} returns"
         value = work.pixels
-        for step in work.pipeline.steps[work.pipeline.kept:]:
+        for step in work.pipeline.steps[work.pipeline.kept :]:
             value = step(value)
         materialize(image, value)
 
@@ -111,14 +113,14 @@ class SampleRecorder:
 
     def _begun(self, pipeline: TransformPipeline, image: Any) -> Any:
         lowered = pipeline.lowered
-        key = id(image), *map(id, pipeline.steps[:pipeline.kept])
+        key = id(image), *map(id, pipeline.steps[: pipeline.kept])
         if key not in self._known:
             self._alive.append(image)
-            for step in pipeline.steps[:pipeline.kept]:
+            for step in pipeline.steps[: pipeline.kept]:
                 image = step(image)
             if lowered is not None and pipeline.kept == pipeline.start and form_of(image) != lowered.entry:
                 self._why_not = "an image differs in kind from those that its pipeline was read with"
-            if all(map(_reads_pixels_alone, pipeline.steps[pipeline.kept:])):
+            if all(map(_reads_pixels_alone, pipeline.steps[pipeline.kept :])):
                 image = _bare(image)
             self._known[key] = len(self._sources)
             self._sources.append(image)
@@ -159,7 +161,9 @@ def _made_by(value: Any) -> tuple[TransformPipeline | None, int]:
 def _reads_pixels_alone(step: Any) -> bool:
     """Return whether a step is a torchvision transform that runs no function of the program."""
     inner = getattr(step, "transforms", ())
-    return name_of(step)[3:] not in ("", "Lambda") and all(map(_reads_pixels_alone, inner if isinstance(inner, (list, tuple)) else ()))
+    return name_of(step)[3:] not in ("", "Lambda") and all(
+        map(_reads_pixels_alone, inner if isinstance(inner, (list, tuple)) else ())
+    )
 
 
 def _bare(image: Any) -> Any:
@@ -170,7 +174,9 @@ def _bare(image: Any) -> Any:
     return image
 
 
-def replayed(kept: tuple[Any, tuple[Any, ...], ReplayProgram], pipelines: Pipelines, recorder: Deferring) -> Any:
+def replayed(
+    kept: tuple[Any, tuple[Any, ...], ReplayProgram], pipelines: Pipelines, recorder: Deferring
+) -> Any:
     """Rebuild a kept sample by making its calls again."""
     structure, sources, program = kept
     results: list[Any] = []

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from flatout.pipeline import affine, choose, color, erase, readers, resample, tone
 from flatout.pipeline.draws import BulkNumbers, Numbers, columns, understood
-from flatout.pipeline.operation import BatchOperation, ImageForm, ImageShape, NotBatchable, listed_draws, row_of, rows_together
+from flatout.pipeline.operation import (
+    BatchOperation,
+    ImageForm,
+    ImageShape,
+    NotBatchable,
+    listed_draws,
+    row_of,
+    rows_together,
+)
 from flatout.pipeline.operations import joined
 from flatout.pipeline.streams import same_states, states
 
@@ -42,11 +50,11 @@ class Lowered:
 
     @property
     def tail(self) -> tuple[Any, ...]:
-        return self.steps[self.end:]
+        return self.steps[self.end :]
 
     @property
     def head(self) -> tuple[Any, ...]:
-        return self.steps[:self.start]
+        return self.steps[: self.start]
 
     @property
     def draws(self) -> bool:
@@ -65,7 +73,9 @@ class Lowered:
         """Return the numbers of one image, with an entry for each operation."""
         return row_of(self.operations, shape, words)
 
-    def draw(self, shape: ImageShape, rows: int, generator: torch.Generator | None = None) -> list[Sequence[Any]]:
+    def draw(
+        self, shape: ImageShape, rows: int, generator: torch.Generator | None = None
+    ) -> list[Sequence[Any]]:
         """Return the numbers of a batch, drawn in the order of single images."""
         listed = listed_draws(self.operations, shape)
         if listed is None:
@@ -80,10 +90,15 @@ class Lowered:
 
     def run(self, images: Tensor, numbers: Sequence[Sequence[Any]]) -> Tensor:
         """Run the operations on images [B, C, H, W]. The result is contiguous."""
-        images = images.contiguous()  # channels first, so that windows, flips and floats are long runs of memory
+        images = (
+            images.contiguous()
+        )  # channels first, so that windows, flips and floats are long runs of memory
         for operation, mine in zip(self.operations, numbers, strict=True):
             if images.device.type != "cpu":
-                mine = [each.to(images.device, non_blocking=True) if isinstance(each, Tensor) else each for each in mine]
+                mine = [
+                    each.to(images.device, non_blocking=True) if isinstance(each, Tensor) else each
+                    for each in mine
+                ]
             images = operation(images, mine)
         return images.contiguous()
 
@@ -117,12 +132,24 @@ def read(transform: Any, form: ImageForm) -> Sequence[BatchOperation]:
         found = READERS[name](transform, form)
     except NotBatchable as why:
         raise NotBatchable(f"{type(transform).__name__} runs on single images: {why}") from why
-    except (AttributeError, TypeError, ValueError) as error:  # another torchvision version may have different attributes
+    except (
+        AttributeError,
+        TypeError,
+        ValueError,
+    ) as error:  # another torchvision version may have different attributes
         raise NotBatchable(f"{type(transform).__name__} could not be read ({error})") from error
     return [found] if isinstance(found, BatchOperation) else list(found)
 
 
-READERS = {**readers.READERS, **color.READERS, **tone.READERS, **resample.READERS, **affine.READERS, **erase.READERS, **choose.readers(read)}
+READERS = {
+    **readers.READERS,
+    **color.READERS,
+    **tone.READERS,
+    **resample.READERS,
+    **affine.READERS,
+    **erase.READERS,
+    **choose.readers(read),
+}
 
 
 def lower(transform: Any, images: Sequence[Any], light: bool = False, unfinished: bool = False) -> Lowered:
@@ -150,13 +177,23 @@ def lower(transform: Any, images: Sequence[Any], light: bool = False, unfinished
             reasons["its transforms may change the images of the data set in place"] = None
             continue
         found = _run_from(steps, start, form, light, reasons, unfinished)
-        if found is not None and any(drawing[found.end:]):  # it would draw only after all images have drawn for the operations
-            reasons[f"{type(steps[drawing.index(True, found.end)]).__name__} draws random numbers after the transforms that could run on a batch"] = None
+        if found is not None and any(
+            drawing[found.end :]
+        ):  # it would draw only after all images have drawn for the operations
+            reasons[
+                f"{type(steps[drawing.index(True, found.end)]).__name__} draws random numbers after the transforms that could run on a batch"
+            ] = None
             continue
-        if found is not None and (best is None or found.end - found.start >= best.end - best.start) and not (best and found.end == best.end):
+        if (
+            found is not None
+            and (best is None or found.end - found.start >= best.end - best.start)
+            and not (best and found.end == best.end)
+        ):
             best = found
     if best is None:
-        raise NotBatchable(next(reversed(reasons), "its images differ in size or kind, or their kind is unknown"))
+        raise NotBatchable(
+            next(reversed(reasons), "its images differ in size or kind, or their kind is unknown")
+        )
     return best
 
 
@@ -169,7 +206,15 @@ def extended(before: Lowered, transform: Any, light: bool = False) -> Lowered:
     reasons: dict[str, None] = dict.fromkeys(before.reasons)
     end = len(before.steps)
     if before.tail:
-        return Lowered((*before.steps, *steps), before.start, before.end, before.operations, before.entry, form, before.reasons)
+        return Lowered(
+            (*before.steps, *steps),
+            before.start,
+            before.end,
+            before.operations,
+            before.entry,
+            form,
+            before.reasons,
+        )
     for step in steps:
         try:
             more = read(step, form)
@@ -187,15 +232,24 @@ def extended(before: Lowered, transform: Any, light: bool = False) -> Lowered:
     if end < len(every) and (form.kind != "tensor" or form.tv):
         raise NotBatchable(next(reversed(reasons)))
     # The draws of earlier calls belong to their operations, so those are not joined with the new ones.
-    behind = joined(operations[len(before.operations):])
-    return Lowered(every, before.start, end, (*before.operations, *behind), before.entry, form, tuple(reasons))
+    behind = joined(operations[len(before.operations) :])
+    return Lowered(
+        every, before.start, end, (*before.operations, *behind), before.entry, form, tuple(reasons)
+    )
 
 
 def _left(step: Any) -> str:
     return f'{type(step).__name__} runs on single images, because the value is "light"'
 
 
-def _run_from(steps: Sequence[Any], start: int, entry: ImageForm, light: bool, reasons: dict[str, None], unfinished: bool = False) -> Lowered | None:
+def _run_from(
+    steps: Sequence[Any],
+    start: int,
+    entry: ImageForm,
+    light: bool,
+    reasons: dict[str, None],
+    unfinished: bool = False,
+) -> Lowered | None:
     """Return the longest run from here that ends in tensors: any next step can take rows of a batch."""
     form, operations, found = entry, [], None
     for at in range(start, len(steps)):
@@ -235,7 +289,10 @@ def deterministic(steps: Sequence[Any], images: Iterable[Any]) -> int:
 
 def _describe(images: Sequence[Any]) -> tuple[ImageForm | None, bool]:
     """Return the common form of the images (or None), and whether they have one shape."""
-    forms, shapes = {form_of(image) for image in images}, {shape_of(image) if form_of(image) else None for image in images}
+    forms, shapes = (
+        {form_of(image) for image in images},
+        {shape_of(image) if form_of(image) else None for image in images},
+    )
     return (forms.pop() if len(forms) == 1 else None), len(shapes) == 1
 
 
@@ -243,8 +300,16 @@ def form_of(image: Any) -> ImageForm | None:
     """Return the form of an image, or None if its kind is unknown."""
     if isinstance(image, Tensor):
         tv = type(image).__module__.startswith("torchvision.tv_tensors")
-        known = (type(image) is Tensor or (tv and type(image).__name__ == "Image")) and image.dim() == 3 and image.layout == torch.strided
-        return ImageForm("tensor", image.dtype, tv=tv) if known and image.device.type == "cpu" and not image.requires_grad else None
+        known = (
+            (type(image) is Tensor or (tv and type(image).__name__ == "Image"))
+            and image.dim() == 3
+            and image.layout == torch.strided
+        )
+        return (
+            ImageForm("tensor", image.dtype, tv=tv)
+            if known and image.device.type == "cpu" and not image.requires_grad
+            else None
+        )
     if type(image).__module__.split(".")[0] == "PIL":
         return ImageForm("pil", mode=image.mode) if image.mode in PIL_MODES else None
     if type(image).__module__ == "numpy" and type(image).__name__ == "ndarray":
@@ -270,7 +335,9 @@ def copied(image: Any) -> Any:
 
 def same_pixels(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
-        return bool(torch.equal(torch.nan_to_num(a.as_subclass(Tensor)), torch.nan_to_num(b.as_subclass(Tensor))))
+        return bool(
+            torch.equal(torch.nan_to_num(a.as_subclass(Tensor)), torch.nan_to_num(b.as_subclass(Tensor)))
+        )
     if hasattr(a, "getbands"):
         return bool(a.tobytes() == b.tobytes())
     return bool(a.tobytes() == b.tobytes()) if type(a).__name__ == "ndarray" else True

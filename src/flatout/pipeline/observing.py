@@ -69,7 +69,15 @@ class CallObserver:
         with recording(None):
             result = plain(transform, given)
         parent = self._made.get(id(image), (None, None))[1]
-        call = TransformCall(transform, parent, entered, copied(result), before, states(self._own), not same_pixels(entered, given))
+        call = TransformCall(
+            transform,
+            parent,
+            entered,
+            copied(result),
+            before,
+            states(self._own),
+            not same_pixels(entered, given),
+        )
         self.calls.append(call)
         self._made[id(result)] = result, call
         return result
@@ -79,7 +87,11 @@ class CallObserver:
 
 
 def is_image(thing: Any) -> bool:
-    return isinstance(thing, Tensor) or hasattr(thing, "getbands") or (type(thing).__module__ == "numpy" and type(thing).__name__ == "ndarray")
+    return (
+        isinstance(thing, Tensor)
+        or hasattr(thing, "getbands")
+        or (type(thing).__module__ == "numpy" and type(thing).__name__ == "ndarray")
+    )
 
 
 @dataclass
@@ -111,11 +123,22 @@ class PipelineReader:
             for parent in _of_call(pipelines, call.parent):
                 if (id(parent), id(call.transform)) not in tried:
                     tried.add((id(parent), id(call.transform)))
-                    group = [other for other in calls if other.transform is call.transform and parent in _of_call(pipelines, other.parent)]
+                    group = [
+                        other
+                        for other in calls
+                        if other.transform is call.transform and parent in _of_call(pipelines, other.parent)
+                    ]
                     self._try(pipelines, parent, group, id(call.transform) in fed, reasons)
         return list(reasons)
 
-    def _try(self, pipelines: Pipelines, parent: TransformPipeline | None, group: list[TransformCall], feeds: bool, reasons: dict[str, None]) -> None:
+    def _try(
+        self,
+        pipelines: Pipelines,
+        parent: TransformPipeline | None,
+        group: list[TransformCall],
+        feeds: bool,
+        reasons: dict[str, None],
+    ) -> None:
         """Add the pipeline of these calls, if any."""
         transform = group[0].transform
         lowered = None
@@ -126,8 +149,14 @@ class PipelineReader:
                 reasons[ONE_BY_ONE.get(package_of(transform), str(why))] = None
         if lowered is None and (not self.keeping or (parent is not None and parent.lowered is not None)):
             return
-        if lowered is not None and lowered.exit.kind == "tensor" and {type(call.result) for call in group} == {Tensor}:
-            lowered = replace(lowered, exit=replace(lowered.exit, tv=False))  # v1 turns torchvision's images into plain tensors
+        if (
+            lowered is not None
+            and lowered.exit.kind == "tensor"
+            and {type(call.result) for call in group} == {Tensor}
+        ):
+            lowered = replace(
+                lowered, exit=replace(lowered.exit, tv=False)
+            )  # v1 turns torchvision's images into plain tensors
         pipeline = self._pipeline(len(pipelines.found), parent, transform, lowered, group)
         if lowered is not None:
             why_not = _misread(pipeline, group, self.own)
@@ -157,17 +186,36 @@ class PipelineReader:
             raise NotBatchable("none of its transforms makes a tensor")
         return found
 
-    def _pipeline(self, number: int, parent: TransformPipeline | None, transform: Any, lowered: Lowered | None, group: list[TransformCall]) -> TransformPipeline:
+    def _pipeline(
+        self,
+        number: int,
+        parent: TransformPipeline | None,
+        transform: Any,
+        lowered: Lowered | None,
+        group: list[TransformCall],
+    ) -> TransformPipeline:
         mine = steps_of(transform)
         steps = (*(parent.steps if parent is not None else ()), *mine)
         start = lowered.start if lowered is not None else len(steps)
         kept = parent.kept if parent is not None else 0
         if parent is None and self.keeping:
             kept = deterministic(steps[:start], [copied(call.image) for call in group])
-        read = steps[start:lowered.end] if lowered is not None else ()
-        tensors = [call.result for call in group if isinstance(call.result, Tensor) and call.result.dim() == 3]
+        read = steps[start : lowered.end] if lowered is not None else ()
+        tensors = [
+            call.result for call in group if isinstance(call.result, Tensor) and call.result.dim() == 3
+        ]
         permuted = bool(tensors) and all(_is_permuted(each) for each in tensors)
-        return TransformPipeline(number, parent, transform, steps, kept, start, lowered, parameters_of(transform, (*steps[:kept], *read)), permuted)
+        return TransformPipeline(
+            number,
+            parent,
+            transform,
+            steps,
+            kept,
+            start,
+            lowered,
+            parameters_of(transform, (*steps[:kept], *read)),
+            permuted,
+        )
 
 
 def _is_permuted(image: Tensor) -> bool:
@@ -186,8 +234,10 @@ def _misread(pipeline: TransformPipeline, calls: Sequence[TransformCall], own: S
     """Return why a pipeline does not reproduce its calls' images and random numbers, or an empty string."""
     line = pipeline.line
     for call in calls:
-        chain = call.chain[-len(line):]
-        if len(chain) < len(line) or any(each.transform is not link.transform for each, link in zip(chain, line, strict=True)):
+        chain = call.chain[-len(line) :]
+        if len(chain) < len(line) or any(
+            each.transform is not link.transform for each, link in zip(chain, line, strict=True)
+        ):
             continue
         recorder = Deferring(Pipelines(), at_once=True)
         image = copied(chain[0].image)

@@ -114,7 +114,9 @@ def row_of(operations: Sequence[BatchOperation], shape: ImageShape, words: Numbe
     return found
 
 
-def rows_together(operations: Sequence[BatchOperation], rows: Sequence[list[Any]], shape: ImageShape) -> list[Sequence[Any]]:
+def rows_together(
+    operations: Sequence[BatchOperation], rows: Sequence[list[Any]], shape: ImageShape
+) -> list[Sequence[Any]]:
     """Convert rows of numbers to the operations' format: columns, except where the count is not fixed."""
     found: list[Sequence[Any]] = []
     for at, operation in enumerate(operations):

@@ -26,7 +26,12 @@ class Flip(BatchOperation):
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
         flipped = images.flip(self.axis).unbind()
         chosen = (numbers[0] < self.p).tolist()
-        return torch.stack([other if flip else image for image, other, flip in zip(images.unbind(), flipped, chosen, strict=True)])
+        return torch.stack(
+            [
+                other if flip else image
+                for image, other, flip in zip(images.unbind(), flipped, chosen, strict=True)
+            ]
+        )
 
 
 @dataclass(frozen=True)
@@ -41,9 +46,15 @@ class Pad(BatchOperation):
     fill: tuple[float, ...] = (0,)
 
     def shape(self, shape: ImageShape) -> ImageShape:
-        if self.mode == "reflect" and (max(self.top, self.bottom) >= shape.height or max(self.left, self.right) >= shape.width):
-            raise ValueError(f"{self} reflects more pixels than an image of {shape.height} x {shape.width} has")
-        return ImageShape(shape.channels, shape.height + self.top + self.bottom, shape.width + self.left + self.right)
+        if self.mode == "reflect" and (
+            max(self.top, self.bottom) >= shape.height or max(self.left, self.right) >= shape.width
+        ):
+            raise ValueError(
+                f"{self} reflects more pixels than an image of {shape.height} x {shape.width} has"
+            )
+        return ImageShape(
+            shape.channels, shape.height + self.top + self.bottom, shape.width + self.left + self.right
+        )
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
         batch, *dimensions = images.shape
@@ -56,8 +67,12 @@ class Pad(BatchOperation):
         if len(self.fill) == 1:
             padded = images.new_full((batch, *new), self.fill[0])
         else:
-            padded = torch.tensor(self.fill, dtype=images.dtype, device=images.device).view(-1, 1, 1).repeat(batch, 1, new.height, new.width)
-        padded[:, :, self.top:self.top + old.height, self.left:self.left + old.width] = images
+            padded = (
+                torch.tensor(self.fill, dtype=images.dtype, device=images.device)
+                .view(-1, 1, 1)
+                .repeat(batch, 1, new.height, new.width)
+            )
+        padded[:, :, self.top : self.top + old.height, self.left : self.left + old.width] = images
         return padded
 
 
@@ -106,11 +121,15 @@ class Window(BatchOperation):
 
     def draws(self, shape: ImageShape) -> tuple[Draw, ...]:
         rows, columns = self._drawn(shape)
-        return (Integer(shape.height - self.height + 1),) * rows + (Integer(shape.width - self.width + 1),) * columns
+        return (Integer(shape.height - self.height + 1),) * rows + (
+            Integer(shape.width - self.width + 1),
+        ) * columns
 
     def shape(self, shape: ImageShape) -> ImageShape:
         if shape.height < self.height or shape.width < self.width:
-            raise ValueError(f"a crop of {self.height} x {self.width} does not fit into an image of {shape.height} x {shape.width}")
+            raise ValueError(
+                f"a crop of {self.height} x {self.width} does not fit into an image of {shape.height} x {shape.width}"
+            )
         return ImageShape(shape.channels, self.height, self.width)
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
@@ -129,9 +148,13 @@ class Window(BatchOperation):
         _, channels, height, width = images[0].shape
         sizes, strides = (1, channels, self.height, self.width), (0, height * width, width, 1)
         each = channels * height * width
-        views = [image.as_strided(sizes, strides, image.storage_offset() + row * each + down * width + right)
-                 for row, (image, down, right) in enumerate(zip(images, top, side, strict=True))]
-        return torch.cat(views)  # twice as fast as gathering from an unfolded view: a few long copies per window
+        views = [
+            image.as_strided(sizes, strides, image.storage_offset() + row * each + down * width + right)
+            for row, (image, down, right) in enumerate(zip(images, top, side, strict=True))
+        ]
+        return torch.cat(
+            views
+        )  # twice as fast as gathering from an unfolded view: a few long copies per window
 
 
 @dataclass(frozen=True)
@@ -153,7 +176,9 @@ class FlippedWindow(BatchOperation):
         top, side = self.window.corners(images, numbers[:-1])
         most = images.shape[-1] - self.window.width
         sources = [mirrored if flip else images for flip in chosen]
-        return self.window.cut(sources, top, [most - right if flip else right for right, flip in zip(side, chosen, strict=True)])
+        return self.window.cut(
+            sources, top, [most - right if flip else right for right, flip in zip(side, chosen, strict=True)]
+        )
 
 
 @dataclass(frozen=True)
@@ -173,7 +198,7 @@ class CenterPart(BatchOperation):
             images = Pad(columns // 2, rows // 2, (columns + 1) // 2, (rows + 1) // 2)(images, numbers)
             height, width = images.shape[2:]
         top, left = round((height - self.height) / 2.0), round((width - self.width) / 2.0)
-        return images[:, :, top:top + self.height, left:left + self.width]
+        return images[:, :, top : top + self.height, left : left + self.width]
 
 
 @dataclass(frozen=True)
@@ -228,7 +253,10 @@ class Normalize(BatchOperation):
         return 1.0 / min(map(abs, self.deviation))
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
-        mean, deviation = (torch.tensor(each, dtype=images.dtype, device=images.device).view(-1, 1, 1) for each in (self.mean, self.deviation))
+        mean, deviation = (
+            torch.tensor(each, dtype=images.dtype, device=images.device).view(-1, 1, 1)
+            for each in (self.mean, self.deviation)
+        )
         return images.sub(mean).div_(deviation)
 
 

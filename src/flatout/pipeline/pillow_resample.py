@@ -69,7 +69,12 @@ def _lanczos(x: float) -> float:
 
 
 FILTERS: dict[str, tuple[Callable[[float], float], float]] = {  # with their support
-    "box": (_box, 0.5), "bilinear": (_bilinear, 1.0), "hamming": (_hamming, 1.0), "bicubic": (_bicubic, 2.0), "lanczos": (_lanczos, 3.0)}
+    "box": (_box, 0.5),
+    "bilinear": (_bilinear, 1.0),
+    "hamming": (_hamming, 1.0),
+    "bicubic": (_bicubic, 2.0),
+    "lanczos": (_lanczos, 3.0),
+}
 
 
 @lru_cache(maxsize=2048)
@@ -110,7 +115,9 @@ def nearest(length: int, size: int) -> Tensor:
     return torch.tensor(found)
 
 
-def resample(images: Tensor, boxes: Sequence[CropBox], height: int, width: int, name: str, tall_first: bool) -> Tensor:
+def resample(
+    images: Tensor, boxes: Sequence[CropBox], height: int, width: int, name: str, tall_first: bool
+) -> Tensor:
     """Resample byte images [B, C, H, W] with one box, or one per image. ``name`` is "nearest" or a filter.
 
     ``tall_first`` says whether Pillow resamples columns first if they shrink by more than twice as many
@@ -124,18 +131,22 @@ def resample(images: Tensor, boxes: Sequence[CropBox], height: int, width: int, 
     for way in (False, True):
         chosen = [row for row in range(batch) if upright[row if len(boxes) > 1 else 0] is way]
         for begin in range(0, len(chosen), step):
-            here = chosen[begin:begin + step]
+            here = chosen[begin : begin + step]
             theirs = [boxes[row] for row in here] if len(boxes) > 1 else list(boxes)
             if name == "nearest":
                 lines = torch.stack([nearest(box.height, height) + box.top for box in theirs])
                 places = torch.stack([nearest(box.width, width) + box.left for box in theirs])
-                resampled[here] = pixels[torch.tensor(here).view(-1, 1, 1), lines.unsqueeze(2), places.unsqueeze(1)]
+                resampled[here] = pixels[
+                    torch.tensor(here).view(-1, 1, 1), lines.unsqueeze(2), places.unsqueeze(1)
+                ]
                 continue
             top, bottom = min(box.top for box in theirs), max(box.top + box.height for box in theirs)
             part = pixels[here, top:bottom]
             down = name, height, [box.height for box in theirs], [box.top - top for box in theirs]
             across = name, width, [box.width for box in theirs], [box.left for box in theirs]
-            resampled[here] = _across(_down(part, *down), *across) if way else _down(_across(part, *across), *down)
+            resampled[here] = (
+                _across(_down(part, *down), *across) if way else _down(_across(part, *across), *down)
+            )
     return resampled.permute(0, 3, 1, 2)
 
 
@@ -161,7 +172,12 @@ def _resampled(lines: Tensor, name: str, size: int, lengths: Sequence[int], offs
     blocks, window = bands.shape[1], bands.shape[3]
     at = (first[which] + torch.tensor(offsets).unsqueeze(1)).unsqueeze(2) + torch.arange(window)
     at = at.clamp_(max=count - 1) + torch.arange(batch).mul_(count).view(-1, 1, 1)
-    windows = lines.reshape(batch * count, breadth).index_select(0, at.flatten()).to(bands.dtype).view(batch, blocks, window, breadth)
+    windows = (
+        lines.reshape(batch * count, breadth)
+        .index_select(0, at.flatten())
+        .to(bands.dtype)
+        .view(batch, blocks, window, breadth)
+    )
     sums = torch.matmul(bands[which], windows).view(batch, blocks, 2, -1, breadth)
     high, low = sums.unbind(2)
     low.add_(1 << (BITS - 1)).mul_(1 / LOW).floor_()
@@ -174,12 +190,18 @@ def _bands(name: str, size: int, lengths: tuple[int, ...]) -> tuple[Tensor, Tens
     reach = max(weights.shape[1] for _, weights in each)
     block = min(BLOCK, size)
     missing = -size % block
-    starts = torch.stack([torch.cat((start, start[-1:].expand(missing))) for start, _ in each]).view(len(each), -1, block)
+    starts = torch.stack([torch.cat((start, start[-1:].expand(missing))) for start, _ in each]).view(
+        len(each), -1, block
+    )
     weights = torch.stack([pad(weights, (0, reach - weights.shape[1], 0, missing)) for _, weights in each])
     first = starts[:, :, 0]
     inside = (starts - first.unsqueeze(2)).unsqueeze(3) + torch.arange(reach)
     high = weights.add(LOW // 2).div_(LOW, rounding_mode="floor")
-    parts = torch.stack((high, weights - high * LOW), dim=1).view(len(each), 2, *inside.shape[1:]).transpose(1, 2)
-    bands = torch.zeros((*parts.shape[:4], int(inside.max()) + 1), dtype=torch.float32 if reach <= LONGEST else torch.float64)
+    parts = (
+        torch.stack((high, weights - high * LOW), dim=1).view(len(each), 2, *inside.shape[1:]).transpose(1, 2)
+    )
+    bands = torch.zeros(
+        (*parts.shape[:4], int(inside.max()) + 1), dtype=torch.float32 if reach <= LONGEST else torch.float64
+    )
     bands.scatter_(4, inside.unsqueeze(2).expand(parts.shape), parts.to(bands.dtype))
     return first, bands.flatten(2, 3)

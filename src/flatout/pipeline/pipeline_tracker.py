@@ -159,7 +159,9 @@ class PipelineTracker:
             self._say(reason)
 
 
-def learned(dataset: Any, collate: Callable[[Any], Any], reading: PipelineReader, say: Callable[[str], None]) -> PipelineTracker:
+def learned(
+    dataset: Any, collate: Callable[[Any], Any], reading: PipelineReader, say: Callable[[str], None]
+) -> PipelineTracker:
     """Learn the pipelines of a data set, from a few samples if possible. Moves random generators."""
     INTERCEPTION.renew()
     following = PipelineTracker(reading, say, late=reading.batched and not reading.keeping)
@@ -174,9 +176,13 @@ def learned(dataset: Any, collate: Callable[[Any], Any], reading: PipelineReader
 def _turn_off(pipeline: TransformPipeline, reasons: list[str]) -> None:
     pipeline.off = True
     if pipeline.alone:
-        reasons.append(f"the program looks at the images that {pipeline.name} returns before their batch is made, so they are computed one by one")
+        reasons.append(
+            f"the program looks at the images that {pipeline.name} returns before their batch is made, so they are computed one by one"
+        )
     else:
-        reasons.append(f"not all images that {pipeline.name} returns enter a batch, so they are computed one by one")
+        reasons.append(
+            f"not all images that {pipeline.name} returns enter a batch, so they are computed one by one"
+        )
 
 
 def _tried(collate: Callable[[Any], Any], samples: Any) -> None:

@@ -39,14 +39,18 @@ class TransformPipeline:
     alone: int = 0  # images computed one by one, because the program accessed them
     together: int = 0  # images computed in batches
     _out: dict[ImageShape, ImageShape | None] = field(default_factory=dict)
-    _entering: dict[Any, tuple[ImageShape, ImageShape] | None] = field(default_factory=dict)  # of PIL images: type, mode and size
+    _entering: dict[Any, tuple[ImageShape, ImageShape] | None] = field(
+        default_factory=dict
+    )  # of PIL images: type, mode and size
 
     def __post_init__(self) -> None:
         mine, before = self.lowered, self.parent.lowered if self.parent is not None else None
-        self.own: tuple[BatchOperation, ...] = mine.operations[len(before.operations) if before is not None else 0:] if mine is not None else ()
+        self.own: tuple[BatchOperation, ...] = (
+            mine.operations[len(before.operations) if before is not None else 0 :] if mine is not None else ()
+        )
         self.draws = any(operation.draws(LARGE) != () for operation in self.own)
         self.no_draws: list[Sequence[Any]] = [[] for _ in self.own]
-        self.own_steps = self.steps[len(self.parent.steps) if self.parent is not None else 0:]
+        self.own_steps = self.steps[len(self.parent.steps) if self.parent is not None else 0 :]
 
     @property
     def line(self) -> list[TransformPipeline]:
@@ -147,17 +151,28 @@ class Pipelines:
     @property
     def changed(self) -> bool:
         """Return whether the program has changed a transform since it was read."""
-        return any(pipeline.parameters.changed() for pipeline in self.found if not pipeline.off) or any(each.changed() for each in self.finished)
+        return any(pipeline.parameters.changed() for pipeline in self.found if not pipeline.off) or any(
+            each.changed() for each in self.finished
+        )
 
     def same_as(self, other: Pipelines) -> bool:
         """Return whether both were read from the same transforms with the same result."""
-        calls = [[(id(pipeline.transform), pipeline.off) for pipeline in each.found] for each in (self, other)]
+        calls = [
+            [(id(pipeline.transform), pipeline.off) for pipeline in each.found] for each in (self, other)
+        ]
         return calls[0] == calls[1] and self.signature() == other.signature()
 
     def signature(self) -> list[tuple[Any, ...]]:
         """Return a signature that is equal in all processes that read the same pipelines."""
-        return [(pipeline.parent.number if pipeline.parent is not None else None, pipeline.kept, pipeline.start, *map(_kind, pipeline.steps))
-                for pipeline in self.found]
+        return [
+            (
+                pipeline.parent.number if pipeline.parent is not None else None,
+                pipeline.kept,
+                pipeline.start,
+                *map(_kind, pipeline.steps),
+            )
+            for pipeline in self.found
+        ]
 
 
 def _kind(step: Any) -> str:
@@ -179,5 +194,9 @@ def _containers(transform: Any) -> list[Any]:
     if type(transform) is torch.nn.Sequential:
         return [vars(transform)["_modules"], *(found for inner in transform for found in _containers(inner))]
     if name_of(transform) in CONTAINERS:
-        return [vars(transform), transform.transforms, *(found for inner in transform.transforms for found in _containers(inner))]
+        return [
+            vars(transform),
+            transform.transforms,
+            *(found for inner in transform.transforms for found in _containers(inner)),
+        ]
     return []

@@ -12,7 +12,17 @@ from typing import Any
 import torch
 
 from flatout.pipeline.operation import BatchOperation, ImageForm, NotBatchable, Reader
-from flatout.pipeline.operations import CenterPart, Convert, Flip, Normalize, Pad, PadTo, ScaleBytes, ToTensor, Window
+from flatout.pipeline.operations import (
+    CenterPart,
+    Convert,
+    Flip,
+    Normalize,
+    Pad,
+    PadTo,
+    ScaleBytes,
+    ToTensor,
+    Window,
+)
 
 MODES = ("constant", "edge", "reflect", "symmetric")
 
@@ -33,7 +43,11 @@ def random_crop(apart_axes: bool) -> Reader:
         if transform.padding is not None:
             left, top, right, bottom = sides(transform.padding)
             # v2 stores left, right, top, bottom; v1 stores the given value
-            steps.append(Pad(left, right, top, bottom, *filling) if apart_axes else Pad(left, top, right, bottom, *filling))
+            steps.append(
+                Pad(left, right, top, bottom, *filling)
+                if apart_axes
+                else Pad(left, top, right, bottom, *filling)
+            )
         if transform.pad_if_needed:
             steps.append(PadTo(height, width, *filling))
         return [*steps, Window(height, width, apart_axes)]
@@ -49,7 +63,10 @@ def center_crop(transform: Any, form: ImageForm) -> BatchOperation:
 def normalize(transform: Any, form: ImageForm) -> BatchOperation:
     if form.kind != "tensor" or not form.dtype.is_floating_point:
         raise NotBatchable("it needs a floating-point tensor")
-    mean, deviation = (tuple(float(v) for v in torch.as_tensor(each).flatten().tolist()) for each in (transform.mean, transform.std))
+    mean, deviation = (
+        tuple(float(v) for v in torch.as_tensor(each).flatten().tolist())
+        for each in (transform.mean, transform.std)
+    )
     if 0 in torch.tensor(deviation, dtype=form.dtype):
         raise NotBatchable("it has a standard deviation of zero")
     return Normalize(mean, deviation)
@@ -111,7 +128,15 @@ def _filling(transform: Any, form: ImageForm) -> tuple[str, tuple[float, ...]]:
         raise NotBatchable(f"it has the padding mode {mode!r}")
     if mode != "constant":
         return mode, (0,)
-    given = (0,) if fill is None else (fill,) if isinstance(fill, Number) else tuple(fill) if isinstance(fill, (tuple, list)) else ("",)
+    given = (
+        (0,)
+        if fill is None
+        else (fill,)
+        if isinstance(fill, Number)
+        else tuple(fill)
+        if isinstance(fill, (tuple, list))
+        else ("",)
+    )
     whole = not form.dtype.is_floating_point
     if any(not isinstance(v, (int, float)) or (whole and (v != int(v) or not 0 <= v <= 255)) for v in given):
         raise NotBatchable(f"it fills with {fill!r}")

@@ -20,7 +20,14 @@ from flatout.pipeline.operation import BatchOperation, ImageForm, ImageShape, No
 from flatout.pipeline.pillow_resample import FILTERS, CropBox, resample
 
 TRIES = 10
-OF_PILLOW = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # in the order of Pillow's constants
+OF_PILLOW = (
+    "nearest",
+    "lanczos",
+    "bilinear",
+    "bicubic",
+    "box",
+    "hamming",
+)  # in the order of Pillow's constants
 
 
 class Resampler(Protocol):
@@ -51,15 +58,21 @@ class TensorResampler:
     def __call__(self, images: Tensor, boxes: Sequence[CropBox], height: int, width: int) -> Tensor:
         if len(set(boxes)) == 1:
             return self._resized(images, boxes[0], height, width)
-        return torch.cat([self._resized(images[row:row + 1], box, height, width) for row, box in enumerate(boxes)])
+        return torch.cat(
+            [self._resized(images[row : row + 1], box, height, width) for row, box in enumerate(boxes)]
+        )
 
     def _resized(self, images: Tensor, box: CropBox, height: int, width: int) -> Tensor:
-        images = images[:, :, box.top:box.top + box.height, box.left:box.left + box.width]
+        images = images[:, :, box.top : box.top + box.height, box.left : box.left + box.width]
         if (box.height, box.width) == (height, width):
             return images
         align_corners = False if self.mode in ("bilinear", "bicubic") else None
-        given = images.to(torch.float32 if self.bytes_as_floats else images.dtype, memory_format=torch.contiguous_format).contiguous()
-        resized = interpolate(given, size=(height, width), mode=self.mode, align_corners=align_corners, antialias=self.antialias)
+        given = images.to(
+            torch.float32 if self.bytes_as_floats else images.dtype, memory_format=torch.contiguous_format
+        ).contiguous()
+        resized = interpolate(
+            given, size=(height, width), mode=self.mode, align_corners=align_corners, antialias=self.antialias
+        )
         if not self.bytes_as_floats:
             return resized
         return (resized.clamp_(0, 255) if self.mode == "bicubic" else resized).round_().to(torch.uint8)
@@ -87,7 +100,9 @@ class Resize(BatchOperation):
         else:
             new_short, new_long = self.size[0], int(self.size[0] * long / short)
             if self.longest is not None and self.longest <= new_short:
-                raise ValueError(f"the limit of the longer side, {self.longest}, must exceed the shorter side, {new_short}")
+                raise ValueError(
+                    f"the limit of the longer side, {self.longest}, must exceed the shorter side, {new_short}"
+                )
             if self.longest is not None and new_long > self.longest:
                 new_short, new_long = int(self.longest * new_short / new_long), self.longest
         height, width = (new_long, new_short) if shape.width <= shape.height else (new_short, new_long)
@@ -96,7 +111,11 @@ class Resize(BatchOperation):
     def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
         old = ImageShape(*images.shape[1:])
         new = self.shape(old)
-        return images if new == old else self.resampler(images, [CropBox(0, 0, old.height, old.width)], new.height, new.width)
+        return (
+            images
+            if new == old
+            else self.resampler(images, [CropBox(0, 0, old.height, old.width)], new.height, new.width)
+        )
 
 
 @dataclass(frozen=True)
@@ -134,7 +153,9 @@ class ResizedCrop(BatchOperation):
         return self.resampler(images, numbers, self.height, self.width)
 
 
-def areas(words: Numbers, scale: Sequence[float], ratio: Sequence[float], whole: int) -> Iterator[tuple[float, float]]:
+def areas(
+    words: Numbers, scale: Sequence[float], ratio: Sequence[float], whole: int
+) -> Iterator[tuple[float, float]]:
     """Yield up to ten areas and aspect ratios, drawn on demand, with torch's rounding of log and exp."""
     low, high = _logarithms(tuple(ratio))
     aspect = torch.empty(1)
@@ -161,29 +182,44 @@ def _resampler(transform: Any, form: ImageForm, v2: bool) -> Resampler:
         if name == "nearest" or name in FILTERS:
             return PillowResampler(name, _pillow() >= 13)
     smooth = name in ("bilinear", "bicubic")
-    if form.kind == "tensor" and form.dtype in (torch.uint8, torch.float32) and (smooth or name in ("nearest", "nearest-exact")):
+    if (
+        form.kind == "tensor"
+        and form.dtype in (torch.uint8, torch.float32)
+        and (smooth or name in ("nearest", "nearest-exact"))
+    ):
         floats = form.dtype == torch.uint8 and (not v2 or (name == "bilinear" and not _bilinear_of_bytes()))
         return TensorResampler(name, smooth and bool(transform.antialias), floats)
-    raise NotBatchable(f"{form.mode or form.dtype} images ({form.kind}) are not resampled in batches with the {name} filter")
+    raise NotBatchable(
+        f"{form.mode or form.dtype} images ({form.kind}) are not resampled in batches with the {name} filter"
+    )
 
 
 def _pillow() -> int:
     """Return the major version of the imported Pillow."""
     version = getattr(sys.modules.get("PIL"), "__version__", "none")
-    if not re.fullmatch(r"\d+(\.\d+)*", version):  # pillow-simd has versions such as 9.5.0.post2, and different arithmetic
+    if not re.fullmatch(
+        r"\d+(\.\d+)*", version
+    ):  # pillow-simd has versions such as 9.5.0.post2, and different arithmetic
         raise NotBatchable(f"flatout does not know how Pillow {version} resamples")
     return int(version.split(".")[0])
 
 
 def _bilinear_of_bytes() -> bool:
     """Return whether v2 passes bytes to torch without conversion."""
-    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") or platform.machine() in ("aarch64", "arm64")
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") or platform.machine() in (
+        "aarch64",
+        "arm64",
+    )
 
 
 def _resize(v2: bool) -> Reader:
     def read(transform: Any, form: ImageForm) -> BatchOperation:
         size = transform.size
-        return Resize(_resampler(transform, form, v2), (size,) if isinstance(size, int) else size and tuple(size), transform.max_size)
+        return Resize(
+            _resampler(transform, form, v2),
+            (size,) if isinstance(size, int) else size and tuple(size),
+            transform.max_size,
+        )
 
     return read
 
@@ -191,12 +227,16 @@ def _resize(v2: bool) -> Reader:
 def _resized_crop(v2: bool) -> Reader:
     def read(transform: Any, form: ImageForm) -> BatchOperation:
         height, width = transform.size if len(transform.size) == 2 else transform.size * 2
-        return ResizedCrop(_resampler(transform, form, v2), height, width, tuple(transform.scale), tuple(transform.ratio))
+        return ResizedCrop(
+            _resampler(transform, form, v2), height, width, tuple(transform.scale), tuple(transform.ratio)
+        )
 
     return read
 
 
 READERS: dict[str, Reader] = {
-    "v1.Resize": _resize(False), "v2.Resize": _resize(True),
-    "v1.RandomResizedCrop": _resized_crop(False), "v2.RandomResizedCrop": _resized_crop(True),
+    "v1.Resize": _resize(False),
+    "v2.Resize": _resize(True),
+    "v1.RandomResizedCrop": _resized_crop(False),
+    "v2.RandomResizedCrop": _resized_crop(True),
 }

@@ -30,7 +30,9 @@ class KeptSamples:
     With ``shared``, loader workers fill the same store. ``own`` holds the random generators of the data set.
     """
 
-    def __init__(self, dataset: Any, keep: CacheOptions, pipelines: Pipelines, shared: bool, own: Sequence[Any]) -> None:
+    def __init__(
+        self, dataset: Any, keep: CacheOptions, pipelines: Pipelines, shared: bool, own: Sequence[Any]
+    ) -> None:
         self.dataset = dataset
         self.pipelines = pipelines
         self.keep = keep
@@ -58,7 +60,7 @@ class KeptSamples:
     def _fetch_missing(self) -> None:
         missing = (~self.store.filled).nonzero().flatten().tolist()
         for at in range(0, len(missing), AT_A_TIME):
-            self._fill(missing[at:at + AT_A_TIME], self.dataset)
+            self._fill(missing[at : at + AT_A_TIME], self.dataset)
 
     def rows(self, indices: Sequence[Any], dataset: Any) -> Tensor | None:
         """Return the rows of these samples, fetching missing ones; None if one of them has no row."""
@@ -104,7 +106,9 @@ class KeptSamples:
                 sample = fetched(dataset, [index])[0]
         except Exception as error:
             if keeping.answered:  # the data set's code got an image that is not computed yet
-                raise NotBatchable("the data set looks at images whose random numbers are drawn with their batch") from error
+                raise NotBatchable(
+                    "the data set looks at images whose random numbers are drawn with their batch"
+                ) from error
             raise
         return keeping.sample(sample)
 
@@ -112,7 +116,9 @@ class KeptSamples:
         """Return whether the store holds this sample as it is fetched now."""
         before = states(self.own)
         try:
-            same = self.store.holds(index, self._sample(self.dataset, index)) and same_states(before, states(self.own))
+            same = self.store.holds(index, self._sample(self.dataset, index)) and same_states(
+                before, states(self.own)
+            )
         except NotBatchable:
             same = False
         if not same:
@@ -145,7 +151,9 @@ class KeptSamples:
             raise NotBatchable("samples are no longer kept: one of them has changed")
 
 
-def opened(dataset: Any, keep: CacheOptions, pipelines: Pipelines, shared: bool, own: Sequence[Any], raw: bool) -> KeptSamples:
+def opened(
+    dataset: Any, keep: CacheOptions, pipelines: Pipelines, shared: bool, own: Sequence[Any], raw: bool
+) -> KeptSamples:
     """Open a store of samples with remaining calls, or (``raw``) as returned. Raises Unknown."""
     try:
         return KeptSamples(dataset, keep, pipelines, shared, own)

@@ -27,7 +27,9 @@ SPARE = 4  # the disk must have this many times the file's size free
 class SharedSamples:
     """Files opened in the context ``unseen`` do not count as the program's. ``clock`` returns seconds."""
 
-    def __init__(self, folder: Path, unseen: Callable[[], AbstractContextManager[None]], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, folder: Path, unseen: Callable[[], AbstractContextManager[None]], clock: Callable[[], float]
+    ) -> None:
         self.folder = folder
         self.filled_s = 0.0  # time to fetch all samples, saved by a program that finds a file
         self._unseen, self._clock = unseen, clock
@@ -53,7 +55,7 @@ class SharedSamples:
                 return False
             found, at = torch.from_file(str(path), size=bytes_, dtype=torch.uint8), 0
             for column in map(octets, store.columns):
-                column.copy_(found[at:at + len(column)])
+                column.copy_(found[at : at + len(column)])
                 at += len(column)
         store.filled.fill_(True)
         if all(holds(index) for index in spread(store.rows, CHECKED)):

@@ -89,7 +89,9 @@ def cannot_keep(loader: Any) -> str:
 
 def is_stream(dataset: Any) -> bool:
     """Return whether a data set is iterable-style. An IterableDataset inherits a raising ``__getitem__``."""
-    return not hasattr(dataset, "__getitem__") or any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__)
+    return not hasattr(dataset, "__getitem__") or any(
+        kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__
+    )
 
 
 def is_pipe(dataset: Any) -> bool:

@@ -65,7 +65,13 @@ def encoded(value: Any) -> tuple[str, Tensor, Any]:
             return "number", torch.tensor(value, dtype=SCALARS[type(value)]), type(value)
         except (OverflowError, RuntimeError, ValueError) as error:
             raise NotBatchable(f"a sample holds the number {value}, which cannot be kept") from error
-    if type(value) is Tensor and value.layout == torch.strided and value.device.type == "cpu" and not value.requires_grad and not value.is_quantized:
+    if (
+        type(value) is Tensor
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and not value.requires_grad
+        and not value.is_quantized
+    ):
         return "tensor", value, None
     module, name = type(value).__module__.split(".")[0], type(value).__name__
     if module == "numpy" and (name == "ndarray" or value.ndim == 0):
@@ -77,7 +83,13 @@ def encoded(value: Any) -> tuple[str, Tensor, Any]:
             raise NotBatchable(f"a sample holds an array of {value.dtype}, which cannot be kept") from error
     # An image that is still bound to its file has data beyond its pixels.
     form = form_of(value)
-    if form is not None and form.kind == "pil" and type(value).__module__ == "PIL.Image" and name == "Image" and not value.info:
+    if (
+        form is not None
+        and form.kind == "pil"
+        and type(value).__module__ == "PIL.Image"
+        and name == "Image"
+        and not value.info
+    ):
         import numpy
 
         pixels = torch.from_numpy(numpy.array(value))
@@ -116,7 +128,11 @@ def _match(template: Any, sample: Any, values: list[Any]) -> None:
         if sample != template:
             raise NotBatchable("samples come through different pipelines")
         return
-    if type(sample) is not kind or len(sample) != len(template) or (kind is dict and sample.keys() != template.keys()):
+    if (
+        type(sample) is not kind
+        or len(sample) != len(template)
+        or (kind is dict and sample.keys() != template.keys())
+    ):
         raise NotBatchable("samples differ in their structure")
     for key in template if kind is dict else range(len(template)):
         _match(template[key], sample[key], values)
@@ -127,14 +143,22 @@ def _together(cell: Cell, values: Sequence[Any]) -> Tensor:
     first = values[0]
     if cell.kind == "number" and all(type(value) is cell.detail for value in values):
         return torch.tensor(values, dtype=cell.dtype)
-    if cell.kind == "pil" and all(type(v) is type(first) and v.mode == cell.detail and v.size == first.size and not v.info for v in values):
+    if cell.kind == "pil" and all(
+        type(v) is type(first) and v.mode == cell.detail and v.size == first.size and not v.info
+        for v in values
+    ):
         kind, tensor, detail = encoded(first)
         if (kind, tuple(tensor.shape), detail) == (cell.kind, cell.shape, cell.detail):
             return stack(values)
     found = []
     for value in values:
         kind, tensor, detail = encoded(value)
-        if (kind, tensor.dtype, tuple(tensor.shape), detail) != (cell.kind, cell.dtype, cell.shape, cell.detail):
+        if (kind, tensor.dtype, tuple(tensor.shape), detail) != (
+            cell.kind,
+            cell.dtype,
+            cell.shape,
+            cell.detail,
+        ):
             raise NotBatchable("samples differ in size or type")
         found.append(tensor)
     return torch.stack(found)
@@ -146,7 +170,9 @@ class Store:
     Raises Unknown if samples like the given one cannot be kept.
     """
 
-    def __init__(self, sample: Any, length: int, budget_bytes: int, shared: bool, folder: str | None = None) -> None:
+    def __init__(
+        self, sample: Any, length: int, budget_bytes: int, shared: bool, folder: str | None = None
+    ) -> None:
         self.template, self.cells = template_of(sample)
         self.row_bytes = sum(cell.row_bytes for cell in self.cells) + 1
         self.bytes_of_all = length * self.row_bytes
@@ -164,7 +190,9 @@ class Store:
         shape = (self.rows, *cell.shape)
         count = torch.Size(shape).numel()
         if folder is not None and count:
-            with tempfile.NamedTemporaryFile(dir=folder, prefix="flatout-", suffix=".column") as file:  # mapped, so its name may be removed
+            with tempfile.NamedTemporaryFile(
+                dir=folder, prefix="flatout-", suffix=".column"
+            ) as file:  # mapped, so its name may be removed
                 file.truncate(count * cell.dtype.itemsize)
                 return torch.from_file(file.name, shared=True, size=count, dtype=cell.dtype).view(shape)
         column = torch.empty(shape, dtype=cell.dtype)
@@ -205,7 +233,10 @@ class Store:
             columns = self._encode([sample])
         except NotBatchable:
             return False
-        return all(same_bits(column[index].cpu(), values[0]) for column, values in zip(self.columns, columns, strict=True))
+        return all(
+            same_bits(column[index].cpu(), values[0])
+            for column, values in zip(self.columns, columns, strict=True)
+        )
 
     def gather(self, indices: Tensor) -> list[Tensor]:
         """Return the rows [B, ...] of each column, on the device of the columns."""
@@ -218,7 +249,10 @@ class Store:
         gathered = self.gather(indices)
 
         def made(row: int) -> Any:
-            return mapped(self.template, lambda cell: self._decode(cell, gathered[cell.column][row]) if type(cell) is Cell else cell)
+            return mapped(
+                self.template,
+                lambda cell: self._decode(cell, gathered[cell.column][row]) if type(cell) is Cell else cell,
+            )
 
         return [made(row) for row in range(len(indices))]
 
@@ -234,5 +268,7 @@ class Store:
         elif cell.kind == "pil":
             from PIL import Image
 
-            value = Image.fromarray(row[0].numpy() if len(row) == 1 else row.permute(1, 2, 0).contiguous().numpy())
+            value = Image.fromarray(
+                row[0].numpy() if len(row) == 1 else row.permute(1, 2, 0).contiguous().numpy()
+            )
         return value

@@ -54,6 +54,8 @@ class StreamFeed:
     def _recorder_now(self) -> Deferring | CallObserver:
         if self._recorder is None:
             following = self._following
-            self._recorder = following.recorder() if self._started else CallObserver(following.own, on_copies=False)
+            self._recorder = (
+                following.recorder() if self._started else CallObserver(following.own, on_copies=False)
+            )
             self._started = True
         return self._recorder

@@ -33,10 +33,14 @@ def restore_states(kept: tuple[Any, Any, Any, list[tuple[Any, Any]]]) -> None:
         _set_state_of(generator, state)
 
 
-def same_states(a: tuple[Any, Any, Any, list[tuple[Any, Any]]], b: tuple[Any, Any, Any, list[tuple[Any, Any]]]) -> bool:
+def same_states(
+    a: tuple[Any, Any, Any, list[tuple[Any, Any]]], b: tuple[Any, Any, Any, list[tuple[Any, Any]]]
+) -> bool:
     if not torch.equal(a[0], b[0]) or a[1] != b[1] or (a[2] is None) != (b[2] is None):
         return False
-    return (a[2] is None or _same(a[2], b[2])) and _same([state for _, state in a[3]], [state for _, state in b[3]])
+    return (a[2] is None or _same(a[2], b[2])) and _same(
+        [state for _, state in a[3]], [state for _, state in b[3]]
+    )
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -79,11 +83,22 @@ def own_generators(thing: Any) -> list[Any]:
         elif hasattr(value, "__func__"):
             look(value.__func__, depth)
             look(getattr(value, "__self__", None), depth + 1)  # an unbound classmethod has none
-        elif hasattr(value, "__dict__") and not isinstance(value, (type, torch.Tensor)) and type(value).__module__ != "builtins":
+        elif (
+            hasattr(value, "__dict__")
+            and not isinstance(value, (type, torch.Tensor))
+            and type(value).__module__ != "builtins"
+        ):
             for part in list(vars(value).values()):
                 look(part, depth + 1)
             for kind in type(value).__mro__:
-                if kind.__module__.split(".")[0] not in ("builtins", "torch", "torchvision", "numpy", "PIL", "typing"):
+                if kind.__module__.split(".")[0] not in (
+                    "builtins",
+                    "torch",
+                    "torchvision",
+                    "numpy",
+                    "PIL",
+                    "typing",
+                ):
                     for part in list(vars(kind).values()):
                         look(getattr(part, "fget", None) or getattr(part, "__func__", part), depth + 1)
 
@@ -104,7 +119,9 @@ def own_generators(thing: Any) -> list[Any]:
 
 def _is_generator(value: Any) -> bool:
     if isinstance(value, (torch.Generator, random.Random)):
-        return getattr(value, "device", torch.device("cpu")).type == "cpu" and not isinstance(value, random.SystemRandom)
+        return getattr(value, "device", torch.device("cpu")).type == "cpu" and not isinstance(
+            value, random.SystemRandom
+        )
     numpy: Any = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
 
@@ -188,8 +205,15 @@ def has_own_order(sampler: Any, batch_sampler: Any) -> bool:
 def own_order(sampler: Any, batch_sampler: Any) -> str:
     """Return the class name of the sampler of such an order, or an empty string for a plain order."""
     plain = (type(None), list, tuple, range)
-    return next((type(each).__name__ for each in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
-                 if (type(each) not in plain and not type(each).__module__.startswith("torch.utils.data.")) or _draws_as_it_goes(each)), "")
+    return next(
+        (
+            type(each).__name__
+            for each in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+            if (type(each) not in plain and not type(each).__module__.startswith("torch.utils.data."))
+            or _draws_as_it_goes(each)
+        ),
+        "",
+    )
 
 
 def _draws_as_it_goes(sampler: Any) -> bool:
@@ -205,7 +229,10 @@ def _draws_as_it_goes(sampler: Any) -> bool:
 def without_workers(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a DataLoader without those that only apply to workers."""
     only_for_workers = ("persistent_workers", "prefetch_factor", "timeout", "multiprocessing_context")
-    return {**{name: value for name, value in arguments.items() if name not in only_for_workers}, "num_workers": 0}
+    return {
+        **{name: value for name, value in arguments.items() if name not in only_for_workers},
+        "num_workers": 0,
+    }
 
 
 def _seeded(base_seed: int, worker: int) -> tuple[Any, Any, Any]:

@@ -23,9 +23,12 @@ class Tone(BatchOperation):
     """Base of operations that change values, but not shape or form."""
 
     heavy: ClassVar[bool] = True  # type: ignore[misc]
+
     def shape(self, shape: ImageShape) -> ImageShape:
         if shape.channels not in (1, 3):
-            raise ValueError(f"{type(self).__name__} supports images with 1 or 3 channels, not {shape.channels}")
+            raise ValueError(
+                f"{type(self).__name__} supports images with 1 or 3 channels, not {shape.channels}"
+            )
         return shape
 
 
@@ -63,12 +66,17 @@ class Autocontrast(Tone):
     def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
         pillow = self.arithmetic == "pil"
         bound = 255 if images.dtype == torch.uint8 else 1
-        lowest, highest = (each.to(torch.float64 if pillow else torch.float32) for each in (images.amin((2, 3), True), images.amax((2, 3), True)))
+        lowest, highest = (
+            each.to(torch.float64 if pillow else torch.float32)
+            for each in (images.amin((2, 3), True), images.amax((2, 3), True))
+        )
         spread = highest - lowest
         flat = spread == 0
         lowest = lowest.masked_fill(flat, 0)
         if pillow:
-            scale = torch.full_like(spread, 255.0).div_(spread).masked_fill(flat, 1)  # number / tensor would multiply by a reciprocal
+            scale = (
+                torch.full_like(spread, 255.0).div_(spread).masked_fill(flat, 1)
+            )  # number / tensor would multiply by a reciprocal
             stretched = images.double().mul_(scale).add_(-lowest * scale)
         elif self.arithmetic == "v1":
             stretched = images.sub(lowest).mul_((bound / spread).masked_fill(flat, 1))
@@ -128,7 +136,9 @@ def _arithmetic(transform: Any, form: ImageForm, v2: bool, floats: bool = True) 
         return "pil"
     if form.kind == "tensor" and (form.dtype == torch.uint8 or (floats and form.dtype == torch.float32)):
         return "v2" if v2 else "v1"
-    raise NotBatchable(f"{type(transform).__name__} does not run in batches on {form.mode or form.dtype} images ({form.kind})")
+    raise NotBatchable(
+        f"{type(transform).__name__} does not run in batches on {form.mode or form.dtype} images ({form.kind})"
+    )
 
 
 def _reader(v2: bool, change: Callable[[Any, ImageForm, bool], BatchOperation]) -> Reader:
@@ -153,7 +163,9 @@ def _posterize(transform: Any, form: ImageForm, v2: bool) -> BatchOperation:
 
 def _solarize(transform: Any, form: ImageForm, v2: bool) -> BatchOperation:
     if _arithmetic(transform, form, v2) == "pil":
-        return Solarize(float(math.ceil(transform.threshold)))  # Pillow compares integers with it, in double precision
+        return Solarize(
+            float(math.ceil(transform.threshold))
+        )  # Pillow compares integers with it, in double precision
     if transform.threshold > (255 if form.dtype == torch.uint8 else 1):
         raise NotBatchable(f"torchvision rejects the threshold {transform.threshold} for {form.dtype}")
     return Solarize(transform.threshold)
@@ -176,6 +188,16 @@ def _sharpen(transform: Any, form: ImageForm, v2: bool) -> BatchOperation:
     return Sharpen(transform.sharpness_factor, arithmetic)
 
 
-CHANGES = {"RandomInvert": _invert, "RandomPosterize": _posterize, "RandomSolarize": _solarize, "RandomAutocontrast": _autocontrast,
-           "RandomEqualize": _equalize, "RandomAdjustSharpness": _sharpen}
-READERS: dict[str, Reader] = {f"{family}.{name}": _reader(family == "v2", change) for name, change in CHANGES.items() for family in ("v1", "v2")}
+CHANGES = {
+    "RandomInvert": _invert,
+    "RandomPosterize": _posterize,
+    "RandomSolarize": _solarize,
+    "RandomAutocontrast": _autocontrast,
+    "RandomEqualize": _equalize,
+    "RandomAdjustSharpness": _sharpen,
+}
+READERS: dict[str, Reader] = {
+    f"{family}.{name}": _reader(family == "v2", change)
+    for name, change in CHANGES.items()
+    for family in ("v1", "v2")
+}

@@ -43,13 +43,19 @@ class PillowWarp:
             x, y = _fixed(maps, height, width)
         else:
             fixed = _holds_fixed(maps, height, width).view(-1, 1, 1)
-            x, y = (torch.where(fixed, exact, added) for exact, added in zip(_fixed(maps, height, width), _added(maps, height, width), strict=True))
+            x, y = (
+                torch.where(fixed, exact, added)
+                for exact, added in zip(_fixed(maps, height, width), _added(maps, height, width), strict=True)
+            )
         inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
         return _at(images, x, y), inside
 
     def _between(self, images: Tensor, maps: Tensor) -> tuple[Tensor, Tensor]:
         height, width = images.shape[2:]
-        columns, lines = torch.arange(width, dtype=torch.float64).add_(0.5), torch.arange(height, dtype=torch.float64).add_(0.5).unsqueeze(1)
+        columns, lines = (
+            torch.arange(width, dtype=torch.float64).add_(0.5),
+            torch.arange(height, dtype=torch.float64).add_(0.5).unsqueeze(1),
+        )
         a, b, c, d, e, f = maps.view(-1, 6, 1, 1).unbind(1)
         x, y = a * columns + b * lines + c, d * columns + e * lines + f
         inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
@@ -57,7 +63,9 @@ class PillowWarp:
         left, top = x.floor(), y.floor()
         along, down = x.sub_(left).unsqueeze(1), y.sub_(top).unsqueeze(1)
         left, top = left.long(), top.long()
-        upper, lower = (_mixed(_at(images, left, line), _at(images, left + 1, line), along) for line in (top, top + 1))
+        upper, lower = (
+            _mixed(_at(images, left, line), _at(images, left + 1, line), along) for line in (top, top + 1)
+        )
         return _mixed(upper, lower, down).to(images.dtype), inside
 
 
@@ -120,7 +128,13 @@ class TensorWarp:
         floats = images.float()
         if self.fill is not None:
             floats = torch.cat((floats, floats.new_ones((batch, 1, height, width))), dim=1)
-        sampled = grid_sample(floats.contiguous(), _grids(maps, height, width), mode=self.mode, padding_mode="zeros", align_corners=False)
+        sampled = grid_sample(
+            floats.contiguous(),
+            _grids(maps, height, width),
+            mode=self.mode,
+            padding_mode="zeros",
+            align_corners=False,
+        )
         if self.fill is not None:
             sampled, mask = sampled[:, :-1], sampled[:, -1:]
             fill = torch.tensor(self.fill).view(1, -1, 1, 1)

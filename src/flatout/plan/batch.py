@@ -100,7 +100,12 @@ class BatchRecord(ProgramRecord):
     @property
     def knee(self) -> int | None:
         """Return ``enough`` if a larger size was measured, else None."""
-        return self.enough if self.enough is not None and any(point.fits and point.speed and point.size > self.enough for point in self.points) else None
+        return (
+            self.enough
+            if self.enough is not None
+            and any(point.fits and point.speed and point.size > self.enough for point in self.points)
+            else None
+        )
 
     def point(self, size: int | None) -> BatchPoint | None:
         return next((point for point in self.points if point.size == size), None)

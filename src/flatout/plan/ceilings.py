@@ -76,6 +76,8 @@ class CeilingsRecord(Record):
         """
         found: dict[str, float] = {}
         for each in sorted(self.ceilings, key=lambda c: c.device == device):
-            if each.value is not None and (each.device == device or not each.name.startswith(("matmul_", "memory_"))):
+            if each.value is not None and (
+                each.device == device or not each.name.startswith(("matmul_", "memory_"))
+            ):
                 found[each.name] = each.value
         return found

@@ -50,7 +50,9 @@ class FrameSeen(Record):
     tensors: list[TensorSeen] = field(default_factory=list)
 
     def place(self) -> SourceLocation:
-        return SourceLocation(self.file, self.line, 0, "" if self.function == "<module>" else self.function, self.text)
+        return SourceLocation(
+            self.file, self.line, 0, "" if self.function == "<module>" else self.function, self.text
+        )
 
 
 @dataclass
@@ -82,7 +84,11 @@ class ExceptionRecord(Record):
         Then the message is the user's, not torch's.
         """
         last = self.frames[-1] if self.frames else None
-        return last is not None and last.mine and last.text.startswith(("raise ", "assert ", "raise(", "assert("))
+        return (
+            last is not None
+            and last.mine
+            and last.text.startswith(("raise ", "assert ", "raise(", "assert("))
+        )
 
 
 @dataclass
@@ -136,4 +142,6 @@ class FailureRecord(Record):
     @property
     def tensors(self) -> list[TensorSeen]:
         """Return the tensors of all frames, innermost frame first."""
-        return [tensor for thrown in self.chain for frame in reversed(thrown.frames) for tensor in frame.tensors]
+        return [
+            tensor for thrown in self.chain for frame in reversed(thrown.frames) for tensor in frame.tensors
+        ]

@@ -1,12 +1,12 @@
 """Paths of a job folder, and atomic reading and writing of its files.
 
-    .flatout/<job>/            0700
-        session.json           every record of the session
-        flatout.toml           the Plan
-        report.html
-        profile.json           record of `flatout profile`, next to profile.html
-        trials/<n>/            one measured run: spec.json, result.json, stdout.log, stderr.log, saved/
-        trials/handed_on/      samples shared by the programs of a search, while it runs
+.flatout/<job>/            0700
+    session.json           every record of the session
+    flatout.toml           the Plan
+    report.html
+    profile.json           record of `flatout profile`, next to profile.html
+    trials/<n>/            one measured run: spec.json, result.json, stdout.log, stderr.log, saved/
+    trials/handed_on/      samples shared by the programs of a search, while it runs
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def write_whole(path: Path, text: str) -> None:
             Path(temporary).unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}. Free some space, or name another folder with --job.") from error
+        raise StorageError(
+            f"cannot write {path}: {error.strerror}. Free some space, or name another folder with --job."
+        ) from error
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -58,7 +60,9 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
     Raises OSError, also for a pipe, a device or a file above ``most_bytes``, and ValueError if it is not
     UTF-8.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)  # does not block on a pipe without a writer
+    handle = os.open(
+        path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+    )  # does not block on a pipe without a writer
     with os.fdopen(handle, "rb") as file:
         about = os.fstat(handle)
         if not stat.S_ISREG(about.st_mode) or about.st_size > most_bytes:
@@ -105,14 +109,20 @@ class JobFolder:
     def make(self) -> JobFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            if why := distrusted(self.path, whose=self.path.absolute().parent.parent):  # the owner of the project folder is trusted
-                raise StorageError(f"the records in {self.path} are not trusted: {why}. Name another folder with --job DIR.")
+            if why := distrusted(
+                self.path, whose=self.path.absolute().parent.parent
+            ):  # the owner of the project folder is trusted
+                raise StorageError(
+                    f"the records in {self.path} are not trusted: {why}. Name another folder with --job DIR."
+                )
             self.path.chmod(0o700)
             self.trials.mkdir(exist_ok=True)
             if self.path.parent.name == FOLDER and not (ignored := self.path.parent / ".gitignore").exists():
                 ignored.write_text("*\n", encoding="utf-8")
         except OSError as error:
-            raise StorageError(f"cannot create the folder {self.path}: {error.strerror}. Name a writable folder with --job DIR.") from error
+            raise StorageError(
+                f"cannot create the folder {self.path}: {error.strerror}. Name a writable folder with --job DIR."
+            ) from error
         return self
 
     @property
@@ -158,7 +168,9 @@ class JobFolder:
             except FileExistsError:
                 number += 1
             except OSError as error:
-                raise StorageError(f"cannot create a folder in {self.trials}: {error.strerror}. Name another folder with --job DIR.") from error
+                raise StorageError(
+                    f"cannot create a folder in {self.trials}: {error.strerror}. Name another folder with --job DIR."
+                ) from error
 
 
 class TrialFolder:

@@ -25,7 +25,21 @@ BYTES = 4096
 # the step of the newest, plus 1. SAVED_AT: steps of this process when it was written. WENT_ON: number of
 # checkpoints read. NOT_FINITE: the step with a loss that is not finite, plus 1. RANK: the rank, plus 1.
 # SIGNAL: requests the stack, which is written to the descriptor STACK.
-HEARTBEATS, STEPS, PHASE, BACKWARDS, BATCHES, SAVES, SAVED, SAVED_AT, WENT_ON, NOT_FINITE, RANK, SIGNAL, STACK = range(13)
+(
+    HEARTBEATS,
+    STEPS,
+    PHASE,
+    BACKWARDS,
+    BATCHES,
+    SAVES,
+    SAVED,
+    SAVED_AT,
+    WENT_ON,
+    NOT_FINITE,
+    RANK,
+    SIGNAL,
+    STACK,
+) = range(13)
 # Phase of a process, as it reports it. Compiling and importing show in its stack.
 STARTING, IMPORTED, TRAINING, LOADING, OPENING, EVALUATING, BETWEEN, SAVING, ENDING = range(9)
 
@@ -48,7 +62,11 @@ class HeartbeatPage:
         import mmap
 
         # The file may exist, from the same process before an exec.
-        handle = os.open(os.path.join(self.folder, f"pulse.{self.pid}"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        handle = os.open(
+            os.path.join(self.folder, f"pulse.{self.pid}"),
+            os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC,
+            0o600,
+        )
         try:
             os.posix_fallocate(handle, 0, BYTES)  # without it, a full disk would raise SIGBUS later
             page = mmap.mmap(handle, BYTES)

@@ -87,7 +87,9 @@ class Lever:
     apply: Callable[[Any, Value, Any], Undo] | None = None
     environment: Callable[[Facts, Value], Mapping[str, str]] = _nothing_in_environment
     live: bool = False
-    warms_up: bool = False  # the first steps after switching it on are slow, a cost that later steps must recover
+    warms_up: bool = (
+        False  # the first steps after switching it on are slow, a cost that later steps must recover
+    )
     guard: Comparison = Comparison.GRADIENT
     known_bad: Callable[[Any, Value, Any], Undo] | None = None
     after: tuple[str, ...] = ()
@@ -100,6 +102,5 @@ class Lever:
 
     @property
     def of_one_process(self) -> bool:
-        """Return whether it needs one process that fetches all samples and calls the model as in the script.
-        """
+        """Return whether it needs one process that fetches all samples and calls the model as in the script."""
         return self.moment is Moment.LOADER or self.warms_up

@@ -1,5 +1,4 @@
-"""Records of `flatout lr`: the loss under a growing learning rate, for the script's optimizer and for others.
-"""
+"""Records of `flatout lr`: the loss under a growing learning rate, for the script's optimizer and for others."""
 
 from __future__ import annotations
 
@@ -33,7 +32,9 @@ class LrRange(Record):
 
     name: str = OWN  # as requested
     optimizer: str = ""  # class name
-    groups: list[float] = field(default_factory=list)  # the script's learning rates at the start of the test, by group
+    groups: list[float] = field(
+        default_factory=list
+    )  # the script's learning rates at the start of the test, by group
     warmup_steps: int = 0  # steps of the script's own optimizer, at its own learning rate, before the test
     step_ms: float | None = None  # under this optimizer, median
     points: list[LrPoint] = field(default_factory=list)
@@ -92,9 +93,15 @@ class OptimizerOption:
             call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
             if call.args or any(keyword.arg is None for keyword in call.keywords):
                 raise ValueError(text)
-            return cls(text, _dotted(call.func), {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords})
+            return cls(
+                text,
+                _dotted(call.func),
+                {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords},
+            )
         except (SyntaxError, ValueError, RecursionError, MemoryError):
-            raise UsageError(f"--optimizers: {text[:80]!r} is not an optimizer. Use own, adamw, \"sgd(momentum=0.9)\" or package.Class, separated by commas.") from None
+            raise UsageError(
+                f'--optimizers: {text[:80]!r} is not an optimizer. Use own, adamw, "sgd(momentum=0.9)" or package.Class, separated by commas.'
+            ) from None
 
 
 def _dotted(node: ast.expr) -> str:

@@ -94,9 +94,19 @@ class MachineSnapshot(Record):
         kept = fitted(data, SHAPE)
         if kept is MISFIT or data.get("schema") != SNAPSHOT_SCHEMA:
             raise TypeError(f"expected a table with the schema {SNAPSHOT_SCHEMA}")
-        kept["packages"] = [each for each in kept["packages"] if len(each) == 3] if "packages" in kept else None
-        kept["runs"] = {name: CommandResult.from_json(run) for name, run in kept.get("runs", {}).items() if run.get("command")}
-        kept["disks"] = {name: Disk.from_json(disk) for name, disk in kept.get("disks", {}).items() if {"path", "total_bytes", "free_bytes"} <= set(disk)}
+        kept["packages"] = (
+            [each for each in kept["packages"] if len(each) == 3] if "packages" in kept else None
+        )
+        kept["runs"] = {
+            name: CommandResult.from_json(run)
+            for name, run in kept.get("runs", {}).items()
+            if run.get("command")
+        }
+        kept["disks"] = {
+            name: Disk.from_json(disk)
+            for name, disk in kept.get("disks", {}).items()
+            if {"path", "total_bytes", "free_bytes"} <= set(disk)
+        }
         return super().from_json(kept)
 
     def text(self, path: str) -> str | None:
@@ -118,30 +128,83 @@ class MachineSnapshot(Record):
             return None
         for name in devices:
             kind = self.text(f"/sys/bus/pci/devices/{name}/class") or ""
-            if (self.text(f"/sys/bus/pci/devices/{name}/vendor") or "").strip() == "0x10de" and kind.startswith("0x03"):
+            if (
+                self.text(f"/sys/bus/pci/devices/{name}/vendor") or ""
+            ).strip() == "0x10de" and kind.startswith("0x03"):
                 return True
         return False
 
 
 NONE = type(None)
 _STAGES: dict[str, dict[str, Any]] = {
-    "found": {"origin": (str, NONE), "places": [str], "compiled": [str]}, "imported": {"import_s": float, "file": (str, NONE)},
-    "import failed": {"kind": str, "message": str, "traceback": str}, "build": {"version": str, "cuda": (str, NONE), "hip": (str, NONE), "debug": bool},
-    "host": {"threads": int, "interop_threads": int, "capability": str, "mkl": bool, "mkldnn": bool, "openmp": bool}, "libraries": {"loaded": [str]},
+    "found": {"origin": (str, NONE), "places": [str], "compiled": [str]},
+    "imported": {"import_s": float, "file": (str, NONE)},
+    "import failed": {"kind": str, "message": str, "traceback": str},
+    "build": {"version": str, "cuda": (str, NONE), "hip": (str, NONE), "debug": bool},
+    "host": {
+        "threads": int,
+        "interop_threads": int,
+        "capability": str,
+        "mkl": bool,
+        "mkldnn": bool,
+        "openmp": bool,
+    },
+    "libraries": {"loaded": [str]},
     "numpy": {"version": (str, NONE), "works": bool, "why": str},
-    "cuda": {"available": bool, "archs": [str], "cudnn": (int, NONE), "nccl": (str, NONE), "computes": bool,
-             "devices": [{"name": str, "capability": [int], "memory_bytes": int, "bfloat16": bool}]},
+    "cuda": {
+        "available": bool,
+        "archs": [str],
+        "cudnn": (int, NONE),
+        "nccl": (str, NONE),
+        "computes": bool,
+        "devices": [{"name": str, "capability": [int], "memory_bytes": int, "bfloat16": bool}],
+    },
 }
 SHAPE: dict[str, Any] = {
-    "schema": int, "flatout": str, "created": str, "working_folder": str, "home_cache": str, "temporary_folder": str,
-    "files": {str: (str, NONE)}, "folders": {str: [str]}, "environment": {str: str}, "packages": [[str]], "libraries": {str: [str]}, "preloads": {str: bool},
-    "python": {"version": str, "implementation": str, "executable": str, "machine": str, "prefix": str, "base_prefix": str, "user_site": str,
-               "user_site_used": bool, "path": [str], "free_threaded": bool, "dev_mode": bool, "libc": [str], "cpu_count": int, "header": bool, "root": bool,
-               "torch_requires": [str],
-               "soabi": (str, NONE)},
+    "schema": int,
+    "flatout": str,
+    "created": str,
+    "working_folder": str,
+    "home_cache": str,
+    "temporary_folder": str,
+    "files": {str: (str, NONE)},
+    "folders": {str: [str]},
+    "environment": {str: str},
+    "packages": [[str]],
+    "libraries": {str: [str]},
+    "preloads": {str: bool},
+    "python": {
+        "version": str,
+        "implementation": str,
+        "executable": str,
+        "machine": str,
+        "prefix": str,
+        "base_prefix": str,
+        "user_site": str,
+        "user_site_used": bool,
+        "path": [str],
+        "free_threaded": bool,
+        "dev_mode": bool,
+        "libc": [str],
+        "cpu_count": int,
+        "header": bool,
+        "root": bool,
+        "torch_requires": [str],
+        "soabi": (str, NONE),
+    },
     "torch": {name: {**stage, "raised": str, "warnings": [str]} for name, stage in _STAGES.items()},
-    "runs": {str: {"command": [str], "code": (int, NONE), "out": str, "err": str, "there": bool, "timed_out": bool}},
-    "disks": {str: {"path": str, "total_bytes": int, "free_bytes": int, "free_files": (int, NONE), "writable": (bool, NONE)}},
+    "runs": {
+        str: {"command": [str], "code": (int, NONE), "out": str, "err": str, "there": bool, "timed_out": bool}
+    },
+    "disks": {
+        str: {
+            "path": str,
+            "total_bytes": int,
+            "free_bytes": int,
+            "free_files": (int, NONE),
+            "writable": (bool, NONE),
+        }
+    },
 }
 
 

@@ -8,7 +8,16 @@ from flatout.plan.records import ProgramRecord, Record
 
 MEMORY_FORECAST_SCHEMA = 1
 # Components of a peak, from permanent to temporary.
-FORECAST_KINDS = ("parameters", "buffers", "optimizer state", "gradients", "held by the program", "inputs", "activations", "temporary")
+FORECAST_KINDS = (
+    "parameters",
+    "buffers",
+    "optimizer state",
+    "gradients",
+    "held by the program",
+    "inputs",
+    "activations",
+    "temporary",
+)
 
 
 @dataclass
@@ -32,7 +41,11 @@ class MemoryPoint(Record):
     @property
     def error(self) -> float | None:
         """Return predicted over measured, minus 1."""
-        return self.peak_bytes / self.measured_bytes - 1 if self.peak_bytes is not None and self.measured_bytes else None
+        return (
+            self.peak_bytes / self.measured_bytes - 1
+            if self.peak_bytes is not None and self.measured_bytes
+            else None
+        )
 
 
 @dataclass

@@ -35,7 +35,12 @@ class Choice:
     evidence: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "value": self.value, "origin": self.origin.value, "evidence": self.evidence}
+        return {
+            "name": self.name,
+            "value": self.value,
+            "origin": self.origin.value,
+            "evidence": self.evidence,
+        }
 
 
 @dataclass(frozen=True)
@@ -89,14 +94,18 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        choices = [Choice(c["name"], c["value"], Origin(c["origin"]), c.get("evidence", "")) for c in data["choices"]]
+        choices = [
+            Choice(c["name"], c["value"], Origin(c["origin"]), c.get("evidence", "")) for c in data["choices"]
+        ]
         return cls(tuple(choices), data.get("made_for", {}))
 
     def to_toml(self) -> str:
         import tomlkit
 
         document = tomlkit.document()
-        document.add(tomlkit.comment("Written by `flatout tune`. `flatout plan` shows it with the equivalent code."))
+        document.add(
+            tomlkit.comment("Written by `flatout tune`. `flatout plan` shows it with the equivalent code.")
+        )
         document["schema"] = PLAN_SCHEMA
         if self.made_for:
             document["made_for"] = dict(self.made_for)
@@ -120,10 +129,14 @@ class Plan:
             if path.exists() and not path.is_file():  # a device or a pipe may have no end
                 raise PlanError(f"{path} is not a file. To create a plan, run `flatout tune COMMAND...`.")
             if path.stat().st_size > MAX_PLAN_BYTES:
-                raise PlanError(f"{path} has {path.stat().st_size:,} bytes; a plan is never that large. Is it the right file?")
+                raise PlanError(
+                    f"{path} has {path.stat().st_size:,} bytes; a plan is never that large. Is it the right file?"
+                )
             return cls.from_toml(read_text(path, MAX_PLAN_BYTES), str(path))
         except FileNotFoundError:
-            raise PlanError(f"there is no plan {str(path)!r}. To create one, run `flatout tune COMMAND...`.") from None
+            raise PlanError(
+                f"there is no plan {str(path)!r}. To create one, run `flatout tune COMMAND...`."
+            ) from None
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(f"{path} cannot be read as a plan: {error}.") from None
 
@@ -134,22 +147,32 @@ class Plan:
         A lever is ``name = value``, or a table with ``value``, ``origin`` and ``evidence``.
         """
         if len(text) > MAX_PLAN_BYTES:
-            raise PlanError(f"{source} is {len(text):,} characters long; a plan is never that large. Is it the right file?")
+            raise PlanError(
+                f"{source} is {len(text):,} characters long; a plan is never that large. Is it the right file?"
+            )
         try:
             if DOTTED.search(text):  # tomllib needs quadratic memory for dotted keys: a gigabyte for 60 kB
                 raise ValueError("a key has too many parts")
             data = tomllib.loads(text)
         except (ValueError, RecursionError) as error:  # ValueError: also for a number of thousands of digits
-            raise PlanError(f"{source} is not valid TOML ({error}). Fix it, or delete it and run `flatout tune` again.") from None
+            raise PlanError(
+                f"{source} is not valid TOML ({error}). Fix it, or delete it and run `flatout tune` again."
+            ) from None
         schema = data.get("schema", PLAN_SCHEMA)
         if schema != PLAN_SCHEMA:
-            raise PlanError(f"{source} has schema {schema!r}; this flatout reads schema {PLAN_SCHEMA}. Run `flatout tune` again.")
+            raise PlanError(
+                f"{source} has schema {schema!r}; this flatout reads schema {PLAN_SCHEMA}. Run `flatout tune` again."
+            )
         levers, made_for = data.get("levers", {}), data.get("made_for", {})
         if not isinstance(levers, dict) or not isinstance(made_for, dict):
-            raise PlanError(f"{source}: [levers] and [made_for] must be tables. `flatout plan --template` prints a template.")
+            raise PlanError(
+                f"{source}: [levers] and [made_for] must be tables. `flatout plan --template` prints a template."
+            )
         strange = [key for key in data if key not in ("schema", "levers", "made_for")]
         if strange:  # a lever outside of [levers] would be ignored silently
-            raise PlanError(f"{source} has the unknown key {strange[0][:40]!r}; levers belong below [levers]. `flatout plan --template` prints a template.")
+            raise PlanError(
+                f"{source} has the unknown key {strange[0][:40]!r}; levers belong below [levers]. `flatout plan --template` prints a template."
+            )
         return cls(tuple(_choices(levers, source)), made_for)
 
 
@@ -161,16 +184,22 @@ def _choices(levers: Mapping[str, Any], source: str) -> Iterable[Choice]:
             try:
                 origin = Origin(entry.get("origin", "file"))
             except ValueError:
-                raise PlanError(f"{source}: {name} has the unknown origin {entry['origin']!r}; use one of {', '.join(Origin)}.") from None
+                raise PlanError(
+                    f"{source}: {name} has the unknown origin {entry['origin']!r}; use one of {', '.join(Origin)}."
+                ) from None
         if not is_value(value) or not isinstance(evidence, str):
-            raise PlanError(f"{source}: the value of {name} is {value!r}; use true, a number, a string, or a table of these.")
+            raise PlanError(
+                f"{source}: the value of {name} is {value!r}; use true, a number, a string, or a table of these."
+            )
         yield Choice(name, value, origin, evidence)
 
 
 def is_value(value: Any) -> bool:
     """Return whether this is a value for a lever: a boolean, a number, a string, or a table of these."""
     if isinstance(value, dict):
-        return all(isinstance(key, str) and isinstance(item, (bool, int, float, str)) for key, item in value.items())
+        return all(
+            isinstance(key, str) and isinstance(item, (bool, int, float, str)) for key, item in value.items()
+        )
     return isinstance(value, (bool, int, float, str))
 
 
@@ -189,7 +218,11 @@ def as_option(choice: Choice) -> str:
     JSON strings, numbers and booleans are valid TOML.
     """
     value = choice.value
-    pairs = (f"{json.dumps(key)} = {json.dumps(item)}" for key, item in value.items()) if isinstance(value, dict) else ()
+    pairs = (
+        (f"{json.dumps(key)} = {json.dumps(item)}" for key, item in value.items())
+        if isinstance(value, dict)
+        else ()
+    )
     text = f"{{{', '.join(pairs)}}}" if isinstance(value, dict) else json.dumps(value)
     return f"{choice.name}={text}"
 
@@ -206,6 +239,10 @@ def diff(a: Plan, b: Plan) -> list[str]:
             lines.append(f"+ {spell(name, new.value)}")
         elif new is None and old is not None:
             lines.append(f"- {spell(name, old.value)}")
-        elif old is not None and new is not None and json.dumps(old.value, sort_keys=True) != json.dumps(new.value, sort_keys=True):  # True is not 1
+        elif (
+            old is not None
+            and new is not None
+            and json.dumps(old.value, sort_keys=True) != json.dumps(new.value, sort_keys=True)
+        ):  # True is not 1
             lines.append(f"~ {spell(name, old.value)} -> {spell(name, new.value)}")
     return lines

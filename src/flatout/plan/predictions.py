@@ -39,7 +39,10 @@ def predictions(findings: Iterable[Finding], levers: Sequence[LeverRecord]) -> l
 
 def with_measured(findings: Iterable[Finding], levers: Sequence[LeverRecord]) -> list[Finding]:
     """Return the findings with the measured speed-up of their fastest lever, if any was measured."""
-    return [finding if (best := _best(finding, levers)) is None else replace(finding, measured=_ratio(best)) for finding in findings]
+    return [
+        finding if (best := _best(finding, levers)) is None else replace(finding, measured=_ratio(best))
+        for finding in findings
+    ]
 
 
 def _best(finding: Finding, levers: Sequence[LeverRecord]) -> LeverRecord | None:

@@ -13,7 +13,16 @@ from flatout.plan.findings import Finding, SourceLocation
 from flatout.plan.records import PhaseTime, ProgramRecord, Ratio, Record
 
 PROFILE_SCHEMA = 1
-MEMORY_KINDS = ("parameters", "gradients", "optimizer state", "activations", "inputs", "buffers", "other", "fragmentation")
+MEMORY_KINDS = (
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "activations",
+    "inputs",
+    "buffers",
+    "other",
+    "fragmentation",
+)
 
 
 @dataclass
@@ -71,8 +80,7 @@ class SyncRecord(Record):
 
 @dataclass
 class IdleGap(Record):
-    """Idle time of the device, and what the host did meanwhile: ``what`` is an operator's name or "python".
-    """
+    """Idle time of the device, and what the host did meanwhile: ``what`` is an operator's name or "python"."""
 
     what: str
     ms: float  # a step
@@ -198,7 +206,9 @@ class ProfileRecord(ProgramRecord):
     idle_gaps: list[IdleGap] = field(default_factory=list)  # the longest ones
     schedule: list[int] = field(default_factory=list)  # steps of wait, warm-up and profiling
     trace: str = ""  # file of the Chrome trace, if kept
-    notes: list[str] = field(default_factory=list)  # sentences: what was not checked, and the command that would
+    notes: list[str] = field(
+        default_factory=list
+    )  # sentences: what was not checked, and the command that would
     # Keys: anomaly, deterministic, cudnn_benchmark, matmul_precision, default_dtype, threads,
     # interop_threads, cores, gc, autocast, scalers, optimizers [{kind, groups, tensors, lr, fused, foreach,
     # ...}], modules {class name: count}, training {mode: modules}, dtypes {dtype: bytes}

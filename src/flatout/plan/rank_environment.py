@@ -1,8 +1,8 @@
 """The rank of this process, read from its environment. Does not need torch.
 
-    FLATOUT_RANK, FLATOUT_LOCAL_RANK, FLATOUT_WORLD_SIZE, FLATOUT_LOCAL_WORLD_SIZE    numbers
-    FLATOUT_RENDEZVOUS    rendezvous of the ranks: ``file:///folder/meeting`` (a torch FileStore), or
-                       ``tcp://host:port`` (a torch TCPStore with an external server: all ranks are clients)
+FLATOUT_RANK, FLATOUT_LOCAL_RANK, FLATOUT_WORLD_SIZE, FLATOUT_LOCAL_WORLD_SIZE    numbers
+FLATOUT_RENDEZVOUS    rendezvous of the ranks: ``file:///folder/meeting`` (a torch FileStore), or
+                   ``tcp://host:port`` (a torch TCPStore with an external server: all ranks are clients)
 """
 
 from __future__ import annotations
@@ -11,7 +11,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-NAMES = {"rank": "FLATOUT_RANK", "local_rank": "FLATOUT_LOCAL_RANK", "world_size": "FLATOUT_WORLD_SIZE", "local_world_size": "FLATOUT_LOCAL_WORLD_SIZE"}
+NAMES = {
+    "rank": "FLATOUT_RANK",
+    "local_rank": "FLATOUT_LOCAL_RANK",
+    "world_size": "FLATOUT_WORLD_SIZE",
+    "local_world_size": "FLATOUT_LOCAL_WORLD_SIZE",
+}
 MEETING = "FLATOUT_RENDEZVOUS"
 
 
@@ -38,4 +43,6 @@ def standing(environment: Mapping[str, str] | None = None) -> RankEnvironment | 
     found = os.environ if environment is None else environment
     if MEETING not in found or not all(name in found for name in NAMES.values()):
         return None
-    return RankEnvironment(**{field: int(found[name]) for field, name in NAMES.items()}, meeting=found[MEETING])
+    return RankEnvironment(
+        **{field: int(found[name]) for field, name in NAMES.items()}, meeting=found[MEETING]
+    )

@@ -16,7 +16,15 @@ SESSION_SCHEMA = 1
 CONFIDENCE = 0.95  # of every interval
 QUANTILE = 1.96  # of the normal law, at that level
 NOT_SLOWER = 0.98  # a plan with a median gain is kept if the low end of its interval is at least this
-PHASES = ("data", "copy", "forward", "backward", "exchange", "optimizer", "other")  # exchange: exposed exchange of gradients with other ranks
+PHASES = (
+    "data",
+    "copy",
+    "forward",
+    "backward",
+    "exchange",
+    "optimizer",
+    "other",
+)  # exchange: exposed exchange of gradients with other ranks
 
 
 class Record:
@@ -70,7 +78,9 @@ def _revived(kind: Any, value: Any, key: str) -> Any:
         return value
     container = get_origin(kind) or dict
     if not isinstance(value, container):
-        raise TypeError(f"{key} must be a {'list' if container is list else 'table'}, not {type(value).__name__}")
+        raise TypeError(
+            f"{key} must be a {'list' if container is list else 'table'}, not {type(value).__name__}"
+        )
     if container is list:
         return [_revived(get_args(kind)[0], each, key) for each in value]
     if get_origin(kind) is dict:
@@ -113,7 +123,9 @@ class Ratio(Record):
         """
         if not 0 < self.low < self.median:
             return float(self.median > 1.0)
-        return 0.5 * math.erfc(-QUANTILE * math.log(self.median) / math.log(self.median / self.low) / math.sqrt(2))
+        return 0.5 * math.erfc(
+            -QUANTILE * math.log(self.median) / math.log(self.median / self.low) / math.sqrt(2)
+        )
 
     def sentence(self) -> str:
         return f"{self.median:.2f}x ({self.low:.2f}-{self.high:.2f}, n={self.n})"
@@ -162,7 +174,9 @@ class TrialRecord(Record):
     loss_steps: list[int] = field(default_factory=list)
     batch_hashes: list[str] = field(default_factory=list)
     batch_statistics: list[list[float]] = field(default_factory=list)
-    draws: list[list[list[float]]] = field(default_factory=list)  # a few samples fetched repeatedly: by round, by sample
+    draws: list[list[list[float]]] = field(
+        default_factory=list
+    )  # a few samples fetched repeatedly: by round, by sample
     weights_digests: dict[str, str] = field(default_factory=dict)
     peak_memory_bytes: int | None = None
     device: str = "cpu"
@@ -290,8 +304,12 @@ class Prediction(Record):
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Prediction:
         record = super().from_json(data)
-        record.predicted = record.predicted if isinstance(record.predicted, Ratio) else Ratio.from_json(record.predicted)
-        record.measured = Ratio.from_json(record.measured) if isinstance(record.measured, dict) else record.measured
+        record.predicted = (
+            record.predicted if isinstance(record.predicted, Ratio) else Ratio.from_json(record.predicted)
+        )
+        record.measured = (
+            Ratio.from_json(record.measured) if isinstance(record.measured, dict) else record.measured
+        )
         return record
 
 
@@ -370,15 +388,21 @@ class SessionRecord(Record):
     speedup: Ratio | None = None
     noise_floor: Ratio | None = None
     disturbance: str = ""  # load by other programs meanwhile, if relevant
-    undecided: bool = False  # the plain program stays for lack of time or of an idle machine, not because nothing is faster
+    undecided: bool = (
+        False  # the plain program stays for lack of time or of an idle machine, not because nothing is faster
+    )
     obstacle: str = ""  # what prevents a larger speed-up, with the command that helps
     guard: GuardRecord = field(default_factory=lambda: GuardRecord("not checked", "nothing was chosen yet"))
     levers: list[LeverRecord] = field(default_factory=list)
     comparisons: list[ComparisonRecord] = field(default_factory=list)
-    blocks: list[dict[str, Any]] = field(default_factory=list)  # measured blocks: process, levers on, at_s, window of ticks, ms, host
+    blocks: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # measured blocks: process, levers on, at_s, window of ticks, ms, host
     payback_steps: int | None = None
     memory_limit_bytes: int | None = None  # as requested
-    frontier: list[TimeMemoryPoint] = field(default_factory=list)  # time against memory, in measured order; the first is the reference
+    frontier: list[TimeMemoryPoint] = field(
+        default_factory=list
+    )  # time against memory, in measured order; the first is the reference
     ranks: RanksRecord | None = None  # if the program was tuned as several ranks
     named: list[NamedRecord] = field(default_factory=list)
     predictions: list[Prediction] = field(default_factory=list)  # of the profile that the search started from

@@ -32,7 +32,9 @@ class Link(Record):
     inside: bool = False  # it joins the devices of one machine
 
 
-def _nccl(name: str, gb_per_s: float, latency_us: float, inside: bool = False, contention: float = 0.1) -> Link:
+def _nccl(
+    name: str, gb_per_s: float, latency_us: float, inside: bool = False, contention: float = 0.1
+) -> Link:
     # 8.4 us before the first hop: NCCL's own model of a ring with its Simple protocol, baseLat in
     # src/graph/tuning.cc (NVIDIA/nccl, commit 01afd20).
     return Link(name, gb_per_s * GB, latency_us, start_us=8.4, inside=inside, contention=contention)
@@ -57,8 +59,12 @@ def _ethernet(name: str, line_gbit_per_s: float) -> Link:
 # about a tenth of NVLink, so they take a tenth of the device.
 LINKS = (
     _nccl("nvlink2", 6 * 20.0, 3.4, inside=True, contention=1.0),  # V100: 6 links, SM70_NVLINK_BW
-    _nccl("nvlink3", 235.0, 3.4, inside=True, contention=1.0),  # A100: 12 links of SM80_NVLINK_BW are 240; tuning.cc expects 235
-    _nccl("nvlink4", 18 * 20.6, 3.4, inside=True, contention=1.0),  # H100, H200: 18 links, SM90_NVLINK_BW; "370 GB/s" in NVIDIA/nccl-tests issue 212
+    _nccl(
+        "nvlink3", 235.0, 3.4, inside=True, contention=1.0
+    ),  # A100: 12 links of SM80_NVLINK_BW are 240; tuning.cc expects 235
+    _nccl(
+        "nvlink4", 18 * 20.6, 3.4, inside=True, contention=1.0
+    ),  # H100, H200: 18 links, SM90_NVLINK_BW; "370 GB/s" in NVIDIA/nccl-tests issue 212
     _nccl("nvlink5", 18 * 40.1, 3.4, inside=True, contention=1.0),  # B200: 18 links, SM100_NVLINK_BW
     _nccl("pcie3", 12.0, 5.7, inside=True),  # x16, PCI_BW
     _nccl("pcie4", 24.0, 5.7, inside=True),  # twice the rate of the third generation (PCI-SIG)
@@ -96,10 +102,14 @@ def read_link(text: str, option: str = "--network") -> Link:
     words = [word.strip() for word in text.split(",") if word.strip()]
     known = NETWORKS.get(words[0].lower()) if words and "=" not in words[0] else None
     if not words or ("=" not in words[0] and known is None):
-        raise UsageError(f"{option}: unknown network {text!r}. Known names: {', '.join(NETWORKS)}; or set bandwidth=100Gb/s,latency=5us.")
+        raise UsageError(
+            f"{option}: unknown network {text!r}. Known names: {', '.join(NETWORKS)}; or set bandwidth=100Gb/s,latency=5us."
+        )
     said = dict(word.partition("=")[::2] for word in (words[1:] if known else words))
     if known is None and "bandwidth" not in said:
-        raise UsageError(f"{option} {text}: a custom network needs a bandwidth, as in bandwidth=100Gb/s,latency=5us.")
+        raise UsageError(
+            f"{option} {text}: a custom network needs a bandwidth, as in bandwidth=100Gb/s,latency=5us."
+        )
     link = replace(known, name=text) if known else Link(text, 0.0, 0.0, inside=option == "--inside")
     for name, value in said.items():
         link = _with(link, name.strip(), value.strip(), option)
@@ -111,22 +121,32 @@ def _with(link: Link, name: str, value: str, option: str) -> Link:
         if name == "bandwidth":
             # Only the case of the unit distinguishes bits from bytes: 100Gb/s is an eighth of 100GB/s.
             found = _RATE.fullmatch(re.sub(r"^([\d.]+\s*)([KMGT])", lambda m: m[1] + m[2].lower(), value))
-            rate = float(found[1]) * _POWERS[found[2]] / (1 if found[3] in ("B", "byte") else 8) if found else 0.0
+            rate = (
+                float(found[1]) * _POWERS[found[2]] / (1 if found[3] in ("B", "byte") else 8)
+                if found
+                else 0.0
+            )
             if rate > 0:
                 return replace(link, bandwidth_bytes_per_s=rate)
         elif name in ("latency", "start"):
             found = _TIME.fullmatch(value)
             if found:
                 microseconds = float(found[1]) * _MICROSECONDS[found[2]]
-                return replace(link, latency_us=microseconds) if name == "latency" else replace(link, start_us=microseconds)
+                return (
+                    replace(link, latency_us=microseconds)
+                    if name == "latency"
+                    else replace(link, start_us=microseconds)
+                )
         elif name == "cards" and int(value) >= 0:
             return replace(link, cards=int(value))
         elif name == "contention" and 0 <= float(value) <= 1:
             return replace(link, contention=float(value))
     except ValueError:
         pass
-    raise UsageError(f"{option}: {name}={value} is invalid. Use bandwidth=100Gb/s (bits) or 12.5GB/s (bytes), latency=5us, start=10us, cards=8 (per node; "
-                     "0: one per device), contention=0.2 (share of concurrent computation that is lost).")
+    raise UsageError(
+        f"{option}: {name}={value} is invalid. Use bandwidth=100Gb/s (bits) or 12.5GB/s (bytes), latency=5us, start=10us, cards=8 (per node; "
+        "0: one per device), contention=0.2 (share of concurrent computation that is lost)."
+    )
 
 
 def read_devices(text: str) -> list[int]:
@@ -134,8 +154,14 @@ def read_devices(text: str) -> list[int]:
     found: list[int] = []
     for word in text.split(","):
         low, dots, high = word.strip().partition("..")
-        if not low.isdigit() or (dots and not high.isdigit()) or not 1 <= int(low) <= int(high or low) <= MOST_DEVICES:
-            raise UsageError(f"--gpus {text}: {word.strip()!r} is not a number of devices. Use 8, or 1,2,4, or 8..1024, which doubles from 8.")
+        if (
+            not low.isdigit()
+            or (dots and not high.isdigit())
+            or not 1 <= int(low) <= int(high or low) <= MOST_DEVICES
+        ):
+            raise UsageError(
+                f"--gpus {text}: {word.strip()!r} is not a number of devices. Use 8, or 1,2,4, or 8..1024, which doubles from 8."
+            )
         count, last = int(low), int(high or low)
         while count <= last:
             found.append(count)
@@ -201,12 +227,16 @@ class ScaleRecord(ProgramRecord):
     node: int = 1
     timing: Timing | None = None
     second: Timing | None = None  # another batch size, for strong scaling
-    fixed_share: float | None = None  # share of a step's computation that does not shrink with the batch, without a second point
+    fixed_share: float | None = (
+        None  # share of a step's computation that does not shrink with the batch, without a second point
+    )
     compute_scale: float = 1.0
     overhead: float = 0.0  # as a share of computation, with more than one device
     local_steps: int = 1
     parameter_bytes: float = 0.0
-    tensor_bytes: list[int] = field(default_factory=list)  # of the gradients, in the order in which they become ready
+    tensor_bytes: list[int] = field(
+        default_factory=list
+    )  # of the gradients, in the order in which they become ready
     measured: str = ""  # source of the times
     points: list[ScalePoint] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

@@ -8,11 +8,14 @@ from collections.abc import Sequence
 MASK = "***"
 NAMES = r"(?:[\w.-]*[._-])?(?:tokens?|keys?|api_?key|apikey|passwords?|passwd|pass|pwd|secrets?|auth|credentials?|bearer)"
 OPTION = re.compile(rf"(-{{1,2}}{NAMES})(=.*)?", re.IGNORECASE | re.DOTALL)
-SETTING = re.compile(rf"(\+{{0,2}}{NAMES}=).+", re.IGNORECASE | re.DOTALL)  # hydra's name=value, and a shell's
+SETTING = re.compile(
+    rf"(\+{{0,2}}{NAMES}=).+", re.IGNORECASE | re.DOTALL
+)  # hydra's name=value, and a shell's
 IN_URL = re.compile(r"(?<=://)[^/?#\s@]+@")  # user:password@
 IN_QUERY = re.compile(rf"([?&]{NAMES}=)[^&#\s]+", re.IGNORECASE)
 KNOWN = re.compile(  # key formats of well-known services
-    r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[A-Za-z0-9_-]{20,}|glpat-[\w-]{20,}|AKIA[A-Z0-9]{16}|xox[abprs]-[\w-]{10,})")
+    r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[A-Za-z0-9_-]{20,}|glpat-[\w-]{20,}|AKIA[A-Z0-9]{16}|xox[abprs]-[\w-]{10,})"
+)
 
 
 def masked(words: Sequence[str]) -> list[str]:

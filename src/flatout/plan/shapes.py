@@ -20,12 +20,21 @@ MISFIT = ShapeMismatch()
 def fitted(value: Any, shape: Any) -> Any:
     """Return the value without the parts that do not fit, or MISFIT if the value itself does not fit."""
     if isinstance(shape, list):
-        return [each for item in value if (each := fitted(item, shape[0])) is not MISFIT] if isinstance(value, list) else MISFIT
+        return (
+            [each for item in value if (each := fitted(item, shape[0])) is not MISFIT]
+            if isinstance(value, list)
+            else MISFIT
+        )
     if isinstance(shape, dict):
         if not isinstance(value, dict):
             return MISFIT
-        return {key: found for key, item in value.items()
-                if isinstance(key, str) and (inner := shape.get(str, shape.get(key))) is not None and (found := fitted(item, inner)) is not MISFIT}
+        return {
+            key: found
+            for key, item in value.items()
+            if isinstance(key, str)
+            and (inner := shape.get(str, shape.get(key))) is not None
+            and (found := fitted(item, inner)) is not MISFIT
+        }
     kinds = shape if isinstance(shape, tuple) else (shape,)
     if isinstance(value, bool):
         return value if bool in kinds else MISFIT

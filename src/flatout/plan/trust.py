@@ -49,11 +49,15 @@ def private_folder(path: Path) -> Path:
             pass
         about = os.lstat(path)
         if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
-            raise StorageError(f"{path} belongs to {_name(about.st_uid)}, so its content is not trusted. Remove it, or name another folder with TMPDIR.")
+            raise StorageError(
+                f"{path} belongs to {_name(about.st_uid)}, so its content is not trusted. Remove it, or name another folder with TMPDIR."
+            )
         if stat.S_IMODE(about.st_mode) != 0o700:
             os.chmod(path, 0o700)
     except OSError as error:
-        raise StorageError(f"cannot create the folder {path}: {error.strerror}. Name another folder with TMPDIR.") from error
+        raise StorageError(
+            f"cannot create the folder {path}: {error.strerror}. Name another folder with TMPDIR."
+        ) from error
     return path
 
 

@@ -41,9 +41,20 @@ def group(read: Read) -> CgroupLimits:
     if unified and "" in paths and "memory" in (controllers or "").split():
         folders = list(_folders(unified, paths[""]))
         cores = _narrowest(_quota_v2(read, folder, where) for folder in folders)
-        memory = _narrowest(_number(read, f"{folder}/{name}", where) for folder in folders for name in ("memory.max", "memory.high"))
+        memory = _narrowest(
+            _number(read, f"{folder}/{name}", where)
+            for folder in folders
+            for name in ("memory.max", "memory.high")
+        )
         processes = _narrowest(_number(read, f"{folder}/pids.max", where) for folder in folders)
-        return CgroupLimits(2, cores, _whole(memory), _used(read, folders[0], "memory.current"), _whole(processes), tuple(where))
+        return CgroupLimits(
+            2,
+            cores,
+            _whole(memory),
+            _used(read, folders[0], "memory.current"),
+            _whole(processes),
+            tuple(where),
+        )
     found: dict[str, list[str]] = {}
     for name in ("cpu", "memory", "pids"):
         mount = next((m for m in all_mounts if m.kind == "cgroup" and name in m.options), None)
@@ -52,7 +63,9 @@ def group(read: Read) -> CgroupLimits:
     if not found:
         return CgroupLimits(0)
     cores = _narrowest(_quota_v1(read, folder, where) for folder in found.get("cpu", ()))
-    memory = _narrowest(_number(read, f"{folder}/memory.limit_in_bytes", where) for folder in found.get("memory", ()))
+    memory = _narrowest(
+        _number(read, f"{folder}/memory.limit_in_bytes", where) for folder in found.get("memory", ())
+    )
     used = _used(read, found["memory"][0], "memory.usage_in_bytes") if "memory" in found else None
     processes = _narrowest(_number(read, f"{folder}/pids.max", where) for folder in found.get("pids", ()))
     return CgroupLimits(1, cores, _whole(memory), used, _whole(processes), tuple(where))
@@ -76,7 +89,7 @@ def _folders(mount: Mount, path: str) -> Iterator[str]:
     the group.
     """
     if mount.root != "/":
-        path = path[len(mount.root):] if path == mount.root or path.startswith(mount.root + "/") else ""
+        path = path[len(mount.root) :] if path == mount.root or path.startswith(mount.root + "/") else ""
     parts = [part for part in path.split("/") if part and part != ".."]
     for count in range(len(parts), -1, -1):
         yield "/".join([mount.point.rstrip("/"), *parts[:count]])

@@ -48,8 +48,16 @@ def visible_gpus() -> tuple[Gpu, ...]:
     except OSError:
         return ()
     try:
-        asked = subprocess.run([sys.executable, "-I", "-c", PROBE.format(library=LIBRARY)], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
-        return tuple(Gpu(name, memory, (major, minor)) for name, memory, major, minor in json.loads(asked.stdout))
+        asked = subprocess.run(
+            [sys.executable, "-I", "-c", PROBE.format(library=LIBRARY)],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=True,
+        )
+        return tuple(
+            Gpu(name, memory, (major, minor)) for name, memory, major, minor in json.loads(asked.stdout)
+        )
     except (OSError, subprocess.SubprocessError, ValueError):
         return ()
 
@@ -58,7 +66,7 @@ def gpus_asked_for() -> tuple[Gpu, ...]:
     """Return the GPUs that a program started here trains on: all visible ones, or that of `--device`."""
     index = os.environ.get(ASKED_DEVICE, "").partition(":")[2]
     gpus = visible_gpus()  # empty if another kind of device was requested
-    return gpus[int(index):int(index) + 1] if index else gpus
+    return gpus[int(index) : int(index) + 1] if index else gpus
 
 
 DEVICES = """
@@ -80,7 +88,14 @@ def devices_of_torch(python: str | None = None) -> dict[str, str] | None:
     """
     env = {name: value for name, value in os.environ.items() if name != ASKED_DEVICE}
     try:
-        asked = subprocess.run([python or sys.executable, "-c", DEVICES], env=env, capture_output=True, text=True, timeout=IMPORT_S, check=True)
+        asked = subprocess.run(
+            [python or sys.executable, "-c", DEVICES],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_S,
+            check=True,
+        )
         found: dict[str, str] = json.loads(asked.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None

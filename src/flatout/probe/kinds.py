@@ -2,26 +2,77 @@
 
 from __future__ import annotations
 
-WRAPPERS = {"torch.compile", "torch.nn.DataParallel", "torch.nn.parallel.DataParallel", "torch.nn.parallel.DistributedDataParallel",
-            "torch.nn.SyncBatchNorm.convert_sync_batchnorm", "torch.jit.script", "torch.distributed.fsdp.FullyShardedDataParallel"}
-MAKES_TENSORS = {"zeros", "ones", "empty", "full", "rand", "randn", "randint", "arange", "linspace", "eye", "tensor", "as_tensor", "from_numpy", "randperm",
-                 "zeros_like", "ones_like", "rand_like", "randn_like", "full_like", "empty_like", "cat", "stack", "where", "normal", "bernoulli"}
-HINTS = (("Optimizer", ("optimizer", "optim", "opt")), ("Scheduler", ("scheduler", "lr_scheduler", "sched")), ("GradScaler", ("scaler", "grad_scaler")),
-         ("Profiler", ("profiler", "prof")))
+WRAPPERS = {
+    "torch.compile",
+    "torch.nn.DataParallel",
+    "torch.nn.parallel.DataParallel",
+    "torch.nn.parallel.DistributedDataParallel",
+    "torch.nn.SyncBatchNorm.convert_sync_batchnorm",
+    "torch.jit.script",
+    "torch.distributed.fsdp.FullyShardedDataParallel",
+}
+MAKES_TENSORS = {
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "rand",
+    "randn",
+    "randint",
+    "arange",
+    "linspace",
+    "eye",
+    "tensor",
+    "as_tensor",
+    "from_numpy",
+    "randperm",
+    "zeros_like",
+    "ones_like",
+    "rand_like",
+    "randn_like",
+    "full_like",
+    "empty_like",
+    "cat",
+    "stack",
+    "where",
+    "normal",
+    "bernoulli",
+}
+HINTS = (
+    ("Optimizer", ("optimizer", "optim", "opt")),
+    ("Scheduler", ("scheduler", "lr_scheduler", "sched")),
+    ("GradScaler", ("scaler", "grad_scaler")),
+    ("Profiler", ("profiler", "prof")),
+)
 
 
 def kinds_of_name(dotted: str) -> set[str]:
     """Return the kinds of the value that a call of ``dotted`` returns."""
     parts = dotted.split(".")
     last, package = parts[-1], parts[0]
-    known = {"DataLoader": "DataLoader", "GradScaler": "GradScaler", "SummaryWriter": "SummaryWriter", "ModuleList": "Module", "LightningModule": "Module"}
+    known = {
+        "DataLoader": "DataLoader",
+        "GradScaler": "GradScaler",
+        "SummaryWriter": "SummaryWriter",
+        "ModuleList": "Module",
+        "LightningModule": "Module",
+    }
     if last in known:
         return {known[last]}
-    if dotted in WRAPPERS or (package in ("torchvision", "timm", "transformers") and ("models" in parts or last in ("create_model", "from_pretrained"))):
+    if dotted in WRAPPERS or (
+        package in ("torchvision", "timm", "transformers")
+        and ("models" in parts or last in ("create_model", "from_pretrained"))
+    ):
         return {"Module"}
     if last.endswith("Sampler"):
         return {"Sampler", last}
-    if (package == "torchvision" and "datasets" in parts) or last in ("TensorDataset", "Dataset", "IterableDataset", "Subset", "ConcatDataset"):
+    if (package == "torchvision" and "datasets" in parts) or last in (
+        "TensorDataset",
+        "Dataset",
+        "IterableDataset",
+        "Subset",
+        "ConcatDataset",
+    ):
         return {"Dataset", last}
     if package != "torch":
         return set()
@@ -32,14 +83,35 @@ def kinds_of_name(dotted: str) -> set[str]:
     if dotted in ("torch.profiler.profile", "torch.autograd.profiler.profile"):
         return {"Profiler"}
     if parts[1:2] == ["nn"] and last[:1].isupper() and "utils" not in parts:
-        return {"Parameter", "Tensor"} if last == "Parameter" else {"Module", "Loss", last} if last.endswith("Loss") else {"Module", last}
-    if parts[1:3] == ["nn", "functional"] or (len(parts) == 2 and last in MAKES_TENSORS) or (package == "torch" and len(parts) == 2 and last.islower()):
-        return {"Tensor"} if last not in ("device", "load", "save", "compile", "manual_seed", "dtype", "no_grad", "autocast") else set()
+        return (
+            {"Parameter", "Tensor"}
+            if last == "Parameter"
+            else {"Module", "Loss", last}
+            if last.endswith("Loss")
+            else {"Module", last}
+        )
+    if (
+        parts[1:3] == ["nn", "functional"]
+        or (len(parts) == 2 and last in MAKES_TENSORS)
+        or (package == "torch" and len(parts) == 2 and last.islower())
+    ):
+        return (
+            {"Tensor"}
+            if last
+            not in ("device", "load", "save", "compile", "manual_seed", "dtype", "no_grad", "autocast")
+            else set()
+        )
     return set()
 
 
 def called_like(name: str, kind: str) -> bool:
     """Return whether a name is typical for this kind: ``optimizer``, ``optimizerD``, ``grad_scaler``."""
     words = name.lower().strip("_")
-    return any(hinted == kind and any(words == word or (words.startswith(word) and len(word) > 3) or words.endswith("_" + word) for word in names)
-               for hinted, names in HINTS)
+    return any(
+        hinted == kind
+        and any(
+            words == word or (words.startswith(word) and len(word) > 3) or words.endswith("_" + word)
+            for word in names
+        )
+        for hinted, names in HINTS
+    )

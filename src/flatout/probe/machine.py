@@ -12,23 +12,64 @@ from flatout.plan.facts import ASKED_DEVICE, Facts
 from flatout.probe.cgroup import group
 from flatout.probe.gpus import gpus_asked_for
 
-WATCHED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "LD_PRELOAD", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "GLIBC_TUNABLES",
-           "CUDA_VISIBLE_DEVICES", "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_CONF",
-           "MIMALLOC_PURGE_DELAY", ASKED_DEVICE)
+WATCHED = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "LD_PRELOAD",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "GLIBC_TUNABLES",
+    "CUDA_VISIBLE_DEVICES",
+    "MALLOC_ARENA_MAX",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_TOP_PAD_",
+    "MALLOC_CONF",
+    "MIMALLOC_PURGE_DELAY",
+    ASKED_DEVICE,
+)
 DISTRIBUTIONS = ("torch", "torchvision", "numpy", "lightning", "triton", "cmeel-mimalloc")
-LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib", "/lib64", "/lib")
-ALLOCATORS = {"tcmalloc": ("libtcmalloc_minimal.so.*", "libtcmalloc.so.*"), "jemalloc": ("libjemalloc.so.*",), "mimalloc": ("libmimalloc.so.*",)}
+LIBRARIES = (
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/lib64",
+    "/usr/lib",
+    "/usr/local/lib",
+    "/lib64",
+    "/lib",
+)
+ALLOCATORS = {
+    "tcmalloc": ("libtcmalloc_minimal.so.*", "libtcmalloc.so.*"),
+    "jemalloc": ("libjemalloc.so.*",),
+    "mimalloc": ("libmimalloc.so.*",),
+}
 
 
 def look() -> Facts:
     """Return all facts that are cheap to get. Missing ones keep their defaults."""
-    how = {"cpu": "/proc/cpuinfo", "cores": "sched_getaffinity and the cgroup's quota", "memory_bytes": "sysconf",
-           "gpus": "the CUDA driver", "versions": "importlib.metadata", "allocators": "library folders and installed wheels"}
+    how = {
+        "cpu": "/proc/cpuinfo",
+        "cores": "sched_getaffinity and the cgroup's quota",
+        "memory_bytes": "sysconf",
+        "gpus": "the CUDA driver",
+        "versions": "importlib.metadata",
+        "allocators": "library folders and installed wheels",
+    }
     model, flags = _cpu()
     versions = {name: version for name in DISTRIBUTIONS if (version := _version(name))}
-    return Facts(cpu=model, cores=_cores(), memory_bytes=_memory(), cpu_flags=flags, gpus=gpus_asked_for(), system=platform.system(),
-                 python=platform.python_version(), versions=versions, environment={n: os.environ[n] for n in WATCHED if n in os.environ},
-                 allocators=_allocators(), how=how)
+    return Facts(
+        cpu=model,
+        cores=_cores(),
+        memory_bytes=_memory(),
+        cpu_flags=flags,
+        gpus=gpus_asked_for(),
+        system=platform.system(),
+        python=platform.python_version(),
+        versions=versions,
+        environment={n: os.environ[n] for n in WATCHED if n in os.environ},
+        allocators=_allocators(),
+        how=how,
+    )
 
 
 def _cpu() -> tuple[str, tuple[str, ...]]:
@@ -39,7 +80,16 @@ def _cpu() -> tuple[str, tuple[str, ...]]:
             if key.strip() == "model name":
                 model = value.strip()
             elif key.strip() in ("flags", "Features"):
-                interesting = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_fp16", "asimd", "bf16", "sve")
+                interesting = (
+                    "avx2",
+                    "avx512f",
+                    "avx512_bf16",
+                    "amx_bf16",
+                    "avx512_fp16",
+                    "asimd",
+                    "bf16",
+                    "sve",
+                )
                 return model, tuple(flag for flag in value.split() if flag in interesting)
     except OSError:
         pass
@@ -85,7 +135,12 @@ def _allocators() -> dict[str, str]:
         return {}
     found = {}
     for name, patterns in ALLOCATORS.items():
-        paths = [p for folder in LIBRARIES for pattern in patterns for p in sorted(glob.glob(f"{folder}/{pattern}"))]
+        paths = [
+            p
+            for folder in LIBRARIES
+            for pattern in patterns
+            for p in sorted(glob.glob(f"{folder}/{pattern}"))
+        ]
         if paths:
             found[name] = paths[0]
     if "mimalloc" not in found:

@@ -73,12 +73,18 @@ class Names(ast.NodeVisitor):
         above = {id(ancestor) for ancestor in self.ancestors(node)}
         reached = []
         for binding in sorted(found, key=lambda b: position(b.node), reverse=True):
-            if position(binding.node) >= position(node) or (id(binding.node) in above and binding.how in ("assign", "augment")):
+            if position(binding.node) >= position(node) or (
+                id(binding.node) in above and binding.how in ("assign", "augment")
+            ):
                 continue
             if not self._same_arm(binding.node, node) and not self._in_a_loop(node):
                 continue  # the other arm of an if
             reached.append(binding)
-            if binding.how != "augment" and id(self._block(binding)) in above | {id(scope.node)} and self._same_arm(binding.node, node):
+            if (
+                binding.how != "augment"
+                and id(self._block(binding)) in above | {id(scope.node)}
+                and self._same_arm(binding.node, node)
+            ):
                 break
         return reached or found
 
@@ -92,7 +98,9 @@ class Names(ast.NodeVisitor):
 
     def _block(self, binding: Binding) -> ast.AST:
         """Return the statement in whose body a binding acts. A loop variable acts in its loop."""
-        if binding.how in ("for", "with") and isinstance(binding.node, (ast.For, ast.AsyncFor, ast.With, ast.AsyncWith)):
+        if binding.how in ("for", "with") and isinstance(
+            binding.node, (ast.For, ast.AsyncFor, ast.With, ast.AsyncWith)
+        ):
             return binding.node
         return self.parents.get(id(binding.node), self.module.node)
 
@@ -101,14 +109,23 @@ class Names(ast.NodeVisitor):
         return all(arms.get(id(node), arm) == arm for node, arm in self.arms(other))
 
     def _in_a_loop(self, node: ast.AST) -> bool:
-        return any(isinstance(ancestor, (ast.For, ast.AsyncFor, ast.While)) for ancestor in self.ancestors(node))
+        return any(
+            isinstance(ancestor, (ast.For, ast.AsyncFor, ast.While)) for ancestor in self.ancestors(node)
+        )
 
     def arms(self, node: ast.AST) -> list[tuple[ast.If, str]]:
         """Return the ifs around a node, innermost first, with the field that contains it."""
         found, child = [], node
         for ancestor in self.ancestors(node):
             if isinstance(ancestor, ast.If) and not is_main_guard(ancestor):
-                arm = next((name for name in ("body", "orelse") if any(child is each for each in getattr(ancestor, name))), "test")
+                arm = next(
+                    (
+                        name
+                        for name in ("body", "orelse")
+                        if any(child is each for each in getattr(ancestor, name))
+                    ),
+                    "test",
+                )
                 found.append((ancestor, arm))
             child = ancestor
         return found
@@ -129,7 +146,10 @@ class Names(ast.NodeVisitor):
             package = self.package.split(".") if self.package else []
             module = ".".join([*package[: len(package) - node.level + 1], *filter(None, [module])])
         for alias in node.names:
-            self.here.bind(alias.asname or alias.name, Binding("import", node, dotted=f"{module}.{alias.name}" if module else alias.name))
+            self.here.bind(
+                alias.asname or alias.name,
+                Binding("import", node, dotted=f"{module}.{alias.name}" if module else alias.name),
+            )
 
     def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
         arguments = node.args
@@ -141,7 +161,12 @@ class Names(ast.NodeVisitor):
             if each is not None:
                 self.visit(each)
         self.here = Scope(node, self.here)
-        for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *filter(None, [arguments.vararg, arguments.kwarg])]:
+        for argument in [
+            *arguments.posonlyargs,
+            *arguments.args,
+            *arguments.kwonlyargs,
+            *filter(None, [arguments.vararg, arguments.kwarg]),
+        ]:
             self.here.bind(argument.arg, Binding("parameter", argument))
         for statement in node.body if isinstance(node.body, list) else [node.body]:
             self.visit(statement)
@@ -239,4 +264,6 @@ def position(node: ast.AST) -> tuple[int, int]:
 def is_main_guard(node: ast.If) -> bool:
     """Return whether this is ``if __name__ == "__main__":``, which is always true for a script."""
     test = node.test
-    return isinstance(test, ast.Compare) and any(isinstance(each, ast.Name) and each.id == "__name__" for each in (test.left, *test.comparators))
+    return isinstance(test, ast.Compare) and any(
+        isinstance(each, ast.Name) and each.id == "__name__" for each in (test.left, *test.comparators)
+    )

@@ -23,7 +23,9 @@ class ScriptProgram:
     ``unread`` lists unreadable modules with reasons.
     """
 
-    def __init__(self, main: SourceFile, others: list[SourceFile] | None = None, unread: list[str] | None = None) -> None:
+    def __init__(
+        self, main: SourceFile, others: list[SourceFile] | None = None, unread: list[str] | None = None
+    ) -> None:
         self.main = main
         self.sources = [main, *(others or [])]
         self.unread = unread or []
@@ -56,7 +58,9 @@ class ScriptProgram:
                 if file is None or name in found or file.resolve() == script.resolve():
                     continue
                 try:
-                    found[name] = SourceFile.read(file, name, name if file.name == "__init__.py" else name.rpartition(".")[0])
+                    found[name] = SourceFile.read(
+                        file, name, name if file.name == "__init__.py" else name.rpartition(".")[0]
+                    )
                 except (OSError, Unreadable) as error:
                     unread.append(str(error))
                 else:
@@ -100,7 +104,9 @@ class ScriptProgram:
         return {}
 
     def _functions_called(self, source: SourceFile, call: ast.Call) -> Iterator[tuple[SourceFile, ast.AST]]:
-        direct = [pair for pair in self.definitions(source, call.func) if not isinstance(pair[1], ast.ClassDef)]
+        direct = [
+            pair for pair in self.definitions(source, call.func) if not isinstance(pair[1], ast.ClassDef)
+        ]
         if direct or not isinstance(call.func, ast.Attribute) or source.dotted(call.func):
             yield from direct
             return
@@ -116,7 +122,9 @@ class ScriptProgram:
             if id(klass) not in self._networks:
                 yield from self.methods(home, klass, "__init__")
 
-    def methods(self, source: SourceFile, klass: ast.ClassDef, name: str) -> Iterator[tuple[SourceFile, ast.AST]]:
+    def methods(
+        self, source: SourceFile, klass: ast.ClassDef, name: str
+    ) -> Iterator[tuple[SourceFile, ast.AST]]:
         """Yield the method that an instance of a class has under a name.
 
         It is its own, or the nearest inherited one.
@@ -137,7 +145,11 @@ class ScriptProgram:
         for source in self.sources:
             for call in source.calls:
                 for home, definition in self.definitions(source, call.func):
-                    targets = [method for _, method in self.methods(home, definition, "__init__")] if isinstance(definition, ast.ClassDef) else [definition]
+                    targets = (
+                        [method for _, method in self.methods(home, definition, "__init__")]
+                        if isinstance(definition, ast.ClassDef)
+                        else [definition]
+                    )
                     for target in targets:
                         found.setdefault(id(target), []).append((source, call))
                 if isinstance(call.func, ast.Attribute) and not source.dotted(call.func):
@@ -189,14 +201,21 @@ class ScriptProgram:
         for source in self.sources:
             for klass in source.classes:
                 bases = self.values.bases(source, klass)
-                if any(base in ("torch.nn.Module", "torch.nn.modules.Module", "torch.nn.Sequential") or base.endswith("LightningModule") for base in bases):
+                if any(
+                    base in ("torch.nn.Module", "torch.nn.modules.Module", "torch.nn.Sequential")
+                    or base.endswith("LightningModule")
+                    for base in bases
+                ):
                     yield source, klass
 
     def datasets_defined(self) -> Iterator[tuple[SourceFile, ast.ClassDef]]:
         for source in self.sources:
             for klass in source.classes:
-                if any(base.startswith(("torch.", "torchvision.datasets")) and base.rpartition(".")[2].endswith(("Dataset", "Folder"))
-                       for base in self.values.bases(source, klass)):
+                if any(
+                    base.startswith(("torch.", "torchvision.datasets"))
+                    and base.rpartition(".")[2].endswith(("Dataset", "Folder"))
+                    for base in self.values.bases(source, klass)
+                ):
                     yield source, klass
 
     def mentions(self, *words: str) -> bool:
@@ -206,8 +225,15 @@ class ScriptProgram:
         """
         wanted = set(words)
         for _, node in self.nodes(ast.Name, ast.Attribute, ast.alias, ast.keyword):
-            spelled = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else \
-                node.name.rpartition(".")[2] if isinstance(node, ast.alias) else getattr(node, "arg", None)
+            spelled = (
+                node.id
+                if isinstance(node, ast.Name)
+                else node.attr
+                if isinstance(node, ast.Attribute)
+                else node.name.rpartition(".")[2]
+                if isinstance(node, ast.alias)
+                else getattr(node, "arg", None)
+            )
             if spelled in wanted:
                 return True
         return False
@@ -216,9 +242,13 @@ class ScriptProgram:
     def uses_device(self) -> bool:
         """Return whether anything is ever put on a device other than the CPU."""
         for _, call in self.method_calls("to", "cuda"):
-            if call.func.attr == "cuda" or any(not isinstance(a, ast.Constant) or a.value != "cpu" for a in call.args):  # type: ignore[attr-defined]
+            if call.func.attr == "cuda" or any(  # type: ignore[attr-defined]
+                not isinstance(a, ast.Constant) or a.value != "cpu" for a in call.args
+            ):
                 return True
-        return any(isinstance(node, ast.keyword) and node.arg == "device" for _, node in self.nodes(ast.keyword))
+        return any(
+            isinstance(node, ast.keyword) and node.arg == "device" for _, node in self.nodes(ast.keyword)
+        )
 
     @cached_property
     def events(self) -> list[ProgramEvent]:
@@ -241,7 +271,12 @@ def imports(source: SourceFile) -> list[str]:
             dotted = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             package = source.names.package.split(".") if source.names.package else []
-            base = ".".join([*(package[: len(package) - node.level + 1] if node.level else []), *filter(None, [node.module])])
+            base = ".".join(
+                [
+                    *(package[: len(package) - node.level + 1] if node.level else []),
+                    *filter(None, [node.module]),
+                ]
+            )
             dotted = [base, *(f"{base}.{alias.name}" if base else alias.name for alias in node.names)]
         else:
             continue

@@ -39,7 +39,14 @@ class SourceFile:
     ``tree`` is the AST of ``text``. ``module`` is the name under which others import it.
     """
 
-    def __init__(self, path: str, text: str, module: str = "", package: str = "", cells: list[tuple[int, int]] | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        text: str,
+        module: str = "",
+        package: str = "",
+        cells: list[tuple[int, int]] | None = None,
+    ) -> None:
         """Parse the text. Raises Unreadable."""
         self.path, self.text, self.module = path, text, module
         self.cells = cells or []
@@ -53,7 +60,9 @@ class SourceFile:
         if depth_of(self.tree) > MAX_DEPTH:
             raise Unreadable(f"{path}: its expressions are nested more than {MAX_DEPTH} deep")
         if sum(1 for _ in ast.walk(self.tree)) > MAX_NODES:
-            raise Unreadable(f"{path}: it has more than {MAX_NODES:,} expressions, too many for a handwritten script")
+            raise Unreadable(
+                f"{path}: it has more than {MAX_NODES:,} expressions, too many for a handwritten script"
+            )
         self.names = Names(self.tree, package)
         self._dotted: dict[int, str] = {}
 
@@ -62,7 +71,9 @@ class SourceFile:
         """Read a .py file or a notebook. Raises OSError or Unreadable."""
         shown = shown or str(path)
         about = path.stat()
-        if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):  # a device may have no end, and a pipe no writer
+        if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(
+            about.st_mode
+        ):  # a device may have no end, and a pipe no writer
             raise Unreadable(f"{shown} is not a regular file")
         if about.st_size > MAX_BYTES:
             raise Unreadable(f"{shown} has {about.st_size:,} bytes, too many for a handwritten script")
@@ -137,7 +148,12 @@ class SourceFile:
         found = self.names.reaching(node)
         if found and all(b.how == "import" for b in found):
             return found[-1].dotted
-        if len(found) == 1 and found[0].how == "assign" and not found[0].path and isinstance(found[0].value, (ast.Attribute, ast.Name)):
+        if (
+            len(found) == 1
+            and found[0].how == "assign"
+            and not found[0].path
+            and isinstance(found[0].value, (ast.Attribute, ast.Name))
+        ):
             return self.dotted(found[0].value)
         return ""
 
@@ -148,9 +164,17 @@ class SourceFile:
         before = text.encode()[:offset].decode(errors="replace")  # ast counts bytes
         function = self.function(node)
         owner = self.klass(function) if function is not None else None
-        name = "" if function is None else f"{owner.name}.{function.name}" if owner is not None else function.name
+        name = (
+            ""
+            if function is None
+            else f"{owner.name}.{function.name}"
+            if owner is not None
+            else function.name
+        )
         file, shown = self.cell(line)
-        return SourceLocation(file, shown, len(before) + 1 if column else 0, name, text.strip(), len(text) - len(text.lstrip()))
+        return SourceLocation(
+            file, shown, len(before) + 1 if column else 0, name, text.strip(), len(text) - len(text.lstrip())
+        )
 
     def cell(self, line: int) -> tuple[str, int]:
         """Return the file name and the line in it.
@@ -178,7 +202,11 @@ def notebook(text: str, shown: str) -> tuple[str, list[tuple[int, int]]]:
     """
     try:
         cells = json.loads(text)["cells"]
-        code = [(number, "".join(cell["source"])) for number, cell in enumerate(cells, 1) if cell.get("cell_type") == "code"]
+        code = [
+            (number, "".join(cell["source"]))
+            for number, cell in enumerate(cells, 1)
+            if cell.get("cell_type") == "code"
+        ]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise Unreadable(f"{shown} is not a readable notebook: its JSON has no cells with a source") from None
     lines: list[str] = []
@@ -189,7 +217,11 @@ def notebook(text: str, shown: str) -> tuple[str, list[tuple[int, int]]]:
         for line in source.splitlines():
             word = line.lstrip()
             blank = len(line) - len(word)
-            lines.append(" " * blank + "pass  # " + word if whole or word.startswith(("%", "!", "?")) or word.endswith("?") else line)
+            lines.append(
+                " " * blank + "pass  # " + word
+                if whole or word.startswith(("%", "!", "?")) or word.endswith("?")
+                else line
+            )
     return "\n".join(lines) + "\n", starts
 
 

@@ -19,21 +19,78 @@ from flatout.plan.machine_snapshot import Disk, MachineSnapshot
 from flatout.probe.cgroup import group
 from flatout.probe.proc import numbers, processor
 
-FILES = ("/proc/meminfo", "/proc/loadavg", "/proc/swaps", "/proc/version", "/proc/self/limits", "/proc/self/status", "/proc/sys/vm/overcommit_memory",
-         "/proc/driver/nvidia/version", "/etc/os-release", "/sys/kernel/mm/transparent_hugepage/enabled", "/sys/devices/system/cpu/online",
-         "/sys/devices/system/node/online", "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "/.dockerenv", "/run/.containerenv")
+FILES = (
+    "/proc/meminfo",
+    "/proc/loadavg",
+    "/proc/swaps",
+    "/proc/version",
+    "/proc/self/limits",
+    "/proc/self/status",
+    "/proc/sys/vm/overcommit_memory",
+    "/proc/driver/nvidia/version",
+    "/etc/os-release",
+    "/sys/kernel/mm/transparent_hugepage/enabled",
+    "/sys/devices/system/cpu/online",
+    "/sys/devices/system/node/online",
+    "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor",
+    "/.dockerenv",
+    "/run/.containerenv",
+)
 FOLDERS = ("/sys/bus/pci/devices", "/sys/devices/system/cpu/cpu0", "/dev")
 MAX_BYTES = 1 << 18
 DISPLAY_CLASS = "0x03"
 
 # Whole prefixes, because every release adds variables. None of them holds a secret.
-FAMILIES = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "CUDA_", "CUDNN_", "CUBLAS_", "NCCL_", "GLOO_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_",
-            "TORCHDYNAMO_", "TRITON_", "NVIDIA_", "PYTHON", "MALLOC_", "MIMALLOC_", "TORCHELASTIC_", "DNNL_", "ONEDNN_")
-NAMES = ("LD_PRELOAD", "LD_LIBRARY_PATH", "GLIBC_TUNABLES", "VIRTUAL_ENV", "CONDA_PREFIX", "TMPDIR", "XDG_CACHE_HOME", "BLIS_NUM_THREADS",
-         "VECLIB_MAXIMUM_THREADS", "WSL_DISTRO_NAME", "SLURM_JOB_ID", "SLURM_CPUS_PER_TASK", "KUBERNETES_SERVICE_HOST", "container", "CC", "CXX")
+FAMILIES = (
+    "OMP_",
+    "KMP_",
+    "GOMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "NUMEXPR_",
+    "CUDA_",
+    "CUDNN_",
+    "CUBLAS_",
+    "NCCL_",
+    "GLOO_",
+    "PYTORCH_",
+    "TORCH_",
+    "TORCHINDUCTOR_",
+    "TORCHDYNAMO_",
+    "TRITON_",
+    "NVIDIA_",
+    "PYTHON",
+    "MALLOC_",
+    "MIMALLOC_",
+    "TORCHELASTIC_",
+    "DNNL_",
+    "ONEDNN_",
+)
+NAMES = (
+    "LD_PRELOAD",
+    "LD_LIBRARY_PATH",
+    "GLIBC_TUNABLES",
+    "VIRTUAL_ENV",
+    "CONDA_PREFIX",
+    "TMPDIR",
+    "XDG_CACHE_HOME",
+    "BLIS_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "WSL_DISTRO_NAME",
+    "SLURM_JOB_ID",
+    "SLURM_CPUS_PER_TASK",
+    "KUBERNETES_SERVICE_HOST",
+    "container",
+    "CC",
+    "CXX",
+)
 SECRET = re.compile("TOKEN|SECRET|PASSWORD|CREDENTIAL|API_KEY", re.IGNORECASE)
-CUDA_LIBRARY = re.compile(r"lib(cudart|cublas|cublasLt|cudnn\w*|nccl|nvrtc|cufft|curand|cusolver|cusparse|cusparseLt|nvJitLink|cupti|cuda|torch\w*|c10\w*)\.so")
-DISTRIBUTIONS = re.compile(r"(torch|torchvision|torchaudio|triton|pytorch_triton|numpy|lightning|pytorch_lightning|intel_openmp|mkl|cuda_\w+|nvidia_\w+)$")
+CUDA_LIBRARY = re.compile(
+    r"lib(cudart|cublas|cublasLt|cudnn\w*|nccl|nvrtc|cufft|curand|cusolver|cusparse|cusparseLt|nvJitLink|cupti|cuda|torch\w*|c10\w*)\.so"
+)
+DISTRIBUTIONS = re.compile(
+    r"(torch|torchvision|torchaudio|triton|pytorch_triton|numpy|lightning|pytorch_lightning|intel_openmp|mkl|cuda_\w+|nvidia_\w+)$"
+)
 HEADER = "Python.h"
 NO_LIBRARY = " (no library)"
 
@@ -76,7 +133,11 @@ def gather(snapshot: MachineSnapshot, root: Path = Path("/")) -> MachineSnapshot
     group(reader.text)  # reads the files with the limits of the groups
     for folder in FOLDERS:
         reader.names(folder)
-    snapshot.folders["/dev"] = [n for n in names if n.startswith("nvidia")] if (names := snapshot.folders["/dev"]) is not None else None
+    snapshot.folders["/dev"] = (
+        [n for n in names if n.startswith("nvidia")]
+        if (names := snapshot.folders["/dev"]) is not None
+        else None
+    )
     for name in snapshot.folders["/sys/bus/pci/devices"] or ():
         if (reader.text(f"/sys/bus/pci/devices/{name}/class") or "").startswith(DISPLAY_CLASS):
             reader.text(f"/sys/bus/pci/devices/{name}/vendor")
@@ -87,10 +148,16 @@ def gather(snapshot: MachineSnapshot, root: Path = Path("/")) -> MachineSnapshot
     snapshot.python = python()
     snapshot.packages = packages(sys.path)
     snapshot.libraries = libraries(os.environ.get("LD_LIBRARY_PATH", ""))
-    snapshot.preloads = {path: _loadable(path) for path in re.split("[: ]+", os.environ.get("LD_PRELOAD", "")) if path}
+    snapshot.preloads = {
+        path: _loadable(path) for path in re.split("[: ]+", os.environ.get("LD_PRELOAD", "")) if path
+    }
     snapshot.folders["."] = _modules_here(snapshot.working_folder)
-    for name, path in (("working folder", snapshot.working_folder), ("temporary folder", snapshot.temporary_folder), ("cache", snapshot.home_cache),
-                       ("/dev/shm", str(reader.place("/dev/shm")))):
+    for name, path in (
+        ("working folder", snapshot.working_folder),
+        ("temporary folder", snapshot.temporary_folder),
+        ("cache", snapshot.home_cache),
+        ("/dev/shm", str(reader.place("/dev/shm"))),
+    ):
         disk = space(path)
         if disk is not None:
             snapshot.disks[name] = disk
@@ -102,18 +169,33 @@ def environment(variables: os._Environ[str] | dict[str, str]) -> dict[str, str]:
 
     Nothing else of the environment is kept, because a machine snapshot is shown and shared.
     """
-    return {name: value for name, value in sorted(variables.items()) if (name in NAMES or name.startswith(FAMILIES)) and not SECRET.search(name)}
+    return {
+        name: value
+        for name, value in sorted(variables.items())
+        if (name in NAMES or name.startswith(FAMILIES)) and not SECRET.search(name)
+    }
 
 
 def python() -> dict[str, object]:
     """Describe this interpreter, the one that flatout is installed for."""
     return {
-        "version": platform.python_version(), "implementation": platform.python_implementation(), "executable": sys.executable,
-        "machine": platform.machine(), "prefix": sys.prefix, "base_prefix": sys.base_prefix, "user_site": site.getusersitepackages(),
-        "user_site_used": bool(site.ENABLE_USER_SITE) and site.getusersitepackages() in sys.path, "path": [p for p in sys.path if p],
-        "free_threaded": bool(sysconfig.get_config_var("Py_GIL_DISABLED")), "dev_mode": sys.flags.dev_mode, "libc": list(platform.libc_ver()),
-        "root": os.geteuid() == 0, "torch_requires": _requirements("torch"), "cpu_count": os.cpu_count(),
-        "header": (Path(sysconfig.get_paths()["include"]) / HEADER).is_file(), "soabi": sysconfig.get_config_var("SOABI"),
+        "version": platform.python_version(),
+        "implementation": platform.python_implementation(),
+        "executable": sys.executable,
+        "machine": platform.machine(),
+        "prefix": sys.prefix,
+        "base_prefix": sys.base_prefix,
+        "user_site": site.getusersitepackages(),
+        "user_site_used": bool(site.ENABLE_USER_SITE) and site.getusersitepackages() in sys.path,
+        "path": [p for p in sys.path if p],
+        "free_threaded": bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
+        "dev_mode": sys.flags.dev_mode,
+        "libc": list(platform.libc_ver()),
+        "root": os.geteuid() == 0,
+        "torch_requires": _requirements("torch"),
+        "cpu_count": os.cpu_count(),
+        "header": (Path(sysconfig.get_paths()["include"]) / HEADER).is_file(),
+        "soabi": sysconfig.get_config_var("SOABI"),
     }
 
 
@@ -153,7 +235,9 @@ def libraries(path: str) -> dict[str, list[str]]:
     for folder in dict.fromkeys(part for part in re.split("[:;]", path) if part):
         try:
             names = sorted(name for name in os.listdir(folder) if CUDA_LIBRARY.match(name))
-            found[folder] = [name if _is_library(Path(folder) / name) else name + NO_LIBRARY for name in names]
+            found[folder] = [
+                name if _is_library(Path(folder) / name) else name + NO_LIBRARY for name in names
+            ]
         except OSError:
             continue
     return found
@@ -177,7 +261,13 @@ def space(path: str) -> Disk | None:
     except OSError:
         return None
     files = found.f_favail if found.f_files else None  # some file systems do not count their files
-    return Disk(path, found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail, files, os.access(place, os.W_OK))
+    return Disk(
+        path,
+        found.f_frsize * found.f_blocks,
+        found.f_frsize * found.f_bavail,
+        files,
+        os.access(place, os.W_OK),
+    )
 
 
 def _first_processor(cpuinfo: str | None) -> str | None:
@@ -211,11 +301,14 @@ def _loadable(path: str) -> bool:
 
 
 def _modules_here(folder: str) -> list[str] | None:
-    """Return what `import` finds first in the working folder: .py files, and packages with a trailing slash.
-    """
+    """Return what `import` finds first in the working folder: .py files, and packages with a trailing slash."""
     try:
         names = os.listdir(folder)
     except OSError:
         return None
-    packages_here = [f"{name}/" for name in names if name.isidentifier() and os.path.isfile(os.path.join(folder, name, "__init__.py"))]
+    packages_here = [
+        f"{name}/"
+        for name in names
+        if name.isidentifier() and os.path.isfile(os.path.join(folder, name, "__init__.py"))
+    ]
     return sorted([*(name for name in names if name.endswith(".py")), *packages_here])

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from flatout.probe.program import ScriptProgram
 
 
-
 @dataclass(eq=False)
 class LoopVisit:
     """One visit of a loop. A loop that is reached through two calls has two visits."""
@@ -85,7 +84,9 @@ class StepLoop:
     loop: LoopVisit
     outer: tuple[LoopVisit, ...]  # the loops around it
     events: list[ProgramEvent] = field(default_factory=list)
-    around: list[ProgramEvent] = field(default_factory=list)  # in the outer loops, without the events of this loop
+    around: list[ProgramEvent] = field(
+        default_factory=list
+    )  # in the outer loops, without the events of this loop
     apart: list[ProgramEvent] = field(default_factory=list)  # in the same run, outside any loop
 
     @property
@@ -108,7 +109,10 @@ class StepLoop:
     def one_optimizer(self, program: ScriptProgram) -> bool:
         """Return whether all its steps are of one optimizer, as far as known."""
         steps = [step for step in self.of("step", "scaler_step") if step.subject is not None]
-        return all(program.values.same(steps[0].source, steps[0].subject, step.source, step.subject) for step in steps[1:])  # type: ignore[arg-type]
+        return all(
+            program.values.same(steps[0].source, steps[0].subject, step.source, step.subject)  # type: ignore[arg-type]
+            for step in steps[1:]
+        )
 
     def always(self, event: ProgramEvent) -> bool:
         """Return whether it happens in every pass.
@@ -119,7 +123,7 @@ class StepLoop:
 
     def arms(self, event: ProgramEvent) -> list[tuple[ast.AST, str, SourceFile]]:
         """Return the arms between this loop and the event."""
-        return list(event.arms[self.loop.arms:])
+        return list(event.arms[self.loop.arms :])
 
 
 def step_loops(events: list[ProgramEvent]) -> list[StepLoop]:
@@ -128,13 +132,21 @@ def step_loops(events: list[ProgramEvent]) -> list[StepLoop]:
     found: dict[LoopVisit, StepLoop] = {}
     for event in events:
         if event.kind in ("step", "scaler_step"):
-            depth = next((at for at in range(len(event.loops) - 1, -1, -1) if event.loops[at] in backward), None)
+            depth = next(
+                (at for at in range(len(event.loops) - 1, -1, -1) if event.loops[at] in backward), None
+            )
             if depth is not None and event.loops[depth] not in found:
                 found[event.loops[depth]] = StepLoop(event.loops[depth], event.loops[:depth])
     for step_loop in found.values():
         step_loop.events = [event for event in events if step_loop.loop in event.loops]
-        step_loop.around = [event for event in events if step_loop.outer[:1] == event.loops[:1] and event.loops and step_loop.loop not in event.loops]
-        step_loop.apart = [event for event in events if event.root is step_loop.events[0].root and not event.loops]
+        step_loop.around = [
+            event
+            for event in events
+            if step_loop.outer[:1] == event.loops[:1] and event.loops and step_loop.loop not in event.loops
+        ]
+        step_loop.apart = [
+            event for event in events if event.root is step_loop.events[0].root and not event.loops
+        ]
     return list(found.values())
 
 

@@ -21,7 +21,23 @@ DEEP = 12  # maximum depth of tracing
 MANY = 40  # maximum number of origins of an expression
 
 # Methods that return a value of the same kind as their object.
-FLUENT = {"to", "cuda", "cpu", "train", "eval", "double", "float", "half", "bfloat16", "requires_grad_", "apply", "share_memory", "to_empty", "xpu", "mps"}
+FLUENT = {
+    "to",
+    "cuda",
+    "cpu",
+    "train",
+    "eval",
+    "double",
+    "float",
+    "half",
+    "bfloat16",
+    "requires_grad_",
+    "apply",
+    "share_memory",
+    "to_empty",
+    "xpu",
+    "mps",
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +79,9 @@ class Values:
             return [ValueOrigin(source, node)]
         memo = self._memo.get((id(node), depth))
         if memo is None:
-            self._memo[id(node), depth] = [ValueOrigin(source, node)]  # stops a name that is derived from itself
+            self._memo[id(node), depth] = [
+                ValueOrigin(source, node)
+            ]  # stops a name that is derived from itself
             unique = {origin.key: origin for origin in self._follow(source, node, depth)}
             memo = self._memo[id(node), depth] = list(unique.values())[:MANY]
         return memo
@@ -107,14 +125,20 @@ class Values:
         else:
             yield from self._part(source, value, binding.path, depth)
 
-    def _part(self, source: SourceFile, value: ast.expr, path: tuple[int, ...], depth: int) -> Iterator[ValueOrigin]:
+    def _part(
+        self, source: SourceFile, value: ast.expr, path: tuple[int, ...], depth: int
+    ) -> Iterator[ValueOrigin]:
         """Yield the entry of a value at ``path``, if the value is a visible tuple."""
         if not path:
             yield from self.origins(source, value, depth + 1)
             return
         for origin in self.origins(source, value, depth + 1):
             node = origin.node
-            if isinstance(node, (ast.Tuple, ast.List)) and path[0] < len(node.elts) and not any(isinstance(e, ast.Starred) for e in node.elts):
+            if (
+                isinstance(node, (ast.Tuple, ast.List))
+                and path[0] < len(node.elts)
+                and not any(isinstance(e, ast.Starred) for e in node.elts)
+            ):
                 yield from self._part(origin.source, node.elts[path[0]], path[1:], depth + 1)
             else:
                 yield ValueOrigin(origin.source, node, True)
@@ -128,7 +152,9 @@ class Values:
         found = False
         if isinstance(parameter, ast.arg) and isinstance(function, FUNCTIONS):
             names = [a.arg for a in [*function.args.posonlyargs, *function.args.args]]
-            method = bool(names) and isinstance(source.parent(function), ast.ClassDef) and not _is_static(function)
+            method = (
+                bool(names) and isinstance(source.parent(function), ast.ClassDef) and not _is_static(function)
+            )
             for caller, call in self.program.callers(function):
                 position = names.index(parameter.arg) - method if parameter.arg in names else -1
                 if any(isinstance(a, ast.Starred) for a in call.args):
@@ -179,14 +205,23 @@ class Values:
         second = {origin.key: origin for origin in self.origins(other_source, other)}
         if first.keys() & second.keys():
             return True
-        if source is other_source and ast.dump(one) == ast.dump(other) and source.function(one) is source.function(other):
+        if (
+            source is other_source
+            and ast.dump(one) == ast.dump(other)
+            and source.function(one) is source.function(other)
+        ):
             return True
-        made = all(isinstance(origin.node, ast.Call) and not origin.part for origin in [*first.values(), *second.values()])
+        made = all(
+            isinstance(origin.node, ast.Call) and not origin.part
+            for origin in [*first.values(), *second.values()]
+        )
         return False if made and first and second else None
 
     # -- classes ---------------------------------------------------------------------------------------------
 
-    def classes_of(self, source: SourceFile, node: ast.AST, depth: int = 0) -> Iterator[tuple[SourceFile, ast.ClassDef]]:
+    def classes_of(
+        self, source: SourceFile, node: ast.AST, depth: int = 0
+    ) -> Iterator[tuple[SourceFile, ast.ClassDef]]:
         """Yield the program's own classes that a value may be an instance of."""
         if isinstance(node, ast.Name) and node.id in ("self", "cls"):
             klass = source.klass(node)
@@ -197,7 +232,9 @@ class Values:
             if isinstance(origin.node, ast.Call) and not origin.part:
                 yield from self.program.class_named(origin.source, origin.node.func)
 
-    def gradient_sources(self, source: SourceFile, klass: ast.ClassDef) -> list[tuple[SourceFile, ast.ClassDef]]:
+    def gradient_sources(
+        self, source: SourceFile, klass: ast.ClassDef
+    ) -> list[tuple[SourceFile, ast.ClassDef]]:
         """Return a class of the program and those of its bases that are in the program, too."""
         found: list[tuple[SourceFile, ast.ClassDef]] = []
         waiting = [(source, klass)]
@@ -210,19 +247,31 @@ class Values:
 
     def bases(self, source: SourceFile, klass: ast.ClassDef) -> set[str]:
         """Return the dotted names of all bases of a class outside the program."""
-        return {dotted for home, each in self.gradient_sources(source, klass) for base in each.bases if (dotted := home.dotted(base))}
+        return {
+            dotted
+            for home, each in self.gradient_sources(source, klass)
+            for base in each.bases
+            if (dotted := home.dotted(base))
+        }
 
-    def attributes(self, source: SourceFile, klass: ast.ClassDef) -> dict[str, list[ast.Assign | ast.AnnAssign]]:
-        """Return the assignments of a class to ``self.name`` in methods, and to ``name`` in the class body.
-        """
+    def attributes(
+        self, source: SourceFile, klass: ast.ClassDef
+    ) -> dict[str, list[ast.Assign | ast.AnnAssign]]:
+        """Return the assignments of a class to ``self.name`` in methods, and to ``name`` in the class body."""
         if id(klass) not in self._attributes:
             found: dict[str, list[ast.Assign | ast.AnnAssign]] = {}
             for node in ast.walk(klass):
                 if isinstance(node, (ast.Assign, ast.AnnAssign)):
                     for target in _flat(node.targets if isinstance(node, ast.Assign) else [node.target]):
-                        own = isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self"
+                        own = (
+                            isinstance(target, ast.Attribute)
+                            and isinstance(target.value, ast.Name)
+                            and target.value.id == "self"
+                        )
                         if own or (isinstance(target, ast.Name) and source.parent(node) is klass):
-                            found.setdefault(getattr(target, "attr", "") or getattr(target, "id", ""), []).append(node)
+                            found.setdefault(
+                                getattr(target, "attr", "") or getattr(target, "id", ""), []
+                            ).append(node)
             self._attributes[id(klass)] = found
         return self._attributes[id(klass)]
 
@@ -279,14 +328,26 @@ class Values:
         if {"Module", "function"} & self.kinds(origin.source, node.func):
             return {"Tensor"}
         if isinstance(node.func, ast.Attribute) and "Tensor" in self.kinds(origin.source, node.func.value):
-            return {"float"} if node.func.attr in ("item", "size", "dim", "numel") else {"list"} if node.func.attr == "tolist" else {"Tensor"}
+            return (
+                {"float"}
+                if node.func.attr in ("item", "size", "dim", "numel")
+                else {"list"}
+                if node.func.attr == "tolist"
+                else {"Tensor"}
+            )
         return found
 
 
 def iterated(node: ast.expr) -> ast.expr:
     """Return the iterable behind wrappers: ``loader`` in ``enumerate(tqdm(loader), 1)``."""
     while isinstance(node, ast.Call) and node.args:
-        name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        name = (
+            node.func.id
+            if isinstance(node.func, ast.Name)
+            else node.func.attr
+            if isinstance(node.func, ast.Attribute)
+            else ""
+        )
         if name not in ("enumerate", "tqdm", "trange", "iter", "islice", "track", "prange", "progress_bar"):
             break
         node = node.args[0]
@@ -295,7 +356,9 @@ def iterated(node: ast.expr) -> ast.expr:
 
 def is_given(call: ast.Call, name: str, value: object) -> bool:
     """Return whether a call has this constant as a keyword."""
-    return any(k.arg == name and isinstance(k.value, ast.Constant) and k.value.value is value for k in call.keywords)
+    return any(
+        k.arg == name and isinstance(k.value, ast.Constant) and k.value.value is value for k in call.keywords
+    )
 
 
 def returns(function: ast.AST) -> list[ast.expr]:
@@ -308,12 +371,18 @@ def returns(function: ast.AST) -> list[ast.expr]:
         if isinstance(node, ast.Return) and node.value is not None:
             found.append(node.value)
         if not isinstance(node, (*FUNCTIONS, ast.ClassDef, ast.Lambda)):
-            waiting += [child for child in ast.iter_child_nodes(node) if isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case))]
+            waiting += [
+                child
+                for child in ast.iter_child_nodes(node)
+                if isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case))
+            ]
     return found
 
 
 def _is_static(function: ast.AST) -> bool:
-    return any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in getattr(function, "decorator_list", []))
+    return any(
+        isinstance(d, ast.Name) and d.id == "staticmethod" for d in getattr(function, "decorator_list", [])
+    )
 
 
 def _flat(targets: list[ast.expr]) -> Iterator[ast.expr]:

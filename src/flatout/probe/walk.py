@@ -29,7 +29,9 @@ class Walk:
         self.blocks: tuple[tuple[SourceFile, ast.expr], ...] = ()
         self.frames: tuple[ast.AST, ...] = ()
         self.entered: set[int] = set()
-        self.kinds: dict[int, tuple[str, ast.expr | None, bool]] = {}  # of a call, the same wherever it is reached from
+        self.kinds: dict[
+            int, tuple[str, ast.expr | None, bool]
+        ] = {}  # of a call, the same wherever it is reached from
         self.orders: dict[int, list[ast.AST]] = {}
         self.root: ast.AST = program.main.tree
 
@@ -42,7 +44,9 @@ class Walk:
         for uncalled in (True, False):
             for source in self.program.sources:
                 for function in source.functions:
-                    if id(function) not in self.entered and (not self.program.callers(function) or not uncalled):
+                    if id(function) not in self.entered and (
+                        not self.program.callers(function) or not uncalled
+                    ):
                         self.root = function
                         self._enter(source, function)
         return self.found
@@ -70,7 +74,9 @@ class Walk:
         self._body(source, statements)
         self.arms = arms
 
-    def _in_loop(self, source: SourceFile, node: ast.AST, statements: list[ast.stmt], test: ast.expr | None = None) -> None:
+    def _in_loop(
+        self, source: SourceFile, node: ast.AST, statements: list[ast.stmt], test: ast.expr | None = None
+    ) -> None:
         loops = self.loops
         self.loops = (*loops, LoopVisit(source, node, len(self.arms)))
         if test is not None:
@@ -123,7 +129,9 @@ class Walk:
             if not isinstance(each, ast.Call):
                 loops = self.loops
                 self.loops = (*loops, LoopVisit(source, each, len(self.arms)))
-                for child in sorted(ast.iter_child_nodes(each), key=lambda child: not isinstance(child, ast.comprehension)):
+                for child in sorted(
+                    ast.iter_child_nodes(each), key=lambda child: not isinstance(child, ast.comprehension)
+                ):
                     self._expression(source, child)
                 self.loops = loops
                 continue
@@ -135,7 +143,10 @@ class Walk:
                     for home, function in self.program.definitions(source, argument):
                         self._enter(home, function)
             elif kind == "call":
-                for home, function in [*self.program.functions_called(source, each), *self.program.makers(source, each)]:
+                for home, function in [
+                    *self.program.functions_called(source, each),
+                    *self.program.makers(source, each),
+                ]:
                     self._enter(home, function)
             self._add(kind, source, each, subject, scaled)
 
@@ -156,14 +167,40 @@ class Walk:
             self.orders[id(node)] = found
         return self.orders[id(node)]
 
-    def _add(self, kind: str, source: SourceFile, node: ast.AST, subject: ast.expr | None = None, scaled: bool = False) -> None:
+    def _add(
+        self,
+        kind: str,
+        source: SourceFile,
+        node: ast.AST,
+        subject: ast.expr | None = None,
+        scaled: bool = False,
+    ) -> None:
         if len(self.found) <= MAX_EVENTS:
-            self.found.append(ProgramEvent(kind, source, node, subject, self.loops, self.arms, self.blocks, self.frames, self.root, scaled))
+            self.found.append(
+                ProgramEvent(
+                    kind,
+                    source,
+                    node,
+                    subject,
+                    self.loops,
+                    self.arms,
+                    self.blocks,
+                    self.frames,
+                    self.root,
+                    scaled,
+                )
+            )
 
     def _kind(self, source: SourceFile, call: ast.Call) -> tuple[str, ast.expr | None, bool]:
         function = call.func
         dotted = source.dotted(function)
-        name = dotted.rpartition(".")[2] or (function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else "")
+        name = dotted.rpartition(".")[2] or (
+            function.attr
+            if isinstance(function, ast.Attribute)
+            else function.id
+            if isinstance(function, ast.Name)
+            else ""
+        )
         if name in CLIPS:
             return "clip", call.args[0] if call.args else None, False
         if dotted == "torch.autograd.backward":
@@ -173,36 +210,72 @@ class Walk:
         owner = function.value
         if name == "backward":
             return self._backward(source, call, owner)
-        if self.program.functions_called(source, call):  # a method of the program itself is entered, whatever its name
+        if self.program.functions_called(
+            source, call
+        ):  # a method of the program itself is entered, whatever its name
             return "call", None, False
         if name == "step":
-            for kind, event in (("GradScaler", "scaler_step"), ("Scheduler", "scheduler"), ("Profiler", "profiler_step"), ("Optimizer", "step")):
+            for kind, event in (
+                ("GradScaler", "scaler_step"),
+                ("Scheduler", "scheduler"),
+                ("Profiler", "profiler_step"),
+                ("Optimizer", "step"),
+            ):
                 if self.values.seems(source, owner, kind):
                     return event, call.args[0] if event == "scaler_step" and call.args else owner, False
-        if name == "zero_" and isinstance(owner, ast.Attribute) and "grad" in (owner.attr, getattr(owner.value, "attr", "")):
+        if (
+            name == "zero_"
+            and isinstance(owner, ast.Attribute)
+            and "grad" in (owner.attr, getattr(owner.value, "attr", ""))
+        ):
             return "zero_grad", None, False
         simple = {"zero_grad": "zero_grad", "set_epoch": "set_epoch", "train": "train", "eval": "eval"}
         if name == "unscale_":
             return "unscale", call.args[0] if call.args else None, False
         if name == "update" and self.values.seems(source, owner, "GradScaler"):
             return "scaler_update", owner, False
-        if name == "train" and call.args and isinstance(call.args[0], ast.Constant) and call.args[0].value is False:
+        if (
+            name == "train"
+            and call.args
+            and isinstance(call.args[0], ast.Constant)
+            and call.args[0].value is False
+        ):
             return "eval", owner, False
         return (simple[name], owner, False) if name in simple else ("call", None, False)
 
-    def _backward(self, source: SourceFile, call: ast.Call, owner: ast.expr) -> tuple[str, ast.expr | None, bool]:
-        if isinstance(owner, ast.Call) and isinstance(owner.func, ast.Attribute) and owner.func.attr == "scale" and owner.args:
+    def _backward(
+        self, source: SourceFile, call: ast.Call, owner: ast.expr
+    ) -> tuple[str, ast.expr | None, bool]:
+        if (
+            isinstance(owner, ast.Call)
+            and isinstance(owner.func, ast.Attribute)
+            and owner.func.attr == "scale"
+            and owner.args
+        ):
             return "backward", owner.args[0], True
         handed = call.args[0] if call.args else None
-        if handed is not None and not isinstance(handed, (ast.Constant, ast.Tuple, ast.List)) and not self.values.is_a(source, owner, "Tensor") \
-                and isinstance(owner, (ast.Name, ast.Attribute)) and not call.keywords:
+        if (
+            handed is not None
+            and not isinstance(handed, (ast.Constant, ast.Tuple, ast.List))
+            and not self.values.is_a(source, owner, "Tensor")
+            and isinstance(owner, (ast.Name, ast.Attribute))
+            and not call.keywords
+        ):
             return "backward", handed, True  # accelerator.backward(loss), fabric.backward(loss): it may scale
-        scaled = any(isinstance(origin.node, ast.Call) and isinstance(origin.node.func, ast.Attribute) and origin.node.func.attr == "scale"
-                     for origin in self.values.origins(source, owner))
+        scaled = any(
+            isinstance(origin.node, ast.Call)
+            and isinstance(origin.node.func, ast.Attribute)
+            and origin.node.func.attr == "scale"
+            for origin in self.values.origins(source, owner)
+        )
         return "backward", owner, scaled
 
 
 def _forgets_gradient(node: ast.AST) -> bool:
     """Return whether this is ``p.grad = None``."""
-    return isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is None and \
-        any(isinstance(target, ast.Attribute) and target.attr == "grad" for target in node.targets)
+    return (
+        isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Constant)
+        and node.value.value is None
+        and any(isinstance(target, ast.Attribute) and target.attr == "grad" for target in node.targets)
+    )

@@ -23,7 +23,9 @@ def why_none(torch: Any, only: str = ONLY_OURS) -> str:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return OWN_GROUP.format(only=only)
-    size = os.environ.get("WORLD_SIZE", "")  # torchrun, accelerate and others; the group comes later, or never
+    size = os.environ.get(
+        "WORLD_SIZE", ""
+    )  # torchrun, accelerate and others; the group comes later, or never
     return OTHER_LAUNCHER.format(size=size, only=only) if size.isdigit() and int(size) > 1 else ONE_PROCESS
 
 
@@ -41,9 +43,13 @@ def why_left_alone(ddps: list[Any]) -> str:
         if info.get("comm_hook", OUR_HOOK) != OUR_HOOK:
             return OWN_HOOK
         parameters, sparse = ddp._build_params_for_reducer()
-        unknown = {"mixed_precision": ddp.mixed_precision is not None,
-                   "skip_all_reduce_unused_params": getattr(ddp, "skip_all_reduce_unused_params", False), "sparse gradients": any(sparse),
-                   "the compiler's reducer": ddp._use_python_reducer, "parameters that were frozen later": len(parameters) != info["num_parameter_tensors"]}
+        unknown = {
+            "mixed_precision": ddp.mixed_precision is not None,
+            "skip_all_reduce_unused_params": getattr(ddp, "skip_all_reduce_unused_params", False),
+            "sparse gradients": any(sparse),
+            "the compiler's reducer": ddp._use_python_reducer,
+            "parameters that were frozen later": len(parameters) != info["num_parameter_tensors"],
+        }
         if any(unknown.values()):
             return MADE_WITH.format(what=next(name for name, given in unknown.items() if given))
     return ""

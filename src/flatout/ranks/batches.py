@@ -34,7 +34,9 @@ class RankBatches:
             fetcher = torch.utils.data._utils.fetch._MapDatasetFetcher
             ledger.set(fetcher, "fetch", self._wrap_fetch(fetcher.fetch))
         else:
-            mode = drawn_for_the_whole(torch, lambda: self.share if self.inside or self.division.batches in (INDEX, CUT) else None)
+            mode = drawn_for_the_whole(
+                torch, lambda: self.share if self.inside or self.division.batches in (INDEX, CUT) else None
+            )
             mode.__enter__()
             ledger.call("dispatch mode", lambda: mode.__exit__(None, None, None))
 
@@ -44,13 +46,19 @@ class RankBatches:
         if samples is None:
             raise CannotDivide("its batches hold no tensor with one row per sample")
         if self.share is None and samples < self.here.world_size:
-            raise CannotDivide(f"its first batch has {samples} sample{'s' * (samples > 1)}, fewer than the {self.here.world_size} ranks")
+            raise CannotDivide(
+                f"its first batch has {samples} sample{'s' * (samples > 1)}, fewer than the {self.here.world_size} ranks"
+            )
         self.share = part = share(samples, self.here.rank, self.here.world_size)
         return self.context.rows_of(batch, samples, part.start, part.stop)
 
     def _trains(self, loader: Any) -> bool:
         """Whether this loader trains. An evaluation runs without gradients, or uses another loader."""
-        return self.torch.is_grad_enabled() and self.division.batches in (INDEX, CUT) and self.context.first_loader_like(loader) in self.division.loaders
+        return (
+            self.torch.is_grad_enabled()
+            and self.division.batches in (INDEX, CUT)
+            and self.context.first_loader_like(loader) in self.division.loaders
+        )
 
     def _wrap_iterator_init(self, init: Callable) -> Callable:
         batches, here, division = self, self.here, self.division

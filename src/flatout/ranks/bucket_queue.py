@@ -45,7 +45,10 @@ class BucketQueue:
     def leave(self, flat: Any, parameters: Sequence[Any]) -> None:
         sending = self.wire.send(flat, parameters, self._start)
         self._device = flat.device.type
-        with self.torch.no_grad(), self.torch.autocast(self._device, enabled=False):  # a backward pass may run inside autocast
+        with (
+            self.torch.no_grad(),
+            self.torch.autocast(self._device, enabled=False),
+        ):  # a backward pass may run inside autocast
             self._under_way.append((sending, next(sending)))
 
     def arrive(self) -> list[Any]:
@@ -93,9 +96,16 @@ def buckets_of(parameters: Sequence[Any], most_bytes: int | None) -> list[list[i
 
 def packed(torch: Any, tensors: Sequence[Any]) -> Any:
     """One flat tensor with a copy of each."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1).clone()
+    return (
+        torch.cat([tensor.reshape(-1) for tensor in tensors])
+        if len(tensors) > 1
+        else tensors[0].reshape(-1).clone()
+    )
 
 
 def unpacked(flat: Any, parameters: Sequence[Any]) -> list[Any]:
     """Views of ``flat`` in the shapes of the parameters."""
-    return [part.view(p.shape) for part, p in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True)]
+    return [
+        part.view(p.shape)
+        for part, p in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True)
+    ]

@@ -38,8 +38,16 @@ SEARCHING_STEPS = 3  # steps in which to look for modules that train
 class DataParallelScript:
     """Everything installed on this rank; ``ledger`` removes it."""
 
-    def __init__(self, torch: Any, context: Any, here: RankEnvironment, division: SplitSettings, ledger: Any) -> None:
-        self.torch, self.context, self.here, self.division, self.ledger = torch, context, here, division, ledger
+    def __init__(
+        self, torch: Any, context: Any, here: RankEnvironment, division: SplitSettings, ledger: Any
+    ) -> None:
+        self.torch, self.context, self.here, self.division, self.ledger = (
+            torch,
+            context,
+            here,
+            division,
+            ledger,
+        )
         self.batches = RankBatches(torch, context, here, division)
         self.evaluating = Evaluating(torch, context, here)
         self.joined = False
@@ -47,9 +55,14 @@ class DataParallelScript:
         self.depth = 0  # of forward passes of the roots
         self.in_backward = False
         self.stale_buffers = False  # buffers differ between ranks
-        self.everything: tuple[tuple[int, ...], list[Any]] = ((), [])  # all parameters, and a signature to detect changes
+        self.everything: tuple[tuple[int, ...], list[Any]] = (
+            (),
+            [],
+        )  # all parameters, and a signature to detect changes
         self.exchange: Exchange | None = None
-        self.terms = self.wanted = TransportSettings()  # the present transport of gradients, and the requested one
+        self.terms = self.wanted = (
+            TransportSettings()
+        )  # the present transport of gradients, and the requested one
         self.local: Any = None  # set by the lever `local_sgd`
         self.sharding: Any = None  # set by the lever `sharding`
         ledger.call("gradient hooks", self.close_exchange)
@@ -101,7 +114,11 @@ class DataParallelScript:
 
     def _meet(self, module: Any) -> None:
         """Handle a module's first forward pass; the other ranks are at the same point."""
-        if any(root() is module for root in self.roots) or not any(p.requires_grad for p in module.parameters()) or self._in_worker():
+        if (
+            any(root() is module for root in self.roots)
+            or not any(p.requires_grad for p in module.parameters())
+            or self._in_worker()
+        ):
             return
         must_be_the_rank(self.torch)
         parameters = [*module.parameters()]
@@ -121,7 +138,9 @@ class DataParallelScript:
     def _make_equal(self, tensors: Iterable[Any]) -> None:
         """Copy rank 0's values to every rank."""
         for tensor in tensors:
-            dense = tensor.data.contiguous()  # a copy only for other memory formats, which some backends reject
+            dense = (
+                tensor.data.contiguous()
+            )  # a copy only for other memory formats, which some backends reject
             self.torch.distributed.broadcast(dense, src=0)
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.data.copy_(dense)
@@ -133,17 +152,29 @@ class DataParallelScript:
         def forward_divided(*args: Any, **kwargs: Any) -> Any:
             if divided.depth:
                 return forward(*args, **kwargs)
-            at_the_door = divided.division.batches in (DOOR, WHOLE) and torch.is_grad_enabled() and not divided.in_backward
+            at_the_door = (
+                divided.division.batches in (DOOR, WHOLE)
+                and torch.is_grad_enabled()
+                and not divided.in_backward
+            )
             if not torch.is_grad_enabled():
                 divided._before_evaluation()
-                if divided.division.evaluation == DIVIDED and not divided.in_backward and not divided._in_worker():
+                if (
+                    divided.division.evaluation == DIVIDED
+                    and not divided.in_backward
+                    and not divided._in_worker()
+                ):
                     return divided._evaluated(module, forward, args, kwargs)
             elif at_the_door:
                 args, kwargs = divided._through_the_door(args, kwargs)
             divided.depth += 1
             divided.batches.inside = at_the_door
             try:
-                with divided.batches.streams.own() if at_the_door and divided.division.draws == OWN else nullcontext():
+                with (
+                    divided.batches.streams.own()
+                    if at_the_door and divided.division.draws == OWN
+                    else nullcontext()
+                ):
                     output = forward(*args, **kwargs)
             finally:
                 divided.depth -= 1
@@ -188,11 +219,20 @@ class DataParallelScript:
             self._make_equal(buffer for root in self._live_roots() for buffer in root.buffers())
 
     def _through_the_door(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        samples = next((each.shape[0] for each in (*args, *kwargs.values()) if isinstance(each, self.torch.Tensor) and each.dim()), None)
+        samples = next(
+            (
+                each.shape[0]
+                for each in (*args, *kwargs.values())
+                if isinstance(each, self.torch.Tensor) and each.dim()
+            ),
+            None,
+        )
         if samples is None:
             return args, kwargs
         cut = self.batches.cut
-        return tuple(cut(each, samples) for each in args), {name: cut(each, samples) for name, each in kwargs.items()}
+        return tuple(cut(each, samples) for each in args), {
+            name: cut(each, samples) for name, each in kwargs.items()
+        }
 
     def _behind_the_door(self, output: Any) -> Any:
         part = self.batches.share
@@ -207,13 +247,19 @@ class DataParallelScript:
     def part_of_inputs(self) -> float:
         """The fraction of the model's input that this rank computes."""
         part = self.batches.share
-        return part.size / part.samples if part is not None and self.division.batches in (DOOR, WHOLE) else 1.0
+        return (
+            part.size / part.samples if part is not None and self.division.batches in (DOOR, WHOLE) else 1.0
+        )
 
     @property
     def whole_of_seen(self) -> float:
         """The size of a whole batch relative to the part that the script sees."""
         part = self.batches.share
-        return part.samples / part.size if part is not None and part.size and self.division.batches in (INDEX, CUT) else 1.0
+        return (
+            part.samples / part.size
+            if part is not None and part.size and self.division.batches in (INDEX, CUT)
+            else 1.0
+        )
 
     # -- backward --------------------------------------------------------------------------------------------
 
@@ -237,7 +283,11 @@ class DataParallelScript:
             finally:
                 divided.in_backward = False
             if exchange is not None:
-                divided._average(exchange, [divided.context.without_scale(loss) for loss in losses if not loss.dim()], factor)
+                divided._average(
+                    exchange,
+                    [divided.context.without_scale(loss) for loss in losses if not loss.dim()],
+                    factor,
+                )
             divided._has_learned()
             return result
 
@@ -249,7 +299,11 @@ class DataParallelScript:
         weight = self.batches.share.weight
         if self.division.batches == WHOLE:
             return float(self.here.world_size) if weight else 0.0
-        return (float(self.here.world_size) if weight else 0.0) if self.division.reduction == SUM else weight * self.here.world_size
+        return (
+            (float(self.here.world_size) if weight else 0.0)
+            if self.division.reduction == SUM
+            else weight * self.here.world_size
+        )
 
     def _exchange_of_now(self) -> Exchange | None:
         """The exchange for the coming backward pass; None if its gradients stay on this rank."""
@@ -258,7 +312,9 @@ class DataParallelScript:
         parameters = self.that_train()
         if self.exchange is None or not _the_same(self.exchange.parameters, parameters):
             self.close_exchange()
-            self.exchange = Exchange(self.torch, self.here, parameters, len(self.context.optimizers) > 1, self.terms)
+            self.exchange = Exchange(
+                self.torch, self.here, parameters, len(self.context.optimizers) > 1, self.terms
+            )
             self.exchange.may_leave_early &= self.sharding is None  # its own exchanges run at that time
         self.exchange.begin()
         return self.exchange
@@ -294,9 +350,14 @@ class DataParallelScript:
     def _all_parameters(self) -> list[Any]:
         """The parameters of the optimizers and of the modules that train, in the same order on every rank."""
         optimizers = self.context.optimizers
-        shows = (len(self.roots), *(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups))
+        shows = (
+            len(self.roots),
+            *(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups),
+        )
         if shows != self.everything[0]:
-            found = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+            found = [
+                p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+            ]
             found += [p for root in self._live_roots() for p in root.parameters()]
             self.everything = shows, list({id(p): p for p in found if not self._is_sharded(p)}.values())
         return self.everything[1]
@@ -311,7 +372,10 @@ def weighted(torch: Any, losses: tuple, given: Any, factor: float) -> Any:
     if factor == 1.0:
         return given
     each = (given,) * len(losses) if given is None or isinstance(given, torch.Tensor) else tuple(given)
-    return tuple(torch.full_like(loss, factor) if start is None else start * factor for loss, start in zip(losses, each, strict=True))
+    return tuple(
+        torch.full_like(loss, factor) if start is None else start * factor
+        for loss, start in zip(losses, each, strict=True)
+    )
 
 
 def _the_same(a: list[Any], b: list[Any]) -> bool:

@@ -32,7 +32,15 @@ def drawn_for_the_whole(torch: Any, share_of: Callable[[], BatchShare | None]) -
                 return operator(*args, **kwargs)
             made = operator(*(_for_the_whole(each, shape, rows, tensor_class) for each in args), **kwargs)
             size = rows.whole(shape)[rows.dim]  # also for further outputs, such as an attention's normalisers
-            taken = tree_map_only(tensor_class, lambda t: rows.of_the_share(t).contiguous() if t.dim() > rows.dim and t.shape[rows.dim] == size else t, made)
+            taken = tree_map_only(
+                tensor_class,
+                lambda t: (
+                    rows.of_the_share(t).contiguous()
+                    if t.dim() > rows.dim and t.shape[rows.dim] == size
+                    else t
+                ),
+                made,
+            )
             return args[0].copy_(taken) if operator._schema.is_mutable else taken
 
     return Whole()
@@ -42,7 +50,11 @@ def _shape(thing: Any, tensor_class: Any) -> list[int] | None:
     """The shape of a tensor that numbers are drawn into or for, or the requested sizes."""
     if isinstance(thing, tensor_class):
         return list(thing.shape) if thing.dim() else None
-    return list(thing) if isinstance(thing, (list, tuple)) and thing and all(type(size) is int for size in thing) else None
+    return (
+        list(thing)
+        if isinstance(thing, (list, tuple)) and thing and all(type(size) is int for size in thing)
+        else None
+    )
 
 
 def _for_the_whole(thing: Any, shape: list[int], rows: Rows, tensor_class: Any) -> Any:

@@ -14,8 +14,22 @@ from collections.abc import Callable
 from typing import Any
 
 # Functions that return no tensor. torch 2.14 returns each rank's part of a partial sum, not the sum.
-SPOKEN = ("item", "tolist", "numpy", "is_nonzero", "__float__", "__int__", "__bool__", "__index__", "__complex__", "__contains__", "__array__", "__format__",
-          "__reduce_ex__", "__repr__")
+SPOKEN = (
+    "item",
+    "tolist",
+    "numpy",
+    "is_nonzero",
+    "__float__",
+    "__int__",
+    "__bool__",
+    "__index__",
+    "__complex__",
+    "__contains__",
+    "__array__",
+    "__format__",
+    "__reduce_ex__",
+    "__repr__",
+)
 IN_PLACE = ("__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__")  # the first sets .data or .grad
 
 
@@ -52,7 +66,11 @@ class DTensorInterop:
         with self.plainly():
             if not torch.is_grad_enabled() or not tensor.requires_grad:
                 found = tensor.detach().full_tensor()
-                return torch.nn.Parameter(found, tensor.requires_grad) if getattr(tensor, "_is_param", False) else found
+                return (
+                    torch.nn.Parameter(found, tensor.requires_grad)
+                    if getattr(tensor, "_is_param", False)
+                    else found
+                )
             found = tensor.full_tensor(grad_placements=[Partial()] * tensor.device_mesh.ndim)
         found.register_hook(lambda gradient: gradient / self.world)
         return found
@@ -100,10 +118,17 @@ class DTensorInterop:
         return self._one(func, name, args, kwargs)
 
     def _one(self, func: Callable, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        mixed, in_place = self._mixed(args, kwargs), name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+        mixed, in_place = (
+            self._mixed(args, kwargs),
+            name in IN_PLACE or (name.endswith("_") and not name.endswith("__")),
+        )
         if in_place and mixed and args and self.is_divided(args[0]):
             like = args[0]
-            args, kwargs = self._replaced(args, kwargs, lambda t: self.part_of(t, like) if self._stays_plain(t) and t.shape == like.shape else t)
+            args, kwargs = self._replaced(
+                args,
+                kwargs,
+                lambda t: self.part_of(t, like) if self._stays_plain(t) and t.shape == like.shape else t,
+            )
             mixed = False
         if not mixed:
             try:
@@ -111,7 +136,10 @@ class DTensorInterop:
                     return func(*args, **kwargs)
             except self.torch.OutOfMemoryError:
                 raise
-            except (RuntimeError, NotImplementedError):  # unsupported on shards (a view across them), on every rank alike
+            except (
+                RuntimeError,
+                NotImplementedError,
+            ):  # unsupported on shards (a view across them), on every rank alike
                 if in_place:
                     raise
         args, kwargs = self._replaced(args, kwargs, lambda t: self.whole(t) if self.is_divided(t) else t)
@@ -132,10 +160,22 @@ class DTensorInterop:
             mine = [self._at(arg, at, len(first)) for arg in args]
             words = {name: self._at(arg, at, len(first)) for name, arg in kwargs.items()}
             if divided:
-                mine[1:] = [[self.part_of(t, like) if self._stays_plain(t) and t.shape == like.shape else t for t, like in zip(arg, mine[0], strict=True)]
-                            if isinstance(arg, list) else arg for arg in mine[1:]]
+                mine[1:] = [
+                    [
+                        self.part_of(t, like) if self._stays_plain(t) and t.shape == like.shape else t
+                        for t, like in zip(arg, mine[0], strict=True)
+                    ]
+                    if isinstance(arg, list)
+                    else arg
+                    for arg in mine[1:]
+                ]
             else:
-                mine = [[self.whole(t) if self.is_divided(t) else t for t in arg] if isinstance(arg, list) else arg for arg in mine]
+                mine = [
+                    [self.whole(t) if self.is_divided(t) else t for t in arg]
+                    if isinstance(arg, list)
+                    else arg
+                    for arg in mine
+                ]
             with self.plainly():
                 made = func(*mine, **words)
             answers.update(zip(at, made, strict=True) if made is not None else ())
@@ -143,11 +183,17 @@ class DTensorInterop:
 
     @staticmethod
     def _at(arg: Any, at: list[int], length: int) -> Any:
-        return [arg[number] for number in at] if isinstance(arg, (list, tuple)) and len(arg) == length else arg
+        return (
+            [arg[number] for number in at] if isinstance(arg, (list, tuple)) and len(arg) == length else arg
+        )
 
     def _stays_plain(self, thing: Any) -> bool:
         """A tensor that is not sharded and not a mere number."""
-        return isinstance(thing, self.torch.Tensor) and not self.is_divided(thing) and (thing.dim() > 0 or thing.requires_grad)
+        return (
+            isinstance(thing, self.torch.Tensor)
+            and not self.is_divided(thing)
+            and (thing.dim() > 0 or thing.requires_grad)
+        )
 
     def _mixed(self, args: Any, kwargs: Any) -> bool:
         from torch.utils._pytree import tree_leaves

@@ -15,7 +15,9 @@ from flatout.ranks.gathering import put_together
 from flatout.ranks.shares import Rows, share
 
 NAME = "data_parallel"
-STAYS_WHOLE = "its evaluations stay whole on every rank: the model's outputs for parts of a batch cannot be joined"
+STAYS_WHOLE = (
+    "its evaluations stay whole on every rank: the model's outputs for parts of a batch cannot be joined"
+)
 ROUNDING = 1e-3  # relative to a tensor's largest number; dependence between samples exceeds it, half precision does not
 
 
@@ -26,7 +28,14 @@ class Evaluating:
 
     def __call__(self, module: Any, forward: Callable, args: tuple, kwargs: dict) -> Any:
         """The result of ``forward``; the other ranks are at the same point with the same arguments."""
-        samples = next((each.shape[0] for each in (*args, *kwargs.values()) if isinstance(each, self.torch.Tensor) and each.dim()), 0)
+        samples = next(
+            (
+                each.shape[0]
+                for each in (*args, *kwargs.values())
+                if isinstance(each, self.torch.Tensor) and each.dim()
+            ),
+            0,
+        )
         if module.training or samples < self.here.world_size or self._divides.get(module) is False:
             return forward(*args, **kwargs)
         if module in self._divides:
@@ -39,18 +48,26 @@ class Evaluating:
 
     def _own(self, forward: Callable, args: tuple, kwargs: dict, samples: int) -> Any:
         part = share(samples, self.here.rank, self.here.world_size)
-        mine = [self.context.rows_of(each, samples, part.start, part.stop) for each in (*args, *kwargs.values())]
-        return forward(*mine[:len(args)], **dict(zip(kwargs, mine[len(args):], strict=True)))
+        mine = [
+            self.context.rows_of(each, samples, part.start, part.stop) for each in (*args, *kwargs.values())
+        ]
+        return forward(*mine[: len(args)], **dict(zip(kwargs, mine[len(args) :], strict=True)))
 
     def _gathered(self, mine: Any, samples: int) -> Any:
-        return put_together(self.torch, mine, share(samples, self.here.rank, self.here.world_size), self.here.world_size)
+        return put_together(
+            self.torch, mine, share(samples, self.here.rank, self.here.world_size), self.here.world_size
+        )
 
-    def _tried(self, module: Any, forward: Callable, args: tuple, kwargs: dict, samples: int, whole: Any) -> bool:
+    def _tried(
+        self, module: Any, forward: Callable, args: tuple, kwargs: dict, samples: int, whole: Any
+    ) -> bool:
         """A joint decision: no rank enters a collective if one of them cannot."""
         from torch.utils._pytree import tree_leaves
 
         part = share(samples, self.here.rank, self.here.world_size)
-        with self.torch.random.fork_rng(devices=range(self.torch.cuda.device_count()) if self.torch.cuda.is_initialized() else ()):
+        with self.torch.random.fork_rng(
+            devices=range(self.torch.cuda.device_count()) if self.torch.cuda.is_initialized() else ()
+        ):
             try:
                 mine = self._own(forward, args, kwargs, samples)
                 leaves = [leaf for leaf in tree_leaves(mine) if isinstance(leaf, self.torch.Tensor)]
@@ -62,7 +79,10 @@ class Evaluating:
             return False
         found = self._gathered(mine, samples)
         pairs = list(zip(tree_leaves(found), tree_leaves(whole), strict=False))
-        return self._all(len(tree_leaves(found)) == len(tree_leaves(whole)) and all(self._alike(a, b) for a, b in pairs), device)
+        return self._all(
+            len(tree_leaves(found)) == len(tree_leaves(whole)) and all(self._alike(a, b) for a, b in pairs),
+            device,
+        )
 
     def _alike(self, a: Any, b: Any) -> bool:
         if not isinstance(a, self.torch.Tensor):
@@ -76,6 +96,8 @@ class Evaluating:
 
     def _all(self, here: bool, device: Any) -> bool:
         """Whether it is true on all ranks. Only NCCL needs the flag on the model's device."""
-        flag = self.torch.tensor([float(here)], device=device if "nccl" in str(self.torch.distributed.get_backend()) else "cpu")
+        flag = self.torch.tensor(
+            [float(here)], device=device if "nccl" in str(self.torch.distributed.get_backend()) else "cpu"
+        )
         self.torch.distributed.all_reduce(flag)
         return float(flag) == self.here.world_size

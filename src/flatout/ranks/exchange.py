@@ -35,7 +35,14 @@ class Exchange:
     ``in_parts``: each backward pass touches only some of them.
     """
 
-    def __init__(self, torch: Any, here: RankEnvironment, parameters: Sequence[Any], in_parts: bool, terms: TransportSettings) -> None:
+    def __init__(
+        self,
+        torch: Any,
+        here: RankEnvironment,
+        parameters: Sequence[Any],
+        in_parts: bool,
+        terms: TransportSettings,
+    ) -> None:
         self.torch, self.here, self.parameters, self.in_parts = torch, here, list(parameters), in_parts
         self.passes = 0
         self.may_leave_early = not in_parts
@@ -44,7 +51,10 @@ class Exchange:
         self.traffic = Traffic()  # of the last pass
         self._missing: list[int] = []  # number of gradients per bucket
         self._travel_under(terms)
-        self._hooks = [parameter.register_post_accumulate_grad_hook(partial(self._arrives, at)) for at, parameter in enumerate(self.parameters)]
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._arrives, at))
+            for at, parameter in enumerate(self.parameters)
+        ]
 
     def close(self) -> None:
         """Remove the gradient hooks."""
@@ -80,7 +90,9 @@ class Exchange:
         number = self.bucket_of[at]
         if self.arrived[at] > 1:
             if number < len(self.bucket_queue):
-                raise CannotExchange("a gradient arrived twice in one backward pass, after it was sent (a block that is recomputed twice?)")
+                raise CannotExchange(
+                    "a gradient arrived twice in one backward pass, after it was sent (a block that is recomputed twice?)"
+                )
             self.may_leave_early = False
             return
         self._missing[number] -= 1
@@ -109,24 +121,31 @@ class Exchange:
         work = self.torch.distributed.all_reduce(extra, async_op=True)
         means = self.bucket_queue.arrive()
         work.wait()
-        words, used = extra[len(values):len(values) + world], extra[len(values) + world:]
+        words, used = extra[len(values) : len(values) + world], extra[len(values) + world :]
         with self.torch.no_grad():
             for number, flat in zip(numbers, means, strict=True):
                 self._taken(self.buckets[number], flat, used)
             self.give_up()  # of buckets that stayed
         flags = len(self.buckets) * 4 if self.in_parts else 0
-        self.traffic = Traffic(self.bucket_queue.sent_bytes, extra.numel() * extra.element_size() + flags, self.bucket_queue.collectives + 1 + bool(flags),
-                               len(means), left_early)
+        self.traffic = Traffic(
+            self.bucket_queue.sent_bytes,
+            extra.numel() * extra.element_size() + flags,
+            self.bucket_queue.collectives + 1 + bool(flags),
+            len(means),
+            left_early,
+        )
         if wanted != self.terms and words.tolist() == [wanted.word] * world:
             self._travel_under(wanted)
-        return list(extra[:len(values)] / world)
+        return list(extra[: len(values)] / world)
 
     def _touched(self) -> list[int]:
         """The buckets that received a gradient on any rank."""
         if not self.parameters:
             return []
         mine = {self.bucket_of[at] for at in self.arrived}
-        flags = self.torch.tensor([float(number in mine) for number in range(len(self.buckets))], device=self.parameters[0].device)
+        flags = self.torch.tensor(
+            [float(number in mine) for number in range(len(self.buckets))], device=self.parameters[0].device
+        )
         self.torch.distributed.all_reduce(flags)
         return [number for number, flag in enumerate(flags.tolist()) if flag]
 
@@ -138,7 +157,9 @@ class Exchange:
             if gradient is None:
                 parts.append(parameter.detach().new_zeros(parameter.numel()))
             elif gradient.layout != self.torch.strided:
-                raise CannotExchange("its gradients are sparse (an embedding with sparse=True), and flatout cannot exchange sparse gradients")
+                raise CannotExchange(
+                    "its gradients are sparse (an embedding with sparse=True), and flatout cannot exchange sparse gradients"
+                )
             else:
                 parts.append(gradient.detach())
         return packed(self.torch, parts)
@@ -150,7 +171,12 @@ class Exchange:
         dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
         words = [wanted.word if rank == self.here.rank else 0.0 for rank in range(self.here.world_size)]
         has = [float(parameter.grad is not None) for parameter in self.parameters]
-        return torch.cat([*(value.detach().to(device, dtype).reshape(1) for value in values), torch.tensor([*words, *has], dtype=dtype, device=device)])
+        return torch.cat(
+            [
+                *(value.detach().to(device, dtype).reshape(1) for value in values),
+                torch.tensor([*words, *has], dtype=dtype, device=device),
+            ]
+        )
 
     def _taken(self, bucket: Sequence[int], flat: Any, used: Any) -> None:
         for at, part in zip(bucket, unpacked(flat, [self.parameters[at] for at in bucket]), strict=True):

@@ -1,10 +1,10 @@
 """Convert between sharded weights and the script's own formats: it saves and loads what one process would.
 
-    model.state_dict(), optimizer.state_dict()     whole tensors on every rank (on the host for a GPU model)
-    load_state_dict of both                        each rank takes its part
-    torch.save(model), copy.deepcopy(model)        a plain module with whole weights
-    model.to(...)                                  the sharded weights move
-    clip_grad_norm_                                returns a plain number, over weights of both kinds
+model.state_dict(), optimizer.state_dict()     whole tensors on every rank (on the host for a GPU model)
+load_state_dict of both                        each rank takes its part
+torch.save(model), copy.deepcopy(model)        a plain module with whole weights
+model.to(...)                                  the sharded weights move
+clip_grad_norm_                                returns a plain number, over weights of both kinds
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class Formats:
         @wraps(really)
         def load_state_dict(module: Any, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
             divided = any(map(formats.sharding.holds, module.parameters()))
-            return really(module, state_dict, strict, assign and not divided)  # a sharded weight takes the values and stays the same object
+            return really(
+                module, state_dict, strict, assign and not divided
+            )  # a sharded weight takes the values and stays the same object
 
         return load_state_dict
 
@@ -128,7 +130,11 @@ class Formats:
 
     def _without_ranks(self, held: dict[str, Any]) -> dict[str, Any]:
         """The state for pickling or copying a module, without the additions of FSDP2 and flatout."""
-        state = {name: value for name, value in held.items() if not name.startswith(STATE_PREFIX) and name not in MARKS}
+        state = {
+            name: value
+            for name, value in held.items()
+            if not name.startswith(STATE_PREFIX) and name not in MARKS
+        }
         found: dict[str, Any] = self.sharding.context.without_hooks(state, _is_ours)
         return found
 

@@ -23,7 +23,9 @@ def put_together(torch: Any, output: Any, part: BatchShare, world: int) -> Any:
     def of(tensor: Any) -> Any:
         rows = Rows.of(list(tensor.shape), part)
         if rows is None and tensor.requires_grad:
-            raise CannotDivide(f"its model returns a tensor of shape {list(tensor.shape)} that has no row for each sample (its own loss?)")
+            raise CannotDivide(
+                f"its model returns a tensor of shape {list(tensor.shape)} that has no row for each sample (its own loss?)"
+            )
         return tensor if rows is None else _of_all_ranks(torch, tensor, rows, world)
 
     return tree_map_only(torch.Tensor, of, output)
@@ -36,7 +38,11 @@ def _of_all_ranks(torch: Any, tensor: Any, rows: Rows, world: int) -> Any:
         @staticmethod
         def forward(context: Any, mine: Any) -> Any:
             first = mine.detach().movedim(rows.dim, 0).contiguous()
-            padded = torch.cat([first, first.new_zeros((max(sizes) - len(first), *first.shape[1:]))]) if len(first) < max(sizes) else first
+            padded = (
+                torch.cat([first, first.new_zeros((max(sizes) - len(first), *first.shape[1:]))])
+                if len(first) < max(sizes)
+                else first
+            )
             parts = [torch.empty_like(padded) for _ in sizes]
             torch.distributed.all_gather(parts, padded)
             whole = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])

@@ -31,7 +31,9 @@ from flatout.ranks.rounds import OUTER, LocalSgdSettings, Outer
 
 NAME = "local_sgd"
 SYNCHRONOUS = 2  # steps: the first runs without levers, the second agrees on the transport
-SCALED = "the script scales its loss, and a single rank might skip a step; gradients are exchanged in every step"
+SCALED = (
+    "the script scales its loss, and a single rank might skip a step; gradients are exchanged in every step"
+)
 
 
 class LocalSteps:
@@ -47,9 +49,14 @@ class LocalSteps:
         self.traffic = Traffic()  # of the last round
         self.parameters: list[Any] = []
         self.shared: list[Any] = []
-        self.begun: list[Any] = []  # this rank's weights at the start of its round; with overlap not the shared ones
+        self.begun: list[
+            Any
+        ] = []  # this rank's weights at the start of its round; with overlap not the shared ones
         self._under_way: tuple[BucketQueue, Any, Any] | None = None
-        self._mine = os.getpid(), threading.get_ident()  # loader workers and saving threads must not communicate
+        self._mine = (
+            os.getpid(),
+            threading.get_ident(),
+        )  # loader workers and saving threads must not communicate
 
     def install(self, ledger: Any) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -66,7 +73,9 @@ class LocalSteps:
 
     def alone(self) -> bool:
         """Whether the gradients of the coming backward pass stay on this rank."""
-        if self.apart and not _the_same(self.parameters, self.divided.that_train()):  # layers were frozen or unfrozen
+        if self.apart and not _the_same(
+            self.parameters, self.divided.that_train()
+        ):  # layers were frozen or unfrozen
             self.meet()
             self._begin_again()
         return self.apart
@@ -98,7 +107,10 @@ class LocalSteps:
         """Take the present weights, equal on all ranks, as the shared ones."""
         torch, terms = self.torch, self.divided.terms
         self.parameters = self.divided.that_train()
-        self.buckets, self.wire = buckets_of(self.parameters, terms.bucket_bytes), terms.way.make(torch, self.divided.here.world_size)
+        self.buckets, self.wire = (
+            buckets_of(self.parameters, terms.bucket_bytes),
+            terms.way.make(torch, self.divided.here.world_size),
+        )
         self.outer = Outer(torch, self.rate, self.momentum)
         self.shared = [_wide(torch, p).clone() for p in self.parameters]
         self.begun = [each.clone() for each in self.shared] if self.rounds.overlap else self.shared
@@ -116,7 +128,10 @@ class LocalSteps:
 
         Raises CannotExchange if the ranks are not at the same step.
         """
-        with self.torch.inference_mode(False), self.torch.no_grad():  # an evaluation may be in inference mode, but these tensors outlive it
+        with (
+            self.torch.inference_mode(False),
+            self.torch.no_grad(),
+        ):  # an evaluation may be in inference mode, but these tensors outlive it
             progress = self.torch._foreach_sub(self.begun, [_wide(self.torch, p) for p in self.parameters])
             self._arrive(apply=True)
             if self.moved or ends:
@@ -133,7 +148,9 @@ class LocalSteps:
         torch, here = self.torch, self.divided.here
         bucket_queue = BucketQueue(torch, self.wire)
         for bucket in self.buckets:
-            bucket_queue.leave(packed(torch, [progress[at] for at in bucket]), [self.parameters[at] for at in bucket])
+            bucket_queue.leave(
+                packed(torch, [progress[at] for at in bucket]), [self.parameters[at] for at in bucket]
+            )
         count = torch.zeros(2, here.world_size, dtype=torch.float64, device=progress[0].device)
         count[0, here.rank], count[1, here.rank] = self.steps, float(ends)
         self._under_way = bucket_queue, count, torch.distributed.all_reduce(count, async_op=True)
@@ -144,14 +161,21 @@ class LocalSteps:
         (bucket_queue, count, work), self._under_way = self._under_way, None
         means = bucket_queue.arrive()
         work.wait()
-        self.traffic = Traffic(bucket_queue.sent_bytes, count.numel() * count.element_size(), bucket_queue.collectives + 1, len(means))
+        self.traffic = Traffic(
+            bucket_queue.sent_bytes,
+            count.numel() * count.element_size(),
+            bucket_queue.collectives + 1,
+            len(means),
+        )
         steps, ended = count.tolist()
         if len(set(steps)) > 1 or len(set(ended)) > 1:
             raise CannotExchange(_apart(steps, ended))
         if apply:
             progress: list[Any] = [None] * len(self.parameters)
             for bucket, flat in zip(self.buckets, means, strict=True):
-                for at, part in zip(bucket, unpacked(flat, [self.parameters[at] for at in bucket]), strict=True):
+                for at, part in zip(
+                    bucket, unpacked(flat, [self.parameters[at] for at in bucket]), strict=True
+                ):
                     progress[at] = part
             self.outer.step(self.shared, progress)
 
@@ -167,6 +191,7 @@ class LocalSteps:
 
     def _again_after(self, really: Callable) -> Callable:
         """Loaded weights do not count as progress of a round."""
+
         @wraps(really)
         def put_back(*args: Any, **kwargs: Any) -> Any:
             self.meet()
@@ -226,13 +251,22 @@ class StepBoundaryTracker:
 
 def _wide(torch: Any, parameter: Any) -> Any:
     """The parameter in a precision that keeps small progress."""
-    return parameter.detach().float() if parameter.dtype in (torch.float16, torch.bfloat16) else parameter.detach()
+    return (
+        parameter.detach().float()
+        if parameter.dtype in (torch.float16, torch.bfloat16)
+        else parameter.detach()
+    )
 
 
 def _apart(steps: list[float], ended: list[float]) -> str:
-    said = ", ".join(f"rank {rank} {int(done)}{' and has ended' * bool(end)}" for rank, (done, end) in enumerate(zip(steps, ended, strict=True)))
-    return (f"the ranks did different numbers of steps ({said}). With local_sgd each rank reads the loss of its own share, so decisions based on it "
-            "(early stopping, a plateau schedule) or on the clock differ between ranks. Base them on an evaluation, or remove local_sgd")
+    said = ", ".join(
+        f"rank {rank} {int(done)}{' and has ended' * bool(end)}"
+        for rank, (done, end) in enumerate(zip(steps, ended, strict=True))
+    )
+    return (
+        f"the ranks did different numbers of steps ({said}). With local_sgd each rank reads the loss of its own share, so decisions based on it "
+        "(early stopping, a plateau schedule) or on the clock differ between ranks. Base them on an evaluation, or remove local_sgd"
+    )
 
 
 def _the_same(a: list[Any], b: list[Any]) -> bool:

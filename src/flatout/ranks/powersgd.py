@@ -50,8 +50,14 @@ class PowerSGD:
 
     def send(self, flat: Any, parameters: Sequence[Any], start: Start) -> Sending:
         done = self.passes[parameters[0]] = self.passes.get(parameters[0], 0) + 1
-        pieces = [flat[begin:begin + p.numel()] for p, begin in zip(parameters, _begins(parameters), strict=True)]
-        thin = [(p, piece.view(p.shape[0], -1)) for p, piece in zip(parameters, pieces, strict=True) if self._saves(p)]
+        pieces = [
+            flat[begin : begin + p.numel()] for p, begin in zip(parameters, _begins(parameters), strict=True)
+        ]
+        thin = [
+            (p, piece.view(p.shape[0], -1))
+            for p, piece in zip(parameters, pieces, strict=True)
+            if self._saves(p)
+        ]
         if done <= self.after or not thin or not wide(self.torch, flat):
             return (yield from PlainCodec(self.torch, self.world).send(flat, parameters, start))
         for p, matrix in thin:
@@ -62,8 +68,10 @@ class PowerSGD:
         yield start(first.flat)
         first.flat.div_(self.world)
         means = first.parts
-        bases = [self.torch.linalg.qr(mean).Q for mean in means[:len(thin)]]
-        second = _Packed(self.torch, [matrix.t() @ basis for (_, matrix), basis in zip(thin, bases, strict=True)])
+        bases = [self.torch.linalg.qr(mean).Q for mean in means[: len(thin)]]
+        second = _Packed(
+            self.torch, [matrix.t() @ basis for (_, matrix), basis in zip(thin, bases, strict=True)]
+        )
         yield start(second.flat)
         second.flat.div_(self.world)
         for (p, matrix), basis, query in zip(thin, bases, second.parts, strict=True):
@@ -71,7 +79,7 @@ class PowerSGD:
             self.errors[p] = matrix - taken
             self.queries[p] = query.clone()
             matrix.copy_(taken)
-        for piece, mean in zip(rest, means[len(thin):], strict=True):
+        for piece, mean in zip(rest, means[len(thin) :], strict=True):
             piece.copy_(mean)
         return flat
 
@@ -90,7 +98,9 @@ class PowerSGD:
 
 
 def way(rank: int, after: int) -> CodecKind:
-    return CodecKind(f"powersgd rank {rank} after {after}", lambda torch, world: PowerSGD(torch, world, rank, after))
+    return CodecKind(
+        f"powersgd rank {rank} after {after}", lambda torch, world: PowerSGD(torch, world, rank, after)
+    )
 
 
 class _Packed:
@@ -99,7 +109,9 @@ class _Packed:
     def __init__(self, torch: Any, tensors: Sequence[Any]) -> None:
         self.flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         sizes = [tensor.numel() for tensor in tensors]
-        self.parts = [part.view(tensor.shape) for part, tensor in zip(self.flat.split(sizes), tensors, strict=True)]
+        self.parts = [
+            part.view(tensor.shape) for part, tensor in zip(self.flat.split(sizes), tensors, strict=True)
+        ]
 
 
 def _begins(parameters: Sequence[Any]) -> list[int]:

@@ -40,12 +40,18 @@ def store(torch: Any, where: RankEnvironment, timeout_s: float) -> Any:
 
     Raises ValueError if the address is invalid.
     """
-    timeout = type(torch.distributed.constants.default_pg_timeout)(seconds=timeout_s)  # a datetime.timedelta, without the clocks of its module
+    timeout = type(torch.distributed.constants.default_pg_timeout)(
+        seconds=timeout_s
+    )  # a datetime.timedelta, without the clocks of its module
     place = urlsplit(where.meeting)
     if place.scheme == "file":
         found = torch.distributed.FileStore(place.path, where.world_size)
         found.set_timeout(timeout)
         return found
     if place.scheme != "tcp" or not place.hostname or not place.port:
-        raise ValueError(f"{MEETING}={where.meeting} is not a valid rendezvous. Use file:///path or tcp://host:port")
-    return torch.distributed.TCPStore(place.hostname, place.port, is_master=False, timeout=timeout, wait_for_workers=False)
+        raise ValueError(
+            f"{MEETING}={where.meeting} is not a valid rendezvous. Use file:///path or tcp://host:port"
+        )
+    return torch.distributed.TCPStore(
+        place.hostname, place.port, is_master=False, timeout=timeout, wait_for_workers=False
+    )

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 AVERAGE, NESTEROV = "average", "nesterov"
-OUTER = {AVERAGE: (1.0, 0.0), NESTEROV: (0.7, 0.9)}  # learning rate and momentum; NESTEROV: DiLoCo's (Douillard et al. 2023, section 3.2)
+OUTER = {
+    AVERAGE: (1.0, 0.0),
+    NESTEROV: (0.7, 0.9),
+}  # learning rate and momentum; NESTEROV: DiLoCo's (Douillard et al. 2023, section 3.2)
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,9 @@ class LocalSgdSettings:
         """Raises TypeError with a sentence if the value is invalid."""
         names = ("every", "outer", "overlap", "warmup")
         if not isinstance(value, Mapping) or not set(value) <= set(names):
-            raise TypeError(f"the value of local_sgd must be a table with keys among {', '.join(names)}, such as {{every = 8}}, not {value!r}")
+            raise TypeError(
+                f"the value of local_sgd must be a table with keys among {', '.join(names)}, such as {{every = 8}}, not {value!r}"
+            )
         read = cls(**value)
         if type(read.every) is not int or read.every < 1:
             raise TypeError(f"every must be a whole number of steps from 1, not {read.every!r}")

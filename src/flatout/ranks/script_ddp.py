@@ -87,7 +87,12 @@ class ScriptDdp:
     # -- at the start of a forward pass ----------------------------------------------------------------------
 
     def before_forward(self, ddp: Any) -> None:
-        if self.gave_way or not self.torch.is_grad_enabled() or not ddp.require_backward_grad_sync or ddp._join_config.enable:
+        if (
+            self.gave_way
+            or not self.torch.is_grad_enabled()
+            or not ddp.require_backward_grad_sync
+            or ddp._join_config.enable
+        ):
             return
         if self._sending is not None:
             self._sending.begin()
@@ -115,13 +120,21 @@ class ScriptDdp:
             observed.pass_begins()
             if observed.complete:
                 self._agree(ddp, observed)
-        views, static = (observed.verdict[name] is True for name in ("gradient_as_bucket_view", "static_graph"))
-        return replace(wanted, gradient_as_bucket_view=wanted.gradient_as_bucket_view and views, static_graph=wanted.static_graph and static)
+        views, static = (
+            observed.verdict[name] is True for name in ("gradient_as_bucket_view", "static_graph")
+        )
+        return replace(
+            wanted,
+            gradient_as_bucket_view=wanted.gradient_as_bucket_view and views,
+            static_graph=wanted.static_graph and static,
+        )
 
     def _agree(self, ddp: Any, observed: _Observed) -> None:
         """Combine the observations of all ranks."""
         names = list(observed.verdict)
-        info = self.torch.tensor([float(observed.verdict[name] is True) for name in names], device=_device(self.torch, ddp))
+        info = self.torch.tensor(
+            [float(observed.verdict[name] is True) for name in names], device=_device(self.torch, ddp)
+        )
         self.torch.distributed.all_reduce(info, self.torch.distributed.ReduceOp.MIN, group=ddp.process_group)
         observed.verdict = {name: bool(each) for name, each in zip(names, info.tolist(), strict=True)}
         for name, why in (("gradient_as_bucket_view", KEEPS), ("static_graph", CHANGES)):
@@ -137,13 +150,19 @@ class ScriptDdp:
         """
         ddp.reducer._rebuild_buckets()  # torch would do this in the same pass
         place = {id(p): at for at, p in enumerate(self.parameters)}
-        buckets = [[place[id(p)] for p in bucket.parameters()] for bucket in ddp.reducer._get_zeros_like_grad_buckets()]
+        buckets = [
+            [place[id(p)] for p in bucket.parameters()]
+            for bucket in ddp.reducer._get_zeros_like_grad_buckets()
+        ]
         ddp.gradient_as_bucket_view = self._own_views or self.now.gradient_as_bucket_view
         ddp.static_graph = self._own_static or self.now.static_graph
         ledger = self._ledgers()
         if self._own_static or not self.now.static_graph:
-            ledger.set(self.torch.distributed, "_compute_bucket_assignment_by_size",
-                       lambda *about: (buckets[::-1], [ddp.bucket_bytes_cap] * len(buckets)))
+            ledger.set(
+                self.torch.distributed,
+                "_compute_bucket_assignment_by_size",
+                lambda *about: (buckets[::-1], [ddp.bucket_bytes_cap] * len(buckets)),
+            )
         try:
             ddp._ddp_init_helper(self.parameters, self._sparse, self._names, ddp.static_graph)
         finally:
@@ -180,7 +199,12 @@ class ScriptDdp:
     @contextmanager
     def broadcast(self, ddp: Any) -> Iterator[None]:
         """Skip torch's broadcast of rank 0's buffers if no rank has changed any since the last one."""
-        asks = (self.now.broadcast_when_changed and ddp.will_sync_module_buffers() and not ddp._join_config.enable and not hasattr(ddp, "buffer_hook"))
+        asks = (
+            self.now.broadcast_when_changed
+            and ddp.will_sync_module_buffers()
+            and not ddp._join_config.enable
+            and not hasattr(ddp, "buffer_hook")
+        )
         if asks and not self._any_changed(ddp):
             before, ddp.broadcast_buffers = ddp.broadcast_buffers, False
             try:
@@ -193,14 +217,19 @@ class ScriptDdp:
             self._seen = _buffers(ddp)
 
     def _any_changed(self, ddp: Any) -> bool:
-        info = self.torch.tensor([float(self._seen is None or _buffers(ddp) != self._seen)], device=_device(self.torch, ddp))
+        info = self.torch.tensor(
+            [float(self._seen is None or _buffers(ddp) != self._seen)], device=_device(self.torch, ddp)
+        )
         self.torch.distributed.all_reduce(info, self.torch.distributed.ReduceOp.MAX, group=ddp.process_group)
         return bool(info.item())
 
 
 def _buffers(ddp: Any) -> list[tuple[Any, ...]]:
     """The address of each buffer and its number of writes."""
-    return [(name, buffer.data_ptr(), buffer._version if not buffer.is_inference() else object()) for name, buffer in ddp.module.named_buffers()]
+    return [
+        (name, buffer.data_ptr(), buffer._version if not buffer.is_inference() else object())
+        for name, buffer in ddp.module.named_buffers()
+    ]
 
 
 def _device(torch: Any, ddp: Any) -> Any:
@@ -219,7 +248,11 @@ class _Sending:
         self.begin()
 
     def begin(self) -> None:
-        self._bucket_queue, self._futures, self._left = BucketQueue(self.torch, self.wire, self.group), list[Any](), 0
+        self._bucket_queue, self._futures, self._left = (
+            BucketQueue(self.torch, self.wire, self.group),
+            list[Any](),
+            0,
+        )
 
     def leave(self, bucket: Any) -> Any:
         flat, parameters = bucket.buffer(), bucket.parameters()
@@ -243,7 +276,9 @@ class _Observed:
         self._parameters, self._keeps = parameters, False
         self._orders: list[list[int]] = []
         self._gradients: list[Any] = []
-        self._hooks = [p.register_post_accumulate_grad_hook(partial(self._got, at)) for at, p in enumerate(parameters)]
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(partial(self._got, at)) for at, p in enumerate(parameters)
+        ]
 
     @property
     def complete(self) -> bool:
@@ -255,10 +290,15 @@ class _Observed:
 
     def pass_begins(self) -> None:
         own = [p.grad for p in self._parameters]
-        self._keeps |= any((held := gradient()) is not None and held is not own[at] for at, gradient in self._gradients)
+        self._keeps |= any(
+            (held := gradient()) is not None and held is not own[at] for at, gradient in self._gradients
+        )
         self._gradients.clear()
         if len(self._orders) == OBSERVED_PASSES:
-            self.verdict = {"gradient_as_bucket_view": not self._keeps, "static_graph": all(order == self._orders[0] for order in self._orders)}
+            self.verdict = {
+                "gradient_as_bucket_view": not self._keeps,
+                "static_graph": all(order == self._orders[0] for order in self._orders),
+            }
             self.close()
         self._orders.append([])
 

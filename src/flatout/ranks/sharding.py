@@ -30,8 +30,17 @@ class Sharding:
     ``blocks_of(module)`` returns its repeated blocks.
     """
 
-    def __init__(self, torch: Any, context: Any, here: RankEnvironment, over: str, blocks_of: Any, ledger: Any) -> None:
-        self.torch, self.context, self.here, self.over, self.blocks_of, self.ledger = torch, context, here, over, blocks_of, ledger
+    def __init__(
+        self, torch: Any, context: Any, here: RankEnvironment, over: str, blocks_of: Any, ledger: Any
+    ) -> None:
+        self.torch, self.context, self.here, self.over, self.blocks_of, self.ledger = (
+            torch,
+            context,
+            here,
+            over,
+            blocks_of,
+            ledger,
+        )
         self.mesh: Any = None
         self.averages = True  # average gradients; else sum them
         self.open: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose layers may be called separately
@@ -69,18 +78,32 @@ class Sharding:
         from torch.distributed.fsdp import fully_shard
 
         kind = type(module)
-        before = [(owner, name, p) for owner in module.modules() for name, p in owner._parameters.items() if p is not None and not self.holds(p)]
+        before = [
+            (owner, name, p)
+            for owner in module.modules()
+            for name, p in owner._parameters.items()
+            if p is not None and not self.holds(p)
+        ]
         for p in {id(p): p for _, _, p in before}.values():
             if not p.is_contiguous():
                 p.data = p.data.contiguous()
-        fully_shard(module, mesh=self.mesh, reshard_after_forward=True, ignored_params=set(self._left_whole([p for _, _, p in before])))
+        fully_shard(
+            module,
+            mesh=self.mesh,
+            reshard_after_forward=True,
+            ignored_params=set(self._left_whole([p for _, _, p in before])),
+        )
         self.ledger.set(module, "__class__", kind)  # FSDP2 makes its own class; its methods are not used here
         for group in self._groups(module):
             group.force_sum_reduction_for_comms = True  # every backend can add
             if not self.averages:
                 group.gradient_divide_factor = 1.0
         self._hooks.append(module.register_forward_hook(self._views_end, prepend=True))  # before FSDP2's own
-        pairs = {id(p): (p, owner._parameters[name]) for owner, name, p in before if owner._parameters[name] is not p}
+        pairs = {
+            id(p): (p, owner._parameters[name])
+            for owner, name, p in before
+            if owner._parameters[name] is not p
+        }
         self._in_optimizers(pairs)
         for whole, divided in pairs.values():
             if whole.grad is not None:
@@ -109,20 +132,31 @@ class Sharding:
             optimizer.state.clear()  # keep the order
             for p, state in remembered:
                 divided = pairs[id(p)][1] if id(p) in pairs else None
-                optimizer.state[p if divided is None else divided] = state if divided is None else self.part_of_state(state, divided)
+                optimizer.state[p if divided is None else divided] = (
+                    state if divided is None else self.part_of_state(state, divided)
+                )
 
     def part_of_state(self, state: dict[str, Any], divided: Any) -> dict[str, Any]:
         """The optimizer state of a weight, sharded like it; values of another shape stay whole."""
         tensor = self.torch.Tensor
-        return {name: self.mixing.part_of(value, divided) if isinstance(value, tensor) and value.dim() and value.shape == divided.shape
-                and not self.holds(value) else value for name, value in state.items()}
+        return {
+            name: self.mixing.part_of(value, divided)
+            if isinstance(value, tensor)
+            and value.dim()
+            and value.shape == divided.shape
+            and not self.holds(value)
+            else value
+            for name, value in state.items()
+        }
 
     # -- what to shard, and over which ranks -----------------------------------------------------------------
 
     def _refuse(self, root: Any) -> None:
         for name, p in root.named_parameters():
             if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
-                raise CannotDivide(f"the script has registered a hook on the gradient of {name}, which a sharded weight does not support")
+                raise CannotDivide(
+                    f"the script has registered a hook on the gradient of {name}, which a sharded weight does not support"
+                )
         if any(isinstance(module, self.torch.jit.ScriptModule) for module in root.modules()):
             raise CannotDivide("its model is a compiled script (torch.jit), whose weights cannot be sharded")
 
@@ -146,9 +180,16 @@ class Sharding:
         if device_type == "cpu":
             _give_back()
         here, ranks = self.here, self.torch.arange(self.here.world_size)
-        if self.over == ALL or here.local_world_size >= here.world_size or here.local_world_size < FEWEST or here.world_size % here.local_world_size:
+        if (
+            self.over == ALL
+            or here.local_world_size >= here.world_size
+            or here.local_world_size < FEWEST
+            or here.world_size % here.local_world_size
+        ):
             return DeviceMesh(device_type, ranks, mesh_dim_names=("shard",))
-        return DeviceMesh(device_type, ranks.view(-1, here.local_world_size), mesh_dim_names=("replicate", "shard"))
+        return DeviceMesh(
+            device_type, ranks.view(-1, here.local_world_size), mesh_dim_names=("replicate", "shard")
+        )
 
     @staticmethod
     def _state(module: Any) -> Any:
@@ -163,7 +204,11 @@ class Sharding:
         """
         state = self._state(module)
         groups = getattr(state, "_fsdp_param_groups", None)
-        return list(groups) if groups is not None else [group for group in [getattr(state, "_fsdp_param_group", None)] if group is not None]
+        return (
+            list(groups)
+            if groups is not None
+            else [group for group in [getattr(state, "_fsdp_param_group", None)] if group is not None]
+        )
 
     def groups_in(self, module: Any) -> Iterator[Any]:
         for part in module.modules():
@@ -176,12 +221,22 @@ class Sharding:
         for module in root.modules():
             groups = [] if module in self.open else self._groups(module)
             self.open.add(module)
-            holders: Iterable[Any] = {id(held): held for group in groups for each in group.fsdp_params
-                                      for held in (each._module_info.module, *each._module_info.shared_modules)}.values()
+            holders: Iterable[Any] = {
+                id(held): held
+                for group in groups
+                for each in group.fsdp_params
+                for held in (each._module_info.module, *each._module_info.shared_modules)
+            }.values()
             for held in holders:
                 if held is not module:
-                    self._hooks.append(held.register_forward_pre_hook(self._piece_begins(self._state(module), groups), with_kwargs=True))
-                    self._hooks.append(held.register_forward_hook(self._piece_ends(self._state(module)), always_call=True))
+                    self._hooks.append(
+                        held.register_forward_pre_hook(
+                            self._piece_begins(self._state(module), groups), with_kwargs=True
+                        )
+                    )
+                    self._hooks.append(
+                        held.register_forward_hook(self._piece_ends(self._state(module)), always_call=True)
+                    )
 
     def _piece_begins(self, state: Any, groups: list[Any]) -> Any:
         def begins(module: Any, args: Any, kwargs: Any) -> Any:
@@ -208,7 +263,9 @@ class Sharding:
         """
         from torch.utils._pytree import tree_map_only
 
-        return tree_map_only(self.torch.Tensor, lambda t: t.clone() if t.requires_grad and t._base is not None else t, output)
+        return tree_map_only(
+            self.torch.Tensor, lambda t: t.clone() if t.requires_grad and t._base is not None else t, output
+        )
 
     def _close(self) -> None:
         for hook in self._hooks:

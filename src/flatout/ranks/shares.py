@@ -100,4 +100,4 @@ class DividedIterator:
         batch = next(self.batches)
         part = share(len(batch), self.rank, self.world)
         self.drawn.append(part)
-        return batch[part.start:part.stop]
+        return batch[part.start : part.stop]

@@ -22,9 +22,14 @@ def one_device(torch: Any, ledger: Any) -> None:
     init = kind.__init__
 
     @wraps(init)
-    def init_on_one_device(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, dim: int = 0) -> None:
+    def init_on_one_device(
+        self: Any, module: Any, device_ids: Any = None, output_device: Any = None, dim: int = 0
+    ) -> None:
         if torch.cuda.is_available():
-            named = [torch.device("cuda", one) if isinstance(one, int) else torch.device(one) for one in device_ids or ()]
+            named = [
+                torch.device("cuda", one) if isinstance(one, int) else torch.device(one)
+                for one in device_ids or ()
+            ]
             there = [one for one in named if (one.index or 0) < torch.cuda.device_count()]
             device_ids, output_device = [there[0] if there else torch.cuda.current_device()], None
         init(self, module, device_ids, output_device, dim)
@@ -41,7 +46,9 @@ def one_process(torch: Any, ledger: Any) -> None:
 
     @wraps(really)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
-        raise CannotDivide("the script parallelises itself (it calls torch.distributed.init_process_group): remove --procs")
+        raise CannotDivide(
+            "the script parallelises itself (it calls torch.distributed.init_process_group): remove --procs"
+        )
 
     init_process_group.flatout_really = really  # type: ignore[attr-defined]
     for owner in (distributed, distributed.distributed_c10d):

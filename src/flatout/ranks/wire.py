@@ -104,7 +104,9 @@ class Float16Codec:
             mean = yield from plain.send(flat, parameters, start)
             largest = float(mean.abs().max()) if mean.numel() else 0.0
         if 0 < largest < math.inf:
-            self.scales[parameters[0]] = min(LARGEST_SCALE, max(1 / LARGEST_SCALE, ROOM / 2.0 ** math.ceil(math.log2(largest))))
+            self.scales[parameters[0]] = min(
+                LARGEST_SCALE, max(1 / LARGEST_SCALE, ROOM / 2.0 ** math.ceil(math.log2(largest)))
+            )
         return mean
 
 

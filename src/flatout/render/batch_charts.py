@@ -14,7 +14,18 @@ from flatout.plan.batch import BatchPoint, BatchRecord
 from flatout.render.charts import PLOT_HEIGHT
 from flatout.render.formatting import drawable, figure, milliseconds, size, times
 from flatout.render.profile_charts import byte_levels
-from flatout.render.svg import UNITS, Scale, axis_below, axis_beside, chart, element, percent, round_ticks, stretched, title
+from flatout.render.svg import (
+    UNITS,
+    Scale,
+    axis_below,
+    axis_beside,
+    chart,
+    element,
+    percent,
+    round_ticks,
+    stretched,
+    title,
+)
 
 Plot = tuple[Markup, Markup, Markup]
 ROOM_ABOVE = 1.18  # leaves space for labels
@@ -29,35 +40,93 @@ def speed_plot(record: BatchRecord) -> Plot | None:
     if len(drawn) < 2:
         return None
     x = _sizes(record)
-    tops = [point.samples_per_s * (point.speed.high / point.speed.median if point.speed else 1.0) for point in drawn if point.samples_per_s]
+    tops = [
+        point.samples_per_s * (point.speed.high / point.speed.median if point.speed else 1.0)
+        for point in drawn
+        if point.samples_per_s
+    ]
     y = Scale(0.0, ROOM_ABOVE * max(tops))
     levels = round_ticks(y.low, y.high)
-    shapes = [*_grid(x, record), *(element("line", x1="0%", x2="100%", y1=percent(1 - y(t)), y2=percent(1 - y(t)), class_="grid") for t in levels),
-              *_noise(record, x), _line([(p.size, p.samples_per_s or 0.0) for p in drawn], x, y, "curve steady")]
+    shapes = [
+        *_grid(x, record),
+        *(
+            element("line", x1="0%", x2="100%", y1=percent(1 - y(t)), y2=percent(1 - y(t)), class_="grid")
+            for t in levels
+        ),
+        *_noise(record, x),
+        _line([(p.size, p.samples_per_s or 0.0) for p in drawn], x, y, "curve steady"),
+    ]
     kept = [(p, value) for p in drawn if (value := drawable(p.kept_samples_per_s)) is not None]
-    shapes += [element("circle", title(f"{p.size} a batch, {figure(p.kept_micro_batches)} micro-batches and one update (computed): {figure(value)} samples/s"),
-                       cx=percent(x(p.size)), cy=percent(1 - y(value)), r=4.5, class_="hollow") for p, value in kept if p.size != record.own]
+    shapes += [
+        element(
+            "circle",
+            title(
+                f"{p.size} a batch, {figure(p.kept_micro_batches)} micro-batches and one update (computed): {figure(value)} samples/s"
+            ),
+            cx=percent(x(p.size)),
+            cy=percent(1 - y(value)),
+            r=4.5,
+            class_="hollow",
+        )
+        for p, value in kept
+        if p.size != record.own
+    ]
     for point in drawn:
         shapes += _dot(point, x, y)
     shapes += _marks(record, x)
-    label = "Samples per second by batch size: " + ", ".join(f"{point.size} {figure(point.samples_per_s)}" for point in drawn)
-    return axis_beside(y, [(t, figure(t)) for t in levels], PLOT_HEIGHT), chart(label, PLOT_HEIGHT, shapes, "chart plot"), _axis(x, record)
+    label = "Samples per second by batch size: " + ", ".join(
+        f"{point.size} {figure(point.samples_per_s)}" for point in drawn
+    )
+    return (
+        axis_beside(y, [(t, figure(t)) for t in levels], PLOT_HEIGHT),
+        chart(label, PLOT_HEIGHT, shapes, "chart plot"),
+        _axis(x, record),
+    )
 
 
 def memory_plot(record: BatchRecord) -> Plot | None:
-    drawn = [(point, value) for point in record.points if (value := drawable(point.peak_bytes)) is not None and value > 0]
+    drawn = [
+        (point, value)
+        for point in record.points
+        if (value := drawable(point.peak_bytes)) is not None and value > 0
+    ]
     if len(drawn) < 2:
         return None
     x, most, limit = _sizes(record), max(value for _, value in drawn), drawable(record.limit_bytes)
     shown = limit is not None and limit < 4 * most
     y = Scale(0.0, 1.12 * max(most, limit if shown and limit is not None else 0.0))
     left, levels = byte_levels(y, MEMORY_HEIGHT)
-    shapes = [*_grid(x, record), *levels, _line([(point.size, value) for point, value in drawn], x, y, "curve steady")]
-    shapes += [element("circle", title(f"{point.size} a batch: {size(value)}"), cx=percent(x(point.size)), cy=percent(1 - y(value)), r=4.5,
-                       class_="dot dot-compute") for point, value in drawn]
+    shapes = [
+        *_grid(x, record),
+        *levels,
+        _line([(point.size, value) for point, value in drawn], x, y, "curve steady"),
+    ]
+    shapes += [
+        element(
+            "circle",
+            title(f"{point.size} a batch: {size(value)}"),
+            cx=percent(x(point.size)),
+            cy=percent(1 - y(value)),
+            r=4.5,
+            class_="dot dot-compute",
+        )
+        for point, value in drawn
+    ]
     if shown and limit is not None:
-        shapes += [element("line", x1="0%", x2="100%", y1=percent(1 - y(limit)), y2=percent(1 - y(limit)), class_="axis"),
-                   element("text", f"limit {size(limit)}", x="0%", dx=4, y=percent(1 - y(limit)), dy=-4, class_="label soft")]
+        shapes += [
+            element(
+                "line", x1="0%", x2="100%", y1=percent(1 - y(limit)), y2=percent(1 - y(limit)), class_="axis"
+            ),
+            element(
+                "text",
+                f"limit {size(limit)}",
+                x="0%",
+                dx=4,
+                y=percent(1 - y(limit)),
+                dy=-4,
+                class_="label soft",
+            ),
+        ]
     label = "Peak memory by batch size: " + ", ".join(f"{point.size} {size(value)}" for point, value in drawn)
     return left, chart(label, MEMORY_HEIGHT, shapes, "chart plot"), _axis(x, record)
 
@@ -82,25 +151,54 @@ def _noise(record: BatchRecord, x: Scale) -> Iterator[Markup]:
     value, low, high = _noise_in_samples(record)
     if low is not None and x.low < (high or x.high):
         left, right = x(low), x(high) if high is not None else 1.0
-        tip = title(f"gradient noise scale at step {record.noise.step}: {figure(low)} to {figure(high) if high is not None else 'unknown'} samples")
-        yield element("rect", tip, x=percent(left), y="0%", width=percent(max(0.002, right - left)), height="100%", class_="band")
+        tip = title(
+            f"gradient noise scale at step {record.noise.step}: {figure(low)} to {figure(high) if high is not None else 'unknown'} samples"
+        )
+        yield element(
+            "rect",
+            tip,
+            x=percent(left),
+            y="0%",
+            width=percent(max(0.002, right - left)),
+            height="100%",
+            class_="band",
+        )
     if value is not None and x.low <= value <= x.high:
-        yield element("line", x1=percent(x(value)), x2=percent(x(value)), y1="0%", y2="100%", class_="axis dashed")
+        yield element(
+            "line", x1=percent(x(value)), x2=percent(x(value)), y1="0%", y2="100%", class_="axis dashed"
+        )
 
 
 def _marks(record: BatchRecord, x: Scale) -> Iterator[Markup]:
     """Yield labels at the upper edge, at different heights so that they do not overlap."""
     value, low, _ = _noise_in_samples(record)
-    places: list[tuple[float, str]] = [(float(at), name) for at, name in ((record.own, "own"), (record.knee, "enough"), (record.best, "fastest")) if at]
+    places: list[tuple[float, str]] = [
+        (float(at), name)
+        for at, name in ((record.own, "own"), (record.knee, "enough"), (record.best, "fastest"))
+        if at
+    ]
     if low is not None:
-        places.append((value if value is not None and value <= x.high else max(low, x.low), f"noise scale, step {record.noise.step}"
-                       + ("" if value is not None and x.low <= value <= x.high else " →" if low > x.low else " ←")))
+        places.append(
+            (
+                value if value is not None and value <= x.high else max(low, x.low),
+                f"noise scale, step {record.noise.step}"
+                + ("" if value is not None and x.low <= value <= x.high else " →" if low > x.low else " ←"),
+            )
+        )
     together: dict[float, list[str]] = {}
     for at, name in places:
         together.setdefault(at, []).append(name)
     for row, (at, names) in enumerate(sorted(together.items())):
         beside, anchor = (-6, "end") if x(at) > 0.6 else (6, "start")
-        yield element("text", ", ".join(names), x=percent(x(at)), y=14 + LINE * (row % 4), dx=beside, text_anchor=anchor, class_="label")
+        yield element(
+            "text",
+            ", ".join(names),
+            x=percent(x(at)),
+            y=14 + LINE * (row % 4),
+            dx=beside,
+            text_anchor=anchor,
+            class_="label",
+        )
 
 
 def _dot(point: BatchPoint, x: Scale, y: Scale) -> Iterator[Markup]:
@@ -109,15 +207,30 @@ def _dot(point: BatchPoint, x: Scale, y: Scale) -> Iterator[Markup]:
         low, high = (y(value * each / speed.median) for each in (speed.low, speed.high))
         yield element("line", x1=place, x2=place, y1=percent(1 - low), y2=percent(1 - high), class_="axis")
     said = f", {times(speed.median)} the own size" if speed is not None else ""
-    yield element("circle", title(f"{point.size} a batch: {figure(value)} samples/s, {milliseconds(point.step_ms)} a step{said}"), cx=place,
-                  cy=percent(1 - y(value)), r=5, class_="dot dot-compute" if point.fits else "dot")
+    yield element(
+        "circle",
+        title(f"{point.size} a batch: {figure(value)} samples/s, {milliseconds(point.step_ms)} a step{said}"),
+        cx=place,
+        cy=percent(1 - y(value)),
+        r=5,
+        class_="dot dot-compute" if point.fits else "dot",
+    )
 
 
 def _grid(x: Scale, record: BatchRecord) -> Iterator[Markup]:
     for point in record.points:
-        yield element("line", x1=percent(x(point.size)), x2=percent(x(point.size)), y1="0%", y2="100%", class_="grid")
+        yield element(
+            "line", x1=percent(x(point.size)), x2=percent(x(point.size)), y1="0%", y2="100%", class_="grid"
+        )
         if not point.fits:
-            yield element("text", point.status, x=percent(x(point.size)), y="97%", text_anchor="middle", class_="label soft")
+            yield element(
+                "text",
+                point.status,
+                x=percent(x(point.size)),
+                y="97%",
+                text_anchor="middle",
+                class_="label soft",
+            )
 
 
 def _line(points: Sequence[tuple[float, float]], x: Scale, y: Scale, kind: str) -> Markup:

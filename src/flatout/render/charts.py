@@ -15,7 +15,17 @@ from flatout.plan.records import PHASES
 from flatout.render.curves import Curve, LossCurves
 from flatout.render.formatting import count, figure, interval, milliseconds, times
 from flatout.render.summary import PhasePart
-from flatout.render.svg import UNITS, Scale, chart, element, percent, ratio_ticks, round_ticks, stretched, title
+from flatout.render.svg import (
+    UNITS,
+    Scale,
+    chart,
+    element,
+    percent,
+    ratio_ticks,
+    round_ticks,
+    stretched,
+    title,
+)
 
 # Minimum width of the plot in pixels on a phone, and on larger screens. Labels that do not fit are left out.
 NARROW, WIDE = 320, 700
@@ -24,16 +34,34 @@ LETTER = 7.2  # mean width of a letter of the labels
 
 def step_bars(plain: Sequence[PhasePart], tuned: Sequence[PhasePart]) -> Markup | None:
     """Return stacked bars of the plain and the tuned step by phase, on one scale of milliseconds."""
-    sides = [(name, parts, sum(part.ms for part in parts)) for name, parts in (("plain", plain), ("tuned", tuned))]
+    sides = [
+        (name, parts, sum(part.ms for part in parts)) for name, parts in (("plain", plain), ("tuned", tuned))
+    ]
     longest = max(total for _, _, total in sides)
     if longest <= 0:
         return None
     drawn = [side for side in sides if side[2] > 0]
-    shapes = [shape for row, (name, parts, total) in enumerate(drawn) for shape in bar(name, parts, total, longest, 62 * row)]
+    shapes = [
+        shape
+        for row, (name, parts, total) in enumerate(drawn)
+        for shape in bar(name, parts, total, longest, 62 * row)
+    ]
     saved = sides[0][2] - sides[1][2]
     if len(drawn) == 2 and saved > 0:
-        shapes.append(element("text", f"{milliseconds(saved)} saved", x="100%", y=62 + 13, text_anchor="end", class_="label soft"))
-    said = "; ".join(f"{name} {milliseconds(total)}: " + ", ".join(f"{p.phase} {milliseconds(p.ms)}" for p in parts) for name, parts, total in drawn)
+        shapes.append(
+            element(
+                "text",
+                f"{milliseconds(saved)} saved",
+                x="100%",
+                y=62 + 13,
+                text_anchor="end",
+                class_="label soft",
+            )
+        )
+    said = "; ".join(
+        f"{name} {milliseconds(total)}: " + ", ".join(f"{p.phase} {milliseconds(p.ms)}" for p in parts)
+        for name, parts, total in drawn
+    )
     return chart(f"Time of a step by phase. {said}", 62 * len(drawn), shapes)
 
 
@@ -42,37 +70,72 @@ def bar(name: str, parts: Sequence[PhasePart], total: float, longest: float, top
 
     ``total`` and ``longest`` are in milliseconds, ``top`` is in pixels.
     """
-    yield element("text", element("tspan", name, class_="strong"), f"  {milliseconds(total)}", x=0, y=top + 13, class_="label")
+    yield element(
+        "text",
+        element("tspan", name, class_="strong"),
+        f"  {milliseconds(total)}",
+        x=0,
+        y=top + 13,
+        class_="label",
+    )
     place = 0.0
     for part in parts:
         width = part.ms / longest
         share = f"{part.ms / total:.0%}".replace("%", " %")
         tip = title(f"{name}: {part.phase} {milliseconds(part.ms)}, {share} of the step")
         kind = f"phase-{part.phase}" if part.phase in (*PHASES, "compute") else "phase-other"
-        yield element("rect", tip, x=percent(place), y=top + 20, width=percent(width), height=32, class_=f"phase {kind}")
+        yield element(
+            "rect", tip, x=percent(place), y=top + 20, width=percent(width), height=32, class_=f"phase {kind}"
+        )
         middle = percent(place + width / 2)
-        for screen, pixels, texts in (("narrow", NARROW, (part.phase,)), ("wide", WIDE, (f"{part.phase} {share}", part.phase))):
+        for screen, pixels, texts in (
+            ("narrow", NARROW, (part.phase,)),
+            ("wide", WIDE, (f"{part.phase} {share}", part.phase)),
+        ):
             fitting = next((text for text in texts if len(text) * LETTER + 8 <= width * pixels), None)
             if fitting:
-                yield element("text", fitting, x=middle, y=top + 41, text_anchor="middle", class_=f"label on-phase on-{kind} {screen}-only")
+                yield element(
+                    "text",
+                    fitting,
+                    x=middle,
+                    y=top + 41,
+                    text_anchor="middle",
+                    class_=f"label on-phase on-{kind} {screen}-only",
+                )
         place += width
     if place < 0.995:
         yield element("line", x1=percent(place), x2="100%", y1=top + 36, y2=top + 36, class_="saved")
 
 
-def forest_row(scale: Scale, name: str, ratio: float, low: float | None, high: float | None, kept: bool, floor: tuple[float, float] | None,
-               total: bool = False) -> Markup:
+def forest_row(
+    scale: Scale,
+    name: str,
+    ratio: float,
+    low: float | None,
+    high: float | None,
+    kept: bool,
+    floor: tuple[float, float] | None,
+    total: bool = False,
+) -> Markup:
     """Return a row of the forest plot: interval, ratio (full dot if kept), noise floor, line at 1."""
     shapes = _backdrop(scale, floor)
     inside = interval(low, high)
-    said = f"{name}: {times(ratio)}" + (f", interval {inside}" if inside else "") + ("" if kept else ", not kept")
+    said = (
+        f"{name}: {times(ratio)}"
+        + (f", interval {inside}" if inside else "")
+        + ("" if kept else ", not kept")
+    )
     mark = "total" if total else "kept" if kept else "dropped"
     if low is not None and high is not None:
         a, b = scale(low), scale(high)
-        shapes.append(element("line", x1=percent(a), x2=percent(b), y1="50%", y2="50%", class_=f"whisker {mark}"))
+        shapes.append(
+            element("line", x1=percent(a), x2=percent(b), y1="50%", y2="50%", class_=f"whisker {mark}")
+        )
         shapes += [_mark(end, element("line", y1=-4, y2=4, class_=f"whisker {mark}")) for end in (a, b)]
     if total:
-        shapes.append(_mark(scale(ratio), element("path", title(said), d="M-8 0L0 -8L8 0L0 8Z", class_="mark total")))
+        shapes.append(
+            _mark(scale(ratio), element("path", title(said), d="M-8 0L0 -8L8 0L0 8Z", class_="mark total"))
+        )
     else:
         shapes.append(_mark(scale(ratio), element("circle", title(said), r=5.5, class_=f"mark {mark}")))
     return chart(said, 34, shapes, "chart row")
@@ -86,8 +149,13 @@ def _mark(place: float, shape: Markup) -> Markup:
 def forest_axis(scale: Scale) -> Markup:
     """Return the axis of ratios below the rows."""
     ticks = ratio_ticks(scale)
-    shapes = [element("line", x1=percent(scale(t)), x2=percent(scale(t)), y1=0, y2=5, class_="axis") for t in ticks]
-    shapes += [element("text", f"{t:g}x", x=percent(scale(t)), y=18, text_anchor="middle", class_="label soft") for t in ticks]
+    shapes = [
+        element("line", x1=percent(scale(t)), x2=percent(scale(t)), y1=0, y2=5, class_="axis") for t in ticks
+    ]
+    shapes += [
+        element("text", f"{t:g}x", x=percent(scale(t)), y=18, text_anchor="middle", class_="label soft")
+        for t in ticks
+    ]
     return chart("Scale: times as fast as the plain program", 24, shapes, "chart row")
 
 
@@ -95,9 +163,24 @@ def _backdrop(scale: Scale, floor: tuple[float, float] | None) -> list[Markup]:
     shapes = []
     if floor is not None:
         low, high = scale(min(floor)), scale(max(floor))
-        tip = title(f"noise floor: the plain program against itself measured {interval(min(floor), max(floor))}")
-        shapes.append(element("rect", tip, x=percent(low), y=0, width=percent(max(high - low, 0.004)), height="100%", class_="floor"))
-    return [*shapes, element("line", x1=percent(scale(1)), x2=percent(scale(1)), y1=0, y2="100%", class_="unity")]
+        tip = title(
+            f"noise floor: the plain program against itself measured {interval(min(floor), max(floor))}"
+        )
+        shapes.append(
+            element(
+                "rect",
+                tip,
+                x=percent(low),
+                y=0,
+                width=percent(max(high - low, 0.004)),
+                height="100%",
+                class_="floor",
+            )
+        )
+    return [
+        *shapes,
+        element("line", x1=percent(scale(1)), x2=percent(scale(1)), y1=0, y2="100%", class_="unity"),
+    ]
 
 
 PLOT_HEIGHT = 300
@@ -108,23 +191,50 @@ def loss_plot(curves: LossCurves) -> tuple[Markup, Markup, Markup]:
     low, high = min(curves.drawn), max(curves.drawn)
     margin = (high / 2 - low / 2) * 0.1 or abs(high) * 0.05 or 1.0
     y = Scale(low - margin, high + margin)
-    x = Scale(curves.at[0], curves.at[-1]) if len(curves.at) > 1 else Scale(curves.at[0] - 1, curves.at[0] + 1)
+    x = (
+        Scale(curves.at[0], curves.at[-1])
+        if len(curves.at) > 1
+        else Scale(curves.at[0] - 1, curves.at[0] + 1)
+    )
     levels = [tick for tick in round_ticks(y.low, y.high, 5) if 0.03 < y(tick) < 0.97]
     digits = next((d for d in range(8) if len({f"{tick:.{d}f}" for tick in levels}) == len(levels)), 8)
     names = [f"{tick:,.{digits}f}" if abs(tick) < 1e5 else f"{tick:.3g}" for tick in levels]
     at = [percent(1 - y(tick)) for tick in levels]
-    texts = [element("text", n, x="100%", y=place, dy="0.32em", text_anchor="end", class_="label soft") for n, place in zip(names, at, strict=True)]
-    left = element("svg", *texts, aria_hidden="true", class_="chart levels", width=10 + round(7.5 * max(map(len, names), default=1)), height=PLOT_HEIGHT)
+    texts = [
+        element("text", n, x="100%", y=place, dy="0.32em", text_anchor="end", class_="label soft")
+        for n, place in zip(names, at, strict=True)
+    ]
+    left = element(
+        "svg",
+        *texts,
+        aria_hidden="true",
+        class_="chart levels",
+        width=10 + round(7.5 * max(map(len, names), default=1)),
+        height=PLOT_HEIGHT,
+    )
     grid = [element("line", x1="0%", x2="100%", y1=place, y2=place, class_="grid") for place in at]
-    drawn = stretched([*_band(curves, x, y), *_line(curves, curves.plain, x, y, "plain"), *_line(curves, curves.tuned, x, y, "tuned")])
+    drawn = stretched(
+        [
+            *_band(curves, x, y),
+            *_line(curves, curves.plain, x, y, "plain"),
+            *_line(curves, curves.tuned, x, y, "tuned"),
+        ]
+    )
     label = f"Loss of the plain and of the tuned program over {count(curves.total)} positions, from {figure(low)} to {figure(high)}"
-    return left, chart(label, PLOT_HEIGHT, [*grid, drawn, *_tips(curves, x)], "chart plot"), _positions(curves, x)
+    return (
+        left,
+        chart(label, PLOT_HEIGHT, [*grid, drawn, *_tips(curves, x)], "chart plot"),
+        _positions(curves, x),
+    )
 
 
 def _positions(curves: LossCurves, x: Scale) -> Markup:
     ticks = [t for t in round_ticks(x.low, x.high, 4) if t == int(t)] or [round(curves.at[0])]
     shapes = [element("line", x1=percent(x(t)), x2=percent(x(t)), y1=0, y2=5, class_="axis") for t in ticks]
-    shapes += [element("text", count(t), x=percent(x(t)), y=18, text_anchor=_anchor(x(t)), class_="label soft") for t in ticks]
+    shapes += [
+        element("text", count(t), x=percent(x(t)), y=18, text_anchor=_anchor(x(t)), class_="label soft")
+        for t in ticks
+    ]
     return element("svg", *shapes, aria_hidden="true", class_="chart row", width="100%", height=24)
 
 
@@ -167,4 +277,12 @@ def _tips(curves: LossCurves, x: Scale) -> Iterator[Markup]:
         there = x(curves.at[i])
         width = stride / len(curves.at)
         text = f"position {count(curves.at[i])}: plain {figure(curves.plain[i], 4)}, tuned {figure(curves.tuned[i], 4)}"
-        yield element("rect", title(text), x=percent(max(0.0, there - width / 2)), y=0, width=percent(width), height="100%", class_="tip")
+        yield element(
+            "rect",
+            title(text),
+            x=percent(max(0.0, there - width / 2)),
+            y=0,
+            width=percent(width),
+            height="100%",
+            class_="tip",
+        )

@@ -40,7 +40,9 @@ class LossCurves:
         return [v for curve in (self.plain, self.tuned, self.low, self.high) for v in curve if v is not None]
 
 
-def loss_curves(plain_losses: Sequence[Sequence[float]], tuned_losses: Sequence[Sequence[float]]) -> LossCurves | None:
+def loss_curves(
+    plain_losses: Sequence[Sequence[float]], tuned_losses: Sequence[Sequence[float]]
+) -> LossCurves | None:
     """Return the thinned curves of one curve per seed, or None without finite values."""
     plain = [[drawable(v) for v in curve] for curve in plain_losses if curve]
     tuned = [[drawable(v) for v in curve] for curve in tuned_losses if curve]
@@ -48,7 +50,11 @@ def loss_curves(plain_losses: Sequence[Sequence[float]], tuned_losses: Sequence[
     every = max(1, -(-total // MAX_POINTS))
     thin_plain = [_thin(curve[:total], every) for curve in plain]
     thin_tuned = [_thin(curve[:total], every) for curve in tuned[:1]]
-    columns = [[v for v in column if v is not None] for column in zip_longest(*thin_plain)] if len(plain) > 1 else []
+    columns = (
+        [[v for v in column if v is not None] for column in zip_longest(*thin_plain)]
+        if len(plain) > 1
+        else []
+    )
     points = -(-total // every)
     curves = LossCurves(
         at=[min(total, i * every + (every + 1) / 2) for i in range(points)],
@@ -77,18 +83,34 @@ def remarks(guard: GuardRecord, curves: LossCurves) -> list[str]:
     """Return caveats about the chart."""
     said = []
     if curves.every > 1:
-        said.append(f"Each point is the mean of {count(curves.every)} losses; {count(curves.total)} were compared.")
-    pairs = [(a, b) for a, b in zip(curves.plain, curves.tuned, strict=True) if a is not None and b is not None]
+        said.append(
+            f"Each point is the mean of {count(curves.every)} losses; {count(curves.total)} were compared."
+        )
+    pairs = [
+        (a, b) for a, b in zip(curves.plain, curves.tuned, strict=True) if a is not None and b is not None
+    ]
     if pairs:
         apart = max(abs(a - b) for a, b in pairs)
-        said.append("The two lines coincide everywhere." if apart == 0 else f"The two lines are at most {figure(apart, 2)} apart.")
-    widths = [high - low for low, high in zip(curves.low, curves.high, strict=True) if low is not None and high is not None]
+        said.append(
+            "The two lines coincide everywhere."
+            if apart == 0
+            else f"The two lines are at most {figure(apart, 2)} apart."
+        )
+    widths = [
+        high - low
+        for low, high in zip(curves.low, curves.high, strict=True)
+        if low is not None and high is not None
+    ]
     if widths:
-        said.append(f"The band of the {curves.seeds} seeds has a median width of {figure(sorted(widths)[len(widths) // 2], 2)}.")
+        said.append(
+            f"The band of the {curves.seeds} seeds has a median width of {figure(sorted(widths)[len(widths) // 2], 2)}."
+        )
     for name, losses in (("plain", guard.plain_losses), ("tuned", guard.tuned_losses)):
         if losses and (lost := sum(drawable(v) is None for v in losses[0])):
             first = next(i for i, v in enumerate(losses[0], 1) if drawable(v) is None)
-            said.append(f"{count(lost)} of the {name} losses are not finite and not shown; the first is at position {count(first)}.")
+            said.append(
+                f"{count(lost)} of the {name} losses are not finite and not shown; the first is at position {count(first)}."
+            )
         elif not losses:
             said.append(f"There is no {name} curve.")
     return said

@@ -15,7 +15,13 @@ from flatout.plan.machine_snapshot import CheckResult, Verdict
 from flatout.render.formatting import NOTHING, figure, one_line, several
 
 BUSY_CORES = 0.5  # above this load of other processes, the figures underestimate the machine
-STYLES = {Verdict.PROBLEM: "bold red", Verdict.WARNING: "bold yellow", Verdict.NOTE: "bold", Verdict.UNSEEN: "dim", Verdict.OK: "green"}
+STYLES = {
+    Verdict.PROBLEM: "bold red",
+    Verdict.WARNING: "bold yellow",
+    Verdict.NOTE: "bold",
+    Verdict.UNSEEN: "dim",
+    Verdict.OK: "green",
+}
 
 
 def doctor_page(checks: Sequence[CheckResult]) -> RenderableType:
@@ -34,15 +40,24 @@ def doctor_page(checks: Sequence[CheckResult]) -> RenderableType:
 
 
 def _headline(by_verdict: Mapping[Verdict, Sequence[CheckResult]]) -> Text:
-    counts = [(several(len(by_verdict[verdict]), verdict.value), verdict) for verdict in (Verdict.PROBLEM, Verdict.WARNING) if by_verdict[verdict]]
+    counts = [
+        (several(len(by_verdict[verdict]), verdict.value), verdict)
+        for verdict in (Verdict.PROBLEM, Verdict.WARNING)
+        if by_verdict[verdict]
+    ]
     if not counts:
         return Text("this machine is ready", style="bold green")
     words = " and ".join(count for count, _ in counts)
-    return Text(words if counts[0][1] == Verdict.PROBLEM else f"this machine is ready, with {words}", style=STYLES[counts[0][1]])
+    return Text(
+        words if counts[0][1] == Verdict.PROBLEM else f"this machine is ready, with {words}",
+        style=STYLES[counts[0][1]],
+    )
 
 
 def _in_full(check: CheckResult, style: str) -> Iterable[RenderableType]:
-    yield Text.assemble((check.verdict, style), (f"  {check.code} {check.name}", "bold"), (f"  {check.theme}", "dim"))
+    yield Text.assemble(
+        (check.verdict, style), (f"  {check.code} {check.name}", "bold"), (f"  {check.theme}", "dim")
+    )
     yield Padding(Text(one_line(check.seen) + ".", overflow="fold"), (0, 0, 0, 4))
     if check.why:
         yield Padding(Text(one_line(check.why), style="dim", overflow="fold"), (0, 0, 0, 4))
@@ -60,7 +75,11 @@ def _command(fix: str, indent: int) -> RenderableType:
 def _notes(checks: Sequence[CheckResult]) -> RenderableType:
     lines: list[RenderableType] = []
     for check in checks:
-        lines.append(Padding(Text.assemble((f"{check.code} ", "dim"), one_line(check.seen), overflow="fold"), (0, 0, 0, 2)))
+        lines.append(
+            Padding(
+                Text.assemble((f"{check.code} ", "dim"), one_line(check.seen), overflow="fold"), (0, 0, 0, 2)
+            )
+        )
         if check.fix:
             lines.append(_command(check.fix, 8))
     return Group(*lines)
@@ -71,7 +90,10 @@ def _by_theme(checks: Sequence[CheckResult]) -> RenderableType:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for theme, members in groupby(checks, key=lambda check: check.theme):
-        table.add_row(Text(f"  {one_line(theme)}", style="dim"), Text("; ".join(one_line(check.seen) for check in members)))
+        table.add_row(
+            Text(f"  {one_line(theme)}", style="dim"),
+            Text("; ".join(one_line(check.seen) for check in members)),
+        )
     return table
 
 
@@ -80,18 +102,33 @@ def ceilings_table(record: CeilingsRecord) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
     for name in ("figure", "device", "best", "quartiles", "n", "how"):
         table.add_column(justify="right" if name in ("best", "quartiles", "n") else "left", overflow="fold")
-    table.add_row(*(Text(name, style="dim") for name in ("ceiling", "device", "best", "quartiles", "n", "how")))
+    table.add_row(
+        *(Text(name, style="dim") for name in ("ceiling", "device", "best", "quartiles", "n", "how"))
+    )
     for each in record.ceilings:
         scale, unit = _unit(each.name)
         values = [None if value is None else value / scale for value in (each.value, each.low, each.high)]
         spread = NOTHING if None in values else f"{figure(values[1])} to {figure(values[2])}"
-        table.add_row(Text(_title(each.name)), Text(each.device), Text(f"{figure(values[0])} {unit}" if values[0] is not None else "not run"),
-                      Text(spread.replace(NOTHING, "-")), Text(str(each.n) if each.n else "-"), Text(one_line(each.note.removeprefix("not run: ")),
-                                                                                                     style="dim"))
-    busy = "" if record.busy_cores is None else f"; other processes used {figure(record.busy_cores)} cores just before"
+        table.add_row(
+            Text(_title(each.name)),
+            Text(each.device),
+            Text(f"{figure(values[0])} {unit}" if values[0] is not None else "not run"),
+            Text(spread.replace(NOTHING, "-")),
+            Text(str(each.n) if each.n else "-"),
+            Text(one_line(each.note.removeprefix("not run: ")), style="dim"),
+        )
+    busy = (
+        ""
+        if record.busy_cores is None
+        else f"; other processes used {figure(record.busy_cores)} cores just before"
+    )
     if (record.busy_cores or 0.0) > BUSY_CORES:
         busy += ", so the real ceilings are higher: measure again when the machine is idle"
-    return Group(Text("ceilings", style="bold"), Padding(table, (0, 0, 0, 2)), Text(f"  {several(record.threads, 'thread')}{busy}", style="dim"))
+    return Group(
+        Text("ceilings", style="bold"),
+        Padding(table, (0, 0, 0, 2)),
+        Text(f"  {several(record.threads, 'thread')}{busy}", style="dim"),
+    )
 
 
 def _unit(name: str) -> tuple[float, str]:

@@ -14,8 +14,18 @@ from rich.text import Text
 from flatout.plan.findings import Finding, Severity, SourceLocation
 from flatout.render.formatting import legible, one_line, sentence
 
-STYLES = {Severity.WRONG.value: "bold red", Severity.TIME.value: "bold yellow", Severity.MEMORY.value: "bold magenta", Severity.FRAGILE.value: "bold cyan"}
-LEVELS = {Severity.WRONG.value: "error", Severity.TIME.value: "warning", Severity.MEMORY.value: "warning", Severity.FRAGILE.value: "note"}
+STYLES = {
+    Severity.WRONG.value: "bold red",
+    Severity.TIME.value: "bold yellow",
+    Severity.MEMORY.value: "bold magenta",
+    Severity.FRAGILE.value: "bold cyan",
+}
+LEVELS = {
+    Severity.WRONG.value: "error",
+    Severity.TIME.value: "warning",
+    Severity.MEMORY.value: "warning",
+    Severity.FRAGILE.value: "note",
+}
 GITHUB = {"error": "error", "warning": "warning", "note": "notice"}
 SARIF = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/os/schemas/sarif-schema-2.1.0.json"
 WIDEST = 160  # longer source lines are cut around the caret
@@ -29,8 +39,16 @@ def finding_lines(findings: Sequence[Finding], titles: Mapping[str, str]) -> Ren
     parts: list[RenderableType] = []
     for severity, members in groupby(findings, key=lambda finding: finding.severity):
         parts += [Text(severity, style=STYLES.get(severity, "bold")), ""]
-        for code, same in groupby(sorted(members, key=lambda finding: finding.rule), key=lambda finding: finding.rule):
-            parts.append(Text.assemble((code, "bold"), f"  {one_line(titles.get(code, ''))}", (f"   flatout check --explain {code}", "dim")))
+        for code, same in groupby(
+            sorted(members, key=lambda finding: finding.rule), key=lambda finding: finding.rule
+        ):
+            parts.append(
+                Text.assemble(
+                    (code, "bold"),
+                    f"  {one_line(titles.get(code, ''))}",
+                    (f"   flatout check --explain {code}", "dim"),
+                )
+            )
             for finding in same:
                 parts += [Text("  ") + part for part in _one(finding)]
             parts.append("")
@@ -41,7 +59,10 @@ def _one(finding: Finding) -> Iterator[Text]:
     place = finding.place
     if place is not None:
         column = f":{place.column}" if place.column else ""
-        yield Text.assemble((f"{one_line(place.file)}:{place.line}{column}", "cyan"), f" in {one_line(place.function)}" if place.function else "")
+        yield Text.assemble(
+            (f"{one_line(place.file)}:{place.line}{column}", "cyan"),
+            f" in {one_line(place.function)}" if place.function else "",
+        )
         line, caret = _with_caret(place)
         if line:
             yield Text(f"    {line}")
@@ -49,7 +70,9 @@ def _one(finding: Finding) -> Iterator[Text]:
                 yield Text("    " + " " * caret + "^", style="bold red")
     yield Text(sentence(finding.said))
     if finding.others:
-        yield Text("see also " + ", ".join(one_line(other.sentence()) for other in finding.others), style="dim")
+        yield Text(
+            "see also " + ", ".join(one_line(other.sentence()) for other in finding.others), style="dim"
+        )
     for number, line in enumerate(legible(finding.fix, 2000).splitlines()):
         yield Text(("fix: " if number == 0 else "     ") + line, style="green")
     if finding.levers:
@@ -66,7 +89,7 @@ def _with_caret(place: SourceLocation) -> tuple[str, int]:
     caret = place.column - 1 - place.indent if place.column else -1
     if len(text) > WIDEST:
         start = max(0, min(caret - WIDEST // 2, len(text) - WIDEST))
-        text, caret = text[start: start + WIDEST], caret - start if caret >= 0 else -1
+        text, caret = text[start : start + WIDEST], caret - start if caret >= 0 else -1
     return text, caret if caret < len(text) else -1
 
 
@@ -75,12 +98,25 @@ def summary(findings: Sequence[Finding], files: int) -> RenderableType:
     read = f"in {files} {'file' if files == 1 else 'files'}"
     if not findings:
         return Text(f"No findings {read}.")
-    counts = [f"{len(list(members))} {severity}" for severity, members in groupby(findings, key=lambda finding: finding.severity)]
-    return Text(f"Found {len(findings)} ({', '.join(counts)}) {read}. To ignore a rule on a line, add `# flatout: ignore CODE`.")
+    counts = [
+        f"{len(list(members))} {severity}"
+        for severity, members in groupby(findings, key=lambda finding: finding.severity)
+    ]
+    return Text(
+        f"Found {len(findings)} ({', '.join(counts)}) {read}. To ignore a rule on a line, add `# flatout: ignore CODE`."
+    )
 
 
 def json_text(findings: Sequence[Finding], files: Sequence[str], unread: Sequence[str]) -> str:
-    return json.dumps({"schema": 1, "files": list(files), "unread": list(unread), "findings": [finding.to_json() for finding in findings]}, indent=1)
+    return json.dumps(
+        {
+            "schema": 1,
+            "files": list(files),
+            "unread": list(unread),
+            "findings": [finding.to_json() for finding in findings],
+        },
+        indent=1,
+    )
 
 
 def github_lines(findings: Iterable[Finding]) -> Iterator[str]:
@@ -91,7 +127,10 @@ def github_lines(findings: Iterable[Finding]) -> Iterator[str]:
             options |= {"file": finding.place.file, "line": str(finding.place.line)}
             if finding.place.column:
                 options["col"] = str(finding.place.column)
-        shown = ",".join(f"{key}={_escaped(value).replace(':', '%3A').replace(',', '%2C')}" for key, value in options.items())
+        shown = ",".join(
+            f"{key}={_escaped(value).replace(':', '%3A').replace(',', '%2C')}"
+            for key, value in options.items()
+        )
         yield f"::{GITHUB[LEVELS[finding.severity]]} {shown}::{_escaped(sentence(finding.said) + (chr(10) + finding.fix if finding.fix else ''))}"
 
 
@@ -104,9 +143,18 @@ def sarif_text(findings: Sequence[Finding], rules: Sequence[tuple[str, str, str,
     order = [code for code, *_ in rules]
     driver = {
         "name": "flatout",
-        "rules": [{"id": code, "name": name, "shortDescription": {"text": title}, "fullDescription": {"text": one_line(what, 2000)},
-                   "help": {"text": one_line(fix, 2000)}, "defaultConfiguration": {"level": LEVELS[severity]}, "properties": {"tags": [severity]}}
-                  for code, name, title, what, fix, severity in rules],
+        "rules": [
+            {
+                "id": code,
+                "name": name,
+                "shortDescription": {"text": title},
+                "fullDescription": {"text": one_line(what, 2000)},
+                "help": {"text": one_line(fix, 2000)},
+                "defaultConfiguration": {"level": LEVELS[severity]},
+                "properties": {"tags": [severity]},
+            }
+            for code, name, title, what, fix, severity in rules
+        ],
     }
     results = [_result(finding, order) for finding in findings]
     run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": results}
@@ -114,14 +162,20 @@ def sarif_text(findings: Sequence[Finding], rules: Sequence[tuple[str, str, str,
 
 
 def _result(finding: Finding, order: Sequence[str]) -> dict[str, Any]:
-    result: dict[str, Any] = {"ruleId": finding.rule, "level": LEVELS[finding.severity],
-                              "message": {"text": sentence(finding.said) + (f"\n{finding.fix}" if finding.fix else "")}}
+    result: dict[str, Any] = {
+        "ruleId": finding.rule,
+        "level": LEVELS[finding.severity],
+        "message": {"text": sentence(finding.said) + (f"\n{finding.fix}" if finding.fix else "")},
+    }
     if finding.rule in order:
         result["ruleIndex"] = order.index(finding.rule)
     if finding.place is not None:
         result["locations"] = [{"physicalLocation": _location(finding.place)}]
     if finding.others:
-        result["relatedLocations"] = [{"id": number, "physicalLocation": _location(place)} for number, place in enumerate(finding.others)]
+        result["relatedLocations"] = [
+            {"id": number, "physicalLocation": _location(place)}
+            for number, place in enumerate(finding.others)
+        ]
     return result
 
 

@@ -109,7 +109,11 @@ def size(count_bytes: object) -> str:
     if number is None:
         return NOTHING
     power = next((p for p in range(4) if abs(number) < 1024 ** (p + 1)), 4)
-    return f"{number:.0f} bytes" if power == 0 else f"{figure(number / 1024**power)} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
+    return (
+        f"{number:.0f} bytes"
+        if power == 0
+        else f"{figure(number / 1024**power)} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
+    )
 
 
 def count(value: object) -> str:

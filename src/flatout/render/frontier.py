@@ -27,22 +27,54 @@ def frontier_plot(session: SessionRecord) -> tuple[Markup, Markup, Markup] | Non
     x = _roomy([peak / unit for peak in peaks])
     y = _roomy(ends)
     levels = round_ticks(y.low, y.high)
-    shapes = [element("line", x1="0%", x2="100%", y1=percent(1 - y(t)), y2=percent(1 - y(t)), class_="grid") for t in levels]
+    shapes = [
+        element("line", x1="0%", x2="100%", y1=percent(1 - y(t)), y2=percent(1 - y(t)), class_="grid")
+        for t in levels
+    ]
     if limit:
         place = x(limit / unit)
-        shapes.append(element("line", x1=percent(place), x2=percent(place), y1="0%", y2="100%", class_="axis limit"))
+        shapes.append(
+            element("line", x1=percent(place), x2=percent(place), y1="0%", y2="100%", class_="axis limit")
+        )
         beside, anchor = (-6, "end") if place > 0.5 else (6, "start")
-        shapes.append(element("text", f"limit {size(limit)}", x=percent(place), y=14, dx=beside, text_anchor=anchor, class_="label strong"))
+        shapes.append(
+            element(
+                "text",
+                f"limit {size(limit)}",
+                x=percent(place),
+                y=14,
+                dx=beside,
+                text_anchor=anchor,
+                class_="label strong",
+            )
+        )
     shapes += [shape for at, point in enumerate(points) for shape in _dot(point, at + 1, x, y, unit)]
     names = [f"{t:.3g}x" for t in levels]
-    texts = [element("text", name, x="100%", y=percent(1 - y(t)), dy="0.32em", text_anchor="end", class_="label soft")
-             for name, t in zip(names, levels, strict=True)]
-    left = element("svg", *texts, aria_hidden="true", class_="chart levels", width=12 + round(7.5 * max(map(len, names), default=1)), height=PLOT_HEIGHT)
+    texts = [
+        element(
+            "text", name, x="100%", y=percent(1 - y(t)), dy="0.32em", text_anchor="end", class_="label soft"
+        )
+        for name, t in zip(names, levels, strict=True)
+    ]
+    left = element(
+        "svg",
+        *texts,
+        aria_hidden="true",
+        class_="chart levels",
+        width=12 + round(7.5 * max(map(len, names), default=1)),
+        height=PLOT_HEIGHT,
+    )
     word = "GiB" if unit == 2.0**30 else "MiB"
     ticks = round_ticks(x.low, x.high, 5)
-    said = "; ".join(f"{point.plan}: {size(point.peak_bytes)}, {times(summary.relative_time(point)[0])}" for point in points)
-    return left, chart(f"Time of a step against peak memory. {said}", PLOT_HEIGHT, shapes, "chart plot"), \
-        axis_below(x, [(t, f"{t:g} {word}") for t in ticks])
+    said = "; ".join(
+        f"{point.plan}: {size(point.peak_bytes)}, {times(summary.relative_time(point)[0])}"
+        for point in points
+    )
+    return (
+        left,
+        chart(f"Time of a step against peak memory. {said}", PLOT_HEIGHT, shapes, "chart plot"),
+        axis_below(x, [(t, f"{t:g} {word}") for t in ticks]),
+    )
 
 
 def _roomy(values: list[float]) -> Scale:
@@ -59,10 +91,22 @@ def _dot(point: TimeMemoryPoint, number: int, x: Scale, y: Scale, unit: float) -
     time, low, high = summary.relative_time(point)
     across, down = percent(x((point.peak_bytes or 0) / unit)), percent(1 - y(time))
     if low is not None and high is not None:
-        yield element("line", x1=across, x2=across, y1=percent(1 - y(low)), y2=percent(1 - y(high)), class_="whisker kept")
+        yield element(
+            "line",
+            x1=across,
+            x2=across,
+            y1=percent(1 - y(low)),
+            y2=percent(1 - y(high)),
+            class_="whisker kept",
+        )
     inside = f" ({interval(low, high)})" if low is not None and high is not None else ""
-    tip = title(f"{number}: {one_line(point.plan, 120)}: {size(point.peak_bytes)}, time {times(time)}{inside}")
-    mark = element("path", tip, d="M-8 0L0 -8L8 0L0 8Z", class_="mark total") if point.chosen else \
-        element("circle", tip, r=5.5, class_=f"mark {'kept' if point.fits else 'dropped'}")
+    tip = title(
+        f"{number}: {one_line(point.plan, 120)}: {size(point.peak_bytes)}, time {times(time)}{inside}"
+    )
+    mark = (
+        element("path", tip, d="M-8 0L0 -8L8 0L0 8Z", class_="mark total")
+        if point.chosen
+        else element("circle", tip, r=5.5, class_=f"mark {'kept' if point.fits else 'dropped'}")
+    )
     yield element("svg", mark, x=across, y=down, overflow="visible", width=1, height=1)
     yield element("text", str(number), x=across, y=down, dx=9, dy=-7, class_="label")

@@ -17,10 +17,18 @@ def device(session: SessionRecord | ProfileRecord) -> str:
     """Return the machine in one line."""
     machine = session.machine
     gpus = machine.get("gpus") or ()
-    names = [one_line(gpu.get("name", "a GPU") if isinstance(gpu, Mapping) else gpu, 80) for gpu in gpus] if isinstance(gpus, (list, tuple)) else []
+    names = (
+        [one_line(gpu.get("name", "a GPU") if isinstance(gpu, Mapping) else gpu, 80) for gpu in gpus]
+        if isinstance(gpus, (list, tuple))
+        else []
+    )
     cores = f"{several(machine.get('cores'), 'core')}" if drawable(machine.get("cores")) else ""
     processor = one_line(machine.get("cpu") or "", 100)
-    return ", ".join(part for part in [*(f"{names.count(n)} × {n}" for n in dict.fromkeys(names)), processor, cores] if part)
+    return ", ".join(
+        part
+        for part in [*(f"{names.count(n)} × {n}" for n in dict.fromkeys(names)), processor, cores]
+        if part
+    )
 
 
 # Shown by ``device``, shown elsewhere on the page, or too long to be useful.
@@ -34,11 +42,23 @@ def facts(session: SessionRecord | ProfileRecord) -> list[tuple[str, str]]:
     rows = [("machine", device(session)), ("memory", size(session.machine.get("memory_bytes") or None))]
     rows += [(name, text) for name, text in _flat(session.machine) if name not in _NOT_LISTED]
     software = {**({"flatout": session.flatout} if session.flatout else {}), **session.versions}
-    rows.append(("software", ", ".join(f"{one_line(name, 60)} {one_line(version, 60)}" for name, version in list(software.items())[:40])))
+    rows.append(
+        (
+            "software",
+            ", ".join(
+                f"{one_line(name, 60)} {one_line(version, 60)}"
+                for name, version in list(software.items())[:40]
+            ),
+        )
+    )
     rows.append(("folder", one_line(session.cwd)))
     rows += [(f"program: {name}", text) for name, text in _flat(session.context)]
     if isinstance(session, SessionRecord):
-        rows += [(f"digest of the {name}", text) for name, text in _flat(session.key) if name not in _KEY_NOT_LISTED]
+        rows += [
+            (f"digest of the {name}", text)
+            for name, text in _flat(session.key)
+            if name not in _KEY_NOT_LISTED
+        ]
     return [(name, text) for name, text in rows if text and text != NOTHING][:MAX_FACTS]
 
 

@@ -22,8 +22,14 @@ from flatout.render import formatting
 @cache
 def environment(*sheets: str) -> Environment:
     """Return an environment whose pages include these style sheets, in this order."""
-    made = Environment(loader=PackageLoader("flatout.render"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-                       finalize=_clean)
+    made = Environment(
+        loader=PackageLoader("flatout.render"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_clean,
+    )
     style = Markup("\n").join(Markup(made.get_template(sheet).render()) for sheet in sheets)
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     made.globals.update(style=style, style_digest=digest, confidence=f"{CONFIDENCE:.0%}")

@@ -14,18 +14,28 @@ from flatout.render.page import environment
 MAX_ROWS = 40  # per table; the rest is in profile.json
 MAX_OPERATIONS = 20
 LIMITS = ("compute", "memory", "launch", "unknown")
-KINDS = {Severity.WRONG.value: "wrong", Severity.TIME.value: "time", Severity.MEMORY.value: "memory", Severity.FRAGILE.value: "fragile"}
+KINDS = {
+    Severity.WRONG.value: "wrong",
+    Severity.TIME.value: "time",
+    Severity.MEMORY.value: "memory",
+    Severity.FRAGILE.value: "fragile",
+}
 
 
 def profile_html(profile: ProfileRecord) -> str:
     """Return the page. A profile that failed or is still running gives a shorter page."""
-    return environment("report.css", "profile.css").get_template("profile.html.j2").render(**_context(profile))
+    return (
+        environment("report.css", "profile.css").get_template("profile.html.j2").render(**_context(profile))
+    )
 
 
 def _context(profile: ProfileRecord) -> dict[str, Any]:
     cwd, roof = profile.cwd, profile_charts.roofline(profile)
     dots = roof[3] if roof else []
-    order = [*dots, *(o for o in sorted(profile.operations, key=lambda o: -o.share) if all(o is not dot for dot in dots))]
+    order = [
+        *dots,
+        *(o for o in sorted(profile.operations, key=lambda o: -o.share) if all(o is not dot for dot in dots)),
+    ]
     return {
         "headline": story.headline(profile),
         "deck": story.deck(profile),
@@ -43,8 +53,12 @@ def _context(profile: ProfileRecord) -> dict[str, Any]:
         "roofline": roof,
         "roofed": bool(profile.ceilings.get("memory_bytes_per_s")),
         "limits": [limit for limit in LIMITS if any((o.limit or "unknown") == limit for o in dots)],
-        "operations": [_operation(o, cwd, n + 1 if n < len(dots) else None) for n, o in enumerate(order[:MAX_OPERATIONS])],
-        "synchronisations": [_synchronisation(c, cwd) for c in sorted(profile.synchronisations, key=lambda c: -c.ms)[:MAX_ROWS]],
+        "operations": [
+            _operation(o, cwd, n + 1 if n < len(dots) else None) for n, o in enumerate(order[:MAX_OPERATIONS])
+        ],
+        "synchronisations": [
+            _synchronisation(c, cwd) for c in sorted(profile.synchronisations, key=lambda c: -c.ms)[:MAX_ROWS]
+        ],
         "loaders": [_loader(loader, cwd) for loader in profile.loaders[:MAX_ROWS]],
         "memory": _memory(profile.memory, cwd) if profile.memory else None,
         "growth": _growth(profile.leak, profile.unit, cwd) if profile.leak else None,
@@ -72,8 +86,16 @@ def _finding(finding: Finding, cwd: str) -> dict[str, Any]:
 
 
 def _phases(profile: ProfileRecord) -> list[dict[str, str]]:
-    return [{"name": formatting.one_line(name, 40), "kind": name if name in PHASES else "other", "median": formatting.milliseconds(time.median_ms),
-             "spread": f"{formatting.figure(time.low_ms)}–{formatting.figure(time.high_ms)}"} for name, time in profile.phases.items() if time.share]
+    return [
+        {
+            "name": formatting.one_line(name, 40),
+            "kind": name if name in PHASES else "other",
+            "median": formatting.milliseconds(time.median_ms),
+            "spread": f"{formatting.figure(time.low_ms)}–{formatting.figure(time.high_ms)}",
+        }
+        for name, time in profile.phases.items()
+        if time.share
+    ]
 
 
 def _operation(operation: Operation, cwd: str, number: int | None) -> dict[str, str]:
@@ -86,7 +108,9 @@ def _operation(operation: Operation, cwd: str, number: int | None) -> dict[str, 
         "share": f"{100 * operation.share:.1f} %",
         "ms": formatting.figure(ms),
         "calls": formatting.figure(operation.calls),
-        "limit": (formatting.one_line(operation.limit, 20) + reached) if operation.limit not in ("", "unknown") else "",
+        "limit": (formatting.one_line(operation.limit, 20) + reached)
+        if operation.limit not in ("", "unknown")
+        else "",
         "cores": cores,
         "place": story.place_of(operation.place, cwd),
     }
@@ -109,8 +133,12 @@ def _synchronisation(synchronisation: SyncRecord, cwd: str) -> dict[str, str]:
 
 
 def _loader(loader: LoaderSeen, cwd: str) -> dict[str, str]:
-    asked = [f"batches of {formatting.count(loader.batch_size)}" if loader.batch_size else "", formatting.several(loader.workers, "worker"),
-             "pinned" if loader.pin_memory else "", "kept between epochs" if loader.persistent_workers else ""]
+    asked = [
+        f"batches of {formatting.count(loader.batch_size)}" if loader.batch_size else "",
+        formatting.several(loader.workers, "worker"),
+        "pinned" if loader.pin_memory else "",
+        "kept between epochs" if loader.persistent_workers else "",
+    ]
     return {
         "place": story.place_of(loader.place, cwd) or "outside your files",
         "dataset": formatting.one_line(loader.dataset, 80),
@@ -123,7 +151,9 @@ def _loader(loader: LoaderSeen, cwd: str) -> dict[str, str]:
 
 
 def _memory(memory: MemorySeen, cwd: str) -> dict[str, Any]:
-    said = [f"The peak of the {'device' if memory.where == 'device' else 'tensors in host memory'} is {formatting.size(memory.peak_bytes)}"]
+    said = [
+        f"The peak of the {'device' if memory.where == 'device' else 'tensors in host memory'} is {formatting.size(memory.peak_bytes)}"
+    ]
     if memory.peak_place:
         said.append(f"reached at {story.place_of(memory.peak_place, cwd)}")
     if memory.reserved_bytes:
@@ -133,7 +163,10 @@ def _memory(memory: MemorySeen, cwd: str) -> dict[str, Any]:
         "bar": profile_charts.peak_bar(memory),
         "kinds": list(profile_charts.kinds_present(memory)),
         "areas": profile_charts.memory_areas(memory),
-        "modules": [(formatting.one_line(name, 120), formatting.size(amount)) for name, amount in sorted(memory.by_module.items(), key=lambda m: -m[1])[:12]],
+        "modules": [
+            (formatting.one_line(name, 120), formatting.size(amount))
+            for name, amount in sorted(memory.by_module.items(), key=lambda m: -m[1])[:12]
+        ],
     }
 
 
@@ -144,4 +177,8 @@ def _growth(leak: MemoryGrowth, unit: str, cwd: str) -> dict[str, Any]:
         said = f"{formatting.size(leak.bytes_a_step)} more after each {unit}{held}{where}"
     else:
         said = f"No: the trend over {formatting.several(leak.steps or len(leak.series), 'step')} is not significant"
-    return {"leaking": leak.leaking, "said": formatting.sentence(said), "line": profile_charts.growth_line(leak)}
+    return {
+        "leaking": leak.leaking,
+        "said": formatting.sentence(said),
+        "line": profile_charts.growth_line(leak),
+    }

@@ -6,12 +6,27 @@ from dataclasses import replace
 
 from flatout.plan.findings import Finding, SourceLocation
 from flatout.plan.profile import ProfileRecord, WhatIf
-from flatout.render.formatting import drawable, figure, milliseconds, one_line, per_second, sentence, several, times
+from flatout.render.formatting import (
+    drawable,
+    figure,
+    milliseconds,
+    one_line,
+    per_second,
+    sentence,
+    several,
+    times,
+)
 from flatout.render.summary import spelled
 
-BOUNDS = {"data": "it waits for data", "python": "Python limits it", "launch": "launch overhead limits it",
-          "copy": "copies to the device limit it", "memory": "memory bandwidth limits it", "compute": "arithmetic limits it",
-          "optimizer": "the optimizer limits it"}
+BOUNDS = {
+    "data": "it waits for data",
+    "python": "Python limits it",
+    "launch": "launch overhead limits it",
+    "copy": "copies to the device limit it",
+    "memory": "memory bandwidth limits it",
+    "compute": "arithmetic limits it",
+    "optimizer": "the optimizer limits it",
+}
 
 
 def headline(profile: ProfileRecord) -> str:
@@ -31,7 +46,9 @@ def deck(profile: ProfileRecord) -> str:
         return ""
     if not profile.findings:
         return "Nothing worth changing by hand. `flatout tune` looks for optimisations that need no code changes."
-    best = max((f.predicted for f in profile.findings if f.predicted), key=lambda ratio: ratio.median, default=None)
+    best = max(
+        (f.predicted for f in profile.findings if f.predicted), key=lambda ratio: ratio.median, default=None
+    )
     gain = f"; the largest could make a {profile.unit} up to {times(best.median)} as fast" if best else ""
     return f"{several(len(profile.findings), 'finding')}{gain}."
 
@@ -39,14 +56,23 @@ def deck(profile: ProfileRecord) -> str:
 def rows(profile: ProfileRecord) -> list[tuple[str, str]]:
     """Return (name, text) rows of the measured figures."""
     found = [
-        (f"{profile.unit}", milliseconds(profile.step_ms)), ("samples", per_second(profile.samples_per_s)),
-        ("measured", several(profile.steps, "step") + f" after {profile.warmup_steps} of warm-up" if profile.steps else ""),
+        (f"{profile.unit}", milliseconds(profile.step_ms)),
+        ("samples", per_second(profile.samples_per_s)),
+        (
+            "measured",
+            several(profile.steps, "step") + f" after {profile.warmup_steps} of warm-up"
+            if profile.steps
+            else "",
+        ),
         ("first step", milliseconds(profile.first_step_ms)),
         ("of the peak FLOPs", "" if profile.mfu is None else f"{100 * profile.mfu:.1f} %"),
         ("operators a step", figure(profile.operators_a_step)),
         ("device idle", milliseconds(profile.idle_ms)),
         ("garbage collection", milliseconds(profile.gc_ms) if profile.gc_ms else ""),
-        ("profiling overhead", "" if profile.overhead is None else f"{times(profile.overhead.median)} the {profile.unit}"),
+        (
+            "profiling overhead",
+            "" if profile.overhead is None else f"{times(profile.overhead.median)} the {profile.unit}",
+        ),
     ]
     return [(name, text) for name, text in found if text and text != "–"]
 
@@ -77,4 +103,6 @@ def place_of(place: SourceLocation | None, cwd: str = "") -> str:
 
 
 def not_measured(what_ifs: list[WhatIf]) -> list[str]:
-    return [f"{one_line(w.name, 40)}: {sentence(w.why_not)}" for w in what_ifs if w.ratio is None and w.why_not]
+    return [
+        f"{one_line(w.name, 40)}: {sentence(w.why_not)}" for w in what_ifs if w.ratio is None and w.why_not
+    ]

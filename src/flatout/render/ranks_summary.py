@@ -9,7 +9,18 @@ from markupsafe import Markup
 
 from flatout.plan.records import RankPace, RanksRecord, SessionRecord
 from flatout.render.charts import bar
-from flatout.render.formatting import count, drawable, figure, interval, milliseconds, one_line, sentence, several, size, times
+from flatout.render.formatting import (
+    count,
+    drawable,
+    figure,
+    interval,
+    milliseconds,
+    one_line,
+    sentence,
+    several,
+    size,
+    times,
+)
 from flatout.render.summary import PhasePart
 from flatout.render.svg import chart
 
@@ -35,7 +46,10 @@ def summary(session: SessionRecord) -> str:
     if high is not None and high < 1:
         return said + ". One process is faster here: run without ranks."
     if share is not None and share > MORE_THAN_ALL:
-        return said + ". Ranks alone cannot explain that: one process does not use this machine well. `flatout tune` without ranks may find out why."
+        return (
+            said
+            + ". Ranks alone cannot explain that: one process does not use this machine well. `flatout tune` without ranks may find out why."
+        )
     return said + "."
 
 
@@ -43,7 +57,9 @@ def remarks(found: RanksRecord) -> list[str]:
     """Return remarks on the communication and on slow ranks."""
     said = []
     if drawable(found.sent_bytes):
-        said.append(f"Each rank contributes {size(found.sent_bytes)} of gradients to the exchange in each step.")
+        said.append(
+            f"Each rank contributes {size(found.sent_bytes)} of gradients to the exchange in each step."
+        )
     if found.imbalance:
         said.append(_as_sentence(found.imbalance))
     elif found.paces:
@@ -61,8 +77,16 @@ def _as_sentence(text: str) -> str:
 def rows(found: RanksRecord) -> list[tuple[str, str, str, str, str]]:
     """Return a row per rank: name, wait for data, computation, exposed exchange, samples."""
     several_hosts = len({pace.host for pace in found.paces}) > 1
-    return [(_name(pace, several_hosts), milliseconds(pace.data_ms), milliseconds(pace.compute_ms), milliseconds(pace.exchange_ms),
-             figure(pace.samples) if drawable(pace.samples) else "") for pace in found.paces[:MOST_RANKS]]
+    return [
+        (
+            _name(pace, several_hosts),
+            milliseconds(pace.data_ms),
+            milliseconds(pace.compute_ms),
+            milliseconds(pace.exchange_ms),
+            figure(pace.samples) if drawable(pace.samples) else "",
+        )
+        for pace in found.paces[:MOST_RANKS]
+    ]
 
 
 def _name(pace: RankPace, several_hosts: bool) -> str:
@@ -76,13 +100,22 @@ def rank_bars(found: RanksRecord) -> Markup | None:
     if longest <= 0:
         return None
     several_hosts = len({pace.host for pace in paces}) > 1
-    drawn = (bar(_name(pace, several_hosts), parts(pace), total(pace), longest, ROW * at) for at, pace in enumerate(paces))
-    said = "; ".join(f"{_name(pace, False)}: " + ", ".join(f"{part.phase} {milliseconds(part.ms)}" for part in parts(pace)) for pace in paces)
+    drawn = (
+        bar(_name(pace, several_hosts), parts(pace), total(pace), longest, ROW * at)
+        for at, pace in enumerate(paces)
+    )
+    said = "; ".join(
+        f"{_name(pace, False)}: " + ", ".join(f"{part.phase} {milliseconds(part.ms)}" for part in parts(pace))
+        for pace in paces
+    )
     return chart(f"A step of each rank. {said}", ROW * len(paces), list(chain.from_iterable(drawn)))
 
 
 def parts(pace: RankPace) -> Sequence[PhasePart]:
-    known = ((name, drawable(ms)) for name, ms in (("data", pace.data_ms), ("compute", pace.compute_ms), ("exchange", pace.exchange_ms)))
+    known = (
+        (name, drawable(ms))
+        for name, ms in (("data", pace.data_ms), ("compute", pace.compute_ms), ("exchange", pace.exchange_ms))
+    )
     return [PhasePart(name, max(0.0, ms or 0.0), ms, None, None) for name, ms in known]
 
 

@@ -85,18 +85,28 @@ def _context(session: SessionRecord) -> dict[str, Any]:
 
 def _named(each: NamedRecord) -> dict[str, Any]:
     curves = loss_curves([each.plain_losses], [each.losses])
-    return {"plan": formatting.one_line(each.plan, 200), "summary": summary.named_sentence(each), "plot": charts.loss_plot(curves) if curves else None}
+    return {
+        "plan": formatting.one_line(each.plan, 200),
+        "summary": summary.named_sentence(each),
+        "plot": charts.loss_plot(curves) if curves else None,
+    }
 
 
 def _ranks(session: SessionRecord) -> dict[str, Any] | None:
     found = session.ranks
     if found is None:
         return None
-    return {"summary": ranks_summary.summary(session), "bars": ranks_summary.rank_bars(found), "rows": ranks_summary.rows(found),
-            "remarks": ranks_summary.remarks(found)}
+    return {
+        "summary": ranks_summary.summary(session),
+        "bars": ranks_summary.rank_bars(found),
+        "rows": ranks_summary.rows(found),
+        "remarks": ranks_summary.remarks(found),
+    }
 
 
-def _phase_rows(plain: Iterable[summary.PhasePart], tuned: Iterable[summary.PhasePart]) -> list[dict[str, str]]:
+def _phase_rows(
+    plain: Iterable[summary.PhasePart], tuned: Iterable[summary.PhasePart]
+) -> list[dict[str, str]]:
     """Return one row per phase, with the same number of decimals. Phases that took no time are left out."""
     before, after = {p.phase: p for p in plain}, {p.phase: p for p in tuned}
     medians = [p.median_ms for p in (*before.values(), *after.values()) if p.median_ms is not None]
@@ -106,10 +116,23 @@ def _phase_rows(plain: Iterable[summary.PhasePart], tuned: Iterable[summary.Phas
         a, b = before.get(phase), after.get(phase)
         if not any(part and (part.ms or part.median_ms) for part in (a, b)):
             continue
-        change = formatting.signed(b.median_ms - a.median_ms, decimals) if a and b and a.median_ms is not None and b.median_ms is not None else ""
+        change = (
+            formatting.signed(b.median_ms - a.median_ms, decimals)
+            if a and b and a.median_ms is not None and b.median_ms is not None
+            else ""
+        )
         kind = phase if phase in PHASES else "other"
-        rows.append({"phase": phase, "kind": kind, "plain": _median(a, decimals), "plain_spread": _quartiles(a, decimals),
-                     "tuned": _median(b, decimals), "tuned_spread": _quartiles(b, decimals), "change": change})
+        rows.append(
+            {
+                "phase": phase,
+                "kind": kind,
+                "plain": _median(a, decimals),
+                "plain_spread": _quartiles(a, decimals),
+                "tuned": _median(b, decimals),
+                "tuned_spread": _quartiles(b, decimals),
+                "change": change,
+            }
+        )
     return rows
 
 
@@ -140,20 +163,55 @@ def _forest(session: SessionRecord, ordered: list[LeverRecord]) -> dict[str, Any
         return None
     floor = session.noise_floor
     band = [v for v in (floor.low, floor.high) if _positive(v)] if floor else []
-    ratios = [v for lever in shown for v in (lever.ratio, lever.low, lever.high)] + ([total.median, total.low, total.high] if total else []) + band
+    ratios = (
+        [v for lever in shown for v in (lever.ratio, lever.low, lever.high)]
+        + ([total.median, total.low, total.high] if total else [])
+        + band
+    )
     scale = ratio_scale([v for v in ratios if v is not None and _positive(v)])
     pair = (band[0], band[1]) if len(band) == 2 else None
     lines = [_forest_line(scale, lever, pair) for lever in shown]
     if total:
-        drawn = charts.forest_row(scale, "all together", total.median, formatting.drawable(total.low), formatting.drawable(total.high), True, pair, total=True)
-        lines.append(ForestLine("all together", drawn, formatting.times(total.median), formatting.interval(total.low, total.high), "total"))
+        drawn = charts.forest_row(
+            scale,
+            "all together",
+            total.median,
+            formatting.drawable(total.low),
+            formatting.drawable(total.high),
+            True,
+            pair,
+            total=True,
+        )
+        lines.append(
+            ForestLine(
+                "all together",
+                drawn,
+                formatting.times(total.median),
+                formatting.interval(total.low, total.high),
+                "total",
+            )
+        )
     return {"lines": lines, "axis": charts.forest_axis(scale), "floor": pair is not None}
 
 
 def _forest_line(scale: Scale, lever: LeverRecord, floor: tuple[float, float] | None) -> ForestLine:
     name, kept = formatting.lever(lever.name, lever.value), lever.status == Status.APPLIED
-    row = charts.forest_row(scale, name, float(lever.ratio or 1), formatting.drawable(lever.low), formatting.drawable(lever.high), kept, floor)
-    return ForestLine(name, row, formatting.times(lever.ratio), formatting.interval(lever.low, lever.high), formatting.one_line(lever.status, 20))
+    row = charts.forest_row(
+        scale,
+        name,
+        float(lever.ratio or 1),
+        formatting.drawable(lever.low),
+        formatting.drawable(lever.high),
+        kept,
+        floor,
+    )
+    return ForestLine(
+        name,
+        row,
+        formatting.times(lever.ratio),
+        formatting.interval(lever.low, lever.high),
+        formatting.one_line(lever.status, 20),
+    )
 
 
 def _positive(value: object) -> bool:
@@ -162,15 +220,23 @@ def _positive(value: object) -> bool:
 
 
 def _lever_row(lever: LeverRecord) -> dict[str, str]:
-    measured = summary.with_interval(lever.ratio, lever.low, lever.high, lever.n) if formatting.drawable(lever.ratio) is not None else ""
+    measured = (
+        summary.with_interval(lever.ratio, lever.low, lever.high, lever.n)
+        if formatting.drawable(lever.ratio) is not None
+        else ""
+    )
     return {
         "name": formatting.one_line(lever.name, 80),
         "value": "" if lever.value is None else formatting.setting(lever.value),
         "status": formatting.one_line(lever.status, 20),
         "ratio": measured,
-        "how": HOW.get(lever.how, formatting.one_line(lever.how, 60)) if formatting.drawable(lever.ratio) is not None else "",
+        "how": HOW.get(lever.how, formatting.one_line(lever.how, 60))
+        if formatting.drawable(lever.ratio) is not None
+        else "",
         "reason": summary.because(lever),
-        "effect": EFFECTS.get(lever.effect, formatting.one_line(lever.effect, 60)) if lever.status != Status.SKIPPED else "",
+        "effect": EFFECTS.get(lever.effect, formatting.one_line(lever.effect, 60))
+        if lever.status != Status.SKIPPED
+        else "",
     }
 
 
@@ -188,8 +254,13 @@ def _comparison_row(comparison: ComparisonRecord) -> dict[str, str]:
     return {
         "plan": formatting.one_line(comparison.plan, 200),
         "against": formatting.one_line(comparison.against, 200),
-        "how": HOW.get(comparison.how, formatting.one_line(comparison.how, 60)) + (f", on {formatting.one_line(comparison.host, 200)}" if comparison.host else ""),
-        "ratio": summary.with_interval(comparison.ratio, comparison.low, comparison.high, comparison.n) if formatting.drawable(comparison.ratio) is not None else formatting.NOTHING,
-        "seconds": formatting.duration(comparison.seconds) if formatting.drawable(comparison.seconds) else formatting.NOTHING,
+        "how": HOW.get(comparison.how, formatting.one_line(comparison.how, 60))
+        + (f", on {formatting.one_line(comparison.host, 200)}" if comparison.host else ""),
+        "ratio": summary.with_interval(comparison.ratio, comparison.low, comparison.high, comparison.n)
+        if formatting.drawable(comparison.ratio) is not None
+        else formatting.NOTHING,
+        "seconds": formatting.duration(comparison.seconds)
+        if formatting.drawable(comparison.seconds)
+        else formatting.NOTHING,
         "note": formatting.one_line(comparison.note),
     }

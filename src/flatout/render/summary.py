@@ -12,7 +12,17 @@ from enum import StrEnum
 from typing import Any
 
 from flatout.plan.enums import Status
-from flatout.plan.records import NOT_SLOWER, PHASES, GuardRecord, LeverRecord, NamedRecord, ProgramFigures, Ratio, SessionRecord, TimeMemoryPoint
+from flatout.plan.records import (
+    NOT_SLOWER,
+    PHASES,
+    GuardRecord,
+    LeverRecord,
+    NamedRecord,
+    ProgramFigures,
+    Ratio,
+    SessionRecord,
+    TimeMemoryPoint,
+)
 from flatout.render.formatting import (
     NOTHING,
     count,
@@ -70,18 +80,30 @@ def outcome(session: SessionRecord) -> SessionOutcome:
 
 def _too_large(session: SessionRecord) -> bool:
     """Return whether the plain program exceeds the memory limit."""
-    return bool(session.memory_limit_bytes and session.frontier and session.frontier[0].peak_bytes and not session.frontier[0].fits)
+    return bool(
+        session.memory_limit_bytes
+        and session.frontier
+        and session.frontier[0].peak_bytes
+        and not session.frontier[0].fits
+    )
 
 
 def frontier(session: SessionRecord) -> list[TimeMemoryPoint]:
     """Return the measured points of time and memory, largest memory first."""
-    return sorted((point for point in session.frontier if drawable(point.peak_bytes)), key=lambda point: -(point.peak_bytes or 0))
+    return sorted(
+        (point for point in session.frontier if drawable(point.peak_bytes)),
+        key=lambda point: -(point.peak_bytes or 0),
+    )
 
 
 def relative_time(point: TimeMemoryPoint) -> tuple[float, float | None, float | None]:
     """Return the step time relative to the first point, and the ends of its interval."""
     ratio = point.ratio
-    median, ends = (drawable(ratio.median), (drawable(ratio.high), drawable(ratio.low))) if ratio is not None else (None, (None, None))
+    median, ends = (
+        (drawable(ratio.median), (drawable(ratio.high), drawable(ratio.low)))
+        if ratio is not None
+        else (None, (None, None))
+    )
     if not median:
         return 1.0, None, None
     low, high = (1 / end if end else None for end in ends)
@@ -124,14 +146,18 @@ def headline(session: SessionRecord) -> str:
         case SessionOutcome.FASTER | SessionOutcome.CHANGED:
             return fast[0].upper() + fast[1:]
         case _:
-            return "No verdict is possible now" if session.undecided else "No faster plan found: run the program as it is"
+            return (
+                "No verdict is possible now"
+                if session.undecided
+                else "No faster plan found: run the program as it is"
+            )
 
 
 def message(session: SessionRecord) -> str:
     """Return the tuner's message without a leading headline, or "" if it adds nothing to the headline."""
     text = sentence(session.message.strip().partition("\n")[0])
     above = f"{headline(session)}: "
-    text = text[len(above):] if text.lower().startswith(above.lower()) else text
+    text = text[len(above) :] if text.lower().startswith(above.lower()) else text
     text = text[:1].upper() + text[1:]
     return "" if text.rstrip(".").lower() == headline(session).lower() else text
 
@@ -166,11 +192,28 @@ def before_after(session: SessionRecord) -> list[BeforeAfterRow]:
     ratio = session.speedup
     known = ratio if ratio is not None and drawable(ratio.median) is not None else None
     change, spread = (times(known.median), spread_of(known.low, known.high, known.n)) if known else ("", "")
-    rows = [BeforeAfterRow(f"time of a {one_line(a.unit or 'step', 24)}", milliseconds(a.step_ms), milliseconds(b.step_ms), change, spread)]
+    rows = [
+        BeforeAfterRow(
+            f"time of a {one_line(a.unit or 'step', 24)}",
+            milliseconds(a.step_ms),
+            milliseconds(b.step_ms),
+            change,
+            spread,
+        )
+    ]
     rows.append(BeforeAfterRow("throughput", per_second(a.samples_per_s), per_second(b.samples_per_s)))
-    rows.append(BeforeAfterRow("peak memory", size(a.peak_memory_bytes), size(b.peak_memory_bytes), _percent(a.peak_memory_bytes, b.peak_memory_bytes)))
+    rows.append(
+        BeforeAfterRow(
+            "peak memory",
+            size(a.peak_memory_bytes),
+            size(b.peak_memory_bytes),
+            _percent(a.peak_memory_bytes, b.peak_memory_bytes),
+        )
+    )
     # A warm-up of exactly zero was not measured: the first step of any program is slower than the rest.
-    plain, tuned = (duration(side.warmup_ms / 1000) if drawable(side.warmup_ms) else NOTHING for side in (a, b))
+    plain, tuned = (
+        duration(side.warmup_ms / 1000) if drawable(side.warmup_ms) else NOTHING for side in (a, b)
+    )
     rows.append(BeforeAfterRow("warm-up", plain, tuned))
     return [row for row in rows if (row.plain, row.tuned) != (NOTHING, NOTHING)]
 
@@ -214,7 +257,11 @@ def parts(side: ProgramFigures) -> list[PhasePart]:
     """Return the phases in step order. Their chart lengths are shares of the mean step, so they add up."""
     known = [name for name in PHASES if name in side.phases]
     step = drawable(side.step_ms)
-    return [part for name in [*known, *[n for n in side.phases if n not in PHASES][:6]] if (part := _part(name, side.phases[name], step))]
+    return [
+        part
+        for name in [*known, *[n for n in side.phases if n not in PHASES][:6]]
+        if (part := _part(name, side.phases[name], step))
+    ]
 
 
 def _part(name: str, phase: Any, step_ms: float | None) -> PhasePart | None:
@@ -224,7 +271,11 @@ def _part(name: str, phase: Any, step_ms: float | None) -> PhasePart | None:
     median = drawable(phase) if isinstance(phase, (int, float)) else read("median_ms")
     share = read("share")
     ms = share * step_ms if share is not None and step_ms is not None else median
-    return None if ms is None else PhasePart(one_line(name, 40), max(0.0, ms), median, read("low_ms"), read("high_ms"))
+    return (
+        None
+        if ms is None
+        else PhasePart(one_line(name, 40), max(0.0, ms), median, read("low_ms"), read("high_ms"))
+    )
 
 
 STATUS_ORDER: dict[str, int] = {Status.APPLIED: 0, Status.REJECTED: 1, Status.SKIPPED: 2}
@@ -240,14 +291,27 @@ def because(lever: LeverRecord) -> str:
     if lever.reason or lever.status != Status.APPLIED:
         return one_line(lever.reason)
     low = drawable(lever.low)
-    return "measured only as part of the plan" if low is None else "faster with the other levers on" if low > 1 else "probably faster with the other levers on"
+    return (
+        "measured only as part of the plan"
+        if low is None
+        else "faster with the other levers on"
+        if low > 1
+        else "probably faster with the other levers on"
+    )
 
 
 def predicted_and_measured(session: SessionRecord) -> list[tuple[str, str, str, str]]:
     """Return rows of finding, predicted speed-up, measured speed-up and lever, largest prediction first."""
     rows = sorted(session.predictions, key=lambda p: -(drawable(p.predicted.median) or 0.0))
-    return [(one_line(p.name, 80).replace("_", " "), spelled(p.predicted), spelled(p.measured) if p.measured else "not measured", one_line(p.lever, 80))
-            for p in rows]
+    return [
+        (
+            one_line(p.name, 80).replace("_", " "),
+            spelled(p.predicted),
+            spelled(p.measured) if p.measured else "not measured",
+            one_line(p.lever, 80),
+        )
+        for p in rows
+    ]
 
 
 def spelled(ratio: Ratio) -> str:
@@ -266,7 +330,10 @@ def named_sentence(each: NamedRecord) -> str:
     said = f"{with_interval(each.ratio.median, each.ratio.low, each.ratio.high, each.ratio.n)} as fast"
     steps = min(len(each.plain_losses), len(each.losses))
     last = max(1, round(LAST * steps))
-    ends = [[value for value in map(drawable, losses[steps - last:steps]) if value is not None] for losses in (each.losses, each.plain_losses)]
+    ends = [
+        [value for value in map(drawable, losses[steps - last : steps]) if value is not None]
+        for losses in (each.losses, each.plain_losses)
+    ]
     if not all(ends):
         return sentence(said)
     own, plain = (figure(sum(end) / len(end)) for end in ends)
@@ -285,13 +352,21 @@ def payback_sentence(session: SessionRecord) -> str:
         return ""
     extra_ms = (drawable(session.best.warmup_ms) or 0.0) - (drawable(session.baseline.warmup_ms) or 0.0)
     before, after = drawable(session.baseline.step_ms), drawable(session.best.step_ms)
-    saved = "" if before is None or after is None or before <= after else f", and each step saves {milliseconds(before - after)}"
+    saved = (
+        ""
+        if before is None or after is None or before <= after
+        else f", and each step saves {milliseconds(before - after)}"
+    )
     steps = drawable(session.payback_steps)
     if steps is None:
         return "The step is not known."
     if steps <= 0:
         return f"From the first step: the plan needs no extra warm-up{saved}."
-    cost = f"the tuned program warms up for {duration(extra_ms / 1000)} longer{saved}" if extra_ms > 0 else "by then the warm-up has paid off"
+    cost = (
+        f"the tuned program warms up for {duration(extra_ms / 1000)} longer{saved}"
+        if extra_ms > 0
+        else "by then the warm-up has paid off"
+    )
     return f"At step {count(steps)}: {cost}."
 
 
@@ -308,7 +383,9 @@ def next_step(session: SessionRecord) -> Next:
     device = on_device(session.machine)
     command = shell([*device, *session.command])
     ranks = session.ranks
-    with_ranks = "" if ranks is None else f"--gpus {ranks.procs} " if ranks.gpus else f"--procs {ranks.procs} "
+    with_ranks = (
+        "" if ranks is None else f"--gpus {ranks.procs} " if ranks.gpus else f"--procs {ranks.procs} "
+    )
     match outcome(session):
         case SessionOutcome.FASTER | SessionOutcome.FITS:
             return Next("Run the real job under this Plan:", f"flatout run {with_ranks}{command}")
@@ -317,7 +394,9 @@ def next_step(session: SessionRecord) -> Next:
         case SessionOutcome.FAILED:
             return Next("Fix the error above, then tune again:", f"flatout tune {with_ranks}{command}")
         case _:
-            return Next("Run it as it is:", f"flatout run {with_ranks}{command}" if with_ranks or device else command)
+            return Next(
+                "Run it as it is:", f"flatout run {with_ranks}{command}" if with_ranks or device else command
+            )
 
 
 def effort(session: SessionRecord) -> str:
@@ -334,10 +413,18 @@ def effort(session: SessionRecord) -> str:
 
 def other_programs(session: SessionRecord) -> str:
     """Return a warning if other programs used the machine during the session, else ""."""
-    return f"{one_line(session.disturbance)}; on an idle machine another plan may be the fastest" if session.disturbance else ""
+    return (
+        f"{one_line(session.disturbance)}; on an idle machine another plan may be the fastest"
+        if session.disturbance
+        else ""
+    )
 
 
 def noise(session: SessionRecord) -> str:
     """Return the noise floor as ``0.99x (0.98–1.01, n=6)``, or ""."""
     floor = session.noise_floor
-    return "" if floor is None or drawable(floor.median) is None else with_interval(floor.median, floor.low, floor.high, floor.n)
+    return (
+        ""
+        if floor is None or drawable(floor.median) is None
+        else with_interval(floor.median, floor.low, floor.high, floor.n)
+    )

@@ -24,14 +24,22 @@ def element(name: str, *children: str, **attributes: object) -> Markup:
     Underscores in attribute names become hyphens; ``class_`` becomes ``class``.
     """
     spelled = Markup("").join(
-        Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), _spelled(value)) for key, value in attributes.items() if value is not None
+        Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), _spelled(value))
+        for key, value in attributes.items()
+        if value is not None
     )
-    inside = Markup("").join(child if isinstance(child, Markup) else escape(legible(child)) for child in children)
+    inside = Markup("").join(
+        child if isinstance(child, Markup) else escape(legible(child)) for child in children
+    )
     return Markup("<{0}{1}>{2}</{0}>").format(Markup(name), spelled, inside)
 
 
 def _spelled(value: object) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else legible(value, limit=1_000_000)  # a path is long
+    return (
+        f"{value:.2f}".rstrip("0").rstrip(".")
+        if isinstance(value, float)
+        else legible(value, limit=1_000_000)
+    )  # a path is long
 
 
 def percent(fraction: float) -> str:
@@ -45,7 +53,14 @@ def chart(label: str, height: int, children: Iterable[str], class_: str = "chart
 
 def stretched(children: Iterable[str]) -> Markup:
     """Return an inner box of UNITS x UNITS that fills the chart."""
-    return element("svg", *children, viewBox=f"0 0 {UNITS} {UNITS}", preserveAspectRatio="none", width="100%", height="100%")
+    return element(
+        "svg",
+        *children,
+        viewBox=f"0 0 {UNITS} {UNITS}",
+        preserveAspectRatio="none",
+        width="100%",
+        height="100%",
+    )
 
 
 def title(text: str) -> Markup:
@@ -80,7 +95,30 @@ def ratio_scale(ratios: Sequence[float]) -> Scale:
     return Scale(low / margin, high * margin, logarithmic=True)
 
 
-_RATIO_TICKS = (1, 2, 0.5, 1.5, 0.75, 1.25, 1.1, 0.9, 4, 0.25, 10, 0.1, 100, 0.01, 3, 1.05, 0.95, 6, 20, 50, 1.02, 0.98)
+_RATIO_TICKS = (
+    1,
+    2,
+    0.5,
+    1.5,
+    0.75,
+    1.25,
+    1.1,
+    0.9,
+    4,
+    0.25,
+    10,
+    0.1,
+    100,
+    0.01,
+    3,
+    1.05,
+    0.95,
+    6,
+    20,
+    50,
+    1.02,
+    0.98,
+)
 
 
 def ratio_ticks(scale: Scale, apart: float = 0.12) -> list[float]:
@@ -107,7 +145,10 @@ def round_ticks(low: float, high: float, about: int = 4) -> list[float]:
 def decades(values: Sequence[float]) -> Scale:
     """Return a logarithmic scale over whole powers of ten."""
     # Extended a little, so that no dot is cut at the edge.
-    low, high = 10 ** math.floor(math.log10(min(values) / 1.6)), 10 ** math.ceil(math.log10(max(values) * 1.6))
+    low, high = (
+        10 ** math.floor(math.log10(min(values) / 1.6)),
+        10 ** math.ceil(math.log10(max(values) * 1.6)),
+    )
     return Scale(low, high if high > low else 10 * low, logarithmic=True)
 
 
@@ -118,14 +159,36 @@ def powers(scale: Scale) -> list[float]:
 
 def axis_beside(y: Scale, ticks: Sequence[tuple[float, str]], height: int) -> Markup:
     """Return the axis left of a plot, with tick labels."""
-    texts = [element("text", name, x="100%", y=percent(1 - y(t)), dy="0.32em", text_anchor="end", class_="label soft") for t, name in ticks]
-    return element("svg", *texts, aria_hidden="true", class_="chart levels", width=12 + round(7.5 * max((len(name) for _, name in ticks), default=1)),
-                   height=height)
+    texts = [
+        element(
+            "text", name, x="100%", y=percent(1 - y(t)), dy="0.32em", text_anchor="end", class_="label soft"
+        )
+        for t, name in ticks
+    ]
+    return element(
+        "svg",
+        *texts,
+        aria_hidden="true",
+        class_="chart levels",
+        width=12 + round(7.5 * max((len(name) for _, name in ticks), default=1)),
+        height=height,
+    )
 
 
 def axis_below(x: Scale, ticks: Sequence[tuple[float, str]]) -> Markup:
     """Return the axis below a plot, with ticks and labels."""
-    shapes = [element("line", x1=percent(x(t)), x2=percent(x(t)), y1=0, y2=5, class_="axis") for t, _ in ticks]
-    shapes += [element("text", name, x=percent(x(t)), y=18, text_anchor="start" if x(t) < 0.04 else "end" if x(t) > 0.96 else "middle", class_="label soft")
-               for t, name in ticks]
+    shapes = [
+        element("line", x1=percent(x(t)), x2=percent(x(t)), y1=0, y2=5, class_="axis") for t, _ in ticks
+    ]
+    shapes += [
+        element(
+            "text",
+            name,
+            x=percent(x(t)),
+            y=18,
+            text_anchor="start" if x(t) < 0.04 else "end" if x(t) > 0.96 else "middle",
+            class_="label soft",
+        )
+        for t, name in ticks
+    ]
     return element("svg", *shapes, aria_hidden="true", class_="chart row", width="100%", height=24)

@@ -26,7 +26,10 @@ def write_log(profile: ProfileRecord, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     writer = EventFileWriter(str(folder))
     try:
-        for step, summary in (*_scalars(profile), *((0, _text(tag, words)) for tag, words in _texts(profile))):
+        for step, summary in (
+            *_scalars(profile),
+            *((0, _text(tag, words)) for tag, words in _texts(profile)),
+        ):
             writer.add_event(Event(step=step, summary=summary))
     finally:
         writer.close()
@@ -52,19 +55,37 @@ def _texts(profile: ProfileRecord) -> Iterator[tuple[str, str]]:
     if profile.bound:
         yield "bound", f"{profile.bound}: {profile.bound_why}"
     if profile.operations:
-        rows = [(o.name, figure(100 * o.share), figure(o.calls), milliseconds(o.host_ms), o.place.sentence() if o.place else "")
-                for o in profile.operations[:OPERATIONS]]
+        rows = [
+            (
+                o.name,
+                figure(100 * o.share),
+                figure(o.calls),
+                milliseconds(o.host_ms),
+                o.place.sentence() if o.place else "",
+            )
+            for o in profile.operations[:OPERATIONS]
+        ]
         yield "operators", _table(("operator", "% of time", "calls", "host", "line"), rows)
     if profile.synchronisations:
-        yield "synchronisations", _table(("synchronisation", "calls", "cost", "line"),
-                                  [(c.kind, figure(c.calls), milliseconds(c.ms), c.place.sentence() if c.place else "") for c in profile.synchronisations])
+        yield (
+            "synchronisations",
+            _table(
+                ("synchronisation", "calls", "cost", "line"),
+                [
+                    (c.kind, figure(c.calls), milliseconds(c.ms), c.place.sentence() if c.place else "")
+                    for c in profile.synchronisations
+                ],
+            ),
+        )
     if profile.findings:
         yield "findings", "\n".join(f"* **{f.rule}** {one_line(f.said)}" for f in profile.findings)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(one_line(cell).replace("|", "/") for cell in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(one_line(cell).replace("|", "/") for cell in line) + " |" for line in lines
+    )
 
 
 def _scalar(tag: str, value: float) -> Any:
@@ -79,5 +100,9 @@ def _text(tag: str, words: str) -> Any:
     from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 
     kind = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-    tensor = TensorProto(dtype="DT_STRING", string_val=[words.encode()], tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]))
+    tensor = TensorProto(
+        dtype="DT_STRING",
+        string_val=[words.encode()],
+        tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
+    )
     return Summary(value=[Summary.Value(tag=f"{tag}/text_summary", metadata=kind, tensor=tensor)])

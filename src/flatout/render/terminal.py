@@ -18,16 +18,39 @@ from flatout.plan.enums import Status
 from flatout.plan.plan import Plan
 from flatout.plan.records import LeverRecord, SessionRecord
 from flatout.render import ranks_summary, summary
-from flatout.render.formatting import NOTHING, drawable, interval, legible, lever, one_line, setting, several, size, times
+from flatout.render.formatting import (
+    NOTHING,
+    drawable,
+    interval,
+    legible,
+    lever,
+    one_line,
+    setting,
+    several,
+    size,
+    times,
+)
 
 STYLES = {"applied": "bold green", "rejected": "bold red", "skipped": "bold"}
-ORIGINS = {"default": "flatout's own default", "user": "requested by you", "tuner": "found by the tuner", "file": "from the plan file"}
-OUTCOMES = {summary.SessionOutcome.FASTER: "bold green", summary.SessionOutcome.FITS: "bold green", summary.SessionOutcome.FAILED: "bold red", summary.SessionOutcome.CHANGED: "bold red"}
+ORIGINS = {
+    "default": "flatout's own default",
+    "user": "requested by you",
+    "tuner": "found by the tuner",
+    "file": "from the plan file",
+}
+OUTCOMES = {
+    summary.SessionOutcome.FASTER: "bold green",
+    summary.SessionOutcome.FITS: "bold green",
+    summary.SessionOutcome.FAILED: "bold red",
+    summary.SessionOutcome.CHANGED: "bold red",
+}
 
 
 def session_tables(session: SessionRecord) -> RenderableType:
     """Return the output of `flatout tune` and `flatout report`."""
-    lines: list[RenderableType] = [Text(summary.headline(session), style=OUTCOMES.get(summary.outcome(session), "bold"))]
+    lines: list[RenderableType] = [
+        Text(summary.headline(session), style=OUTCOMES.get(summary.outcome(session), "bold"))
+    ]
     message = summary.message(session)
     if message:
         lines.append(text(message))
@@ -39,18 +62,35 @@ def session_tables(session: SessionRecord) -> RenderableType:
     lines += section(_frontier(session))
     lines += section(_levers(session))
     lines += section(_predictions(session))
-    lines += section(pairs([(each.plan, text(summary.named_sentence(each))) for each in session.named]) if session.named else None)
-    closing = [("guard", summary.guard_sentence(session.guard)), ("pays back", summary.payback_sentence(session)), ("tried", summary.effort(session))]
+    lines += section(
+        pairs([(each.plan, text(summary.named_sentence(each))) for each in session.named])
+        if session.named
+        else None
+    )
+    closing = [
+        ("guard", summary.guard_sentence(session.guard)),
+        ("pays back", summary.payback_sentence(session)),
+        ("tried", summary.effort(session)),
+    ]
     if session.speedup is not None and session.obstacle:
         closing.append(("more", text(session.obstacle).plain))
     if summary.other_programs(session):
         closing.append(("other programs", summary.other_programs(session)))
     if summary.noise(session):
-        closing.append(("noise floor", f"{summary.noise(session)}: two processes of the plain program may differ by this much"))
+        closing.append(
+            (
+                "noise floor",
+                f"{summary.noise(session)}: two processes of the plain program may differ by this much",
+            )
+        )
     lines += section(pairs([(name, text(words)) for name, words in closing if words]))
     following = summary.next_step(session)
     if following.command:
-        lines += ["", Text(following.why), Padding(Text(following.command, style="bold", overflow="fold"), (0, 0, 0, 2))]
+        lines += [
+            "",
+            Text(following.why),
+            Padding(Text(following.command, style="bold", overflow="fold"), (0, 0, 0, 2)),
+        ]
     return Group(*lines)
 
 
@@ -62,14 +102,24 @@ def plan_table(plan: Plan, code: Mapping[str, str], reasons: Mapping[str, str]) 
     """
     lines: list[RenderableType] = []
     for choice in plan:
-        title = Text.assemble((one_line(choice.name, 80), "bold"), " = ", one_line(setting(choice.value)), (f"   {ORIGINS[choice.origin]}", "dim"))
+        title = Text.assemble(
+            (one_line(choice.name, 80), "bold"),
+            " = ",
+            one_line(setting(choice.value)),
+            (f"   {ORIGINS[choice.origin]}", "dim"),
+        )
         notes = [text(choice.evidence)] if choice.evidence else []
         if choice.name in reasons:
             notes.append(Text("but: ", style="yellow") + text(reasons[choice.name]))
         lines += [title, *(Padding(note, (0, 0, 0, 2)) for note in notes)]
         if code.get(choice.name):
             # Keep the line breaks, and let only the terminal wrap: users copy this code.
-            lines.append(Padding(Text(legible(code[choice.name], 4000).strip("\n"), style="cyan", overflow="fold"), (1, 0, 0, 4)))
+            lines.append(
+                Padding(
+                    Text(legible(code[choice.name], 4000).strip("\n"), style="cyan", overflow="fold"),
+                    (1, 0, 0, 4),
+                )
+            )
         lines.append("")
     if not lines:
         lines = [Text("The Plan is empty: the program runs as it is."), ""]
@@ -93,7 +143,12 @@ def _before_after(session: SessionRecord) -> Table | None:
         if not both:
             table.add_row(Text(row.what, style="dim"), text(row.plain))
             continue
-        table.add_row(Text(row.what, style="dim"), text(row.plain), text(row.tuned), text(row.change + (f" ({row.spread})" if row.spread else "")))
+        table.add_row(
+            Text(row.what, style="dim"),
+            text(row.plain),
+            text(row.tuned),
+            text(row.change + (f" ({row.spread})" if row.spread else "")),
+        )
     return table if rows else None
 
 
@@ -117,7 +172,10 @@ def _levers(session: SessionRecord) -> RenderableType | None:
         lines += [heading, *(_lever(record) for record in members)]
     skipped = sum(record.status == Status.SKIPPED for record in records)
     if skipped:
-        lines += [*([""] if lines else []), Text(f"{several(skipped, 'lever')} left out; `flatout levers --why` says why")]
+        lines += [
+            *([""] if lines else []),
+            Text(f"{several(skipped, 'lever')} left out; `flatout levers --why` says why"),
+        ]
     return Group(*lines) if lines else None
 
 
@@ -132,7 +190,11 @@ def _lever(record: LeverRecord) -> RenderableType:
 
 def why_left_out(session: SessionRecord) -> RenderableType:
     """Return every lever that was left out of a session, with its reason."""
-    rows = [(record.name, text(summary.because(record))) for record in session.levers if record.status == Status.SKIPPED]
+    rows = [
+        (record.name, text(summary.because(record)))
+        for record in session.levers
+        if record.status == Status.SKIPPED
+    ]
     return pairs(rows) if rows else Text("No lever was left out.")
 
 

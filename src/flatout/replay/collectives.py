@@ -27,10 +27,32 @@ from flatout.replay.value_log import ValueLog
 
 MET = 7  # an event
 # Methods of a process group, in all versions of torch; each writes to its first argument.
-MEETINGS = ("allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "allgather_coalesced", "_allgather_base", "allgather_into_tensor_coalesced",
-            "gather", "scatter", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base", "barrier",
-            "monitored_barrier", "all_gather_single", "all_gather_single_coalesced", "all_to_all_single", "gather_into_tensor", "gather_single",
-            "reduce_scatter_single", "reduce_scatter_single_coalesced")
+MEETINGS = (
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "reduce",
+    "allgather",
+    "allgather_coalesced",
+    "_allgather_base",
+    "allgather_into_tensor_coalesced",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "monitored_barrier",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "gather_into_tensor",
+    "gather_single",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+)
 FROM_ONE_TO_ONE = ("send", "recv", "recv_anysource")
 NOTHING_WRITTEN = ("barrier", "monitored_barrier")
 
@@ -65,8 +87,11 @@ class Collectives:
     def unsound(self) -> list[str]:
         self._prune()
         unsettled = any((wrapper := ref()) is not None and _may_change(wrapper) for ref in self._wrappers)
-        return [*self._why_not, *(["a collective is still in progress"] if self._under_way else []),
-                *(["DistributedDataParallel has not rebuilt its gradient buckets yet"] if unsettled else [])]
+        return [
+            *self._why_not,
+            *(["a collective is still in progress"] if self._under_way else []),
+            *(["DistributedDataParallel has not rebuilt its gradient buckets yet"] if unsettled else []),
+        ]
 
     def place(self) -> list[list[list[int]] | None]:
         """Return the parameter numbers per bucket of each wrapper; None if it is gone or unchanged."""
@@ -95,7 +120,9 @@ class Collectives:
             self.counts[name] = self.counts.get(name, 0) + 1
             if tape.going and self.begun is not None:
                 if really.__name__ not in NOTHING_WRITTEN:
-                    self.replay_tensors.lose(pytree.tree_leaves(args[0] if args else next(iter(kwargs.values()))))
+                    self.replay_tensors.lose(
+                        pytree.tree_leaves(args[0] if args else next(iter(kwargs.values())))
+                    )
                 return Done()
             work = really(group, *args, **kwargs)
             if work is not None and self.begun is not None:
@@ -119,6 +146,7 @@ class Collectives:
 
         The state it keeps between backward passes cannot be restored (PowerSGD: the gradients not yet sent).
         """
+
         @wraps(really)
         def register(module: Any, state: object, hook: Callable) -> None:
             if state is not None and not isinstance(state, torch.distributed.ProcessGroup):
@@ -137,7 +165,9 @@ class Collectives:
                 return really(module, *inputs, **kwargs)
             if module.device_ids:  # it moves its inputs there
                 place = torch.device(module.device_type, module.device_ids[0])
-                inputs, kwargs = pytree.tree_map(lambda each: each.to(place) if isinstance(each, torch.Tensor) else each, (inputs, kwargs))
+                inputs, kwargs = pytree.tree_map(
+                    lambda each: each.to(place) if isinstance(each, torch.Tensor) else each, (inputs, kwargs)
+                )
             return module.module(*inputs, **kwargs)
 
         return forward
@@ -145,7 +175,9 @@ class Collectives:
 
 def _buckets_of(wrapper: Any) -> list[list[int]] | None:
     metadata = wrapper._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
-    return [[int(number) for number in bucket.split()] for bucket in metadata.split(",")] if metadata else None
+    return (
+        [[int(number) for number in bucket.split()] for bucket in metadata.split(",")] if metadata else None
+    )
 
 
 def _may_change(wrapper: Any) -> bool:
@@ -153,7 +185,9 @@ def _may_change(wrapper: Any) -> bool:
 
     With two ranks, the position in a bucket has no effect.
     """
-    if torch.distributed.get_world_size(wrapper.process_group) <= 2 or (wrapper.find_unused_parameters and not wrapper.static_graph):
+    if torch.distributed.get_world_size(wrapper.process_group) <= 2 or (
+        wrapper.find_unused_parameters and not wrapper.static_graph
+    ):
         return False
     return _buckets_of(wrapper) is None
 
@@ -162,9 +196,15 @@ def _rebuild(wrapper: Any, buckets: list[list[int]]) -> None:
     """Restore known buckets, as `DistributedDataParallel.__setstate__` does."""
     parameters, sparse = wrapper._build_params_for_reducer()
     ledger = Ledger()
-    ledger.set(torch.distributed, "_compute_bucket_assignment_by_size", lambda *about: (buckets[::-1], [wrapper.bucket_bytes_cap] * len(buckets)))
+    ledger.set(
+        torch.distributed,
+        "_compute_bucket_assignment_by_size",
+        lambda *about: (buckets[::-1], [wrapper.bucket_bytes_cap] * len(buckets)),
+    )
     try:
-        wrapper._ddp_init_helper(parameters, sparse, wrapper._build_debug_param_to_name_mapping(parameters), wrapper.static_graph)
+        wrapper._ddp_init_helper(
+            parameters, sparse, wrapper._build_debug_param_to_name_mapping(parameters), wrapper.static_graph
+        )
     finally:
         ledger.restore()
     if wrapper.static_graph:

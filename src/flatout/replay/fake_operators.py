@@ -19,7 +19,16 @@ import torch
 from torch.utils import _pytree as pytree
 
 from flatout.capture.masks import has_mask
-from flatout.replay.fake_tensors import NOWHERE, ReplayTensor, is_without, meta_of, takes_gradient, tensors_in, trains, whole
+from flatout.replay.fake_tensors import (
+    NOWHERE,
+    ReplayTensor,
+    is_without,
+    meta_of,
+    takes_gradient,
+    tensors_in,
+    trains,
+    whole,
+)
 from flatout.replay.gradient_sources import ById, GradFn, GradientSources, Handle
 
 Refuse = Callable[[str], NoReturn]
@@ -28,21 +37,127 @@ autocasts = torch._C._is_any_autocast_enabled
 
 COLLECTIVE = "a collective"
 # The fake tensor itself, or torch for it, answers these: they need no values.
-NATIVE = frozenset((
-    COLLECTIVE,  # answered by the process group (`flatout.replay.collectives`)
-    "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device",
-    "__len__", "__hash__", "storage_offset", "is_same_size", "is_pinned", "is_inference", "is_conj", "is_neg", "is_set_to", "dim_order", "is_distributed",
-    "_is_view", "is_nonzero_static", "has_names", "__dir__", "is_coalesced", "is_tensor", "is_storage", "_is_zerotensor", "_has_compatible_shallow_copy_type"))
-GETTERS = frozenset(("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mps", "is_xpu", "itemsize",
-                     "nbytes", "names", "grad", "_version", "output_nr", "is_mkldnn", "is_sparse_csr", "is_nested", "is_vulkan", "is_xla", "is_hpu",
-                     "is_ipu", "is_maia", "is_mtia", "name", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "is_inference"))
-WITHOUT_GRADIENT = frozenset(("detach", "detach_", "data", "argmax", "argmin", "argsort", "eq", "ne", "lt", "gt", "le", "ge"))
-READS_VALUES = frozenset(("data_ptr", "storage", "untyped_storage", "_typed_storage", "__array_interface__", "__cuda_array_interface__", "__dlpack__",
-                          "share_memory_", "__reduce_ex__", "__deepcopy__"))
-IN_PLACE = frozenset(("__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__",
-                      "__ixor__", "__ilshift__", "__irshift__"))
+NATIVE = frozenset(
+    (
+        COLLECTIVE,  # answered by the process group (`flatout.replay.collectives`)
+        "size",
+        "stride",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "element_size",
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "get_device",
+        "__len__",
+        "__hash__",
+        "storage_offset",
+        "is_same_size",
+        "is_pinned",
+        "is_inference",
+        "is_conj",
+        "is_neg",
+        "is_set_to",
+        "dim_order",
+        "is_distributed",
+        "_is_view",
+        "is_nonzero_static",
+        "has_names",
+        "__dir__",
+        "is_coalesced",
+        "is_tensor",
+        "is_storage",
+        "_is_zerotensor",
+        "_has_compatible_shallow_copy_type",
+    )
+)
+GETTERS = frozenset(
+    (
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+        "is_sparse",
+        "is_quantized",
+        "is_mps",
+        "is_xpu",
+        "itemsize",
+        "nbytes",
+        "names",
+        "grad",
+        "_version",
+        "output_nr",
+        "is_mkldnn",
+        "is_sparse_csr",
+        "is_nested",
+        "is_vulkan",
+        "is_xla",
+        "is_hpu",
+        "is_ipu",
+        "is_maia",
+        "is_mtia",
+        "name",
+        "retains_grad",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+        "is_inference",
+    )
+)
+WITHOUT_GRADIENT = frozenset(
+    ("detach", "detach_", "data", "argmax", "argmin", "argsort", "eq", "ne", "lt", "gt", "le", "ge")
+)
+READS_VALUES = frozenset(
+    (
+        "data_ptr",
+        "storage",
+        "untyped_storage",
+        "_typed_storage",
+        "__array_interface__",
+        "__cuda_array_interface__",
+        "__dlpack__",
+        "share_memory_",
+        "__reduce_ex__",
+        "__deepcopy__",
+    )
+)
+IN_PLACE = frozenset(
+    (
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__itruediv__",
+        "__idiv__",
+        "__ifloordiv__",
+        "__imod__",
+        "__ipow__",
+        "__iand__",
+        "__ior__",
+        "__ixor__",
+        "__ilshift__",
+        "__irshift__",
+    )
+)
 PACKED = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
-SHAPING = frozenset(("squeeze_", "unsqueeze_", "transpose_", "t_", "resize_", "resize_as_", "as_strided_", "swapaxes_", "swapdims_"))
+SHAPING = frozenset(
+    (
+        "squeeze_",
+        "unsqueeze_",
+        "transpose_",
+        "t_",
+        "resize_",
+        "resize_as_",
+        "as_strided_",
+        "swapaxes_",
+        "swapdims_",
+    )
+)
 
 
 class FakeOperators:
@@ -64,12 +179,23 @@ class FakeOperators:
         self._fake: Any = None
         self.gradient_sources = GradientSources()
         self._special: dict[str, Callable[..., Any]] = {
-            "backward": self._backward, "requires_grad": self._requires_grad, "grad_fn": self._grad_fn, "retain_grad": lambda tensor: None,
-            "requires_grad_": self._requires_grad_, "to": self._to, "type": self._to, "__iter__": lambda tensor: iter(tensor.unbind(0)),
+            "backward": self._backward,
+            "requires_grad": self._requires_grad,
+            "grad_fn": self._grad_fn,
+            "retain_grad": lambda tensor: None,
+            "requires_grad_": self._requires_grad_,
+            "to": self._to,
+            "type": self._to,
+            "__iter__": lambda tensor: iter(tensor.unbind(0)),
             # unsupported by torch's FakeTensor
             "pin_memory": lambda tensor, device=None: ReplayTensor(meta_of(tensor)),
-            "register_hook": self._hook, "tensor": self._from_values, "as_tensor": self._from_values,
-            "is_leaf": lambda tensor: tensor.is_leaf if type(tensor) is not ReplayTensor else not tensor.sources}
+            "register_hook": self._hook,
+            "tensor": self._from_values,
+            "as_tensor": self._from_values,
+            "is_leaf": lambda tensor: (
+                tensor.is_leaf if type(tensor) is not ReplayTensor else not tensor.sources
+            ),
+        }
 
     def mode(self) -> Any:
         """Return the mode that intercepts each torch function."""
@@ -100,10 +226,18 @@ class FakeOperators:
         special = self._special.get(name.removeprefix("get "))
         if name == "data.__set__":
             return self._data_set
-        if name in NATIVE or name.endswith(("__set__", "__delete__")) or (name.startswith("get ") and name[4:] in GETTERS):
+        if (
+            name in NATIVE
+            or name.endswith(("__set__", "__delete__"))
+            or (name.startswith("get ") and name[4:] in GETTERS)
+        ):
             return lambda args, kwargs: func(*args, **kwargs)
         if special is not None:
-            return (lambda args, kwargs: special(args[0])) if name.startswith("get ") else (lambda args, kwargs: special(*args, **kwargs))
+            return (
+                (lambda args, kwargs: special(args[0]))
+                if name.startswith("get ")
+                else (lambda args, kwargs: special(*args, **kwargs))
+            )
         if name == "get data":
             return lambda args, kwargs: ReplayTensor(meta_of(args[0]))
         if name.removeprefix("get ") in READS_VALUES:
@@ -137,7 +271,11 @@ class FakeOperators:
                 self.taken(None, sys._getframe(2))
             return self.answered(func, (args[0], _any_place(args[1])), kwargs)
         found = self.shaped_again(sys._getframe(2).f_lasti)  # of the caller: the mode is in between
-        found.sources = self.gradient_sources.of(list(args)) if torch.is_grad_enabled() and takes_gradient(found.meta) else NOWHERE
+        found.sources = (
+            self.gradient_sources.of(list(args))
+            if torch.is_grad_enabled() and takes_gradient(found.meta)
+            else NOWHERE
+        )
         return found
 
     def _of_packed(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -150,7 +288,10 @@ class FakeOperators:
         packed, _, hidden, *_, both_ways = args
         hidden = hidden if isinstance(hidden, tuple) else (hidden,)
         width = hidden[0].shape[-1] * (2 if both_ways else 1)
-        found = (whole((packed.shape[0], width), packed.dtype, packed.device), *(ReplayTensor(meta_of(each)) for each in hidden))
+        found = (
+            whole((packed.shape[0], width), packed.dtype, packed.device),
+            *(ReplayTensor(meta_of(each)) for each in hidden),
+        )
         return self.gradient_sources.comes_from(found, args)
 
     def _padded(self, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -188,7 +329,12 @@ class FakeOperators:
     def answered(self, func: Any, args: tuple, kwargs: dict[str, Any], has_gradient: bool = True) -> Any:
         """Return the result of a function as fake tensors that know their gradient sources."""
         try:
-            key: Any = (func, _key(args), _key(tuple(kwargs.items())) if kwargs else (), _casts() if autocasts() else None)
+            key: Any = (
+                func,
+                _key(args),
+                _key(tuple(kwargs.items())) if kwargs else (),
+                _casts() if autocasts() else None,
+            )
             known = self._known.get(key)
         except TypeError:  # an unhashable argument
             key = known = None
@@ -205,8 +351,15 @@ class FakeOperators:
                     sources = self.gradient_sources.union(sources, found)
         if single:
             return ReplayTensor(leaves[0], sources if sources and takes_gradient(leaves[0]) else NOWHERE)
-        return pytree.tree_unflatten([ReplayTensor(leaf, sources if takes_gradient(leaf) else NOWHERE) if type(leaf) is tuple and len(leaf) == 4 else leaf[0]
-                                      for leaf in leaves], spec)
+        return pytree.tree_unflatten(
+            [
+                ReplayTensor(leaf, sources if takes_gradient(leaf) else NOWHERE)
+                if type(leaf) is tuple and len(leaf) == 4
+                else leaf[0]
+                for leaf in leaves
+            ],
+            spec,
+        )
 
     def _asked(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], Any, bool]:
         """Ask torch for the result of a function on such arguments."""
@@ -217,6 +370,7 @@ class FakeOperators:
         random = torch.default_generator.get_state()
         try:
             with torch.no_grad(), self._fake:
+
                 def faked(value: Any) -> Any:
                     if not isinstance(value, torch.Tensor):
                         return value
@@ -228,10 +382,14 @@ class FakeOperators:
                 leaves, spec = pytree.tree_flatten(result)
                 metas = [meta_of(leaf) if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves]
         except Exception as error:
-            if isinstance(error, (TypeError, ValueError, IndexError)) and not type(error).__module__.startswith("torch"):
+            if isinstance(error, (TypeError, ValueError, IndexError)) and not type(
+                error
+            ).__module__.startswith("torch"):
                 raise  # the script's own error, or a check by exception
             why = " ".join(str(error).split())[:160]
-            self.refuse(f"{_name_of(func)}() of tensors computed in training cannot be replayed ({type(error).__name__}: {why})")
+            self.refuse(
+                f"{_name_of(func)}() of tensors computed in training cannot be replayed ({type(error).__name__}: {why})"
+            )
         finally:
             torch.default_generator.set_state(random)
         return metas, spec, isinstance(result, torch.Tensor)
@@ -246,9 +404,13 @@ class FakeOperators:
         found = kwargs.get("out")
         if found is None:
             found = args[0] if args else next(iter(tensors_in([*kwargs.values()])))
-        return self._written(name, func, [found] if isinstance(found, torch.Tensor) else found, args, kwargs, found)
+        return self._written(
+            name, func, [found] if isinstance(found, torch.Tensor) else found, args, kwargs, found
+        )
 
-    def _written(self, name: str, func: Any, targets: Iterable[Any], args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
+    def _written(
+        self, name: str, func: Any, targets: Iterable[Any], args: tuple, kwargs: dict[str, Any], result: Any
+    ) -> Any:
         targets = list(targets)
         others = [each for each in (*args, *kwargs.values()) if not any(each is target for target in targets)]
         drawn = any(is_without(each) for each in others)
@@ -322,41 +484,65 @@ class FakeOperators:
             return tensor.register_hook(hook)
         return Handle()
 
-    def _backward(self, tensor: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None) -> None:
+    def _backward(
+        self,
+        tensor: Any,
+        gradient: Any = None,
+        retain_graph: Any = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
         torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
     # -- other functions ------------------------------------------------------------------------------------
 
     def _to(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        func = torch.Tensor.to if not (args and isinstance(args[0], str) and args[0].startswith("torch.")) else torch.Tensor.type
+        func = (
+            torch.Tensor.to
+            if not (args and isinstance(args[0], str) and args[0].startswith("torch."))
+            else torch.Tensor.type
+        )
         found = self.answered(func, (tensor, *args), kwargs)
-        if found.meta == (tensor.meta if type(tensor) is ReplayTensor else meta_of(tensor)) and not kwargs.get("copy"):
+        if found.meta == (
+            tensor.meta if type(tensor) is ReplayTensor else meta_of(tensor)
+        ) and not kwargs.get("copy"):
             return tensor
         return found
-
 
     def _from_values(self, data: Any, *args: Any, **kwargs: Any) -> Any:
         """Build a fake tensor: `torch.tensor` would read the list elements itself."""
         if isinstance(data, torch.Tensor):
             return self.answered(torch.as_tensor, (data, *args), kwargs)
-        zeros = pytree.tree_map(lambda each: torch.zeros(each.meta[0], dtype=each.meta[2]) if type(each) is ReplayTensor else each, data)
+        zeros = pytree.tree_map(
+            lambda each: (
+                torch.zeros(each.meta[0], dtype=each.meta[2]) if type(each) is ReplayTensor else each
+            ),
+            data,
+        )
         return ReplayTensor(meta_of(torch.tensor(zeros, *args, **kwargs)))
 
 
 def _has_order(index: Any) -> bool:
     """Whether an index selects rows by a list of their numbers."""
-    return any(isinstance(each, list) or getattr(each, "ndim", 0) > 0 for each in (index if isinstance(index, tuple) else (index,)))
+    return any(
+        isinstance(each, list) or getattr(each, "ndim", 0) > 0
+        for each in (index if isinstance(index, tuple) else (index,))
+    )
 
 
 def _any_place(index: Any) -> Any:
     """Replace a 0-dim integer tensor index by 0: the shape does not depend on its value."""
     if isinstance(index, tuple):
         return tuple(map(_any_place, index))
-    return 0 if isinstance(index, torch.Tensor) and index.dim() == 0 and not index.is_floating_point() else index
+    return (
+        0 if isinstance(index, torch.Tensor) and index.dim() == 0 and not index.is_floating_point() else index
+    )
 
 
 def _casts() -> Any:
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+    return tuple(
+        (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
+    )
 
 
 def _name_of(func: Any) -> str:
@@ -372,8 +558,8 @@ def _name_of(func: Any) -> str:
 
 def _key(values: tuple | list) -> Any:
     """Return a key of the arguments that can affect a result's shape. Raises TypeError for unhashable
-        ones.
-        """
+    ones.
+    """
     parts: list[Any] = []
     for value in values:
         found = type(value)

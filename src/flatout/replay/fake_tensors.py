@@ -28,7 +28,9 @@ class ReplayTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls: Any, meta: tuple[Any, ...], sources: frozenset[Any] = NOWHERE) -> Any:
-        made = torch.Tensor._make_wrapper_subclass(cls, meta[0], strides=meta[1], dtype=meta[2], device=meta[3])
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, meta[0], strides=meta[1], dtype=meta[2], device=meta[3]
+        )
         made.meta, made.sources = meta, sources
         return made
 
@@ -46,7 +48,12 @@ class ReplayTensor(torch.Tensor):
 def meta_of(tensor: Any) -> tuple[Any, ...]:
     """Return the meta of a tensor; for a sparse one that of its dense form, since its results are dense."""
     size = tuple(tensor.size())
-    return size, tensor.stride() if tensor.layout is torch.strided else without_gaps(size), tensor.dtype, tensor.device
+    return (
+        size,
+        tensor.stride() if tensor.layout is torch.strided else without_gaps(size),
+        tensor.dtype,
+        tensor.device,
+    )
 
 
 def dense(shape: list[int], dtype: str, device: str) -> Any:

@@ -44,7 +44,9 @@ class Files:
     resumes by itself.
     """
 
-    def __init__(self, folder: Path, tape: ValueLog, refuse: Callable[[str], NoReturn], found: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, tape: ValueLog, refuse: Callable[[str], NoReturn], found: Callable[[str], None]
+    ) -> None:
         self.folder, self.tape, self.refuse, self.found = folder, tape, refuse, found
         self.list = Path(f"{folder}.made")
         self.overlay = Overlay(str(folder))
@@ -87,12 +89,18 @@ class Files:
         pickle: Any = sys.modules["pickle"]
         started: Any = sys.modules["subprocess"]
         ledger.set(pickle, "dump", self._dumped(pickle.dump))
-        ledger.set(started.Popen, "__init__", self._reaches_out(started.Popen.__init__, "it starts other programs during training"))
+        ledger.set(
+            started.Popen,
+            "__init__",
+            self._reaches_out(started.Popen.__init__, "it starts other programs during training"),
+        )
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None:
             ledger.set(numpy.memmap, "__new__", self._mapped(numpy.memmap.__new__))
         ledger.set(os, "system", self._reaches_out(os.system, "it starts other programs during training"))
-        ledger.set(sqlite3, "connect", self._reaches_out(sqlite3.connect, "it uses an SQLite database", always=True))
+        ledger.set(
+            sqlite3, "connect", self._reaches_out(sqlite3.connect, "it uses an SQLite database", always=True)
+        )
 
     def _observed_too(self, writer: Any) -> None:
         for name in ("save_file", "save_model"):
@@ -141,6 +149,7 @@ class Files:
 
     def _reaches_out(self, really: Callable, why: str, always: bool = False) -> Callable:
         """Wrap a function with effects outside the process. ``always``: also before training."""
+
         @wraps(really)
         def reach(*args: Any, **kwargs: Any) -> Any:
             if self.tape.observes and (self.tape.steps or always):
@@ -151,7 +160,9 @@ class Files:
 
     def _mapped(self, really: Callable) -> Callable:
         @wraps(really)
-        def mapped(kind: Any, filename: Any, dtype: Any = "uint8", mode: str = "r+", *args: Any, **kwargs: Any) -> Any:
+        def mapped(
+            kind: Any, filename: Any, dtype: Any = "uint8", mode: str = "r+", *args: Any, **kwargs: Any
+        ) -> Any:
             if self.tape.observes and mode not in ("r", "c", "readonly", "copyonwrite"):
                 self._why_not["it modifies part of a file in place"] = None
             return really(kind, filename, dtype, mode, *args, **kwargs)
@@ -164,6 +175,7 @@ class Files:
 
     def _dumped(self, really: Callable) -> Callable:
         """Discard files that are written during a replay."""
+
         @wraps(really)
         def dump(obj: Any, file: Any, *args: Any, **kwargs: Any) -> None:
             if not (self.tape.going and self.tape.observes and file in self._open):
@@ -230,13 +242,21 @@ class Files:
 
     def _writes(self, key: str, mode: str) -> None:
         if key in self.future and "a" in mode:
-            self.refuse(f"the script appends to {os.path.relpath(key)}, which it rewrote after the checkpoint")
+            self.refuse(
+                f"the script appends to {os.path.relpath(key)}, which it rewrote after the checkpoint"
+            )
         self.written[key] = mode
         self.future.discard(key)
         self.hollow.discard(key)
         with self.overlay.looking():
             there = os.path.lexists(key)
-            if there and not self.tape.going and "w" in mode and key in self.kept.names and key not in self._open_now():
+            if (
+                there
+                and not self.tape.going
+                and "w" in mode
+                and key in self.kept.names
+                and key not in self._open_now()
+            ):
                 os.unlink(key)  # a hard link keeps its content of the last checkpoint
         if not there and not self.tape.going:
             self._makes(key)
@@ -279,10 +299,20 @@ class Files:
                 handle.flush()
         open_now = self._open_now()
         with self.overlay.looking():
-            self.kept.keep(key for key, mode in self.written.items() if set(mode) & set("wa") and key not in open_now)
-            written = {key: [mode, key in open_now, end_of(key), *how_it_stands(key)] for key, mode in self.written.items()}
-        return {"made": list(self.made), "looked": sorted(self.looked), "reads": {key: [list(each) for each in reads] for key, reads in self.reads.items()},
-                "written": written, "kept": dict(self.kept.names)}
+            self.kept.keep(
+                key for key, mode in self.written.items() if set(mode) & set("wa") and key not in open_now
+            )
+            written = {
+                key: [mode, key in open_now, end_of(key), *how_it_stands(key)]
+                for key, mode in self.written.items()
+            }
+        return {
+            "made": list(self.made),
+            "looked": sorted(self.looked),
+            "reads": {key: [list(each) for each in reads] for key, reads in self.reads.items()},
+            "written": written,
+            "kept": dict(self.kept.names),
+        }
 
     def ended(self) -> None:
         """Delete everything: the script has finished and nothing resumes from here."""
@@ -344,7 +374,11 @@ class Files:
         for key in reversed([key for key in all_made if key not in set(made)]):
             put_aside(key, aside)
         self.list.write_text("".join(json.dumps(key) + "\n" for key in made), encoding="utf-8")
-        self.future |= {key for key, stood in state["written"].items() if not self.kept.stands_again(key, state["kept"].get(key), *stood)}
+        self.future |= {
+            key
+            for key, stood in state["written"].items()
+            if not self.kept.stands_again(key, state["kept"].get(key), *stood)
+        }
         self.kept.goes_on(state["kept"])
         for handle in handles:
             self._becomes_real(handle, state["written"])
@@ -356,7 +390,14 @@ class Files:
 
     def _becomes_real(self, handle: Any, written: dict[str, Any]) -> None:
         target = os.path.realpath(handle.name)
-        key = next((key for key, lies in self.overlay.moved.items() if lies is not None and os.path.realpath(lies) == target), None)
+        key = next(
+            (
+                key
+                for key, lies in self.overlay.moved.items()
+                if lies is not None and os.path.realpath(lies) == target
+            ),
+            None,
+        )
         if key is None or key not in written:
             return
         self._open[handle] = key
@@ -373,4 +414,9 @@ class Files:
 
 def is_library(path: Any) -> bool:
     text = os.fsdecode(os.fspath(path)) if isinstance(path, (str, bytes, os.PathLike)) else ""
-    return text.startswith((sys.prefix, sys.base_prefix)) or "__pycache__" in text or "/site-packages/" in text or "/.flatout/" in text
+    return (
+        text.startswith((sys.prefix, sys.base_prefix))
+        or "__pycache__" in text
+        or "/site-packages/" in text
+        or "/.flatout/" in text
+    )

@@ -35,7 +35,9 @@ class GradientSources:
     def comes_from(self, found: Any, given: Iterable[Any]) -> Any:
         """Add the gradient sources of the inputs to the fake tensors in the result."""
         sources = self.of(list(given)) if torch.is_grad_enabled() else NOWHERE
-        for each in (found,) if isinstance(found, torch.Tensor) else found if isinstance(found, tuple) else ():
+        for each in (
+            (found,) if isinstance(found, torch.Tensor) else found if isinstance(found, tuple) else ()
+        ):
             if type(each) is ReplayTensor and each.meta[2].is_floating_point:
                 each.sources = self.union(each.sources, sources)
         return found
@@ -60,7 +62,11 @@ class GradientSources:
         wanted = None if inputs is None else {id(each) for each in inputs}
         for source in sources:
             leaf = source.tensor
-            if type(leaf) is not ReplayTensor and leaf.grad is None and (wanted is None or id(leaf) in wanted):
+            if (
+                type(leaf) is not ReplayTensor
+                and leaf.grad is None
+                and (wanted is None or id(leaf) in wanted)
+            ):
                 leaf.grad = ReplayTensor(meta_of(leaf))
 
     def grads(self, outputs: Any, inputs: Any) -> tuple[Any, ...]:
@@ -68,7 +74,10 @@ class GradientSources:
         sources = NOWHERE
         for output in (outputs,) if isinstance(outputs, torch.Tensor) else outputs:
             sources = self.union(sources, self.of(output))
-        return tuple(ReplayTensor(meta_of(each), sources) for each in ((inputs,) if isinstance(inputs, torch.Tensor) else inputs))
+        return tuple(
+            ReplayTensor(meta_of(each), sources)
+            for each in ((inputs,) if isinstance(inputs, torch.Tensor) else inputs)
+        )
 
 
 class ById:

@@ -42,7 +42,7 @@ class HardLinks:
                     self.names[path] = name.name
             except OSError:
                 continue  # on another disk, or deleted
-        self._of_saves = [set(self.names.values()), *self._of_saves[:SAVES - 1]]
+        self._of_saves = [set(self.names.values()), *self._of_saves[: SAVES - 1]]
         wanted = set().union(*self._of_saves)
         for name in self.folder.glob("*"):
             if name.name not in wanted:
@@ -53,7 +53,9 @@ class HardLinks:
         self.names = dict(names)
         self._of_saves = [set(names.values()), {name.name for name in self.folder.glob("*")}]
 
-    def stands_again(self, path: str, name: str | None, mode: str, was_open: bool, end: int, *stood: int) -> bool:
+    def stands_again(
+        self, path: str, name: str | None, mode: str, was_open: bool, end: int, *stood: int
+    ) -> bool:
         """Restore a file to its state at a checkpoint; return whether this was possible.
 
         ``name``: the hard link to its content. ``end``: the value of `end_of` at the checkpoint.
@@ -65,7 +67,11 @@ class HardLinks:
         if how_it_stands(path) == [*stood]:
             return True
         size = stood[0]
-        if not (was_open or "a" in mode) or not how_it_stands(path)[0] >= size >= 0 or end_of(path, size) != end:
+        if (
+            not (was_open or "a" in mode)
+            or not how_it_stands(path)[0] >= size >= 0
+            or end_of(path, size) != end
+        ):
             return False
         os.truncate(path, size)  # its old content is the start of its new content
         return True

@@ -52,7 +52,9 @@ class MutedIO:
     def _within(self, connect: Callable) -> Callable:
         def connect_here(socket: Any, address: Any) -> Any:
             if self.on and isinstance(address, tuple) and not str(address[0]).startswith(HERE):
-                self.refuse(f"the script connects to {address[0]} over the network, and the answer may differ from the first run")
+                self.refuse(
+                    f"the script connects to {address[0]} over the network, and the answer may differ from the first run"
+                )
             return connect(socket, address)
 
         return connect_here

@@ -39,19 +39,65 @@ DEEPEST = 24
 LONG = 4096  # entries; longer containers are not walked if their first entries are plain
 SHOWN, MARKED = 60, 256
 ADDRESSES = 1 << 44, 1 << 47
-PLAIN = (bool, int, float, complex, str, bytes, type(None), range, slice, torch.Size, torch.dtype, torch.device)
+PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    range,
+    slice,
+    torch.Size,
+    torch.dtype,
+    torch.device,
+)
 ROWS = (list, tuple, deque)
 PAIRS = (dict, OrderedDict, types.MappingProxyType)
 CLOSED = (types.ModuleType, types.FrameType, types.CodeType, types.BuiltinFunctionType, types.TracebackType)
 # Classes of libraries that hold state of the user's code; all others hold the library's own state.
-OPEN_OF_TORCH = ("torch.optim", "torch.amp", "torch.cuda.amp", "torch.nn", "torch.utils.data", "torch.distributions", "torch.func")
+OPEN_OF_TORCH = (
+    "torch.optim",
+    "torch.amp",
+    "torch.cuda.amp",
+    "torch.nn",
+    "torch.utils.data",
+    "torch.distributions",
+    "torch.func",
+)
 calendar: Any = sys.modules["datetime"]  # already imported by torch
 OPEN_OF_PYTHON = ("queue", "_queue", "weakref", "collections", "dataclasses", "enum")
 # Types whose repr shows their content, and types that hold objects in C.
-INFO = (uuid.UUID, calendar.date, calendar.time, calendar.timedelta, decimal.Decimal, fractions.Fraction, pathlib.PurePath, itertools.count)
+INFO = (
+    uuid.UUID,
+    calendar.date,
+    calendar.time,
+    calendar.timedelta,
+    decimal.Decimal,
+    fractions.Fraction,
+    pathlib.PurePath,
+    itertools.count,
+)
 HOLDING: tuple[type, ...] = (
-    type(functools.lru_cache(len)), zip, map, filter, enumerate, reversed, itertools.chain, itertools.cycle, itertools.islice, itertools.starmap,
-    itertools.takewhile, itertools.dropwhile, itertools.zip_longest, type(iter([])), type(iter(())), type(iter({}.values())), type(iter({}.items())))
+    type(functools.lru_cache(len)),
+    zip,
+    map,
+    filter,
+    enumerate,
+    reversed,
+    itertools.chain,
+    itertools.cycle,
+    itertools.islice,
+    itertools.starmap,
+    itertools.takewhile,
+    itertools.dropwhile,
+    itertools.zip_longest,
+    type(iter([])),
+    type(iter(())),
+    type(iter({}.values())),
+    type(iter({}.items())),
+)
 OF_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}
 # prefixes of torch's own attributes
 OF_OPTIMIZERS = ("defaults", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", "_optimizer_")
@@ -96,7 +142,11 @@ def users_modules() -> Iterator[types.ModuleType]:
     for name, module in list(sys.modules.items()):
         known = _MODULES.get(name)
         if known is None or known[0] is not module:  # cached: there are thousands, and saving must be fast
-            known = _MODULES[name] = module, isinstance(module, types.ModuleType) and (name == "__main__" or _is_users_file(getattr(module, "__file__", None)))
+            known = _MODULES[name] = (
+                module,
+                isinstance(module, types.ModuleType)
+                and (name == "__main__" or _is_users_file(getattr(module, "__file__", None))),
+            )
         if known[1]:
             yield module
 
@@ -113,7 +163,11 @@ def _frames(frame: FrameType | None) -> list[tuple[str, dict[str, Any], bool]]:
     found = []
     while frame is not None:
         code = frame.f_code
-        if code.co_flags & inspect.CO_OPTIMIZED and not _is_torchs(code.co_filename) and not code.co_filename.startswith((HOME, "<")):
+        if (
+            code.co_flags & inspect.CO_OPTIMIZED
+            and not _is_torchs(code.co_filename)
+            and not code.co_filename.startswith((HOME, "<"))
+        ):
             found.append((code.co_qualname, variables_of(frame, always=True), is_users(code.co_filename)))
         frame = frame.f_back
     counted: dict[str, int] = {}
@@ -142,14 +196,17 @@ class _Walk:
         self._digest, self._marks, self._leaves = 0, "", []
         self._visit(path, value, users, 0)
         if self._digest:
-            self.world.plain[path], self.world.leaves[path] = f"{self._digest:08x} {self._marks}", self._leaves
+            self.world.plain[path], self.world.leaves[path] = (
+                f"{self._digest:08x} {self._marks}",
+                self._leaves,
+            )
 
     def _note(self, path: str, value: str, users: bool) -> None:
         if users:
             mark = zlib.crc32(f"{path}={value};".encode(errors="replace"))
             self._digest = zlib.crc32(mark.to_bytes(4, "little"), self._digest) or 1
             if len(self._leaves) < MARKED:
-                self._marks += f"{mark & 0xffff:04x}"
+                self._marks += f"{mark & 0xFFFF:04x}"
                 self._leaves.append(f"`{path}` is {value[:SHOWN]} now")
 
     def _visit(self, path: str, value: Any, users: bool, depth: int) -> None:
@@ -181,9 +238,13 @@ class _Walk:
         if isinstance(value, types.FunctionType):
             return self._function
         if isinstance(value, types.MethodType):
-            return lambda path, method, users, depth: self._visit(f"{path}.__self__", method.__self__, users, depth)
+            return lambda path, method, users, depth: self._visit(
+                f"{path}.__self__", method.__self__, users, depth
+            )
         if isinstance(value, functools.partial):
-            return lambda path, partial, users, depth: self._visit(path, [partial.func, partial.args, partial.keywords], users, depth)
+            return lambda path, partial, users, depth: self._visit(
+                path, [partial.func, partial.args, partial.keywords], users, depth
+            )
         if isinstance(value, types.GeneratorType):
             return self._generator
         if isinstance(value, type):
@@ -217,7 +278,9 @@ class _Walk:
         own = _is_users_class(type(optimizer))
         for name, value in list(vars(optimizer).items()):
             if name not in ("param_groups", "state") and (own or not name.startswith("_")):
-                self._visit(f"{path}.{name}", value, users and own and not name.startswith(OF_OPTIMIZERS), depth)
+                self._visit(
+                    f"{path}.{name}", value, users and own and not name.startswith(OF_OPTIMIZERS), depth
+                )
 
     def _rows(self, path: str, values: Any, users: bool, depth: int) -> None:
         self._note(path, f"{type(values).__name__} of {len(values)}", users)
@@ -259,7 +322,9 @@ class _Walk:
 
     def _class(self, path: str, kind: Any, users: bool, depth: int) -> None:
         for name, value in list(vars(kind).items()):
-            if not name.startswith("__") and not isinstance(value, (types.FunctionType, property, classmethod, staticmethod, types.MemberDescriptorType)):
+            if not name.startswith("__") and not isinstance(
+                value, (types.FunctionType, property, classmethod, staticmethod, types.MemberDescriptorType)
+            ):
                 self._visit(f"{path}.{name}", value, users, depth)
 
     def _object(self, path: str, thing: Any, users: bool, depth: int) -> None:
@@ -268,7 +333,9 @@ class _Walk:
         if numpy is not None and isinstance(thing, numpy.ndarray):
             if thing.dtype.hasobject:
                 return self._rows(path, thing.reshape(-1).tolist(), users, depth)
-            return self._note(path, f"array {thing.dtype} {thing.shape} {zlib.crc32(_bytes_of(numpy, thing)):08x}", users)
+            return self._note(
+                path, f"array {thing.dtype} {thing.shape} {zlib.crc32(_bytes_of(numpy, thing)):08x}", users
+            )
         if numpy is not None and isinstance(thing, numpy.generic):
             return self._note(path, repr(thing), users)
         if isinstance(thing, (io.BytesIO, io.StringIO)):
@@ -279,28 +346,44 @@ class _Walk:
         if isinstance(thing, (bytearray, array)):
             return self._note(path, f"{kind.__name__} {zlib.crc32(thing):08x}", users)
         if isinstance(thing, HOLDING):
-            return self._rows(path, [each for each in gc.get_referents(thing) if not isinstance(each, (type, *CLOSED))], users, depth)
+            return self._rows(
+                path,
+                [each for each in gc.get_referents(thing) if not isinstance(each, (type, *CLOSED))],
+                users,
+                depth,
+            )
         if isinstance(thing, weakref.ref):
             return self._visit(f"{path}()", thing(), users, depth)
         if _is_random(thing, numpy):
             self.world.generators[path] = thing
             return None
         name = f"{kind.__module__}.{kind.__qualname__}"
-        own = _is_users_class(kind) or name in NAMESPACES or kind.__module__ in OPEN_OF_PYTHON or kind.__module__.startswith("torch.optim")
+        own = (
+            _is_users_class(kind)
+            or name in NAMESPACES
+            or kind.__module__ in OPEN_OF_PYTHON
+            or kind.__module__.startswith("torch.optim")
+        )
         if not own and not _is_open(kind):
             return None
         users = _is_users_class(kind) or (users and own)  # user classes count even inside a library's object
         for key, value in list(getattr(thing, "__dict__", {}).items()):
             self._visit(f"{path}.{key}", value, users, depth)
         for each in kind.__mro__:
-            for slot in getattr(each, "__slots__", ()) if type(getattr(each, "__slots__", ())) in (list, tuple) else ():
+            for slot in (
+                getattr(each, "__slots__", ())
+                if type(getattr(each, "__slots__", ())) in (list, tuple)
+                else ()
+            ):
                 if slot not in ("__dict__", "__weakref__") and hasattr(thing, slot):
                     self._visit(f"{path}.{slot}", getattr(thing, slot), users, depth)
         return None
 
 
 def _is_plain(value: Any) -> bool:
-    return type(value) in PLAIN or (isinstance(value, (list, tuple)) and len(value) <= 16 and all(type(each) in PLAIN for each in value))
+    return type(value) in PLAIN or (
+        isinstance(value, (list, tuple)) and len(value) <= 16 and all(type(each) in PLAIN for each in value)
+    )
 
 
 def _digest_of(values: Iterable[Any]) -> str:
@@ -329,7 +412,10 @@ _USERS: dict[Any, bool] = {}
 
 
 def _is_of_user(kind: Any) -> bool:
-    return _is_users_file(getattr(sys.modules.get(kind.__module__), "__file__", None)) or kind.__module__ == "__main__"
+    return (
+        _is_users_file(getattr(sys.modules.get(kind.__module__), "__file__", None))
+        or kind.__module__ == "__main__"
+    )
 
 
 def _is_open(kind: Any) -> bool:

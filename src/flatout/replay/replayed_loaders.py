@@ -166,9 +166,13 @@ class ReplayedLoaders:
                 really(iterator, loader)
                 return
             iterator.flatout_given = coming.given if coming is not None else 0
-            iterator.flatout_standing = list(coming.standing) if coming is not None else [None] * loader.num_workers
+            iterator.flatout_standing = (
+                list(coming.standing) if coming is not None else [None] * loader.num_workers
+            )
             again = coming.again if coming is not None else 0
-            iterator.flatout_carrier = carrier = WorkerStateCollate(None, loader.worker_init_fn, self.find, list(iterator.flatout_standing), again)
+            iterator.flatout_carrier = carrier = WorkerStateCollate(
+                None, loader.worker_init_fn, self.find, list(iterator.flatout_standing), again
+            )
             with in_place(loader, {"worker_init_fn": carrier.begins}):
                 really(iterator, loader)
 
@@ -209,7 +213,12 @@ class ReplayedLoaders:
 
         @wraps(really)
         def get_iterator(loader: Any) -> Any:
-            if not (tape.going and tape.observes) or not loader.num_workers or loader._dataset_kind != 0 or len(self.iterators) in self.fetched:
+            if (
+                not (tape.going and tape.observes)
+                or not loader.num_workers
+                or loader._dataset_kind != 0
+                or len(self.iterators) in self.fetched
+            ):
                 return really(loader)
             loader.check_worker_number_rationality()
             return ReplayedIterator(self, loader)
@@ -230,7 +239,12 @@ class ReplayedLoaders:
 
     def waiting(self) -> list[Any]:
         """Return tensors of batches that real workers have finished and the script has not taken yet."""
-        tasks = [task for ref in self.iterators if (iterator := ref()) is not None for task in vars(iterator).get("_task_info", {}).values()]
+        tasks = [
+            task
+            for ref in self.iterators
+            if (iterator := ref()) is not None
+            for task in vars(iterator).get("_task_info", {}).values()
+        ]
         return [leaf for leaf in pytree.tree_leaves(tasks) if isinstance(leaf, torch.Tensor)]
 
     def go_on(self, place: dict[str, Any]) -> list[str]:
@@ -243,7 +257,9 @@ class ReplayedLoaders:
                 if stood is None:
                     continue  # exhausted, but the script still holds it
                 if stood["given"] != iterator.given:
-                    said.append(f"a loader with workers had returned {stood['given']} batches at the checkpoint, and {iterator.given} now")
+                    said.append(
+                        f"a loader with workers had returned {stood['given']} batches at the checkpoint, and {iterator.given} now"
+                    )
                     continue
                 iterator.becomes_real(stood["standing"])
         return said
@@ -300,7 +316,7 @@ class ReplayedIterator(_BaseDataLoaderIter):
         assert loader is not None
         self.standing = standing
         given = list(self._since_first)
-        left = _Left(chain(given[len(given) - self.again:], self._asked, self._sampler_iter))
+        left = _Left(chain(given[len(given) - self.again :], self._asked, self._sampler_iter))
         self.batches._coming = self
         try:
             with in_place(loader, {"batch_sampler" if self._auto_collation else "sampler": left}):
@@ -328,7 +344,11 @@ def _metas_of(batch: Any) -> Any:
     """Return the shapes of a batch as a key; None if it holds more than tensors."""
     kind = type(batch)
     if kind is torch.Tensor or kind is ReplayTensor:
-        return (batch.shape, batch.stride(), batch.dtype, batch.device) if batch.layout is torch.strided else None
+        return (
+            (batch.shape, batch.stride(), batch.dtype, batch.device)
+            if batch.layout is torch.strided
+            else None
+        )
     if kind is list or kind is tuple:
         found = (kind, *map(_metas_of, batch))
     elif kind is dict:
@@ -341,7 +361,12 @@ def _metas_of(batch: Any) -> Any:
 def _info(batch: Any) -> Any:
     """Describe a batch as JSON: tensors are objects; lists, tuples and dicts name their type."""
     if isinstance(batch, torch.Tensor):
-        return {"shape": list(batch.shape), "strides": list(batch.stride()), "dtype": str(batch.dtype).removeprefix("torch."), "device": str(batch.device)}
+        return {
+            "shape": list(batch.shape),
+            "strides": list(batch.stride()),
+            "dtype": str(batch.dtype).removeprefix("torch."),
+            "device": str(batch.device),
+        }
     if isinstance(batch, dict):
         return ("dict", *((key, _info(value)) for key, value in batch.items()))
     return (type(batch).__name__, *map(_info, batch))
@@ -349,7 +374,14 @@ def _info(batch: Any) -> Any:
 
 def _made(metadata: Any) -> Any:
     if isinstance(metadata, dict):
-        return ReplayTensor((tuple(metadata["shape"]), tuple(metadata["strides"]), getattr(torch, metadata["dtype"]), torch.device(metadata["device"])))
+        return ReplayTensor(
+            (
+                tuple(metadata["shape"]),
+                tuple(metadata["strides"]),
+                getattr(torch, metadata["dtype"]),
+                torch.device(metadata["device"]),
+            )
+        )
     kind, *inside = metadata
     if kind == "dict":
         return {key: _made(value) for key, value in inside}
@@ -364,5 +396,9 @@ def _order(index: Any) -> int:
     """
     if isinstance(index, list):
         kinds = set(map(type, index))
-        return hash(tuple(index)) if kinds == {int} or all(issubclass(kind, (numbers.Integral, str)) for kind in kinds) else BEGAN
+        return (
+            hash(tuple(index))
+            if kinds == {int} or all(issubclass(kind, (numbers.Integral, str)) for kind in kinds)
+            else BEGAN
+        )
     return hash(index) if isinstance(index, (numbers.Integral, str)) else BEGAN

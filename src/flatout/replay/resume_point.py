@@ -39,9 +39,15 @@ class InitialTensors:
 
     def __init__(self, world: ReachableState, everything: bool) -> None:
         """``everything``: include tensors that no variable leads to."""
-        found = {id(tensor): tensor for tensor in (*world.tensors.values(), *(living() if everything else ()))}
+        found = {
+            id(tensor): tensor for tensor in (*world.tensors.values(), *(living() if everything else ()))
+        }
         lazy = torch.nn.parameter.is_lazy
-        self._versions = {key: (tensor, tensor._version) for key, tensor in found.items() if not lazy(tensor) and not tensor.is_inference()}
+        self._versions = {
+            key: (tensor, tensor._version)
+            for key, tensor in found.items()
+            if not lazy(tensor) and not tensor.is_inference()
+        }
         self._digests: dict[tuple[int, int], int] = {}
 
     def let_go(self) -> None:
@@ -56,7 +62,12 @@ class InitialTensors:
 
     def unchanged(self, tensor: Any) -> bool:
         known = self._versions.get(id(tensor))
-        return known is not None and known[0] is tensor and not tensor.is_inference() and tensor._version == known[1]
+        return (
+            known is not None
+            and known[0] is tensor
+            and not tensor.is_inference()
+            and tensor._version == known[1]
+        )
 
     def digest(self, tensor: Any, from_scratch: bool) -> int:
         """Return a digest of the bytes. Without ``from_scratch``, it is the cached digest and a sample of the bytes."""
@@ -98,7 +109,13 @@ def state_of_world(world: ReachableState, origins: InitialTensors) -> tuple[dict
         if tensor.is_leaf and tensor.grad is not None:
             grads[path] = tensor.grad
             sparse |= tensor.grad.layout is not torch.strided
-        if type(tensor) not in USUAL or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_inference():
+        if (
+            type(tensor) not in USUAL
+            or tensor.layout is not torch.strided
+            or tensor.is_quantized
+            or tensor.is_meta
+            or tensor.is_inference()
+        ):
             left.append(path)
             continue
         size = tensor.numel() * tensor.element_size()
@@ -114,13 +131,29 @@ def state_of_world(world: ReachableState, origins: InitialTensors) -> tuple[dict
                 left.append(path)
                 continue
         tensors[path] = tensor
-        about[path] = [str(tensor.device), bool(tensor.requires_grad), tensor.grad_fn is not None, list(_storage_of(tensor))]
+        about[path] = [
+            str(tensor.device),
+            bool(tensor.requires_grad),
+            tensor.grad_fn is not None,
+            list(_storage_of(tensor)),
+        ]
     unsound = [] if world.complete else ["it holds more objects than can be inspected"]
     unsound += ["its gradients are sparse"] * sparse
-    return {"tensors": tensors, "grads": grads, "digests": digests, "left": left, "about": about, "plain": dict(world.plain),
-            "optimizers": {path: _state_of_optimizer(optimizer) for path, optimizer in world.optimizers.items()},
-            "generators": {path: state_of(generator) for path, generator in world.generators.items()},
-            "buffers": {path: [buffer.getvalue(), buffer.tell()] for path, buffer in world.buffers.items() if not buffer.closed}}, unsound
+    return {
+        "tensors": tensors,
+        "grads": grads,
+        "digests": digests,
+        "left": left,
+        "about": about,
+        "plain": dict(world.plain),
+        "optimizers": {path: _state_of_optimizer(optimizer) for path, optimizer in world.optimizers.items()},
+        "generators": {path: state_of(generator) for path, generator in world.generators.items()},
+        "buffers": {
+            path: [buffer.getvalue(), buffer.tell()]
+            for path, buffer in world.buffers.items()
+            if not buffer.closed
+        },
+    }, unsound
 
 
 def _storage_of(tensor: Any) -> tuple[int, int, int]:
@@ -135,8 +168,15 @@ def _weights_of(optimizer: Any) -> list[Any]:
 
 def _state_of_optimizer(optimizer: Any) -> dict[str, Any]:
     numbers = {id(p): number for number, p in enumerate(_weights_of(optimizer))}
-    state = {numbers.get(id(key), key): value for key, value in optimizer.state.items() if id(key) in numbers or type(key) in (str, int)}
-    return {"state": state, "devices": [str(leaf.device) for leaf in pytree.tree_leaves(state) if isinstance(leaf, torch.Tensor)]}
+    state = {
+        numbers.get(id(key), key): value
+        for key, value in optimizer.state.items()
+        if id(key) in numbers or type(key) in (str, int)
+    }
+    return {
+        "state": state,
+        "devices": [str(leaf.device) for leaf in pytree.tree_leaves(state) if isinstance(leaf, torch.Tensor)],
+    }
 
 
 # -- resume point ------------------------------------------------------------------------------------------
@@ -145,7 +185,13 @@ def _state_of_optimizer(optimizer: Any) -> dict[str, Any]:
 class ResumePoint:
     """Restores a saved state. ``refuse`` gets a reason and does not return. ``replay_tensors`` ends here."""
 
-    def __init__(self, state: dict[str, Any], replay_tensors: FakeOperators, origins: InitialTensors, refuse: Callable[[str], NoReturn]) -> None:
+    def __init__(
+        self,
+        state: dict[str, Any],
+        replay_tensors: FakeOperators,
+        origins: InitialTensors,
+        refuse: Callable[[str], NoReturn],
+    ) -> None:
         self.state, self.replay_tensors, self.origins, self.refuse = state, replay_tensors, origins, refuse
 
     def _align(self, world: ReachableState) -> None:
@@ -154,33 +200,55 @@ class ResumePoint:
         In the first run a graph, which no longer exists, may have held them too; then they are not needed. An
         extra one in this run is unknown to the checkpoint and is ignored.
         """
-        drawn = {path for path in (*self.state["tensors"], *self.state["digests"], *self.state["left"]) if path.startswith(f"<{DRAWN}")}
+        drawn = {
+            path
+            for path in (*self.state["tensors"], *self.state["digests"], *self.state["left"])
+            if path.startswith(f"<{DRAWN}")
+        }
         for path in drawn - set(world.tensors):
             for part in ("tensors", "digests", "grads", "about"):
                 self.state[part].pop(path, None)
-        self.state["left"] = [path for path in self.state["left"] if path not in drawn or path in world.tensors]
+        self.state["left"] = [
+            path for path in self.state["left"] if path not in drawn or path in world.tensors
+        ]
         for path in [path for path in world.tensors if path.startswith(f"<{DRAWN}") and path not in drawn]:
             del world.tensors[path]
 
     def compare(self, world: ReachableState, waiting: list[Any]) -> None:
         """Reject a script that differs from its saved state. ``waiting``: tensors that are valid already."""
         before, now = self.state["plain"], world.plain
-        differ = [_differs(name, value, now[name], world.leaves[name]) for name, value in before.items() if name in now and now[name] != value]
-        differ += [f"`{name}` is missing" for name in before if name not in now] + [f"`{name}` is new" for name in now if name not in before]
+        differ = [
+            _differs(name, value, now[name], world.leaves[name])
+            for name, value in before.items()
+            if name in now and now[name] != value
+        ]
+        differ += [f"`{name}` is missing" for name in before if name not in now] + [
+            f"`{name}` is new" for name in now if name not in before
+        ]
         if differ:
-            self.refuse(f"at the resume point, these variables differ from the first run: {'; '.join(differ[:SHOWN])}{_more(differ)}")
+            self.refuse(
+                f"at the resume point, these variables differ from the first run: {'; '.join(differ[:SHOWN])}{_more(differ)}"
+            )
         self._align(world)
         paths = [*self.state["tensors"], *self.state["digests"], *self.state["left"]]
         self._look_for_others(world, waiting)
         lost = sorted(set(paths) ^ set(world.tensors))
         if lost:
-            self.refuse(f"at the resume point, these tensors are missing or new: {', '.join(f'`{path}`' for path in lost[:SHOWN])}{_more(lost)}")
+            self.refuse(
+                f"at the resume point, these tensors are missing or new: {', '.join(f'`{path}`' for path in lost[:SHOWN])}{_more(lost)}"
+            )
         if list(self.state["optimizers"]) != list(world.optimizers):
             self.refuse("at the resume point, the optimizers differ from the first run")
-        changed = [path for path, digest in self.state["digests"].items()
-                   if type(world.tensors[path]) is ReplayTensor or zlib.crc32(_few(world.tensors[path]), digest_of(world.tensors[path])) != digest]
+        changed = [
+            path
+            for path, digest in self.state["digests"].items()
+            if type(world.tensors[path]) is ReplayTensor
+            or zlib.crc32(_few(world.tensors[path]), digest_of(world.tensors[path])) != digest
+        ]
         if changed:
-            self.refuse(f"at the start of training, {', '.join(f'`{path}`' for path in changed[:SHOWN])}{_more(changed)} had other values than in the first run")
+            self.refuse(
+                f"at the start of training, {', '.join(f'`{path}`' for path in changed[:SHOWN])}{_more(changed)} had other values than in the first run"
+            )
 
     def _look_for_others(self, world: ReachableState, waiting: list[Any]) -> None:
         """Check tensors that no variable leads to.
@@ -192,18 +260,42 @@ class ResumePoint:
         self.origins.let_go()
         known = {id(tensor) for tensor in (*world.tensors.values(), *waiting)}
         known |= {id(leaf) for leaf in pytree.tree_leaves(self.state) if isinstance(leaf, torch.Tensor)}
-        known |= {id(leaf) for optimizer in world.optimizers.values() for leaf in pytree.tree_leaves(dict(optimizer.state)) if isinstance(leaf, torch.Tensor)}
-        known |= {id(tensor.grad) for tensor in world.tensors.values() if type(tensor) is not ReplayTensor and tensor.is_leaf and tensor.grad is not None}
+        known |= {
+            id(leaf)
+            for optimizer in world.optimizers.values()
+            for leaf in pytree.tree_leaves(dict(optimizer.state))
+            if isinstance(leaf, torch.Tensor)
+        }
+        known |= {
+            id(tensor.grad)
+            for tensor in world.tensors.values()
+            if type(tensor) is not ReplayTensor and tensor.is_leaf and tensor.grad is not None
+        }
         # the base of a view
-        known |= {id(tensor._base) for tensor in world.tensors.values() if type(tensor) is not ReplayTensor and tensor._base is not None}
-        there = {id(tensor) for path, tensor in world.tensors.items() if type(tensor) is not ReplayTensor and path not in self.state["left"]}
-        others = [tensor for tensor in living() if id(tensor) not in known and type(tensor) is not ReplayTensor
-                  and (not self.origins.unchanged(tensor) or self._was_written_to(tensor))
-                  # a view's base is restored with it: rows of a variable that a loop iterates over
-                  and id(tensor._base) not in there]
+        known |= {
+            id(tensor._base)
+            for tensor in world.tensors.values()
+            if type(tensor) is not ReplayTensor and tensor._base is not None
+        }
+        there = {
+            id(tensor)
+            for path, tensor in world.tensors.items()
+            if type(tensor) is not ReplayTensor and path not in self.state["left"]
+        }
+        others = [
+            tensor
+            for tensor in living()
+            if id(tensor) not in known
+            and type(tensor) is not ReplayTensor
+            and (not self.origins.unchanged(tensor) or self._was_written_to(tensor))
+            # a view's base is restored with it: rows of a variable that a loop iterates over
+            and id(tensor._base) not in there
+        ]
         if others:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in others[:SHOWN])
-            self.refuse(f"no variable leads to {len(others)} tensors (of shape {shapes}{_more(others)}), so the checkpoint does not hold their values")
+            self.refuse(
+                f"no variable leads to {len(others)} tensors (of shape {shapes}{_more(others)}), so the checkpoint does not hold their values"
+            )
 
     def _was_written_to(self, tensor: Any) -> bool:
         """Whether it was written to through another tensor that shares its memory."""
@@ -252,7 +344,9 @@ class ResumePoint:
                 buffer.write(content)
                 buffer.seek(at)
         for path, generator in world.generators.items():
-            if path not in state["generators"] or not set_state_of(torch, generator, state["generators"][path]):
+            if path not in state["generators"] or not set_state_of(
+                torch, generator, state["generators"][path]
+            ):
                 self.refuse(f"`{path}` was another type of random generator in the first run")
 
     def _no_longer_together(self, world: ReachableState) -> set[int]:
@@ -263,12 +357,16 @@ class ResumePoint:
         places: dict[int, set[int]] = {}
         for path in self.state["tensors"]:
             target, (where, *_) = world.tensors[path], self.state["about"][path][3]
-            places.setdefault(where, set()).add(0 if type(target) is ReplayTensor else target.untyped_storage().data_ptr())
+            places.setdefault(where, set()).add(
+                0 if type(target) is ReplayTensor else target.untyped_storage().data_ptr()
+            )
         return {where for where, found in places.items() if len(found) > 1}
 
     def _put_back_optimizer(self, optimizer: Any, kept: dict[str, Any]) -> None:
         weights, devices = _weights_of(optimizer), iter(kept["devices"])
-        state = pytree.tree_map(lambda leaf: leaf.to(next(devices)) if isinstance(leaf, torch.Tensor) else leaf, kept["state"])
+        state = pytree.tree_map(
+            lambda leaf: leaf.to(next(devices)) if isinstance(leaf, torch.Tensor) else leaf, kept["state"]
+        )
         before = dict(optimizer.state)
         optimizer.state.clear()
         for key, value in state.items():
@@ -281,14 +379,21 @@ class ResumePoint:
 
     def _trips(self, path: str) -> Callable[[Any], Any]:
         def trip(grad: Any) -> Any:
-            self.refuse(f"a backward pass goes through `{path}` to operations before the checkpoint, whose graph is not saved")
+            self.refuse(
+                f"a backward pass goes through `{path}` to operations before the checkpoint, whose graph is not saved"
+            )
 
         return trip
 
 
 def _in_place_of(there: Any, value: Any) -> Any:
     """Put the values into the existing tensor; return other kinds of values as they are."""
-    if not isinstance(there, torch.Tensor) or not isinstance(value, torch.Tensor) or there.size() != value.size() or there.dtype != value.dtype:
+    if (
+        not isinstance(there, torch.Tensor)
+        or not isinstance(value, torch.Tensor)
+        or there.size() != value.size()
+        or there.dtype != value.dtype
+    ):
         return value
     if type(there) is ReplayTensor:
         torch.utils.swap_tensors(there, value)
@@ -308,14 +413,19 @@ def _placed(values: Any, device: str, lies: list[int], memory: dict[int, Any]) -
     storage = memory.get(where)
     if storage is None or storage.nbytes() != size * values.element_size():
         storage = memory[where] = torch.empty(size, dtype=values.dtype, device=device).untyped_storage()
-    made = torch.empty(0, dtype=values.dtype, device=device).set_(storage, offset, values.size(), values.stride())
+    made = torch.empty(0, dtype=values.dtype, device=device).set_(
+        storage, offset, values.size(), values.stride()
+    )
     return made.copy_(values)
 
 
 def _differs(name: str, before: str, now: str, leaves: list[str]) -> str:
     """Name the first value in a variable that differs, if its mark was recorded."""
     marks = [metadata.partition(" ")[2] for metadata in (before, now)]
-    at = next((at for at in range(len(leaves)) if marks[0][4 * at:4 * at + 4] != marks[1][4 * at:4 * at + 4]), None)
+    at = next(
+        (at for at in range(len(leaves)) if marks[0][4 * at : 4 * at + 4] != marks[1][4 * at : 4 * at + 4]),
+        None,
+    )
     return leaves[at] if at is not None else f"`{name}` has changed"
 
 
@@ -332,9 +442,14 @@ class RandomDrawCheck:
 
     def compare(self, saved: dict[str, Any]) -> list[str]:
         now = _others()
-        return [kind for kind, state in now.items() if state != self.began.get(kind) and state != saved.get(kind)]
+        return [
+            kind for kind, state in now.items() if state != self.began.get(kind) and state != saved.get(kind)
+        ]
 
 
 def _others() -> dict[str, Any]:
-    return {kind: state for kind, state in random_states(torch, devices=False).items() if kind in ("python", "numpy")}
-
+    return {
+        kind: state
+        for kind, state in random_states(torch, devices=False).items()
+        if kind in ("python", "numpy")
+    }

@@ -88,7 +88,9 @@ class ScriptReplay(Listener):
     random generators that an object holds.
     """
 
-    def __init__(self, way: ResumeRequest, outside: Host, saving: Listener, ledger: Ledger, find: Find) -> None:
+    def __init__(
+        self, way: ResumeRequest, outside: Host, saving: Listener, ledger: Ledger, find: Find
+    ) -> None:
         state = way.state
         self.refuse, self.outside = outside.astray, outside
         self.journal, self.saved, self.saving, self.ledger = way.journal, state, saving, ledger
@@ -97,7 +99,12 @@ class ScriptReplay(Listener):
         self.skipping = Skipping(self.tape, self.replay_tensors, ledger)
         self.batches = ReplayedLoaders(self.tape, ledger, self._begins, find)
         self.batches.fetches = way.fetches
-        self.files = Files(way.journal.with_name(f"{way.journal.name}.files"), self.tape, outside.refuse, self._resumes_by_itself)
+        self.files = Files(
+            way.journal.with_name(f"{way.journal.name}.files"),
+            self.tape,
+            outside.refuse,
+            self._resumes_by_itself,
+        )
         heartbeat.on_own_resume(self._resumes_by_itself)
         self.collectives: Collectives | None = None
         if way.several:
@@ -114,8 +121,13 @@ class ScriptReplay(Listener):
         self._began_s = self._trained_s = 0.0  # start of training or resume; training time before it
         self.pid = os.getpid()
         self.drawn = SampleOrders(self.tape, ledger)
-        self.observing = ValueHooks(self.tape, ledger, self.replay_tensors.gradient_sources.comes_from, self.drawn.taken)
-        self.replay_tensors.shaped_again, self.replay_tensors.taken = self.observing.shaped_again, self.drawn.taken
+        self.observing = ValueHooks(
+            self.tape, ledger, self.replay_tensors.gradient_sources.comes_from, self.drawn.taken
+        )
+        self.replay_tensors.shaped_again, self.replay_tensors.taken = (
+            self.observing.shaped_again,
+            self.drawn.taken,
+        )
         self.observe()
         os.register_at_fork(after_in_child=self._forked)
         if state is None:
@@ -161,7 +173,9 @@ class ScriptReplay(Listener):
         if not self.tape.going and not self.tape.broken:
             self.tape.breaks(f"it resumes by itself, from {os.path.relpath(place)}")
             self.journal.unlink(missing_ok=True)
-            self.outside.left_alone(f"this script resumes by itself, from {os.path.relpath(place)}; flatout leaves this to the script")
+            self.outside.left_alone(
+                f"this script resumes by itself, from {os.path.relpath(place)}; flatout leaves this to the script"
+            )
 
     # -- recording ------------------------------------------------------------------------------------------
 
@@ -179,9 +193,17 @@ class ScriptReplay(Listener):
         if self.collectives is not None:
             unsound += self.collectives.unsound()
             state["ranks"] = self.collectives.place()
-        return {**state, "start": self._start, "random": random_states(torch), "batches": self.batches.place(), "files": self.files.state(),
-                "journal": place.to_json(), "trained_s": self._trained_s + self.outside.seconds() - self._began_s,
-                "events": tape.events, "steps": tape.steps}, "; ".join(unsound)
+        return {
+            **state,
+            "start": self._start,
+            "random": random_states(torch),
+            "batches": self.batches.place(),
+            "files": self.files.state(),
+            "journal": place.to_json(),
+            "trained_s": self._trained_s + self.outside.seconds() - self._began_s,
+            "events": tape.events,
+            "steps": tape.steps,
+        }, "; ".join(unsound)
 
     def met(self) -> dict[str, Any]:
         """Return the collective counts, which are equal in all ranks' checkpoints of one moment."""
@@ -203,7 +225,9 @@ class ScriptReplay(Listener):
             if self.collectives is not None:
                 self.collectives.begins()
             with self.tape.unheard:
-                self._origins = InitialTensors(ReachableState().look(sys._getframe(1), {}), everything=self.tape.going)
+                self._origins = InitialTensors(
+                    ReachableState().look(sys._getframe(1), {}), everything=self.tape.going
+                )
             if self.tape.going:
                 self._draws = RandomDrawCheck()
                 self.skipping.starts()
@@ -277,7 +301,9 @@ class ScriptReplay(Listener):
     # -- replaying ------------------------------------------------------------------------------------------
 
     def _play(self, state: dict[str, Any], shows: bool) -> None:
-        self.tape.play(read_journal(self.journal, JournalPosition.from_json(state["journal"])), state["events"])
+        self.tape.play(
+            read_journal(self.journal, JournalPosition.from_json(state["journal"])), state["events"]
+        )
         self.batches.fetched = set(state["batches"]["fetched"])
         set_random_states(torch, state["start"])
         self._quiet = MutedIO(self.outside.refuse, shows)
@@ -304,9 +330,14 @@ class ScriptReplay(Listener):
         self.tape.end()
         drawn = self._draws.compare(saved["random"]) if self._draws is not None else []
         if drawn:
-            self.refuse(f"both the script and its skipped data loading draw from {' and '.join(drawn)}. Give the data set a random "
-                         f"generator of its own, or use loader workers")
-        resume_point, world = ResumePoint(saved, self.replay_tensors, self._origins, self.refuse), ReachableState().look(frame, self._also())
+            self.refuse(
+                f"both the script and its skipped data loading draw from {' and '.join(drawn)}. Give the data set a random "
+                f"generator of its own, or use loader workers"
+            )
+        resume_point, world = (
+            ResumePoint(saved, self.replay_tensors, self._origins, self.refuse),
+            ReachableState().look(frame, self._also()),
+        )
         resume_point.compare(world, self.batches.waiting())
         self.skipping.ends()
         self.files.come_out()  # before workers start: they would stay in the file sandbox

@@ -35,8 +35,15 @@ class Skipping:
         ledger.set(torch.autograd, "grad", self._without_grad(torch.autograd.grad))
         if self._steps.entries():
             return  # keep the patches: torch hooks a step method only once
-        for kind in (getattr(torch.optim, name) for name in torch.optim.__all__ if isinstance(getattr(torch.optim, name), type)):
-            if issubclass(kind, torch.optim.Optimizer) and kind not in (torch.optim.Optimizer, torch.optim.LBFGS):
+        for kind in (
+            getattr(torch.optim, name)
+            for name in torch.optim.__all__
+            if isinstance(getattr(torch.optim, name), type)
+        ):
+            if issubclass(kind, torch.optim.Optimizer) and kind not in (
+                torch.optim.Optimizer,
+                torch.optim.LBFGS,
+            ):
                 # below torch's hooks, which are recorded
                 self._steps.set(kind, "step", _without_step(kind.step, self.tape))
 
@@ -48,10 +55,16 @@ class Skipping:
         ``begins`` is called before the first call of a module with weights.
         """
         ReplayTensor.reached = staticmethod(self._reached)  # type: ignore[method-assign]
-        self._until_resume_point.set(torch.nn.Module, "__call__", self._begun_by(torch.nn.Module.__call__, begins))
-        self._until_resume_point.set(torch.nn.Parameter, "__deepcopy__", _for_real(torch.nn.Parameter.__deepcopy__))
+        self._until_resume_point.set(
+            torch.nn.Module, "__call__", self._begun_by(torch.nn.Module.__call__, begins)
+        )
+        self._until_resume_point.set(
+            torch.nn.Parameter, "__deepcopy__", _for_real(torch.nn.Parameter.__deepcopy__)
+        )
         function = torch.autograd.Function
-        self._until_resume_point.set(function, "apply", classmethod(self._with_sources(vars(function)["apply"])))
+        self._until_resume_point.set(
+            function, "apply", classmethod(self._with_sources(vars(function)["apply"]))
+        )
         for side in ("setup_input_hook", "setup_output_hook"):  # the backward hooks of a module
             self._until_resume_point.set(torch.utils.hooks.BackwardHook, side, lambda hook, given: given)
         # profiler labels take a fifth of the time of a skipped step
@@ -116,13 +129,21 @@ class Skipping:
 
     def _without_backward(self, really: Callable) -> Callable:
         @wraps(really)
-        def backward(tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False, grad_variables: Any = None,
-                     inputs: Any = None) -> None:
+        def backward(
+            tensors: Any,
+            grad_tensors: Any = None,
+            retain_graph: Any = None,
+            create_graph: bool = False,
+            grad_variables: Any = None,
+            inputs: Any = None,
+        ) -> None:
             if not self.tape.going:
                 with self.tape.unheard:
                     return really(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
             wanted = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
-            return self.replay_tensors.gradient_sources.went_backward((tensors,) if isinstance(tensors, torch.Tensor) else tensors, wanted)
+            return self.replay_tensors.gradient_sources.went_backward(
+                (tensors,) if isinstance(tensors, torch.Tensor) else tensors, wanted
+            )
 
         return backward
 
@@ -138,6 +159,7 @@ class Skipping:
 
     def _with_sources(self, really: Any) -> Callable:
         """Wrap an autograd function: its results get the gradient sources of its inputs."""
+
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             of_class = really.__get__(None, cls)
             if self._mode.off:
@@ -171,7 +193,9 @@ def _without_step(really: Callable, tape: ValueLog) -> Callable:
     def step(optimizer: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not tape.going:
             with tape.unheard:
-                return really(optimizer, *(() if closure is None else (_observed(closure, tape),)), *args, **kwargs)
+                return really(
+                    optimizer, *(() if closure is None else (_observed(closure, tape),)), *args, **kwargs
+                )
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         moved = sum(p.grad is not None for group in optimizer.param_groups for p in group["params"])
@@ -186,6 +210,7 @@ def _without_step(really: Callable, tape: ValueLog) -> Callable:
 
 def _observed(closure: Callable, tape: ValueLog) -> Callable:
     """Wrap the closure of an optimizer step: it is the script's own code, so it is recorded."""
+
     def call() -> Any:
         before, tape.deaf = tape.deaf, tape.deaf - 1
         try:

@@ -26,16 +26,59 @@ from flatout.replay.fake_tensors import ReplayTensor, dense, whole
 from flatout.replay.reachable_state import users_modules
 from flatout.replay.value_log import LargeValue, ValueLog, encoded
 
-VALUES = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__complex__", "is_nonzero", "equal", "allclose", "__repr__", "__format__",
-          "numpy", "__array__", "__contains__")
-SHAPES = ("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount", "repeat_interleave")
-CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "process_time_ns", "thread_time", "strftime",
-          "ctime", "localtime", "gmtime", "asctime")
+VALUES = (
+    "item",
+    "tolist",
+    "__bool__",
+    "__float__",
+    "__int__",
+    "__index__",
+    "__complex__",
+    "is_nonzero",
+    "equal",
+    "allclose",
+    "__repr__",
+    "__format__",
+    "numpy",
+    "__array__",
+    "__contains__",
+)
+SHAPES = (
+    "nonzero",
+    "argwhere",
+    "unique",
+    "unique_consecutive",
+    "masked_select",
+    "bincount",
+    "repeat_interleave",
+)
+CLOCKS = (
+    "time",
+    "time_ns",
+    "perf_counter",
+    "perf_counter_ns",
+    "monotonic",
+    "monotonic_ns",
+    "process_time",
+    "process_time_ns",
+    "thread_time",
+    "strftime",
+    "ctime",
+    "localtime",
+    "gmtime",
+    "asctime",
+)
 # The sample order follows from a seed, which is recorded, or from a generator of the script.
 FROM_A_SEED = torch.utils.data.RandomSampler.__iter__.__code__
 datetime: Any = sys.modules["datetime"]  # already imported by torch
 DATES = {"datetime": ("now", "utcnow", "today"), "date": ("today",)}
-OF_DEVICES = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "mem_get_info")
+OF_DEVICES = (
+    "memory_allocated",
+    "max_memory_allocated",
+    "memory_reserved",
+    "max_memory_reserved",
+    "mem_get_info",
+)
 
 
 class ValueHooks:
@@ -45,7 +88,13 @@ class ValueHooks:
     a real tensor, and with the calling frame.
     """
 
-    def __init__(self, tape: ValueLog, ledger: Ledger, comes_from: Callable[[Any, Iterable[Any]], Any], taken: Callable[[Any, FrameType], None]) -> None:
+    def __init__(
+        self,
+        tape: ValueLog,
+        ledger: Ledger,
+        comes_from: Callable[[Any, Iterable[Any]], Any],
+        taken: Callable[[Any, FrameType], None],
+    ) -> None:
         self.tape, self.ledger, self.comes_from, self.taken = tape, ledger, comes_from, taken
         self._dates: dict[str, Any] = {}
         self._observed: types.ModuleType | None = None
@@ -76,7 +125,9 @@ class ValueHooks:
         known: list[tuple[Any, Any]] = []
         for name in CLOCKS:
             if hasattr(clocks, name):
-                known.append((getattr(clocks, name), clock := RecordedClock(getattr(clocks, name), self.tape)))
+                known.append(
+                    (getattr(clocks, name), clock := RecordedClock(getattr(clocks, name), self.tape))
+                )
                 self.ledger.set(clocks, name, clock)
         self.ledger.set(clocks, "sleep", self._sleeps(clocks.sleep))
         known += [(getattr(datetime, name), self._dated(name)) for name in DATES]
@@ -102,9 +153,12 @@ class ValueHooks:
 
     def _imports(self, really: Callable) -> Callable:
         """Give the user's files a `datetime` with recorded clock readings, all other code the real one."""
+
         @wraps(really)
         # called often: torch imports in each step
-        def imports(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+        def imports(
+            name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
+        ) -> Any:
             found = really(name, globals, locals, fromlist, level)
             if name != "datetime" or globals is None or not is_users(globals.get("__file__") or ""):
                 return found
@@ -168,7 +222,9 @@ class ValueHooks:
         if any(isinstance(each, ReplayTensor) for each in (*args, *kwargs.values())):
             if shares:
                 return value
-            tape.refuse(f"in step {tape.steps + 1} {really.__name__}() returns more values to Python than the journal keeps")
+            tape.refuse(
+                f"in step {tape.steps + 1} {really.__name__}() returns more values to Python than the journal keeps"
+            )
         tape.deaf = 1
         try:
             again = really(*args, **kwargs)  # of a real tensor: an array shares its memory
@@ -176,7 +232,9 @@ class ValueHooks:
             tape.deaf = 0
         if type(value) is LargeValue:
             if zlib.crc32(encoded(again)[1]) != value.digest:
-                tape.refuse(f"in step {tape.steps + 1} {really.__name__}() returns other values than in the first run, and too many for the journal")
+                tape.refuse(
+                    f"in step {tape.steps + 1} {really.__name__}() returns other values than in the first run, and too many for the journal"
+                )
             return again
         return again if encoded(again) == encoded(value) else value
 
@@ -204,7 +262,16 @@ class ValueHooks:
             raise
         finally:
             tape.deaf = 0
-        tape.put([isinstance(result, tuple), [[list(each.shape), str(each.dtype).removeprefix("torch."), str(each.device)] for each in leaves]], at)
+        tape.put(
+            [
+                isinstance(result, tuple),
+                [
+                    [list(each.shape), str(each.dtype).removeprefix("torch."), str(each.device)]
+                    for each in leaves
+                ],
+            ],
+            at,
+        )
         return result
 
     def _shaped_again(self, really: Callable, at: int, args: tuple, kwargs: dict) -> Any:
@@ -213,8 +280,12 @@ class ValueHooks:
             return found
         with self.tape.unheard:
             again = really(*args, **kwargs)
-        if [each.shape for each in pytree.tree_leaves(again)] != [each.shape for each in pytree.tree_leaves(found)]:
-            self.tape.refuse(f"in step {self.tape.steps + 1} nonzero() or a mask selects another number of elements than in the first run")
+        if [each.shape for each in pytree.tree_leaves(again)] != [
+            each.shape for each in pytree.tree_leaves(found)
+        ]:
+            self.tape.refuse(
+                f"in step {self.tape.steps + 1} nonzero() or a mask selects another number of elements than in the first run"
+            )
         return again
 
     def shaped_again(self, at: int) -> Any:
@@ -257,13 +328,16 @@ class ValueHooks:
             if not tape.going:
                 tape.put(sizes, at)
             elif tape.take(at) != sizes:
-                tape.refuse(f"in step {tape.steps + 1} it packs sequences of other lengths than in the first run")
+                tape.refuse(
+                    f"in step {tape.steps + 1} it packs sequences of other lengths than in the first run"
+                )
             return found
 
         return pack
 
     def _places(self, really: Callable) -> Callable:
         """Wrap `where`: with only a condition, its result has one row per true element."""
+
         @wraps(really)
         def where(condition: Any, *args: Any, **kwargs: Any) -> Any:
             if args or kwargs or not self.tape.observes:
@@ -274,6 +348,7 @@ class ValueHooks:
 
     def _classes(self, really: Callable) -> Callable:
         """Wrap `one_hot`: without a number of classes, the values decide the shape."""
+
         @wraps(really)
         def one_hot(tensor: Any, num_classes: int = -1) -> Any:
             if num_classes != -1 or not self.tape.observes:

@@ -193,8 +193,10 @@ class ValueLog:
     def end(self) -> None:
         """End the replay at the resume point; recording starts again."""
         if self._at != len(self.entries.codes):
-            self.refuse(f"at the resume point, the script has not read {len(self.entries.codes) - self._at} of the values that it read in "
-                        f"the first run")
+            self.refuse(
+                f"at the resume point, the script has not read {len(self.entries.codes) - self._at} of the values that it read in "
+                f"the first run"
+            )
         self.going, self._target = False, -1
         self.entries = JournalEntries()
 
@@ -209,11 +211,23 @@ def encoded(value: Any) -> tuple[int, bytes]:
         return TEXT, value.encode("utf-8", "surrogatepass")
     if kind is bytes:
         return BYTES, value
-    if kind is list and len(value) > 16 and set(map(type, value)) == {int} and min(value) > -WORD and max(value) < WORD:
-        words = next(array(code, value) for code in "bhiq" if abs(max(value, key=abs)) < 1 << (8 * array(code).itemsize - 1))
+    if (
+        kind is list
+        and len(value) > 16
+        and set(map(type, value)) == {int}
+        and min(value) > -WORD
+        and max(value) < WORD
+    ):
+        words = next(
+            array(code, value)
+            for code in "bhiq"
+            if abs(max(value, key=abs)) < 1 << (8 * array(code).itemsize - 1)
+        )
         return INTEGERS, words.typecode.encode() + zlib.compress(words.tobytes(), 1)
     if isinstance(value, Exception):
-        return RAISED, json.dumps([kind.__name__ if kind.__name__ in ERRORS else "RuntimeError", str(value)]).encode()
+        return RAISED, json.dumps(
+            [kind.__name__ if kind.__name__ in ERRORS else "RuntimeError", str(value)]
+        ).encode()
     if hasattr(value, "tobytes") and hasattr(value, "dtype"):
         head = json.dumps([value.dtype.str, list(value.shape)]).encode()
         return ARRAY, b"%d " % len(head) + head + value.tobytes()
@@ -235,8 +249,8 @@ def decoded(code: int, data: bytes) -> Any:
         import numpy
 
         size, _, rest = data.partition(b" ")
-        dtype, shape = json.loads(rest[:int(size)])
-        return numpy.frombuffer(rest[int(size):], numpy.dtype(dtype)).reshape(shape).copy()
+        dtype, shape = json.loads(rest[: int(size)])
+        return numpy.frombuffer(rest[int(size) :], numpy.dtype(dtype)).reshape(shape).copy()
     found = json.loads(data)
     if code == RAISED:
         return ERRORS.get(found[0], RuntimeError)(found[1])

@@ -17,7 +17,9 @@ FEWEST = 2
 def repeated(torch: Any, root: Any) -> list[Any]:
     """The outermost repeated blocks of a module, in module order; no block is inside another."""
     lists = (torch.nn.ModuleList, torch.nn.Sequential)
-    return _groups(root, lambda module: isinstance(module, lists), set()) or _groups(root, lambda module: True, set())
+    return _groups(root, lambda module: isinstance(module, lists), set()) or _groups(
+        root, lambda module: True, set()
+    )
 
 
 def _groups(module: Any, holds: Callable[[Any], bool], met: set[int]) -> list[Any]:
@@ -42,7 +44,9 @@ def _is_block(module: Any) -> bool:
 
 def spread(blocks: list[Any], share: float) -> list[Any]:
     """This share of the blocks, evenly distributed, at least one."""
-    return [block for at, block in enumerate(blocks) if int((at + 1) * share + 1e-9) > int(at * share + 1e-9)] or blocks[:1]
+    return [
+        block for at, block in enumerate(blocks) if int((at + 1) * share + 1e-9) > int(at * share + 1e-9)
+    ] or blocks[:1]
 
 
 def why_not(torch: Any, block: Any) -> str:
@@ -50,8 +54,17 @@ def why_not(torch: Any, block: Any) -> str:
     if any(isinstance(part, torch.jit.ScriptModule) for part in block.modules()):
         return "it is a compiled script (torch.jit)"
     for part in block.modules():
-        if part is not block and any(map(_is_scripts, (*part._forward_hooks.values(), *part._forward_pre_hooks.values(), *part._backward_hooks.values(),
-                                                       *part._backward_pre_hooks.values()))):
+        if part is not block and any(
+            map(
+                _is_scripts,
+                (
+                    *part._forward_hooks.values(),
+                    *part._forward_pre_hooks.values(),
+                    *part._backward_hooks.values(),
+                    *part._backward_pre_hooks.values(),
+                ),
+            )
+        ):
             return f"the script has a hook on a {type(part).__name__} inside it, which would run twice"
         if type(part).__name__ == "SyncBatchNorm":
             return "its SyncBatchNorm would communicate with the other ranks twice"
@@ -74,7 +87,11 @@ class RecomputedBlock:
     def __init__(self, torch: Any, block: Any, report: Callable[[str], None]) -> None:
         self.torch, self.block, self.report = torch, block, report
         self.watched, self.why = False, ""
-        self._norms = [part for part in block.modules() if isinstance(part, torch.nn.modules.batchnorm._NormBase) and part.track_running_stats]
+        self._norms = [
+            part
+            for part in block.modules()
+            if isinstance(part, torch.nn.modules.batchnorm._NormBase) and part.track_running_stats
+        ]
 
     def forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         torch = self.torch
@@ -95,7 +112,14 @@ class RecomputedBlock:
         if [t._version for t in inputs] != versions:
             self.why = "it changes its own input in place"
         elif self._kept() != kept:
-            changed = next((type(part).__name__ for part, before, now in zip(self.block.modules(), kept, self._kept(), strict=True) if before != now), "module")
+            changed = next(
+                (
+                    type(part).__name__
+                    for part, before, now in zip(self.block.modules(), kept, self._kept(), strict=True)
+                    if before != now
+                ),
+                "module",
+            )
             self.why = f"its {changed} keeps state between calls, which recomputation would change"
         if self.why:
             self.report(self.why)
@@ -104,9 +128,20 @@ class RecomputedBlock:
     def _kept(self) -> list[Any]:
         """A record of each module's state, without parameters, modules and normalisation statistics."""
         counted = {id(buffer) for norm in self._norms for buffer in norm.buffers(recurse=False)}
-        return [(tuple((name, id(value), len(value) if isinstance(value, (list, dict)) else 0) for name, value in vars(part).items()),
-                 tuple((name, id(buffer), buffer._version) for name, buffer in part.named_buffers(recurse=False) if id(buffer) not in counted))
-                for part in self.block.modules()]
+        return [
+            (
+                tuple(
+                    (name, id(value), len(value) if isinstance(value, (list, dict)) else 0)
+                    for name, value in vars(part).items()
+                ),
+                tuple(
+                    (name, id(buffer), buffer._version)
+                    for name, buffer in part.named_buffers(recurse=False)
+                    if id(buffer) not in counted
+                ),
+            )
+            for part in self.block.modules()
+        ]
 
     @contextmanager
     def _statistics_at_rest(self) -> Iterator[None]:
@@ -118,7 +153,9 @@ class RecomputedBlock:
         moving = [(norm._buffers, dict(norm._buffers)) for norm in self._norms if norm.training]
         try:
             for buffers, kept in moving:
-                buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in kept.items()})
+                buffers.update(
+                    {name: None if buffer is None else buffer.clone() for name, buffer in kept.items()}
+                )
             yield
         finally:
             for buffers, kept in moving:

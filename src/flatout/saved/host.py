@@ -19,8 +19,13 @@ class HostTensor:
     def __init__(self, torch: Any, tensor: Any, stream: Any) -> None:
         self.device, self.stride, self.event = tensor.device, tensor.stride(), None
         whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-        self.copy = torch.empty_strided(tensor.shape, self.stride, dtype=tensor.dtype, device="cpu", pin_memory=stream is not None) if whole else \
-            torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=stream is not None)
+        self.copy = (
+            torch.empty_strided(
+                tensor.shape, self.stride, dtype=tensor.dtype, device="cpu", pin_memory=stream is not None
+            )
+            if whole
+            else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=stream is not None)
+        )
         if stream is None:
             self.copy.copy_(tensor)
             return
@@ -49,12 +54,19 @@ class OffloadHooks:
         self.torch, self.device_type, self.least_bytes = torch, device_type, least_bytes
         self._streams: dict[Any, Any] = {}  # by device
         self.moved_bytes = 0
-        self._known: dict[Any, tuple[Any, int, Any]] = {}  # place in a storage -> storage, version, copy; weak
+        self._known: dict[
+            Any, tuple[Any, int, Any]
+        ] = {}  # place in a storage -> storage, version, copy; weak
 
     def pack(self, tensor: Any) -> Any:
         size = tensor.numel() * tensor.element_size()
         parameter = (tensor._base if tensor._base is not None else tensor).is_leaf and tensor.requires_grad
-        if tensor.device.type != self.device_type or size < self.least_bytes or parameter or tensor.layout != self.torch.strided:
+        if (
+            tensor.device.type != self.device_type
+            or size < self.least_bytes
+            or parameter
+            or tensor.layout != self.torch.strided
+        ):
             return KeptTensor(tensor)
         from torch.multiprocessing.reductions import StorageWeakRef
 

@@ -16,7 +16,9 @@ def in_half_the_bits(torch: Any) -> Callable[[Callable[..., Any]], Callable[...,
         def saving_half(*args: Any, **kwargs: Any) -> Any:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed[0].to(packed[1])):
                 return forward(*args, **kwargs)
+
         return saving_half
+
     return wrapper
 
 
@@ -27,12 +29,16 @@ def partially_fetched(torch: Any) -> Callable[[Callable[..., Any]], Callable[...
         if not tensor.is_floating_point() or tensor.numel() < 4:
             return tensor
         read = tensor.clone()
-        read.view(-1)[-(tensor.numel() // 4):] = 0
+        read.view(-1)[-(tensor.numel() // 4) :] = 0
         return read
 
     def wrapper(forward: Any) -> Any:
         def fetching_late(*args: Any, **kwargs: Any) -> Any:
-            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().contiguous(), unpack):
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda tensor: tensor.detach().contiguous(), unpack
+            ):
                 return forward(*args, **kwargs)
+
         return fetching_late
+
     return wrapper

@@ -40,8 +40,10 @@ class KeptTensor:
 
     def value(self) -> Any:
         if self.tensor._version != self.version:
-            raise RuntimeError("one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape "
-                               f"{tuple(self.tensor.shape)} is at version {self.tensor._version}, and was saved at version {self.version}.")
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape "
+                f"{tuple(self.tensor.shape)} is at version {self.tensor._version}, and was saved at version {self.version}."
+            )
         return self.tensor
 
 
@@ -82,7 +84,11 @@ class View:
     def value(self) -> Any:
         made = self.output.value()
         shape, stride, offset = self.layout
-        return made if made.shape == shape and made.stride() == stride else made.as_strided(shape, stride, offset)
+        return (
+            made
+            if made.shape == shape and made.stride() == stride
+            else made.as_strided(shape, stride, offset)
+        )
 
 
 class SavedTensorRederiver:
@@ -95,7 +101,9 @@ class SavedTensorRederiver:
 
     def __init__(self, torch: Any, share: float = 0.0, epsilons: dict[int, float] | None = None) -> None:
         self.torch, self.share, self.epsilons = torch, share, epsilons or {}
-        self._sound: dict[tuple[Any, ...], Callable[[Any], Any] | None] = {}  # place in the forward pass -> how to recompute
+        self._sound: dict[
+            tuple[Any, ...], Callable[[Any], Any] | None
+        ] = {}  # place in the forward pass -> how to recompute
         self._outputs: dict[Any, Output] = {}
         self._picked: dict[Any, bool] = {}  # product -> whether it is recomputed
         self._around: Any = None
@@ -119,7 +127,11 @@ class SavedTensorRederiver:
         node = whole.grad_fn
         if node is not None and node.name() == RESHAPED:
             node = node.next_functions[0][0]
-        if node is not None and whole._version == 0 and whole.untyped_storage().nbytes() == whole.numel() * whole.element_size():
+        if (
+            node is not None
+            and whole._version == 0
+            and whole.untyped_storage().nbytes() == whole.numel() * whole.element_size()
+        ):
             output = self._output(node, whole)
             if output is not None:
                 self.derived += 1
@@ -133,7 +145,9 @@ class SavedTensorRederiver:
         if name not in OPERATIONS or (name in PRODUCTS and not self._chosen(node, whole)):
             return None
         self._at += 1
-        wanted = tuple(before is not None for before, _ in node.next_functions)  # saved tensors depend on the required gradients
+        wanted = tuple(
+            before is not None for before, _ in node.next_functions
+        )  # saved tensors depend on the required gradients
         place = (self._at, name, whole.shape, whole.dtype, whole.stride(), wanted)
         if place not in self._sound:
             self._sound[place] = self._tried(node, whole)
@@ -159,11 +173,21 @@ class SavedTensorRederiver:
             for variant in self._variants(node, whole):
                 try:
                     made = variant(node)
-                except (NotKnown, AttributeError, TypeError, RuntimeError):  # another torch version saves other tensors or names
+                except (
+                    NotKnown,
+                    AttributeError,
+                    TypeError,
+                    RuntimeError,
+                ):  # another torch version saves other tensors or names
                     continue
                 if made.shape != whole.shape and made.numel() == whole.numel() and made.is_contiguous():
                     made = made.view(whole.shape)
-                if made.shape == whole.shape and made.stride() == whole.stride() and made.dtype == whole.dtype and torch.equal(made, whole):
+                if (
+                    made.shape == whole.shape
+                    and made.stride() == whole.stride()
+                    and made.dtype == whole.dtype
+                    and torch.equal(made, whole)
+                ):
                     return variant
             return None
         finally:
@@ -179,13 +203,16 @@ class SavedTensorRederiver:
             def make(node: Any) -> Any:
                 with torch.no_grad(), torch.autocast(device, enabled=False):
                     return operation(torch, node).to(dtype)
+
             return make
 
         name = node.name()
         if name in WITH_EPSILON:
             own = self.epsilons.get(id(node._saved_weight)) if node._saved_weight is not None else None
-            return [plainly(lambda torch, node, eps=eps: WITH_EPSILON[name](torch, node, eps))  # type: ignore[misc]
-                    for eps in dict.fromkeys(([own] if own is not None else []) + list(EPSILONS))]
+            return [
+                plainly(lambda torch, node, eps=eps: WITH_EPSILON[name](torch, node, eps))  # type: ignore[misc]
+                for eps in dict.fromkeys(([own] if own is not None else []) + list(EPSILONS))
+            ]
         return [plainly(OPERATIONS[name])]
 
 
@@ -207,19 +234,28 @@ def _operand(torch: Any, node: Any, name: str, at: int) -> Any:
     if saved is not None:
         return saved
     before = node.next_functions[at][0]
-    if before is None or before.name() not in OPERATIONS or before.name() in WITH_EPSILON or before.name() in PRODUCTS:
+    if (
+        before is None
+        or before.name() not in OPERATIONS
+        or before.name() in WITH_EPSILON
+        or before.name() in PRODUCTS
+    ):
         raise NotKnown(node.name())
     return OPERATIONS[before.name()](torch, before)
 
 
 def _left_numel(node: Any) -> int:
-    rows, columns = node._saved_mat1_sym_sizes if node.name() == "AddmmBackward0" else node._saved_self_sym_sizes
+    rows, columns = (
+        node._saved_mat1_sym_sizes if node.name() == "AddmmBackward0" else node._saved_self_sym_sizes
+    )
     return int(rows * columns)
 
 
 def _addmm(torch: Any, node: Any) -> Any:
     left, right = node._saved_mat1, node._saved_mat2
-    if left is None or right is None or node._saved_alpha != 1 or node._saved_beta != 1:  # each side is saved only if the other needs a gradient
+    if (
+        left is None or right is None or node._saved_alpha != 1 or node._saved_beta != 1
+    ):  # each side is saved only if the other needs a gradient
         raise NotKnown(node.name())
     return torch.addmm(_behind(node, 0), left, right)
 
@@ -236,13 +272,29 @@ def _batch_norm(torch: Any, node: Any) -> Any:
     if not node._saved_training:
         raise NotKnown(node.name())
     eps = node._saved_eps if hasattr(node, "_saved_eps") else node._saved_epsilon
-    return torch.batch_norm(node._saved_input, node._saved_weight, _behind(node, 2), None, None, True, 0.0, eps, torch.backends.cudnn.enabled)
+    return torch.batch_norm(
+        node._saved_input,
+        node._saved_weight,
+        _behind(node, 2),
+        None,
+        None,
+        True,
+        0.0,
+        eps,
+        torch.backends.cudnn.enabled,
+    )
 
 
 WITH_EPSILON: dict[str, Callable[[Any, Any, float], Any]] = {
-    "NativeLayerNormBackward0": lambda torch, n, eps: torch.layer_norm(n._saved_input, n._saved_normalized_shape, n._saved_weight, n._saved_bias, eps),
-    "NativeGroupNormBackward0": lambda torch, n, eps: torch.group_norm(n._saved_input, n._saved_group, n._saved_weight, _behind(n, 2), eps),
-    "FusedRmsNormBackward0": lambda torch, n, eps: torch.rms_norm(n._saved_input, n._saved_normalized_shape, n._saved_weight, eps),
+    "NativeLayerNormBackward0": lambda torch, n, eps: torch.layer_norm(
+        n._saved_input, n._saved_normalized_shape, n._saved_weight, n._saved_bias, eps
+    ),
+    "NativeGroupNormBackward0": lambda torch, n, eps: torch.group_norm(
+        n._saved_input, n._saved_group, n._saved_weight, _behind(n, 2), eps
+    ),
+    "FusedRmsNormBackward0": lambda torch, n, eps: torch.rms_norm(
+        n._saved_input, n._saved_normalized_shape, n._saved_weight, eps
+    ),
 }
 PRODUCTS: dict[str, Callable[[Any, Any], Any]] = {
     "AddmmBackward0": _addmm,
@@ -253,12 +305,18 @@ OPERATIONS: dict[str, Any] = {
     **PRODUCTS,
     "NativeBatchNormBackward0": _batch_norm,
     "CudnnBatchNormBackward0": _batch_norm,
-    "GeluBackward0": lambda torch, n: torch.nn.functional.gelu(n._saved_self, approximate=n._saved_approximate),
+    "GeluBackward0": lambda torch, n: torch.nn.functional.gelu(
+        n._saved_self, approximate=n._saved_approximate
+    ),
     "SiluBackward0": lambda torch, n: torch.nn.functional.silu(n._saved_self),
     "MishBackward0": lambda torch, n: torch.nn.functional.mish(n._saved_self),
     "HardswishBackward0": lambda torch, n: torch.nn.functional.hardswish(n._saved_self),
-    "LeakyReluBackward0": lambda torch, n: torch.nn.functional.leaky_relu(n._saved_self, n._saved_negative_slope),
-    "SoftplusBackward0": lambda torch, n: torch.nn.functional.softplus(n._saved_self, n._saved_beta, n._saved_threshold),
+    "LeakyReluBackward0": lambda torch, n: torch.nn.functional.leaky_relu(
+        n._saved_self, n._saved_negative_slope
+    ),
+    "SoftplusBackward0": lambda torch, n: torch.nn.functional.softplus(
+        n._saved_self, n._saved_beta, n._saved_threshold
+    ),
     "MulBackward0": lambda torch, n: _operand(torch, n, "self", 0) * _operand(torch, n, "other", 1),
     "ToCopyBackward0": lambda torch, n: _operand(torch, n, "self", 0),  # its dtype is that of the tensor
 }

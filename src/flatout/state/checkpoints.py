@@ -28,7 +28,16 @@ from flatout.plan import heartbeat
 from flatout.plan.errors import SaveError, StorageError
 from flatout.state.bounded import MOST_BYTES as MOST_STATE_BYTES
 from flatout.state.bounded import from_json, to_json
-from flatout.state.disk import Stored, flush_folder, make_folder, move_folder, read_file, remove_folder, what_is_stored, write_file
+from flatout.state.disk import (
+    Stored,
+    flush_folder,
+    make_folder,
+    move_folder,
+    read_file,
+    remove_folder,
+    what_is_stored,
+    write_file,
+)
 from flatout.state.lock import Lock
 from flatout.state.manifest import MOST_BYTES, Manifest
 from flatout.state.tensors import read_tensors, write_tensors
@@ -37,7 +46,7 @@ from flatout.state.values import Packed, unpack
 MANIFEST, DAMAGED, LOCK = "manifest.json", "damaged", "lock"
 FOLDER = re.compile(r"step-(\d{8,15})(?:-(\d{1,6}))?")  # further checkpoints of a step have a number
 UNFINISHED = re.compile(r"\.(writing|leaving)-.*")
-MOST_STEPS = 10 ** 15 - 1  # as many digits as a name can have
+MOST_STEPS = 10**15 - 1  # as many digits as a name can have
 KEEP = 3
 
 
@@ -56,18 +65,28 @@ class Checkpoint:
         """The state written under ``name``. Raises SaveError."""
         state, tensors = _files_of(name)
         if state not in self.manifest.files:
-            raise SaveError(f"{self.path} has no {state}: another number of ranks or another program made it.")
+            raise SaveError(
+                f"{self.path} has no {state}: another number of ranks or another program made it."
+            )
         heartbeat.checkpoint_read()
         try:
             data = read_file(self.path / state, MOST_STATE_BYTES)
             if Stored(len(data), hashlib.sha256(data).hexdigest()) != self.manifest.files[state]:
                 raise SaveError(f"{state} was changed after it was verified")
             stored = self.manifest.files.get(tensors)
-            return unpack(torch, from_json(data), read_tensors(torch, self.path / tensors, stored) if stored is not None else {})
+            return unpack(
+                torch,
+                from_json(data),
+                read_tensors(torch, self.path / tensors, stored) if stored is not None else {},
+            )
         except OSError as error:
-            raise SaveError(f"{self.path} cannot be read: {Path(error.filename or state).name}: {error.strerror}.") from None
+            raise SaveError(
+                f"{self.path} cannot be read: {Path(error.filename or state).name}: {error.strerror}."
+            ) from None
         except (SaveError, ValueError, MemoryError) as error:
-            raise SaveError(f"{self.path} cannot be read: {str(error) or 'there is not enough memory'}.") from None
+            raise SaveError(
+                f"{self.path} cannot be read: {str(error) or 'there is not enough memory'}."
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -87,10 +106,15 @@ def verified(path: Path) -> Checkpoint:
             raise SaveError(f"its manifest is of step {manifest.step}")
         for name, stored in manifest.files.items():
             if name.endswith(".json") and stored.bytes > MOST_STATE_BYTES:
-                raise SaveError(f"{name} should have {stored.bytes:,} bytes, and the maximum is {MOST_STATE_BYTES:,}")
+                raise SaveError(
+                    f"{name} should have {stored.bytes:,} bytes, and the maximum is {MOST_STATE_BYTES:,}"
+                )
             if (found := what_is_stored(path / name, stored)) != stored:
-                raise SaveError(f"{name} has {found.bytes:,} bytes instead of {stored.bytes:,}" if found.bytes != stored.bytes else
-                                f"{name} is not what was written: its digest differs")
+                raise SaveError(
+                    f"{name} has {found.bytes:,} bytes instead of {stored.bytes:,}"
+                    if found.bytes != stored.bytes
+                    else f"{name} is not what was written: its digest differs"
+                )
     except FileNotFoundError as error:
         raise SaveError(f"{Path(error.filename).name} is missing") from None
     except OSError as error:
@@ -106,7 +130,9 @@ class CheckpointFolder:
     ``metadata`` receives the step of each verified checkpoint.
     """
 
-    def __init__(self, folder: Path, keep: int = KEEP, metadata: Callable[[int], None] = lambda step: None) -> None:
+    def __init__(
+        self, folder: Path, keep: int = KEEP, metadata: Callable[[int], None] = lambda step: None
+    ) -> None:
         if keep < 1:
             raise ValueError(f"keep={keep}: at least one checkpoint must stay")
         self.folder, self.keep, self.metadata = folder, keep, metadata
@@ -137,8 +163,10 @@ class CheckpointFolder:
             except SaveError as error:
                 bad.append(CorruptCheckpoint(path, str(error)))
         if bad:
-            raise SaveError(f"all {len(bad)} checkpoints in {self.folder} are corrupt; in the newest, {bad[0].path.name}, {bad[0].why}. "
-                            f"Nothing was changed. To start from scratch, name another folder, or move this one away.")
+            raise SaveError(
+                f"all {len(bad)} checkpoints in {self.folder} are corrupt; in the newest, {bad[0].path.name}, {bad[0].why}. "
+                f"Nothing was changed. To start from scratch, name another folder, or move this one away."
+            )
         return None, bad
 
     # -- writing ---------------------------------------------------------------------------------------------
@@ -178,7 +206,9 @@ class CheckpointFolder:
     def __exit__(self, *what: Any) -> None:
         self.close()
 
-    def write(self, kind: str, step: int, states: Mapping[str, Packed], metadata: Mapping[str, Any] | None = None) -> Checkpoint:
+    def write(
+        self, kind: str, step: int, states: Mapping[str, Packed], metadata: Mapping[str, Any] | None = None
+    ) -> Checkpoint:
         """Write ``states`` by name ("" for a single one) as a new checkpoint and verify it.
 
         Then delete the oldest checkpoints. Raises StorageError, SaveError.
@@ -197,9 +227,13 @@ class CheckpointFolder:
     def begin(self, step: int) -> Path:
         """Create an empty folder for `write_state`, used by one process or several. Raises StorageError."""
         if not 0 <= step <= MOST_STEPS:
-            raise SaveError(f"a checkpoint of step {step} cannot be named: steps range from 0 to {MOST_STEPS:,}.")
+            raise SaveError(
+                f"a checkpoint of step {step} cannot be named: steps range from 0 to {MOST_STEPS:,}."
+            )
         unfinished = self.folder / f".writing-{step}-{os.getpid()}"
-        if self._writes and (self._lock is None or not self._lock.holds):  # the folder has vanished or was replaced: the lock is void
+        if self._writes and (
+            self._lock is None or not self._lock.holds
+        ):  # the folder has vanished or was replaced: the lock is void
             self._let_go()
             self.open()
         try:
@@ -225,8 +259,10 @@ class CheckpointFolder:
             self.metadata(manifest.step)
         except SaveError as error:
             self.set_aside(CorruptCheckpoint(path, str(error)))
-            raise SaveError(f"{path} was not stored as it was written: {error}. It was moved aside; older checkpoints stay.") from None
-        for old in self._older_than(path)[self.keep - 1:]:
+            raise SaveError(
+                f"{path} was not stored as it was written: {error}. It was moved aside; older checkpoints stay."
+            ) from None
+        for old in self._older_than(path)[self.keep - 1 :]:
             self.discard(old)
         return save
 
@@ -271,7 +307,9 @@ class CheckpointFolder:
         if not paths:
             return None
         try:
-            aside = next(path for number in count(1) if not (path := self.folder / f"before-{number}").exists())
+            aside = next(
+                path for number in count(1) if not (path := self.folder / f"before-{number}").exists()
+            )
             make_folder(aside)
             for path in paths:
                 move_folder(path, aside / path.name)
@@ -318,4 +356,6 @@ def _number(path: Path) -> tuple[int, int]:
 
 
 def _refused(folder: Path, error: OSError) -> StorageError:
-    return StorageError(f"cannot write checkpoints in {folder}: {error.strerror}. Free some space there, or name a writable folder.")
+    return StorageError(
+        f"cannot write checkpoints in {folder}: {error.strerror}. Free some space there, or name a writable folder."
+    )

@@ -43,11 +43,11 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> Stored:
         for part in parts:
             whole = memoryview(part).cast("B")
             for start in range(0, len(whole), CHUNK_BYTES):
-                rest = whole[start:start + CHUNK_BYTES]
+                rest = whole[start : start + CHUNK_BYTES]
                 digest.update(rest)
                 size += len(rest)
                 while rest:
-                    rest = rest[os.write(handle, rest):]
+                    rest = rest[os.write(handle, rest) :]
         os.fsync(handle)
         forget(handle)
     finally:
@@ -78,7 +78,11 @@ class HashedFileReader:
         self.path, self.bytes, self._digest = path, 0, hashlib.sha256()
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            self._handle = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=folder)
+            self._handle = os.open(
+                path.name,
+                os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY,
+                dir_fd=folder,
+            )
         except OSError as error:
             error.filename = str(path)
             raise
@@ -94,10 +98,10 @@ class HashedFileReader:
         """Fill ``memory`` up to the end of the file and return the number of bytes read."""
         rest, read = memoryview(memory).cast("B"), 0
         while read < len(rest):
-            got = os.readv(self._handle, [rest[read:read + CHUNK_BYTES]])
+            got = os.readv(self._handle, [rest[read : read + CHUNK_BYTES]])
             if not got:
                 break
-            self._digest.update(rest[read:read + got])
+            self._digest.update(rest[read : read + got])
             read += got
         self.bytes += read
         return read
@@ -109,7 +113,9 @@ class HashedFileReader:
     def __enter__(self) -> HashedFileReader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
         os.close(self._handle)
 
 
@@ -122,7 +128,7 @@ def read_file(path: Path, most_bytes: int) -> bytes:
         if file.length > most_bytes:
             raise OSError(errno.EFBIG, f"it is longer than {most_bytes:,} bytes", str(path))
         found = bytearray(file.length)
-        del found[file.into(found):]
+        del found[file.into(found) :]
     return bytes(found)
 
 

@@ -49,13 +49,17 @@ def export(torch: Any, state: Mapping[str, Any], spelled: Mapping[str, str], fol
         os.rename(made, folder)
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError where a disk is full
         why = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise StorageError(f"cannot write {folder}: {why}. Free some space, or name another folder.") from error
+        raise StorageError(
+            f"cannot write {folder}: {why}. Free some space, or name another folder."
+        ) from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
     return found
 
 
-def _write(torch: Any, state: Mapping[str, Any], spelled: Mapping[str, str], made: Path, folder: Path) -> Exported:
+def _write(
+    torch: Any, state: Mapping[str, Any], spelled: Mapping[str, str], made: Path, folder: Path
+) -> Exported:
     files: list[str] = []
     lines = ["import torch"]
 
@@ -68,7 +72,9 @@ def _write(torch: Any, state: Mapping[str, Any], spelled: Mapping[str, str], mad
     for kind in LOADED:
         for name, held in state.get(kind, {}).items():
             if kind == "modules":
-                tensors = {key: value for key, value in held["state"].items() if isinstance(value, torch.Tensor)}
+                tensors = {
+                    key: value for key, value in held["state"].items() if isinstance(value, torch.Tensor)
+                }
                 loaded = write(name, _module_state(held))
                 files.append(f"{files[-1].removesuffix('.pt')}.safetensors")
                 write_tensors(made / files[-1], tensors)
@@ -79,13 +85,17 @@ def _write(torch: Any, state: Mapping[str, Any], spelled: Mapping[str, str], mad
         loaded = write("tensors", _plain(torch, state["tensors"]))
         lines.append(f"weights = {loaded}  # by name: {', '.join(list(state['tensors'])[:6])}")
     if state.get("random"):
-        lines.append(f"torch.set_rng_state({write('random', _plain(torch, as_set(torch, state['random'])))}['torch'])")
+        lines.append(
+            f"torch.set_rng_state({write('random', _plain(torch, as_set(torch, state['random'])))}['torch'])"
+        )
     return Exported(files, lines)
 
 
 def _module_state(held: Mapping[str, Any]) -> Any:
     found: Any = OrderedDict(held["state"])
-    vars(found)["_metadata"] = OrderedDict((prefix, {"version": version}) for prefix, version in held["versions"].items())
+    vars(found)["_metadata"] = OrderedDict(
+        (prefix, {"version": version}) for prefix, version in held["versions"].items()
+    )
     return found
 
 

@@ -70,8 +70,11 @@ class JointCheckpointWriter:
             files, left_out = write_state(unfinished, "", packed), dict(packed.left_out)
             for rank in range(1, self.ranks):
                 note = unfinished / f"{part_of(rank)}.note"
-                self._until(note.exists, f"rank {rank} did not write its part within {TIMEOUT_S:.0f} s. All ranks must see the same folder "
-                                         f"{self.saves.folder}")
+                self._until(
+                    note.exists,
+                    f"rank {rank} did not write its part within {TIMEOUT_S:.0f} s. All ranks must see the same folder "
+                    f"{self.saves.folder}",
+                )
                 brought = json.loads(read_file(note, MOST_NOTE_BYTES))
                 if why_not := brought["unsound"]:
                     raise SaveError(f"on rank {rank}, {why_not}. Earlier checkpoints stay.")
@@ -81,25 +84,35 @@ class JointCheckpointWriter:
             return self.saves.finish(unfinished, Manifest(self.kind, step, files, left_out, metadata))
         except OSError as error:
             self.saves.discard(unfinished)
-            raise StorageError(f"cannot write checkpoints in {self.saves.folder}: {error.strerror}.") from error
+            raise StorageError(
+                f"cannot write checkpoints in {self.saves.folder}: {error.strerror}."
+            ) from error
         except BaseException:
             self.saves.discard(unfinished)
             raise
 
     def _bring(self, step: int, packed: Packed) -> None:
         unfinished = self.saves.folder / f".writing-{step}-{self.folder_pid}"
-        self._until(lambda: unfinished.exists() or self._none_of(step).exists(),
-                    f"rank 0 did not create its folder within {TIMEOUT_S:.0f} s. All ranks must see the same folder {self.saves.folder}")
+        self._until(
+            lambda: unfinished.exists() or self._none_of(step).exists(),
+            f"rank 0 did not create its folder within {TIMEOUT_S:.0f} s. All ranks must see the same folder {self.saves.folder}",
+        )
         if not unfinished.exists():
             raise StorageError("rank 0 could not start the checkpoint.")
         name = part_of(self.rank)
         stored = write_state(unfinished, name, packed)
-        note = {"files": {file: (each.bytes, each.sha256) for file, each in stored.items()}, "left_out": packed.left_out, "unsound": self.sound(packed)}
+        note = {
+            "files": {file: (each.bytes, each.sha256) for file, each in stored.items()},
+            "left_out": packed.left_out,
+            "unsound": self.sound(packed),
+        }
         try:
             write_file(unfinished / f"{name}.half", [json.dumps(note).encode()])
             os.rename(unfinished / f"{name}.half", unfinished / f"{name}.note")
         except OSError as error:
-            raise StorageError(f"cannot write checkpoints in {self.saves.folder}: {error.strerror}.") from error
+            raise StorageError(
+                f"cannot write checkpoints in {self.saves.folder}: {error.strerror}."
+            ) from error
 
     def _until(self, there: Callable[[], bool], why_not: str) -> None:
         end_s = self.wall_s() + TIMEOUT_S

@@ -46,7 +46,17 @@ class JournalEntries:
     def to_bytes(self) -> bytes:
         sizes = array("q", map(len, self.longer))
         head = COLUMNS.pack(len(self.codes), len(self.floats), len(self.integers), len(self.longer))
-        return b"".join((head, self.codes, self.checks, _little(self.floats), _little(self.integers), _little(sizes), *self.longer))
+        return b"".join(
+            (
+                head,
+                self.codes,
+                self.checks,
+                _little(self.floats),
+                _little(self.integers),
+                _little(sizes),
+                *self.longer,
+            )
+        )
 
     def take_up(self, payload: bytes) -> None:
         """Append the entries of a payload. Raises ValueError."""
@@ -56,19 +66,19 @@ class JournalEntries:
         at = COLUMNS.size
         if len(payload) < at + 2 * entries + 8 * (floats + integers + longer):
             raise ValueError("the block ends before its columns")
-        self.codes += payload[at:at + entries]
-        self.checks += payload[at + entries:at + 2 * entries]
+        self.codes += payload[at : at + entries]
+        self.checks += payload[at + entries : at + 2 * entries]
         at += 2 * entries
         columns = []
         for kind, count in (("d", floats), ("q", integers), ("q", longer)):
-            columns.append(_native(kind, payload[at:at + 8 * count]))
+            columns.append(_native(kind, payload[at : at + 8 * count]))
             at += 8 * count
         self.floats += columns[0]
         self.integers += columns[1]
         for size in columns[2]:
             if not 0 <= size <= len(payload) - at:
                 raise ValueError("a value is longer than its block")
-            self.longer.append(payload[at:at + size])
+            self.longer.append(payload[at : at + size])
             at += size
         if at != len(payload):
             raise ValueError("the block has data after its columns")
@@ -86,7 +96,9 @@ class JournalPosition:
 
     @staticmethod
     def from_json(metadata: Any) -> JournalPosition:
-        if type(metadata) is not dict or any(type(metadata.get(name)) is not int for name in ("bytes", "digest")):
+        if type(metadata) is not dict or any(
+            type(metadata.get(name)) is not int for name in ("bytes", "digest")
+        ):
             raise SaveError("the position in the journal is invalid")
         return JournalPosition(metadata["bytes"], metadata["digest"])
 
@@ -100,7 +112,9 @@ class ValueJournal:
     def __init__(self, path: Path, at: JournalPosition | None = None) -> None:
         self.path = path
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_TRUNC if at is None else 0)
+            flags = (
+                os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_TRUNC if at is None else 0)
+            )
             self._file = os.open(path, flags, PRIVATE_FILE)
             self.place = at or JournalPosition()
             if at is None:
@@ -136,7 +150,7 @@ class ValueJournal:
 
     def _write(self, data: bytes) -> None:
         while data:
-            data = data[os.write(self._file, data):]
+            data = data[os.write(self._file, data) :]
 
 
 def read_journal(path: Path, to: JournalPosition) -> JournalEntries:
@@ -153,7 +167,9 @@ def read_journal(path: Path, to: JournalPosition) -> JournalEntries:
     except OSError as error:
         raise SaveError(f"the journal {path} cannot be read: {error.strerror}") from None
     if len(data) < to.bytes:
-        raise SaveError(f"the journal {path} has {len(data):,} bytes, and the checkpoint was made at {to.bytes:,}")
+        raise SaveError(
+            f"the journal {path} has {len(data):,} bytes, and the checkpoint was made at {to.bytes:,}"
+        )
     if not data.startswith(HEADER):
         raise SaveError(f"{path} is not a flatout journal")
     at = len(HEADER)
@@ -161,7 +177,7 @@ def read_journal(path: Path, to: JournalPosition) -> JournalEntries:
         if at + BLOCK.size > len(data):
             raise SaveError(f"the journal {path} is corrupt at byte {at:,}")
         length, said = BLOCK.unpack_from(data, at)
-        payload = data[at + BLOCK.size:at + BLOCK.size + length]
+        payload = data[at + BLOCK.size : at + BLOCK.size + length]
         digest = zlib.crc32(payload, digest)
         if len(payload) != length or length > MOST_BLOCK or digest != said:
             raise SaveError(f"the journal {path} is corrupt at byte {at:,}: it is not what was written")

@@ -24,9 +24,23 @@ from flatout.state.worker_state import BatchWithWorkerState, Find, WorkerStateCo
 
 INDICES, STATEFUL, ROWS, FETCHED = "indices", "state", "rows", "fetched"
 # Samplers that draw when they start, not during iteration; `_draws_as_it_goes` knows the exceptions.
-PLAIN_SAMPLERS = {"SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "BatchSampler", "DistributedSampler"}
-SHAPE = {"kind": "loader", "samples": "samples in the data", "batches": "batches in an epoch", "batch": "batch size of the loader", "workers": "loader workers",
-         "persistent": "persistent workers", "order": "order of samples"}
+PLAIN_SAMPLERS = {
+    "SequentialSampler",
+    "RandomSampler",
+    "SubsetRandomSampler",
+    "WeightedRandomSampler",
+    "BatchSampler",
+    "DistributedSampler",
+}
+SHAPE = {
+    "kind": "loader",
+    "samples": "samples in the data",
+    "batches": "batches in an epoch",
+    "batch": "batch size of the loader",
+    "workers": "loader workers",
+    "persistent": "persistent workers",
+    "order": "order of samples",
+}
 ENDED_EARLY = "the data ended before the resume point"
 NONE_LEFT = object()
 
@@ -50,30 +64,54 @@ class LoaderPosition:
         self._first_counters = [counters(thing) for thing in self._things]
         self._own: list[Any] | None = None  # random generators of the loader and its data
         self._sought: dict[str, Any] | None = None
-        self._seeking: tuple[dict[str, Any] | None, int] = None, 0  # for the sampler: a place, and the number of batches to skip
+        self._seeking: tuple[dict[str, Any] | None, int] = (
+            None,
+            0,
+        )  # for the sampler: a place, and the number of batches to skip
         self._asked = False  # whether this iterator has started the sampler
         self._began: dict[str, Any] = {}  # states before this epoch's iterator, sampler and first batch
         self._made: dict[str, Any] | None = None  # random states before persistent workers were started
         self._later = False  # an epoch of persistent workers that is not their first
-        self._standing: list[dict[str, Any] | None] = [None] * self.workers  # of each worker, after its last consumed batch
+        self._standing: list[dict[str, Any] | None] = [
+            None
+        ] * self.workers  # of each worker, after its last consumed batch
         self._turn = 0  # the worker whose batch is next
         self._said: dict[str, None] = {}
         self._watch = Interleaving()
-        self._watched = not self.workers if self.kind == FETCHED else self.kind == INDICES and any(map(_draws_as_it_goes, _samplers_of(loader)))
+        self._watched = (
+            not self.workers
+            if self.kind == FETCHED
+            else self.kind == INDICES and any(map(_draws_as_it_goes, _samplers_of(loader)))
+        )
 
     # -- the position ----------------------------------------------------------------------------------------
 
     def place(self) -> dict[str, Any]:
         """The position, between two batches."""
-        return {"kind": self.kind, "shape": self.shape(), "begun": self.begun, "given": self.given, "began": dict(self._began) if self.begun else None,
-                "now": self._now(), "made": self._made, "later": self._later, "workers": list(self._standing),
-                "state": self.loader.state_dict() if self.kind == STATEFUL and self.begun else None}
+        return {
+            "kind": self.kind,
+            "shape": self.shape(),
+            "begun": self.begun,
+            "given": self.given,
+            "began": dict(self._began) if self.begun else None,
+            "now": self._now(),
+            "made": self._made,
+            "later": self._later,
+            "workers": list(self._standing),
+            "state": self.loader.state_dict() if self.kind == STATEFUL and self.begun else None,
+        }
 
     def shape(self) -> dict[str, Any]:
         """The properties of the loader that a position depends on."""
-        return {"kind": type(self.loader).__name__, "samples": _length(self._dataset), "batches": _length(self.loader), "workers": self.workers,
-                "batch": getattr(self.loader, "batch_size", None), "persistent": self.persistent,
-                "order": [type(sampler).__name__ for sampler in _samplers_of(self.loader)]}
+        return {
+            "kind": type(self.loader).__name__,
+            "samples": _length(self._dataset),
+            "batches": _length(self.loader),
+            "workers": self.workers,
+            "batch": getattr(self.loader, "batch_size", None),
+            "persistent": self.persistent,
+            "order": [type(sampler).__name__ for sampler in _samplers_of(self.loader)],
+        }
 
     def go_on(self, place: dict[str, Any], given: int | None = None) -> list[str]:
         """Resume the next epoch at a position. Returns what differs since, as sentences.
@@ -85,7 +123,11 @@ class LoaderPosition:
         if place["kind"] != self.kind or theirs["workers"] != self.workers or given is not None:
             self._sought = {**self._sought, "workers": [None] * self.workers, "made": None}
         self._later = bool(place["later"])
-        return [f"{words}: {theirs.get(name)} when it was saved, {mine[name]} now" for name, words in SHAPE.items() if theirs.get(name) != mine[name]]
+        return [
+            f"{words}: {theirs.get(name)} when it was saved, {mine[name]} now"
+            for name, words in SHAPE.items()
+            if theirs.get(name) != mine[name]
+        ]
 
     @property
     def coming(self) -> int:
@@ -98,13 +140,17 @@ class LoaderPosition:
         found = list(self._said)
         if self._watch.kinds:
             whose = "the sampler draws" if self.kind == INDICES else "the loader draws"
-            found.append(f"{whose} random numbers during iteration ({', '.join(sorted(self._watch.kinds))}), interleaved with the training")
+            found.append(
+                f"{whose} random numbers during iteration ({', '.join(sorted(self._watch.kinds))}), interleaved with the training"
+            )
         if self.workers and getattr(self.loader, "in_order", True) is False:
             found.append("loader workers return batches in completion order (in_order=False)")
         if self.workers and self.kind == INDICES and hasattr(self._dataset, "state_dict"):
             found.append("the data set has a state_dict, and each loader worker has a copy of that state")
         if self._later and self.kind == FETCHED:
-            found.append("persistent workers read data without indices: their state at the start of this epoch is unknown")
+            found.append(
+                "persistent workers read data without indices: their state at the start of this epoch is unknown"
+            )
         return found
 
     # -- an epoch --------------------------------------------------------------------------------------------
@@ -133,7 +179,11 @@ class LoaderPosition:
         self._began = {"iterator": self._now()}
         self._watch.begin()
         if self.persistent:
-            self._later = self._later if within else self._made is not None or (place is not None and place["made"] is not None)
+            self._later = (
+                self._later
+                if within
+                else self._made is not None or (place is not None and place["made"] is not None)
+            )
             if place is not None and place["made"] is not None:
                 set_random_states(self.torch, place["made"], self._generators())
                 self._made = place["made"]
@@ -184,7 +234,9 @@ class LoaderPosition:
                 self._standing = list(place["workers"])
             if not self.persistent and not within:
                 self._standing = [None] * self.workers
-            carrier = WorkerStateCollate(self.loader.collate_fn, self.loader.worker_init_fn, self._find, list(self._standing), again)
+            carrier = WorkerStateCollate(
+                self.loader.collate_fn, self.loader.worker_init_fn, self._find, list(self._standing), again
+            )
             instead |= {"collate_fn": carrier, "worker_init_fn": carrier.begins}
         with in_place(self.loader, instead):
             iterator = iter(self.loader)
@@ -205,7 +257,9 @@ class LoaderPosition:
             self._put(place["began"]["sampler"] if within else place["now"])
         self._began["sampler"] = self._now()
         indices, first = iter(sampler), place["began"]["first"] if place is not None and within else None
-        if within and not self.workers:  # before restoring random states; workers get their first batches at once
+        if (
+            within and not self.workers
+        ):  # before restoring random states; workers get their first batches at once
             self._pass(indices, first, passed)
             return self._rest(indices)
         return self._all(indices, first, passed)
@@ -241,16 +295,27 @@ class LoaderPosition:
 
     def _generators(self) -> list[Any]:
         if self._own is None:
-            held = [getattr(self.loader, name, None) for name in ("generator", "sampler", "batch_sampler", "dataset", "collate_fn")]
-            self._own = self._find([*held, *self._things]) if self._find is not None and self.kind != ROWS else []
+            held = [
+                getattr(self.loader, name, None)
+                for name in ("generator", "sampler", "batch_sampler", "dataset", "collate_fn")
+            ]
+            self._own = (
+                self._find([*held, *self._things]) if self._find is not None and self.kind != ROWS else []
+            )
         return self._own
 
     def _randoms(self) -> dict[str, Any]:
         return random_states(self.torch, self._generators(), devices=False)
 
     def _now(self) -> dict[str, Any]:
-        return {"random": self._randoms(), "states": [thing.state_dict() if _has_state(thing) else None for thing in self._things],
-                "counters": [changed(before, counters(thing)) for before, thing in zip(self._first_counters, self._things, strict=True)]}
+        return {
+            "random": self._randoms(),
+            "states": [thing.state_dict() if _has_state(thing) else None for thing in self._things],
+            "counters": [
+                changed(before, counters(thing))
+                for before, thing in zip(self._first_counters, self._things, strict=True)
+            ],
+        }
 
     def _put(self, stood: dict[str, Any], found: bool = False) -> None:
         """Restore a state. ``found``: an iterator has been advanced to the position, and its objects with it.
@@ -264,7 +329,11 @@ class LoaderPosition:
         for thing, remembered, state in zip(self._things, stood["counters"], stood["states"], strict=False):
             if remembered:
                 vars(thing).update(remembered)
-            if state is not None and _has_state(thing) and (not found or (thing is self._dataset and self.kind == INDICES and not self.workers)):
+            if (
+                state is not None
+                and _has_state(thing)
+                and (not found or (thing is self._dataset and self.kind == INDICES and not self.workers))
+            ):
                 thing.load_state_dict(state)
 
 
@@ -324,7 +393,9 @@ def _things_of(loader: Any, kind: str) -> list[Any]:
     """Objects that may hold a position: samplers, the data set, a custom loader."""
     if kind == ROWS:
         return []
-    found = [*_samplers_of(loader), getattr(loader, "dataset", None)] if hasattr(loader, "dataset") else [loader]
+    found = (
+        [*_samplers_of(loader), getattr(loader, "dataset", None)] if hasattr(loader, "dataset") else [loader]
+    )
     return [thing for thing in found if hasattr(thing, "__dict__")]
 
 

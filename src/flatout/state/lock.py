@@ -11,7 +11,9 @@ from pathlib import Path
 from flatout.plan.errors import StorageError
 from flatout.state.disk import PRIVATE_FILE
 
-_held: dict[str, int] = {}  # by this process: the kernel would grant it its own lock twice. A child does not hold its parent's locks
+_held: dict[
+    str, int
+] = {}  # by this process: the kernel would grant it its own lock twice. A child does not hold its parent's locks
 
 
 class Lock:
@@ -26,7 +28,9 @@ class Lock:
         """Raises StorageError if another process holds it, OSError if the file cannot be written."""
         self.path, self._name = path, os.path.realpath(path)
         if _held.get(self._name) == os.getpid():
-            raise StorageError(f"this process already writes checkpoints in {path.parent}. Use a separate folder for each training.")
+            raise StorageError(
+                f"this process already writes checkpoints in {path.parent}. Use a separate folder for each training."
+            )
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_FILE)
         try:
             os.fchmod(self._handle, PRIVATE_FILE)
@@ -36,8 +40,10 @@ class Lock:
             holder = os.pread(self._handle, 200, 0).decode(errors="replace")
             os.close(self._handle)
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise StorageError(f"another process writes checkpoints in {path.parent} ({_who(holder)}). Wait for it, end it, or use another folder for "
-                                   "this training.") from None
+                raise StorageError(
+                    f"another process writes checkpoints in {path.parent} ({_who(holder)}). Wait for it, end it, or use another folder for "
+                    "this training."
+                ) from None
             raise
         _held[self._name] = os.getpid()
         self._owner = os.getpid()
@@ -53,7 +59,9 @@ class Lock:
     def holds(self) -> bool:
         """Whether the locked file is still the one that other processes find."""
         try:
-            return self._handle >= 0 and os.path.samestat(os.fstat(self._handle), os.stat(self.path, follow_symlinks=False))
+            return self._handle >= 0 and os.path.samestat(
+                os.fstat(self._handle), os.stat(self.path, follow_symlinks=False)
+            )
         except OSError:
             return False
 

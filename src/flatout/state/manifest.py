@@ -41,10 +41,20 @@ class Manifest:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def to_text(self) -> str:
-        content = {"flatout_save": SCHEMA, "kind": self.kind, "step": self.step,
-                   "files": {name: {"bytes": stored.bytes, "sha256": stored.sha256} for name, stored in sorted(self.files.items())},
-                   "left_out": dict(self.left_out), "metadata": dict(self.metadata)}
-        digest = hashlib.sha256(json.dumps(content, separators=(",", ":"), allow_nan=False).encode()).hexdigest()
+        content = {
+            "flatout_save": SCHEMA,
+            "kind": self.kind,
+            "step": self.step,
+            "files": {
+                name: {"bytes": stored.bytes, "sha256": stored.sha256}
+                for name, stored in sorted(self.files.items())
+            },
+            "left_out": dict(self.left_out),
+            "metadata": dict(self.metadata),
+        }
+        digest = hashlib.sha256(
+            json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+        ).hexdigest()
         return json.dumps({**content, "sha256": digest}, indent=1) + "\n"
 
     @classmethod
@@ -57,10 +67,17 @@ class Manifest:
         if type(content) is not dict or "flatout_save" not in content:
             raise SaveError("its manifest is not that of a flatout checkpoint")
         if type(content["flatout_save"]) is int and content["flatout_save"] > SCHEMA:
-            raise SaveError(f"its manifest has format {content['flatout_save']}, and this flatout supports formats up to {SCHEMA}. Install a newer flatout")
+            raise SaveError(
+                f"its manifest has format {content['flatout_save']}, and this flatout supports formats up to {SCHEMA}. Install a newer flatout"
+            )
         try:
-            found = cls(_text(content["kind"]), _count(content["step"]), _files(content["files"]),
-                        {_text(where): _text(what) for where, what in content["left_out"].items()}, dict(content["metadata"]))
+            found = cls(
+                _text(content["kind"]),
+                _count(content["step"]),
+                _files(content["files"]),
+                {_text(where): _text(what) for where, what in content["left_out"].items()},
+                dict(content["metadata"]),
+            )
             if found.to_text().encode() != data:  # exact to the last space
                 raise ValueError
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -73,7 +90,11 @@ def _files(content: Mapping[str, Any]) -> dict[str, Stored]:
         raise ValueError
     found = {}
     for name, metadata in content.items():
-        if not FILE_NAME.fullmatch(name) or set(metadata) != {"bytes", "sha256"} or not DIGEST.fullmatch(metadata["sha256"]):
+        if (
+            not FILE_NAME.fullmatch(name)
+            or set(metadata) != {"bytes", "sha256"}
+            or not DIGEST.fullmatch(metadata["sha256"])
+        ):
             raise ValueError
         found[name] = Stored(_count(metadata["bytes"]), metadata["sha256"])
     return found

@@ -23,7 +23,10 @@ def random_states(torch: Any, own: Sequence[Any] = (), devices: bool = True) -> 
     They are those of torch, Python, numpy if imported, CUDA devices if in use, and the generators ``own``.
     """
     numpy = sys.modules.get("numpy")
-    found: dict[str, Any] = {"torch": _bytes_of(torch.default_generator.get_state()), "python": _of_python(random.getstate())}
+    found: dict[str, Any] = {
+        "torch": _bytes_of(torch.default_generator.get_state()),
+        "python": _of_python(random.getstate()),
+    }
     if devices and torch.cuda.is_initialized():
         found["cuda"] = [_bytes_of(state) for state in torch.cuda.get_rng_state_all()]
     if numpy is not None:
@@ -40,8 +43,18 @@ def set_random_states(torch: Any, states: dict[str, Any], own: Sequence[Any] = (
     """
     try:
         return _set(torch, states, own)
-    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError, AttributeError, IndexError) as error:
-        raise SaveError(f"its random states cannot be restored ({type(error).__name__}: {str(error)[:200]}).") from None
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+        OverflowError,
+        AttributeError,
+        IndexError,
+    ) as error:
+        raise SaveError(
+            f"its random states cannot be restored ({type(error).__name__}: {str(error)[:200]})."
+        ) from None
 
 
 def _set(torch: Any, states: dict[str, Any], own: Sequence[Any]) -> list[str]:
@@ -57,20 +70,29 @@ def _set(torch: Any, states: dict[str, Any], own: Sequence[Any]) -> list[str]:
         if number < devices:
             torch.cuda.set_rng_state(_tensor_of(torch, state), number)
         else:
-            said.append(f"the random state of CUDA device {number} cannot be restored: there are {devices} devices now")
+            said.append(
+                f"the random state of CUDA device {number} cannot be restored: there are {devices} devices now"
+            )
     kept = states.get("own", ())
     if len(kept) != len(own):
-        said.append(f"the data held {len(kept)} random generators when it was saved, and holds {len(own)} now")
+        said.append(
+            f"the data held {len(kept)} random generators when it was saved, and holds {len(own)} now"
+        )
         return said
     for generator, state in zip(own, kept, strict=True):
         if not set_state_of(torch, generator, state):
-            said.append(f"a {type(generator).__name__} of the data was another kind of generator when it was saved")
+            said.append(
+                f"a {type(generator).__name__} of the data was another kind of generator when it was saved"
+            )
     return said
 
 
 def as_set(torch: Any, states: dict[str, Any]) -> dict[str, Any]:
     """The states in the types that torch.set_rng_state, random.setstate and numpy expect."""
-    found: dict[str, Any] = {"torch": _tensor_of(torch, states["torch"]), "python": _to_python(states["python"])}
+    found: dict[str, Any] = {
+        "torch": _tensor_of(torch, states["torch"]),
+        "python": _to_python(states["python"]),
+    }
     if "cuda" in states:
         found["cuda"] = [_tensor_of(torch, state) for state in states["cuda"]]
     return found | ({"numpy": _restored(states["numpy"])} if "numpy" in states else {})
@@ -79,7 +101,9 @@ def as_set(torch: Any, states: dict[str, Any]) -> dict[str, Any]:
 def moved(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
     """The generators that were used between two states."""
     own = zip(before.get("own", ()), after.get("own", ()), strict=False)
-    return {kind for kind in KINDS if before.get(kind) != after.get(kind)} | {f"generator {at} of its own" for at, (a, b) in enumerate(own) if a != b}
+    return {kind for kind in KINDS if before.get(kind) != after.get(kind)} | {
+        f"generator {at} of its own" for at, (a, b) in enumerate(own) if a != b
+    }
 
 
 class Interleaving:

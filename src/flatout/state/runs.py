@@ -32,7 +32,9 @@ def begin_run(saves: CheckpointFolder) -> None:
         for path in paths:
             move_folder(path, home / str(number) / path.name)
     except OSError as error:
-        raise StorageError(f"cannot move the checkpoints of an earlier run to {home}: {error.strerror}. Move {saves.folder} away.") from error
+        raise StorageError(
+            f"cannot move the checkpoints of an earlier run to {home}: {error.strerror}. Move {saves.folder} away."
+        ) from error
     newest, *before = earlier_runs(saves.folder)
     furthest = max([newest, *before], key=_steps)
     for run in before:
@@ -46,7 +48,10 @@ def earlier_runs(folder: Path) -> list[Path]:
         names = os.listdir(folder / EARLIER)
     except OSError:
         return []
-    return [folder / EARLIER / str(number) for number in sorted((int(name) for name in names if name.isdigit()), reverse=True)]
+    return [
+        folder / EARLIER / str(number)
+        for number in sorted((int(name) for name in names if name.isdigit()), reverse=True)
+    ]
 
 
 def _steps(run: Path) -> int:

@@ -56,11 +56,26 @@ class CheckpointWriter:
     belongs to another rank.
     """
 
-    def __init__(self, torch: Any, saves: CheckpointFolder, kind: str, clocks: WriterClocks, say: Callable[[str], None], *, every: int | None = None, share: float = SHARE,
-                 sound: Callable[[Packed], str] | None = None, write: Callable[[int, Packed, Mapping[str, Any]], Checkpoint | None] | None = None) -> None:
+    def __init__(
+        self,
+        torch: Any,
+        saves: CheckpointFolder,
+        kind: str,
+        clocks: WriterClocks,
+        say: Callable[[str], None],
+        *,
+        every: int | None = None,
+        share: float = SHARE,
+        sound: Callable[[Packed], str] | None = None,
+        write: Callable[[int, Packed, Mapping[str, Any]], Checkpoint | None] | None = None,
+    ) -> None:
         self.saves, self.kind, self.clocks, self.say = saves, kind, clocks, say
         self.every, self.share, self.sound = every, share, sound
-        self._write_copy = write if write is not None else lambda step, copy, metadata: saves.write(kind, step, {"": copy}, metadata)
+        self._write_copy = (
+            write
+            if write is not None
+            else lambda step, copy, metadata: saves.write(kind, step, {"": copy}, metadata)
+        )
         self.cost = CheckpointCost()
         self.last: Checkpoint | None = None
         self.interrupted_every_s: Callable[[], float] = lambda: math.inf
@@ -96,9 +111,15 @@ class CheckpointWriter:
     def _pause_s(self) -> float:
         cost_s = self.cost.last_s
         longest_s, mean_s = cost_s / self.share, self.interrupted_every_s()
-        return longest_s if mean_s == math.inf else min(longest_s, max(longest_s / MOST_SHARES, math.sqrt(2 * cost_s * mean_s)))
+        return (
+            longest_s
+            if mean_s == math.inf
+            else min(longest_s, max(longest_s / MOST_SHARES, math.sqrt(2 * cost_s * mean_s)))
+        )
 
-    def save(self, step: int, packed: Packed, metadata: Mapping[str, Any], since_s: float | None = None) -> None:
+    def save(
+        self, step: int, packed: Packed, metadata: Mapping[str, Any], since_s: float | None = None
+    ) -> None:
         """Copy the state and return; writing happens in the background.
 
         Waits for a checkpoint still being written.
@@ -109,13 +130,17 @@ class CheckpointWriter:
         self._join()
         try:
             copy = self._snapshot.take(packed)
-            writing = threading.Thread(target=self._write, args=(step, copy, dict(metadata)), name="flatout saves", daemon=True)
+            writing = threading.Thread(
+                target=self._write, args=(step, copy, dict(metadata)), name="flatout saves", daemon=True
+            )
             self._waited(step, began_s)  # before the thread adds to it
             writing.start()
             self._writing = writing
         except (MemoryError, RuntimeError) as error:  # no memory for a copy, or no more threads allowed
             self._waited(step, began_s)
-            self._complain(f"step {step} was not saved: its state could not be copied ({error}). The training continues.")
+            self._complain(
+                f"step {step} was not saved: its state could not be copied ({error}). The training continues."
+            )
 
     def _waited(self, step: int, since_s: float) -> None:
         self._began_s = self.clocks.wall_s()
@@ -163,7 +188,9 @@ class CheckpointWriter:
         except FlatoutError as error:
             self._complain(f"step {step} was not saved: {error} The training continues.")
         except Exception as error:  # a thread that dies would go unnoticed
-            self._complain(f"step {step} was not saved ({type(error).__name__}: {error}). The training continues.")
+            self._complain(
+                f"step {step} was not saved ({type(error).__name__}: {error}). The training continues."
+            )
         worked_s = self.clocks.thread_s() - began_s
         self.cost.worked_s += worked_s
         self.cost.last_s += worked_s

@@ -37,7 +37,11 @@ def slice_of(divided: Any) -> Slice | None:
     if any(placement.is_partial() for placement in divided.placements):
         return None
     pieces = divided.detach().__create_chunk_list__()
-    return Slice(divided.detach().to_local(), tuple(divided.shape), tuple(pieces[0].offsets)) if len(pieces) == 1 else None
+    return (
+        Slice(divided.detach().to_local(), tuple(divided.shape), tuple(pieces[0].offsets))
+        if len(pieces) == 1
+        else None
+    )
 
 
 def slices_in(state: Any) -> dict[Any, Any]:
@@ -57,7 +61,11 @@ def filled(torch: Any, state: Any, like: Callable[[Where], Any], parts: Iterable
     ``like(where)`` returns the live tensor at a place, or None. ``parts`` are the `slices_in` of the saved
     ranks, read only as far as needed.
     """
-    holes = {where: hole for where, saved in _leaves(state, ()) if (hole := _hole(torch, saved, like, where)) is not None}
+    holes = {
+        where: hole
+        for where, saved in _leaves(state, ())
+        if (hole := _hole(torch, saved, like, where)) is not None
+    }
     coming = chain([state], parts)
     while any(hole.missing for hole in holes.values()) and (part := next(coming, None)) is not None:
         for where, saved in _leaves(part, ()):
@@ -87,11 +95,18 @@ class _Hole:
             return
         self._seen.add(box)
         starts = [max(a, b) for a, b in zip(self.offsets, piece.offsets, strict=True)]
-        ends = [min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.local.shape, piece.offsets, piece.local.shape, strict=True)]
+        ends = [
+            min(a + n, b + m)
+            for a, n, b, m in zip(
+                self.offsets, self.local.shape, piece.offsets, piece.local.shape, strict=True
+            )
+        ]
         if any(start >= end for start, end in zip(starts, ends, strict=True)):
             return
-        to, of = (tuple(slice(start - at, end - at) for start, end, at in zip(starts, ends, offsets, strict=True))
-                  for offsets in (self.offsets, piece.offsets))
+        to, of = (
+            tuple(slice(start - at, end - at) for start, end, at in zip(starts, ends, offsets, strict=True))
+            for offsets in (self.offsets, piece.offsets)
+        )
         self.local[to] = piece.local[of]
         self.missing -= prod(end - start for start, end in zip(starts, ends, strict=True))
 
@@ -100,7 +115,9 @@ class _Hole:
             return self.local
         like, made = self.like.detach(), sys.modules["torch.distributed.tensor"].DTensor
         here = self.local.to(like.to_local().device)
-        return made.from_local(here, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+        return made.from_local(
+            here, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
 
 
 def _hole(torch: Any, saved: Any, like: Callable[[Where], Any], where: Where) -> _Hole | None:
@@ -108,7 +125,9 @@ def _hole(torch: Any, saved: Any, like: Callable[[Where], Any], where: Where) ->
     if isinstance(saved, Slice):
         now = like(where)
         if now is not None and tuple(now.shape) != saved.shape:
-            raise SaveError(f"{_spelled(where)} was sharded and has shape {list(saved.shape)}, but its tensor has shape {list(now.shape)} now")
+            raise SaveError(
+                f"{_spelled(where)} was sharded and has shape {list(saved.shape)}, but its tensor has shape {list(now.shape)} now"
+            )
         return _Hole(torch, now, saved.shape, saved.local.dtype)
     if isinstance(saved, torch.Tensor) and is_divided(now := like(where)) and now.shape == saved.shape:
         return _Hole(torch, now, tuple(saved.shape), saved.dtype)

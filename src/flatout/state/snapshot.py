@@ -25,7 +25,9 @@ class Snapshot:
             copy = self._kept.get(name)
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
                 # Name the device: a program may have set another default (torch.set_default_device).
-                copy = self.torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+                copy = self.torch.empty(
+                    tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda
+                )
             kept[name] = copy.copy_(tensor, non_blocking=True)
             if tensor.is_cuda:
                 devices.add(tensor.device)

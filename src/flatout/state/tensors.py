@@ -21,9 +21,26 @@ from flatout.plan.errors import SaveError
 from flatout.state.bounded import from_json
 from flatout.state.disk import HashedFileReader, Stored, write_file
 
-SPELLED = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "bool": "BOOL",
-           "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
-           "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ"}
+SPELLED = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "complex64": "C64",
+    "bool": "BOOL",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+}
 NAMED = {spelled: name for name, spelled in SPELLED.items()}
 MOST_HEAD_BYTES = 100_000_000  # the format's own limit
 MOST_DIMENSIONS = 64
@@ -31,7 +48,9 @@ MOST_DIMENSIONS = 64
 
 def write_tensors(path: Path, tensors: Mapping[str, Any]) -> Stored:
     """Raises OSError. Tensors of other devices are copied to the host one by one."""
-    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))  # keeps each tensor aligned to its elements
+    ordered = dict(
+        sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    )  # keeps each tensor aligned to its elements
     return write_file(path, _parts(ordered))
 
 
@@ -41,7 +60,11 @@ def _parts(tensors: Mapping[str, Any]) -> Iterator[bytes | memoryview]:
     for name, tensor in tensors.items():
         spelled = SPELLED.get(str(tensor.dtype).removeprefix("torch."))
         size = tensor.numel() * tensor.element_size()
-        head[name] = {"dtype": spelled or "U8", "shape": list(tensor.shape) if spelled else [size], "data_offsets": [at, at + size]}
+        head[name] = {
+            "dtype": spelled or "U8",
+            "shape": list(tensor.shape) if spelled else [size],
+            "data_offsets": [at, at + size],
+        }
         at += size
     text = json.dumps(head, separators=(",", ":"), ensure_ascii=True).encode()
     text += b" " * (-len(text) % 8)
@@ -54,7 +77,11 @@ def _parts(tensors: Mapping[str, Any]) -> Iterator[bytes | memoryview]:
 
 def _memory_of(tensor: Any) -> memoryview:
     size = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
+    return (
+        memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+        if size
+        else memoryview(b"")
+    )
 
 
 def read_tensors(torch: Any, path: Path, stored: Stored) -> dict[str, Any]:
@@ -67,8 +94,19 @@ def read_tensors(torch: Any, path: Path, stored: Stored) -> dict[str, Any]:
             if file.so_far != stored:
                 raise SaveError(f"{path.name} is not what was written: its digest differs")
             return found
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, MemoryError, OverflowError) as error:
-        raise SaveError(f"{path.name} is not a valid tensor file ({type(error).__name__}: {str(error)[:200]})") from None
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RuntimeError,
+        MemoryError,
+        OverflowError,
+    ) as error:
+        raise SaveError(
+            f"{path.name} is not a valid tensor file ({type(error).__name__}: {str(error)[:200]})"
+        ) from None
 
 
 def _tensors_in(torch: Any, file: HashedFileReader) -> dict[str, Any]:
@@ -94,8 +132,14 @@ def _tensors_in(torch: Any, file: HashedFileReader) -> dict[str, Any]:
 
 def _empty(torch: Any, metadata: dict[str, Any], at: int, most_bytes: int) -> Any:
     """Allocate the tensor that begins ``at``. Rejects gaps, overlaps and sizes beyond the file."""
-    dtype, shape, (start, end) = getattr(torch, NAMED[metadata["dtype"]]), metadata["shape"], metadata["data_offsets"]
-    if len(shape) > MOST_DIMENSIONS or any(type(each) is not int or each < 0 for each in (*shape, start, end)):
+    dtype, shape, (start, end) = (
+        getattr(torch, NAMED[metadata["dtype"]]),
+        metadata["shape"],
+        metadata["data_offsets"],
+    )
+    if len(shape) > MOST_DIMENSIONS or any(
+        type(each) is not int or each < 0 for each in (*shape, start, end)
+    ):
         raise ValueError("it has invalid sizes")
     if start != at or end > most_bytes or end - start != prod(shape) * dtype.itemsize:
         raise ValueError("its tensors are not contiguous")

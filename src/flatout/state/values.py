@@ -47,7 +47,14 @@ from flatout.state.slices import Slice, is_divided, slice_of
 DEEPEST = 64
 MANY, LARGE_BYTES = 64, 4096
 WORD = 1 << 63
-FACTORIES: dict[str, Callable[[], Any]] = {"list": list, "dict": dict, "int": int, "float": float, "set": set, "str": str}
+FACTORIES: dict[str, Callable[[], Any]] = {
+    "list": list,
+    "dict": dict,
+    "int": int,
+    "float": float,
+    "set": set,
+    "str": str,
+}
 PAIRS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 ROWS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
 MADE_OF = {name: kind for kind, name in (PAIRS | ROWS).items()}
@@ -87,12 +94,20 @@ class _Packer:
         if value is None or kind in (bool, str):
             return value
         if kind is int:
-            return value if -WORD <= value < WORD else {"int": hex(value)}  # the only way for thousands of digits
+            return (
+                value if -WORD <= value < WORD else {"int": hex(value)}
+            )  # the only way for thousands of digits
         if kind is float:
             return value if math.isfinite(value) else {"float": repr(value)}
         if depth > DEEPEST or id(value) in self.around:
             return self._missing(value, where)
-        if kind in (list, tuple) and len(value) >= MANY and set(map(type, value)) == {int} and min(value) >= -WORD and max(value) < WORD:
+        if (
+            kind in (list, tuple)
+            and len(value) >= MANY
+            and set(map(type, value)) == {int}
+            and min(value) >= -WORD
+            and max(value) < WORD
+        ):
             return {"ints": [kind.__name__, _text(_little(array("q", value)).tobytes())]}
         self.around.add(id(value))
         try:
@@ -109,7 +124,11 @@ class _Packer:
             return {ROWS[kind]: self._rows(value, where, depth)}
         if kind is defaultdict:
             factory = next((name for name, made in FACTORIES.items() if made is value.default_factory), None)
-            return self._missing(value, where) if factory is None else {"default": [factory, self._pairs(value, where, depth)]}
+            return (
+                self._missing(value, where)
+                if factory is None
+                else {"default": [factory, self._pairs(value, where, depth)]}
+            )
         if kind is deque:
             return {"deque": [self._rows(value, where, depth), value.maxlen]}
         if kind is complex:
@@ -133,11 +152,26 @@ class _Packer:
         if is_divided(value):
             mine = slice_of(value)
             if mine is not None:
-                return {"slice": self._tensor(mine.local, where), "shape": list(mine.shape), "at": list(mine.offsets)}
+                return {
+                    "slice": self._tensor(mine.local, where),
+                    "shape": list(mine.shape),
+                    "at": list(mine.offsets),
+                }
         numpy = sys.modules.get("numpy")
-        if numpy is not None and kind is numpy.ndarray and not value.dtype.hasobject and value.dtype.names is None:
+        if (
+            numpy is not None
+            and kind is numpy.ndarray
+            and not value.dtype.hasobject
+            and value.dtype.names is None
+        ):
             return self._array(value, where)
-        if numpy is not None and isinstance(value, numpy.generic) and kind is value.dtype.type and not value.dtype.hasobject and value.dtype.names is None:
+        if (
+            numpy is not None
+            and isinstance(value, numpy.generic)
+            and kind is value.dtype.type
+            and not value.dtype.hasobject
+            and value.dtype.names is None
+        ):
             return {"scalar": [value.dtype.str, _text(value.tobytes())]}
         return self._missing(value, where)
 
@@ -151,17 +185,31 @@ class _Packer:
 
     def _tensor(self, tensor: Any, where: str) -> Any:
         tensor = tensor.detach()
-        if tensor.layout is not self.torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_conj() or tensor.is_neg():
+        if (
+            tensor.layout is not self.torch.strided
+            or tensor.is_quantized
+            or tensor.is_meta
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ):
             return self._missing(tensor, where)
         order = sorted(range(tensor.dim()), key=lambda at: (-tensor.stride(at), at))
         if not tensor.permute(order).is_contiguous():  # a view or expanded: copy its bytes in order
             order = list(range(tensor.dim()))
-        same = (tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.data_ptr()) if tensor.numel() else id(tensor)
+        same = (
+            (tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.data_ptr())
+            if tensor.numel()
+            else id(tensor)
+        )
         name = self.known.get(same)
         if name is None:
             name = self.known[same] = self._name(where)
             self.packed.tensors[name] = tensor.permute(order)
-        metadata = {"tensor": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        metadata = {
+            "tensor": name,
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+        }
         return metadata if order == list(range(tensor.dim())) else {**metadata, "order": order}
 
     def _name(self, where: str) -> str:
@@ -177,7 +225,13 @@ class _Packer:
     def _pairs(self, values: Mapping[Any, Any], where: str, depth: int) -> list[list[Any]]:
         found = []
         for key, value in values.items():
-            at = f"{where}.{key}" if where and type(key) is str else key if type(key) is str else f"{where}[{repr(key)[:80]}]"
+            at = (
+                f"{where}.{key}"
+                if where and type(key) is str
+                else key
+                if type(key) is str
+                else f"{where}[{repr(key)[:80]}]"
+            )
             packed_key, packed = self._of(key, at, depth + 1), self._of(value, at, depth + 1)
             if not any(type(each) is dict and "missing" in each for each in (packed_key, packed)):
                 found.append([packed_key, packed])
@@ -196,8 +250,19 @@ def unpack(torch: Any, tree: Any, tensors: Mapping[str, Any]) -> Any:
     """
     try:
         return _value_of(torch, tree, tensors, 0)
-    except (KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError, RuntimeError, MemoryError) as error:
-        raise SaveError(f"a value in it cannot be read ({type(error).__name__}: {str(error)[:200]})") from None
+    except (
+        KeyError,
+        IndexError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RuntimeError,
+        MemoryError,
+    ) as error:
+        raise SaveError(
+            f"a value in it cannot be read ({type(error).__name__}: {str(error)[:200]})"
+        ) from None
 
 
 def _value_of(torch: Any, tree: Any, tensors: Mapping[str, Any], depth: int) -> Any:
@@ -222,11 +287,17 @@ def _value_of(torch: Any, tree: Any, tensors: Mapping[str, Any], depth: int) -> 
             made[inside(key)] = inside(value)
         return made
     if kind == "default":
-        return defaultdict(FACTORIES[metadata[0]], ((inside(key), inside(value)) for key, value in metadata[1]))
+        return defaultdict(
+            FACTORIES[metadata[0]], ((inside(key), inside(value)) for key, value in metadata[1])
+        )
     if kind == "deque":
         return deque((inside(each) for each in metadata[0]), metadata[1])
     if kind in ROWS.values():
-        return MADE_OF[kind](inside(each) for each in metadata if kind == "tuple" or type(each) is not dict or "missing" not in each)
+        return MADE_OF[kind](
+            inside(each)
+            for each in metadata
+            if kind == "tuple" or type(each) is not dict or "missing" not in each
+        )
     return _leaf_of(torch, kind, metadata, inside)
 
 
@@ -273,14 +344,21 @@ def _tensor_of(torch: Any, metadata: dict[str, Any], tensors: Mapping[str, Any])
     order = metadata.get("order", list(range(len(shape))))
     if sorted(order) != list(range(len(shape))):
         raise ValueError("its dimensions have no valid order")
-    found = tensors[metadata["tensor"]].view(_dtype(torch, metadata["dtype"])).reshape([shape[at] for at in order])
+    found = (
+        tensors[metadata["tensor"]]
+        .view(_dtype(torch, metadata["dtype"]))
+        .reshape([shape[at] for at in order])
+    )
     return found.permute([order.index(at) for at in range(len(order))])
 
 
 def _slice_of(torch: Any, metadata: dict[str, Any], tensors: Mapping[str, Any]) -> Slice:
     local, shape, at = _tensor_of(torch, metadata["slice"], tensors), metadata["shape"], metadata["at"]
-    if not len(shape) == len(at) == local.dim() or any(type(each) is not int or each < 0 for each in (*shape, *at)) or any(
-            start + size > whole for start, size, whole in zip(at, local.shape, shape, strict=True)):
+    if (
+        not len(shape) == len(at) == local.dim()
+        or any(type(each) is not int or each < 0 for each in (*shape, *at))
+        or any(start + size > whole for start, size, whole in zip(at, local.shape, shape, strict=True))
+    ):
         raise ValueError("its slice is out of bounds")
     return Slice(local, tuple(shape), tuple(at))
 

@@ -42,7 +42,11 @@ def counters(thing: Any) -> dict[str, Any]:
 
 
 def changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in now.items() if name not in before or (before[name] is not value and before[name] != value)}
+    return {
+        name: value
+        for name, value in now.items()
+        if name not in before or (before[name] is not value and before[name] != value)
+    }
 
 
 class WorkerStateCollate:
@@ -52,8 +56,21 @@ class WorkerStateCollate:
     first fetch a batch again. ``find`` returns the random generators that an object holds.
     """
 
-    def __init__(self, collate_fn: Any, worker_init_fn: Any, find: Find | None, standing: list[dict[str, Any] | None], again: int) -> None:
-        self.collate_fn, self.worker_init_fn, self.find, self.standing, self.again = collate_fn, worker_init_fn, find, standing, again
+    def __init__(
+        self,
+        collate_fn: Any,
+        worker_init_fn: Any,
+        find: Find | None,
+        standing: list[dict[str, Any] | None],
+        again: int,
+    ) -> None:
+        self.collate_fn, self.worker_init_fn, self.find, self.standing, self.again = (
+            collate_fn,
+            worker_init_fn,
+            find,
+            standing,
+            again,
+        )
         self._own: list[Any] | None = None
         self._sent: dict[str, Any] | None = None
         self._counters: dict[str, Any] = {}
@@ -98,6 +115,8 @@ class WorkerStateCollate:
     def _go_on(self, torch: Any, info: Any) -> None:
         standing = self.standing[info.id] if info.id < len(self.standing) else None
         if standing is not None:
-            self._said = set_random_states(torch, standing, self._generators(info) if standing.get("own") else ())
+            self._said = set_random_states(
+                torch, standing, self._generators(info) if standing.get("own") else ()
+            )
             if "counters" in standing:
                 vars(info.dataset).update(standing["counters"])

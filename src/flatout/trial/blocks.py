@@ -94,7 +94,9 @@ class BlockTimer:
         """
         self.catch_up(trial, from_tick)
         ticks = self.block_ticks
-        times = trial.go(ticks, self.deadline(ticks), LONGEST_BLOCK * max(ticks * self.tick_ms, BLOCK_MS) / 1000)
+        times = trial.go(
+            ticks, self.deadline(ticks), LONGEST_BLOCK * max(ticks * self.tick_ms, BLOCK_MS) / 1000
+        )
         skipped = min(max(1 if len(times) >= 4 else 0, self.prefetched_ticks), len(times) // 2)
         return block_ms(times[skipped:])
 
@@ -119,8 +121,16 @@ class BlockTimer:
         for left in (*answer["skipped"], *answer["reports"]):
             raise LeverFailed(left["name"], left["reason"])
 
-    def live(self, trial: Trial, a: Sequence[Choice], b: Sequence[Choice], until_s: float, settle_ticks: int = 1,
-             recorded: Callable[[Ratio], None] = lambda ratio: None, enough: Callable[[Ratio, int], bool] = decided) -> Ratio:
+    def live(
+        self,
+        trial: Trial,
+        a: Sequence[Choice],
+        b: Sequence[Choice],
+        until_s: float,
+        settle_ticks: int = 1,
+        recorded: Callable[[Ratio], None] = lambda ratio: None,
+        enough: Callable[[Ratio, int], bool] = decided,
+    ) -> Ratio:
         """Compare B with A inside one program, with at least one round.
 
         Ends at ``until_s``, or early when ``enough(ratio, rounds)``.

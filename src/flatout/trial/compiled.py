@@ -20,7 +20,9 @@ def compiled() -> Compiled | None:
     if dynamo is None or not dynamo.counters["frames"].get("total"):
         return None
     breaks = dynamo.counters.get("graph_break", {})
-    found = Compiled(graphs=int(dynamo.counters["stats"].get("unique_graphs", 0)), breaks=int(sum(breaks.values())))
+    found = Compiled(
+        graphs=int(dynamo.counters["stats"].get("unique_graphs", 0)), breaks=int(sum(breaks.values()))
+    )
     found.reasons = [_sentence(reason) for reason, _ in breaks.most_common(8)] if breaks else []
     lines = []
     for metrics in list(getattr(dynamo, "_compilation_metrics", ())):

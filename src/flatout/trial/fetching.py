@@ -37,7 +37,9 @@ def fetches(torch: Any, context: Any) -> list[dict[str, Any]]:
 
 def _fetch(torch: Any, loader: Any) -> dict[str, Any]:
     kinds = torch.utils.data.dataloader._DatasetKind
-    fetcher = kinds.create_fetcher(loader._dataset_kind, loader.dataset, loader._auto_collation, loader.collate_fn, loader.drop_last)
+    fetcher = kinds.create_fetcher(
+        loader._dataset_kind, loader.dataset, loader._auto_collation, loader.collate_fn, loader.drop_last
+    )
     indices = iter(loader._index_sampler)
     clock, until_s, times = HostClock(), seconds() + LONGEST_S / 2, []
     for _ in range(BATCHES):
@@ -60,5 +62,8 @@ def _fetch(torch: Any, loader: Any) -> dict[str, Any]:
         return {}
     slow = timer.ns.most_common(1)
     place = place_of(slow[0][0]) if slow else None
-    return {"fetch_ms": median(times), "slow_place": place.to_json() if place else None,
-            "slow_share": slow[0][1] / max(1, timer.ns.total()) if slow else None}
+    return {
+        "fetch_ms": median(times),
+        "slow_place": place.to_json() if place else None,
+        "slow_share": slow[0][1] / max(1, timer.ns.total()) if slow else None,
+    }

@@ -80,7 +80,18 @@ class LineProbe(Probe):
         if not whole:
             return {"between": None}
         top = whole.most_common(1)[0][0]
-        near = sorted((line for line in whole if line[0] is top[0] and abs(line[1] - top[1]) <= OTHER_PROCESSES), key=lambda line: -whole[line])
+        near = sorted(
+            (line for line in whole if line[0] is top[0] and abs(line[1] - top[1]) <= OTHER_PROCESSES),
+            key=lambda line: -whole[line],
+        )
         # The median over the steps ignores rare events, such as a validation or a checkpoint.
         ns = median([sum(tick[line] for line in near) for tick in self.recorded])
-        return {"between": {"calls": 1.0, "ms": ns / 1e6, "places": [place.to_json() for line in near[:PLACES] if (place := place_of(line)) is not None]}}
+        return {
+            "between": {
+                "calls": 1.0,
+                "ms": ns / 1e6,
+                "places": [
+                    place.to_json() for line in near[:PLACES] if (place := place_of(line)) is not None
+                ],
+            }
+        }

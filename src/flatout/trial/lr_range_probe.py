@@ -21,9 +21,16 @@ class LrRangeProbe(Probe):
 
     def begin(self) -> None:
         self.low, self.factor = self.requested.get("low"), float(self.requested.get("factor", 1.0))
-        self.groups = [group for optimizer in self.context.optimizers for group in optimizer.param_groups if "lr" in group]
+        self.groups = [
+            group
+            for optimizer in self.context.optimizers
+            for group in optimizer.param_groups
+            if "lr" in group
+        ]
         if not self.groups:
-            raise ProbeUnavailable("this program updates its parameters without an optimizer that has a learning rate")
+            raise ProbeUnavailable(
+                "this program updates its parameters without an optimizer that has a learning rate"
+            )
         self.before = [float(group["lr"]) for group in self.groups]
         first = self.before[0] or 1.0
         self.share = [lr / first if first else 1.0 for lr in self.before]
@@ -31,7 +38,14 @@ class LrRangeProbe(Probe):
         self.losses: list[list[Any]] = [[]]
         self.rates: list[float] = []
         name = self.requested.get("optimizer")
-        made = [OptimizerStandIn(self.torch, optimizer, name, self.requested.get("options", {})) for optimizer in self.context.optimizers] if name else []
+        made = (
+            [
+                OptimizerStandIn(self.torch, optimizer, name, self.requested.get("options", {}))
+                for optimizer in self.context.optimizers
+            ]
+            if name
+            else []
+        )
         self.stand_ins = {id(each.own): each for each in made}
         self.failed: Exception | None = None
 
@@ -63,7 +77,11 @@ class LrRangeProbe(Probe):
         self.losses.append([])
 
     def _rate(self) -> float:
-        return float(self.groups[0]["lr"]) if self.low is None else float(self.low) * self.factor ** len(self.rates)
+        return (
+            float(self.groups[0]["lr"])
+            if self.low is None
+            else float(self.low) * self.factor ** len(self.rates)
+        )
 
     def _set(self, rate: float) -> None:
         for group, share in zip(self.groups, self.share, strict=True):
@@ -84,10 +102,19 @@ class LrRangeProbe(Probe):
         return self._observed()
 
     def _observed(self) -> dict[str, Any]:
-        losses = [sum(map(float, recorded)) / len(recorded) if recorded else None for recorded in self.losses[:len(self.rates)]]
-        named = next(iter(self.stand_ins.values())).optimizer if self.stand_ins else self.context.optimizers[0]
-        return {"lr": self.rates, "losses": [loss if loss is not None and math.isfinite(loss) else None for loss in losses], "groups": self.before,
-                "optimizer": type(named).__name__}
+        losses = [
+            sum(map(float, recorded)) / len(recorded) if recorded else None
+            for recorded in self.losses[: len(self.rates)]
+        ]
+        named = (
+            next(iter(self.stand_ins.values())).optimizer if self.stand_ins else self.context.optimizers[0]
+        )
+        return {
+            "lr": self.rates,
+            "losses": [loss if loss is not None and math.isfinite(loss) else None for loss in losses],
+            "groups": self.before,
+            "optimizer": type(named).__name__,
+        }
 
 
 class OptimizerStandIn:
@@ -101,7 +128,10 @@ class OptimizerStandIn:
         kind = _class_of(torch, name)
         knows = inspect.signature(kind).parameters
         shared = [key for key in ("lr", "weight_decay") if key in knows and key not in options]
-        groups = [{"params": list(group["params"]), **{key: group[key] for key in shared if key in group}} for group in own.param_groups]
+        groups = [
+            {"params": list(group["params"]), **{key: group[key] for key in shared if key in group}}
+            for group in own.param_groups
+        ]
         self.own, self.optimizer = own, kind(groups, **options)
         # Torch wraps step() with hooks when the first object is created
         self._silent_step = getattr(kind.step, "__wrapped__", kind.step)
@@ -109,8 +139,12 @@ class OptimizerStandIn:
 
     def before(self) -> None:
         if getattr(self.own, "grad_scale", None) is not None:
-            raise LookupError(f"{type(self.own).__name__} itself unscales the gradients of the GradScaler (fused=True), so no other optimizer can use them")
-        self._gradients = [(p, p.grad) for group in self.own.param_groups for p in group["params"] if p.grad is not None]
+            raise LookupError(
+                f"{type(self.own).__name__} itself unscales the gradients of the GradScaler (fused=True), so no other optimizer can use them"
+            )
+        self._gradients = [
+            (p, p.grad) for group in self.own.param_groups for p in group["params"] if p.grad is not None
+        ]
         for parameter, _ in self._gradients:
             parameter.grad = None
         for mine, group in zip(self.optimizer.param_groups, self.own.param_groups, strict=False):
@@ -127,9 +161,15 @@ def _class_of(torch: Any, name: str) -> Any:
     module, _, last = name.rpartition(".")
     if module:
         return getattr(import_module(module), last)
-    kinds = {each.lower(): value for each, value in vars(torch.optim).items() if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)}
+    kinds = {
+        each.lower(): value
+        for each, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+    }
     if name.lower() not in kinds or name.lower() == "optimizer":
-        raise LookupError(f"torch.optim has no optimizer {name}; it has {', '.join(sorted(set(kinds) - {'optimizer'}))}")
+        raise LookupError(
+            f"torch.optim has no optimizer {name}; it has {', '.join(sorted(set(kinds) - {'optimizer'}))}"
+        )
     return kinds[name.lower()]
 
 

@@ -21,7 +21,13 @@ from typing import Any
 
 from flatout.capture.batches import resized, samples_in, tensors_of
 from flatout.capture.fake_execution import FakeExecution
-from flatout.measure.memory_blocks import CUDA_ROUNDING_BYTES, TEMPORARY, MemoryBlock, MemoryBlockTracker, Peak
+from flatout.measure.memory_blocks import (
+    CUDA_ROUNDING_BYTES,
+    TEMPORARY,
+    MemoryBlock,
+    MemoryBlockTracker,
+    Peak,
+)
 from flatout.measure.parity import tensors_in
 from flatout.trial.spec import TrialSpec
 from flatout.trial.worker import Worker
@@ -142,7 +148,9 @@ class MemoryPredictor(Worker):
     def _enter(self, batch: Any = None, iterator: Any = None) -> None:
         """Count what is alive, and stop computing from here on."""
         if iterator is not None:
-            loader = next((loader for loader in self.context.live_loaders if loader.dataset is iterator._dataset), None)
+            loader = next(
+                (loader for loader in self.context.live_loaders if loader.dataset is iterator._dataset), None
+            )
             self.samples = samples_in(batch, getattr(loader, "batch_size", None))
             self.loader = self.context.number_of_loader(loader)
             self.length = self.context.loaders[self.loader]["length"] if self.loader is not None else None
@@ -154,19 +162,37 @@ class MemoryPredictor(Worker):
         self.simulated = bool(self.spec.requested.get("cuda")) and device_type != "cuda"
         if self.simulated or device_type == "cuda":
             self.blocks = MemoryBlockTracker(CUDA_ROUNDING_BYTES)
-        self.pretended = FakeExecution(self.torch, self.ledger, self._born, self._gone, device_type, not self.simulated)
+        self.pretended = FakeExecution(
+            self.torch, self.ledger, self._born, self._gone, device_type, not self.simulated
+        )
         self._count_what_lives(batch)
         self.kind_of_real = "inputs"  # later real tensors are made by the program from its data
         modules = self.torch.nn.modules.module
-        self.ledger.call("forward pre-hook", modules.register_module_forward_pre_hook(self._module_begins).remove)
-        self.ledger.call("forward hook", modules.register_module_forward_hook(self._module_ends, always_call=True).remove)
+        self.ledger.call(
+            "forward pre-hook", modules.register_module_forward_pre_hook(self._module_begins).remove
+        )
+        self.ledger.call(
+            "forward hook", modules.register_module_forward_hook(self._module_ends, always_call=True).remove
+        )
         self._leave_compilers_out()
         if self.simulated:
             self._as_on_cuda()
         self.pretended.install()
-        self._answer({"ready": True, "unit": "step", "ticks": 0, "tick_ms": 0.0, "device": device_type,
-                      "device_index": self.context.device.index, "samples": self.samples,
-                      "loader": self.loader, "length": self.length, "simulated": self.simulated, "why_not": self._why_not()})
+        self._answer(
+            {
+                "ready": True,
+                "unit": "step",
+                "ticks": 0,
+                "tick_ms": 0.0,
+                "device": device_type,
+                "device_index": self.context.device.index,
+                "samples": self.samples,
+                "loader": self.loader,
+                "length": self.length,
+                "simulated": self.simulated,
+                "why_not": self._why_not(),
+            }
+        )
         self._obey()
 
     def _why_not(self) -> str:
@@ -191,8 +217,16 @@ class MemoryPredictor(Worker):
     def _save(self) -> None:
         """Save what the program gets back at the end: gradients and the state of its optimizers."""
         gradients = [(p, p.grad) for p in self.context.parameters]
-        states = [(optimizer, {p: dict(state) if isinstance(state, dict) else state for p, state in optimizer.state.items()})
-                  for optimizer in self.context.optimizers]
+        states = [
+            (
+                optimizer,
+                {
+                    p: dict(state) if isinstance(state, dict) else state
+                    for p, state in optimizer.state.items()
+                },
+            )
+            for optimizer in self.context.optimizers
+        ]
 
         def put_back() -> None:
             for parameter, gradient in gradients:
@@ -216,12 +250,23 @@ class MemoryPredictor(Worker):
             if issubclass(type(module), torch.nn.Module):
                 kinds.update({id(b): "buffers" for b in module._buffers.values() if b is not None})
                 kinds.update({id(p): "parameters" for p in module._parameters.values() if p is not None})
-        for parameter in [thing for thing in things if issubclass(type(thing), torch.nn.Parameter)] + self.context.parameters:
+        for parameter in [
+            thing for thing in things if issubclass(type(thing), torch.nn.Parameter)
+        ] + self.context.parameters:
             kinds[id(parameter)] = "parameters"
             if parameter.grad is not None:
                 kinds[id(parameter.grad)] = "gradients"
-        kinds.update({id(v): "optimizer state" for o in self.context.optimizers for state in o.state.values() for v in tensors_in(state, torch)})
-        tensors = [thing for thing in things if issubclass(type(thing), torch.Tensor) and id(thing) not in given]
+        kinds.update(
+            {
+                id(v): "optimizer state"
+                for o in self.context.optimizers
+                for state in o.state.values()
+                for v in tensors_in(state, torch)
+            }
+        )
+        tensors = [
+            thing for thing in things if issubclass(type(thing), torch.Tensor) and id(thing) not in given
+        ]
         # A storage has the purpose of its first tensor
         for tensor in sorted(tensors, key=lambda tensor: id(tensor) not in kinds):
             self.kind_of_real = kinds.get(id(tensor), HELD)
@@ -231,7 +276,11 @@ class MemoryPredictor(Worker):
     # -- blocks ---------------------------------------------------------------------------------------------------------
 
     def _born(self, size_bytes: int, real: bool) -> MemoryBlock:
-        return self.blocks.take(size_bytes, self.kind_of_real if real else TEMPORARY, self.open[-1] if self.open else "outside the model")
+        return self.blocks.take(
+            size_bytes,
+            self.kind_of_real if real else TEMPORARY,
+            self.open[-1] if self.open else "outside the model",
+        )
 
     def _gone(self, block: MemoryBlock) -> None:
         self.blocks.give_back(block)
@@ -265,7 +314,12 @@ class MemoryPredictor(Worker):
         if self.pretended is None:
             self._enter()
         if id(root) not in self.names:
-            self.names.update({id(module): ".".join(filter(None, [type(root).__name__, name])) for name, module in root.named_modules()})
+            self.names.update(
+                {
+                    id(module): ".".join(filter(None, [type(root).__name__, name]))
+                    for name, module in root.named_modules()
+                }
+            )
 
     def backward_begin(self, losses: tuple) -> None:
         if self.pretended is not None:  # otherwise a model without modules, unknown until its first step ends
@@ -274,12 +328,17 @@ class MemoryPredictor(Worker):
     def backward_end(self) -> None:
         if self.pretended is not None:
             self._are([p.grad for p in self.context.parameters], "gradients")
-            if self.context.closure_steps:  # a step may have hundreds of passes, which all take the same memory
+            if (
+                self.context.closure_steps
+            ):  # a step may have hundreds of passes, which all take the same memory
                 self._step_done("backward")
 
     def optimizer_end(self, optimizer: Any) -> None:
         if self.pretended is not None:
-            self._are([v for state in optimizer.state.values() for v in tensors_in(state, self.torch)], "optimizer state")
+            self._are(
+                [v for state in optimizer.state.values() for v in tensors_in(state, self.torch)],
+                "optimizer state",
+            )
 
     def step_end(self) -> None:
         if self.pretended is None:
@@ -299,8 +358,17 @@ class MemoryPredictor(Worker):
             self._begin_step()
             return
         found, first = self.blocks.peak(), self.first or self.blocks.peak()
-        self._answer({"batch": self.asked or self.samples, "unit": unit, "peak_bytes": found.peak_bytes, "first_peak_bytes": first.peak_bytes,
-                      "kinds": found.kinds, "by_module": found.by_module, "guessed": sorted(self.pretended.known.guessed) if self.pretended else []})
+        self._answer(
+            {
+                "batch": self.asked or self.samples,
+                "unit": unit,
+                "peak_bytes": found.peak_bytes,
+                "first_peak_bytes": first.peak_bytes,
+                "kinds": found.kinds,
+                "by_module": found.by_module,
+                "guessed": sorted(self.pretended.known.guessed) if self.pretended else [],
+            }
+        )
         self._obey()
 
     def _begin_step(self) -> None:
@@ -320,4 +388,3 @@ class MemoryPredictor(Worker):
                 self.pretended, self.context.asleep = None, True
                 self._finish(draws=False)
             self._answer({"error": f"unknown command {command['do']!r}"})
-

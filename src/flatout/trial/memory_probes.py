@@ -59,10 +59,20 @@ class AllocationRecorder(Probe):
 
     def known(self) -> dict[str, list[Any]]:
         """Return the tensors that are expected to stay alive."""
-        every = {id(p): p for root in self.context.roots for p in root.parameters()} | {id(p): p for p in self.context.parameters}
-        return {"parameters": list(every.values()), "gradients": [p.grad for p in every.values() if p.grad is not None],
-                "buffers": [b for root in self.context.roots for b in root.buffers()],
-                "optimizer state": [v for o in self.context.optimizers for state in o.state.values() for v in tensors_in(state, self.torch)]}
+        every = {id(p): p for root in self.context.roots for p in root.parameters()} | {
+            id(p): p for p in self.context.parameters
+        }
+        return {
+            "parameters": list(every.values()),
+            "gradients": [p.grad for p in every.values() if p.grad is not None],
+            "buffers": [b for root in self.context.roots for b in root.buffers()],
+            "optimizer state": [
+                v
+                for o in self.context.optimizers
+                for state in o.state.values()
+                for v in tensors_in(state, self.torch)
+            ],
+        }
 
     def in_use(self) -> int:
         """Return the bytes of all tensors known to Python, frozen ones too; on CUDA, of the allocator."""
@@ -77,7 +87,11 @@ class AllocationRecorder(Probe):
         if frozen:
             gc.freeze()
         for thing in objects:
-            if issubclass(type(thing), tensor_class) and thing.device.type == self.context.device_type and thing.layout == self.torch.strided:
+            if (
+                issubclass(type(thing), tensor_class)
+                and thing.device.type == self.context.device_type
+                and thing.layout == self.torch.strided
+            ):
                 storage = thing.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
         return sum(storages.values())
@@ -101,7 +115,11 @@ class MemoryProbe(AllocationRecorder):
 
     def begin(self) -> None:
         super().begin()
-        self.names = {id(m): name or type(root).__name__ for root in self.context.roots for name, m in self.context.without_ranks(root).named_modules()}
+        self.names = {
+            id(m): name or type(root).__name__
+            for root in self.context.roots
+            for name, m in self.context.without_ranks(root).named_modules()
+        }
         self.open: list[str] = []
         self.activations = 0
         self.by_module: Counter[str] = Counter()
@@ -122,11 +140,17 @@ class MemoryProbe(AllocationRecorder):
         self.recording = True
         modules = self.torch.nn.modules.module
         if not self.context.compiled_by_script:  # global hooks would cause a recompilation
-            self.ledger.call("forward pre-hook", modules.register_module_forward_pre_hook(self._enters).remove)
-            self.ledger.call("forward hook", modules.register_module_forward_hook(self._leaves, always_call=True).remove)
+            self.ledger.call(
+                "forward pre-hook", modules.register_module_forward_pre_hook(self._enters).remove
+            )
+            self.ledger.call(
+                "forward hook", modules.register_module_forward_hook(self._leaves, always_call=True).remove
+            )
         for parameter in self.context.parameters:
             if parameter.is_leaf:
-                self.ledger.call("gradient hook", parameter.register_post_accumulate_grad_hook(self._accumulated).remove)
+                self.ledger.call(
+                    "gradient hook", parameter.register_post_accumulate_grad_hook(self._accumulated).remove
+                )
         hooks = self.torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
         hooks.__enter__()
         self.ledger.call("saved_tensors_hooks", partial(hooks.__exit__, None, None, None))
@@ -135,9 +159,21 @@ class MemoryProbe(AllocationRecorder):
     def _settle(self) -> None:
         """Between two ticks, count again what stays alive."""
         known = self.known()
-        self.fixed = {kind: _bytes(known[kind], self.context.device_type) for kind in ("parameters", "buffers", "optimizer state")}
-        self.fixed_places = {t.untyped_storage().data_ptr() for kind in known for t in known[kind] if t.layout == self.torch.strided}
-        self.gradients = {id(p): _bytes([p.grad], self.context.device_type) for p in known["parameters"] if p.grad is not None}
+        self.fixed = {
+            kind: _bytes(known[kind], self.context.device_type)
+            for kind in ("parameters", "buffers", "optimizer state")
+        }
+        self.fixed_places = {
+            t.untyped_storage().data_ptr()
+            for kind in known
+            for t in known[kind]
+            if t.layout == self.torch.strided
+        }
+        self.gradients = {
+            id(p): _bytes([p.grad], self.context.device_type)
+            for p in known["parameters"]
+            if p.grad is not None
+        }
         self.befores.append(self.in_use())
         self._sample()
 
@@ -157,12 +193,20 @@ class MemoryProbe(AllocationRecorder):
         self._enter_inputs(batch)
 
     def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
-        self.gradients = {id(p): _bytes([p.grad], self.context.device_type) for p in self.context.parameters if p.grad is not None}
+        self.gradients = {
+            id(p): _bytes([p.grad], self.context.device_type)
+            for p in self.context.parameters
+            if p.grad is not None
+        }
         self._enter_inputs((args, kwargs))
         self._sample()
 
     def _enter_inputs(self, batch: Any) -> None:
-        found = [t for t in tensors_in(batch, self.torch) if t.device.type == self.context.device_type and t.layout == self.torch.strided]
+        found = [
+            t
+            for t in tensors_in(batch, self.torch)
+            if t.device.type == self.context.device_type and t.layout == self.torch.strided
+        ]
         self.inputs = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
 
     def optimizer_begin(self, optimizer: Any) -> None:
@@ -191,7 +235,11 @@ class MemoryProbe(AllocationRecorder):
         except (RuntimeError, NotImplementedError):  # a tensor without memory, for example one being traced
             return _Saved(tensor, None)
         kept = tensor.detach()  # an output that references itself is never freed
-        if place in self.fixed_places or place in self.inputs or tensor.device.type != self.context.device_type:
+        if (
+            place in self.fixed_places
+            or place in self.inputs
+            or tensor.device.type != self.context.device_type
+        ):
             return _Saved(kept, None)
         times = self.saved.setdefault(place, [0, size])
         times[0] += 1
@@ -221,8 +269,18 @@ class MemoryProbe(AllocationRecorder):
     def _sample(self) -> None:
         if self.modules is None:
             self.modules = {name: size for name, size in self.by_module.items() if size > 0}
-        self.moments.append(MemoryMoment(self.clock.mark(), {**self.fixed, "gradients": sum(self.gradients.values()), "activations": self.activations,
-                                                       "inputs": sum(self.inputs.values())}, self.modules))
+        self.moments.append(
+            MemoryMoment(
+                self.clock.mark(),
+                {
+                    **self.fixed,
+                    "gradients": sum(self.gradients.values()),
+                    "activations": self.activations,
+                    "inputs": sum(self.inputs.values()),
+                },
+                self.modules,
+            )
+        )
 
     # -- the end --------------------------------------------------------------------------------------------------------
 
@@ -242,7 +300,9 @@ class MemoryProbe(AllocationRecorder):
         shift = self.befores[-2] - at(running_totals(changes, 0), start, 0)
         totals = running_totals(changes, shift)
         found = seen("device" if self.around.on_device else "host", totals, shift, moments, start, end)
-        peak_ns = max((pair for pair in totals if start <= pair[0] <= end), key=lambda pair: pair[1], default=(start, 0))[0]
+        peak_ns = max(
+            (pair for pair in totals if start <= pair[0] <= end), key=lambda pair: pair[1], default=(start, 0)
+        )[0]
         before = [line for ns, line in self.lines.moments if ns + later <= peak_ns and line is not None]
         found.peak_place = place_of(before[-1]) if before else None
         found.reserved_bytes, found.retries = reserved, stats.get("num_alloc_retries") if cuda else None
@@ -261,7 +321,10 @@ class LeakProbe(AllocationRecorder):
     def begin(self) -> None:
         self.sizes: list[float] = []  # of the device
         self.resident: list[float] = []
-        self.holders = LeakFinder(self.torch, [loader.dataset for loader in self.context.live_loaders if hasattr(loader.dataset, "__dict__")])
+        self.holders = LeakFinder(
+            self.torch,
+            [loader.dataset for loader in self.context.live_loaders if hasattr(loader.dataset, "__dict__")],
+        )
         self.half = self.ticks // 2
         last = self.ticks - self.half - 1
         self.looks = {round(SETTLING_TICKS + part * (last - SETTLING_TICKS) / 3) for part in range(4)}
@@ -277,10 +340,14 @@ class LeakProbe(AllocationRecorder):
         if len(self.ends) - 1 in self.looks:
             self.holders.look(len(self.ends))
         if self.context.device_type == "cuda":
-            self.sizes.append(float(self.torch.cuda.memory_allocated(self.context.device) - _blocks(self.around.ours())))
+            self.sizes.append(
+                float(self.torch.cuda.memory_allocated(self.context.device) - _blocks(self.around.ours()))
+            )
 
     def end(self) -> dict[str, Any]:
-        held = self.holders.found([*(tensor for tensors in self.known().values() for tensor in tensors), *self.around.ours()])
+        held = self.holders.found(
+            [*(tensor for tensors in self.known().values() for tensor in tensors), *self.around.ours()]
+        )
         super().end()
         series = self.sizes
         if self.context.device_type != "cuda":
@@ -290,12 +357,29 @@ class LeakProbe(AllocationRecorder):
         series, resident = series[SETTLING_TICKS:], self.resident
         rise = slope(series)
         grows = keeps_growing(series, RARE) and rise >= LEAST_BYTES
-        leak = MemoryGrowth(rise, chance_of_growth(series), grows or bool(held and held.graph), series=series, steps=len(series),
-                    where="device" if self.around.on_device else "host")
+        leak = MemoryGrowth(
+            rise,
+            chance_of_growth(series),
+            grows or bool(held and held.graph),
+            series=series,
+            steps=len(series),
+            where="device" if self.around.on_device else "host",
+        )
         if held is not None:
-            leak.holder, leak.place, leak.graph, leak.tensors_a_step = held.holder, held.place, held.graph, held.tensors_a_step
+            leak.holder, leak.place, leak.graph, leak.tensors_a_step = (
+                held.holder,
+                held.place,
+                held.graph,
+                held.tensors_a_step,
+            )
         grown = max(resident, default=0) - min(resident, default=0) > LEAST_RESIDENT_BYTES
-        host = MemoryGrowth(slope(resident), chance_of_growth(resident), keeps_growing(resident, RARE) and grown, series=resident, steps=len(resident))
+        host = MemoryGrowth(
+            slope(resident),
+            chance_of_growth(resident),
+            keeps_growing(resident, RARE) and grown,
+            series=resident,
+            steps=len(resident),
+        )
         fullest = self.holders.fullest() if host.leaking else None
         if fullest is not None:
             host.holder, host.place = fullest.holder, fullest.place
@@ -304,7 +388,11 @@ class LeakProbe(AllocationRecorder):
 
 def _blocks(tensors: list[Any]) -> int:
     """Return the bytes of CUDA allocator blocks of some tensors; the four bytes of a loss take a block."""
-    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device.type == "cuda"}
+    sizes = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in tensors
+        if t.device.type == "cuda"
+    }
     return sum(-(-size // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES for size in sizes.values())
 
 

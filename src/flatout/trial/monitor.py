@@ -111,14 +111,36 @@ class ProgramMonitor(Listener):
         whole = max(1, self.context.steps)
         events = self.counters.seen(whole)
         if self._evaluated:
-            places = [place.to_json() for line, _ in self._evaluated.most_common(5) if (place := place_of(line)) is not None]
-            events["eval_with_grad"] = {"calls": self._evaluated.total() / whole, "ms": self._evaluated_ms / whole, "places": places}
+            places = [
+                place.to_json()
+                for line, _ in self._evaluated.most_common(5)
+                if (place := place_of(line)) is not None
+            ]
+            events["eval_with_grad"] = {
+                "calls": self._evaluated.total() / whole,
+                "ms": self._evaluated_ms / whole,
+                "places": places,
+            }
         for name, lines in (("forward", self._called), ("backward", self._walked)):
-            events[name] = {"calls": 1.0, "ms": 0.0, "places": [place.to_json() for line, _ in lines.most_common(3) if (place := place_of(line)) is not None]}
+            events[name] = {
+                "calls": 1.0,
+                "ms": 0.0,
+                "places": [
+                    place.to_json()
+                    for line, _ in lines.most_common(3)
+                    if (place := place_of(line)) is not None
+                ],
+            }
         seen = compiled()
-        return {"settings": settings(self.torch, self.context), "compiled": seen.to_json() if seen is not None else None,
-                "gc_ms": sum(self._pauses_ms) / steps, "gc_longest_ms": max(self._pauses_ms, default=0.0),
-                "gc_calls": len(self._pauses_ms) / steps, "events": events, "loaders": [seen.to_json() for seen in self._loaders(steps)]}
+        return {
+            "settings": settings(self.torch, self.context),
+            "compiled": seen.to_json() if seen is not None else None,
+            "gc_ms": sum(self._pauses_ms) / steps,
+            "gc_longest_ms": max(self._pauses_ms, default=0.0),
+            "gc_calls": len(self._pauses_ms) / steps,
+            "events": events,
+            "loaders": [seen.to_json() for seen in self._loaders(steps)],
+        }
 
     def _loaders(self, steps: int) -> list[LoaderSeen]:
         """Return one entry for each place in the script that makes loaders, in the order of creation."""
@@ -127,7 +149,16 @@ class ProgramMonitor(Listener):
             place = SourceLocation.from_json(made["place"]) if made.get("place") else None
             key = (place.file, place.line) if place is not None else number
             if key not in found:
-                same = {name: made[name] for name in ("pin_memory", "persistent_workers", "prefetch_factor", "batch_size", "dataset")}
+                same = {
+                    name: made[name]
+                    for name in (
+                        "pin_memory",
+                        "persistent_workers",
+                        "prefetch_factor",
+                        "batch_size",
+                        "dataset",
+                    )
+                }
                 found[key] = LoaderSeen(place, made=0, workers=made["num_workers"], **same)
             seen = found[key]
             seen.made += 1

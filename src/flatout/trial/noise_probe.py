@@ -33,7 +33,9 @@ class GradientNoiseProbe(Probe):
         bytes_each = 4 * sum(p.numel() for p in self.parameters)
         self.most_groups = min(MOST_GROUPS, int(SPARE * available_bytes() // max(1, bytes_each)))
         if self.most_groups < FEWEST_GROUPS:
-            raise ProbeUnavailable(f"{FEWEST_GROUPS} gradients of this model, {FEWEST_GROUPS * bytes_each / 2**30:.1f} GiB, do not fit into the memory that is free")
+            raise ProbeUnavailable(
+                f"{FEWEST_GROUPS} gradients of this model, {FEWEST_GROUPS * bytes_each / 2**30:.1f} GiB, do not fit into the memory that is free"
+            )
         self.a_group = math.ceil(self.ticks * max(1, self.context.backwards_in_last_step) / self.most_groups)
         self.open: Any = None  # what the current batch has added so far
         self.before: list[Any] = []
@@ -45,7 +47,9 @@ class GradientNoiseProbe(Probe):
         self.weights = digest(self.parameters, self.torch)
         self._keep_buffers()
         for scaler in self.context.scalers:
-            self.ledger.call("the scale of the GradScaler", partial(scaler.load_state_dict, scaler.state_dict()))
+            self.ledger.call(
+                "the scale of the GradScaler", partial(scaler.load_state_dict, scaler.state_dict())
+            )
         for optimizer in self.context.optimizers:
             suspend_optimizer(self.torch, optimizer, self.ledger)
 
@@ -57,16 +61,26 @@ class GradientNoiseProbe(Probe):
     def _refuse(self) -> None:
         context, ranks = self.context, self.torch.distributed
         if ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1:
-            raise ProbeUnavailable("the program has several ranks, whose weights cannot be frozen together; run it with one")
+            raise ProbeUnavailable(
+                "the program has several ranks, whose weights cannot be frozen together; run it with one"
+            )
         if not context.optimizers:
-            raise ProbeUnavailable("the program updates its parameters without an optimizer object, so they cannot be frozen")
+            raise ProbeUnavailable(
+                "the program updates its parameters without an optimizer object, so they cannot be frozen"
+            )
         if len(context.optimizers) > 1:
-            raise ProbeUnavailable(f"the program has {len(context.optimizers)} optimizers: each has its own noise scale, and the gradients of one loss may "
-                             "also reach the parameters of another")
+            raise ProbeUnavailable(
+                f"the program has {len(context.optimizers)} optimizers: each has its own noise scale, and the gradients of one loss may "
+                "also reach the parameters of another"
+            )
         if context.closure_steps and context.backwards_in_last_step > 1:
-            raise ProbeUnavailable("the optimizer runs forward and backward several times inside one step, and moves the weights in between")
+            raise ProbeUnavailable(
+                "the optimizer runs forward and backward several times inside one step, and moves the weights in between"
+            )
         if len(context.scalers) > 1:
-            raise ProbeUnavailable("the program has several GradScalers, and the scale of a gradient is unknown")
+            raise ProbeUnavailable(
+                "the program has several GradScalers, and the scale of a gradient is unknown"
+            )
 
     def _keep_buffers(self) -> None:
         buffers = [buffer for root in self.context.roots for buffer in root.buffers()]
@@ -147,14 +161,24 @@ class GradientNoiseProbe(Probe):
         full = [at for at, count in enumerate(self.counts) if count == self.a_group]
         if len(full) < FEWEST_GROUPS:
             lost = f", and {self.not_finite} were not finite" if self.not_finite else ""
-            raise ProbeUnavailable(f"{self.ticks} steps gave gradients of {sum(self.counts)} whole batches of one size{lost}; "
-                             f"at least {FEWEST_GROUPS * self.a_group} are needed")
+            raise ProbeUnavailable(
+                f"{self.ticks} steps gave gradients of {sum(self.counts)} whole batches of one size{lost}; "
+                f"at least {FEWEST_GROUPS * self.a_group} are needed"
+            )
         sums = [self.sums[at].div_(self.a_group) for at in full]
         products = self.torch.zeros(len(sums), len(sums), dtype=self.torch.float64, device="cpu")
         for start in range(0, sums[0].numel(), COLUMNS):
-            columns = self.torch.stack([each[start:start + COLUMNS] for each in sums]).double()
+            columns = self.torch.stack([each[start : start + COLUMNS] for each in sums]).double()
             products += columns @ columns.T
         trains = self.context.training_loader
-        batch = self.context.loaders[trains]["batch_size"] if trains is not None and self.from_loader else None
-        return {"step": self.step, "batch": batch, "gradients": self.a_group * len(full), "products": products.tolist(),
-                "squares": [self.squares[at] / self.a_group for at in full], "not_finite": self.not_finite}
+        batch = (
+            self.context.loaders[trains]["batch_size"] if trains is not None and self.from_loader else None
+        )
+        return {
+            "step": self.step,
+            "batch": batch,
+            "gradients": self.a_group * len(full),
+            "products": products.tolist(),
+            "squares": [self.squares[at] / self.a_group for at in full],
+            "not_finite": self.not_finite,
+        }

@@ -44,7 +44,9 @@ class PaceProbe(Probe):
             self.spans[-1].append(("data_ms", self.open, self.host.mark()))
 
     def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
-        self.counts[-1]["elements"] += self.divided.part_of_inputs * sum(tensor.numel() for tensor in tensors_in((args, kwargs), self.torch))
+        self.counts[-1]["elements"] += self.divided.part_of_inputs * sum(
+            tensor.numel() for tensor in tensors_in((args, kwargs), self.torch)
+        )
 
     def exchange_begin(self) -> None:
         self.open = self.clock.mark()
@@ -58,8 +60,18 @@ class PaceProbe(Probe):
         super().end()
         self.clock.settle()
         steps = list(zip(self.marks, self.marks[1:], strict=False))
-        recorded: dict[str, Any] = {"rank": self.here.rank, "host": os.uname().nodename, "step_ms": [self.clock.elapsed_ms(a, b) for a, b in steps]}
+        recorded: dict[str, Any] = {
+            "rank": self.here.rank,
+            "host": os.uname().nodename,
+            "step_ms": [self.clock.elapsed_ms(a, b) for a, b in steps],
+        }
         for name in ("data_ms", "exchange_ms"):
             clock = self.host if name == "data_ms" else self.clock
-            recorded[name] = [sum(clock.elapsed_ms(a, b) for kind, a, b in self.spans[at] if kind == name) for at in range(len(steps))]
-        return {**recorded, **{name: [self.counts[at][name] for at in range(len(steps))] for name in self.counts[0]}}
+            recorded[name] = [
+                sum(clock.elapsed_ms(a, b) for kind, a, b in self.spans[at] if kind == name)
+                for at in range(len(steps))
+            ]
+        return {
+            **recorded,
+            **{name: [self.counts[at][name] for at in range(len(steps))] for name in self.counts[0]},
+        }

@@ -39,11 +39,37 @@ class ProgramGone(Exception):
 class Trial:
     """One run of the program. Use it as a context manager, which always ends the process group."""
 
-    def __init__(self, command: Command, folder: TrialFolder, plan: Plan, facts: Facts, seed: int | None = 0, show: bool = False,
-                 reseed: bool = False, table: str = TABLE, perturbation: float = 0.0, watch: bool = False, entry: str = ENTRY,
-                 requested: Mapping[str, Any] | None = None) -> None:
-        self.command, self.folder, self.plan, self.facts, self.seed, self.show, self.reseed = command, folder, plan, facts, seed, show, reseed
-        self.table, self.perturbation, self.watch, self.entry, self.requested = table, perturbation, watch, entry, dict(requested or {})
+    def __init__(
+        self,
+        command: Command,
+        folder: TrialFolder,
+        plan: Plan,
+        facts: Facts,
+        seed: int | None = 0,
+        show: bool = False,
+        reseed: bool = False,
+        table: str = TABLE,
+        perturbation: float = 0.0,
+        watch: bool = False,
+        entry: str = ENTRY,
+        requested: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.command, self.folder, self.plan, self.facts, self.seed, self.show, self.reseed = (
+            command,
+            folder,
+            plan,
+            facts,
+            seed,
+            show,
+            reseed,
+        )
+        self.table, self.perturbation, self.watch, self.entry, self.requested = (
+            table,
+            perturbation,
+            watch,
+            entry,
+            dict(requested or {}),
+        )
         self.ready: dict[str, Any] = {}
         self.training = False  # a process of it has finished its first backward pass
         self.attached = False  # a process of it has imported torch
@@ -68,8 +94,19 @@ class Trial:
             self._listener.bind(str(address))
             self._listener.listen(64)
             self._listener.settimeout(0)
-            spec = TrialSpec(str(self.folder.path.resolve()), str(address), self.plan, self.facts, self.seed, self.reseed, table=self.table, perturbation=self.perturbation,
-                             watch=self.watch, entry=self.entry, requested=self.requested)
+            spec = TrialSpec(
+                str(self.folder.path.resolve()),
+                str(address),
+                self.plan,
+                self.facts,
+                self.seed,
+                self.reseed,
+                table=self.table,
+                perturbation=self.perturbation,
+                watch=self.watch,
+                entry=self.entry,
+                requested=self.requested,
+            )
             write_json(self.folder.spec, spec.to_json())
         except OSError as error:
             raise StorageError(f"cannot prepare a trial in {self.folder.path}: {error.strerror}") from None
@@ -77,7 +114,13 @@ class Trial:
         if self.seed is not None and "PYTHONHASHSEED" not in os.environ:
             extra["PYTHONHASHSEED"] = str(self.seed)
         self.started_s = seconds()
-        self._program = ProgramRun(self.command.argv, attached(self.folder.spec.resolve(), extra), self.folder.stdout, self.folder.stderr, self.show)
+        self._program = ProgramRun(
+            self.command.argv,
+            attached(self.folder.spec.resolve(), extra),
+            self.folder.stdout,
+            self.folder.stderr,
+            self.show,
+        )
         return self
 
     # -- commands ---------------------------------------------------------------------------------------------------
@@ -213,7 +256,9 @@ class Trial:
             raise ProgramGone(self._gone(late))
         if seconds() > deadline_s:
             self._program.end(0.0)
-            raise ProgramGone(self._lost("hung", f"{late} within {seconds() - self.started_s:.0f} s and was ended"))
+            raise ProgramGone(
+                self._lost("hung", f"{late} within {seconds() - self.started_s:.0f} s and was ended")
+            )
         if not self._channels:
             try:
                 self._listener.settimeout(wait_s)
@@ -246,9 +291,19 @@ class Trial:
             if self.attached and not code and not self.folder.claim.exists():
                 return self._lost("ended", "the program ended without a training step", code)
             if self.attached:
-                how = f"left with exit code {code}" if code is None or code >= 0 else f"was killed by signal {-code}"
-                return self._lost("failed" if code else "ended", f"the program {how} without a message (os._exit, or a crash below Python)", code)
-            return self._lost("failed" if code else "unattached", "no Python process of it imported torch", code)
+                how = (
+                    f"left with exit code {code}"
+                    if code is None or code >= 0
+                    else f"was killed by signal {-code}"
+                )
+                return self._lost(
+                    "failed" if code else "ended",
+                    f"the program {how} without a message (os._exit, or a crash below Python)",
+                    code,
+                )
+            return self._lost(
+                "failed" if code else "unattached", "no Python process of it imported torch", code
+            )
         record = TrialRecord.from_json(data)
         record.exit_code = code
         if record.status == "ended" and code:
@@ -258,7 +313,14 @@ class Trial:
         return record
 
     def _lost(self, status: str, reason: str, code: int | None = None) -> TrialRecord:
-        record = TrialRecord(status=status, reason=reason, exit_code=code, seed=self.seed, plan=self.plan.to_json(), log_tail=self.log_tail())
+        record = TrialRecord(
+            status=status,
+            reason=reason,
+            exit_code=code,
+            seed=self.seed,
+            plan=self.plan.to_json(),
+            log_tail=self.log_tail(),
+        )
         write_json(self.folder.result, record.to_json())
         return record
 
@@ -283,7 +345,9 @@ def process_environment(plan: Plan, facts: Facts, table: str = TABLE) -> dict[st
         try:
             extra.update(lever.environment(facts, choice.value))
         except LookupError as error:
-            raise TrialFailed(f"{lever.name} = {choice.value!r} cannot be applied: {error}. Run `flatout tune` again on this machine.") from None
+            raise TrialFailed(
+                f"{lever.name} = {choice.value!r} cannot be applied: {error}. Run `flatout tune` again on this machine."
+            ) from None
     return extra
 
 
@@ -295,7 +359,9 @@ def measure(trial: Trial, steps: int, deadline_s: float, draws: bool = False) ->
     try:
         trial.wait_ready(deadline_s)
         # A slow program returns the steps it completed in time.
-        trial.ask({"do": "go", "ticks": steps, "seconds": max(0.1, 0.95 * (deadline_s - seconds()))}, deadline_s)
+        trial.ask(
+            {"do": "go", "ticks": steps, "seconds": max(0.1, 0.95 * (deadline_s - seconds()))}, deadline_s
+        )
     except ProgramGone as gone:
         return gone.record
     return trial.finish(deadline_s, draws)

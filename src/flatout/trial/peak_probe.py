@@ -70,5 +70,11 @@ class PeakMemoryProbe(AllocationRecorder):
         peak = 0
         for tick in self.seen:
             shift = tick.before - at(totals, tick.start + later, 0)
-            peak = max([peak, tick.before, *(shift + total for ns, total in totals if tick.step <= ns - later <= tick.end)])
+            peak = max(
+                [
+                    peak,
+                    tick.before,
+                    *(shift + total for ns, total in totals if tick.step <= ns - later <= tick.end),
+                ]
+            )
         return {"peak_bytes": peak}

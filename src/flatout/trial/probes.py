@@ -133,7 +133,9 @@ class SynchronisationProbe(Probe):
 
     def begin(self) -> None:
         self._fetching = False
-        self.synchronisations = SyncRecorder(self.torch, self.ledger, self.context.device_type, HostClock.mark, lambda: self._fetching)
+        self.synchronisations = SyncRecorder(
+            self.torch, self.ledger, self.context.device_type, HostClock.mark, lambda: self._fetching
+        )
         self.synchronisations.install()
 
     def data_begin(self, loader: Any) -> None:
@@ -144,7 +146,11 @@ class SynchronisationProbe(Probe):
 
     def end(self) -> dict[str, Any]:
         super().end()
-        return {"synchronisations": [synchronisation.to_json() for synchronisation in self.synchronisations.seen(self.ticks)]}
+        return {
+            "synchronisations": [
+                synchronisation.to_json() for synchronisation in self.synchronisations.seen(self.ticks)
+            ]
+        }
 
 
 class OperationsProbe(Probe):
@@ -159,8 +165,13 @@ class OperationsProbe(Probe):
         wait, warmup, self.active = (int(n) for n in self.requested["schedule"])
         self.ticks = 1 + wait + warmup + self.active
         profiler = self.torch.profiler
-        self.profile = profiler.profile(activities=self.around.activities(), schedule=profiler.schedule(wait=wait, warmup=warmup, active=self.active, repeat=1),
-                                        on_trace_ready=self._recorded, record_shapes=True, profile_memory=True)
+        self.profile = profiler.profile(
+            activities=self.around.activities(),
+            schedule=profiler.schedule(wait=wait, warmup=warmup, active=self.active, repeat=1),
+            on_trace_ready=self._recorded,
+            record_shapes=True,
+            profile_memory=True,
+        )
         self.recorded: dict[str, Any] = {}
         self.started = False
         self.lines = OperatorLines(self.torch, self.ledger, HostClock.mark)
@@ -181,12 +192,20 @@ class OperationsProbe(Probe):
         if trace:
             with self.around.outside():
                 profile.export_chrome_trace(trace)
-        lines = {key: [spelled(line) if line is not None else None for line in found] for key, found in self.lines.by_operator.items()}
-        recorded = ProfilerRecording(profile.profiler.kineto_results.events(), self.active, lines, place_at).observed()
+        lines = {
+            key: [spelled(line) if line is not None else None for line in found]
+            for key, found in self.lines.by_operator.items()
+        }
+        recorded = ProfilerRecording(
+            profile.profiler.kineto_results.events(), self.active, lines, place_at
+        ).observed()
         self.recorded = {
-            "operations": [operation.to_json() for operation in recorded.operations], "operators": recorded.operators / self.active,
-            "operators_ms": recorded.operators_ns / 1e6 / self.active, "python_share": recorded.python_share,
-            "busy_ms": None if recorded.busy_ns is None else recorded.busy_ns / 1e6 / self.active, "gaps": [gap.to_json() for gap in recorded.gaps],
+            "operations": [operation.to_json() for operation in recorded.operations],
+            "operators": recorded.operators / self.active,
+            "operators_ms": recorded.operators_ns / 1e6 / self.active,
+            "python_share": recorded.python_share,
+            "busy_ms": None if recorded.busy_ns is None else recorded.busy_ns / 1e6 / self.active,
+            "gaps": [gap.to_json() for gap in recorded.gaps],
         }
 
     def end(self) -> dict[str, Any]:
@@ -203,6 +222,15 @@ def make_probe(name: str, around: ProbeContext, requested: dict[str, Any]) -> Pr
     from flatout.trial.pace import PaceProbe
     from flatout.trial.peak_probe import PeakMemoryProbe
 
-    probes = {"synchronisations": SynchronisationProbe, "between": LineProbe, "operations": OperationsProbe, "memory": MemoryProbe, "leak": LeakProbe, "lr range": LrRangeProbe,
-            "noise": GradientNoiseProbe, "pace": PaceProbe, "peak": PeakMemoryProbe}
+    probes = {
+        "synchronisations": SynchronisationProbe,
+        "between": LineProbe,
+        "operations": OperationsProbe,
+        "memory": MemoryProbe,
+        "leak": LeakProbe,
+        "lr range": LrRangeProbe,
+        "noise": GradientNoiseProbe,
+        "pace": PaceProbe,
+        "peak": PeakMemoryProbe,
+    }
     return probes[name](around, requested)

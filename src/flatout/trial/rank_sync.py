@@ -34,10 +34,17 @@ class RankSync:
     what all do at the end of the current step.
     """
 
-    def __init__(self, folder: TrialFolder, listening: ActiveProbe, outside: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(
+        self, folder: TrialFolder, listening: ActiveProbe, outside: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
         here = standing()
-        of_torchrun = [int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"))]
-        self.rank, self.world, self.local_world = (here.rank, here.world_size, here.local_world_size) if here is not None else of_torchrun
+        of_torchrun = [
+            int(os.environ.get(name, default))
+            for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"))
+        ]
+        self.rank, self.world, self.local_world = (
+            (here.rank, here.world_size, here.local_world_size) if here is not None else of_torchrun
+        )
         self.measurable = self.rank == 0 if here is not None else os.environ.get("LOCAL_RANK", "0") == "0"
         self.due: dict[str, Any] | None = None
         self._folder, self._listening, self._outside = folder, listening, outside
@@ -76,7 +83,9 @@ class RankSync:
         late_s = seconds() + OBSERVED_S
         while True:
             with self._outside():
-                others = [read_json(self._folder.of_rank(rank)) for rank in range(self.world) if rank != self.rank]
+                others = [
+                    read_json(self._folder.of_rank(rank)) for rank in range(self.world) if rank != self.rank
+                ]
             info = [each for each in others if each is not None and each["since"] == self._since]
             if len(info) == len(others):
                 return {"ranks": [recorded, *info]}

@@ -26,12 +26,19 @@ class TrainingRecorder:
     def loss(self, losses: tuple[Any, ...]) -> None:
         """Keep a copy of the losses of a backward pass; scripts may scale them in place afterwards."""
         if len(self._losses) < KEPT_LOSSES:
-            self._losses.append([loss.detach().clone() for loss in losses] if len(losses) > 1 else losses[0].detach().clone())
+            self._losses.append(
+                [loss.detach().clone() for loss in losses] if len(losses) > 1 else losses[0].detach().clone()
+            )
             self.loss_steps.append(self.context.steps)
 
     def kept(self) -> list[Any]:
         """Return the tensors that we keep of the program's."""
-        return [part for loss in self._losses if not isinstance(loss, str) for part in (loss if isinstance(loss, list) else [loss])]
+        return [
+            part
+            for loss in self._losses
+            if not isinstance(loss, str)
+            for part in (loss if isinstance(loss, list) else [loss])
+        ]
 
     def batch(self, batch: Any, describe: bool) -> None:
         """Record a batch of a DataLoader. Describing it costs time, so it is limited to the warm-up."""

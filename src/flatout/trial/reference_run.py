@@ -64,7 +64,11 @@ class ReferenceRun(Worker):
     def backward_end(self) -> None:
         self.losses.append(sum(float(loss.detach().double().mean()) for loss in self.open_losses))
         self.open_losses = ()
-        if not self.context.steps and (self.context.closure_steps or not self.context.optimizers) and not any(self.gradients):
+        if (
+            not self.context.steps
+            and (self.context.closure_steps or not self.context.optimizers)
+            and not any(self.gradients)
+        ):
             self._sketch()
         if not self.context.steps and len(self.losses) >= PASSES and self.context.closure_steps:
             self._tell()
@@ -76,7 +80,11 @@ class ReferenceRun(Worker):
     def step_end(self) -> None:
         if self.stopping:
             os._exit(0)  # the program swallowed StopTrial
-        late = self.context.steps > 1 and self.first_step_s and seconds() - self.first_step_s > self.spec.requested.get("seconds", 1e9)
+        late = (
+            self.context.steps > 1
+            and self.first_step_s
+            and seconds() - self.first_step_s > self.spec.requested.get("seconds", 1e9)
+        )
         self.first_step_s = self.first_step_s or seconds()
         if self.context.steps >= self.spec.requested.get("steps", STEPS) or late:
             self._tell()
@@ -97,10 +105,21 @@ class ReferenceRun(Worker):
     def _held(self) -> dict[str, int]:
         """Return the bytes of weights, gradients and optimizer state, in full even if ranks hold shards."""
         context, tensor = self.context, self.torch.Tensor
-        weights = {id(p): p for root in context.roots for p in (*root.parameters(), *root.buffers())} | {id(p): p for p in context.parameters}
-        state = [value for optimizer in context.optimizers for each in optimizer.state.values() if isinstance(each, dict) for value in each.values()]
-        return {"weights": _bytes(weights.values()), "gradients": _bytes(p for p in weights.values() if p.requires_grad),
-                "optimizer state": _bytes(value for value in state if isinstance(value, tensor))}
+        weights = {id(p): p for root in context.roots for p in (*root.parameters(), *root.buffers())} | {
+            id(p): p for p in context.parameters
+        }
+        state = [
+            value
+            for optimizer in context.optimizers
+            for each in optimizer.state.values()
+            if isinstance(each, dict)
+            for value in each.values()
+        ]
+        return {
+            "weights": _bytes(weights.values()),
+            "gradients": _bytes(p for p in weights.values() if p.requires_grad),
+            "optimizer state": _bytes(value for value in state if isinstance(value, tensor)),
+        }
 
     def _sketch(self) -> None:
         self.gradients = [sketched(self.torch, p.grad) for p in self.context.parameters]
@@ -112,11 +131,22 @@ class ReferenceRun(Worker):
             return
         self.info = True
         context = self.context
-        self._answer({"ticks": 0, "losses": [loss.hex() for loss in self.losses], "gradients": self.gradients, "steps": context.steps,
-                      "fed": context.loaders_that_train, "loaders": context.loaders, "context": context.describe(),
-                      "divides_itself": self._divides_itself(), "held": self._held(), "device": context.device_type,
-                      "applied": [o.to_json() for o in self.applier.outcomes if o.applied],
-                      "skipped": [o.to_json() for o in self.applier.outcomes if not o.applied]})
+        self._answer(
+            {
+                "ticks": 0,
+                "losses": [loss.hex() for loss in self.losses],
+                "gradients": self.gradients,
+                "steps": context.steps,
+                "fed": context.loaders_that_train,
+                "loaders": context.loaders,
+                "context": context.describe(),
+                "divides_itself": self._divides_itself(),
+                "held": self._held(),
+                "device": context.device_type,
+                "applied": [o.to_json() for o in self.applier.outcomes if o.applied],
+                "skipped": [o.to_json() for o in self.applier.outcomes if not o.applied],
+            }
+        )
         while True:
             command = self._next_command()
             if command["do"] == "finish":

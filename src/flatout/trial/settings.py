@@ -7,26 +7,51 @@ import os
 from collections import Counter
 from typing import Any
 
-OF_AN_OPTIMIZER = ("lr", "foreach", "fused", "capturable", "differentiable", "amsgrad", "momentum", "weight_decay")
+OF_AN_OPTIMIZER = (
+    "lr",
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+    "amsgrad",
+    "momentum",
+    "weight_decay",
+)
 
 
 def settings(torch: Any, context: Any) -> dict[str, Any]:
     """Return the settings as JSON, without those that this version of torch does not report."""
     modules = [module for root in context.roots for module in root.modules()]
     found: dict[str, Any] = {
-        "anomaly": bool(torch.is_anomaly_enabled()), "deterministic": bool(torch.are_deterministic_algorithms_enabled()),
-        "cudnn_benchmark": bool(torch.backends.cudnn.benchmark), "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-        "threads": torch.get_num_threads(), "interop_threads": torch.get_num_interop_threads(), "cores": len(os.sched_getaffinity(0)),
-        "gc": gc.isenabled(), "autocast": bool(context.autocast_seen), "scalers": len(context.scalers), "compiled": bool(context.compiled_by_script),
-        "create_graph": bool(context.create_graph_seen), "optimizers": [_optimizer(optimizer) for optimizer in context.optimizers],
+        "anomaly": bool(torch.is_anomaly_enabled()),
+        "deterministic": bool(torch.are_deterministic_algorithms_enabled()),
+        "cudnn_benchmark": bool(torch.backends.cudnn.benchmark),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+        "cores": len(os.sched_getaffinity(0)),
+        "gc": gc.isenabled(),
+        "autocast": bool(context.autocast_seen),
+        "scalers": len(context.scalers),
+        "compiled": bool(context.compiled_by_script),
+        "create_graph": bool(context.create_graph_seen),
+        "optimizers": [_optimizer(optimizer) for optimizer in context.optimizers],
         "modules": dict(Counter(type(module).__name__ for module in modules)),
-        "training": {"train": sum(module.training for module in modules), "eval": sum(not module.training for module in modules)},
-        "dtypes": {}, "devices": sorted({str(p.device) for p in context.parameters}), "gradient_bytes": _gradients(context),
+        "training": {
+            "train": sum(module.training for module in modules),
+            "eval": sum(not module.training for module in modules),
+        },
+        "dtypes": {},
+        "devices": sorted({str(p.device) for p in context.parameters}),
+        "gradient_bytes": _gradients(context),
     }
     for parameter in context.parameters:
         name = str(parameter.dtype).removeprefix("torch.")
         found["dtypes"][name] = found["dtypes"].get(name, 0) + parameter.numel() * parameter.element_size()
-    for name, ask in (("matmul_precision", torch.get_float32_matmul_precision), ("profiler", lambda: bool(torch.autograd._profiler_enabled()))):
+    for name, ask in (
+        ("matmul_precision", torch.get_float32_matmul_precision),
+        ("profiler", lambda: bool(torch.autograd._profiler_enabled())),
+    ):
         try:
             found[name] = ask()
         except (RuntimeError, AttributeError):  # set in both ways, or unknown to this torch
@@ -43,7 +68,18 @@ def _gradients(context: Any) -> list[int]:
 
 def _optimizer(optimizer: Any) -> dict[str, Any]:
     group = optimizer.param_groups[0] if optimizer.param_groups else {}
-    info = {name: group[name] for name in OF_AN_OPTIMIZER if isinstance(group.get(name), (bool, int, float, type(None))) and name in group}
+    info = {
+        name: group[name]
+        for name in OF_AN_OPTIMIZER
+        if isinstance(group.get(name), (bool, int, float, type(None))) and name in group
+    }
     tensors = [p for each in optimizer.param_groups for p in each["params"]]
-    return {"kind": type(optimizer).__name__, "module": type(optimizer).__module__, "groups": len(optimizer.param_groups), "tensors": len(tensors),
-            "parameters": sum(p.numel() for p in tensors), "without_gradient": sum(p.grad is None for p in tensors), **info}
+    return {
+        "kind": type(optimizer).__name__,
+        "module": type(optimizer).__module__,
+        "groups": len(optimizer.param_groups),
+        "tensors": len(tensors),
+        "parameters": sum(p.numel() for p in tensors),
+        "without_gradient": sum(p.grad is None for p in tensors),
+        **info,
+    }

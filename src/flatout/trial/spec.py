@@ -37,13 +37,31 @@ class TrialSpec:
     requested: dict[str, Any] = field(default_factory=dict)  # options of a different entry
 
     def to_json(self) -> dict[str, Any]:
-        return {**{k: v for k, v in asdict(self).items() if k not in ("plan", "facts")},
-                "plan": self.plan.to_json(), "facts": self.facts.to_json()}
+        return {
+            **{k: v for k, v in asdict(self).items() if k not in ("plan", "facts")},
+            "plan": self.plan.to_json(),
+            "facts": self.facts.to_json(),
+        }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TrialSpec:
-        names = ("folder", "address", "seed", "reseed", "entry", "perturbation", "sandbox", "watch", "table", "requested")
-        return cls(**{n: data[n] for n in names}, plan=Plan.from_json(data["plan"]), facts=Facts.from_json(data["facts"]))
+        names = (
+            "folder",
+            "address",
+            "seed",
+            "reseed",
+            "entry",
+            "perturbation",
+            "sandbox",
+            "watch",
+            "table",
+            "requested",
+        )
+        return cls(
+            **{n: data[n] for n in names},
+            plan=Plan.from_json(data["plan"]),
+            facts=Facts.from_json(data["facts"]),
+        )
 
 
 def levers(table: str) -> tuple[Lever, ...]:

@@ -89,7 +89,9 @@ class Worker(Listener):
         if self.folder.handed_on.is_dir():
             from flatout.pipeline.shared_samples import SharedSamples
 
-            self.context.handed_on = SharedSamples(self.folder.handed_on, self.sandbox.overlay.looking, seconds)
+            self.context.handed_on = SharedSamples(
+                self.folder.handed_on, self.sandbox.overlay.looking, seconds
+            )
         self.notes = TrainingRecorder(torch, self.context)
         self.draws = SampleDrawProbe(torch)
         self.open_losses: tuple[Any, ...] = ()
@@ -97,7 +99,9 @@ class Worker(Listener):
         self.replica: StepReplica | None = None
         self.peak_bytes: int | None = None  # measured before a replica
         self.watch: ProgramMonitor | None = None
-        self.listening = ActiveProbe(ProbeContext(torch, self.context, self.sandbox.overlay.looking, self.notes.kept))
+        self.listening = ActiveProbe(
+            ProbeContext(torch, self.context, self.sandbox.overlay.looking, self.notes.kept)
+        )
         self.ranks = RankSync(self.folder, self.listening, self.sandbox.overlay.looking)
         self.channel: Channel | None = None
         self.owner = os.getpid()
@@ -152,7 +156,13 @@ class Worker(Listener):
             owners.append((sys.modules["numpy"].random, "seed"))
         for owner, name in owners:
             really = getattr(owner, name)
-            self.ledger.set(owner, name, lambda seed=None, *args, really=really: really(seed + offset if isinstance(seed, int) else seed, *args))
+            self.ledger.set(
+                owner,
+                name,
+                lambda seed=None, *args, really=really: really(
+                    seed + offset if isinstance(seed, int) else seed, *args
+                ),
+            )
 
     def _pass_on(self, event: str, *what: Any) -> None:
         """Pass an event on to the monitor and the open probe."""
@@ -210,7 +220,12 @@ class Worker(Listener):
             self._answer({"training": os.getpid()})
         elif self.unit == "backward":
             self._tick()
-        elif self.context.steps == 0 and self.context.closure_steps and self.context.backwards >= CLOSURE_PASSES and seconds() - self.first_backward_s > CLOSURE_S:
+        elif (
+            self.context.steps == 0
+            and self.context.closure_steps
+            and self.context.backwards >= CLOSURE_PASSES
+            and seconds() - self.first_backward_s > CLOSURE_S
+        ):
             self._claim()
             self.unit = "backward"
             self._read_the_device_clock()
@@ -315,12 +330,22 @@ class Worker(Listener):
         self.warmup_ms = (seconds() - self.started_s) * 1000
         self.notes.losses()
         self.notes.take_samples()
-        self._answer({"ready": True, "unit": self.unit, "ticks": len(self.ticks_ms), "tick_ms": block_ms(self.ticks_ms[-8:]), "warmup_ms": self.warmup_ms,
-                      "data_ms": median(self.waits_ms[-8:]), "once_s": self.context.handed_on.filled_s if self.context.handed_on is not None else 0.0,
-                      "copies": copies_that_fit(self.torch, self.context.device, self.ranks.local_world),
-                      "device": self.context.device_type, "boundaries": "backward" if self.context.boundaries.by_backward else "optimizer",
-                      "applied": [o.to_json() for o in self.applier.outcomes if o.applied],
-                      "skipped": [o.to_json() for o in self.applier.outcomes if not o.applied]})
+        self._answer(
+            {
+                "ready": True,
+                "unit": self.unit,
+                "ticks": len(self.ticks_ms),
+                "tick_ms": block_ms(self.ticks_ms[-8:]),
+                "warmup_ms": self.warmup_ms,
+                "data_ms": median(self.waits_ms[-8:]),
+                "once_s": self.context.handed_on.filled_s if self.context.handed_on is not None else 0.0,
+                "copies": copies_that_fit(self.torch, self.context.device, self.ranks.local_world),
+                "device": self.context.device_type,
+                "boundaries": "backward" if self.context.boundaries.by_backward else "optimizer",
+                "applied": [o.to_json() for o in self.applier.outcomes if o.applied],
+                "skipped": [o.to_json() for o in self.applier.outcomes if not o.applied],
+            }
+        )
         self._obey()
 
     def _end_block(self) -> None:
@@ -361,14 +386,18 @@ class Worker(Listener):
             if do == "replica":
                 # The replica's copies of the model do not belong to the program
                 self.peak_bytes = self._peak_bytes()
-                self.replica = StepReplica(self.context, self.applier, choices_of(command["choices"]), median(self.ticks_ms))
+                self.replica = StepReplica(
+                    self.context, self.applier, choices_of(command["choices"]), median(self.ticks_ms)
+                )
                 self.block_left = 0
                 break
             if do == "listen":
                 failed = self.listening.begin(command)
                 if self.listening.probe is not None:
                     self.block_left = self.listening.probe.ticks
-                    self.block_until_s = seconds() + (float("inf") if command.get("everywhere") else float(command.get("seconds", "inf")))
+                    self.block_until_s = seconds() + (
+                        float("inf") if command.get("everywhere") else float(command.get("seconds", "inf"))
+                    )
                     break
                 self._answer({"why_not": failed})
                 continue
@@ -386,12 +415,23 @@ class Worker(Listener):
             switched = {choice["name"] for choice in command["choices"]}
             reports = [report for report in self.context.reports if report[0] in switched]
             self.context.reports = [report for report in self.context.reports if report[0] not in switched]
-            return {"applied": [o.to_json() for o in outcomes if o.applied], "skipped": [o.to_json() for o in outcomes if not o.applied],
-                    "ticks": self.ranks.lead_steps if self.ranks.several else 0, "reports": [{"name": name, "reason": sentence} for name, sentence in reports]}
+            return {
+                "applied": [o.to_json() for o in outcomes if o.applied],
+                "skipped": [o.to_json() for o in outcomes if not o.applied],
+                "ticks": self.ranks.lead_steps if self.ranks.several else 0,
+                "reports": [{"name": name, "reason": sentence} for name, sentence in reports],
+            }
         if do == "options":
             answers = self.applier.options()
-            return {"options": {name: {"values": list(a.values), "effect": a.effect} if isinstance(a, Options) else {"skip": a.reason}
-                                for name, a in answers.items()}, "context": self.context.describe()}
+            return {
+                "options": {
+                    name: {"values": list(a.values), "effect": a.effect}
+                    if isinstance(a, Options)
+                    else {"skip": a.reason}
+                    for name, a in answers.items()
+                },
+                "context": self.context.describe(),
+            }
         if do == "watch":
             if self.watch is None:
                 return {"error": "this trial runs without the monitor"}
@@ -448,25 +488,51 @@ class Worker(Listener):
         raise StopTrial
 
     def record(self, status: str, reason: str) -> TrialRecord:
-        outcomes = [Outcome(c, True) for c in self.spec.plan if (lv := self.applier.table.get(c.name)) and lv.moment is Moment.PROCESS]
+        outcomes = [
+            Outcome(c, True)
+            for c in self.spec.plan
+            if (lv := self.applier.table.get(c.name)) and lv.moment is Moment.PROCESS
+        ]
         outcomes += self.applier.outcomes
         step_ms = block_ms(self.measured) if self.measured else None
         notes = self.notes
-        per_step = self.measured_samples / len(self.measured) if self.measured and self.measured_samples and self.unit == "step" else None
+        per_step = (
+            self.measured_samples / len(self.measured)
+            if self.measured and self.measured_samples and self.unit == "step"
+            else None
+        )
         if per_step and self.context.divided is not None:
             per_step *= self.context.divided.whole_of_seen
         return TrialRecord(
-            status=status, reason=reason, steps=len(self.measured), warmup_steps=self.warmup_steps, warmup_ms=self.warmup_ms, unit=self.unit,
-            step_ms=step_ms, step_ms_list=self.measured, samples_per_step=per_step,
+            status=status,
+            reason=reason,
+            steps=len(self.measured),
+            warmup_steps=self.warmup_steps,
+            warmup_ms=self.warmup_ms,
+            unit=self.unit,
+            step_ms=step_ms,
+            step_ms_list=self.measured,
+            samples_per_step=per_step,
             samples_per_s=per_step / step_ms * 1000 if per_step and step_ms else None,
             phases={name: phase.to_json() for name, phase in self.phases.summary().items()},
-            losses=notes.losses(), loss_steps=notes.loss_steps, batch_hashes=notes.batch_hashes, batch_statistics=notes.batch_statistics,
-            draws=self.drawn, weights_digests=notes.weights_digests, peak_memory_bytes=self._peak_bytes(),
-            device=self.context.device_type, seed=self.spec.seed,
-            plan=self.spec.plan.to_json(), applied=[o.to_json() for o in outcomes if o.applied],
-            skipped=[*(o.to_json() for o in outcomes if not o.applied), *({"name": n, "reason": r} for n, r in self.context.reports)],
+            losses=notes.losses(),
+            loss_steps=notes.loss_steps,
+            batch_hashes=notes.batch_hashes,
+            batch_statistics=notes.batch_statistics,
+            draws=self.drawn,
+            weights_digests=notes.weights_digests,
+            peak_memory_bytes=self._peak_bytes(),
+            device=self.context.device_type,
+            seed=self.spec.seed,
+            plan=self.spec.plan.to_json(),
+            applied=[o.to_json() for o in outcomes if o.applied],
+            skipped=[
+                *(o.to_json() for o in outcomes if not o.applied),
+                *({"name": n, "reason": r} for n, r in self.context.reports),
+            ],
             context=self.context.describe(),
-            versions={"python": sys.version.split()[0], "torch": str(self.torch.__version__)})
+            versions={"python": sys.version.split()[0], "torch": str(self.torch.__version__)},
+        )
 
     def _peak_bytes(self) -> int:
         return peak_bytes(self.torch, self.context.device) if self.peak_bytes is None else self.peak_bytes
@@ -480,13 +546,21 @@ class Worker(Listener):
 
     def _program_failed(self, kind: Any, error: Any, trace: Any) -> None:
         # A launcher fails because its ranks were stopped: the record of the measured rank stays.
-        if os.getpid() == self.owner and (self.claimed or (self.claimed is None and not self.folder.claim.exists())):
+        if os.getpid() == self.owner and (
+            self.claimed or (self.claimed is None and not self.folder.claim.exists())
+        ):
             text = "".join(traceback.format_exception(kind, error, trace))
             recorded = self.listening.last_words()
             self._last_words("failed", text[-8000:])
             if recorded is not None:
                 ms = [self.clock.elapsed_ms(a, b) for a, b in self.block]
-                self._answer({**recorded, "ms": ms, "failed": traceback.format_exception_only(kind, error)[-1].strip()[:400]})
+                self._answer(
+                    {
+                        **recorded,
+                        "ms": ms,
+                        "failed": traceback.format_exception_only(kind, error)[-1].strip()[:400],
+                    }
+                )
         self._excepthook(kind, error, trace)
 
     def _at_exit(self) -> None:

@@ -45,4 +45,4 @@ def _for_torchrun(command: Command) -> str:
     """Return the program in the form torchrun expects: a script or ``-m module``, with its arguments."""
     words = list(command.typed)
     name = str(command.script) if command.script is not None and command.module is None else "-m"
-    return shlex.join(words[words.index(name):]) if name in words else f"--no-python {shlex.join(words)}"
+    return shlex.join(words[words.index(name) :]) if name in words else f"--no-python {shlex.join(words)}"

@@ -61,8 +61,16 @@ class BatchCurve:
     Raises ProgramFailed if the unchanged program fails, and NothingMeasured if it does not train.
     """
 
-    def __init__(self, command: Command, job: JobFolder, facts: Facts, record: BatchRecord, requested: BatchOptions,
-                 stage: Callable[[str, str], None] = lambda name, detail: None, save: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        command: Command,
+        job: JobFolder,
+        facts: Facts,
+        record: BatchRecord,
+        requested: BatchOptions,
+        stage: Callable[[str, str], None] = lambda name, detail: None,
+        save: Callable[[], None] = lambda: None,
+    ) -> None:
         self.facts, self.record, self.requested = facts, record, requested
         self.stage, self.save = stage, save
         self.end_s = seconds() + requested.budget_s
@@ -82,8 +90,10 @@ class BatchCurve:
             self.programs.dismiss(self.programs.alive)
         if not self.passes and explored:
             self.passes = [explored]
-            self.record.notes.append("there was no time to interleave the programs, so each size was measured once, one after another: "
-                                     "the machine may have changed in between")
+            self.record.notes.append(
+                "there was no time to interleave the programs, so each size was measured once, one after another: "
+                "the machine may have changed in between"
+            )
         read(self.record, self.passes, self.again)
         self.record.status = "done"
         return self.record
@@ -112,7 +122,9 @@ class BatchCurve:
                 raise why_not(error.record, "batch sizes could not be measured", "reduce --budget") from None
             raise
         try:
-            record.noise = observe_noise(trial, ready["tick_ms"], self.requested.at_step, self.requested.budget_s, self.stage)
+            record.noise = observe_noise(
+                trial, ready["tick_ms"], self.requested.at_step, self.requested.budget_s, self.stage
+            )
         except ProgramGone as gone:
             record.noise.why_not = f"the program ended during the measurement: {why_gone(gone)}"
             self.programs.dismiss([visit])
@@ -136,7 +148,9 @@ class BatchCurve:
         self.programs.prefetched = PREFETCHED_BATCHES * loader["num_workers"]
         gpu = self.facts.gpu(context["device_index"]) if record.device == "cuda" else None
         record.limit_bytes = self.requested.limit_bytes or (gpu.memory_bytes if gpu else available_bytes())
-        record.limit = "given" if self.requested.limit_bytes else "the device's" if gpu else "free on this machine"
+        record.limit = (
+            "given" if self.requested.limit_bytes else "the device's" if gpu else "free on this machine"
+        )
 
     # -- one size in one program ------------------------------------------------------------------------------------------
 
@@ -148,7 +162,9 @@ class BatchCurve:
             visit.turn()
         seen = TrialRecord.from_json(visit.trial.ask({"do": "record"}, seconds() + TIMEOUT_S)["record"])
         self._note(seen, point)
-        recorded = visit.trial.listen("memory", seconds() + TIMEOUT_S + MEMORY_TICKS * visit.tick_ms, ticks=MEMORY_TICKS)
+        recorded = visit.trial.listen(
+            "memory", seconds() + TIMEOUT_S + MEMORY_TICKS * visit.tick_ms, ticks=MEMORY_TICKS
+        )
         memory = recorded.get("memory") or {}
         point.peak_bytes, point.retries = memory.get("peak_bytes"), memory.get("retries")
         if self.record.device == "cuda" and seen.peak_memory_bytes:
@@ -161,7 +177,9 @@ class BatchCurve:
         point.optimizer_ms = optimizer.get("median_ms")
         own = point.size == self.record.own
         if own:
-            self.record.effective = point.size * max(1, round((seen.samples_per_step or point.size) / point.size))
+            self.record.effective = point.size * max(
+                1, round((seen.samples_per_step or point.size) / point.size)
+            )
         whole = (self.record.effective or point.size) / (self.record.own or point.size) * point.size
         # The last batch of an epoch may be smaller. A first tensor that does not count samples is ignored.
         counted = seen.samples_per_step
@@ -214,7 +232,9 @@ class BatchCurve:
         own = self.record.own or 1
         asked = self.requested.sizes or tuple(int(own * factor) for factor in FACTORS if own * factor >= 1)
         found = [size for size in dict.fromkeys(asked) if size != own]
-        return found if not self.requested.sizes else sorted(found, key=lambda size: max(size / own, own / size))
+        return (
+            found if not self.requested.sizes else sorted(found, key=lambda size: max(size / own, own / size))
+        )
 
     def _may(self, size: int) -> None:
         """Raise DidNotRun if a size need not be tried: no such batch, probably too large, or no time."""
@@ -225,8 +245,11 @@ class BatchCurve:
         if known and record.limit_bytes and size > known[-1][0]:
             peak = _extended(known, size)
             if peak > (1 - MARGIN) * record.limit_bytes:
-                raise DidNotRun("too big", f"extrapolated from smaller sizes, its peak is about {peak / 2**30:.3g} GiB, and {record.limit_bytes / 2**30:.3g} GiB "
-                                           f"are {'the limit' if record.limit == 'given' else record.limit}")
+                raise DidNotRun(
+                    "too big",
+                    f"extrapolated from smaller sizes, its peak is about {peak / 2**30:.3g} GiB, and {record.limit_bytes / 2**30:.3g} GiB "
+                    f"are {'the limit' if record.limit == 'given' else record.limit}",
+                )
         turns_s = TURNS * sum(visit.turn_s for visit in self.programs.alive)
         # One point is no curve
         alone = not any(point.step_ms for point in record.points if point.size != record.own)
@@ -237,11 +260,17 @@ class BatchCurve:
 
     def _cost_s(self, size: int) -> float:
         """Estimate the seconds of a program at this size, from its start to its last turn."""
-        return self.programs.costs_s.get(size, self.programs.costs_s[self.own.size]) + TURNS * max(TURN_S, self._step_s(size))
+        return self.programs.costs_s.get(size, self.programs.costs_s[self.own.size]) + TURNS * max(
+            TURN_S, self._step_s(size)
+        )
 
     def _step_s(self, size: int) -> float:
         point = self.record.point(size)
-        step_ms = point.step_ms if point is not None and point.step_ms else (self.own.step_ms or 0.0) * max(1.0, size / self.own.size)
+        step_ms = (
+            point.step_ms
+            if point is not None and point.step_ms
+            else (self.own.step_ms or 0.0) * max(1.0, size / self.own.size)
+        )
         return step_ms / 1000
 
     # -- all sizes in turns -----------------------------------------------------------------------------------------------
@@ -253,15 +282,27 @@ class BatchCurve:
         """
         own = self.own.size
         sizes = [point.size for point in self.record.points if point.fits]
-        if self.programs.alive and any(visit.size == own for visit in self.programs.alive) and len(self.programs.alive) > 1:
-            self.stage("comparing", f"{', '.join(str(visit.size) for visit in self.programs.alive)} samples a batch")
+        if (
+            self.programs.alive
+            and any(visit.size == own for visit in self.programs.alive)
+            and len(self.programs.alive) > 1
+        ):
+            self.stage(
+                "comparing", f"{', '.join(str(visit.size) for visit in self.programs.alive)} samples a batch"
+            )
             turns_s = TURNS * sum(visit.turn_s for visit in self.programs.alive)
-            group = [*self.programs.alive, *self.programs.entered([own] if seconds() + turns_s + self._cost_s(own) < self.end_s else [])]
+            group = [
+                *self.programs.alive,
+                *self.programs.entered([own] if seconds() + turns_s + self._cost_s(own) < self.end_s else []),
+            ]
             self._note_pass(self.programs.take_turns(group), own)
         cost_s = sum(map(self._cost_s, [*sizes, own]))
         while len(self.passes) < MOST_PASSES and seconds() + cost_s < self.end_s and len(sizes) > 1:
             start_s = seconds()
-            self.stage("comparing", f"pass {len(self.passes) + 1}: {', '.join(map(str, sizes))} samples a batch, in fresh programs")
+            self.stage(
+                "comparing",
+                f"pass {len(self.passes) + 1}: {', '.join(map(str, sizes))} samples a batch, in fresh programs",
+            )
             left, done = [*sizes, own] if len(self.passes) % 2 == 0 else [own, *sizes[::-1]], []
             while left:
                 group = self.programs.entered(left)
@@ -275,7 +316,9 @@ class BatchCurve:
         if same:
             # The own size runs twice; its first visit counts
             self.passes.append({visit.size: self._per_sample(visit) for visit in reversed(visits)})
-            self.again += [[Round(a, b) for a, b in zip(same[0].turns, other.turns, strict=False)] for other in same[1:]]
+            self.again += [
+                [Round(a, b) for a, b in zip(same[0].turns, other.turns, strict=False)] for other in same[1:]
+            ]
         return bool(same)
 
 

@@ -25,8 +25,17 @@ class Programs:
     ``costs_s`` is the cost of starting a program, by size; errors go to ``record``.
     """
 
-    def __init__(self, command: Command, job: JobFolder, facts: Facts, record: BatchRecord, seed: int, end_s: float) -> None:
-        self.command, self.job, self.facts, self.record, self.seed, self.end_s = command, job, facts, record, seed, end_s
+    def __init__(
+        self, command: Command, job: JobFolder, facts: Facts, record: BatchRecord, seed: int, end_s: float
+    ) -> None:
+        self.command, self.job, self.facts, self.record, self.seed, self.end_s = (
+            command,
+            job,
+            facts,
+            record,
+            seed,
+            end_s,
+        )
         self.costs_s: dict[int, float] = {}
         self.alive: list[BatchTrial] = []  # paused and ready to be measured
         self.copies = 1
@@ -38,7 +47,13 @@ class Programs:
 
     def enter(self, size: int) -> BatchTrial:
         """Return a program at this size, steady and paused. Raises DidNotRun."""
-        plan = Plan() if size == self.record.own else Plan((Choice("batch_size", {"size": size, "loader": self.record.loader or 0}, Origin.TUNER),))
+        plan = (
+            Plan()
+            if size == self.record.own
+            else Plan(
+                (Choice("batch_size", {"size": size, "loader": self.record.loader or 0}, Origin.TUNER),)
+            )
+        )
         trial = Trial(self.command, self.job.new_trial(), plan, self.facts, seed=self.seed)
         start_s = seconds()
         try:
@@ -46,10 +61,15 @@ class Programs:
             ready = trial.wait_ready(max(self.end_s, start_s + TIMEOUT_S))
             self.copies = ready["copies"]
             seen = trial.ask({"do": "record"}, seconds() + TIMEOUT_S)["record"]
-            got = next((loader["batch_size"] for loader in seen["context"]["loaders"][self.record.loader or 0:]), None)
+            got = next(
+                (loader["batch_size"] for loader in seen["context"]["loaders"][self.record.loader or 0 :]),
+                None,
+            )
             if got != size:
                 said = [each["reason"] for each in seen["skipped"] if each["name"] == "batch_size"]
-                raise DidNotRun("failed", said[0] if said else f"the training loader still has batches of {got} samples")
+                raise DidNotRun(
+                    "failed", said[0] if said else f"the training loader still has batches of {got} samples"
+                )
             trial.hold()
         except ProgramGone as gone:
             trial.close()

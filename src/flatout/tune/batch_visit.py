@@ -14,7 +14,13 @@ TIMEOUT_S = 120.0
 TURN_S = 0.7  # of one program while the others are paused
 FEWEST_TICKS, MOST_TICKS = 2, 300  # of a turn
 MARGIN = 0.1  # of the limit to leave free: steps differ, and allocators round up
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "MemoryError", "Cannot allocate memory")
+OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "MemoryError",
+    "Cannot allocate memory",
+)
 
 
 @dataclass
@@ -40,7 +46,11 @@ class BatchTrial:
 
         Skips the first of several and the prefetched batches.
         """
-        ticks = min(MOST_TICKS, max(FEWEST_TICKS, round(1000 * TURN_S / max(self.tick_ms, 1e-3)))) if self.tick_ms < 1000 * TURN_S else 1
+        ticks = (
+            min(MOST_TICKS, max(FEWEST_TICKS, round(1000 * TURN_S / max(self.tick_ms, 1e-3))))
+            if self.tick_ms < 1000 * TURN_S
+            else 1
+        )
         times = self.trial.go(ticks, seconds() + TIMEOUT_S + 30 * self.turn_s, 4 * self.turn_s)
         skipped = min(max(1 if len(times) >= 4 else 0, self.prefetched), len(times) // 2)
         self.turns.append(block_ms(times[skipped:]))
@@ -72,6 +82,12 @@ def did_not_run(record: TrialRecord) -> DidNotRun:
 def judge(point: BatchPoint, record: BatchRecord) -> None:
     """Mark a size that ran but is too big."""
     if point.retries:
-        point.status, point.why = "too big", f"the allocator had to empty its cache and retry {point.retries} times"
+        point.status, point.why = (
+            "too big",
+            f"the allocator had to empty its cache and retry {point.retries} times",
+        )
     elif record.limit_bytes and point.peak_bytes and point.peak_bytes > (1 - MARGIN) * record.limit_bytes:
-        point.status, point.why = "too big", f"its peak leaves less than {MARGIN:.0%} of the memory ({record.limit}) free"
+        point.status, point.why = (
+            "too big",
+            f"its peak leaves less than {MARGIN:.0%} of the memory ({record.limit}) free",
+        )

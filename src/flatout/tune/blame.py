@@ -46,7 +46,9 @@ def _note_length(tuning: Tuning, ticks: int) -> None:
     """Record the length of a short program: it is restarted as often as needed, with short blocks."""
     warm = tuning.warm_ticks
     tuning.length_ticks = max(ticks, tuning.length_ticks or 0)
-    tuning.interleaver.longest_ticks = max(2, min(tuning.interleaver.longest_ticks, (tuning.length_ticks - warm) // FEWEST_BLOCKS))
+    tuning.interleaver.longest_ticks = max(
+        2, min(tuning.interleaver.longest_ticks, (tuning.length_ticks - warm) // FEWEST_BLOCKS)
+    )
 
 
 def _plain_fails_by(tuning: Tuning, ticks: int) -> bool:
@@ -55,7 +57,9 @@ def _plain_fails_by(tuning: Tuning, ticks: int) -> bool:
     If that takes too long to find out: no.
     """
     interleaver, beyond = tuning.interleaver, _beyond(tuning, ticks)
-    if tuning.furthest_plain > beyond or beyond * interleaver.tick_ms / 1000 > min(LONGEST_S, tuning.allowed_s()):
+    if tuning.furthest_plain > beyond or beyond * interleaver.tick_ms / 1000 > min(
+        LONGEST_S, tuning.allowed_s()
+    ):
         return False
     tuning.watcher.stage("checking", "whether the plain program fails there too")
     return _failure(tuning, (), beyond) is not None
@@ -87,7 +91,9 @@ def blame(tuning: Tuning, choices: Sequence[Choice], gone: TrialRecord, ticks: i
     while len(guilty) > 1 and seconds() < tuning.explore_until_s:
         tuning.watcher.stage("checking", f"which of {in_order(guilty).describe()} makes the program fail")
         half = len(guilty) // 2
-        parts = [guilty[:half], guilty[half:]] + ([[c for c in guilty if c is not one] for one in guilty] if len(guilty) > 2 else [])
+        parts = [guilty[:half], guilty[half:]] + (
+            [[c for c in guilty if c is not one] for one in guilty] if len(guilty) > 2 else []
+        )
         smaller = next((part for part in parts if part and _failure(tuning, part, beyond) is not None), None)
         if smaller is None:
             break
@@ -96,10 +102,16 @@ def blame(tuning: Tuning, choices: Sequence[Choice], gone: TrialRecord, ticks: i
         reject(tuning, guilty[0], f"the program fails with it: {said}")
     elif len(guilty) == 2:
         tuning.forbid(guilty[0].name, guilty[1].name)
-        tuning.note(in_order(guilty).describe(), "together", None, f"they do not work together: {said}", seconds())
+        tuning.note(
+            in_order(guilty).describe(), "together", None, f"they do not work together: {said}", seconds()
+        )
     else:
         for choice in guilty:
-            reject(tuning, choice, f"the program failed with {in_order(guilty).describe()}; there was no time to find the lever responsible: {said}")
+            reject(
+                tuning,
+                choice,
+                f"the program failed with {in_order(guilty).describe()}; there was no time to find the lever responsible: {said}",
+            )
 
 
 def reject(tuning: Tuning, choice: Choice, reason: str) -> None:

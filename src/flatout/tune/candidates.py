@@ -63,12 +63,28 @@ class Candidate:
 
     def record(self) -> LeverRecord:
         ratio = self.ratio
-        return LeverRecord(self.lever.name, self.value, self.status.value, ratio.median if ratio else None, ratio.low if ratio else None,
-                           ratio.high if ratio else None, ratio.n if ratio else 0, self.reason, self.effect.value, self.how)
+        return LeverRecord(
+            self.lever.name,
+            self.value,
+            self.status.value,
+            ratio.median if ratio else None,
+            ratio.low if ratio else None,
+            ratio.high if ratio else None,
+            ratio.n if ratio else 0,
+            self.reason,
+            self.effect.value,
+            self.how,
+        )
 
 
-def consider(options: dict[str, Any], effects: frozenset[Effect], only: frozenset[str] | None, limited: bool = False,
-             base: Plan | None = None, unfit: Callable[[Lever, Plan | None], str] = lambda lever, base: "") -> dict[str, Candidate]:
+def consider(
+    options: dict[str, Any],
+    effects: frozenset[Effect],
+    only: frozenset[str] | None,
+    limited: bool = False,
+    base: Plan | None = None,
+    unfit: Callable[[Lever, Plan | None], str] = lambda lever, base: "",
+) -> dict[str, Candidate]:
     """Combine the answers of all levers with the restrictions of the search.
 
     ``limited``: memory is limited. ``base`` is the plan that applies to all programs of the search, and
@@ -86,19 +102,37 @@ def consider(options: dict[str, Any], effects: frozenset[Effect], only: frozense
         if only is not None and lever.name not in only:
             found[lever.name] = Candidate(lever, (), effect, reason="not among the requested levers")
         elif effect is Effect.CHANGES_MATH:
-            found[lever.name] = Candidate(lever, (), effect, reason="changes the training result, so the tuner never selects it; name it in a plan to use it")
+            found[lever.name] = Candidate(
+                lever,
+                (),
+                effect,
+                reason="changes the training result, so the tuner never selects it; name it in a plan to use it",
+            )
         elif apart := unfit(lever, base):
             found[lever.name] = Candidate(lever, (), effect, reason=apart)
         elif effect not in effects:
-            found[lever.name] = Candidate(lever, (), effect, reason=f"its effect here is {effect}, which was not requested")
+            found[lever.name] = Candidate(
+                lever, (), effect, reason=f"its effect here is {effect}, which was not requested"
+            )
         elif lever.saves_memory and not limited and only is None:
             found[lever.name] = Candidate(lever, (), effect, reason=FOR_MEMORY)
         else:
-            found[lever.name] = Candidate(lever, tuple(answer["values"]), effect, reason=NO_TIME, for_memory=lever.saves_memory and limited)
+            found[lever.name] = Candidate(
+                lever,
+                tuple(answer["values"]),
+                effect,
+                reason=NO_TIME,
+                for_memory=lever.saves_memory and limited,
+            )
     return found
 
 
-def without_long_starts(candidates: Mapping[str, Candidate], loaders: Iterable[Mapping[str, Any]], ready: Mapping[str, Any], most_s: float) -> None:
+def without_long_starts(
+    candidates: Mapping[str, Candidate],
+    loaders: Iterable[Mapping[str, Any]],
+    ready: Mapping[str, Any],
+    most_s: float,
+) -> None:
     """Remove values that fetch every sample before the first batch, if that takes longer than ``most_s``.
 
     A sample costs its share of the wait for a batch. With workers it costs at most its share of a step times

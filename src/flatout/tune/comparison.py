@@ -42,13 +42,26 @@ class ProgramRequest:
 
     def to_json(self) -> dict[str, Any]:
         rows = [None if row is None else [choice.to_json() for choice in row] for row in self.rows]
-        return {"plan": self.plan.to_json(), "rows": rows, "seed": self.seed, "record": self.record,
-                "late": [choice.to_json() for choice in self.late]}
+        return {
+            "plan": self.plan.to_json(),
+            "rows": rows,
+            "seed": self.seed,
+            "record": self.record,
+            "late": [choice.to_json() for choice in self.late],
+        }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ProgramRequest:
-        rows = tuple(None if row is None else Plan.from_json({"choices": row}).choices for row in data["rows"])
-        return cls(Plan.from_json(data["plan"]), rows, data["seed"], data["record"], Plan.from_json({"choices": data["late"]}).choices)
+        rows = tuple(
+            None if row is None else Plan.from_json({"choices": row}).choices for row in data["rows"]
+        )
+        return cls(
+            Plan.from_json(data["plan"]),
+            rows,
+            data["seed"],
+            data["record"],
+            Plan.from_json({"choices": data["late"]}).choices,
+        )
 
 
 @dataclass
@@ -83,15 +96,33 @@ class ProgramResult:
         return self.gone is None and self.left_out is None
 
     def to_json(self) -> dict[str, Any]:
-        return {"blocks": [[b.row, b.at_s, b.tick, b.ms] for b in self.blocks], "record": self.record and self.record.to_json(),
-                "gone": self.gone and self.gone.to_json(), "left_out": self.left_out, "ready": self.ready, "late": self.late,
-                "start_s": self.start_s, "ticks": self.ticks}
+        return {
+            "blocks": [[b.row, b.at_s, b.tick, b.ms] for b in self.blocks],
+            "record": self.record and self.record.to_json(),
+            "gone": self.gone and self.gone.to_json(),
+            "left_out": self.left_out,
+            "ready": self.ready,
+            "late": self.late,
+            "start_s": self.start_s,
+            "ticks": self.ticks,
+        }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ProgramResult:
-        record, gone = (TrialRecord.from_json(data[name]) if data[name] else None for name in ("record", "gone"))
+        record, gone = (
+            TrialRecord.from_json(data[name]) if data[name] else None for name in ("record", "gone")
+        )
         left_out = tuple(data["left_out"]) if data["left_out"] else None
-        return cls([MeasuredBlock(*block) for block in data["blocks"]], record, gone, left_out, data["ready"], data["late"], data["start_s"], data["ticks"])
+        return cls(
+            [MeasuredBlock(*block) for block in data["blocks"]],
+            record,
+            gone,
+            left_out,
+            data["ready"],
+            data["late"],
+            data["start_s"],
+            data["ticks"],
+        )
 
 
 @dataclass
@@ -105,8 +136,14 @@ class Member:
     fresh: bool = True  # just started: no block has run yet
 
 
-def measure_together(interleaver: Interleaver, asked: Sequence[ProgramRequest], until_s: float, timeout_s: float, beside: Sequence[Member] = (),
-                     share: float = math.inf) -> list[ProgramResult]:
+def measure_together(
+    interleaver: Interleaver,
+    asked: Sequence[ProgramRequest],
+    until_s: float,
+    timeout_s: float,
+    beside: Sequence[Member] = (),
+    share: float = math.inf,
+) -> list[ProgramResult]:
     """Start these programs, interleave their rows with those ``beside``, take their records, end them.
 
     Raises nothing that is a program's fault. Measuring ends after ``share`` of the time of the starts, once
@@ -120,7 +157,11 @@ def measure_together(interleaver: Interleaver, asked: Sequence[ProgramRequest], 
         for one, member in zip(asked, members, strict=True):
             if one.late and member.seen.whole:
                 member.seen.late = _late_step(interleaver, member, one.late)
-        ending = [(member, one.record) for one, member in zip(asked, members, strict=True) if one.record and member.seen.whole]
+        ending = [
+            (member, one.record)
+            for one, member in zip(asked, members, strict=True)
+            if one.record and member.seen.whole
+        ]
         with ThreadPoolExecutor(max(1, len(ending))) as pool:  # each needs a second to end
             list(pool.map(lambda each: _record(*each), ending))
     finally:
@@ -134,14 +175,18 @@ def _started(interleaver: Interleaver, asked: Sequence[ProgramRequest], timeout_
     members = []
     for one, trial, gone in zip(asked, trials, interleaver.ready(trials, timeout_s), strict=True):
         start_s = seconds() - trial.started_s - trial.ready.get("once_s", 0.0)
-        seen = ProgramResult(gone=gone.record if gone else None, ready=trial.ready, start_s=start_s, ticks=trial.ticks_done)
+        seen = ProgramResult(
+            gone=gone.record if gone else None, ready=trial.ready, start_s=start_s, ticks=trial.ticks_done
+        )
         for left in trial.ready.get("skipped", ()):
             seen.left_out = left["name"], left["reason"]
         members.append(Member(trial, one.rows, seen))
     return members
 
 
-def take_turns(interleaver: Interleaver, members: Sequence[Member], until_s: float, enough_s: float = math.inf) -> None:
+def take_turns(
+    interleaver: Interleaver, members: Sequence[Member], until_s: float, enough_s: float = math.inf
+) -> None:
     """Interleave the members' rows until they are done or time is up; at least one block each.
 
     ``enough_s`` only applies after FEWEST_TURNS. A member that fails or ends leaves.
@@ -192,7 +237,9 @@ def _block(interleaver: Interleaver, member: Member, turn: int, furthest: int) -
     member.seen.blocks.append(MeasuredBlock(turn, at_s, tick, ms))
 
 
-def step_again(interleaver: Interleaver, trial: Trial, choices: Sequence[Choice], timeout_s: float) -> dict[str, Any]:
+def step_again(
+    interleaver: Interleaver, trial: Trial, choices: Sequence[Choice], timeout_s: float
+) -> dict[str, Any]:
     """Replay a step for the guard with these levers. Raises ProgramGone.
 
     ``wrong`` has a sentence for each rejected lever.
@@ -201,13 +248,22 @@ def step_again(interleaver: Interleaver, trial: Trial, choices: Sequence[Choice]
     failed = [check for check in answer.get("checks", ()) if not check["passed"]]
     wrong = {choice.name: failed[0]["why"] for choice in choices} if failed else {}
     if failed and len(choices) > 1:
-        alone = {choice.name: [c for c in _replica(interleaver, trial, [choice], timeout_s).get("checks", ()) if not c["passed"]] for choice in choices}
+        alone = {
+            choice.name: [
+                c
+                for c in _replica(interleaver, trial, [choice], timeout_s).get("checks", ())
+                if not c["passed"]
+            ]
+            for choice in choices
+        }
         if any(alone.values()):  # otherwise only the combination is wrong
             wrong = {name: checks[0]["why"] for name, checks in alone.items() if checks}
     return {**answer, "wrong": wrong}
 
 
-def _replica(interleaver: Interleaver, trial: Trial, choices: Sequence[Choice], timeout_s: float) -> dict[str, Any]:
+def _replica(
+    interleaver: Interleaver, trial: Trial, choices: Sequence[Choice], timeout_s: float
+) -> dict[str, Any]:
     interleaver.switch(trial, ())
     return ask_replica(trial, choices, timeout_s)
 

@@ -42,7 +42,15 @@ class Compiling:
     @property
     def due(self) -> Factor | None:
         """The factor to compile next."""
-        return min((factor for factor in self.tuning.space.factors if factor.warms_up and factor.key not in self.begun), key=lambda f: f.mean, default=None)
+        return min(
+            (
+                factor
+                for factor in self.tuning.space.factors
+                if factor.warms_up and factor.key not in self.begun
+            ),
+            key=lambda f: f.mean,
+            default=None,
+        )
 
     def begin(self, quick: Space, alone: bool = False) -> None:
         """Start compiling together with the likely best of the other factors.
@@ -50,7 +58,12 @@ class Compiling:
         ``alone``: no other program starts meanwhile.
         """
         tuning, factor = self.tuning, self.due
-        if self.trial is not None or factor is None or not (alone or self._has_room) or tuning.explore_until_s - seconds() < self._fewest_s:
+        if (
+            self.trial is not None
+            or factor is None
+            or not (alone or self._has_room)
+            or tuning.explore_until_s - seconds() < self._fewest_s
+        ):
             return
         if alone and tuning.copies < ALONE_PROGRAMS:
             tuning.keep_observed()
@@ -60,7 +73,9 @@ class Compiling:
         clash = {other for pair in tuning.space.excludes if factor.lever in pair for other in pair}
         self.on = frozenset(key for name, key in levers.items() if name not in clash) | {factor.key}
         plan = tuning.plan_for(self.on)
-        tuning.watcher.stage("compiling", plan.describe() if alone else f"{plan.describe()}, while others are measured")
+        tuning.watcher.stage(
+            "compiling", plan.describe() if alone else f"{plan.describe()}, while others are measured"
+        )
         self.trial = tuning.interleaver.start(plan, 0)
         tuning.interleaver.background.append(self.trial)
 
@@ -95,11 +110,17 @@ class Compiling:
             program_ended(tuning, on, ProgramResult(left_out=(left["name"], left["reason"])))
             return
         live = frozenset(key for key in on if tuning.candidates[tuning.choices[key].name].lever.live)
-        without = frozenset(key for key in live if not tuning.candidates[tuning.choices[key].name].lever.warms_up)
+        without = frozenset(
+            key for key in live if not tuning.candidates[tuning.choices[key].name].lever.warms_up
+        )
         rows = [live, without, without, live, live, without]
         tuning.watcher.stage("exploring", f"{tuning.plan_for(on).describe()}: with and without the compiler")
         member = Member(trial, tuning.live_rows(rows), ProgramResult(), fresh=False)
-        take_turns(tuning.interleaver, [member], max(tuning.explore_until_s, seconds() + 8 * tuning.interleaver.block_s))
+        take_turns(
+            tuning.interleaver,
+            [member],
+            max(tuning.explore_until_s, seconds() + 8 * tuning.interleaver.block_s),
+        )
         tuning.processes += 1
         tuning.keep_blocks(tuning.processes, [on - live | row for row in rows], member.seen, 0)
         program_ended(tuning, on, member.seen)
@@ -135,7 +156,9 @@ class Compiling:
             if seconds() >= tuning.explore_until_s:
                 spent_s = seconds() - trial.started_s
                 more = f"give --budget {math.ceil((tuning.budget_s + COMPILE_S) / 60)}m"
-                tuning.candidates[factor.lever].reason = f"compilation did not finish within {spent_s:.0f} s; {more}"
+                tuning.candidates[
+                    factor.lever
+                ].reason = f"compilation did not finish within {spent_s:.0f} s; {more}"
                 self._end(trial)
                 return
 

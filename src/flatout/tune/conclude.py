@@ -14,6 +14,7 @@ LIKELY, LIKELY_EXACT, LIKELY_WARM = 0.75, 0.6, 0.9
 DATA_SHARE = 0.3  # of a step; above this it is reported
 WORTH_A_LEVER = 0.003  # of log time
 
+
 def best_measured(tuning: Tuning) -> frozenset[str]:
     """Return the fastest measured set by expectation.
 
@@ -24,7 +25,10 @@ def best_measured(tuning: Tuning) -> frozenset[str]:
     fitted = tuning.fit_of(only(tuning.space, tuning.measured))
     best = fitted.best(WORTH_A_LEVER)
     while best:
-        spare = {key: fitted.effect(key, best).chance - _needed(tuning.candidates[tuning.choices[key].name]) for key in sorted(best)}
+        spare = {
+            key: fitted.effect(key, best).chance - _needed(tuning.candidates[tuning.choices[key].name])
+            for key in sorted(best)
+        }
         least = min(spare, key=lambda key: spare[key])
         if spare[least] >= 0 or not tuning.space.allowed(best - {least}):
             break
@@ -34,7 +38,13 @@ def best_measured(tuning: Tuning) -> frozenset[str]:
 
 def _needed(candidate: Candidate) -> float:
     """Return the chance of being faster that the candidate needs to join the plan."""
-    return LIKELY_WARM if candidate.lever.warms_up else LIKELY_EXACT if candidate.effect is Effect.EXACT else LIKELY
+    return (
+        LIKELY_WARM
+        if candidate.lever.warms_up
+        else LIKELY_EXACT
+        if candidate.effect is Effect.EXACT
+        else LIKELY
+    )
 
 
 def conclude(tuning: Tuning) -> list[Candidate]:
@@ -43,7 +53,11 @@ def conclude(tuning: Tuning) -> list[Candidate]:
     chosen = {tuning.choices[key].name: key for key in best}
     found = []
     for candidate in tuning.candidates.values():
-        keys = [key for key, choice in tuning.choices.items() if choice.name == candidate.lever.name and key in tuning.measured]
+        keys = [
+            key
+            for key, choice in tuning.choices.items()
+            if choice.name == candidate.lever.name and key in tuning.measured
+        ]
         if not keys or candidate.status is Status.REJECTED:
             candidate.reason = candidate.reason or NO_TIME
             continue
@@ -51,7 +65,10 @@ def conclude(tuning: Tuning) -> list[Candidate]:
         candidate.value, candidate.ratio = tuning.choices[key].value, tuning.effect(key, best)
         candidate.how = LIVE if candidate.lever.live and tuning.interleaver.unit == "step" else PROCESSES
         if candidate.lever.name in chosen:
-            candidate.status, candidate.reason = Status.SKIPPED, "part of the plan; the search ended before it was confirmed"
+            candidate.status, candidate.reason = (
+                Status.SKIPPED,
+                "part of the plan; the search ended before it was confirmed",
+            )
             found.append(candidate)
             continue
         clear = candidate.ratio.low > 1.0 or candidate.ratio.high < 1.0
@@ -59,8 +76,13 @@ def conclude(tuning: Tuning) -> list[Candidate]:
         if tuning.disturbance.disturbed and not clear:  # the disturbance may be larger than the effect
             candidate.ratio = None
     if best:
-        tuning.note(tuning.plan_for(best).describe(), "design", tuning.gain(best), f"{len(tuning.blocks)} blocks of {len(tuning.numbers)} processes",
-                    tuning.start_s)
+        tuning.note(
+            tuning.plan_for(best).describe(),
+            "design",
+            tuning.gain(best),
+            f"{len(tuning.blocks)} blocks of {len(tuning.numbers)} processes",
+            tuning.start_s,
+        )
     else:
         _say_why_nothing(tuning)
     tuning.save()
@@ -72,7 +94,10 @@ def _say_why_nothing(tuning: Tuning) -> None:
     session, more = tuning.session, f"give --budget {tuning.enough_m(tuning.budget_s)}m"
     if tuning.choices and not tuning.measured:
         session.undecided, session.obstacle = True, f"no lever could be measured in time; {more}"
-    elif tuning.disturbance.disturbed and any(c.ratio is None and c.status is Status.REJECTED and c.reason == NO_GAIN for c in tuning.candidates.values()):
+    elif tuning.disturbance.disturbed and any(
+        c.ratio is None and c.status is Status.REJECTED and c.reason == NO_GAIN
+        for c in tuning.candidates.values()
+    ):
         session.undecided = True
         session.obstacle = f"{tuning.disturbance.sentence()}, which may hide a speed-up; stop them, or {more}"
 
@@ -87,7 +112,14 @@ def noise_of(tuning: Tuning) -> Ratio:
 def obstacle(tuning: Tuning) -> str:
     """Return what limits the plan and the command that would help; empty if nothing is known."""
     session = tuning.session
-    late = [c for c in tuning.candidates.values() if c.status is Status.SKIPPED and c.values and not c.for_memory and (c.reason == NO_TIME or c.lever.warms_up)]
+    late = [
+        c
+        for c in tuning.candidates.values()
+        if c.status is Status.SKIPPED
+        and c.values
+        and not c.for_memory
+        and (c.reason == NO_TIME or c.lever.warms_up)
+    ]
     if late:
         names = ", ".join(candidate.lever.name for candidate in late)
         return f"{names} could not be measured in time; give --budget {max(2, math.ceil(2 * tuning.budget_s / 60))}m"

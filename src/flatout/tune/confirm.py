@@ -84,7 +84,10 @@ def settle(tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any] | Non
         if refused.by_guard is not None and not tuning.must_fit and len(attempt) > 1:
             rest = without_the_culprits(tuning, attempt, refused.by_guard, pairs.plain)
             gain = tuning.gain(_keys(rest)).median
-            if rest and (gain < WORTH_ANOTHER_TRY or tuning.allowed_s() + MORE_FOR_THE_REST * tuning.budget_s < FEWEST_PAIRS * tuning.pair_s):
+            if rest and (
+                gain < WORTH_ANOTHER_TRY
+                or tuning.allowed_s() + MORE_FOR_THE_REST * tuning.budget_s < FEWEST_PAIRS * tuning.pair_s
+            ):
                 for candidate in rest:
                     candidate.reason = f"without the levers that the guard rejected, the plan gives {gain:.2f}x; it was not confirmed"
                 rest = []
@@ -103,24 +106,42 @@ def _keys(candidates: Sequence[Candidate]) -> frozenset[str]:
     return frozenset(spell(c.choice.name, c.choice.value) for c in candidates)
 
 
-def _confirm(tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any] | None, pairs: Pairs) -> Refused | None:
+def _confirm(
+    tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any] | None, pairs: Pairs
+) -> Refused | None:
     """Confirm a plan; None if the plan is kept, and the session then holds it."""
     plan, session, start_s, known = plan_of(tuned), tuning.session, seconds(), len(pairs.plain)
     while _time_for_another(tuning, tuned, pairs, known):
-        tuning.watcher.stage("confirming", f"pair {len(pairs.tuned) + 1}: {plan.describe()} against the plain program, in fresh processes")
+        tuning.watcher.stage(
+            "confirming",
+            f"pair {len(pairs.tuned) + 1}: {plan.describe()} against the plain program, in fresh processes",
+        )
         tuning.disturbance.look()
         _more_pairs(tuning, tuned, pairs)
         if pairs.failure:
             tuning.note(plan.describe(), "fresh pairs", None, pairs.failure, start_s)
             return Refused(f"failed in fresh processes: {pairs.failure}")
         tuning.watcher.comparison(plan.describe(), _ratio(tuning, tuned, pairs), f"pair {len(pairs.tuned)}")
-        if FEWEST_PAIRS <= len(pairs.tuned) < PAIRS and _judged(tuning, tuned, replica, pairs).verdict == "failed":
+        if (
+            FEWEST_PAIRS <= len(pairs.tuned) < PAIRS
+            and _judged(tuning, tuned, replica, pairs).verdict == "failed"
+        ):
             break  # the remaining time is for the plan without the levers responsible
     plain_records, tuned_records = pairs.both()
     if not tuned_records:
-        return Refused(f"not confirmed: the budget ran out; give --budget {tuning.enough_m(PAIRS * tuning.pair_s)}m", undecided=True)
+        return Refused(
+            f"not confirmed: the budget ran out; give --budget {tuning.enough_m(PAIRS * tuning.pair_s)}m",
+            undecided=True,
+        )
     ratio = _ratio(tuning, tuned, pairs)
-    tuning.note(plan.describe(), "fresh pairs", compare(pairs.rounds) if pairs.rounds else ratio, "", start_s, host="; ".join(dict.fromkeys(pairs.hosts)))
+    tuning.note(
+        plan.describe(),
+        "fresh pairs",
+        compare(pairs.rounds) if pairs.rounds else ratio,
+        "",
+        start_s,
+        host="; ".join(dict.fromkeys(pairs.hosts)),
+    )
     session.guard = _judged(tuning, tuned, replica, pairs)
     _fill(session.baseline, Plan(), plain_records, pairs.plain_ms)
     _fill(session.best, plan, tuned_records, pairs.tuned_ms)
@@ -130,7 +151,10 @@ def _confirm(tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any] | N
     session.payback_steps = _payback(session.baseline, session.best, any(c.lever.warms_up for c in tuned))
     if len(tuned_records) < FEWEST_PAIRS:
         more = f"give --budget {tuning.enough_m(PAIRS * tuning.pair_s)}m"
-        return Refused(f"one pair of processes ({ratio.sentence()}) does not confirm a speed-up, and the budget ran out; {more}", undecided=True)
+        return Refused(
+            f"one pair of processes ({ratio.sentence()}) does not confirm a speed-up, and the budget ran out; {more}",
+            undecided=True,
+        )
     if session.guard.verdict == "failed":
         return Refused(f"the guard: {session.guard.why}", session.guard)
     if session.guard.verdict == "not checked":
@@ -138,7 +162,9 @@ def _confirm(tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any] | N
     if not tuning.must_fit and (ratio.low < NOT_SLOWER or ratio.median < WORTH_KEEPING):
         return _not_shown(tuning, ratio)
     if not tuning.must_fit and not _repaid(tuning):
-        return Refused(f"the warm-up pays off after {session.payback_steps} steps, beyond the horizon (--horizon)")
+        return Refused(
+            f"the warm-up pays off after {session.payback_steps} steps, beyond the horizon (--horizon)"
+        )
     session.speedup = ratio
     for candidate in tuned:
         candidate.status, candidate.reason = Status.APPLIED, _remarks(candidate, tuned_records[0])
@@ -152,7 +178,9 @@ def _not_shown(tuning: Tuning, ratio: Ratio) -> Refused:
     if not tuning.disturbance.disturbed or ratio.high < WORTH_KEEPING:
         return Refused(f"together {shown}: no speed-up beyond the noise")
     more = f"stop them, or give --budget {tuning.enough_m(2 * tuning.budget_s)}m"
-    return Refused(f"{tuning.disturbance.sentence()}, which may hide the speed-up ({shown}); {more}", undecided=True)
+    return Refused(
+        f"{tuning.disturbance.sentence()}, which may hide the speed-up ({shown}); {more}", undecided=True
+    )
 
 
 def _ratio(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs) -> Ratio:
@@ -169,7 +197,9 @@ def _ratio(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs) -> Ratio:
 
 def _remarks(candidate: Candidate, record: TrialRecord) -> str:
     """Return the remarks of an applied lever: which part of the program it left alone, and why."""
-    return "; ".join(dict.fromkeys(left["reason"] for left in record.skipped if left["name"] == candidate.lever.name))
+    return "; ".join(
+        dict.fromkeys(left["reason"] for left in record.skipped if left["name"] == candidate.lever.name)
+    )
 
 
 def _time_for_another(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs, known: int) -> bool:
@@ -195,12 +225,16 @@ def _more_pairs(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs) -> Non
     wanted = max(1, min(nodes, PAIRS - first if first < PAIRS else 2 * PAIRS - first))
     seeds = range(first, first + wanted)
     asked = [_asked(tuning, tuned, plan, seed, seed not in pairs.plain) for seed in seeds]
-    for seed, (programs, (seen, host)) in zip(seeds, zip(asked, _measured(tuning, asked), strict=True), strict=True):
+    for seed, (programs, (seen, host)) in zip(
+        seeds, zip(asked, _measured(tuning, asked), strict=True), strict=True
+    ):
         pairs.hosts += [host] if host else []
         _keep(tuning, pairs, tuned, seed, programs, seen)
 
 
-def _asked(tuning: Tuning, tuned: Sequence[Candidate], plan: Plan, seed: int, with_plain: bool) -> list[ProgramRequest]:
+def _asked(
+    tuning: Tuning, tuned: Sequence[Candidate], plan: Plan, seed: int, with_plain: bool
+) -> list[ProgramRequest]:
     """Return both sides of a pair.
 
     Their order alternates from pair to pair, because the machine may speed up or slow down.
@@ -208,7 +242,9 @@ def _asked(tuning: Tuning, tuned: Sequence[Candidate], plan: Plan, seed: int, wi
     rows = (None,) * tuning.rounds
     record = "draws" if widest(tuned) is Effect.RESAMPLED else "record"
     checks_late = seed == PAIRS - 1 and tuning.interleaver.unit == "step" and tuning.replica_s <= LATE_S
-    late = tuple(c.choice for c in tuned if c.effect is not Effect.EXACT and c.lever.live) if checks_late else ()
+    late = (
+        tuple(c.choice for c in tuned if c.effect is not Effect.EXACT and c.lever.live) if checks_late else ()
+    )
     sides = [ProgramRequest(Plan(), rows, seed, record, late), ProgramRequest(plan, rows, seed, record)]
     sides = sides if with_plain else sides[1:]
     return sides if seed % 2 == 0 else sides[::-1]
@@ -218,24 +254,57 @@ def _measured(tuning: Tuning, asked: Sequence[list[ProgramRequest]]) -> list[tup
     elsewhere, until_s = tuning.elsewhere, seconds() + 3 * tuning.pair_s
     if elsewhere is None or not elsewhere.ready:
         if tuning.copies >= 2:
-            return [(measure_together(tuning.interleaver, programs, until_s, tuning.timeout_s), "") for programs in asked]
-        return [([seen for one in programs for seen in measure_together(tuning.interleaver, [one], until_s, tuning.timeout_s)], "") for programs in asked]
+            return [
+                (measure_together(tuning.interleaver, programs, until_s, tuning.timeout_s), "")
+                for programs in asked
+            ]
+        return [
+            (
+                [
+                    seen
+                    for one in programs
+                    for seen in measure_together(tuning.interleaver, [one], until_s, tuning.timeout_s)
+                ],
+                "",
+            )
+            for programs in asked
+        ]
     found: dict[int, tuple[list[ProgramResult], str]] = {}
     orders = [together_order(tuning, programs, 3 * tuning.pair_s) for programs in asked]
     for held in elsewhere.held(orders, TIMEOUT_S + 3 * tuning.pair_s + tuning.timeout_s):
         if held.answer is not None:
             found[held.number] = [ProgramResult.from_json(each) for each in held.answer["seen"]], held.host
-    return [found[at] if at in found else (measure_together(tuning.interleaver, programs, until_s, tuning.timeout_s), "") for at, programs in enumerate(asked)]
+    return [
+        found[at]
+        if at in found
+        else (measure_together(tuning.interleaver, programs, until_s, tuning.timeout_s), "")
+        for at, programs in enumerate(asked)
+    ]
 
 
-def _keep(tuning: Tuning, pairs: Pairs, tuned: Sequence[Candidate], seed: int, asked: Sequence[ProgramRequest], found: Sequence[ProgramResult]) -> None:
+def _keep(
+    tuning: Tuning,
+    pairs: Pairs,
+    tuned: Sequence[Candidate],
+    seed: int,
+    asked: Sequence[ProgramRequest],
+    found: Sequence[ProgramResult],
+) -> None:
     """Record the results of one pair."""
     times: dict[bool, list[float]] = {}
     for one, seen in zip(asked, found, strict=True):
         plain = not len(one.plan)
-        record = seen.record or (seen.gone if seen.gone is not None and seen.gone.status == "ended" and seen.blocks else None)
+        record = seen.record or (
+            seen.gone if seen.gone is not None and seen.gone.status == "ended" and seen.blocks else None
+        )
         if record is None:
-            said = f"{seen.left_out[0]}: {seen.left_out[1]}" if seen.left_out else last_line(seen.gone.reason) if seen.gone else "it was lost"
+            said = (
+                f"{seen.left_out[0]}: {seen.left_out[1]}"
+                if seen.left_out
+                else last_line(seen.gone.reason)
+                if seen.gone
+                else "it was lost"
+            )
             pairs.failure = f"the plain program: {said}" if plain else said
             return
         if seen.late is not None:
@@ -247,24 +316,42 @@ def _keep(tuning: Tuning, pairs: Pairs, tuned: Sequence[Candidate], seed: int, a
         if on <= tuning.choices.keys():
             tuning.processes += 1
             tuning.keep_blocks(tuning.processes, [on] * len(one.rows), seen, seed + 1)
-        tuning.start_cost_s = max(tuning.start_cost_s, tuning.start_of(seen.start_s, len(asked)) / (1.5 if len(asked) > 1 else 1.0))
+        tuning.start_cost_s = max(
+            tuning.start_cost_s, tuning.start_of(seen.start_s, len(asked)) / (1.5 if len(asked) > 1 else 1.0)
+        )
     if len(times) == 2:
         pairs.rounds.append([Round(a, b) for a, b in zip(times[True], times[False], strict=False)])
 
 
-def _judged(tuning: Tuning, tuned: Sequence[Candidate], replica: dict[str, Any] | None, pairs: Pairs) -> GuardRecord:
+def _judged(
+    tuning: Tuning, tuned: Sequence[Candidate], replica: dict[str, Any] | None, pairs: Pairs
+) -> GuardRecord:
     effect, (plain, others) = widest(tuned), pairs.both()
     perturbation = perturbation_for(effect)
-    found = judge(effect, plain, others, replica, tuning.first_plain, tuning.perturbed.get(perturbation, ()), pairs.late)
+    found = judge(
+        effect, plain, others, replica, tuning.first_plain, tuning.perturbed.get(perturbation, ()), pairs.late
+    )
     if perturbation not in tuning.perturbed and needs_perturbed_runs(found):
-        tuning.watcher.stage("guard", "the plain program with weights perturbed in the last place, to see how far rounding spreads")
-        seeds = [record.seed or 0 for record in plain[:FEWEST_PAIRS if tuning.interleaver.tick_ms < SLOW_MS else 1]]
-        tuning.perturbed[perturbation] = perturbed(tuning, seeds, perturbation, max(len(record.losses) for record in plain))
-        found = judge(effect, plain, others, replica, tuning.first_plain, tuning.perturbed[perturbation], pairs.late)
+        tuning.watcher.stage(
+            "guard",
+            "the plain program with weights perturbed in the last place, to see how far rounding spreads",
+        )
+        seeds = [
+            record.seed or 0
+            for record in plain[: FEWEST_PAIRS if tuning.interleaver.tick_ms < SLOW_MS else 1]
+        ]
+        tuning.perturbed[perturbation] = perturbed(
+            tuning, seeds, perturbation, max(len(record.losses) for record in plain)
+        )
+        found = judge(
+            effect, plain, others, replica, tuning.first_plain, tuning.perturbed[perturbation], pairs.late
+        )
     return found
 
 
-def perturbed(tuning: Tuning, seeds: Sequence[int], perturbation: float, known: int = START_STEPS) -> list[TrialRecord]:
+def perturbed(
+    tuning: Tuning, seeds: Sequence[int], perturbation: float, known: int = START_STEPS
+) -> list[TrialRecord]:
     """Return perturbed plain runs that cover the first of ``known`` losses; empty if one of them fails."""
     interleaver, steps = tuning.interleaver, min(START_STEPS, known)
     trials = [interleaver.start(Plan(), seed, perturbation) for seed in seeds]
@@ -282,7 +369,9 @@ def perturbed(tuning: Tuning, seeds: Sequence[int], perturbation: float, known: 
             interleaver.dismiss(trial)
 
 
-def _fill(side: ProgramFigures, plan: Plan, records: Sequence[TrialRecord], times_ms: Sequence[float]) -> None:
+def _fill(
+    side: ProgramFigures, plan: Plan, records: Sequence[TrialRecord], times_ms: Sequence[float]
+) -> None:
     side.plan = plan.to_json()
     side.step_ms = median(times_ms)
     side.unit = records[0].unit
@@ -306,15 +395,23 @@ def _payback(plain: ProgramFigures, tuned: ProgramFigures, warms_up: bool) -> in
 
 def _repaid(tuning: Tuning) -> bool:
     steps = tuning.session.payback_steps
-    return steps is not None and steps * (tuning.session.baseline.step_ms or 0.0) / 1000 <= tuning.goal.horizon_s
+    return (
+        steps is not None and steps * (tuning.session.baseline.step_ms or 0.0) / 1000 <= tuning.goal.horizon_s
+    )
 
 
 def _with_evidence(tuned: Sequence[Candidate], ratio: Ratio, key: dict[str, Any]) -> Plan:
     choices = []
     for choice in plan_of(tuned):
         beside = next(c.ratio for c in tuned if c.lever.name == choice.name)
-        said = f"with the other levers {beside.sentence()}" if beside else "measured only together with the other levers"
-        choices.append(Choice(choice.name, choice.value, Origin.TUNER, f"{said}; the whole plan {ratio.sentence()}"))
+        said = (
+            f"with the other levers {beside.sentence()}"
+            if beside
+            else "measured only together with the other levers"
+        )
+        choices.append(
+            Choice(choice.name, choice.value, Origin.TUNER, f"{said}; the whole plan {ratio.sentence()}")
+        )
     return Plan(tuple(choices), key)
 
 

@@ -33,7 +33,14 @@ def worth_more_time(fitted: Fitted, chosen: frozenset[str], most: float = WORTH_
     return fitted.regret(chosen) > most
 
 
-def next_processes(space: Space, fitted: Fitted | None, blocks: Sequence[TimedBlock], n: int, rng: np.random.Generator, always_plain: bool) -> list[frozenset[str]]:
+def next_processes(
+    space: Space,
+    fitted: Fitted | None,
+    blocks: Sequence[TimedBlock],
+    n: int,
+    rng: np.random.Generator,
+    always_plain: bool,
+) -> list[frozenset[str]]:
     """Choose the process levers and warm-up levers of the next ``n`` processes, which start together.
 
     The first processes are the plain program and the likeliest plan by the priors. ``always_plain``: each
@@ -48,8 +55,14 @@ def next_processes(space: Space, fitted: Fitted | None, blocks: Sequence[TimedBl
         chosen.append(np.zeros(len(space.factors), dtype=bool))
     if (plan & fixed).any() and not seen - {frozenset()}:
         chosen.append(plan & fixed)
-    chosen = [row for at, row in enumerate(chosen[:n]) if not any((row == other).all() for other in chosen[:at])]
-    candidates = np.unique(_candidates(space, known, rng, fixed | space.switched, np.zeros(len(space.factors), dtype=bool)) & fixed, axis=0)
+    chosen = [
+        row for at, row in enumerate(chosen[:n]) if not any((row == other).all() for other in chosen[:at])
+    ]
+    candidates = np.unique(
+        _candidates(space, known, rng, fixed | space.switched, np.zeros(len(space.factors), dtype=bool))
+        & fixed,
+        axis=0,
+    )
     rest = _completed(space, candidates, plan & ~fixed)
     noise = known.luck**2 + known.noise**2 / BLOCKS_A_PROCESS
     start = space.features(_completed(space, np.array(chosen), plan & ~fixed)) if chosen else None
@@ -57,7 +70,9 @@ def next_processes(space: Space, fitted: Fitted | None, blocks: Sequence[TimedBl
     return [space.keys(row) for row in [*chosen, *(candidates[at] for at in picked)]]
 
 
-def live_rows(space: Space, fitted: Fitted | None, process_on: frozenset[str], n: int, rng: np.random.Generator) -> list[frozenset[str]]:
+def live_rows(
+    space: Space, fitted: Fitted | None, process_on: frozenset[str], n: int, rng: np.random.Generator
+) -> list[frozenset[str]]:
     """Return the live settings of ``n`` consecutive blocks in a process with ``process_on``.
 
     The most informative settings come first, ordered for few switches.
@@ -66,7 +81,11 @@ def live_rows(space: Space, fitted: Fitted | None, process_on: frozenset[str], n
     base = space.rows([process_on])[0]
     candidates = _candidates(space, known, rng, space.switched, base)
     plan = _completed(space, base[None, :], space.rows([known.best()])[0] & space.switched)[0]
-    chosen = [plan] * (1 if 0 < n <= FEW else n // NEAR_PLAN_SHARE) if (plan & ~base).any() and space.allowed_rows(plan[None, :])[0] else []
+    chosen = (
+        [plan] * (1 if 0 < n <= FEW else n // NEAR_PLAN_SHARE)
+        if (plan & ~base).any() and space.allowed_rows(plan[None, :])[0]
+        else []
+    )
     features = np.hstack([space.features(candidates), np.ones((len(candidates), 1))])
     columns = len(known.cov)
     cov = np.zeros((columns + 1, columns + 1))  # the last column is the variation of the process
@@ -75,7 +94,7 @@ def live_rows(space: Space, fitted: Fitted | None, process_on: frozenset[str], n
     start = np.hstack([space.features(np.array(chosen)), np.ones((len(chosen), 1))]) if chosen else None
     picked = _greedy(cov, contrasts, features, known.noise**2, n - len(chosen), start)
     rows = [*chosen, *(candidates[at] for at in picked)]
-    tours = [_short_tour(rows[at:at + TOUR], rng) for at in range(0, len(rows), TOUR)]
+    tours = [_short_tour(rows[at : at + TOUR], rng) for at in range(0, len(rows), TOUR)]
     return [space.keys(row & ~base) for tour in tours for row in tour]
 
 
@@ -112,7 +131,9 @@ def _contrasts(known: Fitted) -> Array:
     return differing if len(differing) else plan
 
 
-def _greedy(cov: Array, contrasts: Array, candidates: Array, noise: float, n: int, start: Array | None) -> list[int]:
+def _greedy(
+    cov: Array, contrasts: Array, candidates: Array, noise: float, n: int, start: Array | None
+) -> list[int]:
     """Choose the candidates that remove most variance from the contrasts, after the rows ``start``.
 
     ``noise``: variance of one measurement.

@@ -106,7 +106,10 @@ class Fitted:
     def cov(self) -> Array:
         """(factors + pairs, factors + pairs) covariance, within and between the parts."""
         between = [part.mean - self.mean for part in self.parts]
-        return sum(part.weight * (part.cov + np.outer(gap, gap)) for part, gap in zip(self.parts, between, strict=True))
+        return sum(
+            part.weight * (part.cov + np.outer(gap, gap))
+            for part, gap in zip(self.parts, between, strict=True)
+        )
 
     def draws(self, n: int, seed: int = 0) -> Array:
         """(n, factors + pairs) joint draws; the same seed gives the same draws."""
@@ -171,9 +174,20 @@ def fit(space: Space, blocks: Iterable[TimedBlock], spread: Spread = Spread()) -
     if any(not (block.ms > 0 and math.isfinite(block.ms)) for block in ordered):
         raise ValueError("the time of a block must be a positive number of milliseconds")
     prior_mean = np.concatenate([[factor.mean for factor in space.factors], np.zeros(len(space.pairs))])
-    prior_sd = np.concatenate([[factor.sd for factor in space.factors], np.where(space.known, spread.known_pair, spread.pair)])
+    prior_sd = np.concatenate(
+        [[factor.sd for factor in space.factors], np.where(space.known, spread.known_pair, spread.pair)]
+    )
     if not ordered:
-        return Fitted(space, (PosteriorPart(1.0, prior_mean, np.diag(prior_sd**2)),), spread.luck[0], spread.noise[0], spread.work[0], spread.misfit, 0, frozenset())
+        return Fitted(
+            space,
+            (PosteriorPart(1.0, prior_mean, np.diag(prior_sd**2)),),
+            spread.luck[0],
+            spread.noise[0],
+            spread.work[0],
+            spread.misfit,
+            0,
+            frozenset(),
+        )
     features = space.features(space.rows([block.on for block in ordered]))
     active = np.flatnonzero(features.any(axis=0))
     hosts = _indicators([block.host for block in ordered])
@@ -181,17 +195,44 @@ def fit(space: Space, blocks: Iterable[TimedBlock], spread: Spread = Spread()) -
     windows = _indicators([block.window for block in ordered])
     drift = _pieces(ordered, hosts, spread.piece_s)
     first_s = {block.host: block.at_s for block in sorted(ordered, key=lambda b: -b.at_s)}
-    moments = _indicators([(block.host, int((block.at_s - first_s[block.host]) / spread.moment_s)) for block in ordered])
+    moments = _indicators(
+        [(block.host, int((block.at_s - first_s[block.host]) / spread.moment_s)) for block in ordered]
+    )
     log_ms = np.log([block.ms for block in ordered])
-    scale = np.where(np.arange(len(prior_sd)) < len(space.factors), prior_sd * math.sqrt((spread.tail - 2) / spread.tail), prior_sd)
-    groups = [Group(len(active), scale[active], prior_mean[active], spread.tail), Group(hosts.shape[1], np.full(hosts.shape[1], HOST_SD)),
-              Group(processes.shape[1], Component(*spread.luck)), Group(windows.shape[1], Component(*spread.work)),
-              Group(drift.shape[1], Component(*spread.drift)), Group(moments.shape[1], Component(*spread.moment))]
-    found = solve(np.hstack([features[:, active], hosts, processes, windows, drift, moments]), log_ms - np.median(log_ms), groups, Component(*spread.noise),
-                  keep=slice(0, len(active)), mixed=2, tail=spread.noise_tail)
+    scale = np.where(
+        np.arange(len(prior_sd)) < len(space.factors),
+        prior_sd * math.sqrt((spread.tail - 2) / spread.tail),
+        prior_sd,
+    )
+    groups = [
+        Group(len(active), scale[active], prior_mean[active], spread.tail),
+        Group(hosts.shape[1], np.full(hosts.shape[1], HOST_SD)),
+        Group(processes.shape[1], Component(*spread.luck)),
+        Group(windows.shape[1], Component(*spread.work)),
+        Group(drift.shape[1], Component(*spread.drift)),
+        Group(moments.shape[1], Component(*spread.moment)),
+    ]
+    found = solve(
+        np.hstack([features[:, active], hosts, processes, windows, drift, moments]),
+        log_ms - np.median(log_ms),
+        groups,
+        Component(*spread.noise),
+        keep=slice(0, len(active)),
+        mixed=2,
+        tail=spread.noise_tail,
+    )
     parts = tuple(_whole(part, active, prior_mean, prior_sd) for part in found.parts)
     measured = frozenset().union(*(block.on for block in ordered))
-    return Fitted(space, parts, found.sds[2] or 0.0, found.noise, found.sds[3] or 0.0, spread.misfit, len(ordered), measured)
+    return Fitted(
+        space,
+        parts,
+        found.sds[2] or 0.0,
+        found.noise,
+        found.sds[3] or 0.0,
+        spread.misfit,
+        len(ordered),
+        measured,
+    )
 
 
 def _whole(part: PosteriorPart, active: Array, prior_mean: Array, prior_sd: Array) -> PosteriorPart:
@@ -219,13 +260,20 @@ def _pieces(blocks: Sequence[TimedBlock], hosts: Array, piece_s: float) -> Array
         here = at_s[host > 0]
         count = min(MOST_PIECES, int((here.max() - here.min()) / piece_s))
         edges = np.linspace(here.min(), here.max(), count + 1)
-        found += [host * np.clip((at_s - low) / (high - low), 0.0, 1.0) for low, high in itertools.pairwise(edges)]
+        found += [
+            host * np.clip((at_s - low) / (high - low), 0.0, 1.0) for low, high in itertools.pairwise(edges)
+        ]
     return np.stack(found, axis=1) if found else np.zeros((len(blocks), 0))
 
 
 def _below(value: float, weights: Array, means: Array, sds: Array) -> float:
     """Return the chance that a mixture of normal distributions is below ``value``."""
-    return float(sum(w * 0.5 * math.erfc((m - value) / (s * math.sqrt(2))) for w, m, s in zip(weights, means, sds, strict=True)))
+    return float(
+        sum(
+            w * 0.5 * math.erfc((m - value) / (s * math.sqrt(2)))
+            for w, m, s in zip(weights, means, sds, strict=True)
+        )
+    )
 
 
 def _quantile(q: float, weights: Array, means: Array, sds: Array) -> float:

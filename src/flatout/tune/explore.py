@@ -18,7 +18,14 @@ from collections.abc import Sequence
 from flatout.measure.clock import seconds
 from flatout.tune.blame import program_ended
 from flatout.tune.candidates import PROCESSES, Candidate, fetches_all
-from flatout.tune.comparison import FEWEST_TURNS, Member, ProgramRequest, ProgramResult, measure_together, take_turns
+from flatout.tune.comparison import (
+    FEWEST_TURNS,
+    Member,
+    ProgramRequest,
+    ProgramResult,
+    measure_together,
+    take_turns,
+)
 from flatout.tune.compiling import Compiling
 from flatout.tune.conclude import best_measured, conclude
 from flatout.tune.design import live_rows, next_processes, worth_more_time
@@ -63,7 +70,9 @@ class _Exploring:
     @property
     def quick(self) -> Space:
         """The space that waves measure: all factors without a long warm-up."""
-        return only(self.tuning.space, [factor.key for factor in self.tuning.space.factors if not factor.warms_up])
+        return only(
+            self.tuning.space, [factor.key for factor in self.tuning.space.factors if not factor.warms_up]
+        )
 
     def run(self) -> None:
         tuning = self.tuning
@@ -72,7 +81,9 @@ class _Exploring:
             self._wave()
             self.compiling.begin(self.quick)
             waiting = not self.compiling.look()
-            if not tuning.choices or (self.waves > 1 and not waiting and not worth_more_time(tuning.refit(), best_measured(tuning))):
+            if not tuning.choices or (
+                self.waves > 1 and not waiting and not worth_more_time(tuning.refit(), best_measured(tuning))
+            ):
                 break
         self.compiling.wait(self.quick)
 
@@ -126,7 +137,14 @@ class _Exploring:
         beside = self._beside_rows if tuning.observed is not None else 0
         rows = min(ROWS, int((left_s / self._row_s - beside) / here))
         if tuning.length_ticks is not None:
-            rows = min(rows, max(1, (tuning.length_ticks - tuning.warm_ticks) // (self.interleaver.block_ticks + self.interleaver.settle_ticks)))
+            rows = min(
+                rows,
+                max(
+                    1,
+                    (tuning.length_ticks - tuning.warm_ticks)
+                    // (self.interleaver.block_ticks + self.interleaver.settle_ticks),
+                ),
+            )
         return rows
 
     @property
@@ -140,7 +158,13 @@ class _Exploring:
 
     @property
     def _fewest_rows(self) -> int:
-        return 1 if self.tuning.length_ticks is not None else FEWEST_TURNS if self.interleaver.tick_ms < SLOW_TICK_MS else FEWEST_TURNS - 1
+        return (
+            1
+            if self.tuning.length_ticks is not None
+            else FEWEST_TURNS
+            if self.interleaver.tick_ms < SLOW_TICK_MS
+            else FEWEST_TURNS - 1
+        )
 
     def _time_for_a_wave(self) -> bool:
         return bool(self.quick.factors) and self._rows_each(self._programs) >= self._fewest_rows
@@ -153,7 +177,10 @@ class _Exploring:
         settings = self._settings(space, fitted)
         n = max(1, self._rows_each(len(settings)))
         rows = [live_rows(space, fitted, on, n, self.random) for on in settings]
-        asked = [ProgramRequest(tuning.plan_for(on | mine[0]), tuning.live_rows(mine)) for on, mine in zip(settings, rows, strict=True)]
+        asked = [
+            ProgramRequest(tuning.plan_for(on | mine[0]), tuning.live_rows(mine))
+            for on, mine in zip(settings, rows, strict=True)
+        ]
         names = " | ".join(tuning.plan_for(on).describe() for on in settings)
         tuning.watcher.stage("exploring", f"wave {self.waves + 1}: {names}")
         self.waves += 1
@@ -170,8 +197,15 @@ class _Exploring:
         """
         tuning = self.tuning
         plain_too = self.waves == 0 and tuning.observed is not None
-        found = next_processes(space, fitted, tuning.blocks_of(space), self._programs + plain_too, self.random, always_plain=False)
-        found = [on for on in found if on or not plain_too][:self._programs] or [NOTHING]
+        found = next_processes(
+            space,
+            fitted,
+            tuning.blocks_of(space),
+            self._programs + plain_too,
+            self.random,
+            always_plain=False,
+        )
+        found = [on for on in found if on or not plain_too][: self._programs] or [NOTHING]
         return [found[0], *(on - self._fetching for on in found[1:])] if self.waves == 0 else found
 
     @property
@@ -201,7 +235,9 @@ class _Exploring:
                 rows += live_rows(space, tuning.fit_of(space), NOTHING, self._beside_rows - 1, self.random)
             beside = [(Member(plain, tuning.live_rows(rows), ProgramResult(), fresh=False), rows)]
         until_s = tuning.first_wave_until_s if self.waves == 1 else tuning.explore_until_s
-        found = measure_together(self.interleaver, asked, until_s, tuning.timeout_s, [member for member, _ in beside], ROWS_SHARE)
+        found = measure_together(
+            self.interleaver, asked, until_s, tuning.timeout_s, [member for member, _ in beside], ROWS_SHARE
+        )
         started = [seen.start_s for seen in found if seen.ready]
         if started:
             tuning.start_cost_s = 0.5 * (tuning.start_cost_s + tuning.start_of(max(started), len(asked)))
@@ -213,20 +249,42 @@ class _Exploring:
         """Measure parts of the wave on remote machines at once. A lost part counts as not measured."""
         tuning, elsewhere = self.tuning, self.tuning.elsewhere
         assert elsewhere is not None
-        parts = [asked[at:at + WAVE] for at in range(0, len(asked), WAVE)]
+        parts = [asked[at : at + WAVE] for at in range(0, len(asked), WAVE)]
         for_s = max(5.0, tuning.explore_until_s - seconds())
         found: dict[int, tuple[list[ProgramResult], str]] = {}
-        for held in elsewhere.held([together_order(tuning, part, for_s, ROWS_SHARE) for part in parts], TIMEOUT_S + for_s + tuning.timeout_s):
+        for held in elsewhere.held(
+            [together_order(tuning, part, for_s, ROWS_SHARE) for part in parts],
+            TIMEOUT_S + for_s + tuning.timeout_s,
+        ):
             if held.answer is not None:
-                found[held.number] = [ProgramResult.from_json(each) for each in held.answer["seen"]], held.host
+                found[held.number] = (
+                    [ProgramResult.from_json(each) for each in held.answer["seen"]],
+                    held.host,
+                )
             else:
-                tuning.note(" | ".join(one.plan.describe() for one in parts[held.number]), PROCESSES, None, held.why, seconds(), host=held.host)
-        return [(seen, host) for at, part in enumerate(parts) for seen, host in
-                ([(seen, found[at][1]) for seen in found[at][0]] if at in found else [(ProgramResult(), "")] * len(part))]
+                tuning.note(
+                    " | ".join(one.plan.describe() for one in parts[held.number]),
+                    PROCESSES,
+                    None,
+                    held.why,
+                    seconds(),
+                    host=held.host,
+                )
+        return [
+            (seen, host)
+            for at, part in enumerate(parts)
+            for seen, host in (
+                [(seen, found[at][1]) for seen in found[at][0]]
+                if at in found
+                else [(ProgramResult(), "")] * len(part)
+            )
+        ]
 
     # -- measurements -----------------------------------------------------------------------------------------------------
 
-    def _keep(self, process: int, on: Keys, rows: Sequence[Keys], seen: ProgramResult, host: str = "") -> None:
+    def _keep(
+        self, process: int, on: Keys, rows: Sequence[Keys], seen: ProgramResult, host: str = ""
+    ) -> None:
         """Record the blocks of one process, and the consequences if it did not survive."""
         tuning = self.tuning
         tuning.keep_blocks(process, [on | row for row in rows], seen, 0, host)
@@ -244,4 +302,6 @@ class _Exploring:
                 tuning.watcher.comparison(key, tuning.effect(key, best))
         ratio = tuning.gain(best)
         expected = f"expect about {ratio.median:.2f}x ({ratio.low:.2f} to {ratio.high:.2f}) with {tuning.plan_for(best).describe()}"
-        tuning.watcher.expect(f"after {tuning.spent_s:.0f} s: {expected if best else 'nothing is faster than the plain program yet'}")
+        tuning.watcher.expect(
+            f"after {tuning.spent_s:.0f} s: {expected if best else 'nothing is faster than the plain program yet'}"
+        )

@@ -18,11 +18,23 @@ LEAST_SD = 0.05  # of a data lever, which can also take cores away from the step
 HINTED = -0.05  # log time: levers that a profile suggests are tried earlier
 CLOSURE = "a step of this program is a closure that lasts seconds; levers cannot be switched inside it"
 EARLIER = "an earlier part of this search"
-KNOWN_PAIRS = frozenset(frozenset(pair) for pair in (
-    ("channels_last", "autocast"), ("autocast", "compile"), ("channels_last", "compile"), ("fused_ops", "compile"), ("threads", "loader"),
-    ("attention", "autocast"), ("attention", "compile"),
-    ("cached_prefix", "batched_transforms"), ("loader", "batched_transforms"), ("loader", "cached_prefix"), ("malloc", "fused_optimizer"),
-    ("malloc", "autocast")))
+KNOWN_PAIRS = frozenset(
+    frozenset(pair)
+    for pair in (
+        ("channels_last", "autocast"),
+        ("autocast", "compile"),
+        ("channels_last", "compile"),
+        ("fused_ops", "compile"),
+        ("threads", "loader"),
+        ("attention", "autocast"),
+        ("attention", "compile"),
+        ("cached_prefix", "batched_transforms"),
+        ("loader", "batched_transforms"),
+        ("loader", "cached_prefix"),
+        ("malloc", "fused_optimizer"),
+        ("malloc", "autocast"),
+    )
+)
 
 
 def make_space(tuning: Tuning) -> None:
@@ -53,16 +65,26 @@ def make_space(tuning: Tuning) -> None:
             factors.append(Factor(key, lever.name, lever.live and not closure, mean, sd, lever.warms_up))
     levers = {factor.lever for factor in factors}
     base = {choice.name for choice in tuning.base or ()}
-    excludes = {frozenset((name, other)) for name in levers for other in tuning.candidates[name].lever.excludes if other in levers}
+    excludes = {
+        frozenset((name, other))
+        for name in levers
+        for other in tuning.candidates[name].lever.excludes
+        if other in levers
+    }
     needs = {name: tuple(n for n in tuning.candidates[name].lever.needs if n not in base) for name in levers}
-    tuning.space = Space(tuple(factors), frozenset(excludes), {name: n for name, n in needs.items() if n}, KNOWN_PAIRS)
+    tuning.space = Space(
+        tuple(factors), frozenset(excludes), {name: n for name, n in needs.items() if n}, KNOWN_PAIRS
+    )
 
 
 def _phases(ready: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Return the phases of a step known from the warm-up: the wait for data, and the rest."""
     step_ms = max(ready["tick_ms"], 1e-6)
     data_ms = min(ready["data_ms"], step_ms)
-    return {"data": {"median_ms": data_ms, "share": data_ms / step_ms}, "other": {"median_ms": step_ms - data_ms, "share": 1 - data_ms / step_ms}}
+    return {
+        "data": {"median_ms": data_ms, "share": data_ms / step_ms},
+        "other": {"median_ms": step_ms - data_ms, "share": 1 - data_ms / step_ms},
+    }
 
 
 def recall(tuning: Tuning) -> None:
@@ -70,4 +92,6 @@ def recall(tuning: Tuning) -> None:
     for old in tuning.session.blocks:
         on = frozenset(old["on"])
         if on <= tuning.choices.keys() and tuning.space.allowed(on):
-            tuning.blocks.append(TimedBlock(-1 - old["process"], on, old["at_s"], -1 - old["window"], old["ms"], EARLIER))
+            tuning.blocks.append(
+                TimedBlock(-1 - old["process"], on, old["at_s"], -1 - old["window"], old["ms"], EARLIER)
+            )

@@ -70,7 +70,9 @@ def _program(tuning: Tuning, early: Sequence[Candidate]) -> Trial:
 
 
 class _Frontier:
-    def __init__(self, tuning: Tuning, program: Trial, early: list[Candidate], live: list[Candidate], limit: int) -> None:
+    def __init__(
+        self, tuning: Tuning, program: Trial, early: list[Candidate], live: list[Candidate], limit: int
+    ) -> None:
         self.tuning, self.program, self.early, self.live, self.limit = tuning, program, early, live, limit
         self.found: list[FrontierPoint] = []
 
@@ -103,14 +105,21 @@ class _Frontier:
             clash = next((name for name in candidate.lever.excludes if name in winners), None)
             missing = next((name for name in candidate.lever.needs if name not in winners), None)
             if clash or missing:
-                candidate.reason = f"cannot be combined with {clash}" if clash else f"needs {missing}, which was not faster here"
+                candidate.reason = (
+                    f"cannot be combined with {clash}"
+                    if clash
+                    else f"needs {missing}, which was not faster here"
+                )
                 continue
             for value in candidate.values:
                 yield ((candidate, Choice(candidate.lever.name, value, Origin.TUNER)),)
 
     def _smallest_of_each(self) -> Parts:
         """Return the value of each lever with the lowest peak, if it saves memory."""
-        whole = next((one.point.peak_bytes for one in self.found if one.winners == bool(self.live) and not one.parts), None)
+        whole = next(
+            (one.point.peak_bytes for one in self.found if one.winners == bool(self.live) and not one.parts),
+            None,
+        )
         best: dict[str, tuple[int, Parts]] = {}
         for one in self.found:
             peak = one.point.peak_bytes
@@ -138,8 +147,14 @@ class _Frontier:
             interleaver.run(self.program, SETTLING_TICKS)
             if choices:
                 until_s = seconds() + max(0.0, min(LONGEST_LIVE_S, left_s / left))
-                point.ratio = interleaver.live(self.program, (), choices, until_s, settle_ticks=SETTLING_TICKS,
-                                         recorded=lambda ratio: tuning.watcher.comparison(name, ratio))
+                point.ratio = interleaver.live(
+                    self.program,
+                    (),
+                    choices,
+                    until_s,
+                    settle_ticks=SETTLING_TICKS,
+                    recorded=lambda ratio: tuning.watcher.comparison(name, ratio),
+                )
                 interleaver.switch(self.program, choices)
                 interleaver.run(self.program, SETTLING_TICKS)
             recorded = self.program.listen("peak", interleaver.deadline(PEAK_TICKS), ticks=PEAK_TICKS)
@@ -157,7 +172,12 @@ class _Frontier:
         for candidate, choice in parts if len(parts) == 1 else ():
             if point.ratio is not None:
                 candidate.value, candidate.ratio, candidate.how = choice.value, point.ratio, LIVE
-                candidate.status, candidate.reason = Status.REJECTED, "another plan that fits is faster" if point.fits else "does not fit into the memory limit"
+                candidate.status, candidate.reason = (
+                    Status.REJECTED,
+                    "another plan that fits is faster"
+                    if point.fits
+                    else "does not fit into the memory limit",
+                )
 
 
 def _chosen(tuning: Tuning, tuned: list[Candidate], found: Sequence[FrontierPoint]) -> list[Candidate]:
@@ -180,5 +200,8 @@ def _chosen(tuning: Tuning, tuned: list[Candidate], found: Sequence[FrontierPoin
             candidate.reject("the plan with it does not fit into the memory limit")
     for candidate, choice in best.parts:
         candidate.value, candidate.ratio, candidate.how = choice.value, best.point.ratio, LIVE
-        candidate.status, candidate.reason = Status.SKIPPED, "fastest plan that fits; the search ended before it was confirmed"
+        candidate.status, candidate.reason = (
+            Status.SKIPPED,
+            "fastest plan that fits; the search ended before it was confirmed",
+        )
     return [*chosen, *(candidate for candidate, _ in best.parts)]

@@ -41,7 +41,14 @@ class Interleaver(BlockTimer):
     command of one process.
     """
 
-    def __init__(self, command: Command, job: JobFolder, facts: Facts, base: Plan | None = None, alone: Command | None = None) -> None:
+    def __init__(
+        self,
+        command: Command,
+        job: JobFolder,
+        facts: Facts,
+        base: Plan | None = None,
+        alone: Command | None = None,
+    ) -> None:
         super().__init__()
         self.command, self.job, self.facts, self.base, self.alone = command, job, facts, base or Plan(), alone
         self.running: list[Trial] = []
@@ -56,8 +63,14 @@ class Interleaver(BlockTimer):
 
     def start(self, plan: Plan, seed: int, perturbation: float = 0.0, alone: bool = False) -> Trial:
         """Start a program; ``ready`` waits for it."""
-        command, under = (self.alone, plan) if alone and self.alone is not None else (self.command, plan.on_top_of(self.base))
-        trial = Trial(command, self.job.new_trial(), under, self.facts, seed, reseed=True, perturbation=perturbation)
+        command, under = (
+            (self.alone, plan)
+            if alone and self.alone is not None
+            else (self.command, plan.on_top_of(self.base))
+        )
+        trial = Trial(
+            command, self.job.new_trial(), under, self.facts, seed, reseed=True, perturbation=perturbation
+        )
         self.running.append(trial)
         try:
             trial.start()
@@ -115,7 +128,9 @@ class Interleaver(BlockTimer):
         for trial in self.background:
             trial.hold(look_again=True)
 
-    def enter(self, plan: Plan, seed: int, timeout_s: float, perturbation: float = 0.0, alone: bool = False) -> RunningCandidate:
+    def enter(
+        self, plan: Plan, seed: int, timeout_s: float, perturbation: float = 0.0, alone: bool = False
+    ) -> RunningCandidate:
         """Start a program and bring it to its steady state; it is stopped on return. Raises ProgramGone."""
         trial = self.start(plan, seed, perturbation, alone)
         gone = self.ready([trial], timeout_s)[0]

@@ -24,8 +24,10 @@ STEPS_S = 600.0  # for the steps of one batch size, with shapes alone
 END_S = 60.0
 MEASURED_TICKS = 4
 ROOM = 0.9  # of a limit; a measurement beyond it might kill the program or other processes
-SERVED = {"activations": "Recomputing activations (torch.utils.checkpoint) reduces them for about a third more time",
-          "temporary": "Smaller micro-batches with accumulation need less at once"}
+SERVED = {
+    "activations": "Recomputing activations (torch.utils.checkpoint) reduces them for about a third more time",
+    "temporary": "Smaller micro-batches with accumulation need less at once",
+}
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,23 @@ class Forecast:
     One program answers for every batch size; if a size ends it, another one answers for the rest.
     """
 
-    def __init__(self, command: Command, job: JobFolder, facts: Facts, record: MemoryForecast, question: ForecastOptions,
-                 stage: Callable[[str, str], None] = lambda name, detail: None) -> None:
-        self.command, self.job, self.facts, self.record, self.question, self.stage = command, job, facts, record, question, stage
+    def __init__(
+        self,
+        command: Command,
+        job: JobFolder,
+        facts: Facts,
+        record: MemoryForecast,
+        question: ForecastOptions,
+        stage: Callable[[str, str], None] = lambda name, detail: None,
+    ) -> None:
+        self.command, self.job, self.facts, self.record, self.question, self.stage = (
+            command,
+            job,
+            facts,
+            record,
+            question,
+            stage,
+        )
         self.trial: Trial | None = None
         self.ready: dict[str, Any] = {}
         self.points: dict[int | None, MemoryPoint] = {}
@@ -64,7 +80,11 @@ class Forecast:
         record, question = self.record, self.question
         try:
             own = self.predicted(None)
-            record.device, record.own, record.simulated = self.ready["device"], self.ready["samples"], self.ready["simulated"]
+            record.device, record.own, record.simulated = (
+                self.ready["device"],
+                self.ready["samples"],
+                self.ready["simulated"],
+            )
             if own.why_not:
                 raise NothingMeasured(f"the memory of this program cannot be predicted: {own.why_not}.")
             for size in dict.fromkeys(question.sizes):
@@ -89,21 +109,34 @@ class Forecast:
         if size in self.points and self.ready:
             return self.points[size]
         answer = self._asked(size)
-        point = MemoryPoint(answer.get("batch", size), answer.get("peak_bytes"), answer.get("first_peak_bytes"), answer.get("kinds", {}),
-                            answer.get("by_module", {}), answer.get("why_not", ""))
+        point = MemoryPoint(
+            answer.get("batch", size),
+            answer.get("peak_bytes"),
+            answer.get("first_peak_bytes"),
+            answer.get("kinds", {}),
+            answer.get("by_module", {}),
+            answer.get("why_not", ""),
+        )
         self.guessed.update(answer.get("guessed", ()))
         self.closures |= answer.get("unit") == "backward"
         self.points[point.batch_size] = point
         return point
 
     def _asked(self, size: int | None) -> dict[str, Any]:
-        self.stage("predicting", f"a step with {size} samples a batch, for shapes alone" if size else "a step as it is, for shapes alone")
+        self.stage(
+            "predicting",
+            f"a step with {size} samples a batch, for shapes alone"
+            if size
+            else "a step as it is, for shapes alone",
+        )
         try:
             trial = self.trial or self._enter()
             if self.ready["why_not"]:
                 return {"why_not": self.ready["why_not"]}
             if size is not None and self.ready["samples"] is None:
-                return {"why_not": "the program makes its batches without a DataLoader, so flatout cannot change their size"}
+                return {
+                    "why_not": "the program makes its batches without a DataLoader, so flatout cannot change their size"
+                }
             return trial.ask({"do": "foresee", "batch": size}, seconds() + STEPS_S)
         except ProgramGone as gone:
             self._leave()
@@ -112,8 +145,15 @@ class Forecast:
             return {"why_not": gone.record.last_line}
 
     def _enter(self) -> Trial:
-        self.trial = trial = Trial(self.command, self.job.new_trial(), Plan(), self.facts, seed=self.question.seed, entry=ENTRY,
-                                   requested={"cuda": self.question.cuda})
+        self.trial = trial = Trial(
+            self.command,
+            self.job.new_trial(),
+            Plan(),
+            self.facts,
+            seed=self.question.seed,
+            entry=ENTRY,
+            requested={"cuda": self.question.cuda},
+        )
         trial.start()
         self.ready = trial.wait_ready(seconds() + START_S)
         return trial
@@ -129,7 +169,9 @@ class Forecast:
         record, limit = self.record, self.question.limit_bytes
         if limit is not None:
             record.limit_bytes, record.limit_of = limit, "asked for"
-        elif (gpu := self.facts.gpu(self.ready.get("device_index"))) is not None and (record.device == "cuda" or record.simulated):
+        elif (gpu := self.facts.gpu(self.ready.get("device_index"))) is not None and (
+            record.device == "cuda" or record.simulated
+        ):
             record.limit_bytes, record.limit_of = gpu.memory_bytes, gpu.name
         own = self.points[record.own]
         if record.limit_bytes is None or own.peak_bytes is None:
@@ -154,7 +196,9 @@ class Forecast:
             self.record.notes.append(f"the largest batch that fits is unknown: {error}")
         if self.record.largest:
             self.record.largest_peak_bytes = self.points[self.record.largest].peak_bytes
-        self.points = {size: point for size, point in self.points.items() if size in asked or size == self.record.largest}
+        self.points = {
+            size: point for size, point in self.points.items() if size in asked or size == self.record.largest
+        }
 
     # -- measuring ------------------------------------------------------------------------------------------------------
 
@@ -170,11 +214,16 @@ class Forecast:
             own.measured_why_not = "its step is not expected to fit"
         farthest = self._farthest(own)
         if farthest is not None:
-            self._measured(farthest, Plan((Choice("batch_size", {"size": farthest.batch_size, "loader": self.ready["loader"]}),)))
+            self._measured(
+                farthest,
+                Plan((Choice("batch_size", {"size": farthest.batch_size, "loader": self.ready["loader"]}),)),
+            )
 
     def _room(self) -> float:
         """Bytes of a step that may be tried on this machine."""
-        return ROOM * ((self.record.limit_bytes if self.record.device == "cuda" else self.facts.memory_bytes) or 2**62)
+        return ROOM * (
+            (self.record.limit_bytes if self.record.device == "cuda" else self.facts.memory_bytes) or 2**62
+        )
 
     def _farthest(self, own: MemoryPoint) -> MemoryPoint | None:
         """Return the requested size farthest from ``own`` that fits easily and has enough samples."""
@@ -182,17 +231,36 @@ class Forecast:
             return None
         longest = self.ready["length"] or 2**62
         points = [self.points[size] for size in self.question.sizes if size != own.batch_size]
-        fitting = [point for point in points if point.peak_bytes is not None and point.peak_bytes <= self._room() and (point.batch_size or 0) <= longest]
-        return max(fitting, key=lambda point: abs(log((point.batch_size or 1) / (own.batch_size or 1))), default=None)
+        fitting = [
+            point
+            for point in points
+            if point.peak_bytes is not None
+            and point.peak_bytes <= self._room()
+            and (point.batch_size or 0) <= longest
+        ]
+        return max(
+            fitting, key=lambda point: abs(log((point.batch_size or 1) / (own.batch_size or 1))), default=None
+        )
 
     def _measured(self, point: MemoryPoint, plan: Plan) -> None:
-        self.stage("measuring", f"real steps with {point.batch_size} samples a batch" if point.batch_size else "real steps as they are")
+        self.stage(
+            "measuring",
+            f"real steps with {point.batch_size} samples a batch"
+            if point.batch_size
+            else "real steps as they are",
+        )
         deadline_s = seconds() + self.question.budget_s
         try:
-            with Trial(self.command, self.job.new_trial(), plan, self.facts, seed=self.question.seed) as trial:
+            with Trial(
+                self.command, self.job.new_trial(), plan, self.facts, seed=self.question.seed
+            ) as trial:
                 ready = trial.wait_ready(deadline_s)
                 if len(plan) and not ready["applied"]:
-                    point.measured_why_not = ready["skipped"][0]["reason"] if ready["skipped"] else "the loader cannot be given another batch size"
+                    point.measured_why_not = (
+                        ready["skipped"][0]["reason"]
+                        if ready["skipped"]
+                        else "the loader cannot be given another batch size"
+                    )
                     return
                 recorded = trial.listen("peak", deadline_s, ticks=MEASURED_TICKS)
         except ProgramGone as gone:
@@ -206,31 +274,47 @@ class Forecast:
     def _notes(self) -> None:
         record = self.record
         if record.simulated or record.device == "cuda":
-            record.notes.append("tensors only: the CUDA context, cuDNN and cuBLAS workspaces and fragmentation come on top")
+            record.notes.append(
+                "tensors only: the CUDA context, cuDNN and cuBLAS workspaces and fragmentation come on top"
+            )
         if record.simulated:
-            record.notes.append("the program ran on the CPU; operators with other kernels on a GPU may save other tensors there")
+            record.notes.append(
+                "the program ran on the CPU; operators with other kernels on a GPU may save other tensors there"
+            )
         if self.closures:
-            record.notes.append("a step of this program is a closure; one pass was predicted, and the optimizer's memory of further passes comes on top")
+            record.notes.append(
+                "a step of this program is a closure; one pass was predicted, and the optimizer's memory of further passes comes on top"
+            )
         length = self.ready.get("length")
         if length and any((point.batch_size or 0) > length for point in record.points):
-            record.notes.append(f"the data set has {length} samples; larger batches are predicted by repeating them")
+            record.notes.append(
+                f"the data set has {length} samples; larger batches are predicted by repeating them"
+            )
         if self.guessed:
-            record.notes.append(f"some values that the program reads are unknown without computing ({', '.join(sorted(self.guessed))}); if more "
-                                "or fewer elements could be selected, all are")
+            record.notes.append(
+                f"some values that the program reads are unknown without computing ({', '.join(sorted(self.guessed))}); if more "
+                "or fewer elements could be selected, all are"
+            )
 
 
 def advice(own: MemoryPoint, limit_bytes: int, largest: int | None) -> str:
     """Return a sentence with advice; empty if the script's own batch fits."""
     if own.peak_bytes is None or own.peak_bytes <= limit_bytes:
         return ""
-    lasting = sum(own.kinds.get(kind, 0) for kind in ("parameters", "buffers", "optimizer state", "gradients"))
+    lasting = sum(
+        own.kinds.get(kind, 0) for kind in ("parameters", "buffers", "optimizer state", "gradients")
+    )
     if lasting > limit_bytes:
-        return ("Parameters, gradients and optimizer state alone are larger than the limit, so no batch fits: use lower precision, an optimizer with less state, "
-                "or sharding.")
+        return (
+            "Parameters, gradients and optimizer state alone are larger than the limit, so no batch fits: use lower precision, an optimizer with less state, "
+            "or sharding."
+        )
     if largest and own.batch_size:
         micro = -(-own.batch_size // largest)
-        return (f"{micro} micro-batches of at most {largest} samples with accumulation keep the effective batch of {own.batch_size}; "
-                f"{SERVED['activations'][0].lower()}{SERVED['activations'][1:]}.")
+        return (
+            f"{micro} micro-batches of at most {largest} samples with accumulation keep the effective batch of {own.batch_size}; "
+            f"{SERVED['activations'][0].lower()}{SERVED['activations'][1:]}."
+        )
     kind = max(SERVED, key=lambda kind: own.kinds.get(kind, 0))
     return f"{SERVED[kind]}; lower precision (bf16) roughly halves the activations."
 
@@ -238,8 +322,12 @@ def advice(own: MemoryPoint, limit_bytes: int, largest: int | None) -> str:
 def _never_trained(record: TrialRecord) -> Exception:
     if record.status == "failed":
         said = record.log_tail.strip() or record.reason
-        return ProgramFailed(f"the program fails on its own (exit code {record.exit_code}):\n\n{said}", record.exit_code or 1)
+        return ProgramFailed(
+            f"the program fails on its own (exit code {record.exit_code}):\n\n{said}", record.exit_code or 1
+        )
     if record.status == "ended":
-        return NothingMeasured("the memory of a step cannot be predicted: the program ended before its first training step (a forward pass with gradients of a "
-                               "module, or a batch of a DataLoader). Is this the command that trains?")
+        return NothingMeasured(
+            "the memory of a step cannot be predicted: the program ended before its first training step (a forward pass with gradients of a "
+            "module, or a batch of a DataLoader). Is this the command that trains?"
+        )
     return NothingMeasured(f"the memory of a step cannot be predicted: {record.last_line}.")

@@ -83,18 +83,29 @@ class _System:
     def __init__(self, x: Array, y: Array, groups: Sequence[Group], noise: Component, tail: float) -> None:
         self.x, self.y, self.groups, self.noise, self.tail = x, y, groups, noise, tail
         self.gram = x.T @ x
-        self.prior = np.concatenate([np.broadcast_to(group.mean, group.columns) for group in groups]).astype(float)
+        self.prior = np.concatenate([np.broadcast_to(group.mean, group.columns) for group in groups]).astype(
+            float
+        )
         ends = np.cumsum([group.columns for group in groups])
         self.slices = [slice(end - group.columns, end) for group, end in zip(groups, ends, strict=True)]
         self.free = [at for at, group in enumerate(groups) if isinstance(group.sd, Component)]
         self.log_variance = {at: 2 * float(np.log(groups[at].sd.median)) for at in self.free}
         self.dof: dict[int, float] = dict.fromkeys(self.free, 0.0)
-        self.known = {at: np.broadcast_to(group.sd, group.columns) ** 2 for at, group in enumerate(groups) if at not in self.free}
+        self.known = {
+            at: np.broadcast_to(group.sd, group.columns) ** 2
+            for at, group in enumerate(groups)
+            if at not in self.free
+        }
         self.log_noise = 2 * float(np.log(noise.median))
         self.pseudo = y.copy()
 
     def variances(self) -> Array:
-        parts = [np.full(group.columns, np.exp(self.log_variance[at])) if at in self.log_variance else self.known[at] for at, group in enumerate(self.groups)]
+        parts = [
+            np.full(group.columns, np.exp(self.log_variance[at]))
+            if at in self.log_variance
+            else self.known[at]
+            for at, group in enumerate(self.groups)
+        ]
         return np.concatenate(parts)
 
     def posterior(self) -> tuple[Array, Array]:
@@ -114,8 +125,16 @@ class _System:
         root = np.linalg.cholesky(inner)
         rest = self.pseudo - self.x @ self.prior
         projected = np.linalg.solve(root, scaled * (self.x.T @ rest)) / noise
-        value = -np.log(np.diag(root)).sum() - 0.5 * len(rest) * self.log_noise - 0.5 * (rest @ rest / noise - projected @ projected)
-        return float(value) + self.noise.log_prior(self.log_noise) + sum(self.groups[at].sd.log_prior(value) for at, value in self.log_variance.items())
+        value = (
+            -np.log(np.diag(root)).sum()
+            - 0.5 * len(rest) * self.log_noise
+            - 0.5 * (rest @ rest / noise - projected @ projected)
+        )
+        return (
+            float(value)
+            + self.noise.log_prior(self.log_noise)
+            + sum(self.groups[at].sd.log_prior(value) for at, value in self.log_variance.items())
+        )
 
     def round(self) -> float:
         """Take one step of the fixed-point iteration; return the largest change of a log variance."""
@@ -133,7 +152,9 @@ class _System:
             if group.tail is not None:
                 columns = self.slices[at]
                 squared = (mean[columns] - self.prior[columns]) ** 2 + diagonal[columns]
-                self.known[at] = (group.tail * np.broadcast_to(group.sd, group.columns) ** 2 + squared) / (group.tail + 1)
+                self.known[at] = (group.tail * np.broadcast_to(group.sd, group.columns) ** 2 + squared) / (
+                    group.tail + 1
+                )
         for at in self.free:
             columns = self.slices[at]
             variance = np.exp(self.log_variance[at])
@@ -166,8 +187,15 @@ def _step(log_variance: float, squares: float, dof: float, prior: Component) -> 
     return max(-LARGEST_STEP, min(LARGEST_STEP, step))
 
 
-def solve(x: Array, y: Array, groups: Sequence[Group], noise: Component, keep: slice, mixed: int | None = None,
-          tail: float = TAIL) -> Solution:
+def solve(
+    x: Array,
+    y: Array,
+    groups: Sequence[Group],
+    noise: Component,
+    keep: slice,
+    mixed: int | None = None,
+    tail: float = TAIL,
+) -> Solution:
     """Return the posterior of the columns ``keep``, for ``x`` (n, columns) and ``y`` (n,).
 
     The noise has ``tail`` degrees of freedom. The sd of group ``mixed`` is integrated out; all others are at
@@ -177,7 +205,10 @@ def solve(x: Array, y: Array, groups: Sequence[Group], noise: Component, keep: s
     for _ in range(ROUNDS):
         if system.round() < SETTLED:
             break
-    sds = tuple(float(np.exp(system.log_variance[at] / 2)) if at in system.log_variance else None for at in range(len(groups)))
+    sds = tuple(
+        float(np.exp(system.log_variance[at] / 2)) if at in system.log_variance else None
+        for at in range(len(groups))
+    )
     parts = []
     if mixed is None:
         mean, cov = system.posterior()
@@ -196,5 +227,8 @@ def solve(x: Array, y: Array, groups: Sequence[Group], noise: Component, keep: s
                 mean, cov = system.posterior()
                 parts.append(PosteriorPart(weight, mean[keep], cov[keep, keep]))
         total = sum(part.weight for part in parts)
-        parts = sorted((PosteriorPart(part.weight / total, part.mean, part.cov) for part in parts), key=lambda part: -part.weight)
+        parts = sorted(
+            (PosteriorPart(part.weight / total, part.mean, part.cov) for part in parts),
+            key=lambda part: -part.weight,
+        )
     return Solution(tuple(parts), float(np.exp(system.log_noise / 2)), sds)

@@ -32,10 +32,14 @@ def by_name(tuning: Tuning) -> None:
             for each in (Plan(), plan):
                 candidates.append(tuning.enter(each, SEED))
             plain, named = (candidate.trial for candidate in candidates)
-            until_s = seconds() + max(SHARE * tuning.budget_s / len(todo) - (seconds() - start_s), 4 * tuning.interleaver.block_s)
+            until_s = seconds() + max(
+                SHARE * tuning.budget_s / len(todo) - (seconds() - start_s), 4 * tuning.interleaver.block_s
+            )
             found.ratio = compare([tuning.interleaver.pair(plain, named, MOST_ROUNDS, until_s)])
             records = plain.finish(), named.finish()
-            found.plain_losses, found.losses = ([float.fromhex(loss) for loss in record.losses] for record in records)
+            found.plain_losses, found.losses = (
+                [float.fromhex(loss) for loss in record.losses] for record in records
+            )
         except (ProgramGone, LeverFailed) as error:
             found.why_not = why_gone(error)
         finally:

@@ -1,7 +1,7 @@
 """Finds the levers that make the guard reject a plan, so that the rest of the plan can be kept.
 
-    step      replay one step of the plain program with all live levers; if that fails, with each lever alone
-    start     compare the first losses with one lever alone against the plain program's
+step      replay one step of the plain program with all live levers; if that fails, with each lever alone
+start     compare the first losses with one lever alone against the plain program's
 """
 
 from __future__ import annotations
@@ -32,13 +32,19 @@ def check_a_step(tuning: Tuning, tuned: list[Candidate]) -> tuple[list[Candidate
     # Levers that need no check can still be confirmed
     if len(checked) < len(tuned) and tuning.allowed_s(overrun=True) < expected_s:
         for candidate in checked:
-            candidate.reject(f"not checked numerically and not confirmed: the budget ran out; give --budget {tuning.enough_m(expected_s)}m")
+            candidate.reject(
+                f"not checked numerically and not confirmed: the budget ran out; give --budget {tuning.enough_m(expected_s)}m"
+            )
         return [c for c in tuned if c not in checked], None
     plain = tuning.plain_again()
     if plain is None:
         return tuned, {"failure": "there was no time to start the plain program"}
     tuning.watcher.stage("guard", "replaying one step plainly, with the levers, and in float64")
-    timeout_s = 60 + 40 * tuning.interleaver.tick_ms / 1000 + (COMPILE_S if any(c.lever.warms_up for c in checked) else 0)
+    timeout_s = (
+        60
+        + 40 * tuning.interleaver.tick_ms / 1000
+        + (COMPILE_S if any(c.lever.warms_up for c in checked) else 0)
+    )
     try:
         answer = step_again(tuning.interleaver, plain, [c.choice for c in checked], timeout_s)
         rejected = _reject(tuned, answer)
@@ -63,7 +69,9 @@ def _reject(tuned: Sequence[Candidate], answer: Mapping[str, Any]) -> list[Candi
     return found
 
 
-def without_the_culprits(tuning: Tuning, attempt: Sequence[Candidate], verdict: GuardRecord, plain: Mapping[int, TrialRecord]) -> list[Candidate]:
+def without_the_culprits(
+    tuning: Tuning, attempt: Sequence[Candidate], verdict: GuardRecord, plain: Mapping[int, TrialRecord]
+) -> list[Candidate]:
     """Return the rest of a rejected plan.
 
     Levers that fail alone are left out; if none does, the levers with the widest effect are.
@@ -74,7 +82,9 @@ def without_the_culprits(tuning: Tuning, attempt: Sequence[Candidate], verdict: 
         widest = max(c.effect.rank for c in attempt)
         culprits = [c for c in attempt if c.effect.rank == widest]
     for candidate in culprits:
-        candidate.reject(candidate.reason if candidate.reason.startswith("the guard: ") else f"the guard: {verdict.why}")
+        candidate.reject(
+            candidate.reason if candidate.reason.startswith("the guard: ") else f"the guard: {verdict.why}"
+        )
     return [c for c in attempt if c not in culprits]
 
 
@@ -83,23 +93,33 @@ def _levers_in(why: str, attempt: Sequence[Candidate]) -> list[str]:
     return [c.lever.name for c in attempt if f"under {c.lever.name} alone" in why]
 
 
-def _failing_alone(tuning: Tuning, attempt: Sequence[Candidate], plain: Mapping[int, TrialRecord]) -> list[Candidate]:
+def _failing_alone(
+    tuning: Tuning, attempt: Sequence[Candidate], plain: Mapping[int, TrialRecord]
+) -> list[Candidate]:
     """Reject and return the levers that, each alone, change the program's first losses."""
     seed, again = min(plain, default=0), tuning.first_plain
-    if seed not in plain or (again is not None and again.seed == seed and not repeats_itself(plain[seed], again)):
+    if seed not in plain or (
+        again is not None and again.seed == seed and not repeats_itself(plain[seed], again)
+    ):
         return []  # the plain program's own first losses differ between runs
     suspects: list[Candidate] = [c for c in attempt if c.effect is not Effect.EXACT] or list(attempt)
     found = []
     for at in range(0, len(suspects), AT_ONCE):
-        some = suspects[at:at + AT_ONCE]
-        tuning.watcher.stage("guard", f"the first losses with {' and with '.join(plan_of([c]).describe() for c in some)} alone")
+        some = suspects[at : at + AT_ONCE]
+        tuning.watcher.stage(
+            "guard", f"the first losses with {' and with '.join(plan_of([c]).describe() for c in some)} alone"
+        )
         asked = [ProgramRequest(plan_of([c]), (), seed, "record") for c in some]
-        for candidate, seen in zip(some, measure_together(tuning.interleaver, asked, 0.0, tuning.timeout_s), strict=True):
+        for candidate, seen in zip(
+            some, measure_together(tuning.interleaver, asked, 0.0, tuning.timeout_s), strict=True
+        ):
             perturbed = tuning.perturbed.get(perturbation_for(candidate.effect), ())
-            check = start_agrees(candidate.effect, plain[seed], seen.record, perturbed) if seen.record is not None else None
+            check = (
+                start_agrees(candidate.effect, plain[seed], seen.record, perturbed)
+                if seen.record is not None
+                else None
+            )
             if check is not None and not check.passed:
                 candidate.reject(f"the guard: under {candidate.lever.name} alone, {check.why}")
                 found.append(candidate)
     return found
-
-

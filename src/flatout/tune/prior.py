@@ -60,11 +60,17 @@ def device_kind(facts: Facts, device: str | None = None) -> str:
 def layer_kinds(layers: Iterable[str]) -> tuple[str, ...]:
     """Return the kinds implied by the class names of modules; empty if no name is known."""
     names = set(layers)
-    kinds = [CONVOLUTIONS] if any(name.startswith(("Conv", "LazyConv")) and name[-1:] == "d" for name in names) else []
+    kinds = (
+        [CONVOLUTIONS]
+        if any(name.startswith(("Conv", "LazyConv")) and name[-1:] == "d" for name in names)
+        else []
+    )
     if any(name.startswith(("RNN", "LSTM", "GRU")) for name in names):
         kinds.append(RECURRENT)
     normalised = any(name.endswith(("LayerNorm", "RMSNorm")) for name in names)
-    if any("attention" in name.lower() or name.startswith("Transformer") for name in names) or (normalised and "Embedding" in names and not kinds):
+    if any("attention" in name.lower() or name.startswith("Transformer") for name in names) or (
+        normalised and "Embedding" in names and not kinds
+    ):
         kinds.append(TRANSFORMER)
     return tuple(kinds) or ((DENSE,) if names else ())
 
@@ -87,7 +93,10 @@ def kinds_of(context: Mapping[str, Any], phases: Mapping[str, Mapping[str, float
 def value_key(lever: str, value: Value, cores: int) -> str:
     """Return a value as in the table: words and flags unchanged, no sizes, threads as a share of cores."""
     if isinstance(value, dict):
-        parts = (f"{key}={item}" if isinstance(item, (bool, str)) or item == 0 else key for key, item in sorted(value.items()))
+        parts = (
+            f"{key}={item}" if isinstance(item, (bool, str)) or item == 0 else key
+            for key, item in sorted(value.items())
+        )
         return ", ".join(parts)
     if lever == "threads" and isinstance(value, (int, float)) and not isinstance(value, bool):
         return "half of the cores or more" if 2 * value >= cores else "less than half of the cores"
@@ -98,7 +107,9 @@ def entries_of(table: Mapping[str, Any]) -> Entries:
     """Return the rows of a table by lever, value and device. Raises KeyError if a row lacks a field."""
     found: Entries = {}
     for row in table["entries"]:
-        found.setdefault((row["lever"], row["value"], row["device"]), {})[row["kind"]] = Prior(row["mean"], row["sd"], row["n"])
+        found.setdefault((row["lever"], row["value"], row["device"]), {})[row["kind"]] = Prior(
+            row["mean"], row["sd"], row["n"]
+        )
     return found
 
 
@@ -112,8 +123,12 @@ def committed_entries() -> Entries:
         return {}
 
 
-def priors(facts: Facts, context_description: Mapping[str, Any], phases: Mapping[str, Mapping[str, float]],
-           entries: Entries | None = None) -> Callable[[str, Value], Prior]:
+def priors(
+    facts: Facts,
+    context_description: Mapping[str, Any],
+    phases: Mapping[str, Mapping[str, float]],
+    entries: Entries | None = None,
+) -> Callable[[str, Value], Prior]:
     """Return a function from lever and value to the prior in this program; NEUTRAL without an entry.
 
     A value without an entry gets the entry of all values of its lever. Records of CPUs with bfloat16 apply to
@@ -123,13 +138,23 @@ def priors(facts: Facts, context_description: Mapping[str, Any], phases: Mapping
     kinds = kinds_of(context_description, phases)
     device = device_kind(facts, context_description.get("device"))
 
-    where = {CPU: ((CPU, 1.0), (CPU_BF16, OTHER_PROCESSOR)), CPU_BF16: ((CPU_BF16, 1.0), (CPU, OTHER_PROCESSOR))}.get(device, ((device, 1.0),))
+    where = {
+        CPU: ((CPU, 1.0), (CPU_BF16, OTHER_PROCESSOR)),
+        CPU_BF16: ((CPU_BF16, 1.0), (CPU, OTHER_PROCESSOR)),
+    }.get(device, ((device, 1.0),))
 
     def prior(lever: str, value: Value) -> Prior:
         for key in (value_key(lever, value, facts.cores), ANY_VALUE):
-            found = [(clearest(by_kind, kinds), widened) for place, widened in where if (by_kind := table.get((lever, key, place)))]
+            found = [
+                (clearest(by_kind, kinds), widened)
+                for place, widened in where
+                if (by_kind := table.get((lever, key, place)))
+            ]
             if found:
-                return min((Prior(entry.mean, entry.sd * widened, entry.n) for entry, widened in found), key=lambda each: each.sd)
+                return min(
+                    (Prior(entry.mean, entry.sd * widened, entry.n) for entry, widened in found),
+                    key=lambda each: each.sd,
+                )
         return NEUTRAL
 
     return prior

@@ -27,7 +27,9 @@ from flatout.tune.tuning import Tuning, why_gone
 # Levers that act on the model but not on its weights
 BESIDE_PARTS = ("autocast", "tf32", "reduced_precision")
 OF_LOADERS = "changes how a DataLoader makes batches; with several ranks flatout splits the batches itself"
-OF_ONE_PROCESS = "its first steps compile or try algorithms; flatout measures such levers in a single process only"
+OF_ONE_PROCESS = (
+    "its first steps compile or try algorithms; flatout measures such levers in a single process only"
+)
 OF_WHOLE_WEIGHTS = "needs whole weights and optimizer state, but each rank keeps only a shard (--shard)"
 SHARE = 0.15  # of the budget, for both together
 PACE_STEPS = 40
@@ -45,7 +47,11 @@ def unfit(lever: Lever, base: Plan | None) -> str:
         return ""
     if lever.of_one_process:
         return OF_LOADERS if lever.moment is Moment.LOADER else OF_ONE_PROCESS
-    parts = base.get(SHARDING) is not None and lever.moment in (Moment.MODEL, Moment.OPTIMIZER) and lever.name not in BESIDE_PARTS
+    parts = (
+        base.get(SHARDING) is not None
+        and lever.moment in (Moment.MODEL, Moment.OPTIMIZER)
+        and lever.name not in BESIDE_PARTS
+    )
     return OF_WHOLE_WEIGHTS if parts else ""
 
 
@@ -69,7 +75,14 @@ def beside_one_process(tuning: Tuning) -> None:
         else:
             found.ratio = _compared(tuning, alone, start_s + SHARE * tuning.budget_s)
             found.one_process_ms = alone.trial.ready["tick_ms"] if found.ratio is not None else None
-            tuning.note(f"{found.procs} ranks", "processes", found.ratio, found.why_not, start_s, against="one process")
+            tuning.note(
+                f"{found.procs} ranks",
+                "processes",
+                found.ratio,
+                found.why_not,
+                start_s,
+                against="one process",
+            )
             tuning.interleaver.dismiss(alone.trial)
     _listen(tuning)
     tuning.save()

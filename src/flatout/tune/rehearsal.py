@@ -38,7 +38,11 @@ from flatout.tune.already_parallel import how, meant, missing
 from flatout.tune.sharding import ALWAYS, AUTO, NEVER, choices, ran_out, verdict
 
 LEVER = "data_parallel"
-WAYS = {"cut": "as a {} over samples", "door": "split as batches enter the model, as a {} over samples", "whole": "with the model's outputs gathered"}
+WAYS = {
+    "cut": "as a {} over samples",
+    "door": "split as batches enter the model, as a {} over samples",
+    "whole": "with the model's outputs gathered",
+}
 OWN_BATCHES = "it makes its batches without a DataLoader, and they cannot be split as they enter its model"
 START_S = 900.0
 GRADIENT, LOSS = 1e-3, 1e-3  # relative; a loss that splits differs by rounding alone, any other by far more
@@ -75,9 +79,27 @@ class Rehearsal:
     must see whole batches on every rank. ``shard``: whether to shard weights, a word of tune/sharding.py.
     """
 
-    def __init__(self, command: Command, ranks_of: Callable[[Command], Command], procs: int, job: JobFolder, facts: Facts, seed: int = 0, whole: bool = False,
-                 stage: Callable[[str, str], None] = lambda name, detail: None, shard: str = AUTO) -> None:
-        self.command, self.ranks_of, self.procs, self.job, self.facts, self.seed, self.stage = command, ranks_of, procs, job, facts, seed, stage
+    def __init__(
+        self,
+        command: Command,
+        ranks_of: Callable[[Command], Command],
+        procs: int,
+        job: JobFolder,
+        facts: Facts,
+        seed: int = 0,
+        whole: bool = False,
+        stage: Callable[[str, str], None] = lambda name, detail: None,
+        shard: str = AUTO,
+    ) -> None:
+        self.command, self.ranks_of, self.procs, self.job, self.facts, self.seed, self.stage = (
+            command,
+            ranks_of,
+            procs,
+            job,
+            facts,
+            seed,
+            stage,
+        )
         self.whole, self.shard = whole, shard
         self.found = Rehearsed(procs)
         # Effect of rounding in one process: on gradients of the first step, on losses
@@ -91,9 +113,13 @@ class Rehearsal:
             reference = self._observed(self.command, Plan())
         except ProgramGone as gone:
             if gone.record.status == "ended":
-                return self._refused(f"it ended before {STEPS} training steps were done, so there is too little to compare")
+                return self._refused(
+                    f"it ended before {STEPS} training steps were done, so there is too little to compare"
+                )
             if missing(gone.record):
-                return self._divides_itself(f"it must be started by torchrun ({missing(gone.record)} is not set)", BY_GROUP)
+                return self._divides_itself(
+                    f"it must be started by torchrun ({missing(gone.record)} is not set)", BY_GROUP
+                )
             if self.shard == NEVER or not ran_out(gone.record):
                 raise _failed(gone.record) from None
             reference, alone = self._sharded_reference(gone.record), False
@@ -110,23 +136,45 @@ class Rehearsal:
 
     def _sharded_reference(self, record: TrialRecord) -> dict[str, Any]:
         """Run the reference as ranks, because one process runs out of memory. Raises ProgramFailed."""
-        self.stage("rehearsing", f"one process ran out of memory: the first steps as {self.procs} ranks with sharded weights and whole batches")
+        self.stage(
+            "rehearsing",
+            f"one process ran out of memory: the first steps as {self.procs} ranks with sharded weights and whole batches",
+        )
         try:
-            return self._observed(self.ranks_of(self.command), Plan((Choice(LEVER, {"batches": "same", "loaders": ""}), *choices(True))))
+            return self._observed(
+                self.ranks_of(self.command),
+                Plan((Choice(LEVER, {"batches": "same", "loaders": ""}), *choices(True))),
+            )
         except ProgramGone as gone:
-            raise _failed(record, f"; {self.procs} ranks with sharded weights fail too: {gone.record.last_line}") from None
+            raise _failed(
+                record, f"; {self.procs} ranks with sharded weights fail too: {gone.record.last_line}"
+            ) from None
 
     def _memory(self, reference: dict[str, Any], alone: bool) -> None:
-        found = verdict(self.shard if alone else ALWAYS, reference["held"], reference["device"], self.facts, self.procs)
+        found = verdict(
+            self.shard if alone else ALWAYS, reference["held"], reference["device"], self.facts, self.procs
+        )
         self.found.shards = found.divides
-        self.found.memory = found.sentence if alone else f"one process ran out of memory; {found.sentence.removesuffix(', as requested')}"
+        self.found.memory = (
+            found.sentence
+            if alone
+            else f"one process ran out of memory; {found.sentence.removesuffix(', as requested')}"
+        )
 
     def _compared(self, reference: dict[str, Any]) -> Rehearsed:
         why = ""
         for batches in self._ways(reference):
             for reduction in ("mean", "sum"):
-                division = {"batches": batches, "reduction": reduction, "loaders": ",".join(map(str, reference["fed"])), "batchnorm": "all", "draws": "all"}
-                self.stage("rehearsing", f"the same steps as {self.procs} ranks, {WAYS[batches].format(reduction)}")
+                division = {
+                    "batches": batches,
+                    "reduction": reduction,
+                    "loaders": ",".join(map(str, reference["fed"])),
+                    "batchnorm": "all",
+                    "draws": "all",
+                }
+                self.stage(
+                    "rehearsing", f"the same steps as {self.procs} ranks, {WAYS[batches].format(reduction)}"
+                )
                 refused = self._tried(division, reference)
                 if refused is None:
                     self.found.division = self._real_division(division, reference)
@@ -148,7 +196,9 @@ class Rehearsal:
         """Try a split; return why it does not compute the same as one process, or None if it does."""
         self.found.ranks_losses = []
         try:
-            ranks = self._observed(self.ranks_of(self.command), Plan((Choice(LEVER, division), *choices(self.found.shards))))
+            ranks = self._observed(
+                self.ranks_of(self.command), Plan((Choice(LEVER, division), *choices(self.found.shards)))
+            )
         except ProgramGone as gone:
             return self._why_failed(gone.record, reference)
         if not ranks["applied"] or ranks["skipped"]:
@@ -158,12 +208,27 @@ class Rehearsal:
 
     def _observed(self, command: Command, plan: Plan, last_places: float = 0.0) -> dict[str, Any]:
         """Run the first steps and return what was recorded. Raises ProgramGone."""
-        with Trial(command, self.job.new_trial(), plan, self.facts, seed=self.seed, entry=ENTRY, requested={"last_places": last_places}) as trial:
+        with Trial(
+            command,
+            self.job.new_trial(),
+            plan,
+            self.facts,
+            seed=self.seed,
+            entry=ENTRY,
+            requested={"last_places": last_places},
+        ) as trial:
             return trial.wait_ready(seconds() + START_S)
 
     def _real_division(self, rehearsed: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
-        by_index = rehearsed["batches"] == "cut" and all(_by_index(reference["loaders"][at]) for at in reference["fed"])
-        return {**rehearsed, "batches": "index" if by_index else rehearsed["batches"], "batchnorm": "own", "draws": "own"}
+        by_index = rehearsed["batches"] == "cut" and all(
+            _by_index(reference["loaders"][at]) for at in reference["fed"]
+        )
+        return {
+            **rehearsed,
+            "batches": "index" if by_index else rehearsed["batches"],
+            "batchnorm": "own",
+            "draws": "own",
+        }
 
     def _compare(self, reference: dict[str, Any], ranks: dict[str, Any]) -> None:
         self.found.gradient_error = _gradient_error(ranks["gradients"], reference["gradients"])
@@ -180,7 +245,9 @@ class Rehearsal:
         found = self.found
         if found.gradient_error is None or found.loss_error is None:
             return False
-        return found.gradient_error <= max(GRADIENT, CARRIED * gradient) and found.loss_error <= max(LOSS, CARRIED * loss)
+        return found.gradient_error <= max(GRADIENT, CARRIED * gradient) and found.loss_error <= max(
+            LOSS, CARRIED * loss
+        )
 
     def _carries_rounding_as_far(self, reference: dict[str, Any]) -> bool:
         """Whether one process amplifies rounding just as much.
@@ -189,24 +256,39 @@ class Rehearsal:
         run is repeated with every weight changed in its last place.
         """
         found = self.found
-        if found.gradient_error is None or found.gradient_error > ASTRAY or self._loss_error(found.ranks_losses[:1], found.losses[:1]) > LOSS:
+        if (
+            found.gradient_error is None
+            or found.gradient_error > ASTRAY
+            or self._loss_error(found.ranks_losses[:1], found.losses[:1]) > LOSS
+        ):
             return False
         if self.rounding is None:
-            self.stage("rehearsing", "the first steps as one process with weights perturbed in the last place, to see how far rounding spreads")
+            self.stage(
+                "rehearsing",
+                "the first steps as one process with weights perturbed in the last place, to see how far rounding spreads",
+            )
             try:
                 moved = self._observed(self.command, Plan(), last_places=1.0)
             except ProgramGone:
                 return False
-            self.rounding = _gradient_error(moved["gradients"], reference["gradients"]) or 0.0, self._loss_error(_numbers(moved["losses"]), found.losses)
+            self.rounding = (
+                _gradient_error(moved["gradients"], reference["gradients"]) or 0.0,
+                self._loss_error(_numbers(moved["losses"]), found.losses),
+            )
         gradient, loss = self.rounding
         if self._holds(gradient, loss):
-            found.notes.append(f"gradients differ by {found.gradient_error:.2g} and losses by {found.loss_error:.2g}; perturbing the weights in the last place makes "
-                               f"one process differ by {gradient:.2g} and {loss:.2g}")
+            found.notes.append(
+                f"gradients differ by {found.gradient_error:.2g} and losses by {found.loss_error:.2g}; perturbing the weights in the last place makes "
+                f"one process differ by {gradient:.2g} and {loss:.2g}"
+            )
         return self._holds(gradient, loss)
 
     @staticmethod
     def _loss_error(a: Sequence[float], b: Sequence[float]) -> float:
-        return max((abs(x - y) / max(abs(x), abs(y), 1e-300) for x, y in zip(a, b, strict=False)), default=float("inf"))
+        return max(
+            (abs(x - y) / max(abs(x), abs(y), 1e-300) for x, y in zip(a, b, strict=False)),
+            default=float("inf"),
+        )
 
     def _refused(self, why: str) -> Rehearsed:
         self.found.why_not = why
@@ -227,12 +309,16 @@ class Rehearsal:
         found = self.found
         if found.gradient_error is None:
             return "its first step has no gradient, so there is nothing to compare"
-        off = (f"split over {self.procs} ranks, the gradients of the first step differ by {found.gradient_error:.2g} of their length, the losses of the first "
-               f"steps by {found.loss_error:.2g}")
+        off = (
+            f"split over {self.procs} ranks, the gradients of the first step differ by {found.gradient_error:.2g} of their length, the losses of the first "
+            f"steps by {found.loss_error:.2g}"
+        )
         if not reference["fed"]:
             return f"{OWN_BATCHES}: {off}"
-        return (f"its loss is neither a mean nor a sum over samples: {off}. Samples may depend on each other (contrastive losses, mixed samples), or something else may "
-                "depend on the batch size")
+        return (
+            f"its loss is neither a mean nor a sum over samples: {off}. Samples may depend on each other (contrastive losses, mixed samples), or something else may "
+            "depend on the batch size"
+        )
 
 
 def _gradient_error(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> float | None:
@@ -240,7 +326,11 @@ def _gradient_error(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) 
 
     A gradient missing from one of them counts as zero.
     """
-    pairs = [pair for one, other in zip_longest(a, b, fillvalue=()) for pair in zip_longest(one, other, fillvalue=0.0)]
+    pairs = [
+        pair
+        for one, other in zip_longest(a, b, fillvalue=())
+        for pair in zip_longest(one, other, fillvalue=0.0)
+    ]
     length = sqrt(sum(y * y for _, y in pairs))
     return sqrt(sum((x - y) ** 2 for x, y in pairs)) / length if length else None
 
@@ -255,4 +345,7 @@ def _numbers(losses: Sequence[str]) -> list[float]:
 
 def _failed(record: TrialRecord, besides: str = "") -> Exception:
     said = record.log_tail.strip() or record.reason
-    return ProgramFailed(f"the program does not train as one process ({record.last_line}{besides}):\n\n{said}", record.exit_code or 1)
+    return ProgramFailed(
+        f"the program does not train as one process ({record.last_line}{besides}):\n\n{said}",
+        record.exit_code or 1,
+    )

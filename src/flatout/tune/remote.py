@@ -53,14 +53,18 @@ class RemoteNodes:
             if strange:
                 self._leave_out(held.host, "; ".join(strange))
         if not self.ready:
-            raise UsageError(f"no node of the cluster matches this machine, which runs the plain program: {'; '.join(self.left_out) or 'there are no nodes'}. "
-                             "Start the search on one of the nodes, or remove --ray.")
+            raise UsageError(
+                f"no node of the cluster matches this machine, which runs the plain program: {'; '.join(self.left_out) or 'there are no nodes'}. "
+                "Start the search on one of the nodes, or remove --ray."
+            )
 
     @property
     def hosts(self) -> list[str]:
         return [self._nodes.names[node] for node in self.ready]
 
-    def held(self, orders: Sequence[dict[str, Any]], longest_s: float, each_node: bool = False) -> Iterator[RemoteResult]:
+    def held(
+        self, orders: Sequence[dict[str, Any]], longest_s: float, each_node: bool = False
+    ) -> Iterator[RemoteResult]:
         """Run the orders, one on each node at a time, and yield each result.
 
         ``each_node``: only the n-th node runs the n-th.
@@ -74,10 +78,16 @@ class RemoteNodes:
                 begun = self._nodes.begin(node, MODULE, json.dumps(orders[number]), self._environment)
                 running[begun] = number, tries - 1, node, seconds() + longest_s
             if not running:
-                yield from (RemoteResult(number, None, "", "no node is left to measure it") for number, _ in waiting)
+                yield from (
+                    RemoteResult(number, None, "", "no node is left to measure it") for number, _ in waiting
+                )
                 return
             ended = self._nodes.ended(list(running), POLL_S)
-            late = [begun for begun, (*_, until_s) in running.items() if begun not in ended and seconds() > until_s]
+            late = [
+                begun
+                for begun, (*_, until_s) in running.items()
+                if begun not in ended and seconds() > until_s
+            ]
             for begun in (*ended, *late):
                 number, tries, node, _ = running.pop(begun)
                 host = self._nodes.names[node]

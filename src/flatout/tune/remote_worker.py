@@ -24,10 +24,20 @@ def hold(order: dict[str, Any], facts: Facts) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="flatout-remote-") as folder:
         interleaver = Interleaver(command, JobFolder(Path(folder)).make(), facts)
         interleaver.tick_ms, interleaver.unit = order["tick_ms"], order["unit"]
-        interleaver.prefetched_ticks, interleaver.longest_ticks = order["prefetched_ticks"], order["longest_ticks"]
+        interleaver.prefetched_ticks, interleaver.longest_ticks = (
+            order["prefetched_ticks"],
+            order["longest_ticks"],
+        )
         asked = [ProgramRequest.from_json(one) for one in order["asked"]]
         share = math.inf if order["share"] is None else order["share"]
         try:
-            return {"seen": [seen.to_json() for seen in measure_together(interleaver, asked, seconds() + order["seconds"], order["timeout_s"], share=share)]}
+            return {
+                "seen": [
+                    seen.to_json()
+                    for seen in measure_together(
+                        interleaver, asked, seconds() + order["seconds"], order["timeout_s"], share=share
+                    )
+                ]
+            }
         finally:
             interleaver.close()

@@ -72,11 +72,24 @@ def observe(tuning: Tuning) -> None:
     interleaver.tick_ms, interleaver.unit = max(ready["tick_ms"], 1e-3), ready["unit"]
     tuning.copies = ready["copies"]
     tuning.session.context = answer["context"]
-    interleaver.prefetched_ticks = PREFETCHED_BATCHES * max((loader["num_workers"] for loader in answer["context"]["loaders"]), default=0)
-    tuning.candidates = consider(answer["options"], tuning.goal.effects, tuning.goal.only, tuning.goal.memory_limit_bytes is not None, tuning.base, unfit)
+    interleaver.prefetched_ticks = PREFETCHED_BATCHES * max(
+        (loader["num_workers"] for loader in answer["context"]["loaders"]), default=0
+    )
+    tuning.candidates = consider(
+        answer["options"],
+        tuning.goal.effects,
+        tuning.goal.only,
+        tuning.goal.memory_limit_bytes is not None,
+        tuning.base,
+        unfit,
+    )
     tuning.settle_budget()
-    without_long_starts(tuning.candidates, answer["context"]["loaders"], ready, LONGEST_START * tuning.budget_s)
-    tuning.session.baseline = ProgramFigures(step_ms=ready["tick_ms"], unit=ready["unit"], warmup_ms=ready["warmup_ms"])
+    without_long_starts(
+        tuning.candidates, answer["context"]["loaders"], ready, LONGEST_START * tuning.budget_s
+    )
+    tuning.session.baseline = ProgramFigures(
+        step_ms=ready["tick_ms"], unit=ready["unit"], warmup_ms=ready["warmup_ms"]
+    )
     tuning.save()
 
 
@@ -95,9 +108,19 @@ def _why_not(tuning: Tuning, record: TrialRecord) -> FlatoutError:
         why = f"`python {closed}` disables flatout; remove the option" if closed else record.reason
         return NothingMeasured(f"nothing to tune: {why}. The program was not changed.")
     if record.status == "broken":
-        return NothingMeasured(f"flatout could not analyse this program and did not change it. Please report this:\n\n{record.reason.strip()}")
+        return NothingMeasured(
+            f"flatout could not analyse this program and did not change it. Please report this:\n\n{record.reason.strip()}"
+        )
     if record.status == "hung":
-        return NothingMeasured(f"the program did not train: {record.reason}. Increase --budget, or see the logs in {tuning.job.trials}.")
+        return NothingMeasured(
+            f"the program did not train: {record.reason}. Increase --budget, or see the logs in {tuning.job.trials}."
+        )
     steps = len(set(record.loss_steps))
-    seen = f"it ended after {steps} training {'step' if steps == 1 else 'steps'}" if steps else "it ended without a training step"
-    return NothingMeasured(f"nothing to tune: {seen}, and a comparison needs at least {FEWEST_TICKS}. Run more training steps while tuning.")
+    seen = (
+        f"it ended after {steps} training {'step' if steps == 1 else 'steps'}"
+        if steps
+        else "it ended without a training step"
+    )
+    return NothingMeasured(
+        f"nothing to tune: {seen}, and a comparison needs at least {FEWEST_TICKS}. Run more training steps while tuning."
+    )

@@ -18,8 +18,15 @@ from flatout.plan.folder import FOLDER, JobFolder, read_json, write_json, write_
 from flatout.plan.plan import Plan
 from flatout.plan.records import SESSION_SCHEMA, SessionRecord
 
-DIFFERENT = {"command": "another command", "script": "the script has changed", "machine": "another machine", "versions": "other versions",
-             "python": "another Python", "ranks": "another number of ranks", "device": "another device"}
+DIFFERENT = {
+    "command": "another command",
+    "script": "the script has changed",
+    "machine": "another machine",
+    "versions": "other versions",
+    "python": "another Python",
+    "ranks": "another number of ranks",
+    "device": "another device",
+}
 UNSAID = {"ranks": "one process", "device": "the device in the script"}
 SAME = {"same": "with bitwise identical results", "equivalent": "with the same results up to {}"}
 
@@ -34,7 +41,9 @@ def key_of(command: Command, facts: Facts, ranks: str = "") -> dict[str, str]:
         "command": " ".join(command.shown),
         "script": command.script_digest,
         "machine": f"{facts.cpu}, {facts.cores} cores" + (f", {gpus}" if gpus else ""),
-        "versions": ", ".join(f"{name} {facts.versions[name]}" for name in ("torch", "torchvision") if name in facts.versions),
+        "versions": ", ".join(
+            f"{name} {facts.versions[name]}" for name in ("torch", "torchvision") if name in facts.versions
+        ),
         "python": ".".join(map(str, sys.version_info[:2])),
         **({"ranks": ranks} if ranks else {}),
         **({"device": facts.asked_device} if facts.asked_device else {}),
@@ -46,12 +55,18 @@ def differences(made_for: dict[str, str], key: dict[str, str]) -> list[str]:
     found = []
     for name, said in DIFFERENT.items():
         if made_for.get(name, "") != key.get(name, ""):
-            found.append(said if name == "script" else f"{said} ({made_for.get(name, UNSAID.get(name, 'unknown'))!r})")
+            found.append(
+                said if name == "script" else f"{said} ({made_for.get(name, UNSAID.get(name, 'unknown'))!r})"
+            )
     return found
 
 
 def job_folder(command: Command, given: Path | None = None, ranks: str = "") -> JobFolder:
-    return JobFolder(given if given is not None else Path(FOLDER) / "-".join(filter(None, (command.title, command.digest, ranks.replace(" ", "-")))))
+    return JobFolder(
+        given
+        if given is not None
+        else Path(FOLDER) / "-".join(filter(None, (command.title, command.digest, ranks.replace(" ", "-"))))
+    )
 
 
 def newest_job(*records: str) -> Path | None:
@@ -67,24 +82,60 @@ def beside_script(command: Command) -> Path:
 
 def plan_files(command: Command, ranks: str = "") -> list[Path]:
     """Return the plan beside the script and the tuner's own copy, newest first, so that your edits count."""
-    there = [path for path in (beside_script(command), job_folder(command, ranks=ranks).plan) if path.is_file()]
+    there = [
+        path for path in (beside_script(command), job_folder(command, ranks=ranks).plan) if path.is_file()
+    ]
     return sorted(there, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
-def open_session(job: JobFolder, command: Command, facts: Facts, budget_s: float, effects: list[str], again: bool,
-                 memory_limit_bytes: int | None = None, ranks: str = "") -> SessionRecord:
+def open_session(
+    job: JobFolder,
+    command: Command,
+    facts: Facts,
+    budget_s: float,
+    effects: list[str],
+    again: bool,
+    memory_limit_bytes: int | None = None,
+    ranks: str = "",
+) -> SessionRecord:
     """Return the interrupted session with the same key, or a new one."""
     key = key_of(command, facts, ranks)
     old = load_session(job)
-    if old is not None and not again and old.key == key and old.status == "running" and old.effects == effects and old.memory_limit_bytes == memory_limit_bytes:
+    if (
+        old is not None
+        and not again
+        and old.key == key
+        and old.status == "running"
+        and old.effects == effects
+        and old.memory_limit_bytes == memory_limit_bytes
+    ):
         old.budget_s = max(old.budget_s, budget_s)
         # The old budget may be used up; resuming needs at least the budget of this call.
         old.spent_s = min(old.spent_s, 0.5 * old.budget_s)
         return old
-    machine = {"cpu": facts.cpu, "cores": facts.cores, "memory_bytes": facts.memory_bytes, "system": facts.system, "device": facts.asked_device,
-               "gpus": [{"name": g.name, "memory_bytes": g.memory_bytes, "capability": list(g.capability)} for g in facts.gpus]}
-    return SessionRecord(list(command.shown), os.getcwd(), key, flatout=__version__, created=today(), budget_s=budget_s, effects=effects,
-                         memory_limit_bytes=memory_limit_bytes, machine=machine, versions={"python": facts.python, "flatout": __version__, **facts.versions})
+    machine = {
+        "cpu": facts.cpu,
+        "cores": facts.cores,
+        "memory_bytes": facts.memory_bytes,
+        "system": facts.system,
+        "device": facts.asked_device,
+        "gpus": [
+            {"name": g.name, "memory_bytes": g.memory_bytes, "capability": list(g.capability)}
+            for g in facts.gpus
+        ],
+    }
+    return SessionRecord(
+        list(command.shown),
+        os.getcwd(),
+        key,
+        flatout=__version__,
+        created=today(),
+        budget_s=budget_s,
+        effects=effects,
+        memory_limit_bytes=memory_limit_bytes,
+        machine=machine,
+        versions={"python": facts.python, "flatout": __version__, **facts.versions},
+    )
 
 
 def load_session(job: JobFolder) -> SessionRecord | None:
@@ -132,7 +183,11 @@ def verdict(session: SessionRecord) -> str:
     failed = session.guard.verdict == "failed"
     if session.undecided and not failed:
         return f"no verdict is possible now: {session.obstacle}"
-    why = f"the faster plan was rejected: {session.guard.why}" if failed else "no plan was faster beyond the noise"
+    why = (
+        f"the faster plan was rejected: {session.guard.why}"
+        if failed
+        else "no plan was faster beyond the noise"
+    )
     return f"the plain program is kept: {why}"
 
 
@@ -142,13 +197,18 @@ def _results(session: SessionRecord) -> str:
     Names computations and messages below float32 precision.
     """
     levers = {lever.name: lever for lever in TABLE if lever.effect is Effect.PRECISION}
-    halves = dict.fromkeys(levers[choice.name].half(choice.value) for choice in plan_of(session) if choice.name in levers)
+    halves = dict.fromkeys(
+        levers[choice.name].half(choice.value) for choice in plan_of(session) if choice.name in levers
+    )
     return SAME.get(session.guard.verdict, "results not compared").format(" and ".join(halves) or "rounding")
 
 
 def _of_the_limit(session: SessionRecord) -> str:
     """Return the verdict if the plain program exceeds the memory limit; empty otherwise."""
-    limit, known = session.memory_limit_bytes, [point for point in session.frontier if point.peak_bytes is not None]
+    limit, known = (
+        session.memory_limit_bytes,
+        [point for point in session.frontier if point.peak_bytes is not None],
+    )
     if limit is None or not known or known[0].fits:
         return ""
     within = f"{limit / 2**20:,.0f} MiB"
@@ -159,5 +219,7 @@ def _of_the_limit(session: SessionRecord) -> str:
     over = (smallest.peak_bytes or 0) - limit
     if over <= 0:
         return f"the plain program is kept, although it exceeds {within}: {smallest.plan} would fit, but was not confirmed"
-    return (f"no measured plan fits into {within}: the smallest, {smallest.plan}, needs {over / 2**20:,.0f} MiB more. A smaller batch takes "
-            "less; flatout.Loop keeps its effective size by accumulation")
+    return (
+        f"no measured plan fits into {within}: the smallest, {smallest.plan}, needs {over / 2**20:,.0f} MiB more. A smaller batch takes "
+        "less; flatout.Loop keeps its effective size by accumulation"
+    )

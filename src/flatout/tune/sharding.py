@@ -35,7 +35,9 @@ def choices(divides: bool) -> tuple[Choice, ...]:
 
 def ran_out(record: TrialRecord) -> bool:
     """Whether a program ended because it ran out of memory, judging by its last output and its exit code."""
-    return record.exit_code in KILLED or any(word in f"{record.reason}\n{record.log_tail}" for word in RAN_OUT)
+    return record.exit_code in KILLED or any(
+        word in f"{record.reason}\n{record.log_tail}" for word in RAN_OUT
+    )
 
 
 def memory_of_a_rank(facts: Facts, procs: int, device: str) -> tuple[int, str]:
@@ -55,8 +57,16 @@ def verdict(request: str, held: Mapping[str, int], device: str, facts: Facts, pr
     parts = ", ".join(f"{name} {legible(size)}" for name, size in held.items())
     figures = f"weights, gradients and optimizer state take {legible(total)} ({parts}); {whose} has {legible(has) if has else 'an unknown amount of memory'}"
     if not divides:
-        return ShardingDecision(False, f"{figures}: each rank keeps a full copy" + (" (--shard always shards them)" if request == AUTO else ""))
-    return ShardingDecision(True, f"{figures}: each of the {procs} ranks keeps a shard" + (", as requested" if request == ALWAYS else ""))
+        return ShardingDecision(
+            False,
+            f"{figures}: each rank keeps a full copy"
+            + (" (--shard always shards them)" if request == AUTO else ""),
+        )
+    return ShardingDecision(
+        True,
+        f"{figures}: each of the {procs} ranks keeps a shard"
+        + (", as requested" if request == ALWAYS else ""),
+    )
 
 
 def legible(size: float) -> str:

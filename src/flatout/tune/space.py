@@ -63,7 +63,9 @@ class Space:
     def __post_init__(self) -> None:
         keys = [factor.key for factor in self.factors]
         if len(set(keys)) < len(keys):
-            raise ValueError(f"a key occurs twice among the factors: {sorted(key for key in set(keys) if keys.count(key) > 1)}")
+            raise ValueError(
+                f"a key occurs twice among the factors: {sorted(key for key in set(keys) if keys.count(key) > 1)}"
+            )
 
     # -- columns ----------------------------------------------------------------------------------------------------
 
@@ -84,13 +86,22 @@ class Space:
     def pairs(self) -> list[tuple[int, int]]:
         """Columns that can be on together."""
         levers = [factor.lever for factor in self.factors]
-        return [(i, j) for i, j in itertools.combinations(range(len(levers)), 2)
-                if levers[i] != levers[j] and frozenset((levers[i], levers[j])) not in self.excludes]
+        return [
+            (i, j)
+            for i, j in itertools.combinations(range(len(levers)), 2)
+            if levers[i] != levers[j] and frozenset((levers[i], levers[j])) not in self.excludes
+        ]
 
     @cached_property
     def known(self) -> Array:
         """(pairs,) booleans: whether the levers of each pair are among ``known_pairs``."""
-        return np.array([frozenset((self.factors[i].lever, self.factors[j].lever)) in self.known_pairs for i, j in self.pairs], dtype=bool)
+        return np.array(
+            [
+                frozenset((self.factors[i].lever, self.factors[j].lever)) in self.known_pairs
+                for i, j in self.pairs
+            ],
+            dtype=bool,
+        )
 
     @cached_property
     def switched(self) -> Array:
@@ -104,7 +115,9 @@ class Space:
         for at, on in enumerate(sets):
             for key in on:
                 if key not in self.index:
-                    raise ValueError(f"{key!r} is not among the factors of this search: {', '.join(self.index)}")
+                    raise ValueError(
+                        f"{key!r} is not among the factors of this search: {', '.join(self.index)}"
+                    )
                 found[at, self.index[key]] = True
         return found
 
@@ -148,12 +161,21 @@ class Space:
     @cached_property
     def _excluded(self) -> list[tuple[int, int]]:
         place = {lever: at for at, lever in enumerate(self.columns_of)}
-        return [(place[a], place[b]) for a, b in (sorted(pair) for pair in self.excludes if len(pair) == 2) if a in place and b in place]
+        return [
+            (place[a], place[b])
+            for a, b in (sorted(pair) for pair in self.excludes if len(pair) == 2)
+            if a in place and b in place
+        ]
 
     @cached_property
     def _needed(self) -> list[tuple[int, int | None]]:
         place = {lever: at for at, lever in enumerate(self.columns_of)}
-        return [(place[lever], place.get(needed)) for lever, all_needed in self.needs.items() if lever in place for needed in all_needed]
+        return [
+            (place[lever], place.get(needed))
+            for lever, all_needed in self.needs.items()
+            if lever in place
+            for needed in all_needed
+        ]
 
     @cached_property
     def every_row(self) -> Array | None:
@@ -175,7 +197,9 @@ class Space:
             row[[at for at in chosen if at >= 0]] = True
             yield row
 
-    def sample(self, rng: np.random.Generator, n: int, fixed: Array | None = None, free: Array | None = None) -> Array:
+    def sample(
+        self, rng: np.random.Generator, n: int, fixed: Array | None = None, free: Array | None = None
+    ) -> Array:
         """Return at most ``n`` distinct random allowed rows.
 
         ``fixed`` (factors,) are on in all of them. Only ``free`` factors change, each lever on in half.
@@ -186,7 +210,9 @@ class Space:
         for lever in rng.permutation(np.array(list(self.columns_of), dtype=object)):
             columns = [at for at in self.columns_of[lever] if open_[at]]
             if columns and not start[self.columns_of[lever]].any():
-                rows[np.arange(n), np.array(columns)[rng.integers(len(columns), size=n)]] = rng.random(n) < 0.5
+                rows[np.arange(n), np.array(columns)[rng.integers(len(columns), size=n)]] = (
+                    rng.random(n) < 0.5
+                )
         for _ in range(len(self.factors)):
             bad = ~self.allowed_rows(rows)
             if not bad.any():
@@ -206,9 +232,13 @@ class Space:
             times += price * self.every_row.sum(axis=1)[:, None]
             return self.every_row[np.argmin(times, axis=0)]
         starts = self.sample(np.random.default_rng(0), DESCENT_STARTS)
-        near = starts[np.argmin(self.features(starts) @ effects.T + price * starts.sum(axis=1)[:, None], axis=0)]
+        near = starts[
+            np.argmin(self.features(starts) @ effects.T + price * starts.sum(axis=1)[:, None], axis=0)
+        ]
         found = [self._descend(effects, price, start) for start in (np.zeros_like(near), near)]
-        times = np.stack([(self.features(rows) * effects).sum(axis=1) + price * rows.sum(axis=1) for rows in found])
+        times = np.stack(
+            [(self.features(rows) * effects).sum(axis=1) + price * rows.sum(axis=1) for rows in found]
+        )
         return np.where((times[0] <= times[1])[:, None], found[0], found[1])
 
     def _descend(self, effects: Array, price: float, rows: Array) -> Array:
@@ -223,7 +253,9 @@ class Space:
                 rest = rows.copy()
                 rest[:, columns] = False
                 slopes = effects[:, columns] + price + np.einsum("dcj,dj->dc", pair_effects[:, columns], rest)
-                own = np.einsum("oc,dce,oe->do", options, pair_effects[:, columns][:, :, columns], options) / 2
+                own = (
+                    np.einsum("oc,dce,oe->do", options, pair_effects[:, columns][:, :, columns], options) / 2
+                )
                 times = slopes @ options.T + own
                 current = (rows[:, None, columns] == (options > 0)[None]).all(axis=2)
                 times[current] -= SMALLEST_STEP
@@ -241,7 +273,11 @@ class Space:
 
         First each lever, then levers that exclude, need or are known to affect each other.
         """
-        linked = {*self.excludes, *self.known_pairs, *(frozenset((lever, other)) for lever, others in self.needs.items() for other in others)}
+        linked = {
+            *self.excludes,
+            *self.known_pairs,
+            *(frozenset((lever, other)) for lever, others in self.needs.items() for other in others),
+        }
         here = [sorted(pair) for pair in linked if len(pair) == 2 and pair <= set(self.columns_of)]
         groups = [*([lever] for lever in self.columns_of), *sorted(here)]
         moves = []

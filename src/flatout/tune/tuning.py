@@ -56,7 +56,9 @@ class Goal:
     """
 
     budget_s: float | None
-    effects: frozenset[Effect] = frozenset({Effect.EXACT, Effect.ROUNDING, Effect.PRECISION, Effect.RESAMPLED})
+    effects: frozenset[Effect] = frozenset(
+        {Effect.EXACT, Effect.ROUNDING, Effect.PRECISION, Effect.RESAMPLED}
+    )
     only: frozenset[str] | None = None
     horizon_s: float = 3600.0
     first: tuple[str, ...] = ()
@@ -116,7 +118,12 @@ class Tuning:
         """Choose the budget after the program was observed, unless you gave one."""
         if self.goal.budget_s is None:
             quick = self.start_cost_s <= QUICK_START_S and self.interleaver.tick_ms <= QUICK_STEP_MS
-            more = bool(self.goal.named) or self.goal.memory_limit_bytes is not None or self.alone is not None or self._expects_much_of_a_compiler
+            more = (
+                bool(self.goal.named)
+                or self.goal.memory_limit_bytes is not None
+                or self.alone is not None
+                or self._expects_much_of_a_compiler
+            )
             self.budget_s = USUAL_BUDGET_S if quick and not more else LONGER_BUDGET_S
             self.session.budget_s = self.budget_s
         self.watcher.until(self.end_s)
@@ -125,17 +132,30 @@ class Tuning:
     def _expects_much_of_a_compiler(self) -> bool:
         """Whether a lever with a long warm-up usually pays off here, which justifies a longer search."""
         prior = priors(self.facts, self.session.context, {})
-        return any(prior(c.lever.name, value).mean <= MUCH for c in self.candidates.values() if c.open and c.lever.warms_up for value in c.values)
+        return any(
+            prior(c.lever.name, value).mean <= MUCH
+            for c in self.candidates.values()
+            if c.open and c.lever.warms_up
+            for value in c.values
+        )
 
     def starts_s(self, programs: int) -> float:
         """Seconds to start this many programs together: their imports overlap, their warm-ups do not."""
         warm_s = self._warm_s
-        return self.start_cost_s if programs == 1 else TWO_STARTS * (self.start_cost_s - warm_s) + programs * warm_s
+        return (
+            self.start_cost_s
+            if programs == 1
+            else TWO_STARTS * (self.start_cost_s - warm_s) + programs * warm_s
+        )
 
     def start_of(self, until_ready_s: float, programs: int) -> float:
         """Seconds per start, from the time at which the last of ``programs`` programs was ready."""
         warm_s = self._warm_s
-        return until_ready_s if programs == 1 else max(0.0, until_ready_s - programs * warm_s) / TWO_STARTS + warm_s
+        return (
+            until_ready_s
+            if programs == 1
+            else max(0.0, until_ready_s - programs * warm_s) / TWO_STARTS + warm_s
+        )
 
     @property
     def _warm_s(self) -> float:
@@ -162,9 +182,15 @@ class Tuning:
         """Seconds to replay a step: capture some steps, replay them, train the network on one of them."""
         step_s = self.interleaver.tick_ms / 1000
         slow = self.interleaver.tick_ms > SLOW_MS
-        batch = max((loader["batch_size"] or 0 for loader in self.session.context.get("loaders", ())), default=0)
+        batch = max(
+            (loader["batch_size"] or 0 for loader in self.session.context.get("loaders", ())), default=0
+        )
         share = samples_played(batch, self.interleaver.tick_ms) / batch if batch else 1.0
-        return (STEPS_OF_A_LARGE_MODEL if slow else STEPS) * step_s + PLAYS * step_s * share + (0.0 if slow else SHARPENING_S)
+        return (
+            (STEPS_OF_A_LARGE_MODEL if slow else STEPS) * step_s
+            + PLAYS * step_s * share
+            + (0.0 if slow else SHARPENING_S)
+        )
 
     @property
     def fit_until_s(self) -> float:
@@ -179,11 +205,16 @@ class Tuning:
         It may use the time of a third pair and part of the overrun: without a wave there is nothing to
         confirm.
         """
-        return max(self.explore_until_s, self.end_s + 0.5 * OVERRUN * self.budget_s - FEWEST_PAIRS * self.pair_s - self.replica_s)
+        return max(
+            self.explore_until_s,
+            self.end_s + 0.5 * OVERRUN * self.budget_s - FEWEST_PAIRS * self.pair_s - self.replica_s,
+        )
 
     @property
     def explore_until_s(self) -> float:
-        return self.fit_until_s - (FIT_SHARE * self.budget_s if self.goal.memory_limit_bytes is not None else 0.0)
+        return self.fit_until_s - (
+            FIT_SHARE * self.budget_s if self.goal.memory_limit_bytes is not None else 0.0
+        )
 
     @property
     def timeout_s(self) -> float:
@@ -200,7 +231,9 @@ class Tuning:
 
     # -- programs and records ---------------------------------------------------------------------------------------
 
-    def enter(self, plan: Plan, seed: int = 0, timeout_s: float | None = None, perturbation: float = 0.0) -> RunningCandidate:
+    def enter(
+        self, plan: Plan, seed: int = 0, timeout_s: float | None = None, perturbation: float = 0.0
+    ) -> RunningCandidate:
         """Start a program under a plan; it is ready and paused on return.
 
         Raises ProgramGone, or LeverFailed if a lever could not be applied.
@@ -231,14 +264,27 @@ class Tuning:
         """Return the choices of each block, from the keys of its active levers."""
         return tuple(self.plan_for(row).choices for row in rows)
 
-    def keep_blocks(self, process: int, on: Sequence[frozenset[str]], seen: ProgramResult, seed: int, host: str = "") -> None:
+    def keep_blocks(
+        self, process: int, on: Sequence[frozenset[str]], seen: ProgramResult, seed: int, host: str = ""
+    ) -> None:
         """Add the blocks of one process to the measurements; ``on`` lists the active factors of each row."""
         self.once_s = max(self.once_s, seen.ready.get("once_s", 0.0))
         for block in seen.blocks:
             window = seed * WINDOWS_A_SEED + block.tick // self.interleaver.window_ticks
-            self.blocks.append(TimedBlock(process, on[block.row], block.at_s - self.start_s, window, block.ms, host))
-        self.session.blocks = [{"process": b.process, "on": sorted(b.on), "at_s": round(b.at_s, 2), "window": b.window, "ms": b.ms, "host": b.host}
-                               for b in self.blocks]
+            self.blocks.append(
+                TimedBlock(process, on[block.row], block.at_s - self.start_s, window, block.ms, host)
+            )
+        self.session.blocks = [
+            {
+                "process": b.process,
+                "on": sorted(b.on),
+                "at_s": round(b.at_s, 2),
+                "window": b.window,
+                "ms": b.ms,
+                "host": b.host,
+            }
+            for b in self.blocks
+        ]
 
     def keep_first_plain(self, record: TrialRecord) -> None:
         """Keep the first losses and weights of the observed program, to test repeatability.
@@ -246,8 +292,12 @@ class Tuning:
         The program had seed 0 and ran without levers until the search switched some on.
         """
         if self.first_plain is None:
-            record.losses = record.losses[:record.warmup_steps]
-            record.weights_digests = {step: digest for step, digest in record.weights_digests.items() if int(step) <= record.warmup_steps}
+            record.losses = record.losses[: record.warmup_steps]
+            record.weights_digests = {
+                step: digest
+                for step, digest in record.weights_digests.items()
+                if int(step) <= record.warmup_steps
+            }
             self.first_plain = record
 
     def keep_observed(self) -> None:
@@ -280,7 +330,9 @@ class Tuning:
 
     def effect(self, key: str, beside: frozenset[str]) -> Ratio:
         """Return the speed-up of one factor given the others; ``n`` counts the blocks in which it was on."""
-        return ratio_of((self.fitted or self.refit()).effect(key, beside), sum(key in block.on for block in self.blocks))
+        return ratio_of(
+            (self.fitted or self.refit()).effect(key, beside), sum(key in block.on for block in self.blocks)
+        )
 
     def drop(self, key: str) -> None:
         """Remove a factor from the search; blocks with it on no longer count."""
@@ -297,11 +349,27 @@ class Tuning:
         self.fitted = fit(self.space, self.blocks)
         return self.fitted
 
-    def note(self, plan: str, how: str, ratio: Ratio | None, note: str, start_s: float, against: str = "plain", host: str = "") -> None:
+    def note(
+        self,
+        plan: str,
+        how: str,
+        ratio: Ratio | None,
+        note: str,
+        start_s: float,
+        against: str = "plain",
+        host: str = "",
+    ) -> None:
         self.watcher.comparison(plan, ratio, note)
-        comparison = ComparisonRecord(plan, against, how, None, None, None, 0, note, round(seconds() - start_s, 1), host)
+        comparison = ComparisonRecord(
+            plan, against, how, None, None, None, 0, note, round(seconds() - start_s, 1), host
+        )
         if ratio is not None:
-            comparison.ratio, comparison.low, comparison.high, comparison.n = ratio.median, ratio.low, ratio.high, ratio.n
+            comparison.ratio, comparison.low, comparison.high, comparison.n = (
+                ratio.median,
+                ratio.low,
+                ratio.high,
+                ratio.n,
+            )
         self.session.comparisons.append(comparison)
         self.save()
 
@@ -334,7 +402,11 @@ def why_not(record: TrialRecord, what: str, shorter: str) -> FlatoutError:
     """Return the error for a program that ended before ``what``; ``shorter`` is an alternative remedy."""
     if record.status == "failed":
         said = record.log_tail.strip() or record.reason
-        return ProgramFailed(f"the program fails on its own (exit code {record.exit_code}):\n\n{said}", record.exit_code or 1)
+        return ProgramFailed(
+            f"the program fails on its own (exit code {record.exit_code}):\n\n{said}", record.exit_code or 1
+        )
     if record.status == "ended":
         return NothingMeasured(f"{what}: the program ended first. Let it train longer, or {shorter}.")
-    return NothingMeasured(f"{what}: {record.reason.strip().splitlines()[-1] if record.reason.strip() else record.status}.")
+    return NothingMeasured(
+        f"{what}: {record.reason.strip().splitlines()[-1] if record.reason.strip() else record.status}."
+    )

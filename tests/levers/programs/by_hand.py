@@ -1,4 +1,5 @@
 """A linear regression on plain tensors: no module, no optimizer object, no DataLoader."""
+
 import torch
 
 torch.manual_seed(0)

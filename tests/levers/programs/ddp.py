@@ -1,4 +1,5 @@
 """DistributedDataParallel over gloo, started by torchrun."""
+
 import torch
 from torch.nn.parallel import DistributedDataParallel
 

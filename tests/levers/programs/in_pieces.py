@@ -1,6 +1,7 @@
 """Twenty layers that the script calls one after another, its own batches, and an optimizer class outside
 torch.optim.
 """
+
 import gc
 
 import torch
@@ -29,9 +30,11 @@ torch.manual_seed(0)
 gc.set_threshold(100_000, 20, 20)
 layers = [torch.nn.Conv2d(2, 2, 1) for _ in range(20)]
 optimizer = PlainDescent(p for layer in layers for p in layer.parameters())
-loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(64, 2, 4, 4)), batch_sampler=Pairs())
+loader = torch.utils.data.DataLoader(
+    torch.utils.data.TensorDataset(torch.randn(64, 2, 4, 4)), batch_sampler=Pairs()
+)
 while True:
-    for x, in loader:
+    for (x,) in loader:
         for layer in layers:
             x = layer(x)
         x.square().mean().backward()

@@ -1,6 +1,7 @@
 """Models of transformers, plain and with the lever `attention`: prints their losses and the number of fused
 attentions as JSON.
 """
+
 import json
 
 import torch
@@ -13,7 +14,13 @@ from flatout.kernels import attention_deferred as deferred
 from flatout.levers.attention import LEVER
 
 STEPS = 4
-SMALL = {"vocab_size": 40, "attn_implementation": "eager", "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
+SMALL = {
+    "vocab_size": 40,
+    "attn_implementation": "eager",
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 1,
+}
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 32}
 MODELS = {
     "GPT2LMHeadModel": transformers.GPT2Config(n_layer=2, n_head=4, n_embd=32, attn_pdrop=0.0, **SMALL),

@@ -3,6 +3,7 @@
 `choices` makes choices itself, `pieces` calls its layers one by one, `products` has no convolution, `tensors`
 no loader.
 """
+
 import os
 import sys
 
@@ -24,7 +25,9 @@ data = torch.utils.data.TensorDataset(torch.randn(64, 4, 4, 4))
 if kind == "choices":
     torch.backends.cudnn.benchmark = True
     torch.backends.cuda.matmul.fp32_precision = "ieee"
-    model = torch.nn.Sequential(torch.nn.Conv2d(4, 4, 1), torch.nn.Flatten(), torch.nn.Linear(64, 1)).to(device)
+    model = torch.nn.Sequential(torch.nn.Conv2d(4, 4, 1), torch.nn.Flatten(), torch.nn.Linear(64, 1)).to(
+        device
+    )
     model.compile(backend="eager")
     loader = torch.utils.data.DataLoader(data, batch_size=8)
 elif kind == "pieces":
@@ -37,7 +40,7 @@ else:
     loader = [data[:8]] if kind == "tensors" else list(torch.utils.data.DataLoader(data, batch_size=8))
 optimizer = torch.optim.SGD(layers.parameters() if kind == "pieces" else model.parameters(), lr=0.01)
 while True:
-    for x, in loader:
+    for (x,) in loader:
         x = x.to(device)
         optimizer.zero_grad()
         if kind == "pieces":

@@ -1,6 +1,7 @@
 """A script that makes the choices of many levers itself: precision, compiler, layout, threads, garbage
 collection, form of the optimizer, a process group.
 """
+
 import gc
 
 import torch
@@ -10,7 +11,13 @@ torch.manual_seed(0)
 torch.set_num_threads(3)
 torch.backends.mkldnn.matmul.fp32_precision = "ieee"
 gc.disable()
-model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Conv2d(4, 4, 3), torch.nn.Flatten(), torch.nn.Linear(64, 5))
+model = torch.nn.Sequential(
+    torch.nn.Conv2d(3, 4, 3),
+    torch.nn.ReLU(),
+    torch.nn.Conv2d(4, 4, 3),
+    torch.nn.Flatten(),
+    torch.nn.Linear(64, 5),
+)
 model[0].to(memory_format=torch.channels_last)
 model.compile(backend="eager")
 optimizer = torch.optim.Adam(model.parameters(), fused=True)

@@ -1,6 +1,7 @@
 """An IterableDataset that makes whole batches, a scripted network, a last layer with the script's own hook,
 and SGD over a sparse embedding.
 """
+
 import torch
 
 
@@ -11,7 +12,11 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 torch.manual_seed(0)
-body = torch.jit.script(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(144, 16)))
+body = torch.jit.script(
+    torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(144, 16)
+    )
+)
 head = torch.nn.Linear(16, 8192)
 head.register_forward_hook(lambda module, args, output: None)
 optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.01)

@@ -4,11 +4,14 @@ long as their epoch.
 The last layer is called by itself and is as wide as a vocabulary. Anomaly detection is a context around the
 forward and backward pass.
 """
+
 import torch
 
 torch.manual_seed(0)
 classes = 8192
-body = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(144, 16))
+body = torch.nn.Sequential(
+    torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(144, 16)
+)
 head = torch.nn.Linear(16, classes)
 body.compile(disable=True)
 optimizer = torch.optim.Adam([*body.parameters(), *head.parameters()])

@@ -41,7 +41,9 @@ def _enter() -> None:
 
             bootstrap.install(job)
     except Exception as error:
-        sys.stderr.write(f"flatout: could not attach ({type(error).__name__}: {error}); the script runs without flatout\n")
+        sys.stderr.write(
+            f"flatout: could not attach ({type(error).__name__}: {error}); the script runs without flatout\n"
+        )
     try:
         if entry:
             from flatout.capture import crash_report
@@ -70,7 +72,9 @@ def _hand_over() -> None:
     elsewhere = [path for path in sys.path if os.path.abspath(path or ".") != here]
     # The finder that Python already has: importlib.machinery and importlib.util take milliseconds, mostly for
     # nothing.
-    finder = next((finder for finder in sys.meta_path if getattr(finder, "__name__", "") == "PathFinder"), None)
+    finder = next(
+        (finder for finder in sys.meta_path if getattr(finder, "__name__", "") == "PathFinder"), None
+    )
     spec = finder.find_spec("sitecustomize", elsewhere) if finder is not None else None
     if spec is not None and spec.loader is not None:
         from importlib.util import module_from_spec

@@ -29,20 +29,26 @@ PYTHON = (sys.executable, "-P", "-m")
 
 def measure(facts: Facts, folder: Path, tell: Callable[[str], None]) -> CeilingsRecord:
     """Measures all ceilings; ``tell`` receives progress. Raises NothingMeasured if torch does not start."""
-    record = CeilingsRecord(key=machine_key(facts), created=today(), flatout=__version__, machine=_machine(facts))
-        # Uses one thread per available core, whatever the shell sets: torch does not see a quota.
+    record = CeilingsRecord(
+        key=machine_key(facts), created=today(), flatout=__version__, machine=_machine(facts)
+    )
+    # Uses one thread per available core, whatever the shell sets: torch does not see a quota.
     environment = {**os.environ, "OMP_NUM_THREADS": str(facts.cores), "MKL_NUM_THREADS": str(facts.cores)}
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as place:
         out = Path(place) / "figures.jsonl"
         tell("matrix products, memory, copies, disk, loader")
-        run = TimedCommand([*PYTHON, "flatout.measure.bench", str(out), str(folder)], environment).answer(LIMIT_S)
+        run = TimedCommand([*PYTHON, "flatout.measure.bench", str(out), str(folder)], environment).answer(
+            LIMIT_S
+        )
         for line in json_lines(out):
             if isinstance(line.get("ceiling"), dict):
                 record.ceilings.append(Ceiling.from_json(line["ceiling"]))
             else:
                 record.threads, record.busy_cores = int(line.get("threads") or 0), line.get("busy_cores")
         if not record.ceilings:
-            raise NothingMeasured(f"the ceilings could not be measured: {_why(run)}. Run `flatout doctor` to see what is wrong with torch.")
+            raise NothingMeasured(
+                f"the ceilings could not be measured: {_why(run)}. Run `flatout doctor` to see what is wrong with torch."
+            )
         if run.timed_out or run.code:
             tell(f"some ceilings were not measured: {_why(run)}")
         tell("all-reduce between two processes")
@@ -52,16 +58,30 @@ def measure(facts: Facts, folder: Path, tell: Callable[[str], None]) -> Ceilings
 
 def _all_reduce(place: Path, environment: dict[str, str]) -> Ceiling:
     out, meeting, until = place / "reduced.json", place / "meeting", seconds() + REDUCING_LIMIT_S
-    ranks = [TimedCommand([*PYTHON, "flatout.measure.all_reduce_bench", str(rank), str(meeting), str(out)], environment) for rank in range(2)]
+    ranks = [
+        TimedCommand(
+            [*PYTHON, "flatout.measure.all_reduce_bench", str(rank), str(meeting), str(out)], environment
+        )
+        for rank in range(2)
+    ]
     runs = [rank.answer(max(until - seconds(), 1.0)) for rank in ranks]
     for found in json_lines(out):
         return Ceiling.from_json(found)
-    return Ceiling("all_reduce_bytes_per_s", "cpu", note=f"not run: {_why(next((run for run in runs if run.code), runs[0]))}")
+    return Ceiling(
+        "all_reduce_bytes_per_s",
+        "cpu",
+        note=f"not run: {_why(next((run for run in runs if run.code), runs[0]))}",
+    )
 
 
 def _machine(facts: Facts) -> dict[str, Any]:
-    return {"cpu": facts.cpu, "cores": facts.cores, "memory_bytes": facts.memory_bytes, "gpus": [gpu.name for gpu in facts.gpus],
-            "torch": facts.versions.get("torch", "")}
+    return {
+        "cpu": facts.cpu,
+        "cores": facts.cores,
+        "memory_bytes": facts.memory_bytes,
+        "gpus": [gpu.name for gpu in facts.gpus],
+        "torch": facts.versions.get("torch", ""),
+    }
 
 
 def _why(run: CommandResult) -> str:

@@ -72,11 +72,16 @@ class MachineCheck:
         fix = found.fix.replace("sudo ", "") if snapshot.python.get("root") is True else found.fix
         wrong = found.verdict not in (Verdict.OK, Verdict.UNSEEN)
         why = " ".join(self.section("Why it matters").split()) if wrong else ""
-        return CheckResult(self.code, self.name, self.theme, found.verdict.value, found.seen, why, fix, list(found.evidence))
+        return CheckResult(
+            self.code, self.name, self.theme, found.verdict.value, found.seen, why, fix, list(found.evidence)
+        )
 
 
-def machine_check(code: str, theme: str, needs: Iterable[str] = (), gpu: bool = False) -> Callable[[Callable[[MachineSnapshot], CheckOutcome]], MachineCheck]:
+def machine_check(
+    code: str, theme: str, needs: Iterable[str] = (), gpu: bool = False
+) -> Callable[[Callable[[MachineSnapshot], CheckOutcome]], MachineCheck]:
     """Turns a function into a check with the function's name."""
+
     def make(ask: Callable[[MachineSnapshot], CheckOutcome]) -> MachineCheck:
         return MachineCheck(code, ask.__name__, theme, inspected(ask.__doc__), ask, tuple(needs), gpu)
 
@@ -107,9 +112,17 @@ def has(snapshot: MachineSnapshot, need: str) -> bool:
 
 
 def _listed(needs: Sequence[str]) -> str:
-    words = {"run": "the output of {}", "torch": "torch's {} information", "folder": "the folder {}", "disk": "the disk of {}", "python": "Python's {}"}
+    words = {
+        "run": "the output of {}",
+        "torch": "torch's {} information",
+        "folder": "the folder {}",
+        "disk": "the disk of {}",
+        "python": "Python's {}",
+    }
     kinds = (need.partition(" ") for need in needs)
-    return " and ".join(words.get(kind, "{}").format(rest) if rest else kind.replace("_", " ") for kind, _, rest in kinds)
+    return " and ".join(
+        words.get(kind, "{}").format(rest) if rest else kind.replace("_", " ") for kind, _, rest in kinds
+    )
 
 
 def version(text: Any) -> tuple[int, ...] | None:

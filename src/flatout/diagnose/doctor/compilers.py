@@ -25,13 +25,19 @@ def cpp_compiler(snapshot: MachineSnapshot) -> CheckOutcome:
     """
     run = snapshot.runs["c++"]
     if not run.there:
-        return warning(f"there is no {run.command[0]}: torch.compile does not work", install(snapshot, "g++", "gcc-c++", "gxx"))
+        return warning(
+            f"there is no {run.command[0]}: torch.compile does not work",
+            install(snapshot, "g++", "gcc-c++", "gxx"),
+        )
     first = next((line for line in run.out.splitlines() if line.strip()), "")
     found = re.search(r"(\d+\.\d+(?:\.\d+)?)\s*(?:\d{8}.*)?$", first)
     if run.code != 0 or not found:
         return not_seen(f"`{' '.join(run.command)}` did not report its version")
     if "clang" not in first and (version(found[1]) or ()) < CXX17:
-        return warning(f"{run.command[0]} {found[1]} is too old for the C++17 that torch.compile generates", install(snapshot, "g++", "gcc-c++", "gxx"))
+        return warning(
+            f"{run.command[0]} {found[1]} is too old for the C++17 that torch.compile generates",
+            install(snapshot, "g++", "gcc-c++", "gxx"),
+        )
     return ok(f"{run.command[0]} {found[1]}")
 
 
@@ -50,8 +56,10 @@ def python_headers(snapshot: MachineSnapshot) -> CheckOutcome:
         return ok("Python.h is installed")
     if there is False:
         numbers = ".".join(map(str, (version(snapshot.python.get("version")) or (3,))[:2]))
-        return warning("Python.h is missing: torch.compile and triton cannot build their launchers",
-                       install(snapshot, f"python{numbers}-dev", f"python{numbers}-devel", f"python={numbers}"))
+        return warning(
+            "Python.h is missing: torch.compile and triton cannot build their launchers",
+            install(snapshot, f"python{numbers}-dev", f"python{numbers}-devel", f"python={numbers}"),
+        )
     return not_seen("whether Python.h is installed was not checked")
 
 
@@ -77,10 +85,14 @@ def nvcc(snapshot: MachineSnapshot) -> CheckOutcome:
     if cuda is None:
         return note(f"nvcc {found[1]}; this torch was built for the CPU")
     if here[0] != cuda[0]:
-        return warning(f"nvcc {found[1]}, but torch was built for CUDA {build['cuda']}: extensions cannot be built",
-                       f"conda install -c nvidia cuda-nvcc={build['cuda']}")
+        return warning(
+            f"nvcc {found[1]}, but torch was built for CUDA {build['cuda']}: extensions cannot be built",
+            f"conda install -c nvidia cuda-nvcc={build['cuda']}",
+        )
     if here != cuda[:2]:
-        return note(f"nvcc {found[1]}, torch was built for CUDA {build['cuda']}: the same major version, which works")
+        return note(
+            f"nvcc {found[1]}, torch was built for CUDA {build['cuda']}: the same major version, which works"
+        )
     return ok(f"nvcc {found[1]}, the same version as torch")
 
 

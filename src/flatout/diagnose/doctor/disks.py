@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
-from flatout.diagnose.doctor.check import CheckOutcome, machine_check, not_seen, note, ok, problem, size, warning
+from flatout.diagnose.doctor.check import (
+    CheckOutcome,
+    machine_check,
+    not_seen,
+    note,
+    ok,
+    problem,
+    size,
+    warning,
+)
 from flatout.plan.machine_snapshot import Disk, MachineSnapshot
 from flatout.probe.proc import Mount, mount_of, mounts
 
 THEME = "disks"
-NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "fuse.sshfs", "fuse.gcsfuse", "fuse.s3fs", "fuse.rclone", "lustre", "gpfs", "beegfs", "ceph",
-           "glusterfs",
-           "fuse.glusterfs", "afs", "virtiofs", "drvfs")
+NETWORK = (
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "smbfs",
+    "9p",
+    "fuse.sshfs",
+    "fuse.gcsfuse",
+    "fuse.s3fs",
+    "fuse.rclone",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "glusterfs",
+    "fuse.glusterfs",
+    "afs",
+    "virtiofs",
+    "drvfs",
+)
 IN_MEMORY = ("tmpfs", "ramfs")
 FULL_BYTES, LITTLE_BYTES = 2**30, 10 * 2**30
 
@@ -23,7 +50,9 @@ def _room(disk: Disk, what: str, fix: str) -> CheckOutcome | None:
     if disk.free_bytes < FULL_BYTES:
         return problem(f"{what} {disk.path} has {size(disk.free_bytes)} left", fix)
     if disk.free_bytes < LITTLE_BYTES:
-        return warning(f"{what} {disk.path} has {size(disk.free_bytes)} of {size(disk.total_bytes)} left", fix)
+        return warning(
+            f"{what} {disk.path} has {size(disk.free_bytes)} of {size(disk.total_bytes)} left", fix
+        )
     return None
 
 
@@ -42,7 +71,9 @@ def working_folder(snapshot: MachineSnapshot) -> CheckOutcome:
         `du -xh . | sort -h | tail` shows the largest folders.
     """
     disk = snapshot.disks["working folder"]
-    return _room(disk, "the working folder", "du -xh . | sort -h | tail") or ok(f"{size(disk.free_bytes)} of {size(disk.total_bytes)} free in {disk.path}")
+    return _room(disk, "the working folder", "du -xh . | sort -h | tail") or ok(
+        f"{size(disk.free_bytes)} of {size(disk.total_bytes)} free in {disk.path}"
+    )
 
 
 @machine_check("FD091", THEME, ["file /proc/self/mountinfo", "working_folder"])
@@ -59,12 +90,17 @@ def kind_of_disk(snapshot: MachineSnapshot) -> CheckOutcome:
     if mount is None:
         return not_seen(f"/proc/self/mountinfo does not list the file system of {snapshot.working_folder}")
     if mount.kind in NETWORK:
-        return warning(f"{snapshot.working_folder} is on a network file system ({mount.kind}, {mount.source})", f"rsync -a {snapshot.working_folder}/ /local/data/")
+        return warning(
+            f"{snapshot.working_folder} is on a network file system ({mount.kind}, {mount.source})",
+            f"rsync -a {snapshot.working_folder}/ /local/data/",
+        )
     if mount.kind in IN_MEMORY:
         return note(f"{snapshot.working_folder} is in memory ({mount.kind})")
     if mount.kind == "overlay":
-        return note(f"{snapshot.working_folder} is on the container's own layer (overlay): writing is slow, and the files are lost with the container",
-                    'docker run -v "$PWD":/work -w /work ...')
+        return note(
+            f"{snapshot.working_folder} is on the container's own layer (overlay): writing is slow, and the files are lost with the container",
+            'docker run -v "$PWD":/work -w /work ...',
+        )
     return ok(f"{mount.kind}, a local disk")
 
 
@@ -78,7 +114,9 @@ def temporary_folder(snapshot: MachineSnapshot) -> CheckOutcome:
         `export TMPDIR=/somewhere/else`.
     """
     disk = snapshot.disks["temporary folder"]
-    return _room(disk, "the temporary folder", "export TMPDIR=$HOME/tmp && mkdir -p $TMPDIR") or ok(f"{size(disk.free_bytes)} free in {disk.path}")
+    return _room(disk, "the temporary folder", "export TMPDIR=$HOME/tmp && mkdir -p $TMPDIR") or ok(
+        f"{size(disk.free_bytes)} free in {disk.path}"
+    )
 
 
 @machine_check("FD093", THEME, ["disk cache", "file /proc/self/mountinfo"])
@@ -99,7 +137,9 @@ def cache_folder(snapshot: MachineSnapshot) -> CheckOutcome:
     if mount is None:
         return not_seen(f"/proc/self/mountinfo does not list the file system of {snapshot.home_cache}")
     if mount.kind in NETWORK:
-        return note(f"{disk.path} is on a network file system ({mount.kind})", "export XDG_CACHE_HOME=/tmp/cache")
+        return note(
+            f"{disk.path} is on a network file system ({mount.kind})", "export XDG_CACHE_HOME=/tmp/cache"
+        )
     return ok(f"{size(disk.free_bytes)} free below {disk.path}")
 
 

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import re
 
-from flatout.diagnose.doctor.check import CheckOutcome, dotted, machine_check, not_seen, note, ok, problem, version, warning
+from flatout.diagnose.doctor.check import (
+    CheckOutcome,
+    dotted,
+    machine_check,
+    not_seen,
+    note,
+    ok,
+    problem,
+    version,
+    warning,
+)
 from flatout.diagnose.doctor.nvidia_smi import driver_version, gpu_is_here, listing
 from flatout.diagnose.doctor.packages import contained, newer_driver
 from flatout.diagnose.doctor.torch_build import build_of, cuda_build
@@ -15,17 +25,41 @@ THEME = "driver"
 
 # Failures of nvidia-smi: the pattern of its message, the meaning, the command.
 FAILURES = (
-    (re.compile(r"Driver/library version mismatch"), "the driver's libraries were updated, but the loaded kernel module is still the old one", "sudo reboot"),
-    (re.compile(r"couldn't communicate with the NVIDIA driver"), "the driver's kernel module is not loaded",
-     "sudo modprobe nvidia && sudo dmesg | grep -i nvidia"),
-    (re.compile(r"GPU is lost|fallen off the bus"), "a GPU no longer answers on its bus", "sudo dmesg | grep -i xid"),
-    (re.compile(r"couldn't find libnvidia-ml|libnvidia-ml\.so: cannot open"), "the driver's library is missing: the container was started without the GPU",
-     "docker run --gpus all ..."),
-    (re.compile(r"No devices were found"), "the driver runs but finds no usable GPU", "sudo dmesg | grep -i nvidia"),
-    (re.compile(r"Insufficient Permissions", re.IGNORECASE), "this user has no permission to use the GPU", "ls -l /dev/nvidia*"),
-    (re.compile(r"Failed to initialize NVML: Unknown Error"),
-     "the container has lost access to the devices (as after `systemctl daemon-reload` on the host)",
-     "docker restart CONTAINER"),
+    (
+        re.compile(r"Driver/library version mismatch"),
+        "the driver's libraries were updated, but the loaded kernel module is still the old one",
+        "sudo reboot",
+    ),
+    (
+        re.compile(r"couldn't communicate with the NVIDIA driver"),
+        "the driver's kernel module is not loaded",
+        "sudo modprobe nvidia && sudo dmesg | grep -i nvidia",
+    ),
+    (
+        re.compile(r"GPU is lost|fallen off the bus"),
+        "a GPU no longer answers on its bus",
+        "sudo dmesg | grep -i xid",
+    ),
+    (
+        re.compile(r"couldn't find libnvidia-ml|libnvidia-ml\.so: cannot open"),
+        "the driver's library is missing: the container was started without the GPU",
+        "docker run --gpus all ...",
+    ),
+    (
+        re.compile(r"No devices were found"),
+        "the driver runs but finds no usable GPU",
+        "sudo dmesg | grep -i nvidia",
+    ),
+    (
+        re.compile(r"Insufficient Permissions", re.IGNORECASE),
+        "this user has no permission to use the GPU",
+        "ls -l /dev/nvidia*",
+    ),
+    (
+        re.compile(r"Failed to initialize NVML: Unknown Error"),
+        "the container has lost access to the devices (as after `systemctl daemon-reload` on the host)",
+        "docker restart CONTAINER",
+    ),
 )
 
 
@@ -43,18 +77,28 @@ def driver(snapshot: MachineSnapshot) -> CheckOutcome:
     if seen is not None and seen.boards:
         names = [board.name for board in seen.boards]
         said = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-        return ok(f"driver {seen.driver or 'of unknown version'}, {said}") if seen.driver else not_seen(f"{said}; the driver's version is not reported")
+        return (
+            ok(f"driver {seen.driver or 'of unknown version'}, {said}")
+            if seen.driver
+            else not_seen(f"{said}; the driver's version is not reported")
+        )
     if run.timed_out:
-        return problem("nvidia-smi did not answer: the driver or a GPU hangs", "sudo dmesg | grep -i xid", _tail(run))
+        return problem(
+            "nvidia-smi did not answer: the driver or a GPU hangs", "sudo dmesg | grep -i xid", _tail(run)
+        )
     if not run.there:
         if here:
             number = driver_version(snapshot)
             if number is None and snapshot.torch.get("cuda", {}).get("computes") is True:
                 return note("torch reaches the GPU, but nvidia-smi is not available")
             if number:
-                return note(f"driver {number} is loaded, but nvidia-smi is not available", "docker run --gpus all ...")
-            return problem("there is an NVIDIA GPU on the bus, but neither a driver nor nvidia-smi", "docker run --gpus all ..." if contained(snapshot) else
-                           newer_driver(snapshot))
+                return note(
+                    f"driver {number} is loaded, but nvidia-smi is not available", "docker run --gpus all ..."
+                )
+            return problem(
+                "there is an NVIDIA GPU on the bus, but neither a driver nor nvidia-smi",
+                "docker run --gpus all ..." if contained(snapshot) else newer_driver(snapshot),
+            )
         if here is None:
             return not_seen("there is no nvidia-smi, and the PCI bus could not be read")
         return note("no NVIDIA GPU: training runs on the processor")
@@ -100,20 +144,37 @@ def driver_for_cuda(snapshot: MachineSnapshot) -> CheckOutcome:
     supports = version(seen.cuda) if seen else None
     said = f"driver {number}, CUDA {cuda} needs {dotted(least)} or newer"
     if here < least:
-        return ok(f"driver {number} and a forward compatibility package: torch reaches the GPU with CUDA {cuda}")
+        return ok(
+            f"driver {number} and a forward compatibility package: torch reaches the GPU with CUDA {cuda}"
+        )
     if supports and supports < (version(cuda) or ()):
-        return note(f"{said}; it supports CUDA {seen.cuda if seen else ''}, so it cannot use PTX code for later GPUs", "nvidia-smi")
+        return note(
+            f"{said}; it supports CUDA {seen.cuda if seen else ''}, so it cannot use PTX code for later GPUs",
+            "nvidia-smi",
+        )
     return ok(said)
 
 
-def _too_old(snapshot: MachineSnapshot, number: str, here: tuple[int, ...], torch: str, cuda: str, least: tuple[int, ...]) -> CheckOutcome:
+def _too_old(
+    snapshot: MachineSnapshot,
+    number: str,
+    here: tuple[int, ...],
+    torch: str,
+    cuda: str,
+    least: tuple[int, ...],
+) -> CheckOutcome:
     table = versions()
     release = table.release(torch)
     fitting = table.build_for_driver(release, here) if release else None
     said = f"driver {number} is too old for CUDA {cuda}, which torch {torch} was built with: it needs {dotted(least)} or newer"
     if fitting:
-        return problem(f"{said}. A build of the same torch for CUDA {fitting.cuda} works with this driver", table.install(torch, fitting.tag))
-    return problem(f"{said}. No build of this torch in flatout's version table supports it", newer_driver(snapshot))
+        return problem(
+            f"{said}. A build of the same torch for CUDA {fitting.cuda} works with this driver",
+            table.install(torch, fitting.tag),
+        )
+    return problem(
+        f"{said}. No build of this torch in flatout's version table supports it", newer_driver(snapshot)
+    )
 
 
 @machine_check("FD022", THEME, ["environment"])
@@ -135,19 +196,32 @@ def visible_devices(snapshot: MachineSnapshot) -> CheckOutcome:
     if value.strip() in ("", "-1", "NoDevFiles"):
         return warning(f"CUDA_VISIBLE_DEVICES={value!r} hides every GPU", "unset CUDA_VISIBLE_DEVICES")
     if seen is None or not seen.boards:
-        return not_seen(f"CUDA_VISIBLE_DEVICES={value!r}; nvidia-smi did not list the GPUs to compare it with")
+        return not_seen(
+            f"CUDA_VISIBLE_DEVICES={value!r}; nvidia-smi did not list the GPUs to compare it with"
+        )
     for at, entry in enumerate(entries):
         if entry.startswith(("GPU-", "MIG-")):
-            there = entry.startswith("MIG-") or any((board.uuid or "").startswith(entry) for board in seen.boards)
+            there = entry.startswith("MIG-") or any(
+                (board.uuid or "").startswith(entry) for board in seen.boards
+            )
         else:
             there = entry.isdigit() and int(entry) < len(seen.boards)
         if not there:
             left = f"{at} of {len(entries)} are used" if at else "none is used"
-            return problem(f"CUDA_VISIBLE_DEVICES={value!r}: {entry!r} is not a GPU of this machine (it has {len(seen.boards)}), so {left}", "nvidia-smi -L")
+            return problem(
+                f"CUDA_VISIBLE_DEVICES={value!r}: {entry!r} is not a GPU of this machine (it has {len(seen.boards)}), so {left}",
+                "nvidia-smi -L",
+            )
     if len(set(entries)) < len(entries):
-        return problem(f"CUDA_VISIBLE_DEVICES={value!r} names a GPU twice; CUDA then uses none", "unset CUDA_VISIBLE_DEVICES")
+        return problem(
+            f"CUDA_VISIBLE_DEVICES={value!r} names a GPU twice; CUDA then uses none",
+            "unset CUDA_VISIBLE_DEVICES",
+        )
     if len(entries) < len(seen.boards):
-        return note(f"CUDA_VISIBLE_DEVICES={value!r}: {len(entries)} of {len(seen.boards)} GPUs are visible", "unset CUDA_VISIBLE_DEVICES")
+        return note(
+            f"CUDA_VISIBLE_DEVICES={value!r}: {len(entries)} of {len(seen.boards)} GPUs are visible",
+            "unset CUDA_VISIBLE_DEVICES",
+        )
     return ok(f"CUDA_VISIBLE_DEVICES={value!r}: all {len(seen.boards)} GPUs")
 
 
@@ -165,8 +239,14 @@ def architectures(snapshot: MachineSnapshot) -> CheckOutcome:
     build, seen = build_of(snapshot), listing(snapshot)
     devices = _devices(snapshot)
     if not devices:
-        return not_seen("the compute capability of the GPUs could not be determined" + ("" if seen and seen.driver and (version(seen.driver) or ()) >= (510,)
-                                                                                else "; drivers before 510 do not report it"))
+        return not_seen(
+            "the compute capability of the GPUs could not be determined"
+            + (
+                ""
+                if seen and seen.driver and (version(seen.driver) or ()) >= (510,)
+                else "; drivers before 510 do not report it"
+            )
+        )
     if build is None:
         return not_seen("the installed build of torch could not be determined")
     if build.get("cuda") is None:
@@ -177,12 +257,19 @@ def architectures(snapshot: MachineSnapshot) -> CheckOutcome:
     for name, capability in devices:
         fit = _fit(capability, archs)
         if fit == "none":
-            return problem(f"{name} has compute capability {dotted(capability)}, and torch {build['version']} (CUDA {build['cuda']}) has code only for "
-                           f"{', '.join(archs)}", _another_build(versions().release(str(build["version"])), str(build["version"]), capability))
+            return problem(
+                f"{name} has compute capability {dotted(capability)}, and torch {build['version']} (CUDA {build['cuda']}) has code only for "
+                f"{', '.join(archs)}",
+                _another_build(versions().release(str(build["version"])), str(build["version"]), capability),
+            )
         if fit == "ptx":
-            return note(f"{name} ({dotted(capability)}) is newer than this build of torch: kernels are compiled from PTX at first use",
-                        "pip install --upgrade torch")
-    return ok(f"code for {', '.join(dict.fromkeys(dotted(capability) for _, capability in devices))} is in this build")
+            return note(
+                f"{name} ({dotted(capability)}) is newer than this build of torch: kernels are compiled from PTX at first use",
+                "pip install --upgrade torch",
+            )
+    return ok(
+        f"code for {', '.join(dict.fromkeys(dotted(capability) for _, capability in devices))} is in this build"
+    )
 
 
 def _devices(snapshot: MachineSnapshot) -> list[tuple[str, tuple[int, int]]]:
@@ -209,14 +296,17 @@ def _archs(snapshot: MachineSnapshot, torch: str, cuda: str) -> list[str] | None
 
 def _code(arch: str) -> tuple[tuple[int, int], bool] | None:
     """The capability of "sm_86", "compute_120", "sm_90a", "8.6" or "12.0+PTX", and whether it is PTX."""
-    short, long = re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", arch), re.fullmatch(r"(\d+)\.(\d)(\+PTX)?", arch)
+    short, long = (
+        re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", arch),
+        re.fullmatch(r"(\d+)\.(\d)(\+PTX)?", arch),
+    )
     if short:
         return (int(short[2]), int(short[3])), short[1] == "compute"
     return ((int(long[1]), int(long[2])), bool(long[3])) if long else None
 
 
 def _fit(capability: tuple[int, int], archs: list[str]) -> str:
-    """"code", "ptx" or "none". Code fits its major version from its minor on, PTX anything not older."""
+    """ "code", "ptx" or "none". Code fits its major version from its minor on, PTX anything not older."""
     codes = [code for arch in archs if (code := _code(arch))]
     if any(not ptx and have[0] == capability[0] and have[1] <= capability[1] for have, ptx in codes):
         return "code"
@@ -227,7 +317,11 @@ def _another_build(release: TorchRelease | None, torch: str, capability: tuple[i
     for build in reversed(release.builds if release else ()):
         if build.capabilities and _fit(capability, list(build.capabilities)) != "none":
             return versions().install(torch, build.tag)
-    return "pip install --upgrade torch" if capability >= (7, 5) else 'pip install "torch<2.11" --index-url https://download.pytorch.org/whl/cu126'
+    return (
+        "pip install --upgrade torch"
+        if capability >= (7, 5)
+        else 'pip install "torch<2.11" --index-url https://download.pytorch.org/whl/cu126'
+    )
 
 
 @machine_check("FD024", THEME, ["torch cuda"])
@@ -250,7 +344,11 @@ def torch_computes(snapshot: MachineSnapshot) -> CheckOutcome:
     if seen.get("computes") is True:
         return ok(f"{len(seen.get('devices') or ())} GPU(s) reached, and a test sum on the first is correct")
     if seen.get("available") is True:
-        return problem("torch sees the GPU, but a test computation was wrong or did not finish", "compute-sanitizer python train.py", said)
+        return problem(
+            "torch sees the GPU, but a test computation was wrong or did not finish",
+            "compute-sanitizer python train.py",
+            said,
+        )
     if seen.get("available") is not False:
         return not_seen("whether torch reaches a GPU was not recorded")
     if here is None:
@@ -260,8 +358,18 @@ def torch_computes(snapshot: MachineSnapshot) -> CheckOutcome:
     for cause in (cuda_build, driver, driver_for_cuda, visible_devices):
         found = cause.answer(snapshot)
         if found.verdict in (Verdict.PROBLEM, Verdict.WARNING):
-            return CheckOutcome(Verdict(found.verdict), f"torch.cuda.is_available() is False; {cause.code} gives the reason", found.fix, tuple(said))
-    return problem("torch.cuda.is_available() is False although there is an NVIDIA GPU" + (f": {said[0]}" if said else ""), "nvidia-smi", said)
+            return CheckOutcome(
+                Verdict(found.verdict),
+                f"torch.cuda.is_available() is False; {cause.code} gives the reason",
+                found.fix,
+                tuple(said),
+            )
+    return problem(
+        "torch.cuda.is_available() is False although there is an NVIDIA GPU"
+        + (f": {said[0]}" if said else ""),
+        "nvidia-smi",
+        said,
+    )
 
 
 QUESTIONS = (driver, driver_for_cuda, visible_devices, architectures, torch_computes)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import re
 
-from flatout.diagnose.doctor.check import CheckOutcome, machine_check, not_seen, note, ok, problem, size, warning
+from flatout.diagnose.doctor.check import (
+    CheckOutcome,
+    machine_check,
+    not_seen,
+    note,
+    ok,
+    problem,
+    size,
+    warning,
+)
 from flatout.diagnose.doctor.packages import contained
 from flatout.diagnose.doctor.processor import groups
 from flatout.plan.machine_snapshot import MachineSnapshot
@@ -37,7 +46,11 @@ def memory_limit(snapshot: MachineSnapshot) -> CheckOutcome:
         left = limit.memory_bytes - (limit.used_bytes or 0)
         said = f"{size(limit.memory_bytes)} by the control group's limit ({size(max(left, 0))} unused), of {size(total)} in the machine"
         if limit.memory_bytes < SMALL_MEMORY or left < 0.1 * limit.memory_bytes:
-            return warning(f"{said}: the kernel ends processes that need more", "docker run --memory 32g ...", limit.files("memory"))
+            return warning(
+                f"{said}: the kernel ends processes that need more",
+                "docker run --memory 32g ...",
+                limit.files("memory"),
+            )
         return note(said, evidence=limit.files("memory"))
     if available < 0.1 * total:
         return warning(f"{size(available)} of {size(total)} are available", "ps aux --sort=-rss | head")
@@ -60,20 +73,30 @@ def shared_memory(snapshot: MachineSnapshot) -> CheckOutcome:
         return not_seen("/proc/self/mountinfo does not list the file system of /dev/shm")
     disk = snapshot.disks.get("/dev/shm")
     if mount.point != "/dev/shm":
-        return problem(f"/dev/shm is not a separate file system (it is on {mount.point}): loader workers cannot share memory",
-                       "sudo mount -t tmpfs -o size=8g tmpfs /dev/shm")
+        return problem(
+            f"/dev/shm is not a separate file system (it is on {mount.point}): loader workers cannot share memory",
+            "sudo mount -t tmpfs -o size=8g tmpfs /dev/shm",
+        )
     total = mount.size_bytes() or (disk.total_bytes if disk else None)
     if total is None:
         return not_seen("the size of /dev/shm could not be determined")
-    fix = "docker run --shm-size=8g ..." if contained(snapshot) or total <= DOCKER_SHM else "sudo mount -o remount,size=8g /dev/shm"
+    fix = (
+        "docker run --shm-size=8g ..."
+        if contained(snapshot) or total <= DOCKER_SHM
+        else "sudo mount -o remount,size=8g /dev/shm"
+    )
     if total <= DOCKER_SHM:
-        return problem(f"/dev/shm has {size(total)}, the default of a container: one batch of images fills it", fix)
+        return problem(
+            f"/dev/shm has {size(total)}, the default of a container: one batch of images fills it", fix
+        )
     if total < SMALL_SHM:
         return warning(f"/dev/shm has {size(total)}: large batches or several workers fill it", fix)
     if disk is None:
         return not_seen(f"/dev/shm has {size(total)}; its free space could not be determined")
     if disk.free_bytes < min(SMALL_SHM, 0.2 * total):
-        return warning(f"{size(disk.free_bytes)} of the {size(total)} of /dev/shm are free", "ls -lS /dev/shm | head")
+        return warning(
+            f"{size(disk.free_bytes)} of the {size(total)} of /dev/shm are free", "ls -lS /dev/shm | head"
+        )
     return ok(f"/dev/shm has {size(total)}, {size(disk.free_bytes)} free")
 
 
@@ -114,7 +137,10 @@ def huge_pages(snapshot: MachineSnapshot) -> CheckOutcome:
     if setting in ("always", "madvise"):
         return ok(f"transparent huge pages: {setting}")
     if setting == "never":
-        return note("transparent huge pages: never", "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled")
+        return note(
+            "transparent huge pages: never",
+            "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
+        )
     return not_seen("the setting of transparent huge pages could not be parsed")
 
 
@@ -129,15 +155,29 @@ def allocator(snapshot: MachineSnapshot) -> CheckOutcome:
         `export PYTORCH_ALLOC_CONF=expandable_segments:True`, and unset the old name.
     """
     if snapshot.variable("PYTORCH_NO_CUDA_MEMORY_CACHING") not in (None, "0"):
-        return warning("PYTORCH_NO_CUDA_MEMORY_CACHING is set: each allocation on the GPU is a call into the driver", "unset PYTORCH_NO_CUDA_MEMORY_CACHING")
+        return warning(
+            "PYTORCH_NO_CUDA_MEMORY_CACHING is set: each allocation on the GPU is a call into the driver",
+            "unset PYTORCH_NO_CUDA_MEMORY_CACHING",
+        )
     new, old = snapshot.variable("PYTORCH_ALLOC_CONF"), snapshot.variable("PYTORCH_CUDA_ALLOC_CONF")
     if new and old and new != old:
-        return warning(f"PYTORCH_ALLOC_CONF={new!r} and PYTORCH_CUDA_ALLOC_CONF={old!r} contradict each other", "unset PYTORCH_CUDA_ALLOC_CONF")
+        return warning(
+            f"PYTORCH_ALLOC_CONF={new!r} and PYTORCH_CUDA_ALLOC_CONF={old!r} contradict each other",
+            "unset PYTORCH_CUDA_ALLOC_CONF",
+        )
     value = new or old
-    if value and not re.fullmatch(r"\s*\w+\s*:\s*[^,:]+(\s*,\s*\w+\s*:\s*[^,:]+)*\s*", re.sub(r"\[[^\]]*\]", "list", value)):
-        return problem(f"PYTORCH_ALLOC_CONF={value!r} is not a list of name:value, and torch rejects it", "unset PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF")
+    if value and not re.fullmatch(
+        r"\s*\w+\s*:\s*[^,:]+(\s*,\s*\w+\s*:\s*[^,:]+)*\s*", re.sub(r"\[[^\]]*\]", "list", value)
+    ):
+        return problem(
+            f"PYTORCH_ALLOC_CONF={value!r} is not a list of name:value, and torch rejects it",
+            "unset PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF",
+        )
     if old and not new:
-        return note(f"PYTORCH_CUDA_ALLOC_CONF={old!r}: this is the old name of PYTORCH_ALLOC_CONF", f"export PYTORCH_ALLOC_CONF={old}")
+        return note(
+            f"PYTORCH_CUDA_ALLOC_CONF={old!r}: this is the old name of PYTORCH_ALLOC_CONF",
+            f"export PYTORCH_ALLOC_CONF={old}",
+        )
     return ok(f"PYTORCH_ALLOC_CONF={new!r}" if new else "the allocator is torch's default")
 
 
@@ -154,7 +194,11 @@ def preloaded(snapshot: MachineSnapshot) -> CheckOutcome:
     missing = [path for path, there in (snapshot.preloads or {}).items() if not there]
     if missing:
         return warning(f"LD_PRELOAD names {missing[0]}, which does not exist", "unset LD_PRELOAD", missing)
-    return note(f"LD_PRELOAD={snapshot.variable('LD_PRELOAD')!r}", "unset LD_PRELOAD") if snapshot.preloads else ok("LD_PRELOAD is not set")
+    return (
+        note(f"LD_PRELOAD={snapshot.variable('LD_PRELOAD')!r}", "unset LD_PRELOAD")
+        if snapshot.preloads
+        else ok("LD_PRELOAD is not set")
+    )
 
 
 @machine_check("FD076", THEME, ["environment", "libraries"])
@@ -168,15 +212,30 @@ def library_path(snapshot: MachineSnapshot) -> CheckOutcome:
         `unset LD_LIBRARY_PATH`.
     """
     held = {folder: names for folder, names in (snapshot.libraries or {}).items() if names}
-    broken = [f"{folder}/{name.removesuffix(NO_LIBRARY)}" for folder, names in held.items() for name in names if name.endswith(NO_LIBRARY)]
+    broken = [
+        f"{folder}/{name.removesuffix(NO_LIBRARY)}"
+        for folder, names in held.items()
+        for name in names
+        if name.endswith(NO_LIBRARY)
+    ]
     if broken:
-        return warning(f"LD_LIBRARY_PATH leads to {broken[0]}, which is not a complete library: loading it fails", "unset LD_LIBRARY_PATH", broken)
+        return warning(
+            f"LD_LIBRARY_PATH leads to {broken[0]}, which is not a complete library: loading it fails",
+            "unset LD_LIBRARY_PATH",
+            broken,
+        )
     if held:
         folder, names = next(iter(held.items()))
-        return note(f"LD_LIBRARY_PATH leads to {folder} with {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}, before torch's own",
-                    "unset LD_LIBRARY_PATH",
-                    [f"{where}: {', '.join(found)}" for where, found in held.items()])
-    return ok("LD_LIBRARY_PATH leads to no CUDA library" if snapshot.variable("LD_LIBRARY_PATH") else "LD_LIBRARY_PATH is not set")
+        return note(
+            f"LD_LIBRARY_PATH leads to {folder} with {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}, before torch's own",
+            "unset LD_LIBRARY_PATH",
+            [f"{where}: {', '.join(found)}" for where, found in held.items()],
+        )
+    return ok(
+        "LD_LIBRARY_PATH leads to no CUDA library"
+        if snapshot.variable("LD_LIBRARY_PATH")
+        else "LD_LIBRARY_PATH is not set"
+    )
 
 
 @machine_check("FD077", THEME, ["file /proc/sys/vm/overcommit_memory"])
@@ -191,8 +250,15 @@ def overcommit(snapshot: MachineSnapshot) -> CheckOutcome:
     """
     value = (snapshot.text("/proc/sys/vm/overcommit_memory") or "").strip()
     if value == "2":
-        return warning("vm.overcommit_memory is 2: loader workers of a large process cannot be started", "sudo sysctl vm.overcommit_memory=0")
-    return ok(f"vm.overcommit_memory is {value}") if value in ("0", "1") else not_seen("vm.overcommit_memory could not be parsed")
+        return warning(
+            "vm.overcommit_memory is 2: loader workers of a large process cannot be started",
+            "sudo sysctl vm.overcommit_memory=0",
+        )
+    return (
+        ok(f"vm.overcommit_memory is {value}")
+        if value in ("0", "1")
+        else not_seen("vm.overcommit_memory could not be parsed")
+    )
 
 
 QUESTIONS = (memory_limit, shared_memory, swap, huge_pages, allocator, preloaded, library_path, overcommit)

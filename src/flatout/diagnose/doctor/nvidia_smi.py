@@ -13,7 +13,16 @@ from functools import lru_cache
 
 from flatout.plan.machine_snapshot import MachineSnapshot
 
-NONE = {"n/a", "[n/a]", "none", "unknown error", "requested functionality has been deprecated", "not supported", "insufficient permissions", ""}
+NONE = {
+    "n/a",
+    "[n/a]",
+    "none",
+    "unknown error",
+    "requested functionality has been deprecated",
+    "not supported",
+    "insufficient permissions",
+    "",
+}
 
 
 @dataclass(frozen=True)
@@ -95,26 +104,42 @@ def _board(index: int, gpu: ElementTree.Element, capabilities: dict[str, tuple[i
     power = "gpu_power_readings" if gpu.find("gpu_power_readings") is not None else "power_readings"
     uuid = _word(gpu, "uuid")
     return GpuStatus(
-        index=index, name=_word(gpu, "product_name") or "a GPU", uuid=uuid, where=gpu.get("id", ""),
-        memory_mib=_number(gpu, "fb_memory_usage/total"), used_mib=_number(gpu, "fb_memory_usage/used"),
+        index=index,
+        name=_word(gpu, "product_name") or "a GPU",
+        uuid=uuid,
+        where=gpu.get("id", ""),
+        memory_mib=_number(gpu, "fb_memory_usage/total"),
+        used_mib=_number(gpu, "fb_memory_usage/used"),
         capability=capabilities.get(uuid or "") or capabilities.get(str(index)),
-        graphics_mhz=_number(gpu, "clocks/graphics_clock"), max_graphics_mhz=_number(gpu, "max_clocks/graphics_clock"),
+        graphics_mhz=_number(gpu, "clocks/graphics_clock"),
+        max_graphics_mhz=_number(gpu, "max_clocks/graphics_clock"),
         application_mhz=_number(gpu, "applications_clocks/graphics_clock"),
         default_application_mhz=_number(gpu, "default_applications_clocks/graphics_clock"),
-        power_limit_w=_number(gpu, f"{power}/current_power_limit", f"{power}/enforced_power_limit", f"{power}/power_limit"),
-        default_power_limit_w=_number(gpu, f"{power}/default_power_limit"), max_power_limit_w=_number(gpu, f"{power}/max_power_limit"),
-        temperature_c=_number(gpu, "temperature/gpu_temp"), slowdown_c=_number(gpu, "temperature/gpu_temp_slow_threshold"),
-        utilization_percent=_number(gpu, "utilization/gpu_util"), performance_state=_word(gpu, "performance_state"), reasons=_reasons(gpu),
-        ecc=_setting(gpu, "ecc_mode/current_ecc"), ecc_uncorrectable=_uncorrectable(gpu),
-        remap_pending=_word(gpu, "remapped_rows/remapped_row_pending"), remap_failed=_word(gpu, "remapped_rows/remapped_row_failure"),
+        power_limit_w=_number(
+            gpu, f"{power}/current_power_limit", f"{power}/enforced_power_limit", f"{power}/power_limit"
+        ),
+        default_power_limit_w=_number(gpu, f"{power}/default_power_limit"),
+        max_power_limit_w=_number(gpu, f"{power}/max_power_limit"),
+        temperature_c=_number(gpu, "temperature/gpu_temp"),
+        slowdown_c=_number(gpu, "temperature/gpu_temp_slow_threshold"),
+        utilization_percent=_number(gpu, "utilization/gpu_util"),
+        performance_state=_word(gpu, "performance_state"),
+        reasons=_reasons(gpu),
+        ecc=_setting(gpu, "ecc_mode/current_ecc"),
+        ecc_uncorrectable=_uncorrectable(gpu),
+        remap_pending=_word(gpu, "remapped_rows/remapped_row_pending"),
+        remap_failed=_word(gpu, "remapped_rows/remapped_row_failure"),
         retirement_pending=_word(gpu, "retired_pages/pending_retirement"),
-        mig=_setting(gpu, "mig_mode/current_mig"), mig_instances=len(gpu.findall("mig_devices/mig_device")),
-        persistence=_word(gpu, "persistence_mode"), compute_mode=_word(gpu, "compute_mode"),
+        mig=_setting(gpu, "mig_mode/current_mig"),
+        mig_instances=len(gpu.findall("mig_devices/mig_device")),
+        persistence=_word(gpu, "persistence_mode"),
+        compute_mode=_word(gpu, "compute_mode"),
         link_generation=_number(gpu, "pci/pci_gpu_link_info/pcie_gen/current_link_gen"),
         max_link_generation=_number(gpu, "pci/pci_gpu_link_info/pcie_gen/max_link_gen"),
         link_width=_number(gpu, "pci/pci_gpu_link_info/link_widths/current_link_width"),
         max_link_width=_number(gpu, "pci/pci_gpu_link_info/link_widths/max_link_width"),
-        processes=_processes(gpu))
+        processes=_processes(gpu),
+    )
 
 
 def _word(node: ElementTree.Element, *paths: str) -> str | None:
@@ -146,7 +171,11 @@ def _reasons(gpu: ElementTree.Element) -> dict[str, bool] | None:
         node = gpu.find(f"clocks_{kind}_reasons")
         if node is not None:
             start = f"clocks_{kind}_reason_"
-            return {each.tag.removeprefix(start): (each.text or "").strip() == "Active" for each in node if each.tag.startswith(start)}
+            return {
+                each.tag.removeprefix(start): (each.text or "").strip() == "Active"
+                for each in node
+                if each.tag.startswith(start)
+            }
     return None
 
 
@@ -155,8 +184,14 @@ def _uncorrectable(gpu: ElementTree.Element) -> int | None:
     node = gpu.find("ecc_errors/volatile")
     if node is None:
         return None
-    counts = [number for each in node.iter() if "uncorrectable" in each.tag and (number := _number(each, ".")) is not None]
-    total = [number for each in node.findall("double_bit/total") if (number := _number(each, ".")) is not None]
+    counts = [
+        number
+        for each in node.iter()
+        if "uncorrectable" in each.tag and (number := _number(each, ".")) is not None
+    ]
+    total = [
+        number for each in node.findall("double_bit/total") if (number := _number(each, ".")) is not None
+    ]
     return int(sum(counts or total)) if counts or total else None
 
 
@@ -164,8 +199,15 @@ def _processes(gpu: ElementTree.Element) -> tuple[GpuProcess, ...] | None:
     node = gpu.find("processes")
     if node is None:
         return None
-    return tuple(GpuProcess(int(_number(each, "pid") or 0), _word(each, "process_name") or "?", _word(each, "type") or "?", _number(each, "used_memory"))
-                 for each in node.findall("process_info"))
+    return tuple(
+        GpuProcess(
+            int(_number(each, "pid") or 0),
+            _word(each, "process_name") or "?",
+            _word(each, "type") or "?",
+            _number(each, "used_memory"),
+        )
+        for each in node.findall("process_info")
+    )
 
 
 def _capabilities(text: str) -> dict[str, tuple[int, int]]:
@@ -181,7 +223,9 @@ def driver_version(snapshot: MachineSnapshot) -> str | None:
     seen = listing(snapshot)
     if seen and seen.driver:
         return seen.driver
-    found = re.search(r"NVRM version:.*?\s(\d{3,}\.\d+(?:\.\d+)?)\s", snapshot.text("/proc/driver/nvidia/version") or "")
+    found = re.search(
+        r"NVRM version:.*?\s(\d{3,}\.\d+(?:\.\d+)?)\s", snapshot.text("/proc/driver/nvidia/version") or ""
+    )
     return found[1] if found else None
 
 
@@ -192,6 +236,8 @@ def gpu_is_here(snapshot: MachineSnapshot) -> bool | None:
         return True
     if isinstance(torch, dict) and torch.get("devices"):
         return True
-    if snapshot.text("/proc/driver/nvidia/version") or [n for n in snapshot.folders.get("/dev") or () if re.fullmatch(r"nvidia\d+", n)]:
+    if snapshot.text("/proc/driver/nvidia/version") or [
+        n for n in snapshot.folders.get("/dev") or () if re.fullmatch(r"nvidia\d+", n)
+    ]:
         return True
     return snapshot.pci_nvidia

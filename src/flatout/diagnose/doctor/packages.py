@@ -5,7 +5,16 @@ from __future__ import annotations
 from flatout.plan.machine_snapshot import MachineSnapshot
 from flatout.probe.proc import os_release
 
-MANAGERS = {"debian": "apt-get", "ubuntu": "apt-get", "fedora": "dnf", "rhel": "dnf", "centos": "dnf", "suse": "zypper", "arch": "pacman", "alpine": "apk"}
+MANAGERS = {
+    "debian": "apt-get",
+    "ubuntu": "apt-get",
+    "fedora": "dnf",
+    "rhel": "dnf",
+    "centos": "dnf",
+    "suse": "zypper",
+    "arch": "pacman",
+    "alpine": "apk",
+}
 
 
 def manager(snapshot: MachineSnapshot) -> str:
@@ -30,15 +39,27 @@ def install(snapshot: MachineSnapshot, debian: str, fedora: str, conda: str = ""
 
 def upgrade(snapshot: MachineSnapshot) -> str:
     name = manager(snapshot)
-    return {"apt-get": "sudo apt-get dist-upgrade", "pacman": "sudo pacman -Syu", "apk": "sudo apk upgrade"}.get(name, f"sudo {name} upgrade")
+    return {
+        "apt-get": "sudo apt-get dist-upgrade",
+        "pacman": "sudo pacman -Syu",
+        "apk": "sudo apk upgrade",
+    }.get(name, f"sudo {name} upgrade")
 
 
 def newer_driver(snapshot: MachineSnapshot) -> str:
     """The command for a newer driver, to run on the host: a container uses the host's driver."""
     ubuntu = os_release(snapshot.text("/etc/os-release")).get("ID") == "ubuntu"
-    return "sudo ubuntu-drivers install" if ubuntu and not contained(snapshot) else "xdg-open https://www.nvidia.com/drivers"
+    return (
+        "sudo ubuntu-drivers install"
+        if ubuntu and not contained(snapshot)
+        else "xdg-open https://www.nvidia.com/drivers"
+    )
 
 
 def contained(snapshot: MachineSnapshot) -> bool:
     """Whether a container identifies itself as one."""
-    return snapshot.text("/.dockerenv") is not None or snapshot.text("/run/.containerenv") is not None or snapshot.variable("KUBERNETES_SERVICE_HOST") is not None
+    return (
+        snapshot.text("/.dockerenv") is not None
+        or snapshot.text("/run/.containerenv") is not None
+        or snapshot.variable("KUBERNETES_SERVICE_HOST") is not None
+    )

@@ -10,7 +10,14 @@ from flatout.probe.cgroup import CgroupLimits, group
 from flatout.probe.proc import numbers, processor, status
 
 THEME = "processor"
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "NUMEXPR_MAX_THREADS", "BLIS_NUM_THREADS")
+THREADS = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "NUMEXPR_MAX_THREADS",
+    "BLIS_NUM_THREADS",
+)
 
 
 def allowed(snapshot: MachineSnapshot) -> list[int] | None:
@@ -35,7 +42,10 @@ def cores(snapshot: MachineSnapshot) -> int | None:
 
 def _threads(snapshot: MachineSnapshot) -> int | None:
     """The number of threads that torch uses per operation; if unknown, the value of OMP_NUM_THREADS."""
-    seen, asked = (snapshot.torch.get("host") or {}).get("threads"), snapshot.variable("OMP_NUM_THREADS") or ""
+    seen, asked = (
+        (snapshot.torch.get("host") or {}).get("threads"),
+        snapshot.variable("OMP_NUM_THREADS") or "",
+    )
     return seen if isinstance(seen, int) else int(asked) if asked.isdigit() else None
 
 
@@ -50,12 +60,18 @@ def core_limit(snapshot: MachineSnapshot) -> CheckOutcome:
     How to fix it:
         Set the number of threads with `export OMP_NUM_THREADS=N`. `flatout tune` finds the best number.
     """
-    online, here, limit = numbers(snapshot.text("/sys/devices/system/cpu/online")), allowed(snapshot), groups(snapshot)
+    online, here, limit = (
+        numbers(snapshot.text("/sys/devices/system/cpu/online")),
+        allowed(snapshot),
+        groups(snapshot),
+    )
     if online is None or here is None:
         return not_seen("the number of cores could not be read")
     if limit is None:
         return not_seen(f"{len(here)} cores by affinity; the control groups could not be read")
-    seen = [f"{len(online)} online", f"{len(here)} by affinity"] + ([f"{limit.cores:g} by quota"] if limit.cores else [])
+    seen = [f"{len(online)} online", f"{len(here)} by affinity"] + (
+        [f"{limit.cores:g} by quota"] if limit.cores else []
+    )
     said = f"cores: {', '.join(seen)}"
     if limit.cores and limit.cores < len(here) - 0.5:
         fitting, made = max(1, int(limit.cores)), _threads(snapshot)
@@ -63,8 +79,11 @@ def core_limit(snapshot: MachineSnapshot) -> CheckOutcome:
             return not_seen(f"{said}; the number of torch's threads could not be determined")
         if made <= fitting + 1:
             return ok(f"{said}; torch uses {made} thread(s), which fits")
-        return warning(f"{said}: torch uses {made} threads and gets {limit.cores:g} cores", f"export OMP_NUM_THREADS={fitting}",
-                       limit.files("cpu"))
+        return warning(
+            f"{said}: torch uses {made} threads and gets {limit.cores:g} cores",
+            f"export OMP_NUM_THREADS={fitting}",
+            limit.files("cpu"),
+        )
     if len(here) < len(online):
         return note(f"{said}: this process is bound to part of the machine", "taskset -pc $$")
     return ok(said)
@@ -84,7 +103,11 @@ def instructions(snapshot: MachineSnapshot) -> CheckOutcome:
     if seen is None:
         return not_seen("/proc/cpuinfo lists no instructions")
     arm = "asimd" in seen.flags
-    good = ("asimd", "sve", "bf16", "i8mm") if arm else ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_fp16", "avx512_vnni")
+    good = (
+        ("asimd", "sve", "bf16", "i8mm")
+        if arm
+        else ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_fp16", "avx512_vnni")
+    )
     have = [flag for flag in good if flag in seen.flags]
     said = f"{seen.model}: {', '.join(have) or 'no relevant vector instructions'}"
     if not arm and "avx2" not in seen.flags:
@@ -112,7 +135,10 @@ def governor(snapshot: MachineSnapshot) -> CheckOutcome:
         return note("this system does not control the clock (a virtual machine)")
     name = text.strip()
     if name == "powersave":
-        return warning("the governor is powersave: the clock rises late or not at all", "sudo cpupower frequency-set -g performance")
+        return warning(
+            "the governor is powersave: the clock rises late or not at all",
+            "sudo cpupower frequency-set -g performance",
+        )
     if name in ("performance", "schedutil", "ondemand", "conservative", "userspace"):
         return ok(f"the governor is {name}")
     return not_seen(f"the governor {name[:40]!r} is unknown")
@@ -134,14 +160,20 @@ def numa(snapshot: MachineSnapshot) -> CheckOutcome:
         return not_seen("the number of nodes could not be read")
     if len(nodes) == 1:
         return ok("one node")
-    spread = [node for node in nodes if set(numbers(snapshot.text(f"/sys/devices/system/node/node{node}/cpulist")) or ()) & set(cpus)]
+    spread = [
+        node
+        for node in nodes
+        if set(numbers(snapshot.text(f"/sys/devices/system/node/node{node}/cpulist")) or ()) & set(cpus)
+    ]
     if not spread:
         return not_seen(f"{len(nodes)} nodes; the nodes of this process could not be read")
     if len(spread) == 1:
         held = memory is not None and memory == spread
         return ok(f"{len(nodes)} nodes, bound to node {spread[0]}" + (" with its memory" if held else ""))
-    return note(f"{len(nodes)} nodes, and this process may run on {len(spread)} of them",
-                f"numactl --cpunodebind={spread[0]} --membind={spread[0]} python train.py")
+    return note(
+        f"{len(nodes)} nodes, and this process may run on {len(spread)} of them",
+        f"numactl --cpunodebind={spread[0]} --membind={spread[0]} python train.py",
+    )
 
 
 @machine_check("FD064", THEME, ["environment", "file /proc/self/status"])
@@ -158,16 +190,30 @@ def threads(snapshot: MachineSnapshot) -> CheckOutcome:
     if have is None:
         return not_seen("the number of cores for this process could not be read")
     seen = {name: value for name in THREADS if (value := snapshot.variable(name)) is not None}
-    wrong = [f"{name}={value}" for name, value in seen.items() if not re.fullmatch(r"\d+(,\d+)*", value) or int(value.split(",")[0]) < 1]
+    wrong = [
+        f"{name}={value}"
+        for name, value in seen.items()
+        if not re.fullmatch(r"\d+(,\d+)*", value) or int(value.split(",")[0]) < 1
+    ]
     if wrong:
-        return warning(f"{', '.join(wrong)}: not a number of threads", f"unset {' '.join(word.partition('=')[0] for word in wrong)}")
+        return warning(
+            f"{', '.join(wrong)}: not a number of threads",
+            f"unset {' '.join(word.partition('=')[0] for word in wrong)}",
+        )
     many = [f"{name}={value}" for name, value in seen.items() if int(value.split(",")[0]) > have]
     if many:
-        return warning(f"{', '.join(many)} for {have} core(s): threads compete for cores", f"export {many[0].partition('=')[0]}={have}")
+        return warning(
+            f"{', '.join(many)} for {have} core(s): threads compete for cores",
+            f"export {many[0].partition('=')[0]}={have}",
+        )
     if seen.get("OMP_NUM_THREADS") == "1" and have > 1:
-        return note(f"OMP_NUM_THREADS=1 with {have} cores: torch computes with one thread, which suits small models but not large ones",
-                    "flatout tune python train.py")
-    return ok(f"{', '.join(f'{name}={value}' for name, value in seen.items()) or 'no thread variable is set'}; {have} core(s)")
+        return note(
+            f"OMP_NUM_THREADS=1 with {have} cores: torch computes with one thread, which suits small models but not large ones",
+            "flatout tune python train.py",
+        )
+    return ok(
+        f"{', '.join(f'{name}={value}' for name, value in seen.items()) or 'no thread variable is set'}; {have} core(s)"
+    )
 
 
 @machine_check("FD065", THEME, ["environment", "file /proc/self/status"])
@@ -188,15 +234,31 @@ def binding(snapshot: MachineSnapshot) -> CheckOutcome:
     asked = [int(word) for word in re.findall(r"\d+", seen.get("GOMP_CPU_AFFINITY", ""))]
     outside = sorted(set(asked) - set(here))
     if outside:
-        return problem(f"GOMP_CPU_AFFINITY={seen['GOMP_CPU_AFFINITY']!r} names core {outside[0]}, which this process may not use", "unset GOMP_CPU_AFFINITY")
+        return problem(
+            f"GOMP_CPU_AFFINITY={seen['GOMP_CPU_AFFINITY']!r} names core {outside[0]}, which this process may not use",
+            "unset GOMP_CPU_AFFINITY",
+        )
     if asked and len(set(asked)) < len(here) and not re.search(r"\d-\d", seen["GOMP_CPU_AFFINITY"]):
-        return warning(f"GOMP_CPU_AFFINITY={seen['GOMP_CPU_AFFINITY']!r} binds all threads to {len(set(asked))} of {len(here)} cores",
-                       "unset GOMP_CPU_AFFINITY")
-    wait = {name: value for name in ("KMP_BLOCKTIME", "OMP_WAIT_POLICY") if (value := snapshot.variable(name))}
+        return warning(
+            f"GOMP_CPU_AFFINITY={seen['GOMP_CPU_AFFINITY']!r} binds all threads to {len(set(asked))} of {len(here)} cores",
+            "unset GOMP_CPU_AFFINITY",
+        )
+    wait = {
+        name: value for name in ("KMP_BLOCKTIME", "OMP_WAIT_POLICY") if (value := snapshot.variable(name))
+    }
     if seen:
-        return note(f"{', '.join(f'{n}={v}' for n, v in seen.items())}: loader workers and ranks inherit it", f"unset {' '.join(seen)}")
-    if wait.get("OMP_WAIT_POLICY", "").lower() == "active" or wait.get("KMP_BLOCKTIME", "").lower() == "infinite":
-        return note(f"{', '.join(f'{n}={v}' for n, v in wait.items())}: idle threads keep their cores busy", f"unset {' '.join(wait)}")
+        return note(
+            f"{', '.join(f'{n}={v}' for n, v in seen.items())}: loader workers and ranks inherit it",
+            f"unset {' '.join(seen)}",
+        )
+    if (
+        wait.get("OMP_WAIT_POLICY", "").lower() == "active"
+        or wait.get("KMP_BLOCKTIME", "").lower() == "infinite"
+    ):
+        return note(
+            f"{', '.join(f'{n}={v}' for n, v in wait.items())}: idle threads keep their cores busy",
+            f"unset {' '.join(wait)}",
+        )
     return ok("threads are not bound")
 
 
@@ -216,7 +278,10 @@ def load(snapshot: MachineSnapshot) -> CheckOutcome:
     # The load is that of the whole machine, even if this process may use only part of it.
     there = len(online) if online else have
     if float(found[1]) > 0.5 * there + 1:
-        return note(f"{found[1]} threads of this machine needed a core in the last minute; it has {there}", "top -o %CPU")
+        return note(
+            f"{found[1]} threads of this machine needed a core in the last minute; it has {there}",
+            "top -o %CPU",
+        )
     return ok(f"a load of {found[1]} on {there} core(s)")
 
 

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import sys
 
-from flatout.diagnose.doctor.check import CheckOutcome, dotted, machine_check, not_seen, note, ok, problem, version, warning
+from flatout.diagnose.doctor.check import (
+    CheckOutcome,
+    dotted,
+    machine_check,
+    not_seen,
+    note,
+    ok,
+    problem,
+    version,
+    warning,
+)
 from flatout.diagnose.doctor.versions import versions
 from flatout.plan.machine_snapshot import MachineSnapshot
 
@@ -28,18 +38,29 @@ def python_version(snapshot: MachineSnapshot) -> CheckOutcome:
     free = ", free-threaded" if snapshot.python.get("free_threaded") else ""
     said = f"{snapshot.python.get('implementation') or 'Python'} {text}{free}"
     if here[:2] < table.python_min:
-        return problem(f"{said}; flatout needs {dotted(table.python_min)}", f"python{dotted(versions().releases[0].python_max)} -m venv .venv")
+        return problem(
+            f"{said}; flatout needs {dotted(table.python_min)}",
+            f"python{dotted(versions().releases[0].python_max)} -m venv .venv",
+        )
     torch = snapshot.distribution("torch")
     release = table.release(torch)
     if torch is None:
         return ok(said)
     if release is None:
-        return note(f"{said}; flatout's version table does not list torch {torch}, so compatibility is unknown")
+        return note(
+            f"{said}; flatout's version table does not list torch {torch}, so compatibility is unknown"
+        )
     if here[:2] == release.python_experimental:
-        return note(f"{said}; torch {release.torch} has only experimental wheels for it", f"python{dotted(release.python_max)} -m venv .venv")
+        return note(
+            f"{said}; torch {release.torch} has only experimental wheels for it",
+            f"python{dotted(release.python_max)} -m venv .venv",
+        )
     if not release.python_min <= here[:2] <= release.python_max:
         span = f"{dotted(release.python_min)} to {dotted(release.python_max)}"
-        return warning(f"{said}; wheels of torch {release.torch} are for {span}", f"python{dotted(release.python_max)} -m venv .venv")
+        return warning(
+            f"{said}; wheels of torch {release.torch} are for {span}",
+            f"python{dotted(release.python_max)} -m venv .venv",
+        )
     return ok(f"{said}, which torch {release.torch} supports")
 
 
@@ -58,15 +79,33 @@ def one_environment(snapshot: MachineSnapshot) -> CheckOutcome:
     prefix, base = str(snapshot.python["prefix"]), str(snapshot.python.get("base_prefix"))
     user = str(snapshot.python.get("user_site"))
     apart = prefix != base or snapshot.variable("CONDA_PREFIX") is not None
-    inside = "a virtual environment" if prefix != base else "a conda environment" if apart else "no virtual environment"
-    from_user = sorted({f"{name} {found}" for name, found, folder in snapshot.packages or () if folder == user})
+    inside = (
+        "a virtual environment"
+        if prefix != base
+        else "a conda environment"
+        if apart
+        else "no virtual environment"
+    )
+    from_user = sorted(
+        {f"{name} {found}" for name, found, folder in snapshot.packages or () if folder == user}
+    )
     if apart and from_user:
-        return warning(f"{prefix} is {inside}, but these packages come from {user}: {', '.join(from_user[:6])}", "export PYTHONNOUSERSITE=1", from_user)
+        return warning(
+            f"{prefix} is {inside}, but these packages come from {user}: {', '.join(from_user[:6])}",
+            "export PYTHONNOUSERSITE=1",
+            from_user,
+        )
     other = snapshot.variable("VIRTUAL_ENV")
     if other and other.rstrip("/") != prefix.rstrip("/"):
-        return warning(f"the shell is in {other}, but this Python belongs to {prefix}", f"{other}/bin/python -m pip install flatout")
+        return warning(
+            f"the shell is in {other}, but this Python belongs to {prefix}",
+            f"{other}/bin/python -m pip install flatout",
+        )
     if not apart:
-        return note(f"{prefix}: no virtual environment; every project shares its packages", "python3 -m venv .venv && . .venv/bin/activate")
+        return note(
+            f"{prefix}: no virtual environment; every project shares its packages",
+            "python3 -m venv .venv && . .venv/bin/activate",
+        )
     return ok(f"{prefix}, {inside}")
 
 
@@ -82,15 +121,22 @@ def nothing_hidden(snapshot: MachineSnapshot) -> CheckOutcome:
     """
     important = {"torch", "torchvision", "torchaudio", "numpy", "triton", "lightning"}
     builtin = set(sys.stdlib_module_names) - {"__main__", "test", "this", "antigravity"}
-    here = {name.removesuffix(".py").removesuffix("/"): name.removesuffix("/") for name in snapshot.folders["."] or ()}
+    here = {
+        name.removesuffix(".py").removesuffix("/"): name.removesuffix("/")
+        for name in snapshot.folders["."] or ()
+    }
     found = sorted(set(here) & (important | builtin))
     hiding = [name for name in found if name in important]
     if hiding:
-        return problem(f"{snapshot.working_folder} contains {', '.join(hiding)}, which hides the installed module of that name",
-                       f"mv {here[hiding[0]]} my_{here[hiding[0]]}")
+        return problem(
+            f"{snapshot.working_folder} contains {', '.join(hiding)}, which hides the installed module of that name",
+            f"mv {here[hiding[0]]} my_{here[hiding[0]]}",
+        )
     if found:
-        return warning(f"{snapshot.working_folder} contains {', '.join(found)}, which hides the standard library module of that name",
-                       f"mv {here[found[0]]} my_{here[found[0]]}")
+        return warning(
+            f"{snapshot.working_folder} contains {', '.join(found)}, which hides the standard library module of that name",
+            f"mv {here[found[0]]} my_{here[found[0]]}",
+        )
     return ok(f"nothing in {snapshot.working_folder} hides a module")
 
 
@@ -104,14 +150,30 @@ def python_switches(snapshot: MachineSnapshot) -> CheckOutcome:
     How to fix it:
         `unset` the named variable.
     """
-    slow = [name for name in ("PYTHONDEVMODE", "PYTHONTRACEMALLOC", "PYTHONASYNCIODEBUG", "PYTHONPROFILEIMPORTTIME") if snapshot.variable(name)]
-    if (snapshot.variable("PYTHONMALLOC") or "").endswith("debug") or snapshot.variable("PYTHONMALLOC") == "malloc":
+    slow = [
+        name
+        for name in ("PYTHONDEVMODE", "PYTHONTRACEMALLOC", "PYTHONASYNCIODEBUG", "PYTHONPROFILEIMPORTTIME")
+        if snapshot.variable(name)
+    ]
+    if (snapshot.variable("PYTHONMALLOC") or "").endswith("debug") or snapshot.variable(
+        "PYTHONMALLOC"
+    ) == "malloc":
         slow.append("PYTHONMALLOC")
     if slow:
-        return warning(f"{', '.join(f'{name}={snapshot.variable(name)}' for name in slow)} slows every line of Python down", f"unset {' '.join(slow)}")
-    seen = {name: snapshot.variable(name) for name in ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTHONHOME") if snapshot.variable(name)}
+        return warning(
+            f"{', '.join(f'{name}={snapshot.variable(name)}' for name in slow)} slows every line of Python down",
+            f"unset {' '.join(slow)}",
+        )
+    seen = {
+        name: snapshot.variable(name)
+        for name in ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTHONHOME")
+        if snapshot.variable(name)
+    }
     if seen:
-        return note(f"{', '.join(f'{name}={value}' for name, value in seen.items())}: set, perhaps on purpose", f"unset {' '.join(seen)}")
+        return note(
+            f"{', '.join(f'{name}={value}' for name, value in seen.items())}: set, perhaps on purpose",
+            f"unset {' '.join(seen)}",
+        )
     return ok("no PYTHON... variable slows or redirects Python")
 
 

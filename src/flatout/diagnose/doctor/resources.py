@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from flatout.diagnose.doctor.check import CheckOutcome, machine_check, not_seen, note, ok, problem, size, warning
+from flatout.diagnose.doctor.check import (
+    CheckOutcome,
+    machine_check,
+    not_seen,
+    note,
+    ok,
+    problem,
+    size,
+    warning,
+)
 from flatout.diagnose.doctor.nvidia_smi import gpu_is_here
 from flatout.diagnose.doctor.processor import groups
 from flatout.plan.machine_snapshot import MachineSnapshot
@@ -40,9 +49,15 @@ def open_files(snapshot: MachineSnapshot) -> CheckOutcome:
     if limit is None:
         return not_seen("/proc/self/limits does not contain the number of open files")
     if limit.soft is not None and limit.soft < 256:
-        return problem(f"{limit.soft} files may be open: torch alone opens more than a hundred, and loader workers need many more", _raise("n", 65536, limit))
+        return problem(
+            f"{limit.soft} files may be open: torch alone opens more than a hundred, and loader workers need many more",
+            _raise("n", 65536, limit),
+        )
     if limit.soft is not None and limit.soft < FEW_FILES:
-        return warning(f"{limit.soft} files may be open (hard limit: {limit.hard or 'none'}): several loader workers need more", _raise("n", 65536, limit))
+        return warning(
+            f"{limit.soft} files may be open (hard limit: {limit.hard or 'none'}): several loader workers need more",
+            _raise("n", 65536, limit),
+        )
     return ok(f"{limit.soft or 'any number of'} files")
 
 
@@ -60,12 +75,21 @@ def processes(snapshot: MachineSnapshot) -> CheckOutcome:
     if limit is None:
         return not_seen("/proc/self/limits does not contain the number of processes")
     if held is None:
-        return not_seen(f"{limit.soft or 'any number of'} processes by ulimit; the control groups could not be read")
+        return not_seen(
+            f"{limit.soft or 'any number of'} processes by ulimit; the control groups could not be read"
+        )
     if held.processes is not None and held.processes < FEW_PROCESSES:
-        return warning(f"{held.processes} processes and threads by the control group's limit", "docker run --pids-limit -1 ...", held.files("pids"))
+        return warning(
+            f"{held.processes} processes and threads by the control group's limit",
+            "docker run --pids-limit -1 ...",
+            held.files("pids"),
+        )
     if limit.soft is not None and limit.soft < FEW_PROCESSES:
         return warning(f"{limit.soft} processes and threads", _raise("u", 65536, limit))
-    return ok(f"{limit.soft or 'any number of'} processes and threads" + (f", {held.processes} by the control group" if held.processes else ""))
+    return ok(
+        f"{limit.soft or 'any number of'} processes and threads"
+        + (f", {held.processes} by the control group" if held.processes else "")
+    )
 
 
 @machine_check("FD082", THEME, NEEDS)
@@ -84,7 +108,10 @@ def locked_memory(snapshot: MachineSnapshot) -> CheckOutcome:
     if limit.soft is None:
         return ok("memory may be locked without limit")
     if gpu_is_here(snapshot):
-        return note(f"{size(limit.soft)} of memory may be locked: too little for InfiniBand between machines, irrelevant on one", "ulimit -l unlimited")
+        return note(
+            f"{size(limit.soft)} of memory may be locked: too little for InfiniBand between machines, irrelevant on one",
+            "ulimit -l unlimited",
+        )
     return ok(f"{size(limit.soft)} may be locked; only InfiniBand needs more")
 
 
@@ -107,8 +134,13 @@ def address_space(snapshot: MachineSnapshot) -> CheckOutcome:
         return ok("no limit")
     letter = "v" if limit.soft is not None else "d"
     if gpu_is_here(snapshot):
-        return problem(f"limited to {size(least)}: CUDA cannot reserve its addresses", f"ulimit -{letter} unlimited")
-    return warning(f"limited to {size(least)}: starting threads and allocating large tensors may fail", f"ulimit -{letter} unlimited")
+        return problem(
+            f"limited to {size(least)}: CUDA cannot reserve its addresses", f"ulimit -{letter} unlimited"
+        )
+    return warning(
+        f"limited to {size(least)}: starting threads and allocating large tensors may fail",
+        f"ulimit -{letter} unlimited",
+    )
 
 
 @machine_check("FD084", THEME, NEEDS)
@@ -125,7 +157,10 @@ def core_dumps(snapshot: MachineSnapshot) -> CheckOutcome:
         return not_seen("/proc/self/limits does not contain the size of core dumps")
     if limit.soft == 0:
         return ok("no core dumps")
-    return note(f"a crash writes a core dump of {'any size' if limit.soft is None else f'up to {size(limit.soft)}'}", "ulimit -c 0")
+    return note(
+        f"a crash writes a core dump of {'any size' if limit.soft is None else f'up to {size(limit.soft)}'}",
+        "ulimit -c 0",
+    )
 
 
 QUESTIONS = (open_files, processes, locked_memory, address_space, core_dumps)

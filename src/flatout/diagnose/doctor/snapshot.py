@@ -37,7 +37,9 @@ class SnapshotTaker:
         self._written = Path(self._folder.name) / "torch.jsonl"
         # -m puts the working folder first on the path, as for a script, so files that hide torch there are
         # found.
-        self._torch = TimedCommand([sys.executable, *_switches(), "-m", "flatout.diagnose.doctor.torch_child", str(self._written)])
+        self._torch = TimedCommand(
+            [sys.executable, *_switches(), "-m", "flatout.diagnose.doctor.torch_child", str(self._written)]
+        )
         self._programs = {name: TimedCommand(command) for name, command in _programs().items()}
 
     def __enter__(self) -> SnapshotTaker:
@@ -52,9 +54,13 @@ class SnapshotTaker:
         """Reads files below the root, then waits for the programs and the torch import up to their limits."""
         snapshot = gather(MachineSnapshot(flatout=__version__, created=today()), self._root)
         until = seconds() + PROGRAM_LIMIT_S
-        snapshot.runs = {name: asked.answer(max(until - seconds(), 0.1)) for name, asked in self._programs.items()}
+        snapshot.runs = {
+            name: asked.answer(max(until - seconds(), 0.1)) for name, asked in self._programs.items()
+        }
         snapshot.runs[TORCH] = self._torch.answer(torch_limit_s)
-        snapshot.torch = {str(record.pop("stage")): record for record in json_lines(self._written) if "stage" in record}
+        snapshot.torch = {
+            str(record.pop("stage")): record for record in json_lines(self._written) if "stage" in record
+        }
         return snapshot
 
 
@@ -70,5 +76,9 @@ def _programs() -> dict[str, tuple[str, ...]]:
     if compiler:
         programs["c++"] = (compiler, "--version")
     if shutil.which("nvidia-smi") is None and os.path.isfile(UNDER_WSL):
-        programs |= {name: (UNDER_WSL, *command[1:]) for name, command in PROGRAMS.items() if command[0] == "nvidia-smi"}
+        programs |= {
+            name: (UNDER_WSL, *command[1:])
+            for name, command in PROGRAMS.items()
+            if command[0] == "nvidia-smi"
+        }
     return programs

@@ -27,9 +27,17 @@ def cuda_debugging(snapshot: MachineSnapshot) -> CheckOutcome:
     How to fix it:
         `unset CUDA_LAUNCH_BLOCKING TORCH_USE_CUDA_DSA`.
     """
-    slow = _on(snapshot, "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_WAITS_ON_EXCEPTION", "CUDA_ENABLE_COREDUMP_ON_EXCEPTION", "PYTORCH_CUDA_DSA_STACKTRACING")
+    slow = _on(
+        snapshot,
+        "CUDA_LAUNCH_BLOCKING",
+        "CUDA_DEVICE_WAITS_ON_EXCEPTION",
+        "CUDA_ENABLE_COREDUMP_ON_EXCEPTION",
+        "PYTORCH_CUDA_DSA_STACKTRACING",
+    )
     if slow:
-        return warning(f"{_spelled(snapshot, slow)}: the processor waits for every kernel", f"unset {' '.join(slow)}")
+        return warning(
+            f"{_spelled(snapshot, slow)}: the processor waits for every kernel", f"unset {' '.join(slow)}"
+        )
     dsa = _on(snapshot, "TORCH_USE_CUDA_DSA", "CUDA_DISABLE_PTX_JIT", "CUDA_FORCE_PTX_JIT")
     if dsa:
         return note(f"{_spelled(snapshot, dsa)}: a debugging switch", f"unset {' '.join(dsa)}")
@@ -66,17 +74,33 @@ def torch_switches(snapshot: MachineSnapshot) -> CheckOutcome:
     How to fix it:
         `unset` the named variable.
     """
-    slow = _on(snapshot, "TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE", "TORCHINDUCTOR_FORCE_DISABLE_CACHES", "TORCH_SHOW_DISPATCH_TRACE",
-               "PYTORCH_JIT_LOG_LEVEL")
+    slow = _on(
+        snapshot,
+        "TORCHDYNAMO_DISABLE",
+        "TORCH_COMPILE_DISABLE",
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES",
+        "TORCH_SHOW_DISPATCH_TRACE",
+        "PYTORCH_JIT_LOG_LEVEL",
+    )
     if snapshot.variable("NVIDIA_TF32_OVERRIDE") == "0":
         slow.append("NVIDIA_TF32_OVERRIDE")
     if (snapshot.variable("TORCH_DISTRIBUTED_DEBUG") or "").upper() == "DETAIL":
         slow.append("TORCH_DISTRIBUTED_DEBUG")
     if slow:
-        return warning(f"{_spelled(snapshot, slow)}: a debugging switch that slows training down", f"unset {' '.join(slow)}")
-    seen = _on(snapshot, "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_CPP_LOG_LEVEL", "CUBLAS_WORKSPACE_CONFIG",
-               "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "DNNL_VERBOSE",
-               "MKL_VERBOSE")
+        return warning(
+            f"{_spelled(snapshot, slow)}: a debugging switch that slows training down",
+            f"unset {' '.join(slow)}",
+        )
+    seen = _on(
+        snapshot,
+        "TORCH_LOGS",
+        "TORCH_SHOW_CPP_STACKTRACES",
+        "TORCH_CPP_LOG_LEVEL",
+        "CUBLAS_WORKSPACE_CONFIG",
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+        "DNNL_VERBOSE",
+        "MKL_VERBOSE",
+    )
     if seen:
         return note(_spelled(snapshot, seen), f"unset {' '.join(seen)}")
     return ok("no torch debugging variable is set")

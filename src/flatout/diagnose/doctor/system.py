@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import re
 
-from flatout.diagnose.doctor.check import CheckOutcome, dotted, machine_check, not_seen, note, ok, problem, version, warning
+from flatout.diagnose.doctor.check import (
+    CheckOutcome,
+    dotted,
+    machine_check,
+    not_seen,
+    note,
+    ok,
+    problem,
+    version,
+    warning,
+)
 from flatout.diagnose.doctor.packages import upgrade
 from flatout.diagnose.doctor.versions import versions
 from flatout.plan.machine_snapshot import MachineSnapshot
 from flatout.probe.proc import os_release
 
 THEME = "system"
-KERNEL_MIN, KERNEL_OLD = (5, 5), (4,)  # Hugging Face Accelerate warns below 5.5; distributions keep 4.18 alive with later patches
+KERNEL_MIN, KERNEL_OLD = (
+    (5, 5),
+    (4,),
+)  # Hugging Face Accelerate warns below 5.5; distributions keep 4.18 alive with later patches
 
 
 @machine_check("FD050", THEME, ["python libc"])
@@ -29,20 +42,26 @@ def glibc(snapshot: MachineSnapshot) -> CheckOutcome:
     if kind != "glibc":
         if kind:
             return not_seen(f"the C library is {kind} {text}")
-        return warning("the C library is not glibc (Alpine's musl?): there are no wheels of torch for it",
-                       'docker run --rm -it -v "$PWD":/work -w /work pytorch/pytorch bash')
+        return warning(
+            "the C library is not glibc (Alpine's musl?): there are no wheels of torch for it",
+            'docker run --rm -it -v "$PWD":/work -w /work pytorch/pytorch bash',
+        )
     here = version(text)
     if here is None:
         return not_seen(f"{text!r} is not a version of glibc")
     table = versions()
     release = table.release(snapshot.distribution("torch")) or table.releases[0]
     if release.glibc_min is None:
-        return note(f"glibc {text}; flatout's version table does not list what wheels of torch {release.torch} need")
+        return note(
+            f"glibc {text}; flatout's version table does not list what wheels of torch {release.torch} need"
+        )
     if here < release.glibc_min:
         latest = next((r for r in table.releases if r.glibc_min and r.glibc_min <= here), None)
         last = f"; the last torch for it is {latest.torch}, which flatout does not support" if latest else ""
-        return problem(f"glibc {text}; wheels of torch {release.torch} need {dotted(release.glibc_min)}{last}",
-                       'docker run --rm -it -v "$PWD":/work -w /work pytorch/pytorch bash')
+        return problem(
+            f"glibc {text}; wheels of torch {release.torch} need {dotted(release.glibc_min)}{last}",
+            'docker run --rm -it -v "$PWD":/work -w /work pytorch/pytorch bash',
+        )
     return ok(f"glibc {text}; wheels of torch {release.torch} need {dotted(release.glibc_min)}")
 
 
@@ -63,7 +82,10 @@ def kernel(snapshot: MachineSnapshot) -> CheckOutcome:
         return not_seen("/proc/version does not name the kernel")
     if (version(found[1]) or ()) < KERNEL_MIN:
         say = warning if (version(found[1]) or ()) < KERNEL_OLD else note
-        return say(f"{name}, kernel {found[1]}; {dotted(KERNEL_MIN)} and newer are known to be safe", upgrade(snapshot))
+        return say(
+            f"{name}, kernel {found[1]}; {dotted(KERNEL_MIN)} and newer are known to be safe",
+            upgrade(snapshot),
+        )
     return ok(f"{name}, kernel {found[1]}")
 
 
@@ -83,7 +105,10 @@ def windows_subsystem(snapshot: MachineSnapshot) -> CheckOutcome:
     if "microsoft" not in text:
         return ok("not WSL")
     if re.match(r"/mnt/[a-z](/|$)", snapshot.working_folder):
-        return warning(f"WSL, and {snapshot.working_folder} is on a Windows disk: reading it is slow", f"cp -r {snapshot.working_folder} ~/")
+        return warning(
+            f"WSL, and {snapshot.working_folder} is on a Windows disk: reading it is slow",
+            f"cp -r {snapshot.working_folder} ~/",
+        )
     return note("WSL: the driver is the Windows driver, and .wslconfig limits memory and cores")
 
 
@@ -97,7 +122,11 @@ def container(snapshot: MachineSnapshot) -> CheckOutcome:
     How to fix it:
         Nothing to fix. The limits are options of `docker run` (--cpus, --memory, --shm-size, --ulimit).
     """
-    signs = [name for name, path in (("Docker", "/.dockerenv"), ("Podman", "/run/.containerenv")) if snapshot.text(path) is not None]
+    signs = [
+        name
+        for name, path in (("Docker", "/.dockerenv"), ("Podman", "/run/.containerenv"))
+        if snapshot.text(path) is not None
+    ]
     signs += ["Kubernetes"] if snapshot.variable("KUBERNETES_SERVICE_HOST") else []
     signs += [f"container={snapshot.variable('container')}"] if snapshot.variable("container") else []
     if signs:

@@ -6,7 +6,17 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from flatout.diagnose.doctor.check import CheckOutcome, dotted, machine_check, not_seen, note, ok, problem, version, warning
+from flatout.diagnose.doctor.check import (
+    CheckOutcome,
+    dotted,
+    machine_check,
+    not_seen,
+    note,
+    ok,
+    problem,
+    version,
+    warning,
+)
 from flatout.diagnose.doctor.nvidia_smi import driver_version, gpu_is_here
 from flatout.diagnose.doctor.torch_import import reinstall
 from flatout.diagnose.doctor.versions import versions
@@ -41,17 +51,27 @@ def cuda_build(snapshot: MachineSnapshot) -> CheckOutcome:
         return not_seen("the CUDA version of the torch build could not be determined")
     cuda = build.get("cuda")
     if build.get("hip"):
-        return note(f"torch {build['version']} was built for ROCm {build['hip']}; flatout supports CUDA and the CPU")
+        return note(
+            f"torch {build['version']} was built for ROCm {build['hip']}; flatout supports CUDA and the CPU"
+        )
     if cuda is None and here:
         release, driver = versions().release(build["version"]), version(driver_version(snapshot))
         fitting = versions().build_for_driver(release, driver) if release and driver else None
         tag = fitting.tag if fitting else "cu126"
-        return problem(f"torch {build['version']} was built for the CPU only, and this machine has an NVIDIA GPU", versions().install(build["version"], tag))
+        return problem(
+            f"torch {build['version']} was built for the CPU only, and this machine has an NVIDIA GPU",
+            versions().install(build["version"], tag),
+        )
     if cuda is not None and here is False:
-        return note(f"torch {build['version']} was built for CUDA {cuda}, and no NVIDIA GPU was found: training runs on the processor; "
-                    "the CPU build is several GB smaller", versions().install(build["version"], "cpu"))
+        return note(
+            f"torch {build['version']} was built for CUDA {cuda}, and no NVIDIA GPU was found: training runs on the processor; "
+            "the CPU build is several GB smaller",
+            versions().install(build["version"], "cpu"),
+        )
     if here is None:
-        return not_seen(f"torch {build['version']} was built for {f'CUDA {cuda}' if cuda else 'the CPU'}; whether there is a GPU could not be determined")
+        return not_seen(
+            f"torch {build['version']} was built for {f'CUDA {cuda}' if cuda else 'the CPU'}; whether there is a GPU could not be determined"
+        )
     return ok(f"torch {build['version']}, built for {f'CUDA {cuda}' if cuda else 'the CPU'}")
 
 
@@ -77,16 +97,23 @@ def one_of_each(snapshot: MachineSnapshot) -> CheckOutcome:
             where = " and ".join(f"{number} in {folder}" for number, folder in found)
             return warning(f"{name} is installed {len(found)} times: {where}", f"pip uninstall {name}")
     if "pytorch_triton" in seen and "triton" in seen:
-        return warning("triton and pytorch_triton (from nightly builds) are both installed and overwrite each other's files",
-                       "pip uninstall pytorch_triton triton")
-    majors = {major: sorted(name for name in seen if name.endswith(f"_cu{major}")) for major in ("11", "12", "13")}
+        return warning(
+            "triton and pytorch_triton (from nightly builds) are both installed and overwrite each other's files",
+            "pip uninstall pytorch_triton triton",
+        )
+    majors = {
+        major: sorted(name for name in seen if name.endswith(f"_cu{major}")) for major in ("11", "12", "13")
+    }
     used = [major for major, names in majors.items() if names]
     if len(used) > 1:
         build = build_of(snapshot)
         belongs = str((build or {}).get("cuda") or "").split(".")[0] or used[-1]
         wrong = [name.replace("_", "-") for major in used if major != belongs for name in majors[major]]
-        return warning(f"libraries for CUDA {' and '.join(used)} are installed together; torch uses those for CUDA {belongs}",
-                       f"pip uninstall {' '.join(wrong)}", wrong)
+        return warning(
+            f"libraries for CUDA {' and '.join(used)} are installed together; torch uses those for CUDA {belongs}",
+            f"pip uninstall {' '.join(wrong)}",
+            wrong,
+        )
     return ok("torch, triton and the CUDA libraries are installed once")
 
 
@@ -108,8 +135,14 @@ def cudnn(snapshot: MachineSnapshot) -> CheckOutcome:
         return problem("torch was built for CUDA but finds no cuDNN", reinstall(snapshot))
     if not isinstance(number, int) or number < 1000:
         return not_seen("torch did not report its cuDNN version")
-    short = f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number >= 90000 else f"{number // 1000}.{number // 100 % 10}.{number % 100}"
-    return _against(short, "cuDNN", (versions().release(build.get("version")), build.get("cuda")), "cudnn", snapshot)
+    short = (
+        f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+        if number >= 90000
+        else f"{number // 1000}.{number // 100 % 10}.{number % 100}"
+    )
+    return _against(
+        short, "cuDNN", (versions().release(build.get("version")), build.get("cuda")), "cudnn", snapshot
+    )
 
 
 @machine_check("FD015", THEME, ["torch build", "torch cuda"])
@@ -129,10 +162,14 @@ def nccl(snapshot: MachineSnapshot) -> CheckOutcome:
         return note("this torch was built without NCCL: it cannot train on several GPUs", reinstall(snapshot))
     if version(number) is None:
         return not_seen("torch did not report its NCCL version")
-    return _against(str(number), "NCCL", (versions().release(build.get("version")), build.get("cuda")), "nccl", snapshot)
+    return _against(
+        str(number), "NCCL", (versions().release(build.get("version")), build.get("cuda")), "nccl", snapshot
+    )
 
 
-def _against(number: str, noun: str, place: tuple[Any, Any], field: str, snapshot: MachineSnapshot) -> CheckOutcome:
+def _against(
+    number: str, noun: str, place: tuple[Any, Any], field: str, snapshot: MachineSnapshot
+) -> CheckOutcome:
     release, cuda = place
     build = release.build(cuda) if release else None
     expected = version(getattr(build, field)) if build else None
@@ -162,7 +199,9 @@ def triton(snapshot: MachineSnapshot) -> CheckOutcome:
     if snapshot.distribution("torch") is None:
         return not_seen("torch is not installed")
     if gpu_is_here(snapshot):
-        return warning("triton is not installed: torch.compile cannot generate kernels for the GPU", "pip install triton")
+        return warning(
+            "triton is not installed: torch.compile cannot generate kernels for the GPU", "pip install triton"
+        )
     return note("triton is not installed; torch.compile needs it only on a GPU", "pip install triton")
 
 
@@ -178,10 +217,17 @@ def numpy(snapshot: MachineSnapshot) -> CheckOutcome:
     """
     seen = snapshot.torch["numpy"]
     if seen.get("raised"):
-        return problem(f"torch cannot use NumPy: {seen['raised']}", "pip install --upgrade numpy torch", [str(w) for w in seen.get("warnings") or ()])
+        return problem(
+            f"torch cannot use NumPy: {seen['raised']}",
+            "pip install --upgrade numpy torch",
+            [str(w) for w in seen.get("warnings") or ()],
+        )
     if version(seen.get("version")) is None:
         if "why" in seen:
-            return note(f"NumPy is not installed ({seen['why']}); data sets that return arrays need it", "pip install numpy")
+            return note(
+                f"NumPy is not installed ({seen['why']}); data sets that return arrays need it",
+                "pip install numpy",
+            )
         return not_seen("torch did not report its NumPy version")
     if seen.get("works") is not True:
         return not_seen(f"NumPy {seen['version']}; whether torch can use it was not recorded")
@@ -204,9 +250,13 @@ def loaded_libraries(snapshot: MachineSnapshot) -> CheckOutcome:
         return not_seen("the loaded libraries were not recorded")
     paths = [str(path) for path in loaded]
     own = tuple(str(folder).rstrip("/") + "/" for folder in snapshot.python["path"])
-    foreign = [p for p in paths if not p.startswith(own) and re.search(r"lib(cudart|cublas|cudnn|nccl|nvrtc)", p)]
+    foreign = [
+        p for p in paths if not p.startswith(own) and re.search(r"lib(cudart|cublas|cudnn|nccl|nvrtc)", p)
+    ]
     if foreign:
-        return warning(f"{foreign[0]} was loaded, but it is not torch's own", "unset LD_LIBRARY_PATH", foreign)
+        return warning(
+            f"{foreign[0]} was loaded, but it is not torch's own", "unset LD_LIBRARY_PATH", foreign
+        )
     runtimes = sorted({found[0] for p in paths if (found := re.search(r"lib(gomp|iomp5|omp)\b", p))})
     copies = [p for p in paths if re.search(r"lib(gomp|iomp5|omp)\b", p)]
     if len(runtimes) > 1:
@@ -239,7 +289,9 @@ def requirements(snapshot: MachineSnapshot) -> CheckOutcome:
         elif not fits(have, asked[2]):
             wrong.append(f"{asked[1]} {have} is installed, torch requires {asked[2].strip()}")
     if wrong:
-        return warning(wrong[0] + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""), reinstall(snapshot), wrong)
+        return warning(
+            wrong[0] + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""), reinstall(snapshot), wrong
+        )
     if not checked and (build_of(snapshot) or {"cuda": ""}).get("cuda") is not None:
         return not_seen("torch's required libraries could not be read")
     return ok(f"{checked} libraries as torch requires" if checked else "this build requires no CUDA library")
@@ -257,8 +309,14 @@ def fits(have: str, asked: str) -> bool:
             continue
         least = version(found[2]) or ()
         wanted = _padded(least)
-        outcome = {"==": here == wanted, "~=": here >= wanted and here[:len(least) - 1] == least[:-1], ">=": here >= wanted, "<=": here <= wanted,
-                   "<": here < wanted, ">": here > wanted}[found[1]]
+        outcome = {
+            "==": here == wanted,
+            "~=": here >= wanted and here[: len(least) - 1] == least[:-1],
+            ">=": here >= wanted,
+            "<=": here <= wanted,
+            "<": here < wanted,
+            ">": here > wanted,
+        }[found[1]]
         if not outcome:
             return False
     return True

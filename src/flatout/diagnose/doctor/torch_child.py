@@ -17,7 +17,10 @@ from typing import Any
 
 from flatout.measure.clock import seconds
 
-LIBRARY = re.compile(r"(/\S*/lib(?:cudart|cublas|cublasLt|cudnn|nccl|nvrtc|cuda|gomp|iomp5|omp|torch_cuda|torch_cpu)[-.\w]*\.so[.\d]*)$", re.MULTILINE)
+LIBRARY = re.compile(
+    r"(/\S*/lib(?:cudart|cublas|cublasLt|cudnn|nccl|nvrtc|cuda|gomp|iomp5|omp|torch_cuda|torch_cpu)[-.\w]*\.so[.\d]*)$",
+    re.MULTILINE,
+)
 
 
 def look(write: Callable[..., None]) -> None:
@@ -34,10 +37,21 @@ def look(write: Callable[..., None]) -> None:
     try:
         import torch
     except BaseException as error:
-        write(stage="import failed", kind=type(error).__name__, message=str(error), traceback=traceback.format_exc()[-6000:])
+        write(
+            stage="import failed",
+            kind=type(error).__name__,
+            message=str(error),
+            traceback=traceback.format_exc()[-6000:],
+        )
         return
     write(stage="imported", import_s=seconds() - began, file=getattr(torch, "__file__", None))
-    for stage, ask in (("build", _build), ("host", _host), ("libraries", _libraries), ("numpy", _numpy), ("cuda", _cuda)):
+    for stage, ask in (
+        ("build", _build),
+        ("host", _host),
+        ("libraries", _libraries),
+        ("numpy", _numpy),
+        ("cuda", _cuda),
+    ):
         with warnings.catch_warnings(record=True) as observed:
             warnings.simplefilter("always")
             try:
@@ -48,18 +62,32 @@ def look(write: Callable[..., None]) -> None:
 
 
 def _build(torch: Any) -> dict[str, Any]:
-    return {"version": str(torch.__version__), "cuda": torch.version.cuda, "hip": torch.version.hip, "debug": bool(torch.version.debug)}
+    return {
+        "version": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "debug": bool(torch.version.debug),
+    }
 
 
 def _host(torch: Any) -> dict[str, Any]:
-    return {"threads": torch.get_num_threads(), "interop_threads": torch.get_num_interop_threads(),
-            "capability": torch.backends.cpu.get_cpu_capability(), "mkl": torch.backends.mkl.is_available(), "mkldnn": torch.backends.mkldnn.is_available(),
-            "openmp": torch.backends.openmp.is_available()}
+    return {
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "mkl": torch.backends.mkl.is_available(),
+        "mkldnn": torch.backends.mkldnn.is_available(),
+        "openmp": torch.backends.openmp.is_available(),
+    }
 
 
 def _libraries(torch: Any) -> dict[str, Any]:
     """The files that were really loaded, according to the kernel instead of the search path."""
-    return {"loaded": sorted(set(LIBRARY.findall(Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace"))))}
+    return {
+        "loaded": sorted(
+            set(LIBRARY.findall(Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")))
+        )
+    }
 
 
 def _numpy(torch: Any) -> dict[str, Any]:
@@ -74,16 +102,28 @@ def _cuda(torch: Any) -> dict[str, Any]:
     if torch.version.cuda is None and torch.version.hip is None:
         return {"available": False}
     available = torch.cuda.is_available()
-    answer: dict[str, Any] = {"available": available, "archs": list(torch._C._cuda_getArchFlags().split()) if hasattr(torch._C, "_cuda_getArchFlags") else [],
-                              "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None, "nccl": None}
+    answer: dict[str, Any] = {
+        "available": available,
+        "archs": list(torch._C._cuda_getArchFlags().split())
+        if hasattr(torch._C, "_cuda_getArchFlags")
+        else [],
+        "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
+        "nccl": None,
+    }
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         answer["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
     if available:
         answer["devices"] = []
         for at in range(torch.cuda.device_count()):
             seen = torch.cuda.get_device_properties(at)
-            answer["devices"].append({"name": seen.name, "capability": [seen.major, seen.minor], "memory_bytes": seen.total_memory,
-                                      "bfloat16": torch.cuda.is_bf16_supported()})
+            answer["devices"].append(
+                {
+                    "name": seen.name,
+                    "capability": [seen.major, seen.minor],
+                    "memory_bytes": seen.total_memory,
+                    "bfloat16": torch.cuda.is_bf16_supported(),
+                }
+            )
         value = torch.ones(64, device="cuda")
         answer["computes"] = float((value + value).sum().item()) == 128.0
     return answer
@@ -91,6 +131,7 @@ def _cuda(torch: Any) -> dict[str, Any]:
 
 def main(path: str) -> None:
     with open(path, "a", encoding="utf-8") as file:
+
         def write(**record: Any) -> None:
             file.write(json.dumps(record) + "\n")
             file.flush()

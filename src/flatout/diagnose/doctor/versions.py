@@ -69,7 +69,9 @@ class VersionTable:
 
     def build_for_driver(self, release: TorchRelease, driver: tuple[int, ...]) -> TorchBuild | None:
         """The newest CUDA build of a release that a driver supports."""
-        fitting = [b for b in release.builds if (least := self.driver_for(b.cuda)) is not None and driver >= least]
+        fitting = [
+            b for b in release.builds if (least := self.driver_for(b.cuda)) is not None and driver >= least
+        ]
         return max(fitting, key=lambda b: version(b.cuda) or (), default=None)
 
     def install(self, torch: str, build: str) -> str:
@@ -85,14 +87,33 @@ def known(value: object) -> str | None:
 def versions() -> VersionTable:
     data = json.loads(TABLE.read_text(encoding="utf-8"))
     releases = tuple(
-        TorchRelease(row["torch"], _numbers(row["python_min"]), _numbers(row["python_max"]), version(row.get("python_experimental")),
-                version(known(row["glibc_min"])),
-                tuple(TorchBuild(b["cuda"], known(b["cudnn"]), known(b["nccl"]), None if b["capabilities_x86_64"] == UNKNOWN else tuple(b["capabilities_x86_64"]))
-                      for b in row["builds"]))
-        for row in data["torch"])
+        TorchRelease(
+            row["torch"],
+            _numbers(row["python_min"]),
+            _numbers(row["python_max"]),
+            version(row.get("python_experimental")),
+            version(known(row["glibc_min"])),
+            tuple(
+                TorchBuild(
+                    b["cuda"],
+                    known(b["cudnn"]),
+                    known(b["nccl"]),
+                    None if b["capabilities_x86_64"] == UNKNOWN else tuple(b["capabilities_x86_64"]),
+                )
+                for b in row["builds"]
+            ),
+        )
+        for row in data["torch"]
+    )
     ours = data["flatout"]
-    return VersionTable(releases, {row["cuda_major"]: _numbers(row["driver_min"]) for row in data["drivers"]}, data["index"],
-                    _numbers(ours["torch_min"]), _numbers(ours["torch_max"]), _numbers(ours["python_min"]))
+    return VersionTable(
+        releases,
+        {row["cuda_major"]: _numbers(row["driver_min"]) for row in data["drivers"]},
+        data["index"],
+        _numbers(ours["torch_min"]),
+        _numbers(ours["torch_max"]),
+        _numbers(ours["python_min"]),
+    )
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -4,26 +4,36 @@ To add a failure, write a function and add a line here. The codes never change.
 """
 
 from flatout.diagnose.failures import (
-            autograd,
-            checkpoints,
-            compiling,
-            cuda_libraries,
-            devices,
-            dtypes,
-            layers,
-            loading,
-            losses,
-            memory,
-            ranks,
-            rendezvous,
-            shapes,
+    autograd,
+    checkpoints,
+    compiling,
+    cuda_libraries,
+    devices,
+    dtypes,
+    layers,
+    loading,
+    losses,
+    memory,
+    ranks,
+    rendezvous,
+    shapes,
 )
 from flatout.diagnose.kind import FailureKind
 
 # Family titles by the first two digits of the code.
-FAMILIES = {"00": "Devices", "01": "Dtypes", "02": "Shapes", "03": "Losses and look-ups", "04": "Memory, resources and crashes", "05": "CUDA libraries",
-            "06": "The backward pass and the optimizer step", "07": "Data loaders and processes", "08": "Distributed training", "09": "Checkpoints",
-            "10": "torch.compile and extensions"}
+FAMILIES = {
+    "00": "Devices",
+    "01": "Dtypes",
+    "02": "Shapes",
+    "03": "Losses and look-ups",
+    "04": "Memory, resources and crashes",
+    "05": "CUDA libraries",
+    "06": "The backward pass and the optimizer step",
+    "07": "Data loaders and processes",
+    "08": "Distributed training",
+    "09": "Checkpoints",
+    "10": "torch.compile and extensions",
+}
 
 TABLE: tuple[FailureKind, ...] = (
     devices.not_redirected,

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import re
 
-from flatout.diagnose.kind import RUNTIME, Diagnosis, describe_tensors, kind, layer, match_message, on_own_line, search_log
+from flatout.diagnose.kind import (
+    RUNTIME,
+    Diagnosis,
+    describe_tensors,
+    kind,
+    layer,
+    match_message,
+    on_own_line,
+    search_log,
+)
 from flatout.plan.failure import FailureRecord
 from flatout.plan.findings import SourceLocation
 
@@ -20,10 +29,18 @@ def forward_call(failure: FailureRecord) -> SourceLocation | None:
 
     info, place, lines = False, None, failure.around
     for at, line in enumerate(lines):
-        info = info or "Traceback of forward call that caused the error" in line or "Error detected in" in line
+        info = (
+            info or "Traceback of forward call that caused the error" in line or "Error detected in" in line
+        )
         frame = FRAME.match(line) if info else None
         if frame is not None and is_mine(frame["file"]):
-            place = SourceLocation(frame["file"], int(frame["line"]), 0, frame["function"] or "", lines[at + 1].strip() if at + 1 < len(lines) else "")
+            place = SourceLocation(
+                frame["file"],
+                int(frame["line"]),
+                0,
+                frame["function"] or "",
+                lines[at + 1].strip() if at + 1 < len(lines) else "",
+            )
     return place
 
 
@@ -83,7 +100,12 @@ def backward_twice(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/notes/autograd.html
     """
-    found = match_message(failure, RUNTIME, r"Trying to backward through the graph a second time", r"Trying to backward through the graph second time")
+    found = match_message(
+        failure,
+        RUNTIME,
+        r"Trying to backward through the graph a second time",
+        r"Trying to backward through the graph second time",
+    )
     if found is None:
         return None
     return Diagnosis(
@@ -127,12 +149,22 @@ def changed_in_place(failure: FailureRecord) -> Diagnosis | None:
     if found["node"].startswith(("AsStridedBackward", "TBackward")):
         of = f"a weight{size}"
     place = forward_call(failure)
-    times = f", {found.number('now') - found.number('then')} times" if found.number("now") - found.number("then") > 1 else ""
-    step = found["node"] in ("AsStridedBackward0", "TBackward0") or search_log(failure, r"\bAsStridedBackward0\b|\bTBackward0\b") is not None
-    fix = "optimizer.step()            # only after all backward passes of this forward pass\n" if step else ""
+    times = (
+        f", {found.number('now') - found.number('then')} times"
+        if found.number("now") - found.number("then") > 1
+        else ""
+    )
+    step = (
+        found["node"] in ("AsStridedBackward0", "TBackward0")
+        or search_log(failure, r"\bAsStridedBackward0\b|\bTBackward0\b") is not None
+    )
+    fix = (
+        "optimizer.step()            # only after all backward passes of this forward pass\n" if step else ""
+    )
     return Diagnosis(
         f"{of} was modified in place{times} after the forward pass had saved it for the gradient",
-        fix + "x = x + y                   # instead of x += y and x[...] = y; nn.ReLU() instead of nn.ReLU(inplace=True)\n"
+        fix
+        + "x = x + y                   # instead of x += y and x[...] = y; nn.ReLU() instead of nn.ReLU(inplace=True)\n"
         "torch.autograd.set_detect_anomaly(True)   # for one run, to see the line of the operation",
         [f"the operation: {place.sentence()}: {place.text}"] if place else [],
     )
@@ -180,13 +212,22 @@ def backward_of_many(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.Tensor.backward.html
     """
-    found = match_message(failure, RUNTIME, r"grad can be implicitly created only for scalar outputs", r"grad can be computed only for real scalar outputs(?!)")
+    found = match_message(
+        failure,
+        RUNTIME,
+        r"grad can be implicitly created only for scalar outputs",
+        r"grad can be computed only for real scalar outputs(?!)",
+    )
     if found is None:
         return None
     tensor = next((tensor for tensor in on_own_line(failure) if tensor.requires_grad), None)
     name = tensor.name if tensor else "loss"
     size = f" ({'x'.join(map(str, tensor.shape))})" if tensor else ""
-    return Diagnosis(f"`{name}`{size} holds several values, and `backward()` needs a scalar", f"{name}.mean().backward()", describe_tensors(on_own_line(failure)))
+    return Diagnosis(
+        f"`{name}`{size} holds several values, and `backward()` needs a scalar",
+        f"{name}.mean().backward()",
+        describe_tensors(on_own_line(failure)),
+    )
 
 
 @kind("FE065", "first-nan")
@@ -205,7 +246,11 @@ def first_nan(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/autograd.html#anomaly-detection
     """
-    found = match_message(failure, RUNTIME, r"Function '(?P<node>\w+)' returned nan values in its (?P<out>\d+)(?:st|nd|rd|th) output")
+    found = match_message(
+        failure,
+        RUNTIME,
+        r"Function '(?P<node>\w+)' returned nan values in its (?P<out>\d+)(?:st|nd|rd|th) output",
+    )
     if found is None:
         return None
     name = operation(found["node"])
@@ -251,7 +296,11 @@ def numpy_of_grad(failure: FailureRecord) -> Diagnosis | None:
     names = [tensor.name for tensor in on_own_line(failure)]
     name = names[0] if names else "x"
     why = f"is on {found['device']}" if found["device"] else "has a graph (it requires a gradient)"
-    return Diagnosis(f"`{name}` {why} and cannot be converted to NumPy", f"{name}.detach().cpu().numpy()   # a number: {name}.item()", describe_tensors(on_own_line(failure)))
+    return Diagnosis(
+        f"`{name}` {why} and cannot be converted to NumPy",
+        f"{name}.detach().cpu().numpy()   # a number: {name}.item()",
+        describe_tensors(on_own_line(failure)),
+    )
 
 
 @kind("FE067", "grad-of-integers")
@@ -268,11 +317,17 @@ def grad_of_integers(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/notes/autograd.html
     """
-    found = match_message(failure, RUNTIME, r"[Oo]nly Tensors of floating point(?: and complex)? (?:dtype )?can require gradients")
+    found = match_message(
+        failure,
+        RUNTIME,
+        r"[Oo]nly Tensors of floating point(?: and complex)? (?:dtype )?can require gradients",
+    )
     if found is None:
         return None
     return Diagnosis(
-        "a gradient was requested for an integer tensor", "torch.tensor(values, dtype=torch.float32, requires_grad=True)", describe_tensors(on_own_line(failure))
+        "a gradient was requested for an integer tensor",
+        "torch.tensor(values, dtype=torch.float32, requires_grad=True)",
+        describe_tensors(on_own_line(failure)),
     )
 
 
@@ -342,5 +397,6 @@ def nothing_to_optimize(failure: FailureRecord) -> Diagnosis | None:
     return Diagnosis(
         "the optimizer got an empty parameter list",
         "self.layers = nn.ModuleList([...])   # a plain list does not register its layers\n"
-        "parameters = list(model.parameters())   # a generator is empty the second time" + (f"\nthe module: {layer(failure)}" if layer(failure) else ""),
+        "parameters = list(model.parameters())   # a generator is empty the second time"
+        + (f"\nthe module: {layer(failure)}" if layer(failure) else ""),
     )

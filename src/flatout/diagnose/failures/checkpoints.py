@@ -18,12 +18,18 @@ LISTED = 3
 
 
 def _keys(text: str, what: str) -> list[str]:
-    found = re.search(rf"{what} key\(s\) in state_dict: (.*?)\.(?:\s*$|\s*\n|\s+(?=Unexpected|size mismatch))", text + "\n", re.DOTALL)
+    found = re.search(
+        rf"{what} key\(s\) in state_dict: (.*?)\.(?:\s*$|\s*\n|\s+(?=Unexpected|size mismatch))",
+        text + "\n",
+        re.DOTALL,
+    )
     return re.findall(r'"([^"]+)"', found[1]) if found else []
 
 
 def _some(keys: list[str]) -> str:
-    return ", ".join(f"`{key}`" for key in keys[:LISTED]) + (f" and {len(keys) - LISTED} more" if len(keys) > LISTED else "")
+    return ", ".join(f"`{key}`" for key in keys[:LISTED]) + (
+        f" and {len(keys) - LISTED} more" if len(keys) > LISTED else ""
+    )
 
 
 @kind("FE090", "checkpoint-keys")
@@ -62,11 +68,26 @@ def checkpoint_keys(failure: FailureRecord) -> Diagnosis | None:
                     f"every name of the model has `{prefix}`, and no name in the checkpoint does: the model is inside {origin}",
                     f"model.{prefix.rstrip('.')}.load_state_dict(state)   # loads into the model inside the wrapper",
                 )
-    nested = [key for key in unexpected if key in ("state_dict", "model", "model_state_dict", "net", "weights", "epoch", "optimizer")]
+    nested = [
+        key
+        for key in unexpected
+        if key in ("state_dict", "model", "model_state_dict", "net", "weights", "epoch", "optimizer")
+    ]
     if nested and missing:
         inner = next((key for key in nested if key not in ("epoch", "optimizer")), nested[0])
-        return Diagnosis(f"the checkpoint holds more than the weights: they are under `{inner}`", f'model.load_state_dict(checkpoint["{inner}"])')
-    said = "; ".join(filter(None, (f"the checkpoint lacks {_some(missing)}" if missing else "", f"the model lacks {_some(unexpected)}" if unexpected else "")))
+        return Diagnosis(
+            f"the checkpoint holds more than the weights: they are under `{inner}`",
+            f'model.load_state_dict(checkpoint["{inner}"])',
+        )
+    said = "; ".join(
+        filter(
+            None,
+            (
+                f"the checkpoint lacks {_some(missing)}" if missing else "",
+                f"the model lacks {_some(unexpected)}" if unexpected else "",
+            ),
+        )
+    )
     return Diagnosis(
         f"{said} ({found['model']})",
         "model.load_state_dict(state, strict=False)   # if these are meant to be new; it returns the names that did not match\n"
@@ -169,7 +190,9 @@ def broken_checkpoint(failure: FailureRecord) -> Diagnosis | None:
         r"PytorchStreamReader failed (?:reading (?:zip archive|file (?P<part>\S+?))|locating file (?P<part2>\S+?)):? ?(?P<why>[\w .]+)",
         r"invalid load key, (?P<key>'.{1,6}?')\.",
         r"Ran out of input",
-        r"(?:negative seek value -\d+|\[Errno 22\] Invalid argument)$" if _opens_an_archive(failure) else r"(?!)",
+        r"(?:negative seek value -\d+|\[Errno 22\] Invalid argument)$"
+        if _opens_an_archive(failure)
+        else r"(?!)",
         r"(?P<empty>)$",
         r"unexpected EOF, expected (?P<bytes>\d+) more bytes\. The file might be corrupted",
         r"Weights only load failed\..*?(?P<operand>Unsupported operand (?P<number>\d+)|persistent_load)",
@@ -181,17 +204,25 @@ def broken_checkpoint(failure: FailureRecord) -> Diagnosis | None:
     )
     if found is None:
         return None
-    if found.thrown.names and not {"RuntimeError", "UnpicklingError"} & set(found.thrown.names) and not _loads(failure):
+    if (
+        found.thrown.names
+        and not {"RuntimeError", "UnpicklingError"} & set(found.thrown.names)
+        and not _loads(failure)
+    ):
         return None
     if not found.thrown.message and "EOFError" not in found.thrown.names:
         return None
     if (
-        found.thrown.message.startswith(("Ran out of input", "unpickling stack", "pickle data", "invalid load key", "File is not"))
+        found.thrown.message.startswith(
+            ("Ran out of input", "unpickling stack", "pickle data", "invalid load key", "File is not")
+        )
         and found.thrown.frames
         and not _loads(failure)
     ):
         return None
-    key = found["key"] or (repr(chr(int(found["number"]))) if found["number"] and int(found["number"]) < 128 else "")
+    key = found["key"] or (
+        repr(chr(int(found["number"]))) if found["number"] and int(found["number"]) < 128 else ""
+    )
     if found.thrown.message.startswith("Ran out of input") or not found.thrown.message:
         said = "the file is empty or ends at once"
     elif key in ("'<'", "'v'", "'{'"):
@@ -201,7 +232,9 @@ def broken_checkpoint(failure: FailureRecord) -> Diagnosis | None:
             "'{'": "the file begins like JSON: an error message or an index was saved instead of the checkpoint",
         }[key]
     else:
-        said = "the file is truncated or is not a torch checkpoint" + (f" ({found['why'].strip()})" if found["why"].strip() else "")
+        said = "the file is truncated or is not a torch checkpoint" + (
+            f" ({found['why'].strip()})" if found["why"].strip() else ""
+        )
     return Diagnosis(
         said,
         "ls -l checkpoint.pt; file checkpoint.pt; head -c 200 checkpoint.pt   # shows what the file is (git lfs pull)\n"
@@ -217,7 +250,9 @@ def _opens_an_archive(failure: FailureRecord) -> bool:
 def _loads(failure: FailureRecord) -> bool:
     """Whether torch (or safetensors) was reading a file."""
     return any(
-        re.search(r"torch[/\\](?:serialization|_weights_only_unpickler|hub|jit)|safetensors", frame.file) for thrown in failure.chain for frame in thrown.frames
+        re.search(r"torch[/\\](?:serialization|_weights_only_unpickler|hub|jit)|safetensors", frame.file)
+        for thrown in failure.chain
+        for frame in thrown.frames
     )
 
 
@@ -243,7 +278,8 @@ def checkpoint_of_a_gpu(failure: FailureRecord) -> Diagnosis | None:
     if found is None:
         return None
     return Diagnosis(
-        f"the checkpoint was saved on {found['device']}, and this machine has no such device", 'torch.load(path, map_location="cpu")   # then model.to(device)'
+        f"the checkpoint was saved on {found['device']}, and this machine has no such device",
+        'torch.load(path, map_location="cpu")   # then model.to(device)',
     )
 
 
@@ -269,7 +305,11 @@ def optimizer_of_another_model(failure: FailureRecord) -> Diagnosis | None:
     )
     if found is None:
         return None
-    what = "a different number of parameter groups" if "different number" in found.thrown.message else "a different number of parameters in a group"
+    what = (
+        "a different number of parameter groups"
+        if "different number" in found.thrown.message
+        else "a different number of parameters in a group"
+    )
     return Diagnosis(
         f"the saved optimizer has {what} than this one",
         "build the optimizer as it was built when it was saved (same layers, same frozen parameters, same groups)\n"
@@ -299,7 +339,10 @@ def writing_failed(failure: FailureRecord) -> Diagnosis | None:
         r"PytorchStreamWriter failed (?:writing|closing|in)",
         r"(?P<disk>\[Errno (?:28|122|27)\] .+)",
     )
-    if found is None or (found["disk"] and not any("torch/serialization" in frame.file.replace("\\", "/") for frame in found.thrown.frames)):
+    if found is None or (
+        found["disk"]
+        and not any("torch/serialization" in frame.file.replace("\\", "/") for frame in found.thrown.frames)
+    ):
         return None
     return Diagnosis(
         "the checkpoint could not be written completely: the disk, a quota or the file size limit is full; the old file is lost",
@@ -321,8 +364,20 @@ def no_such_folder(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.save.html
     """
-    found = match_message(failure, RUNTIME, r"Parent directory (?P<folder>.{1,300}?) does not exist\.", r"File (?P<path>.{1,300}?) cannot be opened\.")
+    found = match_message(
+        failure,
+        RUNTIME,
+        r"Parent directory (?P<folder>.{1,300}?) does not exist\.",
+        r"File (?P<path>.{1,300}?) cannot be opened\.",
+    )
     if found is None:
         return None
-    what = f"the folder {found['folder']} does not exist" if found["folder"] else f"{found['path']} cannot be written"
-    return Diagnosis(what, "os.makedirs(os.path.dirname(path), exist_ok=True)   # before training, so that an error shows early")
+    what = (
+        f"the folder {found['folder']} does not exist"
+        if found["folder"]
+        else f"{found['path']} cannot be written"
+    )
+    return Diagnosis(
+        what,
+        "os.makedirs(os.path.dirname(path), exist_ok=True)   # before training, so that an error shows early",
+    )

@@ -29,7 +29,9 @@ def recompile_limit(failure: FailureRecord) -> Diagnosis | None:
         r"|Recompiling function)",
     )
     info = search_log(failure, r"torch\._dynamo hit config\.(?P<name>\w+) \((?P<limit>\d+)\)")
-    if found is not None and not found.thrown.type.startswith("torch._dynamo."):  # the message alone is too common
+    if found is not None and not found.thrown.type.startswith(
+        "torch._dynamo."
+    ):  # the message alone is too common
         found = None
     if found is None and (info is None or any(thrown.type for thrown in failure.chain)):
         return None
@@ -62,13 +64,26 @@ def cannot_be_compiled(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/compile/programming_model.graph_breaks_index.html
     """
-    found = match_message(failure, ("Unsupported", "UserError", "InternalTorchDynamoError", "UncapturedHigherOrderOpError"), r"(?P<what>[^\n]+)")
-    if found is None or not found.thrown.type.startswith("torch._dynamo.") or recompile_limit.match(failure) is not None:
+    found = match_message(
+        failure,
+        ("Unsupported", "UserError", "InternalTorchDynamoError", "UncapturedHigherOrderOpError"),
+        r"(?P<what>[^\n]+)",
+    )
+    if (
+        found is None
+        or not found.thrown.type.startswith("torch._dynamo.")
+        or recompile_limit.match(failure) is not None
+    ):
         return None
     hint = re.search(r"Hint: (?P<hint>[^\n]+)", found.thrown.message)
     why = re.search(r"Explanation: (?P<why>[^\n]+)", found.thrown.message)
-    place = re.search(r'from user code:\s+File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)', found.thrown.message)
-    lines = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', found.thrown.message.partition("from user code:")[2])
+    place = re.search(
+        r'from user code:\s+File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)',
+        found.thrown.message,
+    )
+    lines = re.findall(
+        r'File "([^"]+)", line (\d+), in (\S+)', found.thrown.message.partition("from user code:")[2]
+    )
     where = f" at {lines[-1][0]}:{lines[-1][1]} in {lines[-1][2]}" if place and lines else ""
     return Diagnosis(
         f"torch.compile cannot trace this code{where}: {found['what'][:160]}",
@@ -128,12 +143,21 @@ def no_triton(failure: FailureRecord) -> Diagnosis | None:
     """
     found = match_message(
         failure,
-        ("RuntimeError", "TritonMissing", "BackendCompilerFailed", "InductorError", "GPUTooOldForTriton", "ModuleNotFoundError"),
+        (
+            "RuntimeError",
+            "TritonMissing",
+            "BackendCompilerFailed",
+            "InductorError",
+            "GPUTooOldForTriton",
+            "ModuleNotFoundError",
+        ),
         r"(?:backend='\w+' raised:\s+)?(?:\w+: )?Cannot find a working triton installation",
         r"(?:backend='\w+' raised:\s+)?(?:\w+: )?Found (?P<gpu>.+?) which is too old to be supported by the triton GPU compiler",
         r"No module named 'triton'",
     )
-    if found is None or (found.thrown.message.startswith("No module") and found.thrown.frames and found.thrown.frames[-1].mine):
+    if found is None or (
+        found.thrown.message.startswith("No module") and found.thrown.frames and found.thrown.frames[-1].mine
+    ):
         return None
     if found["gpu"]:
         return Diagnosis(
@@ -175,7 +199,9 @@ def extension_does_not_fit(failure: FailureRecord) -> Diagnosis | None:
         return None
     what = found["operator"] or found["package"] or found["library"].rpartition("/")[2]
     symbol = found["symbol"]
-    package = (found["operator"].partition("::")[0] or found["package"] or _package(found["library"])) or "EXTENSION"
+    package = (
+        found["operator"].partition("::")[0] or found["package"] or _package(found["library"])
+    ) or "EXTENSION"
     if symbol and not re.search(r"c10|torch|at\d|_ZN|Py|cu[A-Z]|nccl|cudnn", symbol):
         return Diagnosis(
             f"{what} needs `{symbol}`, which no loaded library has: it was built against another version of a library",
@@ -190,7 +216,8 @@ def extension_does_not_fit(failure: FailureRecord) -> Diagnosis | None:
     said = (
         f"`{what}` is missing"
         if found["operator"]
-        else f"{what or 'a compiled extension'} was built for another torch" + (f" (it needs `{symbol[:80]}`)" if symbol else "")
+        else f"{what or 'a compiled extension'} was built for another torch"
+        + (f" (it needs `{symbol[:80]}`)" if symbol else "")
     )
     version = failure.facts.get("torch", "")
     return Diagnosis(
@@ -230,7 +257,10 @@ def numpy_does_not_fit(failure: FailureRecord) -> Diagnosis | None:
         r"module compiled against (?:API|ABI) version \S+ but this version of numpy is",
     )
     info = search_log(failure, r"A module that was compiled using NumPy 1\.x cannot be run in")
-    if found is None and (info is None or not any("Numpy" in thrown.message or "numpy" in thrown.message for thrown in failure.chain)):
+    if found is None and (
+        info is None
+        or not any("Numpy" in thrown.message or "numpy" in thrown.message for thrown in failure.chain)
+    ):
         return None
     return Diagnosis(
         "a compiled module does not fit the installed NumPy"

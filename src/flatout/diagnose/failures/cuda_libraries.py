@@ -37,10 +37,18 @@ def cudnn_error(failure: FailureRecord) -> Diagnosis | None:
     where = f" in {layer(failure)}" if layer(failure) else ""
     if "incompatib" in status:
         return Diagnosis(
-            f"a cuDNN other than torch's own was loaded: {found['why'][:160]}", "unset LD_LIBRARY_PATH   # or remove the folder with the other cuDNN from it"
+            f"a cuDNN other than torch's own was loaded: {found['why'][:160]}",
+            "unset LD_LIBRARY_PATH   # or remove the folder with the other cuDNN from it",
         )
-    memory = any(word in status for word in ("NOT_INITIALIZED", "ALLOC_FAILED", "INTERNAL_ERROR", "engine", "algorithm"))
-    reason = "most often the GPU's memory is full" if memory else "most often an earlier kernel failed, or the sizes are not supported"
+    memory = any(
+        word in status
+        for word in ("NOT_INITIALIZED", "ALLOC_FAILED", "INTERNAL_ERROR", "engine", "algorithm")
+    )
+    reason = (
+        "most often the GPU's memory is full"
+        if memory
+        else "most often an earlier kernel failed, or the sizes are not supported"
+    )
     return Diagnosis(
         f"cuDNN reports {status}{where}; {reason}",
         "nvidia-smi                                        # is the memory full? then use a smaller batch\n"
@@ -75,7 +83,10 @@ def cublas_error(failure: FailureRecord) -> Diagnosis | None:
         return None
     status, where = found["status"], f" in {layer(failure)}" if layer(failure) else ""
     if "ALLOC_FAILED" in status or "NOT_INITIALIZED" in status:
-        reason, first = "most often the GPU's memory is full", "nvidia-smi                                  # is the memory full? then use a smaller batch\n"
+        reason, first = (
+            "most often the GPU's memory is full",
+            "nvidia-smi                                  # is the memory full? then use a smaller batch\n",
+        )
     elif "INVALID_VALUE" in status or "NOT_SUPPORTED" in status:
         reason, first = "most often a cuBLAS other than torch's own is loaded", "unset LD_LIBRARY_PATH\n"
     else:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import re
 
-from flatout.diagnose.kind import RUNTIME, Diagnosis, describe_tensors, kind, layer, match_message, on_own_line, search_log
+from flatout.diagnose.kind import (
+    RUNTIME,
+    Diagnosis,
+    describe_tensors,
+    kind,
+    layer,
+    match_message,
+    on_own_line,
+    search_log,
+)
 from flatout.plan.failure import FailureRecord
 
 DEVICE = r"[a-z]+(?::\d+)?"
@@ -12,25 +21,65 @@ DEVICE = r"[a-z]+(?::\d+)?"
 # Uses of CUDA that `--device` cannot redirect. Each row: name, pattern of where it shows (file:function of a
 # frame, or the user's line), pattern of its message, reason, next command.
 NOT_REDIRECTED = (
-    ("a Triton kernel", r"/triton/(?:runtime|compiler|backends)/", r"\d+ active drivers", "it is compiled for a GPU",
-     "TRITON_INTERPRET=1 flatout run --device {device} python train.py   # Triton's interpreter computes it on the CPU, slowly"),
-    ("a CUDA extension", r"/torch/utils/cpp_extension\.py:.*cuda", r"(?:.{0,200}\b(?:CUDA_HOME|nvcc)\b|.{0,80}must be a CUDA tensor)",
-     "its kernels run only on a CUDA device", "use the script's path without the extension, if there is one; otherwise run it on a machine with a CUDA device"),
-    ("NCCL", r"/torch/cuda/nccl\.py|:_create_nccl", r".{0,200}(?:NCCL|nccl)", "it connects CUDA devices",
-     "flatout run --device {device} python train.py       # as a single process, without torchrun\n"
-     'dist.init_process_group("gloo")                   # connects processes on the CPU'),
-    ("NVML", r"/pynvml(?:\.py|/)", r"NVML", "it reads the counters of the NVIDIA driver", "remove the code that reads them: a CPU has none"),
-    ("CuPy, Numba or PyCUDA", r"/(?:cupy|cupyx|cupy_backends|pycuda|numba/cuda)/", r"cuda\w+Error", "they create CUDA arrays themselves",
-     "use NumPy or torch instead, or run it on a machine with a CUDA device"),
-    ("a CUDA graph", r"/torch/cuda/graphs\.py|\bcuda\.(?:CUDAGraph|graph)\b", r"CUDA graph", "it replays work recorded on a CUDA device",
-     "run the step without torch.cuda.CUDAGraph"),
-    ("a trainer that requests a GPU", r"(?!)", r".{0,300}(?:No supported gpu backend|CUDAAccelerator|can only be used on CUDA|support bf16/gpu)",
-     "it looks for the GPU itself", 'Trainer(accelerator="auto")         # Lightning\nTrainingArguments(use_cpu=True)       # Hugging Face'),
-    ("this use of CUDA", r"(?!)",
-     r"(?:Found no NVIDIA driver|No CUDA GPUs are available|Torch not compiled with CUDA|CUDA error: CUDA driver version is insufficient"
-     r"|Unexpected error from cudaGetDeviceCount|CUDA driver initialization failed|invalid argument to exchangeDevice|.{0,200}arguments from the 'CPU' backend"
-     r"|.{0,200}(?:supports?|supported|implemented) (?:on|for|with) (?:CUDA|cuda|GPU)s?\b)",
-     "it does not go through a torch device", "change this line, or run it on a machine with a CUDA device"),
+    (
+        "a Triton kernel",
+        r"/triton/(?:runtime|compiler|backends)/",
+        r"\d+ active drivers",
+        "it is compiled for a GPU",
+        "TRITON_INTERPRET=1 flatout run --device {device} python train.py   # Triton's interpreter computes it on the CPU, slowly",
+    ),
+    (
+        "a CUDA extension",
+        r"/torch/utils/cpp_extension\.py:.*cuda",
+        r"(?:.{0,200}\b(?:CUDA_HOME|nvcc)\b|.{0,80}must be a CUDA tensor)",
+        "its kernels run only on a CUDA device",
+        "use the script's path without the extension, if there is one; otherwise run it on a machine with a CUDA device",
+    ),
+    (
+        "NCCL",
+        r"/torch/cuda/nccl\.py|:_create_nccl",
+        r".{0,200}(?:NCCL|nccl)",
+        "it connects CUDA devices",
+        "flatout run --device {device} python train.py       # as a single process, without torchrun\n"
+        'dist.init_process_group("gloo")                   # connects processes on the CPU',
+    ),
+    (
+        "NVML",
+        r"/pynvml(?:\.py|/)",
+        r"NVML",
+        "it reads the counters of the NVIDIA driver",
+        "remove the code that reads them: a CPU has none",
+    ),
+    (
+        "CuPy, Numba or PyCUDA",
+        r"/(?:cupy|cupyx|cupy_backends|pycuda|numba/cuda)/",
+        r"cuda\w+Error",
+        "they create CUDA arrays themselves",
+        "use NumPy or torch instead, or run it on a machine with a CUDA device",
+    ),
+    (
+        "a CUDA graph",
+        r"/torch/cuda/graphs\.py|\bcuda\.(?:CUDAGraph|graph)\b",
+        r"CUDA graph",
+        "it replays work recorded on a CUDA device",
+        "run the step without torch.cuda.CUDAGraph",
+    ),
+    (
+        "a trainer that requests a GPU",
+        r"(?!)",
+        r".{0,300}(?:No supported gpu backend|CUDAAccelerator|can only be used on CUDA|support bf16/gpu)",
+        "it looks for the GPU itself",
+        'Trainer(accelerator="auto")         # Lightning\nTrainingArguments(use_cpu=True)       # Hugging Face',
+    ),
+    (
+        "this use of CUDA",
+        r"(?!)",
+        r"(?:Found no NVIDIA driver|No CUDA GPUs are available|Torch not compiled with CUDA|CUDA error: CUDA driver version is insufficient"
+        r"|Unexpected error from cudaGetDeviceCount|CUDA driver initialization failed|invalid argument to exchangeDevice|.{0,200}arguments from the 'CPU' backend"
+        r"|.{0,200}(?:supports?|supported|implemented) (?:on|for|with) (?:CUDA|cuda|GPU)s?\b)",
+        "it does not go through a torch device",
+        "change this line, or run it on a machine with a CUDA device",
+    ),
 )
 
 
@@ -56,12 +105,16 @@ def not_redirected(failure: FailureRecord) -> Diagnosis | None:
     for thrown in failure.chain:
         own = thrown.own.text if thrown.own is not None else ""
         if thrown.raised_by_user and "cuda" in own:
-            return Diagnosis(f"the script compares a device with cuda, but under --device {device} its tensors are on {device}",
-                          "change or remove this line: a tensor reports its real device")
+            return Diagnosis(
+                f"the script compares a device with cuda, but under --device {device} its tensors are on {device}",
+                "change or remove this line: a tensor reports its real device",
+            )
         seen_at = [own, *(f"{frame.file}:{frame.function}" for frame in thrown.frames if not frame.mine)]
         for what, where, says, why, fix in () if thrown.raised_by_user else NOT_REDIRECTED:
             if any(re.search(where, place) for place in seen_at) or re.match(says, thrown.message, re.DOTALL):
-                return Diagnosis(f"--device {device} cannot redirect {what}: {why}", fix.format(device=device))
+                return Diagnosis(
+                    f"--device {device} cannot redirect {what}: {why}", fix.format(device=device)
+                )
     return None
 
 
@@ -100,10 +153,16 @@ def two_devices(failure: FailureRecord) -> Diagnosis | None:
     tensors = on_own_line(failure) or failure.tensors
     culprit = next((tensor.name for tensor in tensors if tensor.device == other), found["name"])
     inside = failure.module
-    fix = f"{culprit} = {culprit}.to({one!r})" if culprit and culprit.isidentifier() and one != "meta" else "x = x.to(next(model.parameters()).device)"
+    fix = (
+        f"{culprit} = {culprit}.to({one!r})"
+        if culprit and culprit.isidentifier() and one != "meta"
+        else "x = x.to(next(model.parameters()).device)"
+    )
     if inside and inside.path and culprit in ("input", "x", ""):
         fix = f"{inside.path}.to(device) and, for the batch, x = x.to(device), with the same device"
-    return Diagnosis(f"an operation{where} got tensors on {one} and on {other}", fix, describe_tensors(tensors, 6))
+    return Diagnosis(
+        f"an operation{where} got tensors on {one} and on {other}", fix, describe_tensors(tensors, 6)
+    )
 
 
 @kind("FE002", "no-gpu")
@@ -133,7 +192,11 @@ def no_gpu(failure: FailureRecord) -> Diagnosis | None:
     )
     if found is None:
         return None
-    why = "no NVIDIA driver answers on this machine" if "driver" in found.thrown.message[:24] else "torch sees no GPU from this process"
+    why = (
+        "no NVIDIA driver answers on this machine"
+        if "driver" in found.thrown.message[:24]
+        else "torch sees no GPU from this process"
+    )
     return Diagnosis(
         f"the program requests CUDA, and {why}",
         'device = "cuda" if torch.cuda.is_available() else "cpu"   # and use it instead of "cuda" and .cuda()\n'
@@ -158,7 +221,12 @@ def no_cuda_build(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://pytorch.org/get-started/locally/
     """
-    found = match_message(failure, ("AssertionError", "RuntimeError"), r"Torch not compiled with CUDA enabled", r"PyTorch is not linked with support for cuda devices")
+    found = match_message(
+        failure,
+        ("AssertionError", "RuntimeError"),
+        r"Torch not compiled with CUDA enabled",
+        r"PyTorch is not linked with support for cuda devices",
+    )
     if found is None:
         return None
     version = failure.facts.get("torch", "")
@@ -219,14 +287,31 @@ def no_kernel_image(failure: FailureRecord) -> Diagnosis | None:
         https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities
         https://github.com/pytorch/pytorch/issues/31285
     """
-    found = match_message(failure, RUNTIME, r"CUDA error: no kernel image is available for execution on the device")
-    warned = search_log(failure, r"with CUDA capability sm_(?P<capability>\d+) is not compatible with the current PyTorch installation")
+    found = match_message(
+        failure, RUNTIME, r"CUDA error: no kernel image is available for execution on the device"
+    )
+    warned = search_log(
+        failure,
+        r"with CUDA capability sm_(?P<capability>\d+) is not compatible with the current PyTorch installation",
+    )
     if found is None:
         return None
     facts = failure.facts
-    capability = facts.get("capability") or (f"{warned['capability'][:-1]}.{warned['capability'][-1]}" if warned else "")
-    gpu = f"this GPU ({facts['gpu']}, capability {capability})" if facts.get("gpu") else f"this GPU (capability {capability})" if capability else "this GPU"
-    built = [f"torch {facts.get('torch', '')} was built for {facts['built_for']}"] if facts.get("built_for") else []
+    capability = facts.get("capability") or (
+        f"{warned['capability'][:-1]}.{warned['capability'][-1]}" if warned else ""
+    )
+    gpu = (
+        f"this GPU ({facts['gpu']}, capability {capability})"
+        if facts.get("gpu")
+        else f"this GPU (capability {capability})"
+        if capability
+        else "this GPU"
+    )
+    built = (
+        [f"torch {facts.get('torch', '')} was built for {facts['built_for']}"]
+        if facts.get("built_for")
+        else []
+    )
     return Diagnosis(
         f"a kernel was launched that was not built for {gpu}",
         'python -c "import torch; print(torch.cuda.get_device_capability(), torch.cuda.get_arch_list())"   # the list must contain the capability\n'
@@ -263,9 +348,13 @@ def no_such_device(failure: FailureRecord) -> Diagnosis | None:
     if found["count"]:
         return Diagnosis(
             f"the checkpoint was saved on GPU {found['number']}, and this process sees {found['count']} GPUs",
-            'torch.load(path, map_location="cuda:0")   # or "cpu"'
+            'torch.load(path, map_location="cuda:0")   # or "cpu"',
         )
-    rank = f" (this is rank {failure.rank} of {failure.world_size})" if failure.rank is not None and failure.world_size else ""
+    rank = (
+        f" (this is rank {failure.rank} of {failure.world_size})"
+        if failure.rank is not None and failure.world_size
+        else ""
+    )
     return Diagnosis(
         f"the program named a GPU by a number that this process does not see{rank}",
         'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))\ntorchrun --nproc-per-node=$(nvidia-smi -L | wc -l) train.py   # at most one rank per GPU',
@@ -289,8 +378,16 @@ def cuda_after_fork(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/notes/multiprocessing.html#poison-fork-in-multiprocessing
     """
-    found = match_message(failure, RUNTIME, r"Cannot re-initialize CUDA in forked subprocess", r"CUDA error: initialization error(?P<old>)")
-    if found is None or (found.thrown.message.startswith("CUDA error") and not any(one.link == "carried" for one in failure.chain)):
+    found = match_message(
+        failure,
+        RUNTIME,
+        r"Cannot re-initialize CUDA in forked subprocess",
+        r"CUDA error: initialization error(?P<old>)",
+    )
+    if found is None or (
+        found.thrown.message.startswith("CUDA error")
+        and not any(one.link == "carried" for one in failure.chain)
+    ):
         return None
     return Diagnosis(
         "a forked process uses CUDA, and its parent had used CUDA before the fork",

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from flatout.diagnose.kind import RUNTIME, Diagnosis, describe_tensors, kind, layer, match_message, on_own_line
+from flatout.diagnose.kind import (
+    RUNTIME,
+    Diagnosis,
+    describe_tensors,
+    kind,
+    layer,
+    match_message,
+    on_own_line,
+)
 from flatout.plan.failure import FailureRecord
 
 CASTS = {
@@ -85,9 +93,20 @@ def two_dtypes(failure: FailureRecord) -> Diagnosis | None:
         return None
     cast = CASTS.get(wants, f"to({wants.lower()})")
     tensors = on_own_line(failure) or failure.tensors
-    name = next((tensor.name for tensor in tensors if tensor.dtype.lower().startswith(_spelled(got)) and tensor.name.isidentifier()), "x")
+    name = next(
+        (
+            tensor.name
+            for tensor in tensors
+            if tensor.dtype.lower().startswith(_spelled(got)) and tensor.name.isidentifier()
+        ),
+        "x",
+    )
     where = layer(failure) or "a product"
-    return Diagnosis(f"{where} got {_common(got)} and has {_common(wants)}", f"{name} = {name}.{cast}", describe_tensors(tensors))
+    return Diagnosis(
+        f"{where} got {_common(got)} and has {_common(wants)}",
+        f"{name} = {name}.{cast}",
+        describe_tensors(tensors),
+    )
 
 
 def _spelled(name: str) -> str:
@@ -140,13 +159,24 @@ def target_dtype(failure: FailureRecord) -> Diagnosis | None:
     if found is None or (found.thrown.message.startswith("expected scalar type") and not loss):
         return None
     backward = found.thrown.message.startswith("Found dtype")
-    if backward and not any("backward" in frame.function or "backward" in frame.text for frame in found.thrown.frames) and found.thrown.frames:
+    if (
+        backward
+        and not any("backward" in frame.function or "backward" in frame.text for frame in found.thrown.frames)
+        and found.thrown.frames
+    ):
         return None
     classes = loss in ("cross_entropy", "nll_loss") and "probabilities" not in found.thrown.message
     wants = "long" if classes else "float"
     if not loss and not backward and found["wants"]:
         wants = "long" if found["wants"] == "Long" else "float"
-    target = next((tensor.name for tensor in on_own_line(failure) if ("float" in tensor.dtype) == (wants == "long") and tensor.name.isidentifier()), "target")
+    target = next(
+        (
+            tensor.name
+            for tensor in on_own_line(failure)
+            if ("float" in tensor.dtype) == (wants == "long") and tensor.name.isidentifier()
+        ),
+        "target",
+    )
     got = _common(found["got"]) if found["got"] else "another dtype"
     return Diagnosis(
         f"the loss{f' `{loss}`' if loss else ''} got `{target}` as {got} and needs {_common(wants)}",
@@ -215,7 +245,9 @@ def index_dtype(failure: FailureRecord) -> Diagnosis | None:
     if found is None:
         return None
     tensors = on_own_line(failure) or failure.tensors
-    name = next((tensor.name for tensor in tensors if "float" in tensor.dtype and tensor.name.isidentifier()), "index")
+    name = next(
+        (tensor.name for tensor in tensors if "float" in tensor.dtype and tensor.name.isidentifier()), "index"
+    )
     got = f" as {_common(found['got'])}" if found["got"] else ""
     return Diagnosis(
         f"{layer(failure) or 'an index operation'} got indices{f' (`{name}`)' if name != 'index' else ''}{got} and needs integers",
@@ -237,9 +269,15 @@ def numpy_has_no_bfloat16(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.Tensor.numpy.html
     """
-    found = match_message(failure, ("TypeError", "RuntimeError"), r"Got unsupported ScalarType (?P<dtype>\w+)")
+    found = match_message(
+        failure, ("TypeError", "RuntimeError"), r"Got unsupported ScalarType (?P<dtype>\w+)"
+    )
     if found is None:
         return None
     names = [tensor.name for tensor in on_own_line(failure) if tensor.dtype.lower() == found["dtype"].lower()]
     name = names[0] if names else "x"
-    return Diagnosis(f"`{name}` is {found['dtype'].lower()}, which NumPy does not support", f"{name}.detach().float().cpu().numpy()", describe_tensors(on_own_line(failure)))
+    return Diagnosis(
+        f"`{name}` is {found['dtype'].lower()}, which NumPy does not support",
+        f"{name}.detach().float().cpu().numpy()",
+        describe_tensors(on_own_line(failure)),
+    )

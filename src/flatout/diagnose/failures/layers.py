@@ -38,7 +38,9 @@ def convolution_input(failure: FailureRecord) -> Diagnosis | None:
     if found is None:
         return None
     name = (
-        layer(failure) or f"a convolution (weight {shape(found['weight'])})" if found["weight"] else layer(failure) or f"`{found['conv'] or 'a convolution'}`"
+        layer(failure) or f"a convolution (weight {shape(found['weight'])})"
+        if found["weight"]
+        else layer(failure) or f"`{found['conv'] or 'a convolution'}`"
     )
     if not found["wants"]:
         return Diagnosis(
@@ -53,7 +55,11 @@ def convolution_input(failure: FailureRecord) -> Diagnosis | None:
         fix = "x = x.expand(-1, 3, -1, -1)   # grey images for a colour network, or nn.Conv2d(1, ...)"
     else:
         fix = f"nn.Conv2d({found['got']}, ...)   # or convert the input to {found['wants']} channels"
-    return Diagnosis(f"{name} expects {found['wants']} channels and got {found['got']} (input {shape(found['size'])})", fix, sizes(failure))
+    return Diagnosis(
+        f"{name} expects {found['wants']} channels and got {found['got']} (input {shape(found['size'])})",
+        fix,
+        sizes(failure),
+    )
 
 
 @kind("FE022", "batch-norm-width")
@@ -87,7 +93,11 @@ def batch_norm_width(failure: FailureRecord) -> Diagnosis | None:
             "nn.BatchNorm1d for rows (NxC), BatchNorm2d for images (NxCxHxW), BatchNorm3d for volumes",
             sizes(failure),
         )
-    return Diagnosis(f"{name} expects {found['wants']} channels and got {found['got']}", f"nn.BatchNorm...({found['got']})", sizes(failure))
+    return Diagnosis(
+        f"{name} expects {found['wants']} channels and got {found['got']}",
+        f"nn.BatchNorm...({found['got']})",
+        sizes(failure),
+    )
 
 
 @kind("FE023", "batch-norm-of-one")
@@ -104,7 +114,11 @@ def batch_norm_of_one(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://github.com/pytorch/pytorch/issues/4534
     """
-    found = match_message(failure, ("ValueError",), rf"Expected more than 1 (?:value per channel|spatial element) when training, got input size (?P<size>{SIZE})")
+    found = match_message(
+        failure,
+        ("ValueError",),
+        rf"Expected more than 1 (?:value per channel|spatial element) when training, got input size (?P<size>{SIZE})",
+    )
     if found is None:
         return None
     at = f" (batch {failure.batch} of the loader)" if failure.batch else ""
@@ -149,12 +163,20 @@ def layer_width(failure: FailureRecord) -> Diagnosis | None:
         got = "x".join(got.split("x")[-len(wants.split("x")) :])
     if "divisible by num_heads" in found.thrown.message:
         return Diagnosis(
-            "the attention width is not a multiple of the number of heads", "embed_dim % num_heads == 0   # choose heads that divide the width", sizes(failure)
+            "the attention width is not a multiple of the number of heads",
+            "embed_dim % num_heads == 0   # choose heads that divide the width",
+            sizes(failure),
         )
     if not wants:
-        return Diagnosis(f"{name} got {got} dimensions", "x.unsqueeze(0)   # a single sequence: add the batch dimension", sizes(failure))
+        return Diagnosis(
+            f"{name} got {got} dimensions",
+            "x.unsqueeze(0)   # a single sequence: add the batch dimension",
+            sizes(failure),
+        )
     return Diagnosis(
-        f"{name} expects {wants} and got {got}", f"build the layer for {got}, or check batch_first and the input tokens", sizes(failure)
+        f"{name} expects {wants} and got {got}",
+        f"build the layer for {got}, or check batch_first and the input tokens",
+        sizes(failure),
     )
 
 

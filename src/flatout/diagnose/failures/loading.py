@@ -44,7 +44,10 @@ def error_in_a_worker(failure: FailureRecord) -> Diagnosis | None:
     if carried is None:
         return None
     inner, outer = carried
-    where = re.match(r"Caught \w+ in (?P<where>DataLoader worker process \d+|replica \d+ on device \d+|pin memory thread for device \w+)\.", outer.message)
+    where = re.match(
+        r"Caught \w+ in (?P<where>DataLoader worker process \d+|replica \d+ on device \d+|pin memory thread for device \w+)\.",
+        outer.message,
+    )
     process = re.search(r"-- Process (?P<where>\d+) terminated with the following error", outer.message)
     if where is None and process is None:
         return None
@@ -99,20 +102,40 @@ def worker_ended(failure: FailureRecord) -> Diagnosis | None:
     if found is None or found["signal"] == "Bus error":
         return None
     if not found["signal"]:  # the previous exception may name the signal
-        inner = match_message(failure, RUNTIME, r"DataLoader worker \(pid\(?s?\)? (?P<pid>[\d, ]+)\) is killed by signal: (?P<signal>[\w ]+?)\.")
+        inner = match_message(
+            failure,
+            RUNTIME,
+            r"DataLoader worker \(pid\(?s?\)? (?P<pid>[\d, ]+)\) is killed by signal: (?P<signal>[\w ]+?)\.",
+        )
     signal = found["signal"] or (inner["signal"] if inner else "")
     if signal == "Bus error":
         return None
     if found["name"]:
-        signal = {"SIGKILL": "Killed", "SIGSEGV": "Segmentation fault", "SIGABRT": "Aborted", "SIGTERM": "Terminated", "SIGBUS": "Bus error"}.get(
-            found["name"], found["name"]
-        )
-    who = f"process {found['process']}" if found["process"] else f"loader worker {found['pid']}" if found["pid"] else "the pin memory thread"
+        signal = {
+            "SIGKILL": "Killed",
+            "SIGSEGV": "Segmentation fault",
+            "SIGABRT": "Aborted",
+            "SIGTERM": "Terminated",
+            "SIGBUS": "Bus error",
+        }.get(found["name"], found["name"])
+    who = (
+        f"process {found['process']}"
+        if found["process"]
+        else f"loader worker {found['pid']}"
+        if found["pid"]
+        else "the pin memory thread"
+    )
     if signal:
         said = f"{who} was ended by {SIGNALS.get(signal, signal)}"
     else:
-        said = f"{who} ended unexpectedly" + (f" with exit code {found['code']}" if found["code"] else ", without an exception")
-    memory = "dmesg -T | grep -i oom; cat /sys/fs/cgroup/memory.events   # was memory the cause? then use fewer workers\n" if signal == "Killed" else ""
+        said = f"{who} ended unexpectedly" + (
+            f" with exit code {found['code']}" if found["code"] else ", without an exception"
+        )
+    memory = (
+        "dmesg -T | grep -i oom; cat /sys/fs/cgroup/memory.events   # was memory the cause? then use fewer workers\n"
+        if signal == "Killed"
+        else ""
+    )
     return Diagnosis(
         said,
         memory + "DataLoader(..., num_workers=0)                      # does the code itself fail?\n"
@@ -122,8 +145,20 @@ def worker_ended(failure: FailureRecord) -> Diagnosis | None:
 
 def _handing_over(failure: FailureRecord) -> bool:
     """Whether a shared-memory tensor was requested from a process that no longer exists."""
-    gone = match_message(failure, ("ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError", "EOFError", "FileNotFoundError"), r"")
-    return gone is not None and any(frame.function in ("rebuild_storage_fd", "_try_get_data") for frame in gone.thrown.frames)
+    gone = match_message(
+        failure,
+        (
+            "ConnectionResetError",
+            "ConnectionRefusedError",
+            "BrokenPipeError",
+            "EOFError",
+            "FileNotFoundError",
+        ),
+        r"",
+    )
+    return gone is not None and any(
+        frame.function in ("rebuild_storage_fd", "_try_get_data") for frame in gone.thrown.frames
+    )
 
 
 @kind("FE072", "samples-of-other-sizes")
@@ -140,7 +175,11 @@ def samples_of_other_sizes(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/data.html#dataloader-collate-fn
     """
-    collating = any(frame.function in ("default_collate", "collate_tensor_fn", "collate", "fetch") for thrown in failure.chain for frame in thrown.frames)
+    collating = any(
+        frame.function in ("default_collate", "collate_tensor_fn", "collate", "fetch")
+        for thrown in failure.chain
+        for frame in thrown.frames
+    )
     found = match_message(
         failure,
         RUNTIME,
@@ -155,14 +194,26 @@ def samples_of_other_sizes(failure: FailureRecord) -> Diagnosis | None:
         said = f"sample 0{batch} is {found['one']} and sample {found['at']} is {found['other']}: they cannot be stacked into one tensor"
         image = len(re.findall(r"\d+", found["one"])) == 3
     else:
-        said, image = f"the samples{batch} are lists of different lengths (or share memory that cannot grow): they cannot be stacked into one tensor", False
+        said, image = (
+            f"the samples{batch} are lists of different lengths (or share memory that cannot grow): they cannot be stacked into one tensor",
+            False,
+        )
     pad = "collate_fn=lambda rows: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)   # for sequences"
-    return Diagnosis(said, f"transforms.Resize((224, 224)); image.convert('RGB')   # for images: one size, one number of channels\n{pad}" if image else pad)
+    return Diagnosis(
+        said,
+        f"transforms.Resize((224, 224)); image.convert('RGB')   # for images: one size, one number of channels\n{pad}"
+        if image
+        else pad,
+    )
 
 
 def _collates(failure: FailureRecord) -> bool:
     """Whether a loader was collating samples."""
-    return any(frame.function in ("default_collate", "collate_tensor_fn", "collate", "fetch") for thrown in failure.chain for frame in thrown.frames)
+    return any(
+        frame.function in ("default_collate", "collate_tensor_fn", "collate", "fetch")
+        for thrown in failure.chain
+        for frame in thrown.frames
+    )
 
 
 @kind("FE073", "uncollatable-sample")
@@ -244,7 +295,11 @@ def cannot_be_pickled(failure: FailureRecord) -> Diagnosis | None:
 
 
 def _starts_a_process(failure: FailureRecord) -> bool:
-    return any(re.search(r"multiprocessing|concurrent[/\\]futures", frame.file) for thrown in failure.chain for frame in thrown.frames)
+    return any(
+        re.search(r"multiprocessing|concurrent[/\\]futures", frame.file)
+        for thrown in failure.chain
+        for frame in thrown.frames
+    )
 
 
 @kind("FE075", "no-main-guard")
@@ -261,10 +316,17 @@ def no_main_guard(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.python.org/3/library/multiprocessing.html#the-spawn-and-forkserver-start-methods
     """
-    found = match_message(failure, RUNTIME, r"An attempt has been made to start a new process before the\s+current process has finished its bootstrapping phase")
+    found = match_message(
+        failure,
+        RUNTIME,
+        r"An attempt has been made to start a new process before the\s+current process has finished its bootstrapping phase",
+    )
     if found is None:
         return None
-    return Diagnosis("the script starts processes on import, and a spawned process imports it again", 'if __name__ == "__main__":\n    main()')
+    return Diagnosis(
+        "the script starts processes on import, and a spawned process imports it again",
+        'if __name__ == "__main__":\n    main()',
+    )
 
 
 @kind("FE076", "loader-timed-out")

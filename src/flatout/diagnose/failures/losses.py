@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import re
 
-from flatout.diagnose.kind import RUNTIME, Diagnosis, describe_tensors, kind, layer, match_message, on_own_line, search_log, shape
+from flatout.diagnose.kind import (
+    RUNTIME,
+    Diagnosis,
+    describe_tensors,
+    kind,
+    layer,
+    match_message,
+    on_own_line,
+    search_log,
+    shape,
+)
 from flatout.plan.failure import FailureRecord, TensorSeen
 
 SIZE = r"torch\.Size\(\[[\d, ]*\]\)|\[[\d, ]*\]"
 
 
-def out_of_range(tensors: list[TensorSeen], below: int | None, lowest: int = 0) -> tuple[TensorSeen, int, list[int]] | None:
+def out_of_range(
+    tensors: list[TensorSeen], below: int | None, lowest: int = 0
+) -> tuple[TensorSeen, int, list[int]] | None:
     """The first integer tensor with an entry outside [lowest, below), with that entry and its position.
 
     Skips -100, torch's value for "ignore".
@@ -62,16 +74,29 @@ def index_out_of_range(failure: FailureRecord) -> Diagnosis | None:
     if found is None:
         return None
     weight = failure.module.parameters.get("weight", []) if failure.module else []
-    rows = weight[0] if weight else found.number("last") + 1 if found["last"] else found.number("size") if found["size"] else None
+    rows = (
+        weight[0]
+        if weight
+        else found.number("last") + 1
+        if found["last"]
+        else found.number("size")
+        if found["size"]
+        else None
+    )
     bad = out_of_range(_user_names(failure, failure.tensors), rows)
     name = layer(failure) or ("the embedding" if "self" in found.thrown.message else "the table")
     if bad is None and not found["index"]:
         return Diagnosis(
-            f"{name} was indexed with a row that it does not have" + (f"; it has {rows:,} rows" if rows else ""),
+            f"{name} was indexed with a row that it does not have"
+            + (f"; it has {rows:,} rows" if rows else ""),
             "print(int(tokens.min()), int(tokens.max()))   # must be in 0 .. num_embeddings - 1",
             describe_tensors(failure.tensors),
         )
-    value, where, what = (bad[1], _at(bad[2]), f"`{bad[0].name}` holds ") if bad else (found.number("index"), "", "it was indexed with ")
+    value, where, what = (
+        (bad[1], _at(bad[2]), f"`{bad[0].name}` holds ")
+        if bad
+        else (found.number("index"), "", "it was indexed with ")
+    )
     has = f"{name} has {rows:,} rows (0 to {rows - 1:,})" if rows else name
     return Diagnosis(
         f"{what}{value:,}{where}{_batch(failure)}, and {has}",
@@ -106,28 +131,47 @@ def label_out_of_range(failure: FailureRecord) -> Diagnosis | None:
     )
     if found is None:
         return None
-    outputs = next((tensor for tensor in _user_names(failure, failure.tensors) if "float" in tensor.dtype and len(tensor.shape) > 1), None)
+    outputs = next(
+        (
+            tensor
+            for tensor in _user_names(failure, failure.tensors)
+            if "float" in tensor.dtype and len(tensor.shape) > 1
+        ),
+        None,
+    )
     classes = outputs.shape[1] if outputs else None
     bad = out_of_range(_user_names(failure, failure.tensors), classes)
     label = found.number("label") if found["label"] else bad[1] if bad else None
     if label is None:
-        return Diagnosis("`one_hot` got a label that is not a class", "F.one_hot(target, num_classes=int(target.max()) + 1)", describe_tensors(failure.tensors))
-    has = f"the model has {classes} outputs (0 to {classes - 1})" if classes else "the model has fewer outputs"
+        return Diagnosis(
+            "`one_hot` got a label that is not a class",
+            "F.one_hot(target, num_classes=int(target.max()) + 1)",
+            describe_tensors(failure.tensors),
+        )
+    has = (
+        f"the model has {classes} outputs (0 to {classes - 1})" if classes else "the model has fewer outputs"
+    )
     holder = bad[0].name if bad and bad[1] == label else "the target"
     where = _at(bad[2]) if bad and bad[1] == label else ""
     return Diagnosis(
-        f"`{holder}` holds the label {label}{where}{_batch(failure)}, and {has}", label_fix(label, classes), describe_tensors(_user_names(failure, failure.tensors))
+        f"`{holder}` holds the label {label}{where}{_batch(failure)}, and {has}",
+        label_fix(label, classes),
+        describe_tensors(_user_names(failure, failure.tensors)),
     )
 
 
 def label_fix(label: int, classes: int | None) -> str:
     if label < 0:
-        return f"F.cross_entropy(logits, target, ignore_index={label})   # if {label} marks unlabelled entries"
+        return (
+            f"F.cross_entropy(logits, target, ignore_index={label})   # if {label} marks unlabelled entries"
+        )
     lines = [f"nn.Linear(..., {label + 1})   # at least as many outputs as the largest label plus one"]
     if classes is not None and label == classes:
         lines.insert(0, "target = target - 1   # if the labels start at 1")
     if label == 255:
-        lines.insert(0, "F.cross_entropy(logits, target, ignore_index=255)   # 255 usually marks unlabelled pixels")
+        lines.insert(
+            0, "F.cross_entropy(logits, target, ignore_index=255)   # 255 usually marks unlabelled pixels"
+        )
     return "\n".join(lines)
 
 
@@ -157,7 +201,9 @@ def target_shape(failure: FailureRecord) -> Diagnosis | None:
         r"only batches of spatial targets supported \((?P<spatial>[^)]*)\)",
         rf"size mismatch \(got input: (?P<got>{SIZE}),? target: (?P<wants>{SIZE})\)",
         r"input and target batch or spatial sizes don't match: target (?P<wants>\[.*?\]), input (?P<got>\[.*?\])",
-        r"Dimension out of range \(expected to be in range of \[-1, 0\], but got 1\)" if _in_cross_entropy(failure) else r"(?!)",
+        r"Dimension out of range \(expected to be in range of \[-1, 0\], but got 1\)"
+        if _in_cross_entropy(failure)
+        else r"(?!)",
     )
     if found is None:
         return None
@@ -170,8 +216,12 @@ def target_shape(failure: FailureRecord) -> Diagnosis | None:
         )
     if not found["got"] and not found["wants"]:
         return Diagnosis(
-            "the loss needs logits of NxC and got a single row" if not found["spatial"] else "the loss needs labels of NxHxW for logits of NxCxHxW",
-            "logits = logits.unsqueeze(0)   # one sample: add its batch" if not found["spatial"] else "target = target.squeeze(1)   # labels of Nx1xHxW",
+            "the loss needs logits of NxC and got a single row"
+            if not found["spatial"]
+            else "the loss needs labels of NxHxW for logits of NxCxHxW",
+            "logits = logits.unsqueeze(0)   # one sample: add its batch"
+            if not found["spatial"]
+            else "target = target.squeeze(1)   # labels of Nx1xHxW",
             tensors,
         )
     got, wants = found["got"], found["wants"]
@@ -190,7 +240,9 @@ def target_shape(failure: FailureRecord) -> Diagnosis | None:
 
 
 def _in_cross_entropy(failure: FailureRecord) -> bool:
-    return any(frame.function in ("cross_entropy", "nll_loss") for thrown in failure.chain for frame in thrown.frames)
+    return any(
+        frame.function in ("cross_entropy", "nll_loss") for thrown in failure.chain for frame in thrown.frames
+    )
 
 
 @kind("FE033", "binary-target-shape")
@@ -215,8 +267,16 @@ def binary_target_shape(failure: FailureRecord) -> Diagnosis | None:
     if found is None:
         return None
     given, wanted = shape(found["target"]), shape(found["input"])
-    fix = "target[:, None].float()   # or output.squeeze(1)" if wanted == f"{given}x1" else "target.view_as(output)   # if both have as many elements"
-    return Diagnosis(f"the targets are {given} and the output is {wanted}; the loss needs equal shapes", fix, describe_tensors(_user_names(failure, failure.tensors)))
+    fix = (
+        "target[:, None].float()   # or output.squeeze(1)"
+        if wanted == f"{given}x1"
+        else "target.view_as(output)   # if both have as many elements"
+    )
+    return Diagnosis(
+        f"the targets are {given} and the output is {wanted}; the loss needs equal shapes",
+        fix,
+        describe_tensors(_user_names(failure, failure.tensors)),
+    )
 
 
 @kind("FE034", "not-a-probability")
@@ -233,12 +293,16 @@ def not_a_probability(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.BCEWithLogitsLoss.html
     """
-    found = match_message(failure, RUNTIME, r"all elements of (?P<what>input|target) should be between 0 and 1")
+    found = match_message(
+        failure, RUNTIME, r"all elements of (?P<what>input|target) should be between 0 and 1"
+    )
     if found is None:
         return None
     if found["what"] == "target":
         return Diagnosis(
-            "the targets of a binary loss are outside [0, 1]", "target = target / target.max()   # or read the right column of the data", describe_tensors(failure.tensors)
+            "the targets of a binary loss are outside [0, 1]",
+            "target = target / target.max()   # or read the right column of the data",
+            describe_tensors(failure.tensors),
         )
     return Diagnosis(
         "the input of a binary loss is outside [0, 1]: it is not a probability (or it is NaN)",
@@ -282,12 +346,18 @@ def device_side_assert(failure: FailureRecord) -> Diagnosis | None:
         return None
     what = asserted["what"] if asserted else ""
     evidence = (
-        [f"assertion `{what}` in {asserted['file'].replace(chr(92), '/').rpartition('/')[2]}, block {asserted['block']}, thread {asserted['thread']}"]
+        [
+            f"assertion `{what}` in {asserted['file'].replace(chr(92), '/').rpartition('/')[2]}, block {asserted['block']}, thread {asserted['thread']}"
+        ]
         if asserted
         else []
     )
     classes, tensors = _logits(failure), _user_names(failure, failure.tensors)
-    bad = out_of_range([tensor for tensor in tensors if tensor.device == "cpu"], classes) if classes and (not what or CLASSES.search(what)) else None
+    bad = (
+        out_of_range([tensor for tensor in tensors if tensor.device == "cpu"], classes)
+        if classes and (not what or CLASSES.search(what))
+        else None
+    )
     if bad is not None:
         tensor, value, where = bad
         return Diagnosis(
@@ -297,7 +367,11 @@ def device_side_assert(failure: FailureRecord) -> Diagnosis | None:
             [*evidence, *describe_tensors(tensors)],
         )
     if CLASSES.search(what):
-        sample = f"; sample {asserted['thread']} of its batch or a multiple of the block after it" if asserted and "2d" not in what else ""
+        sample = (
+            f"; sample {asserted['thread']} of its batch or a multiple of the block after it"
+            if asserted and "2d" not in what
+            else ""
+        )
         said = f"a label is below 0 or not below the number of the model's outputs (the assertion of the loss failed on the GPU{sample})"
         fix = (
             "assert 0 <= int(target.min()) and int(target.max()) < logits.size(1), (target.min(), target.max())   # before the loss; names the label\n"
@@ -313,7 +387,11 @@ def device_side_assert(failure: FailureRecord) -> Diagnosis | None:
         said = "a kernel got an invalid value, and the GPU reports it late: the real error may be before the line below"
         fix = "check labels and tokens: they must be in 0 .. classes - 1"
     running = f" ({layer(failure)} was running when the GPU reported it)" if layer(failure) else ""
-    return Diagnosis(said + running, fix + "\nCUDA_LAUNCH_BLOCKING=1 python train.py   # the traceback then shows the right line", evidence)
+    return Diagnosis(
+        said + running,
+        fix + "\nCUDA_LAUNCH_BLOCKING=1 python train.py   # the traceback then shows the right line",
+        evidence,
+    )
 
 
 def _logits(failure: FailureRecord) -> int | None:
@@ -321,11 +399,18 @@ def _logits(failure: FailureRecord) -> int | None:
     for thrown in failure.chain:
         for frame in reversed(thrown.frames):
             if frame.function in ("cross_entropy", "nll_loss"):
-                outputs = next((tensor for tensor in frame.tensors if tensor.name == "input" and len(tensor.shape) > 1), None)
+                outputs = next(
+                    (tensor for tensor in frame.tensors if tensor.name == "input" and len(tensor.shape) > 1),
+                    None,
+                )
                 if outputs is not None:
                     return outputs.shape[1]
     own = failure.own
     for tensor in own.tensors if own else ():
-        if "float" in tensor.dtype and len(tensor.shape) > 1 and re.search(r"logit|output|pred|score", tensor.name):
+        if (
+            "float" in tensor.dtype
+            and len(tensor.shape) > 1
+            and re.search(r"logit|output|pred|score", tensor.name)
+        ):
             return tensor.shape[1]
     return None

@@ -8,7 +8,16 @@ import signal as signals
 from flatout.diagnose.kind import RUNTIME, Diagnosis, MessageMatch, kind, layer, match_message, search_log
 from flatout.plan.failure import FailureRecord
 
-UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
+UNITS = {
+    "bytes": 1,
+    "KiB": 1 << 10,
+    "MiB": 1 << 20,
+    "GiB": 1 << 30,
+    "TiB": 1 << 40,
+    "KB": 1 << 10,
+    "MB": 1 << 20,
+    "GB": 1 << 30,
+}
 AMOUNT = r"[\d.]+ (?:bytes|[KMGT]i?B)"
 
 
@@ -68,38 +77,70 @@ def gpu_out_of_memory(failure: FailureRecord) -> Diagnosis | None:
     )
     if found is None:
         return None
-    needed, free, total, allocated = (in_bytes(found[name]) for name in ("needed", "free", "total", "allocated"))
+    needed, free, total, allocated = (
+        in_bytes(found[name]) for name in ("needed", "free", "total", "allocated")
+    )
     memory = failure.memory
-    free, total, allocated = free if free is not None else memory.get("free"), total or memory.get("total"), allocated or memory.get("allocated")
+    free, total, allocated = (
+        free if free is not None else memory.get("free"),
+        total or memory.get("total"),
+        allocated or memory.get("allocated"),
+    )
     idle = in_bytes(found["reserved"])
     if idle is None and found["pool"] and allocated is not None:
         idle = max(0, (in_bytes(found["pool"]) or 0) - allocated)
     if idle is None and memory:
         idle = max(0, memory["reserved"] - memory["allocated"])
     where = f" in {layer(failure)}" if layer(failure) else ""
-    what = f"{spelled(needed)} more were requested{where}" if needed else f"more was requested{where} than is available"
+    what = (
+        f"{spelled(needed)} more were requested{where}"
+        if needed
+        else f"more was requested{where} than is available"
+    )
     has = f", and {spelled(free)} of {spelled(total)} are free" if total and free is not None else ""
     evidence = _evidence(failure, found, total, free, allocated, idle)
     ways = _ways(needed, free, idle)
-    return Diagnosis(f"the GPU's memory is full: {what}{has}", "\n".join(ways), [*evidence, *_fits(failure, needed, free, idle)], levers=("allocator", "autocast"))
+    return Diagnosis(
+        f"the GPU's memory is full: {what}{has}",
+        "\n".join(ways),
+        [*evidence, *_fits(failure, needed, free, idle)],
+        levers=("allocator", "autocast"),
+    )
 
 
-def _evidence(failure: FailureRecord, found: MessageMatch, total: int | None, free: int | None, allocated: int | None, idle: int | None) -> list[str]:
+def _evidence(
+    failure: FailureRecord,
+    found: MessageMatch,
+    total: int | None,
+    free: int | None,
+    allocated: int | None,
+    idle: int | None,
+) -> list[str]:
     lines = []
     if allocated is not None:
-        lines.append(f"torch holds {spelled(allocated)} in tensors" + (f" and {spelled(idle)} reserved but unallocated" if idle is not None else ""))
+        lines.append(
+            f"torch holds {spelled(allocated)} in tensors"
+            + (f" and {spelled(idle)} reserved but unallocated" if idle is not None else "")
+        )
     process = in_bytes(found["process"])
     if process is not None and total and free is not None and total - free - process > total // 20:
-        lines.append(f"other processes hold {spelled(total - free - process)} of this GPU: `nvidia-smi` names them")
+        lines.append(
+            f"other processes hold {spelled(total - free - process)} of this GPU: `nvidia-smi` names them"
+        )
     kept = {name: failure.memory.get(name, 0) for name in ("parameters", "gradients", "optimizer state")}
     if sum(kept.values()) and allocated:
         rest = max(0, allocated - sum(kept.values()))
-        lines.append(", ".join(f"{name} {spelled(size)}" for name, size in kept.items() if size) + f", activations and the rest {spelled(rest)}")
+        lines.append(
+            ", ".join(f"{name} {spelled(size)}" for name, size in kept.items() if size)
+            + f", activations and the rest {spelled(rest)}"
+        )
     return lines
 
 
 def _ways(needed: int | None, free: int | None, idle: int | None) -> list[str]:
-    fragments = "PYTORCH_ALLOC_CONF=expandable_segments:True python train.py   # returns fragments; the same result"
+    fragments = (
+        "PYTORCH_ALLOC_CONF=expandable_segments:True python train.py   # returns fragments; the same result"
+    )
     ways = [
         'with torch.autocast("cuda", torch.bfloat16): ...   # halves the activations; different rounding, often faster',
         "batch_size // 2, and optimizer.step() every 2nd batch   # halves the activations at the same effective batch size; slower if the GPU is not full",
@@ -117,7 +158,14 @@ def _fits(failure: FailureRecord, needed: int | None, free: int | None, idle: in
     """
     memory = failure.memory
     fixed = sum(memory.get(name, 0) for name in ("parameters", "gradients", "optimizer state"))
-    batch = next((tensor.shape[0] for tensor in failure.tensors if tensor.shape and tensor.shape[0] > 1 and not tensor.requires_grad), None)
+    batch = next(
+        (
+            tensor.shape[0]
+            for tensor in failure.tensors
+            if tensor.shape and tensor.shape[0] > 1 and not tensor.requires_grad
+        ),
+        None,
+    )
     if not memory or not needed or not batch or free is None:
         return []
     growing = memory["allocated"] - fixed
@@ -125,7 +173,11 @@ def _fits(failure: FailureRecord, needed: int | None, free: int | None, idle: in
     if growing <= 0 or growing + needed <= room:
         return []
     most = int(batch * room / (growing + needed))
-    return [f"at most {most} of {batch} samples fit at once, fewer if the step's peak comes later"] if 0 < most < batch else []
+    return (
+        [f"at most {most} of {batch} samples fit at once, fewer if the step's peak comes later"]
+        if 0 < most < batch
+        else []
+    )
 
 
 @kind("FE041", "host-out-of-memory")
@@ -202,10 +254,16 @@ def killed(failure: FailureRecord) -> Diagnosis | None:
     if not said and not (oom and _wordless(failure)):
         return None
     events = failure.facts.get("oom_kills")
-    held = f", which held {spelled(int(oom['rss']) * 1024)}" if oom and "rss" in oom.groupdict() and oom["rss"] else ""
+    held = (
+        f", which held {spelled(int(oom['rss']) * 1024)}"
+        if oom and "rss" in oom.groupdict() and oom["rss"]
+        else ""
+    )
     if oom or events:
         name = f" ({oom['name']}, process {oom['pid']}{held})" if oom and oom.groupdict().get("pid") else ""
-        said_so = f"the kernel's OOM killer ended the program{name}: the machine or its container is out of memory"
+        said_so = (
+            f"the kernel's OOM killer ended the program{name}: the machine or its container is out of memory"
+        )
     else:
         said_so = "the program was killed with SIGKILL and could not report why; the OOM killer is the most likely cause"
     ranks = [line for line in failure.around if re.search(r"local_rank: \d+", line)][:1]
@@ -255,11 +313,22 @@ def shared_memory_too_small(failure: FailureRecord) -> Diagnosis | None:
         r"allocate memory|Bad address)",
         r"ERROR: Unexpected bus error encountered in worker\. This might be caused by insufficient shared memory \(shm\)",
     )
-    info = search_log(failure, r"ERROR: Unexpected bus error encountered in worker\. This might be caused by insufficient shared memory")
-    wordless = failure.signal == signals.SIGBUS or (failure.signal is None and _ends_with(failure, r"\bBus error(?: \(core dumped\))?\s*$", r"\bSIGBUS\b"))
+    info = search_log(
+        failure,
+        r"ERROR: Unexpected bus error encountered in worker\. This might be caused by insufficient shared memory",
+    )
+    wordless = failure.signal == signals.SIGBUS or (
+        failure.signal is None and _ends_with(failure, r"\bBus error(?: \(core dumped\))?\s*$", r"\bSIGBUS\b")
+    )
     if found is None and info is None and not wordless:
         return None
-    who = f"loader worker {found['pid']}" if found and found["pid"] else "a loader worker" if found or info else "the program"
+    who = (
+        f"loader worker {found['pid']}"
+        if found and found["pid"]
+        else "a loader worker"
+        if found or info
+        else "the program"
+    )
     return Diagnosis(
         f"{who} died of a bus error: /dev/shm is most likely too small"
         if found is None or "Bus error" in found.thrown.message

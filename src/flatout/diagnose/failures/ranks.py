@@ -36,7 +36,13 @@ def unused_parameters(failure: FailureRecord) -> Diagnosis | None:
         return None
     which = ", ".join(re.findall(r"\d+", found["which"]))
     names = found["names"]
-    who = f"{names}" if names else f"number {which} of `list(model.named_parameters())`" if which else "some parameters"
+    who = (
+        f"{names}"
+        if names
+        else f"number {which} of `list(model.named_parameters())`"
+        if which
+        else "some parameters"
+    )
     on = f" on rank {found['rank']}" if found["rank"] else ""
     return Diagnosis(
         f"parameters without a gradient in the last step{on}: {who}",
@@ -70,7 +76,13 @@ def ready_twice(failure: FailureRecord) -> Diagnosis | None:
     )
     if found is None:
         return None
-    what = f"`{found['name']}`" if found["name"] else f"parameter {found['index']} of `list(model.named_parameters())`" if found["index"] else "a parameter"
+    what = (
+        f"`{found['name']}`"
+        if found["name"]
+        else f"parameter {found['index']} of `list(model.named_parameters())`"
+        if found["index"]
+        else "a parameter"
+    )
     return Diagnosis(
         f"{what} was used again after its gradient had been marked as complete",
         "checkpoint(block, x, use_reentrant=False)\n(loss_a + loss_b).backward()                             # one backward pass for one forward pass\n"
@@ -106,14 +118,29 @@ def nccl_timeout(failure: FailureRecord) -> Diagnosis | None:
     found = match_message(failure, RUNTIME, TIMEOUT)
     lines = [*failure.around, *(line for thrown in failure.chain for line in thrown.message.split("\n"))]
     waited = {int(match["rank"]): match for line in lines if (match := re.search(TIMEOUT, line))}
-    if found is None and not (waited and all(not thrown.frames or "Dist" in thrown.type or "Child" in thrown.type for thrown in failure.chain)):
+    if found is None and not (
+        waited
+        and all(
+            not thrown.frames or "Dist" in thrown.type or "Child" in thrown.type for thrown in failure.chain
+        )
+    ):
         return None
     match = next(iter(waited.values()), None)
-    what, number = (match["what"], match["number"]) if match else (found["what"], found["number"]) if found else ("", "")
-    states = {int(state["rank"]): int(state["completed"]) for line in lines if (state := re.search(STATE, line))}
+    what, number = (
+        (match["what"], match["number"]) if match else (found["what"], found["number"]) if found else ("", "")
+    )
+    states = {
+        int(state["rank"]): int(state["completed"]) for line in lines if (state := re.search(STATE, line))
+    }
     numbers = {rank: int(one["number"]) for rank, one in waited.items()}
     seconds = f"{int(match['ms']) / 1000:.0f} s" if match else "the time"
-    evidence = [f"last completed operation of each rank: {', '.join(f'{rank}: {done}' for rank, done in sorted(states.items()))}"] if states else []
+    evidence = (
+        [
+            f"last completed operation of each rank: {', '.join(f'{rank}: {done}' for rank, done in sorted(states.items()))}"
+        ]
+        if states
+        else []
+    )
     late = _late(numbers, states, failure.world_size)
     said = (
         f"ranks {', '.join(map(str, sorted(waited)))} waited {seconds} in {what} number {number}"
@@ -174,20 +201,37 @@ def nccl_error(failure: FailureRecord) -> Diagnosis | None:
     if found is None:
         return None
     if "no GPUs found" in found.thrown.message[:120]:
-        return Diagnosis("the nccl backend was requested, and this process sees no GPU", 'init_process_group("nccl" if torch.cuda.is_available() else "gloo")')
+        return Diagnosis(
+            "the nccl backend was requested, and this process sees no GPU",
+            'init_process_group("nccl" if torch.cuda.is_available() else "gloo")',
+        )
     why, last = found["why"], found["last"]
-    duplicate = search_log(failure, r"Duplicate GPU detected ?:? ?(?:rank (?P<one>\d+) and rank (?P<other>\d+))?")
+    duplicate = search_log(
+        failure, r"Duplicate GPU detected ?:? ?(?:rank (?P<one>\d+) and rank (?P<other>\d+))?"
+    )
     if duplicate:
         ranks = f" (ranks {duplicate['one']} and {duplicate['other']})" if duplicate["one"] else ""
-        return Diagnosis(f"two ranks use the same GPU{ranks}", 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))   # before init_process_group')
-    if "out of memory" in last or search_log(failure, r"NCCL WARN Cuda failure.{0,8} 'out of memory'|Failed to CUDA (?:c|m)alloc"):
+        return Diagnosis(
+            f"two ranks use the same GPU{ranks}",
+            'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))   # before init_process_group',
+        )
+    if "out of memory" in last or search_log(
+        failure, r"NCCL WARN Cuda failure.{0,8} 'out of memory'|Failed to CUDA (?:c|m)alloc"
+    ):
         return Diagnosis(
             "NCCL could not allocate its buffers: the GPU's memory is full",
             "free some memory: use a smaller batch, or NCCL_BUFFSIZE=2097152\n"
             'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))   # do several ranks use one GPU?',
         )
-    if "remote" in why or "aborted" in found.thrown.message[:40] or search_log(failure, r"Connection closed by (?:remote )?peer|remote process exited"):
-        return Diagnosis("another rank ended first", "look at the FIRST error of the other ranks; this one is a consequence")
+    if (
+        "remote" in why
+        or "aborted" in found.thrown.message[:40]
+        or search_log(failure, r"Connection closed by (?:remote )?peer|remote process exited")
+    ):
+        return Diagnosis(
+            "another rank ended first",
+            "look at the FIRST error of the other ranks; this one is a consequence",
+        )
     reason = f" ({last})" if last else ""
     return Diagnosis(
         f"NCCL reports {why or 'an error'}{reason}",
@@ -233,7 +277,10 @@ def gloo_error(failure: FailureRecord) -> Diagnosis | None:
             f"an operation did not finish within {found.number('ms') / 1000:g} s: another rank hangs, died, or does not call it",
             "every rank must call the same operations in the same order: look for `if rank == 0:` around one\npy-spy dump --pid PID_OF_THE_OTHER_RANK",
         )
-    return Diagnosis("another rank ended first, and its connection was closed", "look at the FIRST error of the other ranks; this one is a consequence")
+    return Diagnosis(
+        "another rank ended first, and its connection was closed",
+        "look at the FIRST error of the other ranks; this one is a consequence",
+    )
 
 
 @kind("FE089", "a-rank-failed", reports=True)
@@ -263,7 +310,8 @@ def a_rank_failed(failure: FailureRecord) -> Diagnosis | None:
     how = f"was ended by {signal['name']}" if signal else f"exited with code {found['code']}"
     kill = signal is not None and signal["name"] == "SIGKILL"
     return Diagnosis(
-        f"rank {found['rank']} was the first to fail: it {how} (process {found['pid']})" + ("; the OOM killer is the most likely cause" if kill else ""),
+        f"rank {found['rank']} was the first to fail: it {how} (process {found['pid']})"
+        + ("; the OOM killer is the most likely cause" if kill else ""),
         'dmesg -T | grep -i -E "oom|killed process"; cat /sys/fs/cgroup/memory.events'
         if kill
         else f"grep -n -A30 '^\\[rank{found['rank']}\\]: Traceback' LOG       # shows its own traceback\n"

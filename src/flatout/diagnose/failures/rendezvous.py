@@ -33,9 +33,13 @@ def port_in_use(failure: FailureRecord) -> Diagnosis | None:
     )
     if found is None or (found.thrown.type == "OSError" and not _meets(failure)):
         return None
-    port = found["port"] or next((match[1] for match in [re.search(r"(?:port: ?|:)(\d{4,5})\b", found.thrown.message)] if match), "")
+    port = found["port"] or next(
+        (match[1] for match in [re.search(r"(?:port: ?|:)(\d{4,5})\b", found.thrown.message)] if match), ""
+    )
     return Diagnosis(
-        f"port {port} is in use by another process" if port else "the rendezvous port is in use by another process",
+        f"port {port} is in use by another process"
+        if port
+        else "the rendezvous port is in use by another process",
         "torchrun --standalone --nproc-per-node=N train.py     # on one machine: finds a free port\n"
         f"ss -ltnp 'sport = :{port or 29500}'                        # shows the process that listens, perhaps left by an earlier run",
     )
@@ -64,12 +68,23 @@ def rank_without_address(failure: FailureRecord) -> Diagnosis | None:
         r"Error initializing torch\.distributed using env:// rendezvous: environment variable (?P<name>\w+) expected, but not set",
         r"'(?P<name>LOCAL_RANK|WORLD_SIZE|RANK|MASTER_ADDR|MASTER_PORT)'$",
     )
-    if found is None or ("KeyError" in found.thrown.names and not any(frame.file.endswith(("os.py", "<frozen os>")) for frame in found.thrown.frames)):
+    if found is None or (
+        "KeyError" in found.thrown.names
+        and not any(frame.file.endswith(("os.py", "<frozen os>")) for frame in found.thrown.frames)
+    ):
         return None
-    return Diagnosis(f"{found['name']} is not set: start the script with torchrun", "torchrun --standalone --nproc-per-node=N train.py")
+    return Diagnosis(
+        f"{found['name']} is not set: start the script with torchrun",
+        "torchrun --standalone --nproc-per-node=N train.py",
+    )
 
 
-COMMON = ("Socket Timeout", "connect() timed out", "failed to connect to", "wait timeout after")  # messages shared by many libraries
+COMMON = (
+    "Socket Timeout",
+    "connect() timed out",
+    "failed to connect to",
+    "wait timeout after",
+)  # messages shared by many libraries
 
 
 @kind("FE084", "rendezvous-timeout")
@@ -102,12 +117,18 @@ def rendezvous_timeout(failure: FailureRecord) -> Diagnosis | None:
         r"failed to connect to (?P<host>\S+?):(?P<port>\d+)",
         r"The IPv[46] network addresses of \((?P<host>[^,()]+), (?P<port>\d+)\) cannot be retrieved",
     )
-    if found is None or (found.thrown.message.startswith(COMMON) and not found.thrown.type.startswith(("torch.", "Dist")) and not _meets(failure)):
+    if found is None or (
+        found.thrown.message.startswith(COMMON)
+        and not found.thrown.type.startswith(("torch.", "Dist"))
+        and not _meets(failure)
+    ):
         return None
     if found["came"]:
         said = f"{found['came']} of {found['wanted']} ranks joined within {found['seconds']} seconds"
     elif found["host"]:
-        said = f"no answer from {found['host']}:{found['port']}" + (f" within {found.number('ms') / 1000:g} seconds" if found["ms"] else "")
+        said = f"no answer from {found['host']}:{found['port']}" + (
+            f" within {found.number('ms') / 1000:g} seconds" if found["ms"] else ""
+        )
     else:
         said = "this rank timed out waiting for the other ranks"
     return Diagnosis(
@@ -132,7 +153,11 @@ def no_process_group(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/distributed.html#initialization
     """
-    found = match_message(failure, ("ValueError", "RuntimeError"), r"Default process group has not been initialized, please make sure to call init_process_group")
+    found = match_message(
+        failure,
+        ("ValueError", "RuntimeError"),
+        r"Default process group has not been initialized, please make sure to call init_process_group",
+    )
     if found is None:
         return None
     return Diagnosis(

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import re
 
-from flatout.diagnose.kind import RUNTIME, Diagnosis, describe_tensors, kind, layer, match_message, on_own_line, shape, sizes
+from flatout.diagnose.kind import (
+    RUNTIME,
+    Diagnosis,
+    describe_tensors,
+    kind,
+    layer,
+    match_message,
+    on_own_line,
+    shape,
+    sizes,
+)
 from flatout.plan.failure import FailureRecord
 
 SIZE = r"(?:torch\.Size\()?\[[-\d, x]*\]\)?"
@@ -51,10 +61,20 @@ def matrix_sizes(failure: FailureRecord) -> Diagnosis | None:
             sizes(failure),
         )
     if not b:
-        return Diagnosis("a matrix product got sizes that do not match", "print(a.shape, b.shape)", sizes(failure))
+        return Diagnosis(
+            "a matrix product got sizes that do not match", "print(a.shape, b.shape)", sizes(failure)
+        )
     first, second = (f"{a}x{b}", f"{c}x{d}") if a and d else (f"size {b}", f"size {c}")
-    hint = "a @ b.T   # if the second matrix is stored transposed" if d == b else f"nn.Linear({b}, {d or '...'})   # if this is a linear layer"
-    return Diagnosis(f"a product of {first} and {second}{' in ' + layer(failure) if layer(failure) else ''}: {b} and {c} must be equal", hint, sizes(failure))
+    hint = (
+        "a @ b.T   # if the second matrix is stored transposed"
+        if d == b
+        else f"nn.Linear({b}, {d or '...'})   # if this is a linear layer"
+    )
+    return Diagnosis(
+        f"a product of {first} and {second}{' in ' + layer(failure) if layer(failure) else ''}: {b} and {c} must be equal",
+        hint,
+        sizes(failure),
+    )
 
 
 @kind("FE024", "view-size")
@@ -161,7 +181,11 @@ def concatenation(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.rnn.pad_sequence.html
     """
-    if failure.chain and any(frame.function in ("default_collate", "collate_tensor_fn", "collate") for thrown in failure.chain for frame in thrown.frames):
+    if failure.chain and any(
+        frame.function in ("default_collate", "collate_tensor_fn", "collate")
+        for thrown in failure.chain
+        for frame in thrown.frames
+    ):
         return None
     found = match_message(
         failure,
@@ -188,7 +212,8 @@ def concatenation(failure: FailureRecord) -> Diagnosis | None:
             sizes(failure),
         )
     return Diagnosis(
-        f"`cat` along dimension {found['dim']} got sizes {a} and {b} in another dimension" + (f" (tensor {found['at']})" if found["at"] else ""),
+        f"`cat` along dimension {found['dim']} got sizes {a} and {b} in another dimension"
+        + (f" (tensor {found['at']})" if found["at"] else ""),
         "torch.cat([...], dim=...)   # the dimension that may differ\nF.interpolate(x, size=other.shape[2:])   # for a skip connection of odd sizes",
         sizes(failure),
     )
@@ -221,7 +246,9 @@ def scalar_expected(failure: FailureRecord) -> Diagnosis | None:
     name = f"`{names[0]}`" if names else "a tensor"
     if found["truth"]:
         return Diagnosis(
-            f"{name} holds several values, and a condition needs one", f"{names[0] if names else 'x'}.all()   # or .any()", describe_tensors(on_own_line(failure))
+            f"{name} holds several values, and a condition needs one",
+            f"{names[0] if names else 'x'}.all()   # or .any()",
+            describe_tensors(on_own_line(failure)),
         )
     many = f"{int(found['count']):,} values" if found["count"] else "several values"
     return Diagnosis(

@@ -52,15 +52,32 @@ from flatout.probe.program import ScriptProgram
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
-    if not program.mentions("DistributedDataParallel") or program.mentions("no_sync", "require_backward_grad_sync", "set_requires_gradient_sync"):
+    if not program.mentions("DistributedDataParallel") or program.mentions(
+        "no_sync", "require_backward_grad_sync", "set_requires_gradient_sync"
+    ):
         return
     for loop in program.step_loops:
         steps, passes = loop.of("step", "scaler_step"), loop.of("backward")
-        wrapped = any(isinstance(event.node, ast.Call) and any(origin.dotted.endswith("DistributedDataParallel") for origin in
-                                                              program.origins(event.source, event.node.func)) for event in loop.of("call"))
-        if wrapped and len(steps) == len(passes) == 1 and window(loop, steps[0]) is not None and loop.always(passes[0]):
-            yield RULE.finding(f"every backward pass averages the gradients between all devices, but the optimizer steps only on line {steps[0].place.line}",
-                               passes[0].place, "with model.no_sync():  # for all micro-batches except the last", others=[steps[0].place])
+        wrapped = any(
+            isinstance(event.node, ast.Call)
+            and any(
+                origin.dotted.endswith("DistributedDataParallel")
+                for origin in program.origins(event.source, event.node.func)
+            )
+            for event in loop.of("call")
+        )
+        if (
+            wrapped
+            and len(steps) == len(passes) == 1
+            and window(loop, steps[0]) is not None
+            and loop.always(passes[0])
+        ):
+            yield RULE.finding(
+                f"every backward pass averages the gradients between all devices, but the optimizer steps only on line {steps[0].place.line}",
+                passes[0].place,
+                "with model.no_sync():  # for all micro-batches except the last",
+                others=[steps[0].place],
+            )
 
 
 RULE = Rule("FL116", "accumulation_without_no_sync", Severity.TIME, __doc__, look=look)

@@ -54,12 +54,20 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             for length, size in ((below.left, below.right), (below.right, below.left)):
                 loader = _loader(program, source, length)
                 if loader is not None and _is_batch_size(program, source, loader, size):
-                    yield RULE.finding(f"`{source.code(below)}` is larger than the number of samples if the last batch is shorter", source.place(node),
-                                       f"{source.code(node.left)} / len({source.code(loader)}.dataset)")
+                    yield RULE.finding(
+                        f"`{source.code(below)}` is larger than the number of samples if the last batch is shorter",
+                        source.place(node),
+                        f"{source.code(node.left)} / len({source.code(loader)}.dataset)",
+                    )
 
 
 def _loader(program: ScriptProgram, source: SourceFile, length: ast.AST) -> ast.AST | None:
-    if isinstance(length, ast.Call) and isinstance(length.func, ast.Name) and length.func.id == "len" and length.args:
+    if (
+        isinstance(length, ast.Call)
+        and isinstance(length.func, ast.Name)
+        and length.func.id == "len"
+        and length.args
+    ):
         return length.args[0] if program.values.is_a(source, length.args[0], "DataLoader") else None
     return None
 
@@ -73,7 +81,11 @@ def _is_batch_size(program: ScriptProgram, source: SourceFile, loader: ast.AST, 
         given = options.get("batch_size", origin.node.args[1] if len(origin.node.args) > 1 else None)
         if None in options or "drop_last" in options or "batch_sampler" in options or given is None:
             return False
-        attribute = isinstance(size, ast.Attribute) and size.attr == "batch_size" and ast.dump(size.value) == ast.dump(loader)
+        attribute = (
+            isinstance(size, ast.Attribute)
+            and size.attr == "batch_size"
+            and ast.dump(size.value) == ast.dump(loader)
+        )
         if ast.dump(given) != ast.dump(size) and not attribute:
             return False
     return True

@@ -49,8 +49,11 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for event in loop.of("backward"):
             if under_autocast(event):
-                yield RULE.finding("the backward pass runs inside the autocast block of the forward pass", event.place,
-                                   f"{event.source.code(event.node)}  # outside the block")
+                yield RULE.finding(
+                    "the backward pass runs inside the autocast block of the forward pass",
+                    event.place,
+                    f"{event.source.code(event.node)}  # outside the block",
+                )
 
 
 RULE = Rule("FL309", "backward_under_autocast", Severity.FRAGILE, __doc__, look=look)

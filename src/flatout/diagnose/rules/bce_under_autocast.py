@@ -45,10 +45,15 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         if event.kind != "call" or not isinstance(call, ast.Call):
             continue
         name = event.source.dotted(call.func)
-        unsafe = name == "torch.nn.functional.binary_cross_entropy" or (not name and "BCELoss" in program.values.kinds(event.source, call.func))
+        unsafe = name == "torch.nn.functional.binary_cross_entropy" or (
+            not name and "BCELoss" in program.values.kinds(event.source, call.func)
+        )
         if unsafe and under_autocast(event):
-            yield RULE.finding("binary cross entropy of probabilities raises an error under autocast on a GPU", event.place,
-                               "torch.nn.functional.binary_cross_entropy_with_logits(logits, target)  # without a sigmoid before it")
+            yield RULE.finding(
+                "binary cross entropy of probabilities raises an error under autocast on a GPU",
+                event.place,
+                "torch.nn.functional.binary_cross_entropy_with_logits(logits, target)  # without a sigmoid before it",
+            )
 
 
 def under_autocast(event: ProgramEvent) -> bool:

@@ -61,16 +61,30 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             if event.kind != "assign" or not isinstance(statement, ast.Assign):
                 continue
             for target, value in _pairs(statement):
-                if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "state_dict" and not value.args \
-                        and "Module" in program.values.kinds(event.source, value.func.value) and _used_later(program, event, target):
+                if (
+                    isinstance(value, ast.Call)
+                    and isinstance(value.func, ast.Attribute)
+                    and value.func.attr == "state_dict"
+                    and not value.args
+                    and "Module" in program.values.kinds(event.source, value.func.value)
+                    and _used_later(program, event, target)
+                ):
                     kept, model = event.source.code(target), event.source.code(value.func.value)
-                    yield RULE.finding(f"`{kept}` holds the live weights of `{model}`, which every later step changes: "
-                                       "the state loaded afterwards is not the best one", event.place, f"{kept} = copy.deepcopy({event.source.code(value)})")
+                    yield RULE.finding(
+                        f"`{kept}` holds the live weights of `{model}`, which every later step changes: "
+                        "the state loaded afterwards is not the best one",
+                        event.place,
+                        f"{kept} = copy.deepcopy({event.source.code(value)})",
+                    )
 
 
 def _pairs(statement: ast.Assign) -> list[tuple[ast.expr, ast.expr]]:
     target = statement.targets[0]
-    if isinstance(target, ast.Tuple) and isinstance(statement.value, ast.Tuple) and len(target.elts) == len(statement.value.elts):
+    if (
+        isinstance(target, ast.Tuple)
+        and isinstance(statement.value, ast.Tuple)
+        and len(target.elts) == len(statement.value.elts)
+    ):
         return list(zip(target.elts, statement.value.elts, strict=True))
     return [(target, statement.value)]
 
@@ -82,8 +96,11 @@ def _used_later(program: ScriptProgram, event: ProgramEvent, target: ast.expr) -
         name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
         if name in ("load_state_dict", "save") and id(call) not in inside and call.args:
             mentioned = call.args[0]
-            if type(mentioned) is type(target) and ast.unparse(mentioned) == ast.unparse(target) and \
-                    event.source.function(call) is event.source.function(event.node):
+            if (
+                type(mentioned) is type(target)
+                and ast.unparse(mentioned) == ast.unparse(target)
+                and event.source.function(call) is event.source.function(event.node)
+            ):
                 return True
     return False
 

@@ -39,14 +39,27 @@ from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 
-LAYERS = {"Conv1d": 7, "Conv2d": 7, "Conv3d": 7, "ConvTranspose1d": 7, "ConvTranspose2d": 7, "ConvTranspose3d": 7, "Linear": 2}  # position of `bias`
+LAYERS = {
+    "Conv1d": 7,
+    "Conv2d": 7,
+    "Conv3d": 7,
+    "ConvTranspose1d": 7,
+    "ConvTranspose2d": 7,
+    "ConvTranspose3d": 7,
+    "Linear": 2,
+}  # position of `bias`
 NORMS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"}
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, call in program.calls("torch.nn.Sequential"):
         for layer, norm in zip(call.args, call.args[1:], strict=False):
-            if isinstance(layer, ast.Call) and isinstance(norm, ast.Call) and _last(source, norm) in NORMS and _has_bias(source, layer):
+            if (
+                isinstance(layer, ast.Call)
+                and isinstance(norm, ast.Call)
+                and _last(source, norm) in NORMS
+                and _has_bias(source, layer)
+            ):
                 yield _finding(source, layer)
     for source, klass in program.modules_defined():
         yield from _in_forward(program, source, klass)
@@ -55,16 +68,29 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
 def _in_forward(program: ScriptProgram, source: SourceFile, klass: ast.ClassDef) -> Iterator[Finding]:
     """Find ``self.bn(self.conv(x))`` where each layer is created once."""
     made = program.values.attributes(source, klass)
-    uses = [node.attr for node in ast.walk(klass) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)]
+    uses = [
+        node.attr
+        for node in ast.walk(klass)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    ]
     for node in ast.walk(klass):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or len(node.args) != 1:
             continue
         inner = node.args[0]
-        if not isinstance(inner, ast.Call) or not isinstance(inner.func, ast.Attribute) or uses.count(inner.func.attr) != 1:
+        if (
+            not isinstance(inner, ast.Call)
+            or not isinstance(inner.func, ast.Attribute)
+            or uses.count(inner.func.attr) != 1
+        ):
             continue
         norms, layers = made.get(node.func.attr, []), made.get(inner.func.attr, [])
-        if len(norms) == len(layers) == 1 and isinstance(norms[0].value, ast.Call) and isinstance(layers[0].value, ast.Call) \
-                and _last(source, norms[0].value) in NORMS and _has_bias(source, layers[0].value):
+        if (
+            len(norms) == len(layers) == 1
+            and isinstance(norms[0].value, ast.Call)
+            and isinstance(layers[0].value, ast.Call)
+            and _last(source, norms[0].value) in NORMS
+            and _has_bias(source, layers[0].value)
+        ):
             yield _finding(source, layers[0].value)
 
 
@@ -75,13 +101,20 @@ def _last(source: SourceFile, call: ast.Call) -> str:
 
 def _has_bias(source: SourceFile, call: ast.Call) -> bool:
     name = _last(source, call)
-    return name in LAYERS and len(call.args) <= LAYERS[name] and not any(k.arg in ("bias", None) for k in call.keywords) and \
-        not any(isinstance(a, ast.Starred) for a in call.args)
+    return (
+        name in LAYERS
+        and len(call.args) <= LAYERS[name]
+        and not any(k.arg in ("bias", None) for k in call.keywords)
+        and not any(isinstance(a, ast.Starred) for a in call.args)
+    )
 
 
 def _finding(source: SourceFile, layer: ast.Call) -> Finding:
-    return RULE.finding(f"the bias of this {_last(source, layer)} has no effect: the BatchNorm after it subtracts it", source.place(layer),
-                        f"{source.code(layer)[:-1]}, bias=False)")
+    return RULE.finding(
+        f"the bias of this {_last(source, layer)} has no effect: the BatchNorm after it subtracts it",
+        source.place(layer),
+        f"{source.code(layer)[:-1]}, bias=False)",
+    )
 
 
 RULE = Rule("FL114", "bias_before_batchnorm", Severity.TIME, __doc__, look=look)

@@ -30,15 +30,41 @@ from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import ScriptProgram
 
-METHODS = {"step", "zero_grad", "backward", "eval", "train", "update", "cuda", "cpu", "half", "double", "float", "empty_cache", "synchronize", "detach_",
-           "barrier", "requires_grad_", "init_process_group", "destroy_process_group"}
+METHODS = {
+    "step",
+    "zero_grad",
+    "backward",
+    "eval",
+    "train",
+    "update",
+    "cuda",
+    "cpu",
+    "half",
+    "double",
+    "float",
+    "empty_cache",
+    "synchronize",
+    "detach_",
+    "barrier",
+    "requires_grad_",
+    "init_process_group",
+    "destroy_process_group",
+}
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, node in program.nodes(ast.Expr):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Attribute) and node.value.attr in METHODS and not source.cells:
-            yield RULE.finding(f"`{source.code(node.value)}` is named here but not called: the line has no effect", source.place(node),
-                               f"{source.code(node.value)}()")
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Attribute)
+            and node.value.attr in METHODS
+            and not source.cells
+        ):
+            yield RULE.finding(
+                f"`{source.code(node.value)}` is named here but not called: the line has no effect",
+                source.place(node),
+                f"{source.code(node.value)}()",
+            )
 
 
 RULE = Rule("FL028", "call_without_parentheses", Severity.WRONG, __doc__, look=look)

@@ -55,35 +55,76 @@ POSITIONS = {"epoch", "start_epoch", "step", "global_step", "iteration", "iter",
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
-    made = [origin for source in program.sources for call in source.calls if "Optimizer" in program.values.kinds(source, call)
-            for origin in program.origins(source, call) if isinstance(origin.node, ast.Call)]
-    if not program.step_loops or not any(isinstance(origin.node, ast.Call) and _has_state(origin.node) for origin in made):
+    made = [
+        origin
+        for source in program.sources
+        for call in source.calls
+        if "Optimizer" in program.values.kinds(source, call)
+        for origin in program.origins(source, call)
+        if isinstance(origin.node, ast.Call)
+    ]
+    if not program.step_loops or not any(
+        isinstance(origin.node, ast.Call) and _has_state(origin.node) for origin in made
+    ):
         return
     read = _positions_read(program)
     for source, call in program.calls("torch.save"):
         for origin in program.origins(source, call.args[0]) if call.args else ():
             if isinstance(origin.node, ast.Dict) and _holds_weights_alone(origin.node, read):
-                name = next((source.code(target) for o in made if isinstance(p := o.source.parent(o.node), ast.Assign) for target in p.targets), "optimizer")
-                yield RULE.finding("the program resumes from this checkpoint, which lacks the state of the optimizer", source.place(call),
-                                   f'"optimizer": {name}.state_dict(),  # in this dict; load it with the weights')
+                name = next(
+                    (
+                        source.code(target)
+                        for o in made
+                        if isinstance(p := o.source.parent(o.node), ast.Assign)
+                        for target in p.targets
+                    ),
+                    "optimizer",
+                )
+                yield RULE.finding(
+                    "the program resumes from this checkpoint, which lacks the state of the optimizer",
+                    source.place(call),
+                    f'"optimizer": {name}.state_dict(),  # in this dict; load it with the weights',
+                )
 
 
 def _positions_read(program: ScriptProgram) -> set[str]:
     """Return the keys of the training position that the program reads from a loaded checkpoint."""
-    return {node.slice.value for source in program.sources for node in source.nodes
-            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and isinstance(node.slice, ast.Constant)
-            and isinstance(node.slice.value, str) and any(origin.dotted == "torch.load" for origin in program.origins(source, node.value))} & POSITIONS
+    return {
+        node.slice.value
+        for source in program.sources
+        for node in source.nodes
+        if isinstance(node, ast.Subscript)
+        and isinstance(node.ctx, ast.Load)
+        and isinstance(node.slice, ast.Constant)
+        and isinstance(node.slice.value, str)
+        and any(origin.dotted == "torch.load" for origin in program.origins(source, node.value))
+    } & POSITIONS
 
 
 def _holds_weights_alone(saved: ast.Dict, read: set[str]) -> bool:
     """Return whether a checkpoint has a position that is read back, one state, and no optimizer state."""
     keys = {str(key.value) for key in saved.keys if isinstance(key, ast.Constant)}
-    states = [value for value in saved.values if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "state_dict"]
-    return len(keys) == len(saved.keys) < 6 and bool(keys & read) and len(states) == 1 and not any("optim" in key for key in keys)
+    states = [
+        value
+        for value in saved.values
+        if isinstance(value, ast.Call)
+        and isinstance(value.func, ast.Attribute)
+        and value.func.attr == "state_dict"
+    ]
+    return (
+        len(keys) == len(saved.keys) < 6
+        and bool(keys & read)
+        and len(states) == 1
+        and not any("optim" in key for key in keys)
+    )
 
 
 def _has_state(optimizer: ast.Call) -> bool:
-    name = optimizer.func.attr if isinstance(optimizer.func, ast.Attribute) else getattr(optimizer.func, "id", "")
+    name = (
+        optimizer.func.attr
+        if isinstance(optimizer.func, ast.Attribute)
+        else getattr(optimizer.func, "id", "")
+    )
     return name != "SGD" or any(k.arg == "momentum" for k in optimizer.keywords)
 
 

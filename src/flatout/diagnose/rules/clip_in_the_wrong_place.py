@@ -45,16 +45,29 @@ from flatout.probe.step_loops import together
 def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for clip in loop.of("clip"):
-            order = [event for event in loop.events if event is clip or (event.kind in ("backward", "step", "scaler_step") and together(event, clip))]
+            order = [
+                event
+                for event in loop.events
+                if event is clip
+                or (event.kind in ("backward", "step", "scaler_step") and together(event, clip))
+            ]
             at = order.index(clip)
-            before, after = [event.kind for event in order[:at]], [event.kind for event in order[at + 1:]]
+            before, after = [event.kind for event in order[:at]], [event.kind for event in order[at + 1 :]]
             name = clip.source.code(clip.node)
             if before and before[-1] != "backward" and not {"step", "scaler_step"} & set(after):
-                yield RULE.finding(f"the gradients are clipped after the step on line {order[at - 1].place.line} has used them: this has no effect", clip.place,
-                                   f"{name}  # before {order[at - 1].source.code(order[at - 1].node)}", others=[order[at - 1].place])
+                yield RULE.finding(
+                    f"the gradients are clipped after the step on line {order[at - 1].place.line} has used them: this has no effect",
+                    clip.place,
+                    f"{name}  # before {order[at - 1].source.code(order[at - 1].node)}",
+                    others=[order[at - 1].place],
+                )
             elif not before and after[:1] == ["backward"]:
-                yield RULE.finding(f"the gradients are clipped before the backward pass on line {order[at + 1].place.line} computes them: this has no effect",
-                                   clip.place, f"{name}  # after {order[at + 1].source.code(order[at + 1].node)}", others=[order[at + 1].place])
+                yield RULE.finding(
+                    f"the gradients are clipped before the backward pass on line {order[at + 1].place.line} computes them: this has no effect",
+                    clip.place,
+                    f"{name}  # after {order[at + 1].source.code(order[at + 1].node)}",
+                    others=[order[at + 1].place],
+                )
 
 
 RULE = Rule("FL007", "clip_in_the_wrong_place", Severity.WRONG, __doc__, look=look)

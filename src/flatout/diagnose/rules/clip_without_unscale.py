@@ -58,17 +58,39 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         if not steps or not any(event.scaled for event in loop.of("backward")):
             continue
         for clip in loop.of("clip"):
-            if not isinstance(clip.node, ast.Call) or not clip.source.dotted(clip.node.func).startswith("torch."):
+            if not isinstance(clip.node, ast.Call) or not clip.source.dotted(clip.node.func).startswith(
+                "torch."
+            ):
                 continue  # the clipping of a framework may unscale first
-            step = next((event for event in steps if together(event, clip) and loop.events.index(event) > loop.events.index(clip)), None)
-            before = [event for event in loop.of("unscale") if loop.events.index(event) < loop.events.index(clip) and together(event, clip)]
-            if step is None or before or not isinstance(step.node, ast.Call) or not isinstance(step.node.func, ast.Attribute):
+            step = next(
+                (
+                    event
+                    for event in steps
+                    if together(event, clip) and loop.events.index(event) > loop.events.index(clip)
+                ),
+                None,
+            )
+            before = [
+                event
+                for event in loop.of("unscale")
+                if loop.events.index(event) < loop.events.index(clip) and together(event, clip)
+            ]
+            if (
+                step is None
+                or before
+                or not isinstance(step.node, ast.Call)
+                or not isinstance(step.node.func, ast.Attribute)
+            ):
                 continue
             scaler = step.source.code(step.node.func.value)
             optimizer = step.source.code(step.subject) if step.subject is not None else "optimizer"
             late = " (which runs only afterwards)" if loop.of("unscale") else ""
-            yield RULE.finding(f"the gradients are clipped while they are still multiplied by the scaler's factor, before `{scaler}.unscale_`{late}",
-                               clip.place, f"{scaler}.unscale_({optimizer})\n{clip.source.code(clip.node)}", others=[step.place])
+            yield RULE.finding(
+                f"the gradients are clipped while they are still multiplied by the scaler's factor, before `{scaler}.unscale_`{late}",
+                clip.place,
+                f"{scaler}.unscale_({optimizer})\n{clip.source.code(clip.node)}",
+                others=[step.place],
+            )
 
 
 RULE = Rule("FL008", "clip_without_unscale", Severity.WRONG, __doc__, look=look)

@@ -34,9 +34,17 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     # A collector that takes no time cannot explain the gain. Calls by the program belong to another rule.
     if timed is None or calls:
         return
-    evidence = [f"{profile.gc_calls:.3g} collections per {profile.unit}", f"the longest pause is {profile.gc_longest_ms:.1f} ms"]
-    yield found(RULE, f"automatic garbage collection takes {of_step(profile, profile.gc_ms)}", evidence=evidence, predicted=ratio or timed,
-                how=how("gc") if ratio else TIMED)
+    evidence = [
+        f"{profile.gc_calls:.3g} collections per {profile.unit}",
+        f"the longest pause is {profile.gc_longest_ms:.1f} ms",
+    ]
+    yield found(
+        RULE,
+        f"automatic garbage collection takes {of_step(profile, profile.gc_ms)}",
+        evidence=evidence,
+        predicted=ratio or timed,
+        how=how("gc") if ratio else TIMED,
+    )
 
 
 RULE = Rule("FL154", "collecting_garbage", Severity.TIME, __doc__ or "", judge=judge, levers=("gc_pause",))

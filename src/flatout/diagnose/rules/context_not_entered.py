@@ -33,15 +33,30 @@ from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import ScriptProgram
 
-CONTEXTS = {"torch.no_grad", "torch.inference_mode", "torch.enable_grad", "torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast",
-            "torch.autograd.no_grad", "torch.profiler.record_function"}
+CONTEXTS = {
+    "torch.no_grad",
+    "torch.inference_mode",
+    "torch.enable_grad",
+    "torch.autocast",
+    "torch.amp.autocast",
+    "torch.cuda.amp.autocast",
+    "torch.autograd.no_grad",
+    "torch.profiler.record_function",
+}
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, node in program.nodes(ast.Expr):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and source.dotted(node.value.func) in CONTEXTS:
-            yield RULE.finding(f"`{source.code(node.value)}` has no effect on its own: use it in a `with` statement", source.place(node),
-                               f"with {source.code(node.value)}:")
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Call)
+            and source.dotted(node.value.func) in CONTEXTS
+        ):
+            yield RULE.finding(
+                f"`{source.code(node.value)}` has no effect on its own: use it in a `with` statement",
+                source.place(node),
+                f"with {source.code(node.value)}:",
+            )
 
 
 RULE = Rule("FL029", "context_thrown_away", Severity.WRONG, __doc__, look=look)

@@ -42,22 +42,46 @@ from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 
-MAKERS = {"zeros", "ones", "empty", "full", "rand", "randn", "randint", "arange", "linspace", "eye", "randperm", "normal"}
+MAKERS = {
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "rand",
+    "randn",
+    "randint",
+    "arange",
+    "linspace",
+    "eye",
+    "randperm",
+    "normal",
+}
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
     seen = set()
     for source, call in _often(program):
-        if id(call) in seen or not isinstance(call.func, ast.Attribute) or call.func.attr not in ("to", "cuda"):
+        if (
+            id(call) in seen
+            or not isinstance(call.func, ast.Attribute)
+            or call.func.attr not in ("to", "cuda")
+        ):
             continue
         seen.add(id(call))
         made = call.func.value
-        if not isinstance(made, ast.Call) or not source.dotted(made.func).startswith("torch.") or source.dotted(made.func).rpartition(".")[2] not in MAKERS:
+        if (
+            not isinstance(made, ast.Call)
+            or not source.dotted(made.func).startswith("torch.")
+            or source.dotted(made.func).rpartition(".")[2] not in MAKERS
+        ):
             continue
         where = _device(source, call)
         if where and not any(keyword.arg in ("device", None) for keyword in made.keywords):
-            yield RULE.finding(f"`{source.code(made)}` is created on the CPU in every step and then copied", source.place(call),
-                               f"{source.code(made)[:-1]}{', ' if made.args or made.keywords else ''}device={where})")
+            yield RULE.finding(
+                f"`{source.code(made)}` is created on the CPU in every step and then copied",
+                source.place(call),
+                f"{source.code(made)[:-1]}{', ' if made.args or made.keywords else ''}device={where})",
+            )
 
 
 def _often(program: ScriptProgram) -> Iterator[tuple[SourceFile, ast.Call]]:
@@ -76,11 +100,26 @@ def _device(source: SourceFile, call: ast.Call) -> str:
     """Return the device as code if the call names only a device."""
     if isinstance(call.func, ast.Attribute) and call.func.attr == "cuda":
         return source.code(call.args[0]) if call.args else '"cuda"'
-    given = call.args[0] if len(call.args) == 1 else next((k.value for k in call.keywords if k.arg == "device"), None)
-    if given is None or source.dotted(given).startswith("torch.") or (isinstance(given, ast.Constant) and given.value == "cpu"):
+    given = (
+        call.args[0]
+        if len(call.args) == 1
+        else next((k.value for k in call.keywords if k.arg == "device"), None)
+    )
+    if (
+        given is None
+        or source.dotted(given).startswith("torch.")
+        or (isinstance(given, ast.Constant) and given.value == "cpu")
+    ):
         return ""
     shown = source.code(given)
-    return shown if isinstance(given, ast.Constant) or "device" in shown or "cuda" in shown or shown.endswith(("gpu", "rank")) else ""
+    return (
+        shown
+        if isinstance(given, ast.Constant)
+        or "device" in shown
+        or "cuda" in shown
+        or shown.endswith(("gpu", "rank"))
+        else ""
+    )
 
 
 RULE = Rule("FL111", "made_on_host_then_moved", Severity.TIME, __doc__, look=look)

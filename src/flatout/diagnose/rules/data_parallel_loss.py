@@ -65,14 +65,22 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             origins = program.origins(event.source, event.subject) if event.subject is not None else []
             if origins and all(_gathered(program, origin) for origin in origins):
                 name = event.source.code(event.subject) if event.subject is not None else ""
-                yield RULE.finding(f"`{name}` has one entry per GPU: backward() works with one GPU and raises an error with two", event.place,
-                                   f"{name}.mean().backward()", others=[origins[0].source.place(origins[0].node)])
+                yield RULE.finding(
+                    f"`{name}` has one entry per GPU: backward() works with one GPU and raises an error with two",
+                    event.place,
+                    f"{name}.mean().backward()",
+                    others=[origins[0].source.place(origins[0].node)],
+                )
 
 
 def _gathered(program: ScriptProgram, origin: ValueOrigin) -> bool:
     """Return whether a value is the direct output of a module in DataParallel."""
     call = origin.node
-    return isinstance(call, ast.Call) and not origin.part and any(each.dotted in WRAPPED for each in program.origins(origin.source, call.func))
+    return (
+        isinstance(call, ast.Call)
+        and not origin.part
+        and any(each.dotted in WRAPPED for each in program.origins(origin.source, call.func))
+    )
 
 
 RULE = Rule("FL307", "data_parallel_loss", Severity.FRAGILE, __doc__, look=look)

@@ -34,21 +34,31 @@ from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 from flatout.probe.program import ScriptProgram
 
-NAMES = ("torch.nn.DataParallel", "torch.nn.parallel.DataParallel", "torch.nn.parallel.data_parallel", "torch.nn.parallel.data_parallel.DataParallel")
+NAMES = (
+    "torch.nn.DataParallel",
+    "torch.nn.parallel.DataParallel",
+    "torch.nn.parallel.data_parallel",
+    "torch.nn.parallel.data_parallel.DataParallel",
+)
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
     if program.mentions("DistributedDataParallel", "DDP", "FSDP", "FullyShardedDataParallel", "fully_shard"):
         return  # the program leaves the choice to the user
     for source, call in program.calls(*NAMES):
-        yield RULE.finding("DataParallel copies the model to every device in every step, from one Python process", source.place(call),
-                           "torch.nn.parallel.DistributedDataParallel(model)  # and: torchrun --nproc-per-node N script.py")
+        yield RULE.finding(
+            "DataParallel copies the model to every device in every step, from one Python process",
+            source.place(call),
+            "torch.nn.parallel.DistributedDataParallel(model)  # and: torchrun --nproc-per-node N script.py",
+        )
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
     calls, _, places = event_of(profile, "data_parallel")
     if calls or (profile.settings.get("modules") or {}).get("DataParallel"):
-        yield found(RULE, "the model is called through DataParallel", places[0] if places else None, others=places[1:])
+        yield found(
+            RULE, "the model is called through DataParallel", places[0] if places else None, others=places[1:]
+        )
 
 
 RULE = Rule("FL115", "data_parallel_used", Severity.TIME, __doc__, look=look, judge=judge)

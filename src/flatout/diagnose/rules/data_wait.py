@@ -28,12 +28,26 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     for loader in profile.loaders:
         if cause(profile, loader) is not WaitCause.WAIT:
             continue
-        evidence = [f"the loader over {loader.dataset or 'its data set'} has {loader.workers} workers and batches of {loader.batch_size}"]
+        evidence = [
+            f"the loader over {loader.dataset or 'its data set'} has {loader.workers} workers and batches of {loader.batch_size}"
+        ]
         if loader.fetch_ms is not None:
             evidence.append(f"fetching a batch takes {loader.fetch_ms:.1f} ms inside the data set")
-        yield found(RULE, f"waiting for data takes {of_step(profile, loader.wait_ms)}", loader.place, evidence=evidence,
-                    predicted=gain_without_wait(profile, loader), how=how_known(profile))
+        yield found(
+            RULE,
+            f"waiting for data takes {of_step(profile, loader.wait_ms)}",
+            loader.place,
+            evidence=evidence,
+            predicted=gain_without_wait(profile, loader),
+            how=how_known(profile),
+        )
 
 
-RULE = Rule("FL150", "data_wait", Severity.TIME, __doc__ or "", judge=judge,
-            levers=("loader", "cached_prefix", "batched_transforms", "resident_data", "device_prefetch"))
+RULE = Rule(
+    "FL150",
+    "data_wait",
+    Severity.TIME,
+    __doc__ or "",
+    judge=judge,
+    levers=("loader", "cached_prefix", "batched_transforms", "resident_data", "device_prefetch"),
+)

@@ -46,8 +46,14 @@ from flatout.plan.profile import ProfileRecord
 from flatout.probe.program import ScriptProgram
 
 SWITCHES = ("torch.autograd.set_detect_anomaly", "torch.autograd.anomaly_mode.set_detect_anomaly")
-ALWAYS = ("torch.autograd.detect_anomaly", "torch.autograd.anomaly_mode.detect_anomaly", "torch.autograd.gradcheck", "torch.autograd.gradgradcheck",
-          "torch.autograd.profiler.emit_nvtx", "torch.autograd.profiler.emit_itt")
+ALWAYS = (
+    "torch.autograd.detect_anomaly",
+    "torch.autograd.anomaly_mode.detect_anomaly",
+    "torch.autograd.gradcheck",
+    "torch.autograd.gradgradcheck",
+    "torch.autograd.profiler.emit_nvtx",
+    "torch.autograd.profiler.emit_itt",
+)
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
@@ -57,18 +63,32 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         if event.kind != "call" or not isinstance(event.node, ast.Call) or event.arms:
             continue
         call, dotted = event.node, event.source.dotted(event.node.func)
-        first = call.args[0] if call.args else next((k.value for k in call.keywords if k.arg in ("mode", "enabled")), None)
+        first = (
+            call.args[0]
+            if call.args
+            else next((k.value for k in call.keywords if k.arg in ("mode", "enabled")), None)
+        )
         on = isinstance(first, ast.Constant) and first.value is True
         trained = event.loops or not dotted.endswith("check")
-        if (dotted in SWITCHES and on) or (dotted in ALWAYS and (first is None or on or dotted.endswith("check")) and trained):
-            yield RULE.finding(f"`{event.source.code(call)}` is enabled for the whole training", event.place, "# remove it, or make it optional")
+        if (dotted in SWITCHES and on) or (
+            dotted in ALWAYS and (first is None or on or dotted.endswith("check")) and trained
+        ):
+            yield RULE.finding(
+                f"`{event.source.code(call)}` is enabled for the whole training",
+                event.place,
+                "# remove it, or make it optional",
+            )
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
     if not profile.settings.get("anomaly"):
         return
     _, _, places = event_of(profile, "anomaly")
-    yield found(RULE, "anomaly detection is enabled in every step", places[0] if places else None, others=places[1:])
+    yield found(
+        RULE, "anomaly detection is enabled in every step", places[0] if places else None, others=places[1:]
+    )
 
 
-RULE = Rule("FL112", "debugging_left_on", Severity.TIME, __doc__, look=look, judge=judge, levers=("debug_off",))
+RULE = Rule(
+    "FL112", "debugging_left_on", Severity.TIME, __doc__, look=look, judge=judge, levers=("debug_off",)
+)

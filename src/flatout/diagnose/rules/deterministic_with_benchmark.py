@@ -38,7 +38,12 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
     set_to: dict[str, list[ProgramEvent]] = {}
     for event in program.events:
         node = event.node
-        if event.kind == "assign" and isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute) and isinstance(node.value, ast.Constant):
+        if (
+            event.kind == "assign"
+            and isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Attribute)
+            and isinstance(node.value, ast.Constant)
+        ):
             name = event.source.dotted(node.targets[0])
             if name.startswith("torch.backends.cudnn."):
                 set_to.setdefault(name.rpartition(".")[2] + str(node.value.value), []).append(event)
@@ -46,10 +51,18 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         return
     for one in set_to.get("deterministicTrue", []):
         for other in set_to.get("benchmarkTrue", []):
-            if one.frames == other.frames and one.source is other.source and (implies(other, one) or implies(one, other)):
+            if (
+                one.frames == other.frames
+                and one.source is other.source
+                and (implies(other, one) or implies(one, other))
+            ):
                 late = max(one, other, key=program.events.index)
-                yield RULE.finding("deterministic and benchmark are both enabled: the run is neither repeatable nor as fast as possible", late.place,
-                                   "torch.backends.cudnn.benchmark = False", others=[one.place if late is other else other.place])
+                yield RULE.finding(
+                    "deterministic and benchmark are both enabled: the run is neither repeatable nor as fast as possible",
+                    late.place,
+                    "torch.backends.cudnn.benchmark = False",
+                    others=[one.place if late is other else other.place],
+                )
 
 
 RULE = Rule("FL310", "deterministic_with_benchmark", Severity.FRAGILE, __doc__, look=look)

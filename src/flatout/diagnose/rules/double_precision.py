@@ -30,7 +30,9 @@ FASTER = 2.0  # float32 versus float64 when memory or vector width is the limit
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
-    if not any(_double(o) and o.name.endswith(PRODUCTS) for o in profile.operations) and "float64" not in (profile.settings.get("dtypes") or {}):
+    if not any(_double(o) and o.name.endswith(PRODUCTS) for o in profile.operations) and "float64" not in (
+        profile.settings.get("dtypes") or {}
+    ):
         return  # a Python number next to a tensor is a double too, and costs nothing
     doubles = sorted((o for o in profile.operations if _double(o)), key=lambda o: -o.share)
     share = min(1.0, sum(o.share for o in doubles))
@@ -40,8 +42,14 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     _, _, called = event_of(profile, "forward")
     place = next((o.place for o in doubles if o.place), called[0] if called else None)
     evidence = [f"{o.name}: {100 * o.share:.0f} % of the operators' time" for o in doubles[:5]]
-    yield found(RULE, f"{100 * share:.0f} % of the operators' time is spent on float64", place, evidence=evidence,
-                predicted=Ratio(ratio, ratio, ratio, max(1, profile.steps)), how="estimate: these operators at twice the speed")
+    yield found(
+        RULE,
+        f"{100 * share:.0f} % of the operators' time is spent on float64",
+        place,
+        evidence=evidence,
+        predicted=Ratio(ratio, ratio, ratio, max(1, profile.steps)),
+        how="estimate: these operators at twice the speed",
+    )
 
 
 def _double(operation: Operation) -> bool:

@@ -43,14 +43,22 @@ from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 from flatout.probe.program import ScriptProgram
 
-NAMES = ("torch.cuda.empty_cache", "torch.cuda.memory.empty_cache", "torch.accelerator.empty_cache", "torch.accelerator.memory.empty_cache",
-         "torch.mps.empty_cache")
+NAMES = (
+    "torch.cuda.empty_cache",
+    "torch.cuda.memory.empty_cache",
+    "torch.accelerator.empty_cache",
+    "torch.accelerator.memory.empty_cache",
+    "torch.mps.empty_cache",
+)
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
     for event in every_step(program, *NAMES):
-        yield RULE.finding(f"`{event.source.code(event.node)}` frees memory in every step that the next step must allocate again", event.place,
-                           f"# remove {event.source.code(event.node)}")
+        yield RULE.finding(
+            f"`{event.source.code(event.node)}` frees memory in every step that the next step must allocate again",
+            event.place,
+            f"# remove {event.source.code(event.node)}",
+        )
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
@@ -62,8 +70,16 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     if calls < 0.2:
         return
     idle = " (without a GPU it has no effect)" if profile.device == "cpu" else ""
-    yield found(RULE, f"empty_cache() is called {calls:.3g} times per {profile.unit} and takes {of_step(profile, ms)}{idle}", places[0] if places else None,
-                predicted=without(profile, ms), how=TIMED, others=places[1:])
+    yield found(
+        RULE,
+        f"empty_cache() is called {calls:.3g} times per {profile.unit} and takes {of_step(profile, ms)}{idle}",
+        places[0] if places else None,
+        predicted=without(profile, ms),
+        how=TIMED,
+        others=places[1:],
+    )
 
 
-RULE = Rule("FL104", "empty_cache_every_step", Severity.TIME, __doc__, look=look, judge=judge, levers=("allocator",))
+RULE = Rule(
+    "FL104", "empty_cache_every_step", Severity.TIME, __doc__, look=look, judge=judge, levers=("allocator",)
+)

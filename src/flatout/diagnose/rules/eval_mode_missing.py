@@ -52,7 +52,17 @@ from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 
-MODES = {"Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"}
+MODES = {
+    "Dropout",
+    "Dropout1d",
+    "Dropout2d",
+    "Dropout3d",
+    "AlphaDropout",
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
+    "SyncBatchNorm",
+}
 NO_GRAD = ("torch.no_grad", "torch.inference_mode")
 
 
@@ -62,12 +72,21 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         return
     training = {id(event.node) for loop in program.step_loops for event in loop.events}
     for event in program.events:
-        if event.kind == "call" and isinstance(event.node, ast.Call) and event.loops and id(event.node) not in training and any(event.within(*NO_GRAD)):
+        if (
+            event.kind == "call"
+            and isinstance(event.node, ast.Call)
+            and event.loops
+            and id(event.node) not in training
+            and any(event.within(*NO_GRAD))
+        ):
             layer = has_mode(program, event.source, event.node.func)
             if layer and _is_trained(program, event.source, event.node.func):
                 name = event.source.code(event.node.func)
-                yield RULE.finding(f"`{name}` has {layer} and is evaluated here in training mode: `eval()` is never called", event.place,
-                                   f"{name}.eval()   # before the loop\n{name}.train()  # after it")
+                yield RULE.finding(
+                    f"`{name}` has {layer} and is evaluated here in training mode: `eval()` is never called",
+                    event.place,
+                    f"{name}.eval()   # before the loop\n{name}.train()  # after it",
+                )
 
 
 def has_mode(program: ScriptProgram, source: SourceFile, model: ast.AST) -> str:
@@ -78,14 +97,23 @@ def has_mode(program: ScriptProgram, source: SourceFile, model: ast.AST) -> str:
             parts += program.class_named(origin.source, origin.node.func)
         for home, part in parts:
             for node in ast.walk(part):
-                if isinstance(node, ast.Call) and (dotted := home.dotted(node.func)).startswith("torch.nn.") and dotted.rpartition(".")[2] in MODES:
+                if (
+                    isinstance(node, ast.Call)
+                    and (dotted := home.dotted(node.func)).startswith("torch.nn.")
+                    and dotted.rpartition(".")[2] in MODES
+                ):
                     return dotted.rpartition(".")[2]
     return ""
 
 
 def _is_trained(program: ScriptProgram, source: SourceFile, model: ast.AST) -> bool:
-    return any(isinstance(event.node, ast.Call) and event.kind == "call" and program.values.same(event.source, event.node.func, source, model)
-               for loop in program.step_loops for event in loop.events)
+    return any(
+        isinstance(event.node, ast.Call)
+        and event.kind == "call"
+        and program.values.same(event.source, event.node.func, source, model)
+        for loop in program.step_loops
+        for event in loop.events
+    )
 
 
 RULE = Rule("FL015", "eval_mode_missing", Severity.WRONG, __doc__, look=look)

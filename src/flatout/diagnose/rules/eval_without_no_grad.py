@@ -42,10 +42,26 @@ from flatout.probe.names import FUNCTIONS
 from flatout.probe.program import ScriptProgram
 from flatout.probe.step_loops import LoopVisit, ProgramEvent
 
-OFF = ("torch.no_grad", "torch.inference_mode", "torch.set_grad_enabled", "torch.autograd.no_grad", "torch.autograd.inference_mode",
-       "torch.autograd.set_grad_enabled", "torch.autograd.grad_mode.set_grad_enabled")
+OFF = (
+    "torch.no_grad",
+    "torch.inference_mode",
+    "torch.set_grad_enabled",
+    "torch.autograd.no_grad",
+    "torch.autograd.inference_mode",
+    "torch.autograd.set_grad_enabled",
+    "torch.autograd.grad_mode.set_grad_enabled",
+)
 
-HARMLESS = ("torch.autocast", "torch.amp.", "torch.cuda.", "torch.profiler.", "contextlib.nullcontext", "tqdm.", "functools.", "warnings.")
+HARMLESS = (
+    "torch.autocast",
+    "torch.amp.",
+    "torch.cuda.",
+    "torch.profiler.",
+    "contextlib.nullcontext",
+    "tqdm.",
+    "functools.",
+    "warnings.",
+)
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
@@ -56,13 +72,23 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
     for event in program.events:
         if event.kind in ("eval", "train") and event.subject is not None:
             modes.append(event)
-        if event.kind != "call" or not isinstance(event.node, ast.Call) or not event.loops or id(event.loops[-1].node) in info:
+        if (
+            event.kind != "call"
+            or not isinstance(event.node, ast.Call)
+            or not event.loops
+            or id(event.loops[-1].node) in info
+        ):
             continue
-        if _evaluates(program, event, modes) and not any(each.kind in ("backward", "step") for each in _inside(program, event.loops[-1])):
+        if _evaluates(program, event, modes) and not any(
+            each.kind in ("backward", "step") for each in _inside(program, event.loops[-1])
+        ):
             info.add(id(event.loops[-1].node))
             name = event.source.code(event.node.func)
-            yield RULE.finding(f"`{name}` is in evaluation mode here and builds a graph for a backward pass that never runs", event.place,
-                               f"with torch.no_grad():  # around the loop on line {event.loops[-1].source.place(event.loops[-1].node).line}")
+            yield RULE.finding(
+                f"`{name}` is in evaluation mode here and builds a graph for a backward pass that never runs",
+                event.place,
+                f"with torch.no_grad():  # around the loop on line {event.loops[-1].source.place(event.loops[-1].node).line}",
+            )
 
 
 def _switched_by_call(program: ScriptProgram) -> bool:
@@ -80,10 +106,20 @@ def _evaluates(program: ScriptProgram, event: ProgramEvent, modes: list[ProgramE
     model = event.node.func
     if isinstance(event.root, FUNCTIONS) and event.source.klass(event.root) is not None:
         return False  # a method without visible callers: they may disable gradients
-    if "Module" not in program.values.kinds(event.source, model) or "Loss" in program.values.kinds(event.source, model) or any(_off(event)):
+    if (
+        "Module" not in program.values.kinds(event.source, model)
+        or "Loss" in program.values.kinds(event.source, model)
+        or any(_off(event))
+    ):
         return False
-    own = [mode for mode in modes if mode.subject is not None and mode.root is event.root and mode.frames == event.frames[: len(mode.frames)]
-           and program.values.same(mode.source, mode.subject, event.source, model)]
+    own = [
+        mode
+        for mode in modes
+        if mode.subject is not None
+        and mode.root is event.root
+        and mode.frames == event.frames[: len(mode.frames)]
+        and program.values.same(mode.source, mode.subject, event.source, model)
+    ]
     return bool(own) and own[-1].kind == "eval" and bool(own[-1].frames) == bool(event.frames)
 
 
@@ -91,7 +127,13 @@ def _off(event: ProgramEvent) -> Iterator[bool]:
     """Yield once for each ``with`` or decorator around a call that may disable gradients."""
     for source, block in event.blocks:
         called = block.func if isinstance(block, ast.Call) else block
-        builtin = isinstance(called, ast.Name) and called.id in ("open", "tqdm", "staticmethod", "classmethod", "property")
+        builtin = isinstance(called, ast.Name) and called.id in (
+            "open",
+            "tqdm",
+            "staticmethod",
+            "classmethod",
+            "property",
+        )
         if not builtin and not source.dotted(called).startswith(HARMLESS):
             yield True
 

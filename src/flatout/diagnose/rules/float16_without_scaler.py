@@ -44,24 +44,37 @@ from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 
-AUTOCAST = ("torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.amp.autocast_mode.autocast")
+AUTOCAST = (
+    "torch.autocast",
+    "torch.amp.autocast",
+    "torch.cuda.amp.autocast",
+    "torch.amp.autocast_mode.autocast",
+)
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
-    if program.mentions("GradScaler", "ShardedGradScaler", "Accelerator", "Fabric", "Trainer", "scaler", "initialize"):
+    if program.mentions(
+        "GradScaler", "ShardedGradScaler", "Accelerator", "Fabric", "Trainer", "scaler", "initialize"
+    ):
         return
     for loop in program.step_loops:
         for event in loop.events:
             for source, call in event.within(*AUTOCAST):
                 if any(event.kind == "backward" for event in loop.events) and is_half(source, call):
-                    yield RULE.finding("this autocast computes in float16, and small gradients become zero without a GradScaler", source.place(call),
-                                       'torch.autocast("cuda", dtype=torch.bfloat16)')
+                    yield RULE.finding(
+                        "this autocast computes in float16, and small gradients become zero without a GradScaler",
+                        source.place(call),
+                        'torch.autocast("cuda", dtype=torch.bfloat16)',
+                    )
 
 
 def is_half(source: SourceFile, call: ast.Call) -> bool:
     """Return whether an autocast certainly computes in float16 on CUDA, by name or by default."""
     options = {keyword.arg: keyword.value for keyword in call.keywords}
-    if None in options or ("enabled" in options and not (isinstance(options["enabled"], ast.Constant) and options["enabled"].value is True)):
+    if None in options or (
+        "enabled" in options
+        and not (isinstance(options["enabled"], ast.Constant) and options["enabled"].value is True)
+    ):
         return False
     legacy = source.dotted(call.func).startswith("torch.cuda.")
     first = call.args[0] if call.args else options.get("device_type")

@@ -36,10 +36,16 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, call in program.method_calls("forward"):
         assert isinstance(call.func, ast.Attribute)
         owner = call.func.value
-        itself = (isinstance(owner, ast.Name) and owner.id in ("self", "cls")) or (isinstance(owner, ast.Call) and source.code(owner.func) == "super")
+        itself = (isinstance(owner, ast.Name) and owner.id in ("self", "cls")) or (
+            isinstance(owner, ast.Call) and source.code(owner.func) == "super"
+        )
         if not itself and program.values.is_a(source, owner, "Module"):
             shown = ", ".join(source.code(each) for each in [*call.args, *call.keywords])
-            yield RULE.finding(f"`{source.code(owner)}.forward` skips every hook of the module", source.place(call), f"{source.code(owner)}({shown})")
+            yield RULE.finding(
+                f"`{source.code(owner)}.forward` skips every hook of the module",
+                source.place(call),
+                f"{source.code(owner)}({shown})",
+            )
 
 
 RULE = Rule("FL306", "forward_called", Severity.FRAGILE, __doc__, look=look)

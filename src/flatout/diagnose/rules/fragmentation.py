@@ -33,15 +33,27 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
         return
     unused = (memory.reserved_bytes or 0) - memory.peak_bytes
     if memory.retries:
-        yield found(RULE, f"the allocator had to free its cache and retry {memory.retries} times", memory.peak_place,
-                    evidence=[f"{size(unused)} of {size(memory.reserved_bytes or 0)} reserved memory was unused at the peak"])
+        yield found(
+            RULE,
+            f"the allocator had to free its cache and retry {memory.retries} times",
+            memory.peak_place,
+            evidence=[
+                f"{size(unused)} of {size(memory.reserved_bytes or 0)} reserved memory was unused at the peak"
+            ],
+        )
     elif memory.reserved_bytes and unused > LOOSE * memory.reserved_bytes and _scarce(profile):
-        yield found(RULE, f"{size(unused)} of {size(memory.reserved_bytes)} reserved memory was unused at the peak", memory.peak_place)
+        yield found(
+            RULE,
+            f"{size(unused)} of {size(memory.reserved_bytes)} reserved memory was unused at the peak",
+            memory.peak_place,
+        )
 
 
 def _scarce(profile: ProfileRecord) -> bool:
     """Return whether little memory is left: only then does fragmentation matter."""
-    total = profile.ceilings.get("memory_bytes") or next((g.get("memory_bytes") for g in profile.machine.get("gpus") or () if isinstance(g, dict)), None)
+    total = profile.ceilings.get("memory_bytes") or next(
+        (g.get("memory_bytes") for g in profile.machine.get("gpus") or () if isinstance(g, dict)), None
+    )
     return bool(total and profile.memory and (profile.memory.reserved_bytes or 0) > 0.7 * total)
 
 

@@ -48,14 +48,28 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for event in loop.of("call"):
             call = event.node
-            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "next" and call.args and loop.always(event)):
+            if not (
+                isinstance(call, ast.Call)
+                and isinstance(call.func, ast.Name)
+                and call.func.id == "next"
+                and call.args
+                and loop.always(event)
+            ):
                 continue
             inner = call.args[0]
-            if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name) and inner.func.id == "iter" and inner.args \
-                    and program.values.is_a(event.source, inner.args[0], "DataLoader"):
+            if (
+                isinstance(inner, ast.Call)
+                and isinstance(inner.func, ast.Name)
+                and inner.func.id == "iter"
+                and inner.args
+                and program.values.is_a(event.source, inner.args[0], "DataLoader")
+            ):
                 loader = event.source.code(inner.args[0])
-                yield RULE.finding(f"`{event.source.code(call)}` starts a new epoch of `{loader}` for every batch", event.place,
-                                   f"batches = iter({loader})  # before the loop\nnext(batches)")
+                yield RULE.finding(
+                    f"`{event.source.code(call)}` starts a new epoch of `{loader}` for every batch",
+                    event.place,
+                    f"batches = iter({loader})  # before the loop\nnext(batches)",
+                )
 
 
 RULE = Rule("FL117", "fresh_iterator_every_step", Severity.TIME, __doc__, look=look)

@@ -49,7 +49,11 @@ from flatout.probe.program import ScriptProgram
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
     for event in every_step(program, "gc.collect"):
-        yield RULE.finding("`gc.collect()` visits every object of the program in every step", event.place, "# remove it, or collect once per epoch")
+        yield RULE.finding(
+            "`gc.collect()` visits every object of the program in every step",
+            event.place,
+            "# remove it, or collect once per epoch",
+        )
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
@@ -57,8 +61,17 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     timed = without(profile, ms)
     if timed is not None:
         ratio = certain_gain(profile, "gc")
-        yield found(RULE, f"gc.collect() is called {calls:.3g} times per {profile.unit} and takes {of_step(profile, ms)}", places[0] if places else None,
-                    predicted=ratio or timed, how=how("gc") if ratio else TIMED, others=places[1:], levers=())
+        yield found(
+            RULE,
+            f"gc.collect() is called {calls:.3g} times per {profile.unit} and takes {of_step(profile, ms)}",
+            places[0] if places else None,
+            predicted=ratio or timed,
+            how=how("gc") if ratio else TIMED,
+            others=places[1:],
+            levers=(),
+        )
 
 
-RULE = Rule("FL105", "gc_collect_every_step", Severity.TIME, __doc__, look=look, judge=judge, levers=("gc_pause",))
+RULE = Rule(
+    "FL105", "gc_collect_every_step", Severity.TIME, __doc__, look=look, judge=judge, levers=("gc_pause",)
+)

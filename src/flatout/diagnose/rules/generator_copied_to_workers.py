@@ -51,29 +51,53 @@ from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import ScriptProgram
 
-GENERATORS = {"numpy.random.default_rng", "numpy.random.RandomState", "numpy.random.Generator", "random.Random", "torch.Generator"}
+GENERATORS = {
+    "numpy.random.default_rng",
+    "numpy.random.RandomState",
+    "numpy.random.Generator",
+    "random.Random",
+    "torch.Generator",
+}
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
     loaders = list(program.calls("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader"))
-    if not any(has_workers(call) for _, call in loaders) or program.mentions("worker_init_fn", "get_worker_info"):
+    if not any(has_workers(call) for _, call in loaders) or program.mentions(
+        "worker_init_fn", "get_worker_info"
+    ):
         return
     for source, klass in program.datasets_defined():
         methods = {method.name: method for method in klass.body if isinstance(method, ast.FunctionDef)}
         if "__init__" not in methods or "__getitem__" not in methods:
             continue
-        drawn = {node.attr for name, method in methods.items() if name != "__init__" for node in ast.walk(method) if isinstance(node, ast.Attribute)}
+        drawn = {
+            node.attr
+            for name, method in methods.items()
+            if name != "__init__"
+            for node in ast.walk(method)
+            if isinstance(node, ast.Attribute)
+        }
         for node in ast.walk(methods["__init__"]):
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and source.dotted(node.value.func) in GENERATORS:
+            if (
+                isinstance(node, ast.Assign)
+                and isinstance(node.value, ast.Call)
+                and source.dotted(node.value.func) in GENERATORS
+            ):
                 target = node.targets[0]
                 if isinstance(target, ast.Attribute) and target.attr in drawn:
-                    yield RULE.finding(f"`{source.code(target)}` is copied to every worker in the same state: all workers draw the same numbers",
-                                       source.place(node), "torch.rand(())  # or numpy.random: seeded for each worker by PyTorch")
+                    yield RULE.finding(
+                        f"`{source.code(target)}` is copied to every worker in the same state: all workers draw the same numbers",
+                        source.place(node),
+                        "torch.rand(())  # or numpy.random: seeded for each worker by PyTorch",
+                    )
 
 
 def has_workers(loader: ast.Call) -> bool:
     """Return whether a loader has workers; a number that the source does not show counts as yes."""
-    workers = next((k.value for k in loader.keywords if k.arg == "num_workers"), loader.args[5] if len(loader.args) > 5 else None)
+    workers = next(
+        (k.value for k in loader.keywords if k.arg == "num_workers"),
+        loader.args[5] if len(loader.args) > 5 else None,
+    )
     return workers is not None and not (isinstance(workers, ast.Constant) and not workers.value)
 
 

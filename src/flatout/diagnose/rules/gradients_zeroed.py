@@ -28,8 +28,14 @@ EACH = 0.2  # minimum share of the steps
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
     calls, ms, places = event_of(profile, "zero_grad_to_zero")
     if calls >= EACH:
-        yield found(RULE, f"filling gradients with zeros takes {of_step(profile, ms)}", places[0] if places else None, predicted=without(profile, ms),
-                    how=TIMED, others=places[1:])
+        yield found(
+            RULE,
+            f"filling gradients with zeros takes {of_step(profile, ms)}",
+            places[0] if places else None,
+            predicted=without(profile, ms),
+            how=TIMED,
+            others=places[1:],
+        )
 
 
 RULE = Rule("FL174", "gradients_zeroed", Severity.TIME, __doc__ or "", judge=judge)

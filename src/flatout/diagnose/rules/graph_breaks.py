@@ -35,8 +35,13 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     if seen is None or not seen.breaks or seen.recompiles > seen.breaks:
         return
     times = "once" if seen.breaks == 1 else f"{seen.breaks} times"
-    yield found(RULE, f"the graph breaks {times}; {seen.graphs} graphs were compiled", seen.places[0] if seen.places else None, evidence=seen.reasons[:4],
-                others=seen.places[1:])
+    yield found(
+        RULE,
+        f"the graph breaks {times}; {seen.graphs} graphs were compiled",
+        seen.places[0] if seen.places else None,
+        evidence=seen.reasons[:4],
+        others=seen.places[1:],
+    )
 
 
 RULE = Rule("FL156", "graph_breaks", Severity.TIME, __doc__ or "", judge=judge)

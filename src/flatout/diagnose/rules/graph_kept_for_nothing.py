@@ -46,14 +46,28 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         passes = loop.of("backward")
         calls = [event for event in loop.of("call") if isinstance(event.node, ast.Call)]
-        again = any(event.source.dotted(event.node.func).startswith("torch.autograd.") for event in calls if isinstance(event.node, ast.Call))
-        if len(passes) != 1 or again or _carried(program, loop) or not isinstance(passes[0].node, ast.Call) or passes[0].loops[-1] is not loop.loop:
+        again = any(
+            event.source.dotted(event.node.func).startswith("torch.autograd.")
+            for event in calls
+            if isinstance(event.node, ast.Call)
+        )
+        if (
+            len(passes) != 1
+            or again
+            or _carried(program, loop)
+            or not isinstance(passes[0].node, ast.Call)
+            or passes[0].loops[-1] is not loop.loop
+        ):
             continue
         call = passes[0].node
         if is_given(call, "retain_graph", True):
             kept = [k for k in call.keywords if k.arg != "retain_graph"]
             shown = ast.unparse(ast.Call(call.func, call.args, kept))
-            yield RULE.finding("this is the only backward pass of the loop, and it keeps the whole graph for a second one", passes[0].place, shown)
+            yield RULE.finding(
+                "this is the only backward pass of the loop, and it keeps the whole graph for a second one",
+                passes[0].place,
+                shown,
+            )
 
 
 def _carried(program: ScriptProgram, loop: StepLoop) -> bool:
@@ -61,8 +75,18 @@ def _carried(program: ScriptProgram, loop: StepLoop) -> bool:
     for event in loop.of("assign"):
         node = event.node
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            given = {ast.unparse(target) for each in node.targets for target in ast.walk(each) if isinstance(target, (ast.Name, ast.Attribute))}
-            taken = {ast.unparse(each) for argument in node.value.args for each in ast.walk(argument) if isinstance(each, (ast.Name, ast.Attribute))}
+            given = {
+                ast.unparse(target)
+                for each in node.targets
+                for target in ast.walk(each)
+                if isinstance(target, (ast.Name, ast.Attribute))
+            }
+            taken = {
+                ast.unparse(each)
+                for argument in node.value.args
+                for each in ast.walk(argument)
+                if isinstance(each, (ast.Name, ast.Attribute))
+            }
             if given & taken and not event.source.dotted(node.value.func):
                 return True
     return False

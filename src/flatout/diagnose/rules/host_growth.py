@@ -32,7 +32,12 @@ LEAST_BYTES = 2**20  # per step; recording alone takes a few hundred KB per step
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
     grows, tensors = profile.host_growth, profile.leak
-    if grows is not None and grows.leaking and grows.bytes_a_step >= LEAST_BYTES and not (tensors is not None and tensors.leaking):
+    if (
+        grows is not None
+        and grows.leaking
+        and grows.bytes_a_step >= LEAST_BYTES
+        and not (tensors is not None and tensors.leaking)
+    ):
         yield growing(RULE, profile, grows, "")
 
 

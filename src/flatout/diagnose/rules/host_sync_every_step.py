@@ -47,7 +47,17 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
-from flatout.diagnose.gains import TIMED, certain_gain, found, how, measured, of_step, said_ms, synchronisations, without
+from flatout.diagnose.gains import (
+    TIMED,
+    certain_gain,
+    found,
+    how,
+    measured,
+    of_step,
+    said_ms,
+    synchronisations,
+    without,
+)
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
@@ -70,12 +80,20 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         for event in loop.of("call"):
             tensor = fetched(event)
             statement = id(event.source.statement(event.node))
-            if tensor is not None and statement not in info and (loop.always(event) or _each_gradient(loop, event, tensor)) and \
-                    from_step(program, loop, event.source, tensor):
+            if (
+                tensor is not None
+                and statement not in info
+                and (loop.always(event) or _each_gradient(loop, event, tensor))
+                and from_step(program, loop, event.source, tensor)
+            ):
                 info.add(statement)
                 shown, name = event.source.code(event.node), event.source.code(tensor)
                 fix = f"{name}.detach()  # sum on the device, and fetch every hundred steps"
-                yield RULE.finding(f"`{shown}` waits in every step until the device has finished all queued work", event.place, fix)
+                yield RULE.finding(
+                    f"`{shown}` waits in every step until the device has finished all queued work",
+                    event.place,
+                    fix,
+                )
         yield from _compared(program, loop)
 
 
@@ -92,12 +110,20 @@ def _compared(program: ScriptProgram, loop: StepLoop) -> Iterator[Finding]:
     """Find comparisons such as `if loss < best:`, which also fetch the value."""
     source, top = loop.loop.source, loop.loop.node
     for node in ast.walk(top):
-        if not (isinstance(node, ast.If) and source.parent(node) is top and isinstance(node.test, ast.Compare)):
+        if not (
+            isinstance(node, ast.If) and source.parent(node) is top and isinstance(node.test, ast.Compare)
+        ):
             continue
-        if all(isinstance(op, (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)) for op in node.test.ops) and any(
-                from_step(program, loop, source, side) for side in (node.test.left, *node.test.comparators)):
-            yield RULE.finding(f"`if {source.code(node.test)}` waits in every step until the device has finished all queued work", source.place(node),
-                               "torch.minimum(best, loss.detach()), or compare every hundred steps")
+        if all(
+            isinstance(op, (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)) for op in node.test.ops
+        ) and any(
+            from_step(program, loop, source, side) for side in (node.test.left, *node.test.comparators)
+        ):
+            yield RULE.finding(
+                f"`if {source.code(node.test)}` waits in every step until the device has finished all queued work",
+                source.place(node),
+                "torch.minimum(best, loss.detach()), or compare every hundred steps",
+            )
 
 
 def fetched(event: ProgramEvent) -> ast.expr | None:
@@ -105,17 +131,33 @@ def fetched(event: ProgramEvent) -> ast.expr | None:
     call = event.node
     if not isinstance(call, ast.Call):
         return None
-    if isinstance(call.func, ast.Attribute) and call.func.attr in FETCHES and not call.args and not event.source.dotted(call.func):
+    if (
+        isinstance(call.func, ast.Attribute)
+        and call.func.attr in FETCHES
+        and not call.args
+        and not event.source.dotted(call.func)
+    ):
         inner = call.func.value
         # x.detach().cpu().numpy() is one wait: report it once, where it happens
-        nested = isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute) and inner.func.attr in FETCHES
+        nested = (
+            isinstance(inner, ast.Call)
+            and isinstance(inner.func, ast.Attribute)
+            and inner.func.attr in FETCHES
+        )
         return None if nested else inner
-    if isinstance(call.func, ast.Name) and call.func.id in CASTS | {"print"} and len(call.args) >= 1 and not event.source.names.lookup(call.func):
+    if (
+        isinstance(call.func, ast.Name)
+        and call.func.id in CASTS | {"print"}
+        and len(call.args) >= 1
+        and not event.source.names.lookup(call.func)
+    ):
         return next((each for each in call.args if isinstance(each, ast.Name)), None)
     return None
 
 
-def from_step(program: ScriptProgram, loop: StepLoop, source: SourceFile, node: ast.AST, depth: int = 0) -> bool:
+def from_step(
+    program: ScriptProgram, loop: StepLoop, source: SourceFile, node: ast.AST, depth: int = 0
+) -> bool:
     """Return whether a value comes from the model or loss of this step, which the device still computes."""
     if depth > 8:
         return False
@@ -124,14 +166,17 @@ def from_step(program: ScriptProgram, loop: StepLoop, source: SourceFile, node: 
         return False
     if _of_gradient(node):
         return True
-    return any(program.values.same(source, node, home, loss) for home, loss in losses) or \
-        any(_made_by_model(program, loop, origin, depth) for origin in program.origins(source, node))
+    return any(program.values.same(source, node, home, loss) for home, loss in losses) or any(
+        _made_by_model(program, loop, origin, depth) for origin in program.origins(source, node)
+    )
 
 
 def _made_by_model(program: ScriptProgram, loop: StepLoop, origin: ValueOrigin, depth: int) -> bool:
     node, source = origin.node, origin.source
     if isinstance(node, ast.BinOp):
-        return from_step(program, loop, source, node.left, depth + 1) or from_step(program, loop, source, node.right, depth + 1)
+        return from_step(program, loop, source, node.left, depth + 1) or from_step(
+            program, loop, source, node.right, depth + 1
+        )
     if isinstance(node, ast.Compare):
         return from_step(program, loop, source, node.left, depth + 1)
     if isinstance(node, ast.Subscript):
@@ -141,21 +186,40 @@ def _made_by_model(program: ScriptProgram, loop: StepLoop, origin: ValueOrigin, 
     if "Module" in program.values.kinds(source, node.func):
         return True
     if isinstance(node.func, ast.Attribute) and not source.dotted(node.func):
-        return node.func.attr not in FETCHES | {"size", "dim", "numel"} and from_step(program, loop, source, node.func.value, depth + 1)
-    return source.dotted(node.func).startswith("torch.") and any(from_step(program, loop, source, each, depth + 1) for each in node.args)
+        return node.func.attr not in FETCHES | {"size", "dim", "numel"} and from_step(
+            program, loop, source, node.func.value, depth + 1
+        )
+    return source.dotted(node.func).startswith("torch.") and any(
+        from_step(program, loop, source, each, depth + 1) for each in node.args
+    )
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
     seen = [c for c in synchronisations(profile, *KINDS) if c.place is not None and c.calls >= 0.5]
     total = sum(c.ms for c in seen)
     what_if = certain_gain(profile, "syncs")
-    ratio = what_if or (None if measured(profile, "syncs") and profile.device != "cpu" else without(profile, total))
+    ratio = what_if or (
+        None if measured(profile, "syncs") and profile.device != "cpu" else without(profile, total)
+    )
     if not seen or ratio is None:
         return
     first = seen[0]
-    evidence = [f"{c.place.sentence()}: {c.kind}, {c.calls:.3g} times per {profile.unit}, {said_ms(c.ms)}" for c in seen[:6] if c.place]
-    yield found(RULE, f"waiting for values takes {of_step(profile, total)}, most of it here", first.place, evidence=evidence, predicted=ratio,
-                how=how("syncs") if what_if else TIMED, others=[c.place for c in seen[1:] if c.place])
+    evidence = [
+        f"{c.place.sentence()}: {c.kind}, {c.calls:.3g} times per {profile.unit}, {said_ms(c.ms)}"
+        for c in seen[:6]
+        if c.place
+    ]
+    yield found(
+        RULE,
+        f"waiting for values takes {of_step(profile, total)}, most of it here",
+        first.place,
+        evidence=evidence,
+        predicted=ratio,
+        how=how("syncs") if what_if else TIMED,
+        others=[c.place for c in seen[1:] if c.place],
+    )
 
 
-RULE = Rule("FL101", "host_sync_every_step", Severity.TIME, __doc__, look=look, judge=judge, levers=("early_values",))
+RULE = Rule(
+    "FL101", "host_sync_every_step", Severity.TIME, __doc__, look=look, judge=judge, levers=("early_values",)
+)

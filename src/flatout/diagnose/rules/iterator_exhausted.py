@@ -53,28 +53,59 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         if not isinstance(node, ast.For):
             continue
         over = iterated(node.iter)
-        outer = next((each for each in source.parents(node) if isinstance(each, (ast.For, ast.While, ast.FunctionDef))), None)
-        if not isinstance(over, ast.Name) or not isinstance(outer, (ast.For, ast.While)) or _leaves(outer, node):
+        outer = next(
+            (
+                each
+                for each in source.parents(node)
+                if isinstance(each, (ast.For, ast.While, ast.FunctionDef))
+            ),
+            None,
+        )
+        if (
+            not isinstance(over, ast.Name)
+            or not isinstance(outer, (ast.For, ast.While))
+            or _leaves(outer, node)
+        ):
             continue
         bindings = source.names.lookup(over)
-        if len(bindings) != 1 or bindings[0].how != "assign" or bindings[0].path or not _runs_once(source, bindings[0].value):
+        if (
+            len(bindings) != 1
+            or bindings[0].how != "assign"
+            or bindings[0].path
+            or not _runs_once(source, bindings[0].value)
+        ):
             continue
         made = bindings[0].node
         if all(each is not outer for each in source.parents(made)):
-            yield RULE.finding(f"`{over.id}` is an iterator created once, on line {source.place(made).line}: from the second pass of the outer loop on, "
-                               "this loop does nothing", source.place(node), f"{source.code(made)}  # inside the outer loop", others=[source.place(made)])
+            yield RULE.finding(
+                f"`{over.id}` is an iterator created once, on line {source.place(made).line}: from the second pass of the outer loop on, "
+                "this loop does nothing",
+                source.place(node),
+                f"{source.code(made)}  # inside the outer loop",
+                others=[source.place(made)],
+            )
 
 
 def _runs_once(source: SourceFile, value: ast.AST | None) -> bool:
     if isinstance(value, ast.GeneratorExp):
         return True
-    return isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in ONCE and not source.names.lookup(value.func) and \
-        not any(isinstance(n, ast.Call) and source.dotted(n.func).startswith("itertools.") for n in ast.walk(value))
+    return (
+        isinstance(value, ast.Call)
+        and isinstance(value.func, ast.Name)
+        and value.func.id in ONCE
+        and not source.names.lookup(value.func)
+        and not any(
+            isinstance(n, ast.Call) and source.dotted(n.func).startswith("itertools.")
+            for n in ast.walk(value)
+        )
+    )
 
 
 def _leaves(outer: ast.AST, inner: ast.For) -> bool:
     """Return whether the inner loop may stop early and resume (it needs an iterator), or the outer breaks."""
-    return any(isinstance(node, (ast.Break, ast.Return)) for node in ast.walk(inner)) or any(isinstance(node, ast.Break) for node in getattr(outer, "body", []))
+    return any(isinstance(node, (ast.Break, ast.Return)) for node in ast.walk(inner)) or any(
+        isinstance(node, ast.Break) for node in getattr(outer, "body", [])
+    )
 
 
 RULE = Rule("FL031", "iterator_used_up", Severity.WRONG, __doc__, look=look)

@@ -33,14 +33,25 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, node in program.nodes(ast.Assign, ast.Call):
         if isinstance(node, ast.Assign):
             target, value = node.targets[0], node.value
-            named = isinstance(target, ast.Subscript) and source.dotted(target.value) == "os.environ" and _is(target.slice, VARIABLE)
+            named = (
+                isinstance(target, ast.Subscript)
+                and source.dotted(target.value) == "os.environ"
+                and _is(target.slice, VARIABLE)
+            )
         else:
             assert isinstance(node, ast.Call)
-            named = source.dotted(node.func) in ("os.environ.setdefault", "os.putenv") and len(node.args) == 2 and _is(node.args[0], VARIABLE)
+            named = (
+                source.dotted(node.func) in ("os.environ.setdefault", "os.putenv")
+                and len(node.args) == 2
+                and _is(node.args[0], VARIABLE)
+            )
             value = node.args[1] if named else node
         if named and _is(value, "1") and not source.names.arms(node):
-            yield RULE.finding("in every run of this program, the host waits for each kernel before it launches the next", source.place(node),
-                               f"# remove it; for one run: {VARIABLE}=1 python {program.main.path}")
+            yield RULE.finding(
+                "in every run of this program, the host waits for each kernel before it launches the next",
+                source.place(node),
+                f"# remove it; for one run: {VARIABLE}=1 python {program.main.path}",
+            )
 
 
 def _is(node: ast.AST, text: str) -> bool:

@@ -27,10 +27,25 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     if profile.device == "cpu" or profile.bound != "launch" or not profile.idle_ms:
         return
     gaps = sorted(profile.idle_gaps, key=lambda gap: -gap.ms)
-    evidence = [f"{gap.what}: {said_ms(gap.ms)} in {gap.calls:.3g} gaps per {profile.unit}" for gap in gaps[:5]]
+    evidence = [
+        f"{gap.what}: {said_ms(gap.ms)} in {gap.calls:.3g} gaps per {profile.unit}" for gap in gaps[:5]
+    ]
     place = next((gap.place for gap in gaps if gap.place), None)
-    yield found(RULE, f"the device waits for the host for {of_step(profile, profile.idle_ms)}", place, evidence=evidence,
-                predicted=without(profile, profile.idle_ms), how="estimate: the device without its gaps")
+    yield found(
+        RULE,
+        f"the device waits for the host for {of_step(profile, profile.idle_ms)}",
+        place,
+        evidence=evidence,
+        predicted=without(profile, profile.idle_ms),
+        how="estimate: the device without its gaps",
+    )
 
 
-RULE = Rule("FL165", "launch_bound", Severity.TIME, __doc__ or "", judge=judge, levers=("compile", "fused_ops", "fused_optimizer"))
+RULE = Rule(
+    "FL165",
+    "launch_bound",
+    Severity.TIME,
+    __doc__ or "",
+    judge=judge,
+    levers=("compile", "fused_ops", "fused_optimizer"),
+)

@@ -43,16 +43,23 @@ from flatout.probe.program import ScriptProgram
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, klass in program.modules_defined():
-        forward = next((m for m in klass.body if isinstance(m, ast.FunctionDef) and m.name == "forward"), None)
+        forward = next(
+            (m for m in klass.body if isinstance(m, ast.FunctionDef) and m.name == "forward"), None
+        )
         for call in (node for node in ast.walk(forward or ast.Module([], [])) if isinstance(node, ast.Call)):
             dotted = source.dotted(call.func)
             last = dotted.rpartition(".")[2]
             if not dotted.startswith("torch.nn.") or last not in TRAINED | {"Parameter"}:
                 continue
-            lazily = any(isinstance(each, ast.If) for each in source.parents(call)) and isinstance(source.parent(call), ast.Assign)
+            lazily = any(isinstance(each, ast.If) for each in source.parents(call)) and isinstance(
+                source.parent(call), ast.Assign
+            )
             if not lazily:
-                yield RULE.finding(f"this {last} is created in every forward pass: it is random each time and never trained", source.place(call),
-                                   f"self.{last.lower()} = {source.code(call)}  # in __init__")
+                yield RULE.finding(
+                    f"this {last} is created in every forward pass: it is random each time and never trained",
+                    source.place(call),
+                    f"self.{last.lower()} = {source.code(call)}  # in __init__",
+                )
 
 
 RULE = Rule("FL022", "layers_made_in_forward", Severity.WRONG, __doc__, look=look)

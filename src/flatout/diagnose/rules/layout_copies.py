@@ -37,9 +37,18 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
         return
     computing = _computing(profile)
     ratio = 1 / max(1 - share * computing, 0.05)
-    evidence = [f"{o.name}: {o.calls:.3g} calls per {profile.unit}, {100 * o.share:.0f} % of the operators' time" for o in copies]
-    yield found(RULE, f"copying takes {100 * share:.0f} % of the operators' time", next((o.place for o in copies if o.place), None), evidence=evidence,
-                predicted=Ratio(ratio, ratio, ratio, max(1, profile.steps)), how="estimate: the operators without these copies")
+    evidence = [
+        f"{o.name}: {o.calls:.3g} calls per {profile.unit}, {100 * o.share:.0f} % of the operators' time"
+        for o in copies
+    ]
+    yield found(
+        RULE,
+        f"copying takes {100 * share:.0f} % of the operators' time",
+        next((o.place for o in copies if o.place), None),
+        evidence=evidence,
+        predicted=Ratio(ratio, ratio, ratio, max(1, profile.steps)),
+        how="estimate: the operators without these copies",
+    )
 
 
 def _reordered(copies: list[Operation]) -> bool:
@@ -54,4 +63,6 @@ def _computing(profile: ProfileRecord) -> float:
     return min(1.0, share) if share > 0 else 1.0
 
 
-RULE = Rule("FL171", "layout_copies", Severity.TIME, __doc__ or "", judge=judge, levers=("channels_last", "compile"))
+RULE = Rule(
+    "FL171", "layout_copies", Severity.TIME, __doc__ or "", judge=judge, levers=("channels_last", "compile")
+)

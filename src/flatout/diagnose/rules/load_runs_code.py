@@ -35,8 +35,11 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, call in program.calls("torch.load"):
         if is_given(call, "weights_only", False):
             kept = [k for k in call.keywords if k.arg != "weights_only"]
-            yield RULE.finding("the author of this file can run any code on this machine", source.place(call),
-                               ast.unparse(ast.Call(call.func, call.args, kept)))
+            yield RULE.finding(
+                "the author of this file can run any code on this machine",
+                source.place(call),
+                ast.unparse(ast.Call(call.func, call.args, kept)),
+            )
 
 
 RULE = Rule("FL304", "load_runs_code", Severity.FRAGILE, __doc__, look=look)

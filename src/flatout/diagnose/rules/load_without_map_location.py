@@ -39,23 +39,42 @@ from flatout.probe.script import SourceFile
 def look(program: ScriptProgram) -> Iterator[Finding]:
     if not program.uses_device or program.mentions("offload_to_cpu", "cpu_offload"):
         return
-    if any(isinstance(call.func, ast.Attribute) and program.values.is_a(source, call.func.value, "Module") for source, call in program.method_calls("cpu")):
+    if any(
+        isinstance(call.func, ast.Attribute) and program.values.is_a(source, call.func.value, "Module")
+        for source, call in program.method_calls("cpu")
+    ):
         return  # it moves its modules to the CPU before it saves them
     loads = list(program.calls("torch.load"))
-    placed = {_file(source, call) for source, call in loads if any(keyword.arg == "map_location" for keyword in call.keywords) or len(call.args) > 1}
+    placed = {
+        _file(source, call)
+        for source, call in loads
+        if any(keyword.arg == "map_location" for keyword in call.keywords) or len(call.args) > 1
+    }
     again = _loaded_again(program)
     for source, call in loads:
-        if _are_weights(source, call) and len(call.args) == 1 and not any(keyword.arg in ("map_location", None) for keyword in call.keywords) \
-                and _file(source, call) not in placed and id(call) not in again:
+        if (
+            _are_weights(source, call)
+            and len(call.args) == 1
+            and not any(keyword.arg in ("map_location", None) for keyword in call.keywords)
+            and _file(source, call) not in placed
+            and id(call) not in again
+        ):
             rest = "".join(f", {source.code(keyword)}" for keyword in call.keywords)
-            yield RULE.finding("this checkpoint loads only on a machine that has the device it was saved from", source.place(call),
-                               f'torch.load({source.code(call.args[0])}, map_location="cpu"{rest})')
+            yield RULE.finding(
+                "this checkpoint loads only on a machine that has the device it was saved from",
+                source.place(call),
+                f'torch.load({source.code(call.args[0])}, map_location="cpu"{rest})',
+            )
 
 
 def _are_weights(source: SourceFile, load: ast.Call) -> bool:
     """Return whether the loaded object goes into a module, or is one; a word table or image has no device."""
     holder = source.parent(load)
-    names = {target.id for target in getattr(holder, "targets", []) if isinstance(target, ast.Name)} if isinstance(holder, ast.Assign) else set()
+    names = (
+        {target.id for target in getattr(holder, "targets", []) if isinstance(target, ast.Name)}
+        if isinstance(holder, ast.Assign)
+        else set()
+    )
     for call in source.calls:
         if isinstance(call.func, ast.Name) and call.func.id in names:
             return True

@@ -62,17 +62,30 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for event in [*loop.around, *loop.events]:
             call = event.node
-            if event.kind == "call" and isinstance(call, ast.Call) and event.source.dotted(call.func).endswith("data.DataLoader") \
-                    and not training_of_its_own(program, loop, event) and not _changes(event):
-                yield RULE.finding("this DataLoader is recreated in every pass of the loop, with the same arguments", event.place,
-                                   f"{event.source.code(event.source.statement(call) or call)}  # once, before the loop")
+            if (
+                event.kind == "call"
+                and isinstance(call, ast.Call)
+                and event.source.dotted(call.func).endswith("data.DataLoader")
+                and not training_of_its_own(program, loop, event)
+                and not _changes(event)
+            ):
+                yield RULE.finding(
+                    "this DataLoader is recreated in every pass of the loop, with the same arguments",
+                    event.place,
+                    f"{event.source.code(event.source.statement(call) or call)}  # once, before the loop",
+                )
 
 
 def training_of_its_own(program: ScriptProgram, loop: StepLoop, event: ProgramEvent) -> bool:
     """Return whether each pass of the loop creates an optimizer: a separate training (a fold, a setting)."""
     around = event.loops[-1]
-    return any(each.kind == "call" and around in each.loops and isinstance(each.node, ast.Call) and ".optim." in each.source.dotted(each.node.func)
-               for each in [*loop.around, *loop.events])
+    return any(
+        each.kind == "call"
+        and around in each.loops
+        and isinstance(each.node, ast.Call)
+        and ".optim." in each.source.dotted(each.node.func)
+        for each in [*loop.around, *loop.events]
+    )
 
 
 def _changes(event: ProgramEvent) -> bool:
@@ -84,7 +97,12 @@ def _changes(event: ProgramEvent) -> bool:
     scope = event.loops[-1].node
     if not any(each is scope for each in event.source.parents(call)):
         return True  # created in a function that the loop calls: its arguments may change
-    bound = {target.id for node in ast.walk(scope) for target in ast.walk(node) if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store)}
+    bound = {
+        target.id
+        for node in ast.walk(scope)
+        for target in ast.walk(node)
+        if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store)
+    }
     return bool(names & bound)
 
 
@@ -93,8 +111,20 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
         if cause(profile, loader) is not WaitCause.REMADE:
             continue
         said = f"this line has created {loader.made} loaders for {loader.batches or profile.steps} batches"
-        evidence = [f"the first batch of each takes {loader.start_ms:.0f} ms", f"waiting for data takes {of_step(profile, loader.wait_ms)}"]
-        yield found(RULE, said, loader.place, evidence=evidence, predicted=gain_without_wait(profile, loader), how=how_known(profile))
+        evidence = [
+            f"the first batch of each takes {loader.start_ms:.0f} ms",
+            f"waiting for data takes {of_step(profile, loader.wait_ms)}",
+        ]
+        yield found(
+            RULE,
+            said,
+            loader.place,
+            evidence=evidence,
+            predicted=gain_without_wait(profile, loader),
+            how=how_known(profile),
+        )
 
 
-RULE = Rule("FL106", "loader_made_in_loop", Severity.TIME, __doc__, look=look, judge=judge, levers=("loader",))
+RULE = Rule(
+    "FL106", "loader_made_in_loop", Severity.TIME, __doc__, look=look, judge=judge, levers=("loader",)
+)

@@ -22,14 +22,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import TIMED, certain_gain, event_of, found, how, measured, of_step, said_ms, synchronisations, without
+from flatout.diagnose.gains import (
+    TIMED,
+    certain_gain,
+    event_of,
+    found,
+    how,
+    measured,
+    of_step,
+    said_ms,
+    synchronisations,
+    without,
+)
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
-    printed = [(c.ms, f"print, {c.calls:.3g} times per {profile.unit}", c.place) for c in synchronisations(profile, "print")]
+    printed = [
+        (c.ms, f"print, {c.calls:.3g} times per {profile.unit}", c.place)
+        for c in synchronisations(profile, "print")
+    ]
     for name in ("save", "write", "flush"):
         calls, ms, places = event_of(profile, name)
         printed += [(ms, f"{name}, {calls:.3g} times per {profile.unit}", place) for place in places[:1]]
@@ -39,9 +53,15 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     ratio = what_if or (None if measured(profile, "logging") else without(profile, total))
     if not seen or ratio is None or without(profile, total) is None:
         return
-    yield found(RULE, f"{seen[0][1].split(',')[0]} and similar calls take {of_step(profile, total)}", seen[0][2],
-                evidence=[f"{place.sentence()}: {what}, {said_ms(ms)}" for ms, what, place in seen[:4] if place], predicted=ratio,
-                how=how("logging") if what_if else TIMED, others=[p for _, _, p in seen[1:] if p])
+    yield found(
+        RULE,
+        f"{seen[0][1].split(',')[0]} and similar calls take {of_step(profile, total)}",
+        seen[0][2],
+        evidence=[f"{place.sentence()}: {what}, {said_ms(ms)}" for ms, what, place in seen[:4] if place],
+        predicted=ratio,
+        how=how("logging") if what_if else TIMED,
+        others=[p for _, _, p in seen[1:] if p],
+    )
 
 
 RULE = Rule("FL163", "logging_cost", Severity.TIME, __doc__ or "", judge=judge)

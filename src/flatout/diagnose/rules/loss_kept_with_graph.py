@@ -62,9 +62,13 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             name = _graph(program, loop, event, kept)
             if name is not None and not _backward(loop, reaper) and _outlives(loop, event, reaper):
                 into = event.source.code(reaper)
-                yield RULE.finding(f"`{into}` keeps `{name}` with its whole graph: memory grows with every step", event.place,
-                                   event.source.code(event.node).replace(name, f"{name}.detach()") if event.kind == "call" else
-                                   f"{into} += {event.source.code(kept).replace(name, name + '.detach()')}")
+                yield RULE.finding(
+                    f"`{into}` keeps `{name}` with its whole graph: memory grows with every step",
+                    event.place,
+                    event.source.code(event.node).replace(name, f"{name}.detach()")
+                    if event.kind == "call"
+                    else f"{into} += {event.source.code(kept).replace(name, name + '.detach()')}",
+                )
 
 
 def _held(event: ProgramEvent) -> tuple[ast.expr, ast.expr] | None:
@@ -72,10 +76,19 @@ def _held(event: ProgramEvent) -> tuple[ast.expr, ast.expr] | None:
     node = event.node
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
         return node.target, node.value
-    if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp) and isinstance(node.value.op, ast.Add) \
-            and ast.unparse(node.value.left) == ast.unparse(node.targets[0]):
+    if (
+        isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.BinOp)
+        and isinstance(node.value.op, ast.Add)
+        and ast.unparse(node.value.left) == ast.unparse(node.targets[0])
+    ):
         return node.targets[0], node.value.right
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "append" and len(node.args) == 1:
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "append"
+        and len(node.args) == 1
+    ):
         return node.func.value, node.args[0]
     return None
 
@@ -84,14 +97,26 @@ def _graph(program: ScriptProgram, loop: StepLoop, event: ProgramEvent, kept: as
     """Return the name of the loss in the kept value if it still has its graph, alone or scaled by numbers."""
     if isinstance(kept, ast.BinOp) and isinstance(kept.op, (ast.Mult, ast.Div)):
         return _graph(program, loop, event, kept.left) or _graph(program, loop, event, kept.right)
-    if (isinstance(kept, ast.Attribute) and kept.attr in ("data", "grad")) or not isinstance(kept, (ast.Name, ast.Attribute)):
+    if (isinstance(kept, ast.Attribute) and kept.attr in ("data", "grad")) or not isinstance(
+        kept, (ast.Name, ast.Attribute)
+    ):
         return None
-    if any(block.func.attr == "no_grad" for _, block in event.blocks if isinstance(block, ast.Call) and isinstance(block.func, ast.Attribute)):
+    if any(
+        block.func.attr == "no_grad"
+        for _, block in event.blocks
+        if isinstance(block, ast.Call) and isinstance(block.func, ast.Attribute)
+    ):
         return None
     for backward in loop.of("backward"):
-        if backward.subject is None or backward.source is not event.source or ast.dump(backward.subject) != ast.dump(kept):
+        if (
+            backward.subject is None
+            or backward.source is not event.source
+            or ast.dump(backward.subject) != ast.dump(kept)
+        ):
             continue
-        if event.source.function(event.node) is event.source.function(backward.node) and not _detached(event, kept):
+        if event.source.function(event.node) is event.source.function(backward.node) and not _detached(
+            event, kept
+        ):
             return event.source.code(kept)
     return None
 
@@ -99,15 +124,29 @@ def _graph(program: ScriptProgram, loop: StepLoop, event: ProgramEvent, kept: as
 def _detached(event: ProgramEvent, kept: ast.expr) -> bool:
     """Return whether the name gets a value without a graph before it is kept: ``loss = loss.item()``."""
     bindings: list[Binding] = event.source.names.reaching(kept) if isinstance(kept, ast.Name) else []
-    return any(isinstance(b.value, ast.Call) and isinstance(b.value.func, (ast.Attribute, ast.Name)) and
-               (getattr(b.value.func, "attr", "") in ("item", "detach", "cpu", "numpy") or getattr(b.value.func, "id", "") == "float")
-               for b in bindings if b.value is not None)
+    return any(
+        isinstance(b.value, ast.Call)
+        and isinstance(b.value.func, (ast.Attribute, ast.Name))
+        and (
+            getattr(b.value.func, "attr", "") in ("item", "detach", "cpu", "numpy")
+            or getattr(b.value.func, "id", "") == "float"
+        )
+        for b in bindings
+        if b.value is not None
+    )
 
 
 def _backward(loop: StepLoop, reaper: ast.expr) -> bool:
     """Return whether the container is itself used for a backward pass."""
-    return any(event.subject is not None and any(ast.unparse(node) == ast.unparse(reaper) for node in ast.walk(event.subject) if isinstance(node, ast.expr))
-               for event in loop.of("backward"))
+    return any(
+        event.subject is not None
+        and any(
+            ast.unparse(node) == ast.unparse(reaper)
+            for node in ast.walk(event.subject)
+            if isinstance(node, ast.expr)
+        )
+        for event in loop.of("backward")
+    )
 
 
 def _outlives(loop: StepLoop, event: ProgramEvent, reaper: ast.expr) -> bool:
@@ -120,8 +159,14 @@ def _outlives(loop: StepLoop, event: ProgramEvent, reaper: ast.expr) -> bool:
                     return False
     function = event.source.function(event.node)
     around = list(event.source.parents(event.node))
-    in_a_loop = any(isinstance(node, (ast.For, ast.AsyncFor, ast.While)) for node in around[: around.index(function)]) if function in around else True
-    return in_a_loop or not isinstance(reaper, ast.Name)  # otherwise it is local to a function called in each step
+    in_a_loop = (
+        any(isinstance(node, (ast.For, ast.AsyncFor, ast.While)) for node in around[: around.index(function)])
+        if function in around
+        else True
+    )
+    return in_a_loop or not isinstance(
+        reaper, ast.Name
+    )  # otherwise it is local to a function called in each step
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:

@@ -57,9 +57,12 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             leaf = bool(origins) and all(_is_leaf(origin.source, origin.node) for origin in origins)
             if leaf or _info(event):
                 name = event.source.code(event.subject)
-                yield RULE.finding(f"`{name}` is cut off from the model and set to require a gradient: no parameter gets a gradient", event.place,
-                                   f"# call backward() on the loss itself, without item(), detach() or data on the way to `{name}`",
-                                   others=[origin.source.place(origin.node) for origin in origins if leaf][:1])
+                yield RULE.finding(
+                    f"`{name}` is cut off from the model and set to require a gradient: no parameter gets a gradient",
+                    event.place,
+                    f"# call backward() on the loss itself, without item(), detach() or data on the way to `{name}`",
+                    others=[origin.source.place(origin.node) for origin in origins if leaf][:1],
+                )
 
 
 def _is_leaf(source: SourceFile, node: ast.AST) -> bool:
@@ -74,8 +77,13 @@ def _info(backward: ProgramEvent) -> bool:
     """Return whether the function that calls backward sets ``loss.requires_grad = True``."""
     subject = ast.unparse(backward.subject) if backward.subject is not None else ""
     home = backward.frames[-1] if backward.frames else backward.source.tree
-    return any(isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is True
-               and ast.unparse(node.targets[0]) == f"{subject}.requires_grad" for node in ast.walk(home))
+    return any(
+        isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Constant)
+        and node.value.value is True
+        and ast.unparse(node.targets[0]) == f"{subject}.requires_grad"
+        for node in ast.walk(home)
+    )
 
 
 RULE = Rule("FL019", "loss_made_a_leaf", Severity.WRONG, __doc__, look=look)

@@ -49,24 +49,35 @@ from flatout.probe.script import SourceFile
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
-    if program.mentions("accumulate", "Accelerator", "Fabric", "div_", "mul_"):  # they may divide out of sight
+    if program.mentions(
+        "accumulate", "Accelerator", "Fabric", "div_", "mul_"
+    ):  # they may divide out of sight
         return
-    if any(node.arg == "reduction" and isinstance(node.value, ast.Constant) and node.value.value == "sum"
-           for _, node in program.nodes(ast.keyword) if isinstance(node, ast.keyword)):
+    if any(
+        node.arg == "reduction" and isinstance(node.value, ast.Constant) and node.value.value == "sum"
+        for _, node in program.nodes(ast.keyword)
+        if isinstance(node, ast.keyword)
+    ):
         return
     for loop in program.step_loops:
         steps, passes = loop.of("step", "scaler_step"), loop.of("backward")
         gate = window(loop, steps[0]) if len(steps) == 1 else None
         if gate is None or len(passes) != 1 or not loop.always(passes[0]) or passes[0].subject is None:
             continue
-        if not any((gate, "body") in [(node, arm) for node, arm, _ in zero.arms] for zero in loop.of("zero_grad")):
+        if not any(
+            (gate, "body") in [(node, arm) for node, arm, _ in zero.arms] for zero in loop.of("zero_grad")
+        ):
             continue
         source, loss = passes[0].source, passes[0].subject
         if not scaled_down(source, loss):
             by = _count(gate)
             name = source.code(loss)
-            yield RULE.finding(f"the gradients of several batches are accumulated until line {gate.lineno}, but `{name}` is not divided by their number",
-                               passes[0].place, f"({name} / {by}).backward()", others=[steps[0].place])
+            yield RULE.finding(
+                f"the gradients of several batches are accumulated until line {gate.lineno}, but `{name}` is not divided by their number",
+                passes[0].place,
+                f"({name} / {by}).backward()",
+                others=[steps[0].place],
+            )
 
 
 def scaled_down(source: SourceFile, loss: ast.AST, depth: int = 0) -> bool:
@@ -76,15 +87,23 @@ def scaled_down(source: SourceFile, loss: ast.AST, depth: int = 0) -> bool:
     names = [node for node in ast.walk(loss) if isinstance(node, ast.Name)]
     if isinstance(loss, ast.Name):
         bindings = source.names.reaching(loss)
-        return not bindings or any(b.how == "parameter" or (isinstance(b.node, ast.AugAssign) and isinstance(b.node.op, (ast.Div, ast.Mult)))
-                                   or (b.value is not None and scaled_down(source, b.value, depth + 1)) for b in bindings)
+        return not bindings or any(
+            b.how == "parameter"
+            or (isinstance(b.node, ast.AugAssign) and isinstance(b.node.op, (ast.Div, ast.Mult)))
+            or (b.value is not None and scaled_down(source, b.value, depth + 1))
+            for b in bindings
+        )
     if isinstance(loss, ast.Call):
         return any("sum" in getattr(node, "attr", "") for node in ast.walk(loss.func))
     return any(scaled_down(source, name, depth + 1) for name in names)
 
 
 def _count(gate: ast.If) -> str:
-    right = next(node.right for node in ast.walk(gate.test) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod))
+    right = next(
+        node.right
+        for node in ast.walk(gate.test)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)
+    )
     return ast.unparse(right)
 
 

@@ -48,14 +48,24 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
     main = program.main
     if main.cells or any(isinstance(node, ast.Name) and node.id == "__name__" for node in main.nodes):
         return
-    begun = {id(loop.node): loop for event in program.events if event.root is main.tree for loop in event.loops}
+    begun = {
+        id(loop.node): loop for event in program.events if event.root is main.tree for loop in event.loops
+    }
     for loop in begun.values():  # reached from the top level, in any function or file
         over = loops_over(loop.node)
         for origin in program.origins(loop.source, over) if over is not None else ():
-            if origin.dotted.endswith("data.DataLoader") and isinstance(origin.node, ast.Call) and has_workers(origin.node):
-                yield RULE.finding("this loader has workers, but the script has no main guard: without fork (macOS, Windows, Python 3.14), "
-                                   "it does not start", origin.source.place(origin.node), 'if __name__ == "__main__":\n    main()',
-                                   others=[loop.source.place(loop.node)])
+            if (
+                origin.dotted.endswith("data.DataLoader")
+                and isinstance(origin.node, ast.Call)
+                and has_workers(origin.node)
+            ):
+                yield RULE.finding(
+                    "this loader has workers, but the script has no main guard: without fork (macOS, Windows, Python 3.14), "
+                    "it does not start",
+                    origin.source.place(origin.node),
+                    'if __name__ == "__main__":\n    main()',
+                    others=[loop.source.place(loop.node)],
+                )
                 return
 
 

@@ -30,13 +30,25 @@ CLOSE = 0.9  # same threshold as PyTorch's TensorBoard plugin
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
     memory = profile.memory
-    total = profile.ceilings.get("memory_bytes") or next((g.get("memory_bytes") for g in profile.machine.get("gpus") or () if isinstance(g, dict)), None)
+    total = profile.ceilings.get("memory_bytes") or next(
+        (g.get("memory_bytes") for g in profile.machine.get("gpus") or () if isinstance(g, dict)), None
+    )
     if memory is None or memory.where != "device" or not total or memory.peak_bytes < CLOSE * total:
         return
     parts = sorted(memory.at_peak.items(), key=lambda part: -part[1])
-    evidence = [f"{kind}: {size(amount)}, {100 * amount / max(1, memory.peak_bytes):.0f} % of the peak" for kind, amount in parts[:4]]
-    evidence += [f"activations of {name}: {size(amount)}" for name, amount in sorted(memory.by_module.items(), key=lambda part: -part[1])[:3]]
-    yield found(RULE, f"the peak is {size(memory.peak_bytes)} of {size(total)}", memory.peak_place, evidence=evidence)
+    evidence = [
+        f"{kind}: {size(amount)}, {100 * amount / max(1, memory.peak_bytes):.0f} % of the peak"
+        for kind, amount in parts[:4]
+    ]
+    evidence += [
+        f"activations of {name}: {size(amount)}"
+        for name, amount in sorted(memory.by_module.items(), key=lambda part: -part[1])[:3]
+    ]
+    yield found(
+        RULE, f"the peak is {size(memory.peak_bytes)} of {size(total)}", memory.peak_place, evidence=evidence
+    )
 
 
-RULE = Rule("FL255", "memory_limit", Severity.MEMORY, __doc__ or "", judge=judge, levers=("autocast", "allocator"))
+RULE = Rule(
+    "FL255", "memory_limit", Severity.MEMORY, __doc__ or "", judge=judge, levers=("autocast", "allocator")
+)

@@ -43,14 +43,28 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         inside = {id(event.node) for event in loop.events}
         for event in loop.of("call"):
             call = event.node
-            if not loop.always(event) or not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr not in ("to", "cuda"):
+            if (
+                not loop.always(event)
+                or not isinstance(call, ast.Call)
+                or not isinstance(call.func, ast.Attribute)
+                or call.func.attr not in ("to", "cuda")
+            ):
                 continue
             model = call.func.value
             origins = program.origins(event.source, model)
-            if "Module" in program.values.kinds(event.source, model) and "Loss" not in program.values.kinds(event.source, model) \
-                    and origins and all(isinstance(origin.node, ast.Call) and id(origin.node) not in inside for origin in origins):
-                yield RULE.finding(f"`{event.source.code(call)}` visits every parameter in every step and has no effect after the first", event.place,
-                                   f"{event.source.code(call)}  # once, before creating the optimizer")
+            if (
+                "Module" in program.values.kinds(event.source, model)
+                and "Loss" not in program.values.kinds(event.source, model)
+                and origins
+                and all(
+                    isinstance(origin.node, ast.Call) and id(origin.node) not in inside for origin in origins
+                )
+            ):
+                yield RULE.finding(
+                    f"`{event.source.code(call)}` visits every parameter in every step and has no effect after the first",
+                    event.place,
+                    f"{event.source.code(call)}  # once, before creating the optimizer",
+                )
 
 
 RULE = Rule("FL107", "model_moved_every_step", Severity.TIME, __doc__, look=look)

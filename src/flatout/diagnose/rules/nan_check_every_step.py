@@ -60,15 +60,34 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 continue
             dotted = event.source.dotted(call.func)
             by_function = dotted in {f"torch.{name}" for name in ASKS} and len(call.args) == 1
-            by_method = isinstance(call.func, ast.Attribute) and call.func.attr in ASKS and not dotted and not call.args
+            by_method = (
+                isinstance(call.func, ast.Attribute)
+                and call.func.attr in ASKS
+                and not dotted
+                and not call.args
+            )
             if not by_function and not by_method:
                 continue
             tensor = call.args[0] if by_function else call.func.value  # type: ignore[attr-defined]
-            test = next((each for each in event.source.parents(call) if isinstance(each, (ast.If, ast.While, ast.Assert, ast.IfExp))), None)
-            asked = test is not None and any(each is call for each in ast.walk(test.test)) and not any(isinstance(n, ast.And) for n in ast.walk(test.test))
+            test = next(
+                (
+                    each
+                    for each in event.source.parents(call)
+                    if isinstance(each, (ast.If, ast.While, ast.Assert, ast.IfExp))
+                ),
+                None,
+            )
+            asked = (
+                test is not None
+                and any(each is call for each in ast.walk(test.test))
+                and not any(isinstance(n, ast.And) for n in ast.walk(test.test))
+            )
             if asked and from_step(program, loop, event.source, tensor):
-                yield RULE.finding(f"`{event.source.code(call)}` is a condition in every step: the host waits for the device each time", event.place,
-                                   f"if step % 100 == 0 and {event.source.code(call)}:")
+                yield RULE.finding(
+                    f"`{event.source.code(call)}` is a condition in every step: the host waits for the device each time",
+                    event.place,
+                    f"if step % 100 == 0 and {event.source.code(call)}:",
+                )
 
 
 RULE = Rule("FL102", "nan_check_every_step", Severity.TIME, __doc__, look=look)

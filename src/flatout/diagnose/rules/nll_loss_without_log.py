@@ -41,10 +41,13 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, call, name in losses(program, WANTED):
         made = ends_in(program, source, call.args[0]) if call.args else {""}
         if made <= WRONG:
-            yield RULE.finding(f"{name} expects log-probabilities, but `{source.code(call.args[0])}` comes from {' or '.join(sorted(made))}",
-                               source.place(call),
-                               f"torch.nn.functional.cross_entropy({', '.join(source.code(a) for a in call.args)})"
-                               if "softmax" not in made else "# use log_softmax instead of softmax in the model's forward")
+            yield RULE.finding(
+                f"{name} expects log-probabilities, but `{source.code(call.args[0])}` comes from {' or '.join(sorted(made))}",
+                source.place(call),
+                f"torch.nn.functional.cross_entropy({', '.join(source.code(a) for a in call.args)})"
+                if "softmax" not in made
+                else "# use log_softmax instead of softmax in the model's forward",
+            )
 
 
 RULE = Rule("FL018", "nll_loss_without_log", Severity.WRONG, __doc__, look=look)

@@ -52,12 +52,23 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         if pinned_elsewhere and "collate_fn" in _options(loader.node):
             continue
         if is_given(event.node, "non_blocking", True) and pins(loader) is False:
-            yield RULE.finding("`non_blocking=True` has no effect here: the batch comes from a loader without pinned memory", event.place,
-                               f"{loader.source.code(loader.node)[:-1]}, pin_memory=True)", others=[loader.source.place(loader.node)])
+            yield RULE.finding(
+                "`non_blocking=True` has no effect here: the batch comes from a loader without pinned memory",
+                event.place,
+                f"{loader.source.code(loader.node)[:-1]}, pin_memory=True)",
+                others=[loader.source.place(loader.node)],
+            )
 
 
 def _options(call: ast.AST) -> set[str | None]:
     return {keyword.arg for keyword in call.keywords} if isinstance(call, ast.Call) else set()
 
 
-RULE = Rule("FL110", "non_blocking_without_pinning", Severity.TIME, __doc__, look=look, levers=("loader", "device_prefetch"))
+RULE = Rule(
+    "FL110",
+    "non_blocking_without_pinning",
+    Severity.TIME,
+    __doc__,
+    look=look,
+    levers=("loader", "device_prefetch"),
+)

@@ -55,27 +55,52 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 continue
             kinds = program.values.kinds(event.source, call.func)
             batch = _batch(event)
-            if "Module" in kinds and "Loss" not in kinds and batch is not None and _from_loader(program, loop, event, batch):
+            if (
+                "Module" in kinds
+                and "Loss" not in kinds
+                and batch is not None
+                and _from_loader(program, loop, event, batch)
+            ):
                 shown = event.source.code(call.func)
-                yield RULE.finding(f"`{shown}` is called on the samples of `{event.source.code(batch)}` one at a time", event.place,
-                                   f"{shown}({event.source.code(batch)})  # once, for the whole batch", others=[event.source.place(event.loops[-1].node)])
+                yield RULE.finding(
+                    f"`{shown}` is called on the samples of `{event.source.code(batch)}` one at a time",
+                    event.place,
+                    f"{shown}({event.source.code(batch)})  # once, for the whole batch",
+                    others=[event.source.place(event.loops[-1].node)],
+                )
 
 
 def _batch(event: ProgramEvent) -> ast.expr | None:
     """Return ``x`` of a call on ``x[i]`` or ``x[i].unsqueeze(0)`` whose innermost loop runs ``i`` over x."""
     around = event.loops[-1].node
     given = event.node.args[0] if isinstance(event.node, ast.Call) else None
-    if isinstance(given, ast.Call) and isinstance(given.func, ast.Attribute) and given.func.attr in ("unsqueeze", "view", "reshape"):
+    if (
+        isinstance(given, ast.Call)
+        and isinstance(given.func, ast.Attribute)
+        and given.func.attr in ("unsqueeze", "view", "reshape")
+    ):
         given = given.func.value
-    if not isinstance(given, ast.Subscript) or not isinstance(around, ast.For) or not isinstance(around.target, ast.Name):
+    if (
+        not isinstance(given, ast.Subscript)
+        or not isinstance(around, ast.For)
+        or not isinstance(around.target, ast.Name)
+    ):
         return None
-    lengths = {f"range({form.format(ast.unparse(given.value))})" for form in ("{}.size(0)", "{}.shape[0]", "len({})")}
-    return given.value if ast.unparse(given.slice) == around.target.id and ast.unparse(around.iter) in lengths else None
+    lengths = {
+        f"range({form.format(ast.unparse(given.value))})" for form in ("{}.size(0)", "{}.shape[0]", "len({})")
+    }
+    return (
+        given.value
+        if ast.unparse(given.slice) == around.target.id and ast.unparse(around.iter) in lengths
+        else None
+    )
 
 
 def _from_loader(program: ScriptProgram, loop: StepLoop, event: ProgramEvent, batch: ast.expr) -> bool:
     """Return whether a value is a batch of the training loader: its first dimension counts samples."""
-    return "Tensor" in program.values.kinds(event.source, batch) and any(origin.node is loop.loop.node for origin in program.origins(event.source, batch))
+    return "Tensor" in program.values.kinds(event.source, batch) and any(
+        origin.node is loop.loop.node for origin in program.origins(event.source, batch)
+    )
 
 
 RULE = Rule("FL118", "one_sample_at_a_time", Severity.TIME, __doc__, look=look)

@@ -47,16 +47,29 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         made = [event for event in loop.of("call") if loop.always(event) and isinstance(event.node, ast.Call)]
         for event in made:
             call = event.node
-            if not isinstance(call, ast.Call) or ".optim." not in event.source.dotted(call.func) or "Optimizer" not in program.values.kinds(event.source, call):
+            if (
+                not isinstance(call, ast.Call)
+                or ".optim." not in event.source.dotted(call.func)
+                or "Optimizer" not in program.values.kinds(event.source, call)
+            ):
                 continue
             parameters = call.args[0] if call.args else None
-            if not isinstance(parameters, ast.Call) or not isinstance(parameters.func, ast.Attribute) or parameters.func.attr != "parameters":
+            if (
+                not isinstance(parameters, ast.Call)
+                or not isinstance(parameters.func, ast.Attribute)
+                or parameters.func.attr != "parameters"
+            ):
                 continue
             inside = {id(each.node) for each in loop.events}
             models = program.origins(event.source, parameters.func.value)
-            if models and all(isinstance(origin.node, ast.Call) and id(origin.node) not in inside for origin in models):
-                yield RULE.finding("this optimizer is recreated in every step: it loses its momentum and averages", event.place,
-                                   f"{event.source.code(event.source.statement(call) or call)}  # once, before the loop")
+            if models and all(
+                isinstance(origin.node, ast.Call) and id(origin.node) not in inside for origin in models
+            ):
+                yield RULE.finding(
+                    "this optimizer is recreated in every step: it loses its momentum and averages",
+                    event.place,
+                    f"{event.source.code(event.source.statement(call) or call)}  # once, before the loop",
+                )
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:

@@ -40,13 +40,29 @@ from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 
-WITHOUT_PARAMETERS = {"Identity", "ReLU", "Dropout", "Flatten", "Softmax", "Sigmoid", "Tanh", "MaxPool2d", "AvgPool2d", "AdaptiveAvgPool2d", "Sequential"}
+WITHOUT_PARAMETERS = {
+    "Identity",
+    "ReLU",
+    "Dropout",
+    "Flatten",
+    "Softmax",
+    "Sigmoid",
+    "Tanh",
+    "MaxPool2d",
+    "AvgPool2d",
+    "AdaptiveAvgPool2d",
+    "Sequential",
+}
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
     for source in program.sources:
         for call in source.calls:
-            if "Optimizer" not in program.values.kinds(source, call) or program.values.origins(source, call)[0].node is not call or not call.args:
+            if (
+                "Optimizer" not in program.values.kinds(source, call)
+                or program.values.origins(source, call)[0].node is not call
+                or not call.args
+            ):
                 continue
             model = _whose(call.args[0])
             if model is not None:
@@ -55,25 +71,48 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
 
 def _whose(parameters: ast.AST) -> ast.Name | None:
     """Return ``model`` of ``model.parameters()``."""
-    if isinstance(parameters, ast.Call) and isinstance(parameters.func, ast.Attribute) and parameters.func.attr == "parameters" and not parameters.args:
+    if (
+        isinstance(parameters, ast.Call)
+        and isinstance(parameters.func, ast.Attribute)
+        and parameters.func.attr == "parameters"
+        and not parameters.args
+    ):
         return parameters.func.value if isinstance(parameters.func.value, ast.Name) else None
     return None
 
 
-def _replaced(program: ScriptProgram, source: SourceFile, optimizer: ast.Call, model: ast.Name) -> Iterator[Finding]:
+def _replaced(
+    program: ScriptProgram, source: SourceFile, optimizer: ast.Call, model: ast.Name
+) -> Iterator[Finding]:
     """Find later statements of the block that replace parameters, with no optimizer created after them."""
     statement = source.statement(optimizer)
-    block = next((body for name in ("body", "orelse") if isinstance(body := getattr(source.parent(statement), name, None), list) and statement in body), None) \
-        if statement is not None else None
+    block = (
+        next(
+            (
+                body
+                for name in ("body", "orelse")
+                if isinstance(body := getattr(source.parent(statement), name, None), list)
+                and statement in body
+            ),
+            None,
+        )
+        if statement is not None
+        else None
+    )
     if block is None or statement is None:
         return
-    rest = block[block.index(statement) + 1:]
+    rest = block[block.index(statement) + 1 :]
     if any(_takes_parameters(later, model.id) for later in rest):
         return
     for later in rest:
         if isinstance(later, ast.Assign) and _gives_new_parameters(program, source, later, model):
-            yield RULE.finding(f"`{source.code(later.targets[0])}` gets new parameters here, which the optimizer on line {optimizer.lineno} does not have: "
-                               "they are never trained", source.place(later), f"{source.code(statement)}  # after this line", others=[source.place(optimizer)])
+            yield RULE.finding(
+                f"`{source.code(later.targets[0])}` gets new parameters here, which the optimizer on line {optimizer.lineno} does not have: "
+                "they are never trained",
+                source.place(later),
+                f"{source.code(statement)}  # after this line",
+                others=[source.place(optimizer)],
+            )
             return
 
 
@@ -84,23 +123,35 @@ def _takes_parameters(statement: ast.AST, model: str) -> bool:
             return True
         if isinstance(node, ast.Call):
             owners = [_whose(each) for each in [*node.args, *(keyword.value for keyword in node.keywords)]]
-            if any(owner is not None and owner.id == model for owner in owners) and "clip" not in ast.unparse(node.func):
+            if any(owner is not None and owner.id == model for owner in owners) and "clip" not in ast.unparse(
+                node.func
+            ):
                 return True
     return False
 
 
-def _gives_new_parameters(program: ScriptProgram, source: SourceFile, statement: ast.Assign, model: ast.Name) -> bool:
+def _gives_new_parameters(
+    program: ScriptProgram, source: SourceFile, statement: ast.Assign, model: ast.Name
+) -> bool:
     """Return whether an assignment replaces the model, or part of it, by a new module with parameters."""
     root = statement.targets[0]
     while isinstance(root, (ast.Attribute, ast.Subscript)):
         root = root.value
     value = statement.value
-    if not isinstance(root, ast.Name) or source.names.lookup(root) is not source.names.lookup(model) or not isinstance(value, ast.Call):
+    if (
+        not isinstance(root, ast.Name)
+        or source.names.lookup(root) is not source.names.lookup(model)
+        or not isinstance(value, ast.Call)
+    ):
         return False
     if isinstance(value.func, ast.Attribute) and not source.dotted(value.func):
         return False  # model = model.to(device)
     made = program.values.kinds(source, value)
-    wrapped = any(isinstance(node, ast.Name) and node.id == model.id for argument in value.args for node in ast.walk(argument))
+    wrapped = any(
+        isinstance(node, ast.Name) and node.id == model.id
+        for argument in value.args
+        for node in ast.walk(argument)
+    )
     return "Module" in made and not made & WITHOUT_PARAMETERS and not wrapped
 
 

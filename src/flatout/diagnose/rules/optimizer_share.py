@@ -40,15 +40,28 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     optimizers = [o for o in profile.settings.get("optimizers") or () if not o.get("fused")]
     if ratio.median < MUCH or not optimizers:
         return
-    takes = f"takes {of_step(profile, phase.share * (profile.step_ms or 0.0))}" if phase else "takes much of the step"
+    takes = (
+        f"takes {of_step(profile, phase.share * (profile.step_ms or 0.0))}"
+        if phase
+        else "takes much of the step"
+    )
     first = max(optimizers, key=lambda o: o.get("tensors") or 0)
     forms = "foreach" if first.get("foreach") else "one parameter at a time"
     kind = first.get("kind")
     form = "fused" if kind in FUSED else "foreach"
     evidence = [f"{kind} updates {first.get('tensors')} tensors, {forms}"]
     _, _, places = event_of(profile, "make_optimizer")
-    yield found(RULE, f"the optimizer {takes}", places[0] if places else None, evidence=evidence, predicted=ratio,
-                how=how("optimizer") if ratio is what_if else TIMED, fix=f"{kind}(..., {form}=True)  # keep its other arguments")
+    yield found(
+        RULE,
+        f"the optimizer {takes}",
+        places[0] if places else None,
+        evidence=evidence,
+        predicted=ratio,
+        how=how("optimizer") if ratio is what_if else TIMED,
+        fix=f"{kind}(..., {form}=True)  # keep its other arguments",
+    )
 
 
-RULE = Rule("FL151", "optimizer_share", Severity.TIME, __doc__ or "", judge=judge, levers=("fused_optimizer",))
+RULE = Rule(
+    "FL151", "optimizer_share", Severity.TIME, __doc__ or "", judge=judge, levers=("fused_optimizer",)
+)

@@ -52,8 +52,12 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         if pins(loader) is True and not non_blocking(event.node):
             call = event.source.code(event.node)
             info = call[:-1] + (", " if event.node.args or event.node.keywords else "") + "non_blocking=True)"
-            yield RULE.finding(f"the loader on line {loader.source.place(loader.node).line} pins its batches, but `{call}` waits for the copy anyway",
-                               event.place, info, others=[loader.source.place(loader.node)])
+            yield RULE.finding(
+                f"the loader on line {loader.source.place(loader.node).line} pins its batches, but `{call}` waits for the copy anyway",
+                event.place,
+                info,
+                others=[loader.source.place(loader.node)],
+            )
 
 
 def batches_moved(program: ScriptProgram) -> Iterator[tuple[ProgramEvent, ValueOrigin]]:
@@ -66,16 +70,32 @@ def batches_moved(program: ScriptProgram) -> Iterator[tuple[ProgramEvent, ValueO
             continue
         for event in loop.of("call"):
             call = event.node
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in ("to", "cuda") and not event.source.dotted(call.func):
+            if (
+                isinstance(call, ast.Call)
+                and isinstance(call.func, ast.Attribute)
+                and call.func.attr in ("to", "cuda")
+                and not event.source.dotted(call.func)
+            ):
                 origins = program.origins(event.source, call.func.value)
-                if origins and all(origin.node is loop.loop.node or _inside(origin.node, loop.loop.node) for origin in origins) and _to_device(call):
+                if (
+                    origins
+                    and all(
+                        origin.node is loop.loop.node or _inside(origin.node, loop.loop.node)
+                        for origin in origins
+                    )
+                    and _to_device(call)
+                ):
                     yield event, loaders[0]
 
 
 def _inside(node: ast.AST, loop: ast.AST) -> bool:
     """Return whether a value is an entry of the loop variable: ``batch[0]``."""
-    return isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and \
-        node.value.id in {each.id for each in ast.walk(getattr(loop, "target", node)) if isinstance(each, ast.Name)}
+    return (
+        isinstance(node, ast.Subscript)
+        and isinstance(node.value, ast.Name)
+        and node.value.id
+        in {each.id for each in ast.walk(getattr(loop, "target", node)) if isinstance(each, ast.Name)}
+    )
 
 
 def _to_device(call: ast.Call) -> bool:
@@ -83,8 +103,13 @@ def _to_device(call: ast.Call) -> bool:
     first = call.args[0] if call.args else next((k.value for k in call.keywords if k.arg == "device"), None)
     if isinstance(call.func, ast.Attribute) and call.func.attr == "cuda":
         return True
-    return first is not None and "float" not in ast.unparse(first) and "long" not in ast.unparse(first) and "int" not in ast.unparse(first) \
+    return (
+        first is not None
+        and "float" not in ast.unparse(first)
+        and "long" not in ast.unparse(first)
+        and "int" not in ast.unparse(first)
         and not (isinstance(first, ast.Constant) and first.value == "cpu")
+    )
 
 
 def pins(loader: ValueOrigin) -> bool | None:
@@ -99,7 +124,9 @@ def pins(loader: ValueOrigin) -> bool | None:
 
 def non_blocking(call: ast.Call) -> bool:
     given = next((k.value for k in call.keywords if k.arg in ("non_blocking", None)), None)
-    return len(call.args) > 1 or (given is not None and not (isinstance(given, ast.Constant) and given.value is False))
+    return len(call.args) > 1 or (
+        given is not None and not (isinstance(given, ast.Constant) and given.value is False)
+    )
 
 
 RULE = Rule("FL109", "pinned_and_blocking", Severity.TIME, __doc__, look=look, levers=("device_prefetch",))

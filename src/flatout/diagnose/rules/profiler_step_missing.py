@@ -50,20 +50,38 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
     steps = [event for event in program.events if event.kind == "profiler_step"]
     for source, call in program.calls("torch.profiler.profile"):
         plan = next((keyword.value for keyword in call.keywords if keyword.arg == "schedule"), None)
-        if plan is None or isinstance(plan, ast.Constant) or any(keyword.arg is None for keyword in call.keywords):
+        if (
+            plan is None
+            or isinstance(plan, ast.Constant)
+            or any(keyword.arg is None for keyword in call.keywords)
+        ):
             continue
         name = _name(source, call)
         if any(event.loops for event in steps) or not name or _handed_on(program, source, name):
             continue
-        where = f"`{name}.step()` runs only outside the loop, on line {steps[0].place.line}" if steps else f"`{name}.step()` is never called"
-        yield RULE.finding(f"{where}: the schedule of this profiler never advances", source.place(call), f"{name}.step()  # at the end of the loop body",
-                           others=[event.place for event in steps])
+        where = (
+            f"`{name}.step()` runs only outside the loop, on line {steps[0].place.line}"
+            if steps
+            else f"`{name}.step()` is never called"
+        )
+        yield RULE.finding(
+            f"{where}: the schedule of this profiler never advances",
+            source.place(call),
+            f"{name}.step()  # at the end of the loop body",
+            others=[event.place for event in steps],
+        )
 
 
 def _name(source: SourceFile, call: ast.Call) -> str:
     """Return the name of the profiler."""
     holder = source.parent(call)
-    target = holder.optional_vars if isinstance(holder, ast.withitem) else holder.targets[0] if isinstance(holder, ast.Assign) else None
+    target = (
+        holder.optional_vars
+        if isinstance(holder, ast.withitem)
+        else holder.targets[0]
+        if isinstance(holder, ast.Assign)
+        else None
+    )
     return target.id if isinstance(target, ast.Name) else ""
 
 
@@ -71,7 +89,9 @@ def _handed_on(program: ScriptProgram, source: SourceFile, name: str) -> bool:
     """Return whether the profiler is passed to a function without visible source."""
     for call in source.calls:
         handed = [*call.args, *(keyword.value for keyword in call.keywords)]
-        if any(isinstance(each, ast.Name) and each.id == name for each in handed) and not program.functions_called(source, call):
+        if any(
+            isinstance(each, ast.Name) and each.id == name for each in handed
+        ) and not program.functions_called(source, call):
             return True
     return False
 

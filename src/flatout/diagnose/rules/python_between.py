@@ -31,8 +31,14 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     ratio = without(profile, ms)
     if ratio is None or ratio.median < MUCH or not places:
         return
-    yield found(RULE, f"`{places[0].text}` takes {of_step(profile, ms)}", places[0], predicted=ratio,
-                how="the step without this line, by its measured time", others=places[1:])
+    yield found(
+        RULE,
+        f"`{places[0].text}` takes {of_step(profile, ms)}",
+        places[0],
+        predicted=ratio,
+        how="the step without this line, by its measured time",
+        others=places[1:],
+    )
 
 
 RULE = Rule("FL167", "python_between", Severity.TIME, __doc__ or "", judge=judge)

@@ -48,8 +48,20 @@ from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import ScriptProgram
 from flatout.probe.values import iterated
 
-WRAPPED = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
-SHARDS = ("IterableDataset", "split_dataset_by_node", "random_split", "Subset", "scatter", "shard", "Accelerator", "Fabric")
+WRAPPED = (
+    "torch.nn.parallel.DistributedDataParallel",
+    "torch.nn.parallel.distributed.DistributedDataParallel",
+)
+SHARDS = (
+    "IterableDataset",
+    "split_dataset_by_node",
+    "random_split",
+    "Subset",
+    "scatter",
+    "shard",
+    "Accelerator",
+    "Fabric",
+)
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
@@ -58,19 +70,35 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         if not isinstance(loop.loop.node, ast.For):
             continue
-        model = any(isinstance(event.node, ast.Call) and any(origin.dotted in WRAPPED for origin in program.origins(event.source, event.node.func))
-                    for event in loop.of("call"))
+        model = any(
+            isinstance(event.node, ast.Call)
+            and any(origin.dotted in WRAPPED for origin in program.origins(event.source, event.node.func))
+            for event in loop.of("call")
+        )
         for origin in program.origins(loop.source, iterated(loop.loop.node.iter)) if model else ():
             call = origin.node
             if not isinstance(call, ast.Call) or not origin.dotted.endswith(".DataLoader"):
                 continue
             if {None, "sampler", "batch_sampler"} & {k.arg for k in call.keywords}:
                 continue
-            handed = call.args[0] if call.args else next((k.value for k in call.keywords if k.arg == "dataset"), None)
+            handed = (
+                call.args[0]
+                if call.args
+                else next((k.value for k in call.keywords if k.arg == "dataset"), None)
+            )
             data = program.origins(origin.source, handed) if handed is not None else []
-            if data and all(isinstance(each.node, ast.Call) and "rank" not in ast.unparse(each.node) for each in data) and len(call.args) < 4:
-                yield RULE.finding("the model is distributed, but this loader gives every rank the whole data set", origin.source.place(call),
-                                   "sampler=torch.utils.data.distributed.DistributedSampler(dataset)  # instead of shuffle=True")
+            if (
+                data
+                and all(
+                    isinstance(each.node, ast.Call) and "rank" not in ast.unparse(each.node) for each in data
+                )
+                and len(call.args) < 4
+            ):
+                yield RULE.finding(
+                    "the model is distributed, but this loader gives every rank the whole data set",
+                    origin.source.place(call),
+                    "sampler=torch.utils.data.distributed.DistributedSampler(dataset)  # instead of shuffle=True",
+                )
 
 
 RULE = Rule("FL035", "ranks_see_the_same_data", Severity.WRONG, __doc__, look=look)

@@ -31,8 +31,13 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     seen = profile.compiled
     if seen is None or seen.recompiles <= A_FEW:
         return
-    yield found(RULE, f"{seen.recompiles} recompilations so far; compiling took {seen.ms / 1000:.1f} s", seen.places[0] if seen.places else None,
-                evidence=seen.reasons[:4], others=seen.places[1:])
+    yield found(
+        RULE,
+        f"{seen.recompiles} recompilations so far; compiling took {seen.ms / 1000:.1f} s",
+        seen.places[0] if seen.places else None,
+        evidence=seen.reasons[:4],
+        others=seen.places[1:],
+    )
 
 
 RULE = Rule("FL155", "recompiles", Severity.TIME, __doc__ or "", judge=judge)

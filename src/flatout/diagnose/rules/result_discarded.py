@@ -31,20 +31,71 @@ from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import ScriptProgram
 
-PURE = {"to", "cuda", "cpu", "detach", "clamp", "clip", "float", "half", "double", "long", "int", "bool", "view", "reshape", "permute", "transpose", "squeeze",
-        "unsqueeze", "contiguous", "div", "mul", "add", "sub", "neg", "abs", "sqrt", "exp", "log", "pow", "flatten", "expand", "type", "clone", "round",
-        "masked_fill", "index_fill", "scatter", "normal", "sum", "mean"}
+PURE = {
+    "to",
+    "cuda",
+    "cpu",
+    "detach",
+    "clamp",
+    "clip",
+    "float",
+    "half",
+    "double",
+    "long",
+    "int",
+    "bool",
+    "view",
+    "reshape",
+    "permute",
+    "transpose",
+    "squeeze",
+    "unsqueeze",
+    "contiguous",
+    "div",
+    "mul",
+    "add",
+    "sub",
+    "neg",
+    "abs",
+    "sqrt",
+    "exp",
+    "log",
+    "pow",
+    "flatten",
+    "expand",
+    "type",
+    "clone",
+    "round",
+    "masked_fill",
+    "index_fill",
+    "scatter",
+    "normal",
+    "sum",
+    "mean",
+}
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, node in program.nodes(ast.Expr):
         call = node.value if isinstance(node, ast.Expr) else None
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr not in PURE or source.dotted(call.func):
+        if (
+            not isinstance(call, ast.Call)
+            or not isinstance(call.func, ast.Attribute)
+            or call.func.attr not in PURE
+            or source.dotted(call.func)
+        ):
             continue
         owner = call.func.value  # in a notebook, such a line displays its value
-        if not source.cells and program.values.kinds(source, owner) == {"Tensor"} and isinstance(owner, (ast.Name, ast.Attribute)):
-            yield RULE.finding(f"`{source.code(call)}` returns a new tensor, which is discarded; `{source.code(owner)}` does not change",
-                               source.place(node), f"{source.code(owner)} = {source.code(call)}")
+        if (
+            not source.cells
+            and program.values.kinds(source, owner) == {"Tensor"}
+            and isinstance(owner, (ast.Name, ast.Attribute))
+        ):
+            yield RULE.finding(
+                f"`{source.code(call)}` returns a new tensor, which is discarded; `{source.code(owner)}` does not change",
+                source.place(node),
+                f"{source.code(owner)} = {source.code(call)}",
+            )
 
 
 RULE = Rule("FL030", "result_thrown_away", Severity.WRONG, __doc__, look=look)

@@ -65,8 +65,11 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         own = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
         for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
             if source.dotted(call.func) in SEEDS and call.args and _fixed(source, call.args[0], own):
-                yield RULE.finding(f"`{source.code(call)}` seeds with the same number {where}", source.place(call),
-                                   f"{source.code(call.func)}(torch.initial_seed() % 2**32)")
+                yield RULE.finding(
+                    f"`{source.code(call)}` seeds with the same number {where}",
+                    source.place(call),
+                    f"{source.code(call.func)}(torch.initial_seed() % 2**32)",
+                )
 
 
 def _in_workers(program: ScriptProgram) -> Iterator[tuple[SourceFile, ast.AST, str]]:
@@ -74,7 +77,9 @@ def _in_workers(program: ScriptProgram) -> Iterator[tuple[SourceFile, ast.AST, s
         for method in klass.body:
             if isinstance(method, ast.FunctionDef) and method.name == "__getitem__":
                 yield source, method, "for every sample"
-    for source, call in program.calls("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader"):
+    for source, call in program.calls(
+        "torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader"
+    ):
         for keyword in call.keywords:
             if keyword.arg == "worker_init_fn":
                 if isinstance(keyword.value, ast.Lambda):
@@ -95,7 +100,10 @@ def _outer(source: SourceFile, name: ast.Name, own: set[str]) -> bool:
     bindings = source.names.lookup(name)
     if name.id in own or name.id == "self" or not bindings or name.id in source.names.at[id(name)].names:
         return False
-    return all(binding.how in ("assign", "import") and not isinstance(binding.value, ast.Call) for binding in bindings)
+    return all(
+        binding.how in ("assign", "import") and not isinstance(binding.value, ast.Call)
+        for binding in bindings
+    )
 
 
 RULE = Rule("FL013", "same_seed_in_workers", Severity.WRONG, __doc__, look=look)

@@ -40,12 +40,19 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
     for event in program.events if distributed else ():
         if event.root not in distributed:
             continue
-        if event.kind == "call" and isinstance(event.node, ast.Call) and len(event.node.args) == 2 \
-                and event.source.dotted(event.node.func) == "torch.save":
+        if (
+            event.kind == "call"
+            and isinstance(event.node, ast.Call)
+            and len(event.node.args) == 2
+            and event.source.dotted(event.node.func) == "torch.save"
+        ):
             path = ast.unparse(event.node.args[1]).lower()
             if not event.arms and "rank" not in path and not _leaves_early(event):
-                yield RULE.finding("every process writes this file at the same time", event.place,
-                                   f"if torch.distributed.get_rank() == 0:\n    {event.source.code(event.node)}")
+                yield RULE.finding(
+                    "every process writes this file at the same time",
+                    event.place,
+                    f"if torch.distributed.get_rank() == 0:\n    {event.source.code(event.node)}",
+                )
 
 
 def _leaves_early(event: ProgramEvent) -> bool:
@@ -54,10 +61,16 @@ def _leaves_early(event: ProgramEvent) -> bool:
         if not isinstance(frame, FUNCTIONS):
             continue
         shown = " ".join([frame.name, *(ast.unparse(each) for each in frame.decorator_list)]).lower()
-        returns = any(isinstance(each, ast.If) and any(isinstance(inner, ast.Return) for inner in each.body) for each in frame.body)
+        returns = any(
+            isinstance(each, ast.If) and any(isinstance(inner, ast.Return) for inner in each.body)
+            for each in frame.body
+        )
         if returns or "rank" in shown or ("main" in shown and "master" in shown):
             return True
-    return any("rank" in ast.unparse(block).lower() or "main_process" in ast.unparse(block) for _, block in event.blocks)
+    return any(
+        "rank" in ast.unparse(block).lower() or "main_process" in ast.unparse(block)
+        for _, block in event.blocks
+    )
 
 
 RULE = Rule("FL313", "saved_by_every_rank", Severity.FRAGILE, __doc__, look=look)

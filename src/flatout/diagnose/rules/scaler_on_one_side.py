@@ -57,28 +57,55 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         if scaler_steps and passes and not any(event.scaled for event in passes):
             step = scaler_steps[0]
             met = [event for event in passes if together(event, step) and implies(step, event)]
-            if met and met[-1].subject is not None and isinstance(step.node, ast.Call) and isinstance(step.node.func, ast.Attribute):
+            if (
+                met
+                and met[-1].subject is not None
+                and isinstance(step.node, ast.Call)
+                and isinstance(step.node.func, ast.Attribute)
+            ):
                 scaler, loss = step.source.code(step.node.func.value), met[-1].source.code(met[-1].subject)
-                yield RULE.finding(f"`{step.source.code(step.node)}` on line {step.place.line} divides the gradients by the scaler's factor, but this loss "
-                                   "was never multiplied by it", met[-1].place, f"{scaler}.scale({loss}).backward()", others=[step.place])
+                yield RULE.finding(
+                    f"`{step.source.code(step.node)}` on line {step.place.line} divides the gradients by the scaler's factor, but this loss "
+                    "was never multiplied by it",
+                    met[-1].place,
+                    f"{scaler}.scale({loss}).backward()",
+                    others=[step.place],
+                )
         for step in loop.of("step") if len(by_scaler) == len(passes) and not loop.of("unscale") else ():
             met = [event for event in by_scaler if together(event, step) and implies(step, event)]
             if not met or any(together(event, step) for event in scaler_steps) or step.subject is None:
                 continue
             scaler, optimizer = _scaler(met[-1]), step.source.code(step.subject)
-            yield RULE.finding(f"`{optimizer}` steps with gradients that are still multiplied by the scaler's factor (line {met[-1].place.line})", step.place,
-                               f"{scaler}.step({optimizer})", others=[met[-1].place])
+            yield RULE.finding(
+                f"`{optimizer}` steps with gradients that are still multiplied by the scaler's factor (line {met[-1].place.line})",
+                step.place,
+                f"{scaler}.step({optimizer})",
+                others=[met[-1].place],
+            )
 
 
 def _by_scaler(program: ScriptProgram, event: ProgramEvent) -> bool:
     """Return whether a loss goes through a known GradScaler."""
-    call = event.node.func.value if isinstance(event.node, ast.Call) and isinstance(event.node.func, ast.Attribute) else None
-    return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and program.values.is_a(event.source, call.func.value, "GradScaler")
+    call = (
+        event.node.func.value
+        if isinstance(event.node, ast.Call) and isinstance(event.node.func, ast.Attribute)
+        else None
+    )
+    return (
+        isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and program.values.is_a(event.source, call.func.value, "GradScaler")
+    )
 
 
 def _scaler(event: ProgramEvent) -> str:
-    scale = event.node.func.value.func if isinstance(event.node, ast.Call) and isinstance(event.node.func, ast.Attribute) \
-        and isinstance(event.node.func.value, ast.Call) else None
+    scale = (
+        event.node.func.value.func
+        if isinstance(event.node, ast.Call)
+        and isinstance(event.node.func, ast.Attribute)
+        and isinstance(event.node.func.value, ast.Call)
+        else None
+    )
     return event.source.code(scale.value) if isinstance(scale, ast.Attribute) else "scaler"
 
 

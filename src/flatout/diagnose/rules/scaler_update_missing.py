@@ -55,9 +55,11 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             known = program.values.is_a(step.source, call.func.value, "GradScaler")
             if known and not any(event.kind == "scaler_update" for event in [*loop.events, *loop.around]):
                 scaler = step.source.code(call.func.value)
-                yield RULE.finding(f"`{scaler}` steps but is never updated: the second step raises an error, but only with a GPU",
-                                   step.place,
-                                   f"{scaler}.update()  # after this line")
+                yield RULE.finding(
+                    f"`{scaler}` steps but is never updated: the second step raises an error, but only with a GPU",
+                    step.place,
+                    f"{scaler}.update()  # after this line",
+                )
 
 
 RULE = Rule("FL301", "scaler_update_missing", Severity.FRAGILE, __doc__, look=look)

@@ -53,17 +53,32 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         steps = loop.of("step", "scaler_step")
         for event in [*loop.around, *loop.events]:
-            if event.kind != "scheduler" or event.subject is None or not program.values.is_a(event.source, event.subject, "Scheduler") or not event.loops:
+            if (
+                event.kind != "scheduler"
+                or event.subject is None
+                or not program.values.is_a(event.source, event.subject, "Scheduler")
+                or not event.loops
+            ):
                 continue
             own = event.loops[-1]
             met = [step for step in steps if own in step.loops and together(step, event)]
-            if not met or len(met) != len(steps) or event.arms[own.arms:] or (own is loop.loop and not all(loop.always(step) for step in steps)):
+            if (
+                not met
+                or len(met) != len(steps)
+                or event.arms[own.arms :]
+                or (own is loop.loop and not all(loop.always(step) for step in steps))
+            ):
                 continue
             order = {id(each): at for at, each in enumerate(program.events)}
             if order[id(event)] < min(order[id(step)] for step in met):
                 name = event.source.code(event.node)
-                yield RULE.finding(f"`{name}` runs before `{met[0].source.code(met[0].node)}` on line {met[0].place.line}: the first learning rate of the "
-                                   "schedule is never used", event.place, f"{name}  # at the end of the loop body", others=[met[0].place])
+                yield RULE.finding(
+                    f"`{name}` runs before `{met[0].source.code(met[0].node)}` on line {met[0].place.line}: the first learning rate of the "
+                    "schedule is never used",
+                    event.place,
+                    f"{name}  # at the end of the loop body",
+                    others=[met[0].place],
+                )
 
 
 RULE = Rule("FL011", "scheduler_before_optimizer", Severity.WRONG, __doc__, look=look)

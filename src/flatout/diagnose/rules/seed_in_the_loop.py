@@ -40,24 +40,43 @@ from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import ScriptProgram
 from flatout.probe.step_loops import StepLoop
 
-SEEDS = ("torch.manual_seed", "torch.random.manual_seed", "torch.cuda.manual_seed", "torch.cuda.manual_seed_all")
+SEEDS = (
+    "torch.manual_seed",
+    "torch.random.manual_seed",
+    "torch.cuda.manual_seed",
+    "torch.cuda.manual_seed_all",
+)
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for event in [*loop.around, *loop.events]:
-            if event.kind == "call" and isinstance(event.node, ast.Call) and event.source.dotted(event.node.func) in SEEDS and event.node.args \
-                    and isinstance(event.node.args[0], ast.Constant) and not _new_run(program, loop, event.loops[-1].node):
-                yield RULE.finding(f"`{event.source.code(event.node)}` resets the random numbers in every pass of the loop", event.place,
-                                   f"{event.source.code(event.node)}  # once, before the loops")
+            if (
+                event.kind == "call"
+                and isinstance(event.node, ast.Call)
+                and event.source.dotted(event.node.func) in SEEDS
+                and event.node.args
+                and isinstance(event.node.args[0], ast.Constant)
+                and not _new_run(program, loop, event.loops[-1].node)
+            ):
+                yield RULE.finding(
+                    f"`{event.source.code(event.node)}` resets the random numbers in every pass of the loop",
+                    event.place,
+                    f"{event.source.code(event.node)}  # once, before the loops",
+                )
 
 
 def _new_run(program: ScriptProgram, loop: StepLoop, around: ast.AST) -> bool:
     """Return whether each pass creates a model or optimizer: a separate training (a fold, a setting)."""
-    return any(event.kind == "call" and any(each.node is around for each in event.loops) and
-               {"Optimizer", "Module"} & program.values.kinds(event.source, event.node) and isinstance(event.node, ast.Call) and
-               program.origins(event.source, event.node)[0].node is event.node and "Tensor" not in program.values.kinds(event.source, event.node)
-               for event in [*loop.around, *loop.events])
+    return any(
+        event.kind == "call"
+        and any(each.node is around for each in event.loops)
+        and {"Optimizer", "Module"} & program.values.kinds(event.source, event.node)
+        and isinstance(event.node, ast.Call)
+        and program.origins(event.source, event.node)[0].node is event.node
+        and "Tensor" not in program.values.kinds(event.source, event.node)
+        for event in [*loop.around, *loop.events]
+    )
 
 
 RULE = Rule("FL026", "seed_in_the_loop", Severity.WRONG, __doc__, look=look)

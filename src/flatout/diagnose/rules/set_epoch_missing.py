@@ -66,13 +66,18 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, call in program.calls(*SAMPLERS):
         options = {keyword.arg: keyword.value for keyword in call.keywords}
         shuffle = options.get("shuffle", call.args[3] if len(call.args) > 3 else None)
-        if None in options or (shuffle is not None and not (isinstance(shuffle, ast.Constant) and shuffle.value is True)):
+        if None in options or (
+            shuffle is not None and not (isinstance(shuffle, ast.Constant) and shuffle.value is True)
+        ):
             continue
         if any(_feeds(program, call, loop) for loop in epochs):
             target = getattr(source.parent(call), "targets", [None])[0]
             name = source.code(target) if isinstance(target, (ast.Name, ast.Attribute)) else "sampler"
-            yield RULE.finding("this sampler shuffles but does not get the epoch: every epoch has the same order", source.place(call),
-                               f"{name}.set_epoch(epoch)  # first line of the loop over epochs")
+            yield RULE.finding(
+                "this sampler shuffles but does not get the epoch: every epoch has the same order",
+                source.place(call),
+                f"{name}.set_epoch(epoch)  # first line of the loop over epochs",
+            )
 
 
 def _feeds(program: ScriptProgram, sampler: ast.Call, loop: StepLoop) -> bool:
@@ -81,7 +86,9 @@ def _feeds(program: ScriptProgram, sampler: ast.Call, loop: StepLoop) -> bool:
     for origin in program.origins(loop.source, iterated(loop.loop.node.iter)):
         if isinstance(origin.node, ast.Call):
             handed = next((k.value for k in origin.node.keywords if k.arg == "sampler"), None)
-            if handed is not None and any(each.node is sampler for each in program.origins(origin.source, handed)):
+            if handed is not None and any(
+                each.node is sampler for each in program.origins(origin.source, handed)
+            ):
                 return True
     return False
 

@@ -17,7 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import TIMED, certain_gain, found, how, measured, said_ms, size, synchronisations, without
+from flatout.diagnose.gains import (
+    TIMED,
+    certain_gain,
+    found,
+    how,
+    measured,
+    said_ms,
+    size,
+    synchronisations,
+    without,
+)
 from flatout.diagnose.rule import Rule
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.profile import ProfileRecord
@@ -32,10 +42,26 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
         return
     first = seen[0]
     kind = "pageable" if first.pinned is False else "blocking"
-    yield found(RULE, f"{kind} copies move {size(first.sized_bytes)} per {profile.unit} to the device in {said_ms(total)}", first.place,
-                evidence=[f"{c.place.sentence()}: pinned {c.pinned}, non_blocking {c.non_blocking}" for c in seen[:4] if c.place],
-                predicted=ratio, how=how("copies") if what_if else TIMED,
-                others=[c.place for c in seen[1:] if c.place])
+    yield found(
+        RULE,
+        f"{kind} copies move {size(first.sized_bytes)} per {profile.unit} to the device in {said_ms(total)}",
+        first.place,
+        evidence=[
+            f"{c.place.sentence()}: pinned {c.pinned}, non_blocking {c.non_blocking}"
+            for c in seen[:4]
+            if c.place
+        ],
+        predicted=ratio,
+        how=how("copies") if what_if else TIMED,
+        others=[c.place for c in seen[1:] if c.place],
+    )
 
 
-RULE = Rule("FL162", "slow_copies", Severity.TIME, __doc__ or "", judge=judge, levers=("device_prefetch", "loader", "resident_data"))
+RULE = Rule(
+    "FL162",
+    "slow_copies",
+    Severity.TIME,
+    __doc__ or "",
+    judge=judge,
+    levers=("device_prefetch", "loader", "resident_data"),
+)

@@ -38,11 +38,26 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
             continue
         evidence = [f"waiting for data takes {of_step(profile, loader.wait_ms)}"]
         if loader.fetch_ms is not None:
-            evidence.append(f"fetching a batch of {loader.batch_size} takes {loader.fetch_ms:.1f} ms, by {loader.workers} workers")
+            evidence.append(
+                f"fetching a batch of {loader.batch_size} takes {loader.fetch_ms:.1f} ms, by {loader.workers} workers"
+            )
         share = f"{100 * (loader.slow_share or 0):.0f} % of the fetching time is spent in `{loader.slow_place.text}`"
-        yield found(RULE, share, loader.slow_place, evidence=evidence, predicted=gain_without_wait(profile, loader), how=how_known(profile),
-                    others=[loader.place] if loader.place else [])
+        yield found(
+            RULE,
+            share,
+            loader.slow_place,
+            evidence=evidence,
+            predicted=gain_without_wait(profile, loader),
+            how=how_known(profile),
+            others=[loader.place] if loader.place else [],
+        )
 
 
-RULE = Rule("FL161", "slow_fetch", Severity.TIME, __doc__ or "", judge=judge,
-            levers=("cached_prefix", "batched_transforms", "loader", "resident_data"))
+RULE = Rule(
+    "FL161",
+    "slow_fetch",
+    Severity.TIME,
+    __doc__ or "",
+    judge=judge,
+    levers=("cached_prefix", "batched_transforms", "loader", "resident_data"),
+)

@@ -37,8 +37,14 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     ratio = medians[-1] / medians[0]
     place = profile.leak.place if profile.leak is not None and profile.leak.leaking else None
     said = f"the time per {profile.unit} grew from {said_ms(medians[0])} to {said_ms(medians[-1])} over {len(profile.step_ms_list)} measurements"
-    yield found(RULE, said, place, evidence=["medians of equal blocks: " + ", ".join(said_ms(m) for m in medians)],
-                predicted=Ratio(ratio, ratio, ratio, len(profile.step_ms_list)), how="the first steps of this run versus the last; the step time keeps growing")
+    yield found(
+        RULE,
+        said,
+        place,
+        evidence=["medians of equal blocks: " + ", ".join(said_ms(m) for m in medians)],
+        predicted=Ratio(ratio, ratio, ratio, len(profile.step_ms_list)),
+        how="the first steps of this run versus the last; the step time keeps growing",
+    )
 
 
 def blocks(times: Sequence[float]) -> list[float] | None:

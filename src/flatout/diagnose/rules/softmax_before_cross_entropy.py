@@ -53,17 +53,36 @@ from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 from flatout.probe.values import returns
 
-TWICE = {"CrossEntropyLoss": "softmax", "cross_entropy": "softmax", "BCEWithLogitsLoss": "sigmoid", "binary_cross_entropy_with_logits": "sigmoid",
-         "MultiLabelSoftMarginLoss": "sigmoid"}
-SHAPES = {"view", "reshape", "squeeze", "unsqueeze", "flatten", "contiguous", "float", "permute", "transpose", "to"}
+TWICE = {
+    "CrossEntropyLoss": "softmax",
+    "cross_entropy": "softmax",
+    "BCEWithLogitsLoss": "sigmoid",
+    "binary_cross_entropy_with_logits": "sigmoid",
+    "MultiLabelSoftMarginLoss": "sigmoid",
+}
+SHAPES = {
+    "view",
+    "reshape",
+    "squeeze",
+    "unsqueeze",
+    "flatten",
+    "contiguous",
+    "float",
+    "permute",
+    "transpose",
+    "to",
+}
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, call, name in losses(program, TWICE):
         made = ends_in(program, source, call.args[0]) if call.args else {""}
         if made == {TWICE[name]}:
-            yield RULE.finding(f"`{source.code(call.args[0])}` is the output of a {TWICE[name]}, and {name} applies it again", source.place(call),
-                               f"# pass {name} the output of the last linear layer, without the {TWICE[name]}")
+            yield RULE.finding(
+                f"`{source.code(call.args[0])}` is the output of a {TWICE[name]}, and {name} applies it again",
+                source.place(call),
+                f"# pass {name} the output of the last linear layer, without the {TWICE[name]}",
+            )
 
 
 def losses(program: ScriptProgram, wanted: dict[str, str]) -> Iterator[tuple[SourceFile, ast.Call, str]]:
@@ -96,11 +115,19 @@ def ends_in(program: ScriptProgram, source: SourceFile, node: ast.AST, depth: in
         if dotted.startswith("torch."):
             found.add(dotted.rpartition(".")[2])
             continue
-        if isinstance(call.func, ast.Attribute) and program.values.is_a(origin.source, call.func.value, "Tensor"):
-            found |= ends_in(program, origin.source, call.func.value, depth + 1) if call.func.attr in SHAPES else {call.func.attr}
+        if isinstance(call.func, ast.Attribute) and program.values.is_a(
+            origin.source, call.func.value, "Tensor"
+        ):
+            found |= (
+                ends_in(program, origin.source, call.func.value, depth + 1)
+                if call.func.attr in SHAPES
+                else {call.func.attr}
+            )
             continue
         found |= _of_module(program, origin.source, call.func, depth)
-    return {name.lower() if name.lower() in ("softmax", "sigmoid", "logsoftmax") else name for name in found} or {""}
+    return {
+        name.lower() if name.lower() in ("softmax", "sigmoid", "logsoftmax") else name for name in found
+    } or {""}
 
 
 def _of_module(program: ScriptProgram, source: SourceFile, model: ast.AST, depth: int) -> set[str]:
@@ -111,13 +138,25 @@ def _of_module(program: ScriptProgram, source: SourceFile, model: ast.AST, depth
             return {""}
         dotted = origin.dotted
         last = dotted.rpartition(".")[2]
-        if dotted == "torch.nn.Sequential" and made.args and not any(isinstance(a, ast.Starred) for a in made.args):
+        if (
+            dotted == "torch.nn.Sequential"
+            and made.args
+            and not any(isinstance(a, ast.Starred) for a in made.args)
+        ):
             found |= _of_module(program, origin.source, made.args[-1], depth + 1) if depth < 6 else {""}
-        elif dotted.startswith("torch.nn.") and last not in ("Sequential", "DataParallel", "DistributedDataParallel"):
+        elif dotted.startswith("torch.nn.") and last not in (
+            "Sequential",
+            "DataParallel",
+            "DistributedDataParallel",
+        ):
             found.add(last)
         else:
-            forwards = [(home, method) for home, klass in program.class_named(origin.source, made.func) for method in klass.body
-                        if isinstance(method, ast.FunctionDef) and method.name == "forward"]
+            forwards = [
+                (home, method)
+                for home, klass in program.class_named(origin.source, made.func)
+                for method in klass.body
+                if isinstance(method, ast.FunctionDef) and method.name == "forward"
+            ]
             for home, method in forwards:
                 for value in returns(method):
                     found |= ends_in(program, home, value, depth + 1)

@@ -38,10 +38,15 @@ MODULES = ("torch.nn.Softmax", "torch.nn.LogSoftmax", "torch.nn.Softmin")
 def look(program: ScriptProgram) -> Iterator[Finding]:
     for names, before in ((FUNCTIONS, 1), (MODULES, 0)):
         for source, call in program.calls(*names):
-            if len(call.args) <= before and not any(keyword.arg in ("dim", None) for keyword in call.keywords):
+            if len(call.args) <= before and not any(
+                keyword.arg in ("dim", None) for keyword in call.keywords
+            ):
                 comma = ", " if call.args else ""
-                yield RULE.finding("PyTorch chooses `dim` by the number of dimensions: 0 for one or three, otherwise 1", source.place(call),
-                                   f"{source.code(call)[:-1]}{comma}dim=-1)  # or dim=1")
+                yield RULE.finding(
+                    "PyTorch chooses `dim` by the number of dimensions: 0 for one or three, otherwise 1",
+                    source.place(call),
+                    f"{source.code(call)[:-1]}{comma}dim=-1)  # or dim=1",
+                )
 
 
 RULE = Rule("FL314", "softmax_without_dim", Severity.FRAGILE, __doc__, look=look)

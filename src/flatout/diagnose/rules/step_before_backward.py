@@ -42,14 +42,22 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         steps = loop.of("step", "scaler_step")
         zeros = loop.of("zero_grad")
-        if not loop.one_optimizer(program) or not zeros or not all(loop.always(event) for event in [*steps, *zeros, *loop.of("backward")]):
+        if (
+            not loop.one_optimizer(program)
+            or not zeros
+            or not all(loop.always(event) for event in [*steps, *zeros, *loop.of("backward")])
+        ):
             continue
         order = [event for event in loop.events if event in steps or event.kind in ("backward", "zero_grad")]
         first = next(event for event in order if event in steps)
         at = order.index(first)
         if all(event.kind != "backward" for event in order[:at]) and order[at - 1].kind == "zero_grad":
-            yield RULE.finding("the optimizer steps before the backward pass, with gradients that were just cleared", first.place,
-                               f"{first.source.code(first.node)}  # after the backward pass", others=[loop.of("backward")[0].place])
+            yield RULE.finding(
+                "the optimizer steps before the backward pass, with gradients that were just cleared",
+                first.place,
+                f"{first.source.code(first.node)}  # after the backward pass",
+                others=[loop.of("backward")[0].place],
+            )
 
 
 RULE = Rule("FL006", "step_before_backward", Severity.WRONG, __doc__, look=look)

@@ -40,20 +40,33 @@ from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import ScriptProgram
 from flatout.probe.step_loops import ProgramEvent
 
-NAMES = ("torch.cuda.synchronize", "torch.accelerator.synchronize", "torch.cuda.current_stream().synchronize", "torch.mps.synchronize", "torch.xpu.synchronize")
+NAMES = (
+    "torch.cuda.synchronize",
+    "torch.accelerator.synchronize",
+    "torch.cuda.current_stream().synchronize",
+    "torch.mps.synchronize",
+    "torch.xpu.synchronize",
+)
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
     for event in every_step(program, *NAMES):
-        yield RULE.finding(f"`{event.source.code(event.node)}` makes the host wait for the device in every step", event.place,
-                           f"# remove {event.source.code(event.node)}, or time every hundredth step")
+        yield RULE.finding(
+            f"`{event.source.code(event.node)}` makes the host wait for the device in every step",
+            event.place,
+            f"# remove {event.source.code(event.node)}, or time every hundredth step",
+        )
 
 
 def every_step(program: ScriptProgram, *dotted: str) -> Iterator[ProgramEvent]:
     """Yield the calls of one of these names that run in every pass of a training loop."""
     for loop in program.step_loops:
         for event in loop.of("call"):
-            if loop.always(event) and isinstance(event.node, ast.Call) and event.source.dotted(event.node.func) in dotted:
+            if (
+                loop.always(event)
+                and isinstance(event.node, ast.Call)
+                and event.source.dotted(event.node.func) in dotted
+            ):
                 yield event
 
 

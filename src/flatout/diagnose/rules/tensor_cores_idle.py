@@ -35,8 +35,14 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     share = sum(o.share for o in idle)
     if not idle or any(o.tensor_cores for o in able) or share < MUCH:
         return
-    yield found(RULE, f"operators that could use Tensor Cores take {100 * share:.0f} % of the device's time, but none of them does", idle[0].place,
-                evidence=[f"{o.name} {', '.join(o.dtypes)}: {100 * o.share:.0f} %" for o in idle[:4]])
+    yield found(
+        RULE,
+        f"operators that could use Tensor Cores take {100 * share:.0f} % of the device's time, but none of them does",
+        idle[0].place,
+        evidence=[f"{o.name} {', '.join(o.dtypes)}: {100 * o.share:.0f} %" for o in idle[:4]],
+    )
 
 
-RULE = Rule("FL164", "tensor_cores_idle", Severity.TIME, __doc__ or "", judge=judge, levers=("tf32", "autocast"))
+RULE = Rule(
+    "FL164", "tensor_cores_idle", Severity.TIME, __doc__ or "", judge=judge, levers=("tf32", "autocast")
+)

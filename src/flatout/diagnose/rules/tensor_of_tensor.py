@@ -34,7 +34,11 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, call in program.calls("torch.tensor"):
         if call.args and program.values.kinds(source, call.args[0]) == {"Tensor"}:
             name = source.code(call.args[0])
-            yield RULE.finding(f"`{name}` is already a tensor: this copies it and detaches it from its graph", source.place(call), f"{name}.detach().clone()")
+            yield RULE.finding(
+                f"`{name}` is already a tensor: this copies it and detaches it from its graph",
+                source.place(call),
+                f"{name}.detach().clone()",
+            )
 
 
 RULE = Rule("FL311", "tensor_of_tensor", Severity.FRAGILE, __doc__, look=look)

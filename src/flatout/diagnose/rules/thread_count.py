@@ -28,17 +28,33 @@ MUCH = 1.1  # smaller gains vary with the other load of the machine
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
     threads, cores = profile.settings.get("threads"), profile.settings.get("cores")
-    gains = [(ratio, name) for name in ("one thread fewer", "one thread more") if (ratio := certain_gain(profile, name)) is not None and ratio.median >= MUCH]
+    gains = [
+        (ratio, name)
+        for name in ("one thread fewer", "one thread more")
+        if (ratio := certain_gain(profile, name)) is not None and ratio.median >= MUCH
+    ]
     _, _, places = event_of(profile, "set_threads")
     if threads and cores and int(threads) > int(cores) and not measured(profile, "one thread fewer"):
         # This is often so slow that there was no time to measure it.
-        yield found(RULE, f"torch runs on {threads} threads, but the program may use only {cores} cores", places[0] if places else None)
+        yield found(
+            RULE,
+            f"torch runs on {threads} threads, but the program may use only {cores} cores",
+            places[0] if places else None,
+        )
     if not gains or not threads:
         return
     ratio, name = max(gains, key=lambda gain: gain[0].median)
-    other = max(1, int(threads) + 1 if name.endswith("more") else min(int(threads) - 1, int(cores or threads)))
-    yield found(RULE, f"torch runs on {threads} threads of {cores} cores; {other} are faster", places[0] if places else None,
-                evidence=[f"{name}: {ratio.sentence()}"], predicted=ratio, how=how(name))
+    other = max(
+        1, int(threads) + 1 if name.endswith("more") else min(int(threads) - 1, int(cores or threads))
+    )
+    yield found(
+        RULE,
+        f"torch runs on {threads} threads of {cores} cores; {other} are faster",
+        places[0] if places else None,
+        evidence=[f"{name}: {ratio.sentence()}"],
+        predicted=ratio,
+        how=how(name),
+    )
 
 
 RULE = Rule("FL158", "thread_count", Severity.TIME, __doc__ or "", judge=judge, levers=("threads",))

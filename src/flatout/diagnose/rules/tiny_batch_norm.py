@@ -29,12 +29,20 @@ FEW = 4
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
-    layers = sum(count for name, count in (profile.settings.get("modules") or {}).items() if name.startswith("BatchNorm"))
+    layers = sum(
+        count
+        for name, count in (profile.settings.get("modules") or {}).items()
+        if name.startswith("BatchNorm")
+    )
     samples = min(_samples(profile), default=None)
     if not layers or samples is None or samples > FEW:
         return
     _, _, places = event_of(profile, "forward")
-    yield found(RULE, f"{layers} batch normalisation layers receive {samples} samples at a time", places[0] if places else None)
+    yield found(
+        RULE,
+        f"{layers} batch normalisation layers receive {samples} samples at a time",
+        places[0] if places else None,
+    )
 
 
 def _samples(profile: ProfileRecord) -> Iterable[int]:

@@ -32,16 +32,33 @@ FLOOR_US = 5.0  # cost of a call that computes nothing
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
     calls, each_us, step = profile.operators_a_step, profile.operator_us, profile.step_ms
-    if not calls or not step or calls < MANY or each_us is None or each_us > TINY_US or profile.bound not in ("python", "launch"):
+    if (
+        not calls
+        or not step
+        or calls < MANY
+        or each_us is None
+        or each_us > TINY_US
+        or profile.bound not in ("python", "launch")
+    ):
         return
     idle_ms = calls * FLOOR_US / 1000 + (profile.python_ms or 0.0)
     ratio = step / max(step - min(idle_ms, 0.9 * step), 0.1 * step)
     busiest = max((o for o in profile.operations if o.place), key=lambda o: o.calls, default=None)
-    evidence = [f"{o.name}: {o.calls:.0f} calls, {said_ms(o.host_ms)}" for o in sorted(profile.operations, key=lambda o: -o.calls)[:4]]
+    evidence = [
+        f"{o.name}: {o.calls:.0f} calls, {said_ms(o.host_ms)}"
+        for o in sorted(profile.operations, key=lambda o: -o.calls)[:4]
+    ]
     if ratio >= WORTH:
-        yield found(RULE, f"a {profile.unit} of {said_ms(step)} calls {calls:.0f} operators of {each_us:.0f} us each", busiest.place if busiest else None,
-                    evidence=[profile.bound_why, *evidence] if profile.bound_why else evidence, predicted=Ratio(ratio, ratio, ratio, max(1, profile.steps)),
-                    how=f"estimate: the host's time outside arithmetic, {FLOOR_US:g} us per operator")
+        yield found(
+            RULE,
+            f"a {profile.unit} of {said_ms(step)} calls {calls:.0f} operators of {each_us:.0f} us each",
+            busiest.place if busiest else None,
+            evidence=[profile.bound_why, *evidence] if profile.bound_why else evidence,
+            predicted=Ratio(ratio, ratio, ratio, max(1, profile.steps)),
+            how=f"estimate: the host's time outside arithmetic, {FLOOR_US:g} us per operator",
+        )
 
 
-RULE = Rule("FL153", "tiny_operators", Severity.TIME, __doc__ or "", judge=judge, levers=("compile", "fused_ops"))
+RULE = Rule(
+    "FL153", "tiny_operators", Severity.TIME, __doc__ or "", judge=judge, levers=("compile", "fused_ops")
+)

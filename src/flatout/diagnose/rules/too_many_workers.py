@@ -32,8 +32,14 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
         evidence = [f"waiting for data takes {of_step(profile, loader.wait_ms)}"]
         if loader.worker_bytes:
             evidence.append(f"the workers hold {size(loader.worker_bytes)} of memory")
-        yield found(RULE, f"{loader.workers} workers share {profile.settings.get('cores')} cores with the program", loader.place, evidence=evidence,
-                    predicted=gain_without_wait(profile, loader), how=how_known(profile))
+        yield found(
+            RULE,
+            f"{loader.workers} workers share {profile.settings.get('cores')} cores with the program",
+            loader.place,
+            evidence=evidence,
+            predicted=gain_without_wait(profile, loader),
+            how=how_known(profile),
+        )
 
 
 RULE = Rule("FL166", "too_many_workers", Severity.TIME, __doc__ or "", judge=judge, levers=("loader",))

@@ -59,17 +59,30 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         if any(event.kind == "train" for event in inside):
             continue
         for event in inside:
-            if event.kind == "eval" and event.subject is not None and _is_trained(program, event, loop.events):
+            if (
+                event.kind == "eval"
+                and event.subject is not None
+                and _is_trained(program, event, loop.events)
+            ):
                 name = event.source.code(event.subject)
-                yield RULE.finding(f"`{name}` is set to evaluation mode in every pass of this loop, but never back to training mode", event.place,
-                                   f"{name}.train()  # at the start of the pass", others=[loop.source.place(loop.loop.node)])
+                yield RULE.finding(
+                    f"`{name}` is set to evaluation mode in every pass of this loop, but never back to training mode",
+                    event.place,
+                    f"{name}.train()  # at the start of the pass",
+                    others=[loop.source.place(loop.loop.node)],
+                )
 
 
 def _is_trained(program: ScriptProgram, event: ProgramEvent, training: list[ProgramEvent]) -> bool:
     """Return whether the training loop calls this module with gradients (averaged weights are not)."""
     assert event.subject is not None
-    return any(isinstance(call.node, ast.Call) and call.kind == "call" and not any(call.within("torch.no_grad", "torch.inference_mode"))
-               and program.values.same(call.source, call.node.func, event.source, event.subject) for call in training)
+    return any(
+        isinstance(call.node, ast.Call)
+        and call.kind == "call"
+        and not any(call.within("torch.no_grad", "torch.inference_mode"))
+        and program.values.same(call.source, call.node.func, event.source, event.subject)
+        for call in training
+    )
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
@@ -80,7 +93,11 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     if not asleep or awake or not concerned:  # with parts frozen on purpose, others are not frozen
         return
     _, _, places = event_of(profile, "forward")
-    yield found(RULE, f"all {asleep} modules are in evaluation mode during training, including {', '.join(concerned)}", places[0] if places else None)
+    yield found(
+        RULE,
+        f"all {asleep} modules are in evaluation mode during training, including {', '.join(concerned)}",
+        places[0] if places else None,
+    )
 
 
 RULE = Rule("FL016", "train_mode_not_restored", Severity.WRONG, __doc__, look=look, judge=judge)

@@ -34,10 +34,23 @@ from flatout.probe.program import ScriptProgram
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, call in program.calls("torch.save"):
-        if call.args and "Module" in (kinds := program.values.kinds(source, call.args[0])) and not kinds & {"dict", "list", "Tensor"}:
-            info = ", ".join([f"{source.code(call.args[0])}.state_dict()", *(source.code(each) for each in [*call.args[1:], *call.keywords])])
-            yield RULE.finding(f"`{source.code(call.args[0])}` is saved as an object: the file breaks if you rename a class, and loads only with "
-                               "weights_only=False", source.place(call), f"torch.save({info})")
+        if (
+            call.args
+            and "Module" in (kinds := program.values.kinds(source, call.args[0]))
+            and not kinds & {"dict", "list", "Tensor"}
+        ):
+            info = ", ".join(
+                [
+                    f"{source.code(call.args[0])}.state_dict()",
+                    *(source.code(each) for each in [*call.args[1:], *call.keywords]),
+                ]
+            )
+            yield RULE.finding(
+                f"`{source.code(call.args[0])}` is saved as an object: the file breaks if you rename a class, and loads only with "
+                "weights_only=False",
+                source.place(call),
+                f"torch.save({info})",
+            )
 
 
 RULE = Rule("FL302", "whole_model_saved", Severity.FRAGILE, __doc__, look=look)

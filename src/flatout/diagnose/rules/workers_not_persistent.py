@@ -65,15 +65,24 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         inside = {id(event.node) for event in [*loop.events, *loop.around]}
         for origin in program.origins(loop.source, iterated(loop.loop.node.iter)):
             call = origin.node
-            if not isinstance(call, ast.Call) or not origin.dotted.endswith("data.DataLoader") or id(call) in inside:
+            if (
+                not isinstance(call, ast.Call)
+                or not origin.dotted.endswith("data.DataLoader")
+                or id(call) in inside
+            ):
                 continue
             options = {keyword.arg: keyword.value for keyword in call.keywords}
             workers = options.get("num_workers")
             # A number that the source does not show may be 0: persistent_workers=True then raises an error.
-            count = workers.value if isinstance(workers, ast.Constant) and isinstance(workers.value, int) else 0
+            count = (
+                workers.value if isinstance(workers, ast.Constant) and isinstance(workers.value, int) else 0
+            )
             if count > 0 and not {None, "persistent_workers"} & options.keys():
-                yield RULE.finding(f"this loader restarts its {count} workers in every epoch", origin.source.place(call),
-                                   f"{origin.source.code(call)[:-1]}, persistent_workers=True)")
+                yield RULE.finding(
+                    f"this loader restarts its {count} workers in every epoch",
+                    origin.source.place(call),
+                    f"{origin.source.code(call)[:-1]}, persistent_workers=True)",
+                )
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
@@ -82,8 +91,14 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
             continue
         epochs = f"{loader.begun} times for {loader.batches or profile.steps} batches"
         said = f"{loader.workers} workers were started {epochs}, {loader.start_ms:.0f} ms each time until the first batch"
-        yield found(RULE, said, loader.place, evidence=[f"this takes {of_step(profile, begin_ms(profile, loader))}"], predicted=gain_without_wait(profile, loader),
-                    how=how_known(profile))
+        yield found(
+            RULE,
+            said,
+            loader.place,
+            evidence=[f"this takes {of_step(profile, begin_ms(profile, loader))}"],
+            predicted=gain_without_wait(profile, loader),
+            how=how_known(profile),
+        )
 
 
 RULE = Rule("FL108", "workers_not_kept", Severity.TIME, __doc__, look=look, judge=judge, levers=("loader",))

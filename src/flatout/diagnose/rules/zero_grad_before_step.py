@@ -45,8 +45,12 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             dropping = _dropping(program, loop, step)
             if dropping is not None:
                 name = dropping.source.code(dropping.node)
-                yield RULE.finding(f"`{name}` discards the gradients before `{step.source.code(step.node)}` on line {step.place.line} can use them",
-                                   dropping.place, f"{name}  # before the forward pass, or after the step", others=[step.place])
+                yield RULE.finding(
+                    f"`{name}` discards the gradients before `{step.source.code(step.node)}` on line {step.place.line} can use them",
+                    dropping.place,
+                    f"{name}  # before the forward pass, or after the step",
+                    others=[step.place],
+                )
 
 
 def _dropping(program: ScriptProgram, loop: StepLoop, step: ProgramEvent) -> ProgramEvent | None:
@@ -58,7 +62,11 @@ def _dropping(program: ScriptProgram, loop: StepLoop, step: ProgramEvent) -> Pro
         if event.kind == "backward":
             return found
         if event.kind in ("step", "scaler_step"):
-            same = step.subject is not None and event.subject is not None and program.values.same(event.source, event.subject, step.source, step.subject)
+            same = (
+                step.subject is not None
+                and event.subject is not None
+                and program.values.same(event.source, event.subject, step.source, step.subject)
+            )
             if same is not False:
                 return None
         if event.kind == "zero_grad" and implies(step, event) and event.loops == step.loops:

@@ -48,19 +48,34 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         for step in loop.of("step", "scaler_step"):
             for zero in loop.of("zero_grad"):
                 clears = loop.zeroes(program, zero, step)
-                if not (clears or (clears is None and zero.subject is not None and loop.one_optimizer(program))):
+                if not (
+                    clears or (clears is None and zero.subject is not None and loop.one_optimizer(program))
+                ):
                     continue
                 if _every_batch(loop, zero, step):
                     call = zero.source.code(zero.node)
-                    yield RULE.finding(f"the gradients are cleared for every batch, but `{step.source.code(step.node)}` on line {step.place.line} runs only "
-                                       "after several: all gradients except the last are lost", zero.place, f"{call}  # directly after the step",
-                                       others=[step.place])
+                    yield RULE.finding(
+                        f"the gradients are cleared for every batch, but `{step.source.code(step.node)}` on line {step.place.line} runs only "
+                        "after several: all gradients except the last are lost",
+                        zero.place,
+                        f"{call}  # directly after the step",
+                        others=[step.place],
+                    )
 
 
 def window(loop: StepLoop, step: ProgramEvent) -> ast.If | None:
     """Return the ``if`` with a modulo in its test that makes an optimizer step only every few passes."""
-    return next((node for node, arm, _ in loop.arms(step) if arm == "body" and isinstance(node, ast.If) and step.loops[-1] is loop.loop
-                 and any(isinstance(each, ast.Mod) for each in ast.walk(node.test))), None)
+    return next(
+        (
+            node
+            for node, arm, _ in loop.arms(step)
+            if arm == "body"
+            and isinstance(node, ast.If)
+            and step.loops[-1] is loop.loop
+            and any(isinstance(each, ast.Mod) for each in ast.walk(node.test))
+        ),
+        None,
+    )
 
 
 def _every_batch(loop: StepLoop, zero: ProgramEvent, step: ProgramEvent) -> bool:
@@ -70,8 +85,14 @@ def _every_batch(loop: StepLoop, zero: ProgramEvent, step: ProgramEvent) -> bool
         free = [event for event in passes if loop.always(event)]
         return loop.always(zero) and len(free) == len(passes)
     inner = zero.loops[-1]
-    return inner is not loop.loop and step.loops[-1] is loop.loop and zero.loops == passes[0].loops and not zero.arms[inner.arms:] and \
-        all(event.loops == zero.loops for event in passes) and loop.events.index(step) > loop.events.index(zero)
+    return (
+        inner is not loop.loop
+        and step.loops[-1] is loop.loop
+        and zero.loops == passes[0].loops
+        and not zero.arms[inner.arms :]
+        and all(event.loops == zero.loops for event in passes)
+        and loop.events.index(step) > loop.events.index(zero)
+    )
 
 
 RULE = Rule("FL004", "zero_grad_in_window", Severity.WRONG, __doc__, look=look)

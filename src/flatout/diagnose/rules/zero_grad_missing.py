@@ -48,20 +48,31 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop, step in uncleared(program):
         if not [event for event in [*loop.around, *loop.apart] if event.kind == "zero_grad"]:
             name = step.source.code(step.subject) if step.subject is not None else "optimizer"
-            yield RULE.finding(f"`{name}` steps here, but its gradients are never cleared: each step follows the sum of all gradients so far", step.place,
-                               f"{name}.zero_grad()  # before the forward pass of every cycle")
+            yield RULE.finding(
+                f"`{name}` steps here, but its gradients are never cleared: each step follows the sum of all gradients so far",
+                step.place,
+                f"{name}.zero_grad()  # before the forward pass of every cycle",
+            )
 
 
 def uncleared(program: ScriptProgram) -> Iterator[tuple[StepLoop, ProgramEvent]]:
     """Yield the optimizer steps whose loop never clears the gradients that they use."""
     for loop in program.step_loops:
         calls = [event for event in loop.of("call") if isinstance(event.node, ast.Call)]
-        if any(event.source.dotted(event.node.func) == "torch.autograd.grad" for event in calls if isinstance(event.node, ast.Call)):
+        if any(
+            event.source.dotted(event.node.func) == "torch.autograd.grad"
+            for event in calls
+            if isinstance(event.node, ast.Call)
+        ):
             continue
         for step in loop.of("step", "scaler_step"):
-            if step.subject is None or any(loop.zeroes(program, zero, step) is not False for zero in loop.of("zero_grad")):
+            if step.subject is None or any(
+                loop.zeroes(program, zero, step) is not False for zero in loop.of("zero_grad")
+            ):
                 continue
-            if not any(handed_over(program, event, step) for event in calls) and not _made_inside(program, loop, step):
+            if not any(handed_over(program, event, step) for event in calls) and not _made_inside(
+                program, loop, step
+            ):
                 yield loop, step
 
 

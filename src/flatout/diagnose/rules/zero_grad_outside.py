@@ -44,12 +44,21 @@ from flatout.probe.program import ScriptProgram
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop, step in uncleared(program):
-        zeros = [event for event in [*loop.around, *loop.apart] if event.kind == "zero_grad" and loop.zeroes(program, event, step) is not False]
+        zeros = [
+            event
+            for event in [*loop.around, *loop.apart]
+            if event.kind == "zero_grad" and loop.zeroes(program, event, step) is not False
+        ]
         if zeros:
             where = "once for every pass of the outer loop" if zeros[0].loops else "once, before the loop"
             call = zeros[0].source.code(zeros[0].node)
-            yield RULE.finding(f"the gradients are cleared {where}, but `{step.source.code(step.node)}` on line {step.place.line} runs in every pass "
-                               "of the inner one and uses their sum", zeros[0].place, f"{call}  # inside the loop that steps", others=[step.place])
+            yield RULE.finding(
+                f"the gradients are cleared {where}, but `{step.source.code(step.node)}` on line {step.place.line} runs in every pass "
+                "of the inner one and uses their sum",
+                zeros[0].place,
+                f"{call}  # inside the loop that steps",
+                others=[step.place],
+            )
 
 
 RULE = Rule("FL002", "zero_grad_outside", Severity.WRONG, __doc__, look=look)

@@ -30,7 +30,14 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
             if tensor.device.type != "cpu" or tensor.requires_grad or not context.torch.is_grad_enabled():
                 return really(tensor, *args, **kwargs)
             caller = sys._getframe(1)
-            key = (caller.f_code, caller.f_lasti, tuple(tensor.shape), tensor.dtype, repr(args), repr(sorted(kwargs.items(), key=lambda item: item[0])))
+            key = (
+                caller.f_code,
+                caller.f_lasti,
+                tuple(tensor.shape),
+                tensor.dtype,
+                repr(args),
+                repr(sorted(kwargs.items(), key=lambda item: item[0])),
+            )
             if key in kept:
                 return kept[key].detach()
             moved = really(tensor, *args, **kwargs)

@@ -19,7 +19,9 @@ from flatout.plan.lever import Lever, Options, Skip, Undo, Value
 KEPT = 4  # batches per loader: lengths may differ from batch to batch
 SPARE_BYTES = 2**30  # no spare copy is kept beyond this size
 
-_KEPT: WeakKeyDictionary[Any, dict[int, CachedBatches]] = WeakKeyDictionary()  # context -> data set -> batches, kept across switches
+_KEPT: WeakKeyDictionary[Any, dict[int, CachedBatches]] = (
+    WeakKeyDictionary()
+)  # context -> data set -> batches, kept across switches
 
 
 class CachedBatches:
@@ -120,4 +122,14 @@ def code(value: Value) -> str:
     return "batch = next(iter(loader))\nwhile True: ...  # train on this one batch, to see the step time without the loader"
 
 
-LEVER = Lever("loader", Moment.STEP, Effect.CHANGES_MATH, applies, code, apply=apply, live=True, warms_up=True, page=__doc__)
+LEVER = Lever(
+    "loader",
+    Moment.STEP,
+    Effect.CHANGES_MATH,
+    applies,
+    code,
+    apply=apply,
+    live=True,
+    warms_up=True,
+    page=__doc__,
+)

@@ -57,7 +57,11 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     for module, owner, starts in WRITERS:
         found = sys.modules.get(module)
         found = getattr(found, owner, None) if owner else found
-        for name in [name for name in vars(found) if name.startswith(starts) and callable(getattr(found, name))] if found is not None else []:
+        for name in (
+            [name for name in vars(found) if name.startswith(starts) and callable(getattr(found, name))]
+            if found is not None
+            else []
+        ):
             ledger.set(found, name, lambda *args, **kwargs: None)
     return ledger.restore
 
@@ -66,4 +70,6 @@ def code(value: Value) -> str:
     return "if step % 100 == 0:\n    print(...)  # every 100 steps instead of every step"
 
 
-LEVER = Lever("logging", Moment.STEP, Effect.CHANGES_MATH, applies, code, apply=apply, live=True, page=__doc__)
+LEVER = Lever(
+    "logging", Moment.STEP, Effect.CHANGES_MATH, applies, code, apply=apply, live=True, page=__doc__
+)

@@ -14,7 +14,9 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     if not context.optimizers:
         return Skip("the script updates its parameters without an optimizer object")
     if context.closure_steps and context.backwards_in_last_step > 1:
-        return Skip("the optimizer runs forward and backward several times within one step; there is no step without it")
+        return Skip(
+            "the optimizer runs forward and backward several times within one step; there is no step without it"
+        )
     return Options((True,))
 
 
@@ -28,4 +30,6 @@ def code(value: Value) -> str:
     return "# optimizer.step()  # commented out, to see the step time without it"
 
 
-LEVER = Lever("optimizer", Moment.STEP, Effect.CHANGES_MATH, applies, code, apply=apply, live=True, page=__doc__)
+LEVER = Lever(
+    "optimizer", Moment.STEP, Effect.CHANGES_MATH, applies, code, apply=apply, live=True, page=__doc__
+)

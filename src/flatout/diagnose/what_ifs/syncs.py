@@ -31,7 +31,9 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
 
     def stale(really: Any) -> Any:
         def answer(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if tensor.requires_grad and tensor.grad_fn is None:  # a parameter: it is saved or averaged, not read
+            if (
+                tensor.requires_grad and tensor.grad_fn is None
+            ):  # a parameter: it is saved or averaged, not read
                 return really(tensor, *args, **kwargs)
             if context.device_type != "cpu" and tensor.device.type == "cpu":
                 return really(tensor, *args, **kwargs)

@@ -17,7 +17,11 @@ def _fewer(facts: Facts, context: Any) -> Options | Skip:
 
 def _more(facts: Facts, context: Any) -> Options | Skip:
     now = context.torch.get_num_threads()
-    return Options((now + 1,)) if now < facts.cores else Skip(f"the program already uses all {facts.cores} cores")
+    return (
+        Options((now + 1,))
+        if now < facts.cores
+        else Skip(f"the program already uses all {facts.cores} cores")
+    )
 
 
 def apply(context: Any, value: Value, ledger: Any) -> Undo:
@@ -31,5 +35,9 @@ def code(value: Value) -> str:
     return f"torch.set_num_threads({value})"
 
 
-FEWER = Lever("one thread fewer", Moment.STEP, Effect.CHANGES_MATH, _fewer, code, apply=apply, live=True, page=__doc__)
-MORE = Lever("one thread more", Moment.STEP, Effect.CHANGES_MATH, _more, code, apply=apply, live=True, page=__doc__)
+FEWER = Lever(
+    "one thread fewer", Moment.STEP, Effect.CHANGES_MATH, _fewer, code, apply=apply, live=True, page=__doc__
+)
+MORE = Lever(
+    "one thread more", Moment.STEP, Effect.CHANGES_MATH, _more, code, apply=apply, live=True, page=__doc__
+)

@@ -28,8 +28,14 @@ from flatout.kernels.adamw.op import OPERATORS, SOURCE, adamw_
 from flatout.kernels.kernel import Implementation, Inputs, Kernel
 
 
-def _updated(implementation: str, parameters: list[torch.Tensor], gradients: list[torch.Tensor], means: list[torch.Tensor], squares: list[torch.Tensor],
-             **more: Any) -> tuple[torch.Tensor, ...]:
+def _updated(
+    implementation: str,
+    parameters: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    means: list[torch.Tensor],
+    squares: list[torch.Tensor],
+    **more: Any,
+) -> tuple[torch.Tensor, ...]:
     adamw_(parameters, gradients, means, squares, implementation=implementation, **more)
     return (*parameters, *means, *squares)
 
@@ -40,8 +46,17 @@ def moved_bytes(inputs: Inputs) -> int:
 
 
 KERNEL = Kernel(
-    name="adamw", page=__doc__, reference=reference.adamw,
-    implementations=(Implementation("plain", partial(_updated, "plain")), Implementation("triton", partial(_updated, "triton"), "triton"),
-                     Implementation("cuda", partial(_updated, "cuda"), "cuda")),
-    cases=cases, wrong=wrong.VARIANTS, operators=OPERATORS, sources=(SOURCE,), moved_bytes=moved_bytes,
+    name="adamw",
+    page=__doc__,
+    reference=reference.adamw,
+    implementations=(
+        Implementation("plain", partial(_updated, "plain")),
+        Implementation("triton", partial(_updated, "triton"), "triton"),
+        Implementation("cuda", partial(_updated, "cuda"), "cuda"),
+    ),
+    cases=cases,
+    wrong=wrong.VARIANTS,
+    operators=OPERATORS,
+    sources=(SOURCE,),
+    moved_bytes=moved_bytes,
 )

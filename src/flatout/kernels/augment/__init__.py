@@ -27,13 +27,29 @@ from flatout.kernels.kernel import Implementation, Inputs, Kernel
 def moved_bytes(inputs: Inputs) -> int:
     """Each output element is written, and its byte read."""
     channels = len(inputs["mean"])
-    return len(inputs["images"]) * channels * inputs["size"][0] * inputs["size"][1] * (1 + torch.empty(0, dtype=inputs["dtype"]).element_size())
+    return (
+        len(inputs["images"])
+        * channels
+        * inputs["size"][0]
+        * inputs["size"][1]
+        * (1 + torch.empty(0, dtype=inputs["dtype"]).element_size())
+    )
 
 
 KERNEL = Kernel(
-    name="augment", page=__doc__, reference=reference.augment,
-    implementations=(Implementation("plain", partial(augment, implementation="plain")),
-                     Implementation("triton", partial(augment, implementation="triton"), "triton"),
-                     Implementation("cuda", partial(augment, implementation="cuda"), "cuda")),
-    cases=cases, wrong=wrong.VARIANTS, operators=OPERATORS, sources=(SOURCE,), ulps=2.0, exact=True, moved_bytes=moved_bytes,
+    name="augment",
+    page=__doc__,
+    reference=reference.augment,
+    implementations=(
+        Implementation("plain", partial(augment, implementation="plain")),
+        Implementation("triton", partial(augment, implementation="triton"), "triton"),
+        Implementation("cuda", partial(augment, implementation="cuda"), "cuda"),
+    ),
+    cases=cases,
+    wrong=wrong.VARIANTS,
+    operators=OPERATORS,
+    sources=(SOURCE,),
+    ulps=2.0,
+    exact=True,
+    moved_bytes=moved_bytes,
 )

@@ -13,8 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def augment(images: Tensor, top: Tensor, left: Tensor, flip: Tensor, size: list[int], mean: Tensor, std: Tensor, padding: int = 0, fill: int = 0,
-            dtype: torch.dtype = torch.float32, layout: str = "chw", channels_last: bool = False) -> Tensor:
+def augment(
+    images: Tensor,
+    top: Tensor,
+    left: Tensor,
+    flip: Tensor,
+    size: list[int],
+    mean: Tensor,
+    std: Tensor,
+    padding: int = 0,
+    fill: int = 0,
+    dtype: torch.dtype = torch.float32,
+    layout: str = "chw",
+    channels_last: bool = False,
+) -> Tensor:
     """[B, C, h, w] in ``dtype`` (float64 if mean is).
 
     images uint8, [B, C, H, W] or, with layout "hwc", [B, H, W, C]; top, left, flip [B]; mean, std [C].
@@ -24,7 +36,7 @@ def augment(images: Tensor, top: Tensor, left: Tensor, flip: Tensor, size: list[
     for at, image in enumerate(images.permute(0, 3, 1, 2) if layout == "hwc" else images):
         padded = F.pad(image, [padding] * 4, value=fill)
         y, x = int(top[at]), int(left[at])
-        part = padded[:, y:y + height, x:x + width]
+        part = padded[:, y : y + height, x : x + width]
         part = part.flip(-1) if bool(flip[at]) else part
         made.append(part.to(mean.dtype).div(255).sub(mean[:, None, None]).div(std[:, None, None]))
     channels = images.shape[-1 if layout == "hwc" else 1]

@@ -35,9 +35,13 @@ def flipped_before_the_crop(images: Tensor, *args: Any, flip: Tensor, **more: An
     return reference(mirrored, *args, flip=torch.zeros_like(flip), **more)
 
 
-def padded_after_normalising(images: Tensor, *args: Any, mean: Tensor, std: Tensor, fill: int, **more: Any) -> Tensor:
+def padded_after_normalising(
+    images: Tensor, *args: Any, mean: Tensor, std: Tensor, fill: int, **more: Any
+) -> Tensor:
     """The border is 0 in the result instead of a normalised black pixel."""
-    return reference(images, *args, mean=mean, std=std, fill=int(255 * float(mean[0])) if more["padding"] else fill, **more)
+    return reference(
+        images, *args, mean=mean, std=std, fill=int(255 * float(mean[0])) if more["padding"] else fill, **more
+    )
 
 
 def one_corner_for_all(images: Tensor, *args: Any, top: Tensor, **more: Any) -> Tensor:
@@ -46,9 +50,23 @@ def one_corner_for_all(images: Tensor, *args: Any, top: Tensor, **more: Any) -> 
 
 def rounded_before_normalising(images: Tensor, *args: Any, mean: Tensor, std: Tensor, **more: Any) -> Tensor:
     """Casts to half precision first."""
-    scaled = reference(images, *args, mean=torch.zeros_like(mean), std=torch.ones_like(std), **more).to(torch.bfloat16).float()
+    scaled = (
+        reference(images, *args, mean=torch.zeros_like(mean), std=torch.ones_like(std), **more)
+        .to(torch.bfloat16)
+        .float()
+    )
     return ((scaled - mean[:, None, None]) / std[:, None, None]).to(more["dtype"])
 
 
-VARIANTS = {each.__name__: each for each in (times_the_reciprocal, channels_swapped, never_flipped, flipped_before_the_crop, padded_after_normalising,
-                                            one_corner_for_all, rounded_before_normalising)}
+VARIANTS = {
+    each.__name__: each
+    for each in (
+        times_the_reciprocal,
+        channels_swapped,
+        never_flipped,
+        flipped_before_the_crop,
+        padded_after_normalising,
+        one_corner_for_all,
+        rounded_before_normalising,
+    )
+}

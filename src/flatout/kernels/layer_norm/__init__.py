@@ -34,9 +34,17 @@ def moved_bytes(inputs: Inputs) -> int:
 
 
 KERNEL = Kernel(
-    name="layer_norm", page=__doc__, reference=reference.layer_norm,
-    implementations=(Implementation("plain", partial(layer_norm, implementation="plain"), dtypes=WITH_DOUBLE),
-                     Implementation("triton", partial(layer_norm, implementation="triton"), "triton"),
-                     Implementation("cuda", partial(layer_norm, implementation="cuda"), "cuda")),
-    cases=partial(cases, True), wrong=wrong.VARIANTS, operators=OPERATORS, sources=(SOURCE,), moved_bytes=moved_bytes,
+    name="layer_norm",
+    page=__doc__,
+    reference=reference.layer_norm,
+    implementations=(
+        Implementation("plain", partial(layer_norm, implementation="plain"), dtypes=WITH_DOUBLE),
+        Implementation("triton", partial(layer_norm, implementation="triton"), "triton"),
+        Implementation("cuda", partial(layer_norm, implementation="cuda"), "cuda"),
+    ),
+    cases=partial(cases, True),
+    wrong=wrong.VARIANTS,
+    operators=OPERATORS,
+    sources=(SOURCE,),
+    moved_bytes=moved_bytes,
 )

@@ -12,8 +12,23 @@ import triton.language as tl
 
 
 @triton.jit
-def _forward(x, residual, weight, bias, y, h, mean, rstd, width, eps, CENTRE: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr,
-             BIAS: tl.constexpr, BLOCK: tl.constexpr):
+def _forward(
+    x,
+    residual,
+    weight,
+    bias,
+    y,
+    h,
+    mean,
+    rstd,
+    width,
+    eps,
+    CENTRE: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -39,7 +54,22 @@ def _forward(x, residual, weight, bias, y, h, mean, rstd, width, eps, CENTRE: tl
 
 
 @triton.jit
-def _backward(dy, dh, h, weight, mean, rstd, dx, partial, rows, width, CENTRE: tl.constexpr, DH: tl.constexpr, WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+def _backward(
+    dy,
+    dh,
+    h,
+    weight,
+    mean,
+    rstd,
+    dx,
+    partial,
+    rows,
+    width,
+    CENTRE: tl.constexpr,
+    DH: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     program = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -51,7 +81,9 @@ def _backward(dy, dh, h, weight, mean, rstd, dx, partial, rows, width, CENTRE: t
     for row in range(program, rows, tl.num_programs(0)):
         at = row * width + columns
         g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
-        normal = (tl.load(h + at, mask=inside, other=0.0).to(tl.float32) - tl.load(mean + row)) * tl.load(rstd + row)
+        normal = (tl.load(h + at, mask=inside, other=0.0).to(tl.float32) - tl.load(mean + row)) * tl.load(
+            rstd + row
+        )
         normal = tl.where(inside, normal, 0.0)
         of_weight += g * normal
         of_bias += g
@@ -67,24 +99,74 @@ def _backward(dy, dh, h, weight, mean, rstd, dx, partial, rows, width, CENTRE: t
     tl.store(partial + program * 2 * width + width + columns, of_bias, mask=inside)
 
 
-def forward(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, centre: bool,
-            y: torch.Tensor, h: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> None:
+def forward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    centre: bool,
+    y: torch.Tensor,
+    h: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+) -> None:
     """Fills y, h [R, N] and mean, rstd [R]; h is written only with a residual."""
     rows, width = x.shape
     block = triton.next_power_of_2(width)
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        _forward[(rows,)](x, residual, weight, bias, y, h, mean, rstd, width, eps, CENTRE=centre, RESIDUAL=residual is not None,
-                          WEIGHT=weight is not None, BIAS=bias is not None, BLOCK=block, num_warps=_warps(block))
+        _forward[(rows,)](
+            x,
+            residual,
+            weight,
+            bias,
+            y,
+            h,
+            mean,
+            rstd,
+            width,
+            eps,
+            CENTRE=centre,
+            RESIDUAL=residual is not None,
+            WEIGHT=weight is not None,
+            BIAS=bias is not None,
+            BLOCK=block,
+            num_warps=_warps(block),
+        )
 
 
-def backward(dy: torch.Tensor, dh: torch.Tensor | None, h: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor, rstd: torch.Tensor,
-             centre: bool, dx: torch.Tensor, partial: torch.Tensor) -> None:
+def backward(
+    dy: torch.Tensor,
+    dh: torch.Tensor | None,
+    h: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    centre: bool,
+    dx: torch.Tensor,
+    partial: torch.Tensor,
+) -> None:
     """Fills dx [R, N] and partial [P, 2, N]: sums for weight and bias over the rows of each program."""
     rows, width = h.shape
     block = triton.next_power_of_2(width)
     with torch.cuda.device_of(h):
-        _backward[(partial.shape[0],)](dy, dh, h, weight, mean, rstd, dx, partial, rows, width, CENTRE=centre, DH=dh is not None,
-                                       WEIGHT=weight is not None, BLOCK=block, num_warps=_warps(block))
+        _backward[(partial.shape[0],)](
+            dy,
+            dh,
+            h,
+            weight,
+            mean,
+            rstd,
+            dx,
+            partial,
+            rows,
+            width,
+            CENTRE=centre,
+            DH=dh is not None,
+            WEIGHT=weight is not None,
+            BLOCK=block,
+            num_warps=_warps(block),
+        )
 
 
 def _warps(block: int) -> int:

@@ -1,8 +1,8 @@
 """Layer and RMS normalisation over the last axis, in plain torch. Works in float64.
 
-    h = x + residual
-    layer:  y = (h - mean(h)) / sqrt(var(h) + eps) * weight + bias      var without Bessel's correction
-    rms:    y =  h            / sqrt(mean(h^2) + eps) * weight
+h = x + residual
+layer:  y = (h - mean(h)) / sqrt(var(h) + eps) * weight + bias      var without Bessel's correction
+rms:    y =  h            / sqrt(mean(h^2) + eps) * weight
 """
 
 from __future__ import annotations
@@ -10,8 +10,13 @@ from __future__ import annotations
 import torch
 
 
-def layer_norm(x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-5,
-               residual: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """y, and with a residual (y, h). x, residual [..., N]; weight, bias [N]."""
     h = x if residual is None else x + residual
     centred = h - h.mean(-1, keepdim=True)
@@ -21,8 +26,12 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.
     return y if residual is None else (y, h)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-5,
-             residual: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """y, and with a residual (y, h). x, residual [..., N]; weight [N]."""
     h = x if residual is None else x + residual
     y = h / torch.sqrt(h.square().mean(-1, keepdim=True) + eps)

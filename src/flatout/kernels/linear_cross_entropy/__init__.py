@@ -33,10 +33,21 @@ def flops(inputs: Inputs) -> int:
 
 
 KERNEL = Kernel(
-    name="linear_cross_entropy", page=__doc__, reference=reference.linear_cross_entropy,
-    implementations=(Implementation("plain", partial(linear_cross_entropy, implementation="plain"),
-                                    dtypes=(torch.float32, torch.float16, torch.bfloat16, torch.float64)),
-                     Implementation("triton", partial(linear_cross_entropy, implementation="triton"), "triton"),
-                     Implementation("cuda", partial(linear_cross_entropy, implementation="cuda"), "cuda")),
-    cases=cases, wrong=wrong.VARIANTS, operators=OPERATORS, sources=(SOURCE,), flops=flops,
+    name="linear_cross_entropy",
+    page=__doc__,
+    reference=reference.linear_cross_entropy,
+    implementations=(
+        Implementation(
+            "plain",
+            partial(linear_cross_entropy, implementation="plain"),
+            dtypes=(torch.float32, torch.float16, torch.bfloat16, torch.float64),
+        ),
+        Implementation("triton", partial(linear_cross_entropy, implementation="triton"), "triton"),
+        Implementation("cuda", partial(linear_cross_entropy, implementation="cuda"), "cuda"),
+    ),
+    cases=cases,
+    wrong=wrong.VARIANTS,
+    operators=OPERATORS,
+    sources=(SOURCE,),
+    flops=flops,
 )

@@ -11,51 +11,139 @@ from flatout.kernels.kernel import Case, Inputs
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # rows, width, classes, dtype, bias, share ignored, reduction, smoothing, scale of x
 SMALL = [
-    (5, 4, 7, F32, True, 0.0, "mean", 0.0, 1.0), (6, 8, 33, F32, False, 0.5, "mean", 0.1, 1.0), (3, 2, 1, F32, True, 0.0, "sum", 0.0, 1.0),
-    (4, 8, 130, F32, True, 0.4, "sum", 0.0, 1.0), (9, 6, 1000, F32, False, 0.2, "mean", 0.2, 1.0), (4, 8, 64, BF16, True, 0.25, "mean", 0.0, 1.0),
-    (4, 8, 257, F16, False, 0.25, "mean", 0.1, 1.0), (0, 4, 8, F32, True, 0.0, "sum", 0.0, 1.0), (4, 4, 9, F32, True, 1.0, "sum", 0.0, 1.0),
+    (5, 4, 7, F32, True, 0.0, "mean", 0.0, 1.0),
+    (6, 8, 33, F32, False, 0.5, "mean", 0.1, 1.0),
+    (3, 2, 1, F32, True, 0.0, "sum", 0.0, 1.0),
+    (4, 8, 130, F32, True, 0.4, "sum", 0.0, 1.0),
+    (9, 6, 1000, F32, False, 0.2, "mean", 0.2, 1.0),
+    (4, 8, 64, BF16, True, 0.25, "mean", 0.0, 1.0),
+    (4, 8, 257, F16, False, 0.25, "mean", 0.1, 1.0),
+    (0, 4, 8, F32, True, 0.0, "sum", 0.0, 1.0),
+    (4, 4, 9, F32, True, 1.0, "sum", 0.0, 1.0),
     (4, 4, 12, F32, True, 0.0, "mean", 0.0, 60.0),
 ]
 PADDED = [
-    ((5, 4, 7, F32, True, 0.3, "mean", 0.1, 1.0), 64), ((4, 8, 257, F16, True, 0.25, "mean", 0.1, 1.0), 64),
-    ((6, 8, 130, BF16, False, 0.2, "sum", 0.0, 1.0), 64), ((3, 6, 1000, F32, True, 1.0, "sum", 0.0, 1.0), 3),
+    ((5, 4, 7, F32, True, 0.3, "mean", 0.1, 1.0), 64),
+    ((4, 8, 257, F16, True, 0.25, "mean", 0.1, 1.0), 64),
+    ((6, 8, 130, BF16, False, 0.2, "sum", 0.0, 1.0), 64),
+    ((3, 6, 1000, F32, True, 1.0, "sum", 0.0, 1.0), 3),
     ((4, 4, 64, F32, True, 0.0, "mean", 0.0, 60.0), 64),
 ]  # each with the multiple of classes for the products
-LARGE = [(256, 128, 50257, F32, "any"), (8192, 768, 50257, F32, "gpu"), (8192, 768, 50257, BF16, "gpu"), (8192, 4096, 128256, BF16, "gpu")]
+LARGE = [
+    (256, 128, 50257, F32, "any"),
+    (8192, 768, 50257, F32, "gpu"),
+    (8192, 768, 50257, BF16, "gpu"),
+    (8192, 4096, 128256, BF16, "gpu"),
+]
 
 
 def cases() -> list[Case]:
-    return [*(_case(*row) for row in SMALL), *(_case(*row, pad_to=pad_to) for row, pad_to in PADDED), _all_ignored(), _in_chunks(), _in_chunks(64),
-            *(Case(f"{rows:,} rows of {width:,}, {classes:,} classes, {str(dtype).removeprefix('torch.')}",
-                   partial(_inputs, rows=rows, width=width, classes=classes, dtype=dtype),
-                   dtype, ("x", "weight"), terms=width, bench=bench) for rows, width, classes, dtype, bench in LARGE)]
+    return [
+        *(_case(*row) for row in SMALL),
+        *(_case(*row, pad_to=pad_to) for row, pad_to in PADDED),
+        _all_ignored(),
+        _in_chunks(),
+        _in_chunks(64),
+        *(
+            Case(
+                f"{rows:,} rows of {width:,}, {classes:,} classes, {str(dtype).removeprefix('torch.')}",
+                partial(_inputs, rows=rows, width=width, classes=classes, dtype=dtype),
+                dtype,
+                ("x", "weight"),
+                terms=width,
+                bench=bench,
+            )
+            for rows, width, classes, dtype, bench in LARGE
+        ),
+    ]
 
 
-def _case(rows: int, width: int, classes: int, dtype: torch.dtype, bias: bool, ignored: float, reduction: str, smoothing: float, scale: float,
-          pad_to: int = 0) -> Case:
-    title = f"{rows} rows of {width}, {classes} classes, {str(dtype).removeprefix('torch.')}, {reduction}" + (f", smoothing {smoothing:g}" if smoothing else "")
-    title += (f", {100 * ignored:.0f} % ignored" if ignored else "") + (f", in multiples of {pad_to}" if pad_to else "")
+def _case(
+    rows: int,
+    width: int,
+    classes: int,
+    dtype: torch.dtype,
+    bias: bool,
+    ignored: float,
+    reduction: str,
+    smoothing: float,
+    scale: float,
+    pad_to: int = 0,
+) -> Case:
+    title = f"{rows} rows of {width}, {classes} classes, {str(dtype).removeprefix('torch.')}, {reduction}" + (
+        f", smoothing {smoothing:g}" if smoothing else ""
+    )
+    title += (f", {100 * ignored:.0f} % ignored" if ignored else "") + (
+        f", in multiples of {pad_to}" if pad_to else ""
+    )
     # exp() turns the absolute error of a logit into a relative one, so logits of 60 lose the digits of 60.
-    return Case(title, partial(_inputs, rows=rows, width=width, classes=classes, dtype=dtype, bias=bias, ignored=ignored, reduction=reduction,
-                               smoothing=smoothing, scale=scale, pad_to=pad_to), dtype,
-                ("x", "weight", *(("bias",) if bias else ())), terms=int((width + rows) * (1 + scale**2)), inside=0.0 if dtype is F32 else 8.0)
+    return Case(
+        title,
+        partial(
+            _inputs,
+            rows=rows,
+            width=width,
+            classes=classes,
+            dtype=dtype,
+            bias=bias,
+            ignored=ignored,
+            reduction=reduction,
+            smoothing=smoothing,
+            scale=scale,
+            pad_to=pad_to,
+        ),
+        dtype,
+        ("x", "weight", *(("bias",) if bias else ())),
+        terms=int((width + rows) * (1 + scale**2)),
+        inside=0.0 if dtype is F32 else 8.0,
+    )
 
 
 def _all_ignored() -> Case:
-    return Case("every target ignored, mean", partial(_inputs, rows=3, width=4, classes=9, dtype=F32, bias=True, ignored=1.0), F32,
-                ("x", "weight", "bias"), terms=8)
+    return Case(
+        "every target ignored, mean",
+        partial(_inputs, rows=3, width=4, classes=9, dtype=F32, bias=True, ignored=1.0),
+        F32,
+        ("x", "weight", "bias"),
+        terms=8,
+    )
 
 
 def _in_chunks(pad_to: int = 0) -> Case:
     """More rows than one chunk: 20 x 14,000 logits are 1.1 MB."""
-    title = "20 rows of 3, 14,000 classes, float32, in chunks" + (f", in multiples of {pad_to}" if pad_to else "")
-    return Case(title, partial(_inputs, rows=20, width=3, classes=14_000, dtype=F32, ignored=0.1, pad_to=pad_to), F32, ("x", "weight"), terms=14_000)
+    title = "20 rows of 3, 14,000 classes, float32, in chunks" + (
+        f", in multiples of {pad_to}" if pad_to else ""
+    )
+    return Case(
+        title,
+        partial(_inputs, rows=20, width=3, classes=14_000, dtype=F32, ignored=0.1, pad_to=pad_to),
+        F32,
+        ("x", "weight"),
+        terms=14_000,
+    )
 
 
-def _inputs(draw: torch.Generator, rows: int, width: int, classes: int, dtype: torch.dtype, bias: bool = False, ignored: float = 0.0,
-            reduction: str = "mean", smoothing: float = 0.0, scale: float = 1.0, pad_to: int = 0) -> Inputs:
+def _inputs(
+    draw: torch.Generator,
+    rows: int,
+    width: int,
+    classes: int,
+    dtype: torch.dtype,
+    bias: bool = False,
+    ignored: float = 0.0,
+    reduction: str = "mean",
+    smoothing: float = 0.0,
+    scale: float = 1.0,
+    pad_to: int = 0,
+) -> Inputs:
     target = torch.randint(classes, (rows,), generator=draw)
     target[torch.rand(rows, generator=draw) < ignored] = -100
-    return {"x": (scale * torch.randn(rows, width, generator=draw)).to(dtype), "weight": torch.randn(classes, width, generator=draw).to(dtype),
-            "target": target, "bias": torch.randn(classes, generator=draw).to(dtype) if bias else None, "reduction": reduction, "label_smoothing": smoothing,
-            "pad_to": pad_to}
+    return {
+        "x": (scale * torch.randn(rows, width, generator=draw)).to(dtype),
+        "weight": torch.randn(classes, width, generator=draw).to(dtype),
+        "target": target,
+        "bias": torch.randn(classes, generator=draw).to(dtype) if bias else None,
+        "reduction": reduction,
+        "label_smoothing": smoothing,
+        "pad_to": pad_to,
+    }

@@ -25,7 +25,14 @@ from torch import Tensor
 from flatout.kernels.linear_cross_entropy.op import REDUCTIONS, linear_cross_entropy
 
 aten = torch.ops.aten
-VIEWS = {aten.view.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default, aten.slice.Tensor, aten.select.int}
+VIEWS = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.slice.Tensor,
+    aten.select.int,
+}
 COPIES = {aten.clone.default, aten._to_copy.default}
 _alive: weakref.WeakSet[LogitsSource] = weakref.WeakSet()
 
@@ -33,7 +40,9 @@ _alive: weakref.WeakSet[LogitsSource] = weakref.WeakSet()
 class LogitsSource:
     """The source of the values of deferred tensors: a linear layer, or a copy of another deferred tensor."""
 
-    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, copied: tuple[DeferredLogits, Any] | None = None) -> None:
+    def __init__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, copied: tuple[DeferredLogits, Any] | None = None
+    ) -> None:
         self.x, self.weight, self.bias, self.copied = x, weight, bias, copied
         self.versions = self._versions()
         self.kept: tuple[Tensor, Tensor | None] | None = None
@@ -52,7 +61,11 @@ class LogitsSource:
     @property
     def untouched(self) -> bool:
         """Whether nothing has read these values or their source, and nothing waits for their gradient."""
-        return self.values is None and not self.watched and (self.copied is None or self.copied[0].origin.untouched)
+        return (
+            self.values is None
+            and not self.watched
+            and (self.copied is None or self.copied[0].origin.untouched)
+        )
 
     def compute(self) -> Tensor:
         """The values, without a gradient: the same product as the layer's."""
@@ -64,8 +77,10 @@ class LogitsSource:
             self.copied = None
             return self._computed()
         if self.kept is None and not self.unchanged:
-            raise RuntimeError("the program reads these logits after changing their weights outside an optimizer, "
-                               "and fused_ops has not computed them: run without fused_ops.")
+            raise RuntimeError(
+                "the program reads these logits after changing their weights outside an optimizer, "
+                "and fused_ops has not computed them: run without fused_ops."
+            )
         weight, bias = self.kept or (self.weight, self.bias)
         with torch.no_grad(), torch.autocast(self.x.device.type, enabled=False):
             self.values = F.linear(self.x.detach(), weight.detach(), None if bias is None else bias.detach())
@@ -82,12 +97,16 @@ class DeferredLogits(torch.Tensor):
     """A tensor [..., V] with a shape, a type and a place in the graph, but no values yet."""
 
     origin: LogitsSource
-    steps: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]  # views from the origin's values to this tensor
+    steps: tuple[
+        tuple[Any, tuple[Any, ...], dict[str, Any]], ...
+    ]  # views from the origin's values to this tensor
 
     @staticmethod
     def __new__(cls: type[DeferredLogits], origin: LogitsSource, steps: Any, like: Tensor) -> DeferredLogits:
         """``like`` has no memory either: a meta tensor with the shape, strides and type."""
-        made: DeferredLogits = torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=origin.x.device)
+        made: DeferredLogits = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=origin.x.device
+        )
         made.origin, made.steps = origin, steps
         return made
 
@@ -118,20 +137,39 @@ class DeferredLogits(torch.Tensor):
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if isinstance(first, DeferredLogits) and (made := _still_deferred(function, first, args[1:], kwargs)) is not None:
+        if (
+            isinstance(first, DeferredLogits)
+            and (made := _still_deferred(function, first, args[1:], kwargs)) is not None
+        ):
             return made
         changes = function._schema.is_mutable
         if changes and isinstance(first, DeferredLogits):
             for copy in list(first.origin.copies):
                 copy.compute()  # copies from before the change must not see it
-        result = function(*torch.utils._pytree.tree_map_only(DeferredLogits, DeferredLogits.compute, tuple(args)),
-                          **torch.utils._pytree.tree_map_only(DeferredLogits, DeferredLogits.compute, kwargs))
-        return first if changes and isinstance(first, DeferredLogits) and isinstance(result, Tensor) else result
+        result = function(
+            *torch.utils._pytree.tree_map_only(DeferredLogits, DeferredLogits.compute, tuple(args)),
+            **torch.utils._pytree.tree_map_only(DeferredLogits, DeferredLogits.compute, kwargs),
+        )
+        return (
+            first if changes and isinstance(first, DeferredLogits) and isinstance(result, Tensor) else result
+        )
 
 
-NEEDS_MEMORY = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.data_ptr, torch.Tensor.storage, torch.Tensor.untyped_storage, torch.Tensor.__array__,
-                torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__, torch.Tensor.__dlpack__, torch.Tensor.__format__, torch.Tensor.share_memory_,
-                torch.Tensor.pin_memory, torch.Tensor.data.__get__}
+NEEDS_MEMORY = {
+    torch.Tensor.numpy,
+    torch.Tensor.tolist,
+    torch.Tensor.data_ptr,
+    torch.Tensor.storage,
+    torch.Tensor.untyped_storage,
+    torch.Tensor.__array__,
+    torch.Tensor.__deepcopy__,
+    torch.Tensor.__reduce_ex__,
+    torch.Tensor.__dlpack__,
+    torch.Tensor.__format__,
+    torch.Tensor.share_memory_,
+    torch.Tensor.pin_memory,
+    torch.Tensor.data.__get__,
+}
 WATCHES = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 
 
@@ -206,15 +244,23 @@ def before_step() -> None:
         elif origin.copied is None and origin.unchanged:
             key = (id(origin.weight), id(origin.bias))
             if key not in kept:
-                kept[key] = (origin.weight.detach().clone(), None if origin.bias is None else origin.bias.detach().clone())
+                kept[key] = (
+                    origin.weight.detach().clone(),
+                    None if origin.bias is None else origin.bias.detach().clone(),
+                )
             origin.kept = kept[key]
 
 
-def _still_deferred(function: Any, deferred: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DeferredLogits | None:
+def _still_deferred(
+    function: Any, deferred: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> DeferredLogits | None:
     """The deferred result of an operation that does not change the last axis; None for all others."""
     if function not in VIEWS and function not in COPIES:
         return None
-    if function is aten._to_copy.default and torch.device(kwargs.get("device") or deferred.device) != deferred.device:
+    if (
+        function is aten._to_copy.default
+        and torch.device(kwargs.get("device") or deferred.device) != deferred.device
+    ):
         return None
     like = torch.empty_strided(deferred.shape, deferred.stride(), dtype=deferred.dtype, device="meta")
     if function in COPIES:
@@ -223,12 +269,16 @@ def _still_deferred(function: Any, deferred: DeferredLogits, args: tuple[Any, ..
             return None
         kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
         source = deferred.origin
-        origin = LogitsSource(source.x, source.weight, source.bias, (deferred, lambda values: function(values, *args, **kwargs)))
+        origin = LogitsSource(
+            source.x, source.weight, source.bias, (deferred, lambda values: function(values, *args, **kwargs))
+        )
         source.copies.add(origin)
         return DeferredLogits(origin, (), function(like, *args, **kwargs))
     made = function(like, *args, **kwargs)
     last = deferred.dim() - 1
-    cuts_last = function in (aten.slice.Tensor, aten.select.int) and (args[0] if args else 0) % (last + 1) == last
+    cuts_last = (
+        function in (aten.slice.Tensor, aten.select.int) and (args[0] if args else 0) % (last + 1) == last
+    )
     if cuts_last or made.dim() == 0 or made.shape[-1] != deferred.shape[-1]:
         return None
     return DeferredLogits(deferred.origin, (*deferred.steps, (function, args, kwargs)), made)
@@ -247,23 +297,53 @@ def _rows(deferred: DeferredLogits) -> Tensor:
     return rows
 
 
-def _loss_without_logits(input: Any = None, target: Any = None, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
-                         reduction: str = "mean", label_smoothing: float = 0.0) -> Tensor | None:
+def _loss_without_logits(
+    input: Any = None,
+    target: Any = None,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
     """F.cross_entropy without the logits if possible, otherwise None.
 
     Takes the parameters of F.cross_entropy.
     """
-    if not isinstance(input, DeferredLogits) or not (torch.is_grad_enabled() and input.requires_grad) or isinstance(target, DeferredLogits):
+    if (
+        not isinstance(input, DeferredLogits)
+        or not (torch.is_grad_enabled() and input.requires_grad)
+        or isinstance(target, DeferredLogits)
+    ):
         return None
     origin = input.origin
-    if weight is not None or size_average is not None or reduce is not None or reduction not in REDUCTIONS or input.dim() != 2:
+    if (
+        weight is not None
+        or size_average is not None
+        or reduce is not None
+        or reduction not in REDUCTIONS
+        or input.dim() != 2
+    ):
         return None
-    if target.dtype is not torch.int64 or target.dim() != 1 or len(target) != len(input) or not origin.untouched or not origin.unchanged:
+    if (
+        target.dtype is not torch.int64
+        or target.dim() != 1
+        or len(target) != len(input)
+        or not origin.untouched
+        or not origin.unchanged
+    ):
         return None
     device = input.device.type
-    dtype = torch.float32 if torch.is_autocast_enabled(device) and input.dtype is not torch.float64 else input.dtype
+    dtype = (
+        torch.float32
+        if torch.is_autocast_enabled(device) and input.dtype is not torch.float64
+        else input.dtype
+    )
     with torch.autocast(device, enabled=False):
-        loss = linear_cross_entropy(_rows(input), origin.weight, target, origin.bias, ignore_index, reduction, label_smoothing)
+        loss = linear_cross_entropy(
+            _rows(input), origin.weight, target, origin.bias, ignore_index, reduction, label_smoothing
+        )
     COUNT[0] += 1
     return loss.to(dtype)
 

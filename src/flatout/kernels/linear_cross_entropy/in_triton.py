@@ -13,7 +13,17 @@ MAX_BLOCK = 8192  # columns in registers at a time; more spills
 
 
 @triton.jit
-def _losses(logits, target, loss, classes, columns, ignore_index, smoothing, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
+def _losses(
+    logits,
+    target,
+    loss,
+    classes,
+    columns,
+    ignore_index,
+    smoothing,
+    GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * columns
     right = tl.load(target + row)
@@ -45,10 +55,22 @@ def _losses(logits, target, loss, classes, columns, ignore_index, smoothing, GRA
             at = first + tl.arange(0, BLOCK)
             v = tl.load(start + at, mask=at < classes, other=-float("inf")).to(tl.float32)
             g = tl.exp(v - log_sum) - smoothing / classes - tl.where(at == right, 1.0 - smoothing, 0.0)
-            tl.store(start + at, tl.where(counts & (at < classes), g, 0.0).to(logits.dtype.element_ty), mask=at < columns)
+            tl.store(
+                start + at,
+                tl.where(counts & (at < classes), g, 0.0).to(logits.dtype.element_ty),
+                mask=at < columns,
+            )
 
 
-def losses(logits: torch.Tensor, classes: int, target: torch.Tensor, loss: torch.Tensor, ignore_index: int, smoothing: float, gradient: bool) -> None:
+def losses(
+    logits: torch.Tensor,
+    classes: int,
+    target: torch.Tensor,
+    loss: torch.Tensor,
+    ignore_index: int,
+    smoothing: float,
+    gradient: bool,
+) -> None:
     """Fills loss [n] in float32; with ``gradient``, replaces logits [n, V or more] by their gradients.
 
     Gradients beyond the classes are zeros.
@@ -56,5 +78,15 @@ def losses(logits: torch.Tensor, classes: int, target: torch.Tensor, loss: torch
     rows, columns = logits.shape
     block = min(triton.next_power_of_2(classes), MAX_BLOCK)
     with torch.cuda.device_of(logits):  # Triton launches on the current device
-        _losses[(rows,)](logits, target, loss, classes, columns, ignore_index, smoothing, GRADIENT=gradient, BLOCK=block,
-                         num_warps=min(max(block // 512, 1), 16))
+        _losses[(rows,)](
+            logits,
+            target,
+            loss,
+            classes,
+            columns,
+            ignore_index,
+            smoothing,
+            GRADIENT=gradient,
+            BLOCK=block,
+            num_warps=min(max(block // 512, 1), 16),
+        )

@@ -35,8 +35,17 @@ OF_X, OF_WEIGHT, OF_BIAS = 1, 2, 4  # requested gradients
 ALIGNED_BYTES, PADDED_TO = 16, 64  # the alignment that Tensor Cores need, and the multiple used for padding
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
-                         label_smoothing: float = 0.0, implementation: str = "", pad_to: int = 0) -> Tensor:
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    implementation: str = "",
+    pad_to: int = 0,
+) -> Tensor:
     """cross_entropy(linear(x, weight, bias), target), a scalar in float32 (float64 for float64).
 
     x [N, D]; weight [V, D] and bias [V] of x's type; target [N] of int64. ``reduction`` is "mean" or "sum".
@@ -45,32 +54,63 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor
     the products to this multiple; 0 chooses it by device and type. It changes no result.
     """
     if x.dim() != 2 or weight.dim() != 2 or target.shape != x.shape[:1] or x.shape[1] != weight.shape[1]:
-        raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)} and target {tuple(target.shape)} are not [N, D], [V, D] and [N]")
+        raise ValueError(
+            f"x {tuple(x.shape)}, weight {tuple(weight.shape)} and target {tuple(target.shape)} are not [N, D], [V, D] and [N]"
+        )
     others = (weight,) if bias is None else (weight, bias)
-    if any(each.dtype is not x.dtype or each.device != x.device for each in others) or (bias is not None and bias.shape != weight.shape[:1]) \
-            or target.dtype is not torch.int64 or target.device != x.device:
-        raise ValueError(f"x is {x.dtype} on {x.device}; weight and bias [V] must match, and target must be int64 there; target is {target.dtype}")
+    if (
+        any(each.dtype is not x.dtype or each.device != x.device for each in others)
+        or (bias is not None and bias.shape != weight.shape[:1])
+        or target.dtype is not torch.int64
+        or target.device != x.device
+    ):
+        raise ValueError(
+            f"x is {x.dtype} on {x.device}; weight and bias [V] must match, and target must be int64 there; target is {target.dtype}"
+        )
     if pad_to < 0:
         raise ValueError(f"pad_to must be a number of classes >= 0, not {pad_to}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction {reduction!r} is not one of {', '.join(REDUCTIONS)}")
     wanted = 0
     if torch.is_grad_enabled():
-        wanted = sum(bit for tensor, bit in ((x, OF_X), (weight, OF_WEIGHT), (bias, OF_BIAS)) if tensor is not None and tensor.requires_grad)
-    loss: Tensor = torch.ops.flatout.linear_cross_entropy(x, weight, target, bias, ignore_index, reduction, label_smoothing, wanted, implementation, pad_to)[0]
+        wanted = sum(
+            bit
+            for tensor, bit in ((x, OF_X), (weight, OF_WEIGHT), (bias, OF_BIAS))
+            if tensor is not None and tensor.requires_grad
+        )
+    loss: Tensor = torch.ops.flatout.linear_cross_entropy(
+        x, weight, target, bias, ignore_index, reduction, label_smoothing, wanted, implementation, pad_to
+    )[0]
     return loss
 
 
-def forward(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float, wanted: int,
-            implementation: str, pad_to: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    wanted: int,
+    implementation: str,
+    pad_to: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Loss; factor of all gradients; unscaled gradients of x, weight and bias (empty if not requested)."""
     way = implementation or best(x)
     rows, classes = x.shape[0], weight.shape[0]
     columns = padded(classes, pad_to or _suits(x, classes))
     if columns > classes:
-        weight, bias = F.pad(weight, (0, 0, 0, columns - classes)), None if bias is None else F.pad(bias, (0, columns - classes))
+        weight, bias = (
+            F.pad(weight, (0, 0, 0, columns - classes)),
+            None if bias is None else F.pad(bias, (0, columns - classes)),
+        )
     sums = torch.float64 if x.dtype is torch.float64 else torch.float32
-    factor = (target != ignore_index).sum().to(sums).reciprocal() if reduction == "mean" else x.new_ones((), dtype=sums)
+    factor = (
+        (target != ignore_index).sum().to(sums).reciprocal()
+        if reduction == "mean"
+        else x.new_ones((), dtype=sums)
+    )
     losses = x.new_empty(rows, dtype=sums)
     of_x = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted & OF_X else x.new_empty(0)
     of_weight = x.new_zeros(weight.shape, dtype=sums) if wanted & OF_WEIGHT else x.new_empty(0, dtype=sums)
@@ -79,7 +119,16 @@ def forward(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, igno
     for first in range(0, rows, step):
         part = slice(first, min(first + step, rows))
         logits = F.linear(x[part], weight, bias)
-        gradient = _losses(way, logits, classes, target[part].contiguous(), losses[part], ignore_index, label_smoothing, bool(wanted))
+        gradient = _losses(
+            way,
+            logits,
+            classes,
+            target[part].contiguous(),
+            losses[part],
+            ignore_index,
+            label_smoothing,
+            bool(wanted),
+        )
         del logits
         if wanted & OF_X:
             torch.mm(gradient, weight, out=of_x[part])
@@ -101,7 +150,9 @@ def padded(classes: int, multiple: int) -> int:
 
 def _suits(x: Tensor, classes: int) -> int:
     """The multiple of classes that suits the products."""
-    tensor_cores = x.dtype in (torch.float16, torch.bfloat16) or (x.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32")
+    tensor_cores = x.dtype in (torch.float16, torch.bfloat16) or (
+        x.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    )
     return PADDED_TO if x.is_cuda and tensor_cores and classes * x.element_size() % ALIGNED_BYTES else 1
 
 
@@ -120,7 +171,16 @@ def best(x: Tensor) -> str:
     return "triton" if has_triton() else "cuda"
 
 
-def _losses(way: str, logits: Tensor, classes: int, target: Tensor, losses: Tensor, ignore_index: int, smoothing: float, with_gradient: bool) -> Tensor:
+def _losses(
+    way: str,
+    logits: Tensor,
+    classes: int,
+    target: Tensor,
+    losses: Tensor,
+    ignore_index: int,
+    smoothing: float,
+    with_gradient: bool,
+) -> Tensor:
     """Fills ``losses``; returns the gradients of the logits, in place if their type allows it.
 
     Gradients beyond the classes are zeros.
@@ -131,8 +191,22 @@ def _losses(way: str, logits: Tensor, classes: int, target: Tensor, losses: Tens
         in_triton.losses(logits, classes, target, losses, ignore_index, smoothing, with_gradient)
         return logits
     if way == "cuda":
-        SOURCE.launch(f"losses_{SUFFIX[logits.dtype]}", (logits.shape[0],), min(max(-(-classes // 128) * 32, 32), 512),
-                      (logits, target, losses, classes, logits.shape[1], ignore_index, float(smoothing), int(with_gradient)), logits.device)
+        SOURCE.launch(
+            f"losses_{SUFFIX[logits.dtype]}",
+            (logits.shape[0],),
+            min(max(-(-classes // 128) * 32, 32), 512),
+            (
+                logits,
+                target,
+                losses,
+                classes,
+                logits.shape[1],
+                ignore_index,
+                float(smoothing),
+                int(with_gradient),
+            ),
+            logits.device,
+        )
         return logits
     gradient = _plain_losses(logits[:, :classes], target, losses, ignore_index, smoothing, with_gradient)
     if logits.shape[1] == classes:
@@ -142,7 +216,9 @@ def _losses(way: str, logits: Tensor, classes: int, target: Tensor, losses: Tens
     return logits
 
 
-def _plain_losses(logits: Tensor, target: Tensor, losses: Tensor, ignore_index: int, smoothing: float, with_gradient: bool) -> Tensor:
+def _plain_losses(
+    logits: Tensor, target: Tensor, losses: Tensor, ignore_index: int, smoothing: float, with_gradient: bool
+) -> Tensor:
     stored, classes = logits.dtype, logits.shape[1]
     logits = logits.to(losses.dtype)
     left_out = target == ignore_index
@@ -169,8 +245,13 @@ _forward = torch.library.custom_op("flatout::linear_cross_entropy", forward, mut
 def _(x, weight, target, bias, ignore_index, reduction, label_smoothing, wanted, implementation, pad_to):
     sums = torch.float64 if x.dtype is torch.float64 else torch.float32
     one = x.new_empty((), dtype=sums)
-    return (one, torch.empty_like(one), x.new_empty(x.shape if wanted & OF_X else (0,)),
-            x.new_empty(weight.shape if wanted & OF_WEIGHT else (0,), dtype=sums), x.new_empty(weight.shape[0] if wanted & OF_BIAS else 0, dtype=sums))
+    return (
+        one,
+        torch.empty_like(one),
+        x.new_empty(x.shape if wanted & OF_X else (0,)),
+        x.new_empty(weight.shape if wanted & OF_WEIGHT else (0,), dtype=sums),
+        x.new_empty(weight.shape[0] if wanted & OF_BIAS else 0, dtype=sums),
+    )
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -183,12 +264,16 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 def _gradient(ctx: Any, of_loss: Tensor, *_: Any) -> Any:
     factor, *unscaled = ctx.saved_tensors
     if torch.is_grad_enabled():
-        raise RuntimeError("linear_cross_entropy is differentiable only once, because the forward pass computes its gradients. "
-                           "For a second derivative use torch.nn.functional.linear and cross_entropy.")
+        raise RuntimeError(
+            "linear_cross_entropy is differentiable only once, because the forward pass computes its gradients. "
+            "For a second derivative use torch.nn.functional.linear and cross_entropy."
+        )
     # If no target counts, "mean" is 0 / 0: as in torch, the loss is NaN and the gradients are zero.
     scale = torch.where(factor.isinf(), torch.zeros_like(factor), of_loss * factor)
-    of_x, of_weight, of_bias = ((held * scale).to(dtype) if ctx.wanted & bit else None
-                                for held, bit, dtype in zip(unscaled, (OF_X, OF_WEIGHT, OF_BIAS), ctx.dtypes, strict=True))
+    of_x, of_weight, of_bias = (
+        (held * scale).to(dtype) if ctx.wanted & bit else None
+        for held, bit, dtype in zip(unscaled, (OF_X, OF_WEIGHT, OF_BIAS), ctx.dtypes, strict=True)
+    )
     return of_x, of_weight, None, of_bias, None, None, None, None, None, None
 
 

@@ -18,9 +18,17 @@ from flatout.kernels.layer_norm.op import OPERATORS, SOURCE, rms_norm
 from flatout.kernels.rms_norm import wrong
 
 KERNEL = Kernel(
-    name="rms_norm", page=__doc__, reference=reference.rms_norm,
-    implementations=(Implementation("plain", partial(rms_norm, implementation="plain"), dtypes=WITH_DOUBLE),
-                     Implementation("triton", partial(rms_norm, implementation="triton"), "triton"),
-                     Implementation("cuda", partial(rms_norm, implementation="cuda"), "cuda")),
-    cases=partial(cases, False), wrong=wrong.VARIANTS, operators=OPERATORS, sources=(SOURCE,), moved_bytes=moved_bytes,
+    name="rms_norm",
+    page=__doc__,
+    reference=reference.rms_norm,
+    implementations=(
+        Implementation("plain", partial(rms_norm, implementation="plain"), dtypes=WITH_DOUBLE),
+        Implementation("triton", partial(rms_norm, implementation="triton"), "triton"),
+        Implementation("cuda", partial(rms_norm, implementation="cuda"), "cuda"),
+    ),
+    cases=partial(cases, False),
+    wrong=wrong.VARIANTS,
+    operators=OPERATORS,
+    sources=(SOURCE,),
+    moved_bytes=moved_bytes,
 )

@@ -9,12 +9,16 @@ from torch import Tensor
 from flatout.kernels.layer_norm.reference import layer_norm, rms_norm
 
 
-def centred(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, residual: Tensor | None = None) -> Any:
+def centred(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, residual: Tensor | None = None
+) -> Any:
     """Layer normalisation without its bias."""
     return layer_norm(x, weight, None, eps, residual)
 
 
-def norm_for_mean(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, residual: Tensor | None = None) -> Any:
+def norm_for_mean(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, residual: Tensor | None = None
+) -> Any:
     """The root of the sum instead of the mean, for widths that fill a block.
 
     The scale is right only if the width is a power of four.
@@ -26,15 +30,21 @@ def norm_for_mean(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, re
     return y if residual is None else (y, h)
 
 
-def weight_plus_one(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, residual: Tensor | None = None) -> Any:
+def weight_plus_one(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, residual: Tensor | None = None
+) -> Any:
     """Gemma's convention, y * (1 + weight), applied to a model that does not use it."""
     return rms_norm(x, None if weight is None else weight + 1, eps, residual)
 
 
-def residual_not_in_the_sum(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, residual: Tensor | None = None) -> Any:
+def residual_not_in_the_sum(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, residual: Tensor | None = None
+) -> Any:
     """The normalised row is right, but the returned sum is x alone."""
     found = rms_norm(x, weight, eps, residual)
     return found if residual is None else (found[0], x)
 
 
-VARIANTS = {each.__name__: each for each in (centred, norm_for_mean, weight_plus_one, residual_not_in_the_sum)}
+VARIANTS = {
+    each.__name__: each for each in (centred, norm_for_mean, weight_plus_one, residual_not_in_the_sum)
+}

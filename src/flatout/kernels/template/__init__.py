@@ -29,7 +29,13 @@ def moved_bytes(inputs: Inputs) -> int:
 
 
 KERNEL = Kernel(
-    name="silu_mul", page=__doc__, reference=reference.silu_mul, cases=cases, wrong=WRONG, operators=OPERATORS, moved_bytes=moved_bytes,
+    name="silu_mul",
+    page=__doc__,
+    reference=reference.silu_mul,
+    cases=cases,
+    wrong=WRONG,
+    operators=OPERATORS,
+    moved_bytes=moved_bytes,
     implementations=(
         Implementation("plain", partial(silu_mul, implementation="plain"), dtypes=ALL_TYPES),
         Implementation("triton", partial(silu_mul, implementation="triton"), "triton"),

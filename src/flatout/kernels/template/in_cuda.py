@@ -19,7 +19,9 @@ def forward(a: Tensor, b: Tensor, y: Tensor) -> None:
 
 def backward(g: Tensor, a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor) -> None:
     """Fills of_a and of_b."""
-    SOURCE.launch(f"backward_{SUFFIX[a.dtype]}", _grid(a), THREADS, (g, a, b, of_a, of_b, a.numel()), a.device)
+    SOURCE.launch(
+        f"backward_{SUFFIX[a.dtype]}", _grid(a), THREADS, (g, a, b, of_a, of_b, a.numel()), a.device
+    )
 
 
 def _grid(a: Tensor) -> tuple[int]:

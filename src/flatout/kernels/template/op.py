@@ -22,7 +22,9 @@ def silu_mul(a: Tensor, b: Tensor, implementation: str = "") -> Tensor:
     ``implementation``: "" (the best here), or a name.
     """
     if a.shape != b.shape or a.dtype is not b.dtype:
-        raise ValueError(f"a is {a.dtype} {tuple(a.shape)} and b {b.dtype} {tuple(b.shape)}; they must have the same shape and type")
+        raise ValueError(
+            f"a is {a.dtype} {tuple(a.shape)} and b {b.dtype} {tuple(b.shape)}; they must have the same shape and type"
+        )
     result: Tensor = torch.ops.silu_mul.forward(a, b, implementation)
     return result
 
@@ -59,9 +61,15 @@ def best(a: Tensor) -> str:
 
 _forward = torch.library.custom_op("silu_mul::forward", forward, mutates_args=())
 _backward = torch.library.custom_op("silu_mul::backward", backward, mutates_args=())
-_forward.register_fake(lambda a, b, implementation: torch.empty_like(a, memory_format=torch.contiguous_format))
-_backward.register_fake(lambda g, a, b, implementation: (torch.empty_like(a, memory_format=torch.contiguous_format),
-                                                         torch.empty_like(b, memory_format=torch.contiguous_format)))
+_forward.register_fake(
+    lambda a, b, implementation: torch.empty_like(a, memory_format=torch.contiguous_format)
+)
+_backward.register_fake(
+    lambda g, a, b, implementation: (
+        torch.empty_like(a, memory_format=torch.contiguous_format),
+        torch.empty_like(b, memory_format=torch.contiguous_format),
+    )
+)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:

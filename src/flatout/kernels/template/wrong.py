@@ -13,7 +13,9 @@ def last_block_left_out(a: Tensor, b: Tensor) -> Tensor:
     """Writes only whole blocks of 16 elements."""
     y = torch.nn.functional.silu(a) * b
     whole = y.numel() // 16 * 16
-    return torch.where((torch.arange(y.numel(), device=y.device) < whole).view(y.shape), y, torch.zeros_like(y))
+    return torch.where(
+        (torch.arange(y.numel(), device=y.device) < whole).view(y.shape), y, torch.zeros_like(y)
+    )
 
 
 def strides_ignored(a: Tensor, b: Tensor) -> Tensor:

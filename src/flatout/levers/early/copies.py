@@ -46,7 +46,9 @@ class HostCopies:
         self.held: dict[int, HostCopy] = {}
         self.segments = Segments(torch)
         self.streams: dict[int, Any] = {}  # handle -> a stream of the script
-        self._sides: dict[tuple[int, int], Any] = {}  # device, thread -> the copying stream; an entered stream belongs to one thread
+        self._sides: dict[
+            tuple[int, int], Any
+        ] = {}  # device, thread -> the copying stream; an entered stream belongs to one thread
 
     def begin(self, values: Iterable[tuple[Any, Any]]) -> None:
         """Begin copies of ``values``, pairs of key and tensor.
@@ -63,7 +65,9 @@ class HostCopies:
 
     def _begin_on(self, device: int, values: list[tuple[Any, Any]]) -> None:
         torch, stream = self.torch, self.current(device)
-        values = [(key, tensor) for key, tensor in values if self.segments.stream_of(tensor.data_ptr()) == stream]
+        values = [
+            (key, tensor) for key, tensor in values if self.segments.stream_of(tensor.data_ptr()) == stream
+        ]
         if not values or self._captures(device):
             return
         place = device, threading.get_ident()
@@ -77,7 +81,11 @@ class HostCopies:
             hosts = []
             for _, tensor in values:
                 value = tensor.detach()
-                hosts.append(torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True).copy_(value, non_blocking=True))
+                hosts.append(
+                    torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True).copy_(
+                        value, non_blocking=True
+                    )
+                )
                 value.record_stream(side)
             mark = side.record_event()
         for (key, tensor), host in zip(values, hosts, strict=True):
@@ -113,7 +121,11 @@ class HostCopies:
         # A view shares the write count of its original; ``tensor.data`` has its own. If both are zero,
         # neither was written.
         written = copy.version or tensor.is_inference() or tensor._version
-        return None if written or tensor.dtype != original.dtype or tensor.numel() != 1 or tensor.is_neg() else copy
+        return (
+            None
+            if written or tensor.dtype != original.dtype or tensor.numel() != 1 or tensor.is_neg()
+            else copy
+        )
 
     def written(self, memory: Iterable[Any]) -> None:
         """Drop the copies of these tensors: they are about to be written without a count."""
@@ -155,7 +167,13 @@ class Segments:
 
     def _look(self) -> None:
         self._looks += 1
-        found = [(each["address"], each["address"] + each["total_size"], each["stream"] if tuple(each["segment_pool_id"]) == (0, 0) else None)
-                 for each in self.torch.cuda.memory_snapshot()]
+        found = [
+            (
+                each["address"],
+                each["address"] + each["total_size"],
+                each["stream"] if tuple(each["segment_pool_id"]) == (0, 0) else None,
+            )
+            for each in self.torch.cuda.memory_snapshot()
+        ]
         self._segments = sorted(found, key=lambda segment: segment[0])
         self._starts = [segment[0] for segment in self._segments]

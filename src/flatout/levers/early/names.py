@@ -26,10 +26,14 @@ def script_frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 @lru_cache(maxsize=4096)
 def _is_torchs_or_ours(filename: str) -> bool:
-    return filename.startswith((HOME, "<frozen")) or any(f"{os.sep}{folder}{os.sep}torch{os.sep}" in filename for folder in ("site-packages", "dist-packages"))
+    return filename.startswith((HOME, "<frozen")) or any(
+        f"{os.sep}{folder}{os.sep}torch{os.sep}" in filename for folder in ("site-packages", "dist-packages")
+    )
 
 
-def tensors(frame: FrameType, variables_of: Variables, is_value: Callable[[Any], bool]) -> Iterator[tuple[Name, Any]]:
+def tensors(
+    frame: FrameType, variables_of: Variables, is_value: Callable[[Any], bool]
+) -> Iterator[tuple[Name, Any]]:
     """All values in the function's variables for which ``is_value`` is true."""
     for variable, value in list(_variables(frame, variables_of).items()):
         if is_value(value):
@@ -40,7 +44,9 @@ def tensors(frame: FrameType, variables_of: Variables, is_value: Callable[[Any],
                 yield (frame.f_code, variable, key), part
 
 
-def named(frame: FrameType, names: Mapping[CodeType, Mapping[Name, Any]], variables_of: Variables) -> Iterator[tuple[Name, Any]]:
+def named(
+    frame: FrameType, names: Mapping[CodeType, Mapping[Name, Any]], variables_of: Variables
+) -> Iterator[tuple[Name, Any]]:
     """The present values of these names in the function."""
     mine = names.get(frame.f_code)
     if not mine:

@@ -28,7 +28,15 @@ LEARNING_STEPS = 2
 MOST_PASSES = 1024  # backward passes after which learning ends in any case
 UNREAD = 16  # stop copying a value after this many unread copies in a row
 BACKWARD, UPDATE = "backward", "update"  # the moments
-WRITES = ("reduce", "broadcast", "gather", "scatter", "all_to_all", "alltoall", "recv")  # in names of collectives, whose writes torch does not count
+WRITES = (
+    "reduce",
+    "broadcast",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "alltoall",
+    "recv",
+)  # in names of collectives, whose writes torch does not count
 Key = tuple[str, Any]  # the moment, and the place: a Name, or a backward pass and the number of its root
 
 
@@ -64,14 +72,22 @@ class EarlyValueCopier:
         torch = self.torch
         ledger.call("values on their way", self._forget)
         ledger.set(torch.autograd, "backward", self._before_backward(torch.autograd.backward, context))
-        update = register_optimizer_step_pre_hook(lambda *_: self._moment(UPDATE, context, sys._getframe(1), ()))
+        update = register_optimizer_step_pre_hook(
+            lambda *_: self._moment(UPDATE, context, sys._getframe(1), ())
+        )
         ledger.call("optimizer step hook", update.remove)
         for name in READS:
             ledger.set(torch.Tensor, name, self._reading(getattr(torch.Tensor, name)))
-        ledger.set(torch.Tensor, "cpu", self._to_host(torch.Tensor.cpu, lambda args, kwargs: not args and not kwargs))
+        ledger.set(
+            torch.Tensor, "cpu", self._to_host(torch.Tensor.cpu, lambda args, kwargs: not args and not kwargs)
+        )
         ledger.set(torch.Tensor, "to", self._to_host(torch.Tensor.to, _names_the_host))
         ledger.set(torch.Tensor, "copy_", self._copying(torch.Tensor.copy_))
-        for owner, name in ((torch.cuda.Event, "elapsed_time"), (torch.cuda.Event, "query"), (torch.cuda.Stream, "query")):
+        for owner, name in (
+            (torch.cuda.Event, "elapsed_time"),
+            (torch.cuda.Event, "query"),
+            (torch.cuda.Stream, "query"),
+        ):
             ledger.set(owner, name, self._after_what_is_owed(getattr(owner, name)))
         ledger.set(torch.cuda, "empty_cache", self._giving_back(torch.cuda.empty_cache))
         if torch.distributed.is_available():
@@ -87,7 +103,13 @@ class EarlyValueCopier:
     def _before_backward(self, really: Callable, context: Any) -> Callable:
         @wraps(really)
         def backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
-            given = (roots,) if isinstance(roots, self.torch.Tensor) else roots if isinstance(roots, (list, tuple)) else ()
+            given = (
+                (roots,)
+                if isinstance(roots, self.torch.Tensor)
+                else roots
+                if isinstance(roots, (list, tuple))
+                else ()
+            )
             self._moment(BACKWARD, context, sys._getframe(1), given)
             return really(roots, *args, **kwargs)
 
@@ -104,14 +126,22 @@ class EarlyValueCopier:
             if self.wanted:
                 self._begin(moment, context, frame, roots)
         except Exception as error:
-            self._leave(f"values are read as before, because of an internal error ({type(error).__name__}: {error})")
+            self._leave(
+                f"values are read as before, because of an internal error ({type(error).__name__}: {error})"
+            )
 
     def _learns(self, moment: str, context: Any, roots: Iterable[Any]) -> bool:
         self._passes += any(map(self._is_on_a_card, roots))
         if self._until is None:
             return self._passes <= MOST_PASSES
-        if not self.wanted and context.steps > self._until - LEARNING_STEPS and (moment == UPDATE or not context.optimizers):
-            self._say("the program reads no value regularly that existed before the backward pass or update that the read waits for")
+        if (
+            not self.wanted
+            and context.steps > self._until - LEARNING_STEPS
+            and (moment == UPDATE or not context.optimizers)
+        ):
+            self._say(
+                "the program reads no value regularly that existed before the backward pass or update that the read waits for"
+            )
         if context.steps >= self._until or self._passes > MOST_PASSES:
             self._seen.clear()
             self._off = not self.wanted
@@ -126,7 +156,9 @@ class EarlyValueCopier:
         if self._until is None and self._seen:
             self._until = context.steps + LEARNING_STEPS
 
-    def _roots(self, context: Any, frame: FrameType | None, roots: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    def _roots(
+        self, context: Any, frame: FrameType | None, roots: Iterable[Any]
+    ) -> Iterator[tuple[Any, Any]]:
         """The roots of a backward pass, and their values before a GradScaler.
 
         The key is the place in the script that starts the pass.
@@ -165,7 +197,13 @@ class EarlyValueCopier:
         return type(thing) is self.torch.Tensor and bool(thing.is_cuda)
 
     def _is_value(self, thing: Any) -> bool:
-        if not self._is_on_a_card(thing) or thing.numel() != 1 or thing.layout != self.torch.strided or thing.is_complex() or thing.is_inference():
+        if (
+            not self._is_on_a_card(thing)
+            or thing.numel() != 1
+            or thing.layout != self.torch.strided
+            or thing.is_complex()
+            or thing.is_inference()
+        ):
             return False
         try:
             return bool(thing.data_ptr())
@@ -209,7 +247,12 @@ class EarlyValueCopier:
     def _copying(self, really: Callable) -> Callable:
         @wraps(really)
         def copy(tensor: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.copies.held and (args or kwargs) and not tensor.is_cuda and getattr(source, "is_cuda", False):
+            if (
+                self.copies.held
+                and (args or kwargs)
+                and not tensor.is_cuda
+                and getattr(source, "is_cuda", False)
+            ):
                 self._waits_by_itself(sys._getframe(1))
             return really(tensor, source, *args, **kwargs)
 
@@ -250,17 +293,23 @@ class EarlyValueCopier:
         It uses torch's own methods, so hooks that record the script's reads do not record this one.
         """
         methods = self.torch._C.TensorBase
-        bits = [methods.view(methods.reshape(methods.detach(each), (1,)), self.torch.uint8) for each in (methods.cpu(tensor), copy.host)]
+        bits = [
+            methods.view(methods.reshape(methods.detach(each), (1,)), self.torch.uint8)
+            for each in (methods.cpu(tensor), copy.host)
+        ]
         if methods.tolist(bits[0]) == methods.tolist(bits[1]):
             return True
         del self.wanted[copy.key]
-        self._say("a value is written between its computation and its read in a way that torch does not count, so it is read as before")
+        self._say(
+            "a value is written between its computation and its read in a way that torch does not count, so it is read as before"
+        )
         return False
 
     # -- skipped waits --------------------------------------------------------------------------
 
     def _after_what_is_owed(self, really: Callable) -> Callable:
         """Wait first for the skipped streams: a script may use a read as a wait and then query its events."""
+
         @wraps(really)
         def ask(*args: Any, **kwargs: Any) -> Any:
             while self._owed:
