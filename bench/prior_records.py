@@ -231,7 +231,7 @@ def open_set_records(scripts: Mapping[tuple[str, str], Mapping[str, Any]]) -> It
         kinds = kinds_of(entry["context"], entry["phases"])
         if "layers" not in entry["context"]:
             kinds = (*((LAYERS[name],) if name in LAYERS else ()), *kinds)
-        for comparison in entry.get("comparisons", entry.get("comparisons", ())):
+        for comparison in entry.get("comparisons", ()):
             choice = single_difference(comparison["plan"], comparison["against"], cores_of(entry["made"]))
             if choice and comparison["ratio"] and comparison["how"] != BY_REGRESSION:
                 yield Record(

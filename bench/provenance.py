@@ -188,6 +188,7 @@ THEMES = (
         "Programs that hang, crash and receive SIGTERM under `--supervise`: time to detection, false alarms, orphans, cost",
     ),
     ("guard", "python bench/guard.py", "False accepts and false rejects of the guard"),
+    ("mutants", "python bench/mutants.py", "Deliberate breaks of the source: which ones turn a test red"),
     (
         "explain",
         "python bench/explain.py",

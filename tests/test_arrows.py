@@ -1,5 +1,5 @@
-"""The house rules, checked in the source of every file: dependencies between packages, owners of side
-effects, light imports.
+"""Rules for the source, checked in every file: dependencies between packages, owners of side effects, light
+imports.
 
 The rules are functions over one source text, so that each is also shown a source that breaks it.
 """
@@ -148,15 +148,15 @@ def arrows(name: str, source: str) -> set[str]:
 
 
 def complaints(name: str, source: str) -> list[str]:
-    """All violations of the house rules in a file called ``name`` (its path below the root package)."""
+    """All violations of the rules in a file called ``name`` (its path below the root package)."""
     tree, room = ast.parse(source), package_of(name)
     found = []
     if room and room not in NUMBER:
-        found.append(f"{name}: {room} is not a room of the house")
+        found.append(f"{name}: {room} is not a package of flatout")
     stem = Path(name).stem
     if stem in FORBIDDEN_NAMES:
         found.append(
-            f"{name}: a file is not called {stem}; the shared function goes to the room that owns its noun"
+            f"{name}: a file is not called {stem}; put the shared function into the package it is about"
         )
     found += _import_complaints(name, room, tree)
     bound = {
@@ -337,7 +337,7 @@ def test_no_package_hides_in_a_single_file():
         ("render/summary.py", "def f():\n    import torch", "a view needs no torch"),
         ("engine/utils.py", "", "a file is not called utils"),
         ("plan/base.py", "", "a file is not called base"),
-        ("tools/new.py", "", "not a room of the house"),
+        ("tools/new.py", "", "not a package of flatout"),
     ],
 )
 def test_a_broken_rule_is_detected(name, source, words):

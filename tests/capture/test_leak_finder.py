@@ -83,7 +83,7 @@ def test_a_sum_that_keeps_every_graph(model):
     held = steps(add, model)
     assert held.graph
     assert held.holder == "variable `self.total` of Keeper"
-    assert held.place.line == line("keeper.total = keeper.total + loss")
+    assert held.place.line == line("reaper.total = reaper.total + loss")
 
 
 def test_nothing_is_held(model):

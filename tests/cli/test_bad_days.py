@@ -60,8 +60,8 @@ def sessions(folder: Path):
         (["python", "missing.py"], 127, "no script 'missing.py'"),
         (["pyhton", "train.py"], 127, "no program 'pyhton'"),
         (["--budget", "0", "python", "train.py"], 2, "cannot measure anything"),
-        (["--budget", "-5s", "python", "train.py"], 2, "not a time"),
-        (["--budget", "nan", "python", "train.py"], 2, "not a time"),
+        (["--budget", "-5s", "python", "train.py"], 2, "is negative or too long"),
+        (["--budget", "nan", "python", "train.py"], 2, "is negative or too long"),
         (["--budget", "", "python", "train.py"], 2, "not a time"),
         (["--levers", "tf23", "python", "train.py"], 2, "there is no lever tf23"),
         (["--effects", "changes_math", "python", "train.py"], 2, "chosen by name in a plan"),
@@ -234,7 +234,7 @@ def test_broken_leftovers_are_started_from_scratch(tune, flatout, script):
     """With an unreadable session and plan and an unrelated trial folder, the session starts from scratch."""
     script(LOOP)
     tune("python", "train.py")
-    (job,) = flatout.folder.glob(".flatout/*")
+    (job,) = flatout.folder.glob(".flatout/*/")
     (job / "session.json").write_bytes(b"{\x00\xff")
     (flatout.folder / "flatout.toml").write_bytes(b"[levers")
     done = tune("python", "train.py")

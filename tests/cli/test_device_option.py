@@ -385,7 +385,7 @@ OTHERS = {
     "comparison": (
         "import torch\nassert torch.ones(2).cuda().device.type == 'cuda'",
         "compares a device with cuda",
-        "change this line",
+        "change or remove this line",
     ),
 }
 NEEDS = {"triton": "triton", "nvml": "pynvml"}

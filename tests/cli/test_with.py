@@ -93,7 +93,7 @@ def test_by_name_with_ranks(flatout, script):
     assert "rehearsing" not in ranks.err
     assert "local_sgd(every=4), comm_compression=bf16, fused_optimizer=" in ranks.err
     assert "left out" not in ranks.err  # a lever of the plan for loaders would be
-    assert "the loss that the script reads is that of each rank's own share" in ranks.err
+    assert "each rank reads the loss of its own share" in ranks.err
     assert ranks.out.endswith("done\n")
     assert len(re.findall(r"^sum ", ranks.err, re.MULTILINE)) == 1
 

@@ -284,8 +284,8 @@ def test_clear_messages(flatout, script, source, code, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--schedule", "1,2"), "no schedule"),
-        (("--schedule", "1,2,0"), "no schedule"),
+        (("--schedule", "1,2"), "not a schedule"),
+        (("--schedule", "1,2,0"), "not a schedule"),
         (("--budget", "1s"), "cannot measure"),
         (("--memory", "--trace", "t"), "no trace"),
     ],

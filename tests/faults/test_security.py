@@ -132,7 +132,7 @@ WATCH = """
 import atexit, json, os, sys
 def heard(event, args):
     if event in ("socket.connect", "socket.bind", "socket.sendto", "socket.getaddrinfo", "socket.gethostbyname", "urllib.Request", "http.client.connect"):
-        with open(os.environ["HEARD"], "a") as file:
+        with open(os.environ["OBSERVED"], "a") as file:
             file.write(json.dumps([event, repr(args[1:] if event.startswith("socket.") and event[7] != "g" else args)]) + "\\n")
 sys.addaudithook(heard)
 """

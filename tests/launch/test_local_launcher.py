@@ -165,8 +165,8 @@ def noted(folder, name):
 
 def test_the_environment_of_a_rank(local_launcher, flatout):
     source = NOTES + (
-        "import json, stat\ngang = os.environ['FLATOUT_LAUNCH']\n"
-        "note('told', json.dumps([dict(os.environ), oct(stat.S_IMODE(os.stat(gang).st_mode)), sys.stdin.read()]))\nprint('out of', rank)\n"
+        "import json, stat\nfolder = os.environ['FLATOUT_LAUNCH']\n"
+        "note('environment', json.dumps([dict(os.environ), oct(stat.S_IMODE(os.stat(folder).st_mode)), sys.stdin.read()]))\nprint('out of', rank)\n"
     )
     inherited = {
         "RANK": "5",
@@ -179,7 +179,7 @@ def test_the_environment_of_a_rank(local_launcher, flatout):
     }
     done = local_launcher(source, procs=3, stdin="for rank 0", env=inherited)
     assert (done.code, done.out, done.err) == (0, "out of 0\n", "")
-    info = [json.loads(text) for text in noted(flatout.folder, "info")]
+    info = [json.loads(text) for text in noted(flatout.folder, "environment")]
     cores = len(os.sched_getaffinity(0))
     for rank, (environment, mode, read) in enumerate(info):
         assert [
@@ -316,7 +316,7 @@ def test_the_first_failure_is_named(local_launcher, how, code, ending):
 def test_a_cause_that_is_observed_after_its_effect(local_launcher):
     """Rank 0 reports that it has lost another one. The other one reports nothing, and ends a moment later."""
     done = local_launcher(
-        BOUND, "1", "late", procs=2, launcher=changed(f"{PATIENT}\nwatching.SECOND_LOOK_S = 5.0")
+        BOUND, "1", "late", procs=2, launcher=changed(f"{PATIENT}\nrank_monitor.SECOND_LOOK_S = 5.0")
     )
     assert "rank 1 (" in done.err
     assert done.code == 7
@@ -460,7 +460,7 @@ def test_an_older_kernel(local_launcher):
 
 def test_ranks_that_continue_alone_are_named_once(begin, flatout):
     source = "while rank == '1' and not (here / 'go').exists():\n    time.sleep(0.01)"
-    launcher = begin(source, ready=False, launcher=changed("watching.SILENCE_S = 0.2"))
+    launcher = begin(source, ready=False, launcher=changed("rank_monitor.SILENCE_S = 0.2"))
     said = launcher.stderr.readline().decode()
     assert re.fullmatch(
         r"flatout: rank 0 exited 0 s ago; still running: rank 1 \(process \d+\)\. Waiting for them; Ctrl-C ends them\.\n",
@@ -590,7 +590,7 @@ def test_an_unhandled_signal_ends_all(begin, number):
 
 def test_the_second_one_does_not_wait(begin, flatout):
     """A rank that takes its time does not block for ever, but two signals of one `timeout` are one."""
-    launcher = begin(COUNTING, launcher=changed("watching.ONE_PRESS_S = 2.0"))
+    launcher = begin(COUNTING, launcher=changed("rank_monitor.ONE_PRESS_S = 2.0"))
     for times in (1, 2):
         os.kill(launcher.pid, signal.SIGTERM)
         until(

@@ -130,7 +130,7 @@ def course_of(*attempts, kind="exit"):
     """The message after the last of these starts: (steps, base, saves, kept) each."""
     course, why = RestartHistory(), ""
     for number, (steps, base, saves, kept) in enumerate(attempts, 1):
-        attempt = Attempt(number, 0.0, steps=steps, base=base, checkpoint_dir=saves, kept=kept)
+        attempt = Attempt(number, 0.0, steps=steps, base=base, saves=saves, kept=kept)
         course.attempts.append(attempt)
         course.note(attempt)
         why = course.why_not_again(Ending(kind, 1, "it failed", advice="Take less"), attempt, 20)

@@ -138,7 +138,7 @@ def as_a_rank(lever: Lever, monkeypatch, context) -> None:
             ("LOCAL_RANK", "0"),
             ("WORLD_SIZE", "2"),
             ("LOCAL_WORLD_SIZE", "2"),
-            ("MEETING", "file:///nowhere"),
+            ("RENDEZVOUS", "file:///nowhere"),
         ):
             monkeypatch.setenv(f"FLATOUT_{name}", value)
     if lever.name == "sharding":

@@ -153,7 +153,7 @@ def test_reasons(training):
     assert "compiles the model" in reason(live)
     live.context.compiled_by_script = False
     live.model.head.register_forward_hook(lambda *_: None)
-    assert "as wide as a vocabulary" in reason(live)
+    assert "vocabulary-sized" in reason(live)
 
 
 def test_without_an_optimizer_it_is_left_alone(training):

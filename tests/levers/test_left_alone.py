@@ -20,13 +20,13 @@ FACTS = Facts(cores=4, cpu_flags=("avx512_bf16",), system="Linux")
 
 
 def reason(name, program):
-    answer = LEVER[name].applies(FACTS, program.training_context)
+    answer = LEVER[name].applies(FACTS, program.context)
     assert isinstance(answer, Skip), answer
     return answer.reason
 
 
 def values(name, program):
-    answer = LEVER[name].applies(FACTS, program.training_context)
+    answer = LEVER[name].applies(FACTS, program.context)
     assert isinstance(answer, Options), answer
     return answer.values
 
@@ -68,10 +68,10 @@ def test_own_threads(program):
     live = program()
     before = torch.get_num_threads()
     try:
-        live.training_context.threads_at_import = 2  # the default of a machine with two cores
+        live.context.threads_at_import = 2  # the default of a machine with two cores
         torch.set_num_threads(3)
         assert reason("threads", live) == "the program has already set the number of threads to 3"
-        live.training_context.threads_at_import = 3
+        live.context.threads_at_import = 3
         assert values("threads", live) == (1,)
     finally:
         torch.set_num_threads(before)
@@ -89,7 +89,7 @@ def test_own_form_of_the_optimizer(program, own):
     assert reason("fused_optimizer", live) == f"the program creates its Adam with {name}={value}"
     before = [dict(group) for group in live.optimizer.param_groups]
     with pytest.raises(LookupError):
-        LEVER["fused_optimizer"].apply(live.training_context, "fused", Ledger())
+        LEVER["fused_optimizer"].apply(live.context, "fused", Ledger())
     assert all(
         a[k] == b[k]
         for a, b in zip(before, live.optimizer.param_groups, strict=True)
@@ -142,7 +142,7 @@ def test_one_of_two_optimizers_has_a_fused_form(program):
         other.step()
         live.optimizer.step()
     assert values("fused_optimizer", live) == ("fused",)
-    undo = LEVER["fused_optimizer"].apply(live.training_context, "fused", Ledger())
+    undo = LEVER["fused_optimizer"].apply(live.context, "fused", Ledger())
     assert live.optimizer.param_groups[0]["fused"] is True
     assert "fused" not in other.param_groups[0]
     undo()
@@ -154,14 +154,14 @@ def test_own_garbage_collection(program, thawed):
     thresholds = gc.get_threshold()
     try:
         gc.disable()
-        assert "switched automatic garbage collection off itself" in reason("gc_pause", live)
+        assert "disabled automatic garbage collection" in reason("gc_pause", live)
         gc.enable()
         gc.set_threshold(100_000, 10, 10)
         assert "raised the first threshold of the garbage collector to 100000 itself" in reason(
             "gc_pause", live
         )
         gc.set_threshold(0)  # which switches it off as well
-        assert "switched automatic garbage collection off itself" in reason("gc_pause", live)
+        assert "disabled automatic garbage collection" in reason("gc_pause", live)
     finally:
         gc.enable()
         gc.set_threshold(*thresholds)
@@ -212,7 +212,7 @@ def test_debugging_aids(program, aid):
             )
         else:
             assert values("debug_off", live) == (True,)
-            undo = LEVER["debug_off"].apply(live.training_context, True, Ledger())
+            undo = LEVER["debug_off"].apply(live.context, True, Ledger())
             assert not torch.is_anomaly_enabled()
             assert not torch.distributions.Distribution._validate_args
             assert not torch.utils.deterministic.fill_uninitialized_memory
@@ -241,7 +241,7 @@ def test_anomaly_detection_around_each_step_stays_off(program):
 
     assert step()
     assert values("debug_off", live) == (True,)
-    undo = LEVER["debug_off"].apply(live.training_context, True, Ledger())
+    undo = LEVER["debug_off"].apply(live.context, True, Ledger())
     assert not step()
     assert not torch.is_anomaly_enabled()
     undo()
@@ -417,11 +417,11 @@ def test_an_iterable_data_set_is_left_alone(program):
 
 def test_only_an_iterable_data_set(program):
     live = program(epochs=0)
-    live.training_context.loaders.clear()
+    live.context.loaders.clear()
     live.loader = torch.utils.data.DataLoader([(torch.zeros(3, 12, 12), torch.tensor(0))] * 8, batch_size=4)
     live.train()
     assert values("loader", live)
-    live.training_context.loaders.clear()
+    live.context.loaders.clear()
     torch.utils.data.DataLoader(Stream(), batch_size=4)
     assert "IterableDataset" in reason("loader", live)
 
@@ -436,17 +436,17 @@ class Augmented(torch.utils.data.Dataset):
 
 def test_random_data_is_resampled_not_exact(program):
     live = program(epochs=0)
-    live.training_context.loaders.clear()
-    live.training_context._loaders._dataset = None
+    live.context.loaders.clear()
+    live.context._loaders._dataset = None
     live.loader = torch.utils.data.DataLoader(Augmented(), batch_size=8)
     live.train()
-    answer = LEVER["loader"].applies(FACTS, live.training_context)
+    answer = LEVER["loader"].applies(FACTS, live.context)
     assert isinstance(answer, Options)
     assert answer.effect is Effect.RESAMPLED
 
 
 def test_data_without_random_numbers_is_exact(program):
-    answer = LEVER["loader"].applies(FACTS, program().training_context)
+    answer = LEVER["loader"].applies(FACTS, program().context)
     assert isinstance(answer, Options)
     assert answer.effect is Effect.EXACT
 
@@ -499,10 +499,10 @@ def test_an_order_of_the_scripts_own_is_left_alone(program, own, value):
     arguments = {"batch_size": 4, "num_workers": 3, **own(live.loader.dataset)}
     if "batch_sampler" in arguments:
         del arguments["batch_size"]
-    live.training_context.loaders.clear()
+    live.context.loaders.clear()
     live.loader = torch.utils.data.DataLoader(live.loader.dataset, **arguments)
     assert live.loader.num_workers == 3
-    live.training_context.backwards += 1
+    live.context.backwards += 1
     assert "may depend on earlier steps, so batches cannot be loaded ahead" in reason("loader", live)
 
 
@@ -543,11 +543,11 @@ class OwnGenerator(torch.utils.data.Dataset):
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_fewer_workers_are_exact_where_they_can_replace_the_others(program, make, asked, values, effect):
     live = program(epochs=0)
-    live.training_context.loaders.clear()
-    live.training_context._loaders._dataset = None
+    live.context.loaders.clear()
+    live.context._loaders._dataset = None
     live.loader = torch.utils.data.DataLoader(make(), batch_size=8, num_workers=asked)
-    live.training_context.backwards += 1
-    answer = LEVER["loader"].applies(FACTS, live.training_context)
+    live.context.backwards += 1
+    answer = LEVER["loader"].applies(FACTS, live.context)
     assert answer.effect is effect
     assert values is None or answer.values == values
     assert {"threads": 1} not in answer.values  # it would use random numbers concurrently with the program
@@ -570,20 +570,20 @@ def test_fewer_workers_than_asked(program):
 
 def test_a_value_that_is_no_table_is_rejected(program):
     with pytest.raises(TypeError, match="workers = 2"):
-        LEVER["loader"].apply(program().training_context, 3, Ledger())
+        LEVER["loader"].apply(program().context, 3, Ledger())
 
 
 def test_a_script_without_loaders(program):
     live = program(epochs=0)
-    live.training_context.loaders.clear()
+    live.context.loaders.clear()
     train(live.model, live.optimizer)
-    assert "no torch DataLoader was made" in reason("loader", live)
+    assert "created no torch DataLoader" in reason("loader", live)
 
 
 def test_on_cuda_batches_are_pinned_without_workers_too(program, monkeypatch):
     live = program()
     assert not any("pin" in value for value in values("loader", live))
-    monkeypatch.setattr(type(live.training_context), "device_type", "cuda")
+    monkeypatch.setattr(type(live.context), "device_type", "cuda")
     offered = values("loader", live)
     assert {"workers": 0, "pin": True} in offered
     assert {"threads": 1, "pin": True} in offered
@@ -604,6 +604,6 @@ def test_data_that_does_not_fit_on_the_gpu_stays_on_the_host(
     program, monkeypatch, on_the_gpu, on_the_host, offered
 ):
     live = program()
-    monkeypatch.setattr(type(live.training_context), "device_type", "cuda")
+    monkeypatch.setattr(type(live.context), "device_type", "cuda")
     facts = Facts(memory_bytes=on_the_host, gpus=(Gpu("H200", on_the_gpu, (9, 0)),))
-    assert LEVER["resident_data"].applies(facts, live.training_context) == Options(offered)
+    assert LEVER["resident_data"].applies(facts, live.context) == Options(offered)

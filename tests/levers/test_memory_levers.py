@@ -261,7 +261,7 @@ def test_no_block_that_may_be_computed_twice_is_reported(program):
     live = program(model=images(Counting, Counting))
     LEVER["recompute"].apply(live.context, {"blocks": 1.0}, Ledger())
     live.train()
-    assert [(name, "from call to call" in sentence) for name, sentence in live.context.reports] == [
+    assert [(name, "between calls" in sentence) for name, sentence in live.context.reports] == [
         ("recompute", True)
     ]
 

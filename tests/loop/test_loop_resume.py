@@ -63,7 +63,7 @@ def made(folder, learning_rate=0.01, data=None, batch=2, model=None, **more):
         "effective_batch": 4,
         "allow_inexact": True,
         "save_every": 1,
-        "also": {"average": average},
+        "extra_state": {"average": average},
         **more,
     }
     return flatout.Loop(model, optimizer, loss_fn, loader, checkpoint_dir=folder, **arguments), average
@@ -322,9 +322,9 @@ def test_unsupported_state_is_named(tmp_path):
             "does not fit the model of this training",
         ),
         ({"scheduler": None}, SaveError, "saved with a scheduler and has none now"),
-        ({"also": None}, SaveError, "has none of that name now"),
-        ({"also": {"average": 3}}, LoopError, "needs state_dict and load_state_dict"),
-        ({"on_drift": "ignore"}, LoopError, 'Use "say" or "stop"'),
+        ({"extra_state": None}, SaveError, "has none of that name now"),
+        ({"extra_state": {"average": 3}}, LoopError, "needs state_dict and load_state_dict"),
+        ({"on_drift": "ignore"}, LoopError, 'Use "warn" or "stop"'),
         ({"save_every": 0}, LoopError, "a whole number from 1"),
     ],
 )
@@ -399,7 +399,7 @@ def test_the_second_signal_ends_it_at_once(lives):
 
 
 def test_the_program_of_the_page_does_what_the_page_says(tmp_path, monkeypatch, capsys):
-    page = (Path(__file__).parent.parent.parent / "docs" / "exactness.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parent.parent.parent / "docs" / "explanation" / "exactness.md").read_text(encoding="utf-8")
     program = page.partition("```python\n")[2].partition("```")[0]
     monkeypatch.chdir(tmp_path)
     for _ in range(2):

@@ -114,7 +114,7 @@ def test_on_the_second_card_levers_act_there_and_leave_the_first_one_alone(plain
     for lever in ("resident_data", "offload"):
         assert re.search(rf"applied[^;]*\b{lever}\b", attached.stderr), attached.stderr
     assert "on the first card: 0 bytes" in attached.stderr
-    assert re.search(r"; at most [\d.]+ (Ki|Mi)B", attached.stderr), (
+    assert re.search(r"; peak memory [\d.]+ (Ki|Mi)B", attached.stderr), (
         attached.stderr
     )  # the memory that the second one has held
 

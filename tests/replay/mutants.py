@@ -97,7 +97,9 @@ check(
     "large_computed",
     "a value that was too large to be kept is not asked of a tensor without values",
     "value_hooks",
-    'tape.refuse(f"in step {tape.steps + 1} {really.__name__}() returns more values to Python than the journal keeps")',
+    """tape.refuse(
+                f"in step {tape.steps + 1} {really.__name__}() returns more values to Python than the journal keeps"
+            )""",
     "return [0.0] * args[0].numel()",
     "large_list_that_was_computed",
     beside="plain",
@@ -209,7 +211,9 @@ check(
     "trips",
     "no backward pass goes through the seam",
     "resume_point",
-    'self.refuse(f"a backward pass goes through `{path}` to operations before the checkpoint, whose graph is not saved")',
+    """self.refuse(
+                f"a backward pass goes through `{path}` to operations before the checkpoint, whose graph is not saved"
+            )""",
     "return None",
     "hidden_state_with_its_graph",
 )
@@ -245,7 +249,9 @@ check(
     "databases",
     "no database is kept",
     "files",
-    'ledger.set(sqlite3, "connect", self._reaches_out(sqlite3.connect, "it uses an SQLite database", always=True))',
+    """ledger.set(
+            sqlite3, "connect", self._reaches_out(sqlite3.connect, "it uses an SQLite database", always=True)
+        )""",
     "pass",
     "rows_in_a_database",
 )
@@ -253,7 +259,11 @@ check(
     "programs",
     "no other programs are started while it trains",
     "files",
-    'ledger.set(started.Popen, "__init__", self._reaches_out(started.Popen.__init__, "it starts other programs during training"))',
+    """ledger.set(
+            started.Popen,
+            "__init__",
+            self._reaches_out(started.Popen.__init__, "it starts other programs during training"),
+        )""",
     "pass",
     "another_program_writes",
 )
@@ -278,7 +288,9 @@ check(
     "network",
     "nothing is asked over the network",
     "muted_io",
-    'self.refuse(f"the script connects to {address[0]} over the network, and the answer may differ from the first run")',
+    """self.refuse(
+                    f"the script connects to {address[0]} over the network, and the answer may differ from the first run"
+                )""",
     "pass",
     "server_answers_otherwise",
     beside="plain",
@@ -295,7 +307,8 @@ check(
     "surroundings",
     "it is where it was",
     "flatout.state.drift",
-    'return [f"{name}: {_shown(before.get(name))}',
+    """return [
+        f"{name}: {_shown(before.get(name))}""",
     'return [] and [f"{name}: {_shown(before.get(name))}',
     "processor_without_wide_registers",
     "more_threads_than_before",

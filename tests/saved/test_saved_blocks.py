@@ -129,7 +129,7 @@ class Listing(Residual):
 
 @pytest.mark.parametrize(
     ("kind", "says"),
-    [(Changing, "changes its own input"), (Counting, "from call to call"), (Listing, "from call to call")],
+    [(Changing, "changes its own input"), (Counting, "between calls"), (Listing, "between calls")],
 )
 def test_a_block_that_cannot_run_twice_is_left_alone(kind, says):
     torch.manual_seed(0)

@@ -173,7 +173,7 @@ def test_any_measurements_can_be_plotted(points, noise, word):
         (NoiseSeen(5, 8, 60, 40.0, 30.0, 60.0), 512, "above it"),
         (NoiseSeen(5, 8, 60, 40.0, 30.0, 60.0), 32, "near it"),
         (NoiseSeen(5, 8, 60, None, 900.0, None), 8, "above 900 samples"),
-        (NoiseSeen(5, 8, 60, 0.0, 0.0, 0.1), 8, "next to no noise"),
+        (NoiseSeen(5, 8, 60, 0.0, 0.0, 0.1), 8, "almost no noise"),
         (NoiseSeen(5, None, 60, 4.0, 3.0, 6.0), None, "of the program's own batches"),
         (NoiseSeen(5, None, 60, 0.3, 0.2, 0.5), None, "about 0.30 of the program's own batches"),
         (NoiseSeen(5, None, 60, 0.0, 0.0, 0.0), None, "no noise"),

@@ -46,7 +46,7 @@ def test_a_valley_is_read():
 def test_the_suggestion_keeps_a_distance_from_the_edge():
     rate, why = suggest(0.09, 0.1, 0.12)
     assert rate == pytest.approx(0.1 / 3)
-    assert "too near" in why
+    assert "too close" in why
 
 
 @pytest.mark.parametrize(

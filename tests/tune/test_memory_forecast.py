@@ -88,7 +88,7 @@ def test_a_real_program(flatout, script):
     for size in (24, 96):
         assert abs(points[size].error) < 0.02, (size, points[size])
         assert sum(points[size].kinds.values()) == points[size].peak_bytes
-        assert f"Measured with {size} samples" in " ".join(done.out.split())
+        assert f"A real step with {size} samples" in " ".join(done.out.split())
     own = points[24].kinds
     parameters = 4 * (32 * 27 + 32 + 64 + 2048 * 10 + 10)
     assert own["parameters"] == parameters
@@ -168,7 +168,7 @@ def test_a_program_that_wrote_its_batch_size_down(flatout, script):
     [
         ("raise ValueError('no data here')", (), 1, "no data here"),
         ("import torch", (), 3, "ended before its first training step"),
-        ("", ("--batch", "0,4"), 2, "no list of batch sizes"),
+        ("", ("--batch", "0,4"), 2, "not a list of batch sizes"),
         ("", ("--memory-limit", "much"), 2, "not an amount of memory"),
     ],
     ids=["fails", "never trains", "no size", "no amount"],

@@ -3,7 +3,7 @@
 The lower layer is torch's FakeTensorMode, which answers each operator with tensors that have shape, dtype and
 device, but no memory. The upper layer is a mode of flatout. It replaces real tensors of the script
 (parameters, data) by fake counterparts, so that nothing is written into them. It counts storages as they are
-created and freed. It answers queries for values (known.py).
+created and freed. It answers queries for values (known_values.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes a heartbeat of the script (`plan.pulse`): a few numbers per step, and on a signal its Python stack.
+"""Writes a heartbeat of the script (`plan.heartbeat`): a few numbers per step, and on a signal its Python stack.
 
     Optimizer post step hook        the count of steps
     torch.autograd.backward         the count of backward passes; in a script without optimizer objects, of steps

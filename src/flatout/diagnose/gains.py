@@ -28,7 +28,7 @@ BOUND = {
     "one thread fewer": "with one thread fewer",
     "one thread more": "with one thread more",
 }
-TIMED = "the step without these calls, by their own time"  # data_path.py replaces "these calls"
+TIMED = "the step without these calls, by their own time"  # wait_causes.py replaces "these calls"
 
 
 def certain_gain(profile: ProfileRecord, name: str) -> Ratio | None:

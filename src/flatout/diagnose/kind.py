@@ -1,6 +1,6 @@
 """A kind of failure: a matcher with a documentation page.
 
-A kind is one function that takes a FailureRecord and returns an Answer or None. Its docstring is the kind's
+A kind is one function that takes a FailureRecord and returns a Diagnosis or None. Its docstring is the kind's
 page, in the format of a rule's page: What / Why it happens / How to fix it / Sources. A matcher checks the
 type of the exception and the fixed beginning of its message, with named groups for the variable parts.
 Exceptions raised by the user's own ``raise`` never match.

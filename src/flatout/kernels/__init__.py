@@ -1,13 +1,13 @@
 """Fast kernels, one folder each, and the gate that each kernel must pass before use.
 
-A folder holds ``reference.py`` (plain torch: the definition), ``in_triton.py`` and ``kernel.cu`` (the fast
-implementations), ``op.py`` (the public torch.library operator with its gradient and its fake), ``cases.py``
-(shapes and types, for tests and benchmarks) and ``wrong.py`` (variants that the gate must reject). Its
-``__init__.py`` is the kernel's page. To add a kernel, add one folder and one line here. Importing this file
-loads neither torch nor Triton.
+A folder holds ``reference.py`` (the definition in plain torch), ``in_triton.py``, ``kernel.cu``, ``op.py``
+(the torch.library operator, its gradient and fake), ``cases.py`` (for tests and benchmarks) and ``wrong.py``
+(variants that the gate must reject). Its ``__init__.py`` is the kernel's page. To add a kernel, add a folder
+and a line here. ``graph_*`` (CUDA graphs of a step) and ``attention_*`` need no kernel of our own.
 
-The other modules speed up a step without a kernel of our own: ``graph_*`` records it as CUDA graphs, and
-``attention_*`` replaces hand-written attention by torch's fused attention.
+Runs in: the user's program; the gate in a child of `flatout kernel check`.
+Imports: torch and Triton, and no other package of flatout. This file loads neither.
+Start with: kernel.py (Kernel), gate.py, layer_norm/.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The processes of a supervised program: their heartbeats, their stalls, and what a stalled process does.
 
-A program hangs when all of its training processes stall for longer than their limits (`launch.silence`).
+A program hangs when all of its training processes stall for longer than their limits (`launch.stall_limits`).
 Ranks wait for each other, so one rank that works clears the others. Before that, each process is asked three
 times for its stack; processes that compile, import or compute without steps get more time.
 """

@@ -233,7 +233,7 @@ class Supervisor:
         environment = {
             **self.environment,
             MARKED: str(self.folder),
-            "FLATOUT_CRASH_REPORTS": str(self.folder / f"told{attempt.number}"),
+            "FLATOUT_CRASH_REPORTS": str(self.folder / f"reported{attempt.number}"),
             "FLATOUT_FIRST": "",
         }
         shares_group = in_foreground()

@@ -1,6 +1,8 @@
 """The levers: one optimisation per file, and the table that lists them in the order in which they act.
 
-To add a lever, add one file and one line here.
+Runs in: the user's program (applies, apply), flatout.Loop, and the flatout command (the table, environment).
+Imports: plan, pipeline, kernels, saved, ranks.
+Start with: plan/lever.py (Lever), then tf32.py. To add a lever, add one file and one line here.
 """
 
 from flatout.levers.allocator import LEVER as allocator

@@ -1,1 +1,6 @@
-"""Clocks, statistics, phases, parity. Nothing here starts a process or touches a script."""
+"""Clocks, statistics, phases, parity, and models of links and memory. Touches no script.
+
+Runs in: every process.
+Imports: plan.
+Start with: clock.py (the only reader of clocks), statistics.py, phases.py, parity.py.
+"""

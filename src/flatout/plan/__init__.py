@@ -1,6 +1,8 @@
-"""Shared types of flatout: plans, records, errors.
+"""Shared types of flatout: plans, levers, facts, records, errors, paths of a job folder.
 
-Standard library only; writing a Plan also imports tomlkit.
+Runs in: every process.
+Imports: the standard library only; writing a Plan also imports tomlkit.
+Start with: plan.py (Plan, Choice), lever.py (Lever), records.py (measurements).
 """
 
 from flatout.plan.enums import Effect, Moment, Origin, Status

@@ -3,13 +3,13 @@
 Neither waits for the other. FLATOUT_HEARTBEAT names the folder of the heartbeats of one run. Every Python process
 of the program has these files in it:
 
-    pulse.<pid>      the page: 8-byte numbers at the places below
+    heartbeat.<pid>    the page: 8-byte numbers at the places below
     stack.<pid>      receives the Python stack on SIGNAL, through the descriptor STACK
     workers.<pid>    the loader workers that it started: one ``number pid`` per line
     failed.<pid>     JSON: the exception that ended it
 
 Writing a number takes a tenth of a microsecond, reads no clock and makes no system call. Hooks count the
-steps (`capture.pulse`). Checkpoints report themselves (`saved`, `checkpoint_read`), at no cost without a monitor.
+steps (`capture.heartbeat`). Checkpoints report themselves (`saved`, `checkpoint_read`), at no cost without a monitor.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class HeartbeatPage:
 
         # The file may exist, from the same process before an exec.
         handle = os.open(
-            os.path.join(self.folder, f"pulse.{self.pid}"),
+            os.path.join(self.folder, f"heartbeat.{self.pid}"),
             os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC,
             0o600,
         )

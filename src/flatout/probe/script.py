@@ -4,7 +4,7 @@ Related modules:
 
 * names.py: scopes
 * values.py and kinds.py: possible values of an expression
-* walk.py and flow.py: order of events in loops
+* walk.py and step_loops.py: order of events in loops
 * program.py: the script with the modules that it imports from its own folder
 """
 

@@ -1,1 +1,6 @@
-"""Run one program on several devices as on one: split the batches, and combine the gradients of the ranks."""
+"""Runs one program on several devices as on one: splits the batches, and combines the gradients of the ranks.
+
+Runs in: each rank of the user's program.
+Imports: plan.
+Start with: data_parallel.py (DataParallelScript), exchange.py, sharding.py.
+"""

@@ -1,6 +1,6 @@
 """Turn one bucket of numbers into the mean over all ranks, uncompressed or in fewer bytes.
 
-A wire sends in phases, because some methods need more than one collective. ``send`` is a generator: it starts
+A codec sends in phases, because some methods need more than one collective. ``send`` is a generator: it starts
 a collective with ``start(tensor)``, yields the handle to wait for, and returns the mean. The caller
 (bucket_queue.py) advances all buckets in one order, which must be the same on every rank.
 

@@ -1,16 +1,11 @@
-"""Render records as terminal tables, HTML pages and other formats.
+"""Renders records as terminal tables, HTML pages and other formats.
 
-Nothing here uses torch, clocks or processes, and nothing here prints.
-
-    story.py      summary of a session in sentences and rows
-    machine.py    lines about the machine, the software and the program
-    wording.py    formatting of values
-    terminal.py   summary as tables for a terminal (rich)
-    page.py       shared setup of all pages: no scripts, no requests, everything escaped
-    report.py     summary as one self-contained page (jinja2)
-    charts.py   bar charts, forest plots and curves as inline SVG, built with svg.py
-    profile_*.py  the same for a profile: summary, terminal, report, charts
-    curves.py     thinning of loss curves for plots
+Runs in: the flatout command; in the user's program for the crash report and the live line.
+Imports: plan, rich, jinja2; no torch, clocks or processes, and nothing here prints.
+Start with: summary.py (a session in sentences and rows), shared by terminal.py (tables) and report.py (page).
+page.py sets up all pages (no scripts, no requests, everything escaped). charts.py draws inline SVG with
+svg.py. formatting.py formats values. profile_*.py are the same for a profile. curves.py thins loss curves,
+and machine.py describes machine, software and program.
 """
 
 from flatout.render.profile_report import profile_html

@@ -1,4 +1,8 @@
 """Exact resume of an unmodified script.
 
 A replay runs the script's control flow again, on fake tensors without values, up to the step of a checkpoint.
+
+Runs in: the user's program.
+Imports: plan, capture, state, torch.
+Start with: script_replay.py (ScriptReplay), value_log.py, fake_operators.py, resume_point.py.
 """

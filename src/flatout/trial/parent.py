@@ -183,7 +183,7 @@ class Trial:
         return answer
 
     def listen(self, probe: str, deadline_s: float, **requested: Any) -> dict[str, Any]:
-        """Run some ticks with a probe of ``trial.listening``.
+        """Run some ticks with a probe of ``trial.probes``.
 
         Returns its results with the ticks' milliseconds as ``ms``, or ``why_not``. Some probes also report
         when the program fails; then ``failed`` has the error.
