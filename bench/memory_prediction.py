@@ -8,7 +8,7 @@ allocator from the import of torch on (on CUDA it reads the allocator's statisti
 three optimizer cycles after the first two. Error: predicted over measured, minus 1. Goal: at most 10 % at
 both sizes, on at least eight programs.
 
-With DIR (as for bench/open_set.py), it also runs unmodified public training scripts: `flatout memory --batch
+With DIR (as for bench/open_set.py), it also runs unmodified public training scripts: `flatout memory --sizes
 96`, which shows its own measurement of real steps. With --device cuda, the programs train on a GPU, and the
 statistics of its allocator are the reference: *not run* yet.
 """
@@ -92,7 +92,7 @@ def measured(case: str, size: int | None, device: str) -> tuple[int | None, str]
 def judged(case: str, device: str) -> list[dict[str, Any]]:
     """Returns a row for the program's own batch size, and one for another."""
     record, why_not = predicted(
-        [sys.executable, PROGRAM, case, "--device", device], "--no-measure", "--batch", str(CASES[case])
+        [sys.executable, PROGRAM, case, "--device", device], "--no-measure", "--sizes", str(CASES[case])
     )
     rows: list[dict[str, Any]] = []
     for own in (True, False):
@@ -127,7 +127,7 @@ def public(script: dict[str, Any], home: Path, measure: bool) -> dict[str, Any]:
     with standing_in(home / script["cwd"], script.get("env")):
         record, why_not = predicted(
             script["argv"],
-            "--batch",
+            "--sizes",
             str(PUBLIC_SIZE),
             "--budget",
             "2m",

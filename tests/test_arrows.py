@@ -370,6 +370,7 @@ def test_a_cycle_is_detected():
     assert cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "code",
     [

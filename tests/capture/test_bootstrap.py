@@ -12,6 +12,8 @@ import pytest
 
 import flatout
 
+pytestmark = pytest.mark.processes
+
 SITE = Path(flatout.__file__).parent / "capture" / "site"
 
 ENTRY = """

@@ -15,6 +15,8 @@ import pytest
 import flatout
 from flatout.launch.environment import listening
 
+pytestmark = pytest.mark.processes
+
 SITE = Path(flatout.__file__).parent / "capture" / "site"
 ENTRY = """
 def explain(error):

@@ -425,6 +425,7 @@ def test_two_files_of_one_name_do_not_collide(sandbox):
     assert [Path(folder, "same.txt").read_text() for folder in ("runs", "empty")] == ["runs", "empty"]
 
 
+@pytest.mark.processes
 def test_a_forked_child_reads_what_its_parent_wrote_and_does_not_overwrite_it(sandbox):
     Path("a.txt").write_text("parent")
     child = os.fork()
@@ -467,6 +468,7 @@ def test_leaving_restores_python(here, tmp_path):
     assert [getattr(owner, name) for owner, name in names] == before
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_a_whole_trial_leaves_nothing_behind(flatout, script, tmp_path):
     """A real trial in its own process: checkpoints, logs, folders, an appended and an overwritten file."""
@@ -511,6 +513,7 @@ for step in range(100000):
     assert done.left == []
 
 
+@pytest.mark.processes
 def test_the_tests_hold_in_plain_python():
     """The sandbox of this file runs in the test's own interpreter; a fresh interpreter has none."""
     code = "import builtins, io; assert builtins.open is io.open"

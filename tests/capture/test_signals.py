@@ -103,6 +103,7 @@ def test_an_earlier_wrapper_of_the_function_is_found(stand):
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
+@pytest.mark.processes
 def test_a_child_has_the_programs_own_handlers(stand):
     """This holds for the kernel too: a loader worker that waits in C must end by the signal itself."""
     stand()

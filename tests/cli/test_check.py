@@ -27,6 +27,7 @@ def program(flatout, script):
     return flatout
 
 
+@pytest.mark.processes
 def test_output_shows_locations_lines_and_fixes(program):
     done = program("check", "train.py")
     assert done.code == 1
@@ -134,6 +135,7 @@ while True:
 """
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_run_adds_runtime_findings(flatout, script):
     pytest.importorskip("torch")

@@ -23,7 +23,7 @@ from flatout.plan.facts import Facts
 from flatout.plan.failure import ExceptionRecord, FailureRecord
 from flatout.tune.session import differences, key_of
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.timeout(150), pytest.mark.processes]
 SENTENCE = "flatout: the script asks for cuda; --device cpu runs it on the CPU"
 
 # Each program, and the edits that make it run on the CPU.

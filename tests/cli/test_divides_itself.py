@@ -19,7 +19,7 @@ from flatout.ranks.single_process import for_ourselves, must_be_the_rank, one_pr
 from flatout.tune.already_parallel import how, meant, missing
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.processes]
 
 SPAWNS = """
 import os

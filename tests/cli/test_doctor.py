@@ -20,6 +20,8 @@ from flatout.plan.machine_snapshot import MachineSnapshot
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.processes
+
 HOME = str(Path(package.__file__).parent.parent)
 SITE = Path(torch.__file__).parent.parent
 LIGHT = {"PYTHONPATH": HOME}

@@ -15,6 +15,7 @@ ERROR = "RuntimeError: mat1 and mat2 shapes cannot be multiplied (64x512 and 256
 UNKNOWN = "KeyError: 'lr'"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("way", ["words", "several words", "file", "stdin", "no argument"])
 def test_inputs(flatout, way):
     (flatout.folder / "train.log").write_text(f"step 3\n{ERROR}\n")
@@ -34,6 +35,7 @@ def test_inputs(flatout, way):
     assert done.err == ""
 
 
+@pytest.mark.processes
 def test_at_a_terminal_without_arguments_it_shows_usage(flatout):
     outside, inside = pty.openpty()
     done = flatout.finish(flatout.start("explain", stdin=inside), timeout=30)
@@ -85,6 +87,7 @@ def test_bytes_that_are_not_text(flatout):
     assert flatout.here("explain", "core.log").code == 0
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("command", "ending", "code", "says"),
     [
@@ -101,6 +104,7 @@ def test_a_program_that_a_signal_has_ended(flatout, script, tmp_path, command, e
     assert any(says in line for line in done.said), done.err
 
 
+@pytest.mark.processes
 def test_a_program_that_dies_in_a_trial_is_explained(flatout, script, tmp_path):
     pytest.importorskip("torch")
     script("import torch\nloss = torch.ones(3).sum()\nloss.backward()\n")

@@ -10,6 +10,8 @@ import pytest
 
 from flatout.cli.main import main
 
+pytestmark = pytest.mark.processes
+
 pytest.importorskip("torch")
 
 FAULTY = '''\

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.processes]
 
 TRAINS = """
 import os, sys, torch

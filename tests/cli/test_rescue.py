@@ -106,6 +106,7 @@ def written(cli, name, *words):
     return done.out
 
 
+@pytest.mark.processes
 def test_a_signal_waits_for_the_step_and_the_printed_lines_restore_the_state(terminated, undisturbed):
     cli, done = terminated
     space, lines = undisturbed
@@ -171,6 +172,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(terminated, tmp
     assert other.here("rescue", "--to", "other", "--step", "20").code == 7
 
 
+@pytest.mark.processes
 def test_a_run_that_ends_well_learns_the_same_and_its_end_is_kept(flatout, script, undisturbed):
     """Its model is gone before the process ends.
 
@@ -185,6 +187,7 @@ def test_a_run_that_ends_well_learns_the_same_and_its_end_is_kept(flatout, scrip
     assert space["digest"](torch.load(flatout.folder / "out" / "net.pt")) == printed_losses(lines)[29][1]
 
 
+@pytest.mark.processes
 def test_without_an_optimizer(flatout, script):
     """Steps without an optimizer hook, in a program that ends with an error.
 

@@ -53,6 +53,7 @@ def profile(tmp_path):
     return path
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(60)
 def test_from_a_profile(flatout, profile):
     done = flatout(
@@ -187,6 +188,7 @@ def test_a_profile_without_the_needed_figures(profile, change):
     assert type(ask(profile, "--network", "ib-ndr")).__name__ in ("NothingMeasured", "UsageError")
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_a_real_program(flatout):
     """Measured as it is and with half its batch."""

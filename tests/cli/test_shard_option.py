@@ -66,7 +66,7 @@ def test_a_single_process_script_on_two_ranks_with_sharded_weights(flatout, scri
 
 
 @pytest.mark.parametrize(
-    ("request", "weights_gib", "device", "divides", "says"),
+    ("requested", "weights_gib", "device", "divides", "says"),
     [
         ("auto", 1, "cuda", False, ""),  # 4 of 80: nothing to report
         ("auto", 8, "cuda", False, "--shard always shards them"),
@@ -77,7 +77,7 @@ def test_a_single_process_script_on_two_ranks_with_sharded_weights(flatout, scri
         ("auto", 1.5, "cpu", False, "6 GiB"),
     ],
 )
-def test_when_weights_are_sharded(request, weights_gib, device, divides, says):
+def test_when_weights_are_sharded(requested, weights_gib, device, divides, says):
     """The choice compares the need of one process, four times its weights with Adam, with the memory of the
     GPU, or of the machine divided by the ranks.
     """
@@ -87,7 +87,7 @@ def test_when_weights_are_sharded(request, weights_gib, device, divides, says):
         "optimizer state": int(2 * weights_gib * GIB),
     }
     facts = Facts(memory_bytes=32 * GIB, gpus=(Gpu("A100", 80 * GIB, (8, 0)), Gpu("H200", 140 * GIB, (9, 0))))
-    found = verdict(request, held, device, facts, 2)
+    found = verdict(requested, held, device, facts, 2)
     assert found.divides is divides
     assert says in found.sentence
     assert bool(found.sentence) is bool(says)

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from processes import alive, until
 
+pytestmark = pytest.mark.processes
+
 # The program saves and resumes by itself. FAULTS gives one fault per start, "kind@step"; a file counts the
 # starts.
 TRAINS = """
@@ -275,7 +277,7 @@ import os, signal, sys, time
 how, heard = sys.argv[1], []
 def hear(number, frame):
     heard.append(number)
-    open("heard", "a").write(signal.Signals(number).name + " ")
+    open("observed", "a").write(signal.Signals(number).name + " ")
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
     if how != "plain":
         signal.signal(number, hear)

@@ -44,6 +44,7 @@ def session(tuned):
     return json.loads((tuned[2] / "session.json").read_text())
 
 
+@pytest.mark.processes
 def test_it_ends_well_and_leaves_nothing_running(tuned):
     _, done, _ = tuned
     assert done.code == 0, done.err
@@ -137,6 +138,7 @@ def test_the_report_is_one_self_contained_file(tuned):
     assert "Content-Security-Policy" in text
 
 
+@pytest.mark.processes
 def test_the_plan_it_found_is_used_by_run(tuned):
     cli, _, job = tuned
     plan = Plan.from_toml((job / "flatout.toml").read_text())
@@ -150,6 +152,7 @@ def test_the_plan_it_found_is_used_by_run(tuned):
         assert done.said == []
 
 
+@pytest.mark.processes
 def test_plan_and_report_show_the_session(tuned):
     cli, _, job = tuned
     shown = cli("plan", "python", "train.py")
@@ -160,6 +163,7 @@ def test_plan_and_report_show_the_session(tuned):
     assert (job / "report.html").exists()
 
 
+@pytest.mark.processes
 def test_interrupted_and_continued(flatout, script, by_hand):
     """Ctrl-C keeps every measured block, and the same command continues from there."""
     script(WITH_ANOMALY + by_hand)
@@ -198,6 +202,7 @@ def test_interrupted_and_continued(flatout, script, by_hand):
     assert not (flatout.folder / "flatout.toml").exists()
 
 
+@pytest.mark.processes
 def test_half_precision_is_left_out_where_it_was_not_asked_for(flatout, script, tiny):
     script(tiny)
     words = (

@@ -14,6 +14,8 @@ import pytest
 from flatout.diagnose.doctor.checks import examine
 from flatout.diagnose.doctor.snapshot import SnapshotTaker
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def look(monkeypatch, tmp_path):

@@ -43,6 +43,7 @@ def provoked(tmp_path_factory) -> dict[str, dict]:
     return {one["name"]: one for one in json.loads(out.read_text())}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", NAMES)
 def test_explained_in_the_dying_process(provoked, name):
     seen, program = provoked[name], PROGRAMS[name]

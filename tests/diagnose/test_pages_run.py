@@ -12,6 +12,8 @@ import pytest
 
 from flatout.diagnose.rules import TABLE
 
+pytestmark = pytest.mark.processes
+
 # All of them run in one process, each with fewer steps and no workers; programs that need a GPU or NCCL are
 # left out.
 RUN = """

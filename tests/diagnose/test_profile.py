@@ -114,6 +114,7 @@ def ill(flatout_in, tmp_path_factory):
     return record, done, cli.folder
 
 
+@pytest.mark.processes
 def test_quiet_steps_and_phases(ill):
     record, _, _ = ill
     assert record.status == "done"
@@ -243,6 +244,7 @@ def well(flatout_in, tmp_path_factory):
     return profiled(cli, GUARDED, "--steps", "20", "--budget", "10s", "--json")
 
 
+@pytest.mark.processes
 def test_a_program_without_a_loader_that_holds_nothing(well):
     record, done = well
     assert json.loads(done.out) == record.to_json()
@@ -264,6 +266,7 @@ def test_no_recording_begins_in_the_step_in_which_another_ends(well):
     assert not [note for note in record.notes if "recording begins" in note]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("source", "code", "words"),
     [
@@ -281,6 +284,7 @@ def test_clear_messages(flatout, script, source, code, words):
     assert "Traceback" not in done.err or words == "no data here"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("options", "words"),
     [

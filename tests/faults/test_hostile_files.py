@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from hostile import hostile, mutated, opened, openers, warm
 
+pytestmark = pytest.mark.processes
+
 pytest.importorskip("torch", reason="not run: there is no torch here")
 
 OPENERS = openers()

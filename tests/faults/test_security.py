@@ -138,6 +138,7 @@ sys.addaudithook(heard)
 """
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(200)
 def test_a_measured_program_leaves_no_secret_and_uses_no_network(flatout, script):
     """One `flatout profile` with secrets on its command line and its own home.
@@ -182,6 +183,7 @@ def test_a_measured_program_leaves_no_secret_and_uses_no_network(flatout, script
 # -- whose files count --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 @IS_ROOT
 def test_a_plan_of_another_user_is_not_used(flatout, script):
     (flatout.folder / "train.py").write_text("print('trained')\n")

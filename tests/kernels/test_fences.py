@@ -15,6 +15,8 @@ from flatout.kernels.cuda import CudaError, CudaSource, CudaUnavailable, compile
 from flatout.kernels.fences import Fenced, fenced  # noqa: E402
 from flatout.launch.compiler import emulate, nvcc  # noqa: E402
 
+pytestmark = pytest.mark.processes
+
 
 def end_of(act):
     """The name of the signal that ends a copy of this process, or nothing."""

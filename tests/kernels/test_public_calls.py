@@ -31,6 +31,7 @@ for call in (ours, plain):  # the peak only grows, so the smaller goes first
 """
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(
     not os.path.exists("/proc/self/status"), reason="the peak of a process is read from Linux's /proc"
 )

@@ -187,6 +187,7 @@ def tool(folder: Path, name: str, text: str) -> None:
     (folder / name).chmod(0o755)
 
 
+@pytest.mark.processes
 def test_bash_runs_the_script_and_the_first_node_serves_before_the_others_start(tmp_path):
     odd = ["python", "train.py", "a b", "$HOME", "`id`", "'\"", "new\nline", "", "*", "--", "é", "\\"]
     tool(tmp_path, "scontrol", SCONTROL)
@@ -214,6 +215,7 @@ def test_bash_runs_the_script_and_the_first_node_serves_before_the_others_start(
         pass
 
 
+@pytest.mark.processes
 def test_a_script_is_submitted_or_its_path_is_printed(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     script, path = (

@@ -256,6 +256,7 @@ def until(true, seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.processes
 def test_a_node_that_joins_later_and_a_failure_that_is_retried(agents, tmp_path):
     """Three rounds: one rank, two, two again. Each rank sees a single process, each round uses its own store,
     and rank 0's output appears once.
@@ -305,6 +306,7 @@ def test_a_node_that_joins_later_and_a_failure_that_is_retried(agents, tmp_path)
     assert all("no authentication" in err for (_, err), _ in done)
 
 
+@pytest.mark.processes
 def test_a_failure_names_its_rank_and_exits_with_its_code(agents):
     agent = agents.start(Nodes(1, 1, 2, Endpoint("localhost", 0)), "--fail", "9", "--stay")
     _, err = agent.communicate(timeout=90)
@@ -315,6 +317,7 @@ def test_a_failure_names_its_rank_and_exits_with_its_code(agents):
     assert "Traceback" not in err.split("The end of its output")[0]
 
 
+@pytest.mark.processes
 def test_a_script_that_is_distributed_itself_keeps_what_torchrun_sets_and_ends_by_a_signal(agents, tmp_path):
     agent = agents.start(Nodes(1, 1, 2, Endpoint("localhost", 0)), "--stay", divided=False)
     until(lambda: len(records(tmp_path)) == 2)
@@ -330,6 +333,7 @@ def test_a_script_that_is_distributed_itself_keeps_what_torchrun_sets_and_ends_b
     assert "I am 1" in out
 
 
+@pytest.mark.processes
 def test_no_rank_outlives_an_agent_that_was_killed(agents, tmp_path):
     agent = agents.start(Nodes(1, 1, 2, Endpoint("localhost", 0)), "--stay")
     until(lambda: len(records(tmp_path)) == 2)

@@ -21,6 +21,8 @@ from flatout.launch.failure import ENDED, FAILING, LEAVING, LOST_ANOTHER, RankEv
 from flatout.launch.rank_variables import OF_RANKS, cuda_devices, one_each, rank_environment
 from flatout.plan.errors import UsageError
 
+pytestmark = pytest.mark.processes
+
 LOCAL_LAUNCHER = [sys.executable, "-m", "flatout.launch.local_launcher"]
 NOTES = """
 import os, signal, subprocess, sys, time

@@ -14,6 +14,8 @@ from processes import alive, state, until
 from flatout.launch.process import HEAD_BYTES, TAIL_BYTES, ProgramRun
 from flatout.plan.errors import ProgramNotFound
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def start(tmp_path):

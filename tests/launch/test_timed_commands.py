@@ -6,7 +6,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from flatout.launch.timed_commands import TimedCommand
+
+pytestmark = pytest.mark.processes
 
 
 def test_its_output_and_how_it_ended():

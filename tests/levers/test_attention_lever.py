@@ -280,6 +280,7 @@ def test_with_another_lever(training, name, value):
     assert losses[1] == pytest.approx(losses[0], rel=2e-3 if name == "autocast" else 1e-5)
 
 
+@pytest.mark.processes
 @needs_a_compiler
 @pytest.mark.slow
 @pytest.mark.timeout(280)
@@ -315,6 +316,7 @@ def test_with_compile(training):
     assert live.context.reports == []
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="not run: transformers is not installed"
 )

@@ -402,6 +402,7 @@ class Halves(torch.utils.data.Dataset):
         return str((ONES.bfloat16() + index).softmax(-1).dtype)
 
 
+@pytest.mark.processes
 def test_loader_workers_are_left_alone(program):
     ledger = live(program, Task())
     assert (
@@ -431,6 +432,7 @@ def test_on_cuda_only_the_mean_is_added():
     assert with_mean == [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16]
 
 
+@pytest.mark.processes
 @needs_a_compiler
 @pytest.mark.slow
 @pytest.mark.timeout(280)

@@ -63,6 +63,7 @@ def test_it_trains_as_the_plain_model(program):
     assert torch._dynamo.utils.counters["frames"]["total"] == before
 
 
+@pytest.mark.processes
 def test_a_compiler_that_fails_leaves_the_plain_model(program):
     """No compiler, a compiler bug or an unsupported operation: the program continues and gets one message."""
     from torch._inductor import config

@@ -9,6 +9,8 @@ import sys
 import pytest
 from cuda_driver import made
 
+pytestmark = pytest.mark.processes
+
 pytest.importorskip("torch")
 
 PROGRAM = """

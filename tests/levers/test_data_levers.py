@@ -66,6 +66,7 @@ class Drawing(Images):
 # -- workers -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 @quiet
 @pytest.mark.parametrize(
     "arguments",
@@ -81,6 +82,7 @@ def test_in_the_scripts_workers(arguments, levers):
     assert same_as_plain(lambda: epochs(Images(augmented()), pin_memory=True, **arguments), *levers) == []
 
 
+@pytest.mark.processes
 @quiet
 @pytest.mark.parametrize(("asked", "given"), [(2, 0), (3, 1)])
 @pytest.mark.parametrize("more", [(), (BATCHED, LAZILY)], ids=["plain", "fed"])
@@ -92,11 +94,13 @@ def test_fewer_workers_use_the_same_random_numbers(asked, given, more):
     same_as_plain(lambda: epochs(Drawing(augmented()), num_workers=asked, batch_size=3), *levers)
 
 
+@pytest.mark.processes
 @quiet
 def test_a_last_batch_that_is_short_and_workers_that_have_none():
     same_as_plain(lambda: epochs(Drawing(augmented()), num_workers=4, batch_size=7), workers(2))
 
 
+@pytest.mark.processes
 def test_workers_that_are_spawned():
     """The whole feed is pickled; what the data set itself excludes from pickling stays excluded."""
 
@@ -139,6 +143,7 @@ def open_in_worker(worker):
     dataset.offset = 100.0 * (worker + 1)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "levers",
     [(BATCHED,), (LAZILY,), (BATCHED, AT_ONCE), (workers(0),)],
@@ -159,6 +164,7 @@ class Failing(Images):
         return super().__getitem__(index)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "levers",
     [(BATCHED,), (LAZILY,), (workers(1),), (workers(0),)],
@@ -178,6 +184,7 @@ def test_an_exception_in_a_worker(levers):
     assert run(program)[0] == run(program, *levers)[0] == (True, None)
 
 
+@pytest.mark.processes
 def test_a_loop_over_workers_that_is_left_early():
     def program():
         loader, found = DataLoader(Images(augmented()), 4, num_workers=2), []

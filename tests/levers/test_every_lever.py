@@ -530,6 +530,7 @@ def test_exact_levers_give_bitwise_losses(program, name):
     )
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_loader_workers_are_exact_over_data_without_random_numbers(program, workers):

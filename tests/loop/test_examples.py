@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 pytest.importorskip("torch")
 pytest.importorskip("torchvision")
 pytest.importorskip("sklearn")

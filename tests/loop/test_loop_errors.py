@@ -311,6 +311,7 @@ def test_parts_of_batches_of_every_type(batch, expected):
     assert str(moved(batch, torch.device("cpu"))) == str(batch)
 
 
+@pytest.mark.processes
 def test_importing_flatout_stays_light():
     """The library's names are loaded on first use."""
     code = "import sys, flatout; assert 'torch' not in sys.modules; flatout.Plan; assert 'torch' not in sys.modules; flatout.Loop; flatout.Step"

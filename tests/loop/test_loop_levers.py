@@ -18,6 +18,8 @@ from flatout.capture.loaders import arguments_of  # noqa: E402
 from flatout.plan.errors import LoopError, PlanError  # noqa: E402
 from flatout.plan.plan import Choice  # noqa: E402
 
+pytestmark = pytest.mark.processes
+
 
 def data():
     generator = torch.Generator().manual_seed(0)

@@ -62,6 +62,7 @@ def both(ranks, name):
     )
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "reference", "parts"),
     [

@@ -362,6 +362,7 @@ def lives():
     return json.loads(done.stdout)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", range(3), ids=["loader workers", "a save every 4 steps", "two ranks"])
 def test_killed_at_random_moments_it_ends_with_the_same_bits(lives, number):
     """Real processes are killed, at moments chosen by a seed, until the training is done.
@@ -374,6 +375,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(lives, number):
     assert all(lost <= (1 if found["every"] == 1 else 2 * found["every"]) for lost in found["lost"])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "codes", "handled"),
     [
@@ -399,7 +401,9 @@ def test_the_second_signal_ends_it_at_once(lives):
 
 
 def test_the_program_of_the_page_does_what_the_page_says(tmp_path, monkeypatch, capsys):
-    page = (Path(__file__).parent.parent.parent / "docs" / "explanation" / "exactness.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parent.parent.parent / "docs" / "explanation" / "exactness.md").read_text(
+        encoding="utf-8"
+    )
     program = page.partition("```python\n")[2].partition("```")[0]
     monkeypatch.chdir(tmp_path)
     for _ in range(2):

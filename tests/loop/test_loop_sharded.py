@@ -33,6 +33,7 @@ def lives():
     return json.loads(done.stdout)
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["tensor", pytest.param("pipeline", marks=pipelines.need_them), "fsdp"])
 def test_interrupted_twice_and_resumed_it_ends_with_the_same_bits(lives, kind):

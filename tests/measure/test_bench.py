@@ -27,6 +27,7 @@ def small(monkeypatch):
     monkeypatch.setattr(bench, "LOADER_STARTS", 2)
 
 
+@pytest.mark.processes
 def test_every_figure_of_the_host(small, tmp_path):
     before = torch.get_float32_matmul_precision()
     found = {each.name: each for each in bench.on_host(torch, tmp_path)}
@@ -79,6 +80,7 @@ def test_a_full_disk_is_not_measured(monkeypatch, tmp_path):
     assert bench.disk(tmp_path / "none").note.startswith("not run: ")
 
 
+@pytest.mark.processes
 def test_two_processes_reduce(tmp_path):
     import os
 
@@ -88,6 +90,7 @@ def test_two_processes_reduce(tmp_path):
     assert "gloo, 2 processes" in found.note or "nccl, 2 processes" in found.note
 
 
+@pytest.mark.processes
 def test_without_torch_nothing_is_measured(monkeypatch, tmp_path):
     """The error names the cause and the next command."""
     (tmp_path / "torch.py").write_text(

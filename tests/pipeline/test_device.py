@@ -81,6 +81,7 @@ def test_copies_have_the_original_values():
     assert there.data_ptr() != tensor.data_ptr() != back.data_ptr()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("depth", [0, 1, 2, 50])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_batches_are_taken_ahead_and_come_in_order(depth, workers):

@@ -120,6 +120,7 @@ def test_a_pipeline_that_is_inspected_later_is_left_alone():
 # -- collation -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("levers", [FEEDS[0], FEEDS[2]], ids=[FEED_NAMES[0], FEED_NAMES[2]])
 @pytest.mark.parametrize("name", COLLATED)
@@ -150,6 +151,7 @@ def test_transforms_that_the_collation_calls(levers, monkeypatch):
     assert together > 40
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
     "make",
@@ -364,6 +366,7 @@ def test_a_pipeline_that_comes_late_is_followed_too(monkeypatch):
 # -- streams -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "arguments", [{}, {"num_workers": 2}, {"drop_last": True}, {"batch_size": 1}], ids=str
 )

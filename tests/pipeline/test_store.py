@@ -224,6 +224,7 @@ def test_rows_are_copies():
     assert store.holds(0, (torch.zeros(3),))
 
 
+@pytest.mark.processes
 def test_another_process_fills_it():
     store = Store((torch.zeros(3), 0), 4, MIB, True)
     worker = torch.multiprocessing.get_context("fork").Process(

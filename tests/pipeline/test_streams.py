@@ -109,6 +109,7 @@ class Drawing(torch.utils.data.Dataset):
         return index, torch.rand(1).item(), random.random(), np.random.rand()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [2, 3])
 def test_a_process_uses_the_random_numbers_of_workers(workers):
     """Compared with real workers."""

@@ -42,6 +42,7 @@ def test_nothing_else_is_left_in_the_folder(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(60)
 def test_killed_in_the_middle(tmp_path):
     """SIGKILL at twenty arbitrary moments: the file is always one of the whole ones."""
@@ -64,6 +65,7 @@ def test_killed_in_the_middle(tmp_path):
     assert seen
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(60)
 def test_a_reader_never_sees_a_part(tmp_path):
     path = tmp_path / "session.json"
@@ -81,6 +83,7 @@ def test_a_reader_never_sees_a_part(tmp_path):
     assert len(seen) >= 4
 
 
+@pytest.mark.processes
 def test_a_full_disk_keeps_the_old_file(tmp_path):
     """RLIMIT_FSIZE replaces the disk: a write beyond it fails in the middle of the file, as with ENOSPC."""
     path = tmp_path / "session.json"
@@ -167,6 +170,7 @@ def test_trials_are_counted(tmp_path):
     assert [job.new_trial().path.name for _ in range(3)] == ["8", "9", "10"]
 
 
+@pytest.mark.processes
 def test_trials_never_share_a_number(tmp_path):
     """Threads and processes that start at the same time."""
     job = JobFolder(tmp_path).make()

@@ -13,6 +13,8 @@ import sys
 import pytest
 from cuda_driver import made
 
+pytestmark = pytest.mark.processes
+
 LARGE, SMALL = ["Large Card", 150323855360, [9, 0]], ["Small Card", 8589934592, [7, 5]]
 LOOK = """
 import dataclasses, json, sys

@@ -24,6 +24,7 @@ def test_facts_of_this_machine():
     assert Facts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
 
 
+@pytest.mark.processes
 def test_affinity_counts(monkeypatch):
     """A process tied to one core has one core."""
     one = {min(os.sched_getaffinity(0))}
@@ -61,6 +62,7 @@ def test_allocators_are_files_that_exist():
         assert path == "libc" or os.path.isfile(path)
 
 
+@pytest.mark.processes
 def test_a_broken_torch_does_not_matter(tmp_path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 PROGRAM = Path(__file__).with_name("train_cases.py")
 CASES = 12
 GRADIENT = {"float64": 1e-12, "float32": 1e-6}

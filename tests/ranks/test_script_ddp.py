@@ -63,6 +63,7 @@ def during(life, flag):
     return held == [ON + OBSERVED <= step < OFF for step in range(END)]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "name",
     [
@@ -93,6 +94,7 @@ def test_arguments_change_no_bit(two, name):
             )
 
 
+@pytest.mark.processes
 def test_three_ranks_sum_in_the_same_order(three):
     """Buckets stay the same.
 
@@ -236,6 +238,7 @@ def test_the_known_bad_lets_ranks_diverge(two):
     assert two[0]["bad"]["bad"]["digests"][-1] != two[1]["bad"]["bad"]["digests"][-1]
 
 
+@pytest.mark.processes
 def test_ranks_of_torchrun_switch_together(tmp_path):
     """After each step both ranks have the same weights, whatever was switched on before.
 
@@ -255,6 +258,7 @@ def test_ranks_of_torchrun_switch_together(tmp_path):
     assert found["info"][0][:together] == found["info"][1][:together]
 
 
+@pytest.mark.processes
 def test_a_lever_left_out_later_is_reported_in_a_real_run(flatout):
     """The first passes are observed, and by then flatout has already reported the levers that it applies."""
     program = PROGRAM.with_name("ddp_training.py")

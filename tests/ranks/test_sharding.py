@@ -127,6 +127,7 @@ def distance(a: list[list[float]], b: list[list[float]]) -> float:
     return (sum((x - y) ** 2 for x, y in pairs) / (sum(y * y for _, y in pairs) or 1.0)) ** 0.5
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_sharded_weights_learn_what_whole_ones_learn(trained):
     """The cases cover mean and sum, uneven remainders, accumulation, clipping, two optimizers and a scaler.

@@ -41,6 +41,7 @@ def rounded(got, right, way, scale=1.0):
     )
 
 
+@pytest.mark.processes
 def test_half_the_bytes_and_the_gradient_but_for_rounding(found):
     for rank in found:
         ways = rank["ways"]

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 ALL = Path(__file__).resolve().parents[2] / "bench" / "gpu" / "all.py"
 FIRST = "import pathlib; pathlib.Path('{0}/first').open('a').write('x'); print('fine')"
 SECOND = "import sys; print('almost'); sys.exit('the card has gone')"

@@ -7,7 +7,7 @@ import re
 import pytest
 from cards import needed, on_cards
 
-pytestmark = needed()
+pytestmark = [needed(), pytest.mark.processes]
 PROGRAM = """
 import os, torch, warnings
 from torch import nn

@@ -5,7 +5,7 @@ plain ones.
 import pytest
 from cards import PROGRAMS, needed, on_cards
 
-pytestmark = needed()
+pytestmark = [needed(), pytest.mark.processes]
 READS = (str(PROGRAMS / "reads.py"), "--epochs", "6", "--device", "cuda:1")
 BATCHES = 6 * 5
 

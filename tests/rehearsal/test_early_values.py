@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cards import PROGRAMS, interrupted, needed, on_cards
 
-pytestmark = needed()
+pytestmark = [needed(), pytest.mark.processes]
 HERE = Path(__file__).parent
 CASES = re.findall(r"^@case\ndef (\w+)", (HERE / "early.py").read_text(encoding="utf-8"), re.M)
 WITH = ("flatout", "run", "--with", "early_values")

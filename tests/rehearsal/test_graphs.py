@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cards import PROGRAMS, needed, on_cards
 
-pytestmark = needed()
+pytestmark = [needed(), pytest.mark.processes]
 HERE = Path(__file__).parent
 RUNS = {
     "accumulation, clipping, a schedule by epochs": ["--accumulate", "3"],

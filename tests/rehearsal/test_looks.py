@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
 from cards import LIMIT_S, PROGRAMS, needed, on_cards, surroundings
 
 from flatout.launch.command import understand
@@ -17,7 +18,7 @@ from flatout.plan.folder import TrialFolder
 from flatout.plan.plan import Choice, Plan
 from flatout.trial.parent import Trial
 
-pytestmark = needed()
+pytestmark = [needed(), pytest.mark.processes]
 GAN = str(PROGRAMS / "gan.py")
 LEVERS = "allocator,tf32,autocast,fused_optimizer,gc_pause,resident_data,loader,graphs"
 BESIDE_A_FULL_CARD = """
@@ -116,7 +117,7 @@ def test_a_profile_finds_the_programs_reads_and_none_of_its_own(tmp_path):
 
 def test_predicted_memory_matches_the_allocator(tmp_path):
     done = on_cards(
-        tmp_path, "flatout", "memory", "--device", "cuda", "--json", "python", GAN, "--device", "cuda:1"
+        tmp_path, "flatout", "memory", "--allocator", "cuda", "--json", "python", GAN, "--device", "cuda:1"
     )
     assert done.returncode == 0, done.stderr[-3000:]
     predicted = json.loads(done.stdout)

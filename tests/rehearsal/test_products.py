@@ -21,6 +21,7 @@ def seen(tmp_path_factory):
     return json.loads(done.stdout)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("program", "sizes"),
     [("bfloat16", [320]), ("float16", [320]), ("tf32", [320]), ("float32", [257]), ("aligned", [264])],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cards import needed, on_cards
 
-pytestmark = [needed(), pytest.mark.timeout(200)]
+pytestmark = [needed(), pytest.mark.timeout(200), pytest.mark.processes]
 SWITCHING = Path(__file__).parents[1] / "ranks" / "ddp_switching.py"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cards import EXAMPLES, PROGRAMS, interrupted, needed, on_cards
 
-pytestmark = needed()
+pytestmark = [needed(), pytest.mark.processes]
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cards import needed, on_cards
 
-pytestmark = needed()
+pytestmark = [needed(), pytest.mark.processes]
 PROGRAM = Path(__file__).parent / "second_card.py"
 
 

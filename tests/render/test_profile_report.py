@@ -142,6 +142,7 @@ def test_foreign_text_stays_text():
     assert "<script" not in html
 
 
+@pytest.mark.processes
 def test_a_real_browser_shows_it(tmp_path):
     """Light and dark, on a wide and on a narrow screen: no console message, no request except the page
     itself, nothing cut off.

@@ -20,9 +20,12 @@ from flatout.cli.exact_resume import ResumeRanks, newest_of_all
 from flatout.state.save_schedule import AHEAD, SaveSchedule
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.skipif(
-    not torch.distributed.is_available(), reason="not run: this torch has no torch.distributed"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not torch.distributed.is_available(), reason="not run: this torch has no torch.distributed"
+    ),
+    pytest.mark.processes,
+]
 
 PROGRAM = """
 import hashlib, os, torch, torch.distributed as dist

@@ -46,6 +46,7 @@ def programs():
     found.close()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", GOES_ON)
 def test_it_resumes_exactly(programs, tmp_path, name):
     found = live(programs, tmp_path, TRAPS[name])
@@ -65,6 +66,7 @@ def test_a_program_that_resumes_by_itself_is_left_alone(programs, tmp_path):
     assert found.verdict == "unkilled", found.why  # no checkpoint is due that a kill could follow
 
 
+@pytest.mark.processes
 def test_again_with_its_data_read(programs, tmp_path):
     """Its data set and its loop share one random generator.
 

@@ -144,6 +144,7 @@ def test_order_is_by_step_and_no_clock_matters(tmp_path):
 # -- who writes ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 def test_one_writer_at_a_time_and_a_killed_one_is_followed(tmp_path):
     folder = tmp_path / "saves"
     reading, writing = os.pipe()

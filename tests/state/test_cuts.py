@@ -16,6 +16,8 @@ from flatout.state.values import pack
 
 torch = pytest.importorskip("torch", reason="not run: there is no torch here")
 
+pytestmark = pytest.mark.processes
+
 STRIDE = 3  # every third point; bench/faults.py takes all of them
 
 

@@ -23,6 +23,8 @@ from flatout.state.saver import CheckpointWriter, WriterClocks
 from flatout.state.values import pack
 
 torch = pytest.importorskip("torch", reason="not run: there is no torch here")
+
+pytestmark = pytest.mark.processes
 CLOCKS = WriterClocks(lambda: 0.0, lambda: 0.0)
 
 

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+pytestmark = [pytest.mark.filterwarnings("ignore:This DataLoader will create"), pytest.mark.processes]
 
 from torch.utils.data import (  # noqa: E402
     BatchSampler,

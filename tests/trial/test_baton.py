@@ -20,7 +20,7 @@ from flatout.plan.plan import Choice, Plan
 from flatout.trial.parent import ProgramGone, Trial
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
 
 SLEEP_MS = 40.0
 

@@ -50,6 +50,7 @@ def soon():
     return seconds() + 60
 
 
+@pytest.mark.processes
 def test_two_ranks_of_the_local_launcher(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(PROGRAM)
     (tmp_path / "trial").mkdir()

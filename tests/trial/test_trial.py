@@ -12,7 +12,7 @@ import signal
 import pytest
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
 
 LINES = re.compile(r"^loss \d+ (\S+)$", re.MULTILINE)
 

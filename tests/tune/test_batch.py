@@ -227,6 +227,7 @@ while True:
 """
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(150)
 def test_a_real_program(flatout, script):
     """A quadratic:
@@ -265,6 +266,7 @@ def test_a_real_program(flatout, script):
     assert sorted(path.name for path in flatout.folder.iterdir()) == ["job", "train.py"]
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_a_program_without_a_loader(flatout, tiny, script):
     """There is nothing to change; its noise is reported in its own batches."""
@@ -278,6 +280,7 @@ def test_a_program_without_a_loader(flatout, tiny, script):
     assert record.noise.value > 0
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("options", "words"),
     [(("--sizes", "8,none"), "list of batch sizes"), (("--memory-limit", "eight"), "amount of memory")],

@@ -22,7 +22,7 @@ from flatout.tune.search import search
 from flatout.tune.tuning import Goal, Tuning
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.processes]
 
 LEVER = {lever.name: lever for lever in TABLE}
 LEVERS = {"malloc": ("glibc",), "gc_pause": (True,)}

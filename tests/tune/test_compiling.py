@@ -22,6 +22,8 @@ from flatout.tune.factors import make_space
 from flatout.tune.search import observe
 from flatout.tune.tuning import Goal, Tuning, only
 
+pytestmark = pytest.mark.processes
+
 LEVER = {lever.name: lever for lever in TABLE}
 
 

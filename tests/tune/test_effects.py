@@ -432,6 +432,7 @@ def test_a_t_prior_shrinks_large_effects_less():
     assert tailed > 0.85
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="threads are counted in /proc")
 @pytest.mark.parametrize("limit", [None, "2"])
 def test_numpy_has_one_thread_and_the_environment_is_restored(limit):

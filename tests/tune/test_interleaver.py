@@ -15,7 +15,7 @@ from flatout.tune.comparison import Member, ProgramResult, take_turns
 from flatout.tune.interleaver import Interleaver
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
 
 # Each step reports its own random amount of work, as episodes and sentences have.
 PROGRAM = """

@@ -165,6 +165,7 @@ torch.save(model.state_dict(), "model.pt")
 """
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_groups_keep_their_proportion_and_a_scheduler_has_no_say(flatout, script):
     """The weight starts each step at 1, so its loss is the same at every learning rate.
@@ -183,6 +184,7 @@ def test_groups_keep_their_proportion_and_a_scheduler_has_no_say(flatout, script
     assert "does not fall" in record.tests[0].why
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(240)
 def test_optimizers_side_by_side(flatout, script):
     """SGD on a small regression falls between 1e-3 and 1 and fails at 10.
@@ -264,6 +266,7 @@ def test_a_stand_in_steps_like_the_optimizer():
         OptimizerStandIn(torch, own, "optimizer", {})
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("source", "options", "code", "words"),
     [

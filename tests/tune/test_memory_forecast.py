@@ -13,6 +13,8 @@ from flatout.plan.memory_forecast import MemoryForecast, MemoryPoint
 from flatout.render.memory_page import memory_html, memory_plot
 from flatout.tune.memory_forecast import advice
 
+pytestmark = pytest.mark.processes
+
 TRAINS = """
 import hashlib, torch
 from torch import nn
@@ -73,7 +75,7 @@ def test_a_real_program(flatout, script):
         "memory",
         "--job",
         "job",
-        "--batch",
+        "--sizes",
         "96",
         "--memory-limit",
         "64MiB",
@@ -118,9 +120,9 @@ def test_without_a_loader_and_as_on_cuda(flatout, script):
         "memory",
         "--job",
         "job",
-        "--batch",
+        "--sizes",
         "16",
-        "--device",
+        "--allocator",
         "cuda",
         "--memory-limit",
         "50KB",
@@ -151,7 +153,7 @@ def test_without_a_loader_and_as_on_cuda(flatout, script):
 def test_a_program_that_wrote_its_batch_size_down(flatout, script):
     script(TRAINS.replace("loss = nn", "assert len(x) % 24 == 0, 'not in 11 rows'; loss = nn"))
     done = flatout(
-        "memory", "--job", "job", "--no-measure", "--batch", "48,12", "python", "train.py", timeout=100
+        "memory", "--job", "job", "--no-measure", "--sizes", "48,12", "python", "train.py", timeout=100
     )
     assert done.code == 0, done.err
     points = {point.batch_size: point for point in record_of(flatout).points}
@@ -168,7 +170,7 @@ def test_a_program_that_wrote_its_batch_size_down(flatout, script):
     [
         ("raise ValueError('no data here')", (), 1, "no data here"),
         ("import torch", (), 3, "ended before its first training step"),
-        ("", ("--batch", "0,4"), 2, "not a list of batch sizes"),
+        ("", ("--sizes", "0,4"), 2, "not a list of batch sizes"),
         ("", ("--memory-limit", "much"), 2, "not an amount of memory"),
     ],
     ids=["fails", "never trains", "no size", "no amount"],

@@ -87,6 +87,7 @@ def test_known_cases_match_the_records():
     assert priors(GPU_FACTS, {**CONVOLUTIONAL, "device": "cuda"}, phases(50))("tf32", True).mean < -0.2
 
 
+@pytest.mark.processes
 def test_regenerating_the_table_gives_the_committed_file(tmp_path):
     out = tmp_path / "prior.json"
     subprocess.run(

@@ -17,7 +17,7 @@ from flatout.tune.search import search
 from flatout.tune.tuning import Goal, Tuning, Watcher
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.processes]
 
 BUDGET_S = 25.0
 

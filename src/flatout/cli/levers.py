@@ -37,12 +37,10 @@ def command(name: str | None, why: bool, job: Path | None) -> None:
         return
     if name is None:
         table = Table(box=None, padding=(0, 2))
-        for column in ("lever", "acts", "may change", "what it does"):
+        for column in ("lever", "may change", "what it does"):
             table.add_column(column)
         for lever in TABLE:
-            table.add_row(
-                lever.name, lever.moment.value, lever.effect.value, lever.page.strip().splitlines()[0]
-            )
+            table.add_row(lever.name, lever.effect.value, lever.page.strip().splitlines()[0])
         Console().print(table)
         return
     found = next((lever for lever in TABLE if lever.name == name), None)

@@ -17,6 +17,7 @@ GROUPS = {
         "run": "Run a program under its plan, on one device or many.",
         "plan": "Show a plan, its evidence, and the same as code.",
         "report": "Write the report of a session or a profile again.",
+        "levers": "List the optimisations, or say why one was left out.",
     },
     "Look": {
         "profile": "Measure where the time and memory of a step go.",
@@ -24,15 +25,14 @@ GROUPS = {
         "explain": "Explain a crash: the cause, your line, the fix.",
         "doctor": "Check that this machine is ready to train.",
     },
-    "Large models and many devices": {
+    "Sizes and large models": {
         "memory": "Predict the peak memory of a step, for any batch size.",
         "batch": "Measure speed, memory and use of larger batches.",
         "lr": "Find the learning rate to start with.",
         "scale": "Predict step time and efficiency on many devices.",
     },
-    "Trust": {
+    "Checkpoints and tools": {
         "rescue": "List or export the checkpoints of `flatout run --rescue`.",
-        "levers": "List the optimisations, or say why one was left out.",
         "trial": "Measure one run: steps, phases, exact losses.",
         "kernel": "Check, measure or start a kernel, ours or your own.",
     },

@@ -14,8 +14,7 @@ from flatout.tune.memory_forecast import Forecast, ForecastOptions
 
 @click.command(context_settings=PROGRAM)
 @click.option(
-    "--batch",
-    "sizes",
+    "--sizes",
     default="",
     type=Sizes(),
     help="Batch sizes in addition to the script's own: 32,64,128.",
@@ -26,7 +25,7 @@ from flatout.tune.memory_forecast import Forecast, ForecastOptions
     help="Find the largest batch that fits into 8GB or 500MiB. The default is the device's memory.",
 )
 @click.option(
-    "--device",
+    "--allocator",
     type=click.Choice(["own", "cuda"]),
     default="own",
     show_default=True,
@@ -52,7 +51,7 @@ from flatout.tune.memory_forecast import Forecast, ForecastOptions
 def command(
     sizes: list[int],
     memory_limit: int | None,
-    device: str,
+    allocator: str,
     measure: bool,
     budget: float,
     seed: int,
@@ -68,7 +67,7 @@ def command(
     """
     asked = Measurement("memory", words, job)
     record = MemoryForecast(**asked.header)
-    wanted = ForecastOptions(sizes, device == "cuda", memory_limit, measure, budget, seed)
+    wanted = ForecastOptions(sizes, allocator == "cuda", memory_limit, measure, budget, seed)
     asked.answer(
         record,
         budget,

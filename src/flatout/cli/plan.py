@@ -19,6 +19,8 @@ from flatout.tune.session import job_folder, load_session, plan_files
 
 TEMPLATE = Plan((Choice("malloc", "tcmalloc", Origin.USER), Choice("channels_last", True, Origin.USER)))
 
+INDENT = 4  # of code below its lever
+
 
 @click.command(context_settings=PROGRAM)
 @click.option(
@@ -50,7 +52,12 @@ def command(plan_path: str | None, template: bool, words: tuple[str, ...]) -> No
     plan = read_plan(str(path))
     table = {lever.name: lever for lever in TABLE}
     code = {c.name: _code(table[c.name], c.value, path) for c in plan if c.name in table}
-    Console().print(plan_table(plan, code, reasons))
+    console = Console()
+    if not console.is_terminal:  # a file or a pipe: code keeps its lines, so that it can be used as it is
+        console.width = max(
+            console.width, *(len(line) + INDENT for text in code.values() for line in text.splitlines()), 0
+        )
+    console.print(plan_table(plan, code, reasons))
 
 
 def _code(lever: Lever, value: Value, path: Path) -> str:

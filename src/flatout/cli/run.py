@@ -51,7 +51,12 @@ RESCUE = "rescue"  # subfolder of a job's folder
     metavar="NAME[=VALUE]",
     help="Add or override a lever: --with autocast, --with 'local_sgd={every = 8}'. Repeatable.",
 )
-@click.option("--budget", default=None, type=Duration(), help="Tune first for this long, if no plan fits.")
+@click.option(
+    "--budget",
+    default=None,
+    type=Duration(),
+    help="Tune first for this long, if this command has no plan yet.",
+)
 @device_option
 @ranks.options
 @launch_targets.options

@@ -56,7 +56,7 @@ SHORTEST_S = 5.0
     "--levers", "only", default=None, help="Try only these levers, separated by commas; see `flatout levers`."
 )
 @click.option(
-    "--by-name",
+    "--with",
     "named",
     multiple=True,
     type=LeverByName(),
@@ -110,7 +110,7 @@ def command(
     words: tuple[str, ...],
     **given: Any,
 ) -> int:
-    """Find the fastest plan for a program that keeps its results.
+    """Find the fastest plan that keeps the program's results.
 
     flatout starts the program several times, measures whole steps including data loading, and stops it. It
     does not touch the program's files. The results are in flatout.toml, session.json and report.html. With
