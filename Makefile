@@ -27,7 +27,7 @@ test: lint
 
 # The tests that start no process: for every save.
 quick: $(VENV)/.ready
-	$(PYTEST) -m "not processes and not slow"
+	FLATOUT_QUICK=1 $(PYTEST) -m "not processes and not slow"
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check $(CHECKED)

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import io
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -51,7 +52,8 @@ settings.register_profile(
     derandomize="CI" in os.environ,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-settings.load_profile("flatout")
+settings.register_profile("quick", settings.get_profile("flatout"), max_examples=15)
+settings.load_profile("quick" if "FLATOUT_QUICK" in os.environ else "flatout")
 
 TINY = '''\
 """Regression on invented data: one linear network, one optimizer, a loss line now and then. Ends after STEPS steps."""
@@ -285,12 +287,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Tests that need a GPU are deselected by name where there is none; the summary says so.
     """
+    items[:] = _sampled(items)
     items.sort(key=lambda item: item.path.parent.name in OF_ONE_PROCESS)
     wanted = [item for item in items if item.get_closest_marker("gpu")]
     if wanted and not _has_gpu():
         config.stash[NOT_RUN] = len(wanted)
         for item in wanted:
             item.add_marker(pytest.mark.skip(reason="not run: there is no CUDA device here"))
+
+
+def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Of many alike cases of a test marked `sampled(n)`, n are kept: always the same ones."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    dropped: set[pytest.Item] = set()
+    for name, alike in cases.items():
+        (most,) = alike[0].get_closest_marker("sampled").args
+        dropped |= {*alike} - {*random.Random(name).sample(alike, min(most, len(alike)))}
+    return [item for item in items if item not in dropped]
 
 
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.spawn", "os.system"}

@@ -11,7 +11,7 @@ import pytest
 from flatout.capture.leak_finder import LeakFinder
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("thawed")
+pytestmark = [pytest.mark.usefixtures("thawed"), pytest.mark.slow]
 KEPT: list = []
 
 

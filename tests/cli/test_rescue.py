@@ -139,6 +139,7 @@ def test_a_signal_waits_for_the_step_and_the_printed_lines_restore_the_state(ter
     }
 
 
+@pytest.mark.processes
 def test_the_list(terminated, tmp_path):
     cli, _ = terminated
     done = cli.here("rescue")
@@ -156,6 +157,7 @@ def test_the_list(terminated, tmp_path):
     assert cli.here("rescue", str(tmp_path)).code == 2
 
 
+@pytest.mark.processes
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(terminated, tmp_path, flatout_in):
     cli, _ = terminated
     other = flatout_in(tmp_path / "work")

@@ -17,7 +17,7 @@ from flatout.diagnose.failures import TABLE
 from flatout.plan.failure import FailureRecord
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.processes]
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from provoked import PROGRAMS  # noqa: E402

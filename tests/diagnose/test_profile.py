@@ -10,7 +10,7 @@ import pytest
 from flatout.plan.profile import ProfileRecord
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.processes]
 
 # A slow data set, a value read each step, a list that keeps graphs, a cache that is emptied, an optimizer of
 # many small steps.

@@ -55,6 +55,7 @@ def test_a_fault_is_found_with_its_line(profile, name):
     assert found[name].place.line == LINES[name]
 
 
+@pytest.mark.processes
 def test_wrong_results_come_first(profile):
     assert [finding.severity for finding in profile.findings[:2]] == ["wrong result"] * 2
     assert ranked(profile.findings) == profile.findings

@@ -33,6 +33,7 @@ def test_the_gate_is_green(gates, name):
     assert {f"kernel.cu compiles for {target}" for target in ("sm_80", "sm_90a")} <= set(outcomes)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "variant"), [(name, variant) for name in NAMES for variant in load(name).wrong]
 )
@@ -60,6 +61,7 @@ def test_the_table_names_every_folder():
         load("nope")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", sorted(FOLDERS - {"rms_norm"}))
 def test_the_emulator_takes_its_source(emulated, name):
     assert emulated[1][name] == ""

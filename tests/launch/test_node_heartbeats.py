@@ -52,6 +52,7 @@ def info(job, seconds: float = 10.0) -> bool:
     return any(job.gone or pause.wait(0.05) for _ in range(round(seconds / 0.05)))
 
 
+@pytest.mark.slow
 def test_a_node_without_heartbeats_is_reported_once(job):
     assert not info(job, 1.0)
     job.second._over.set()  # as if it were killed: it sends nothing
@@ -61,6 +62,7 @@ def test_a_node_without_heartbeats_is_reported_once(job):
     assert job.first.ended_round
 
 
+@pytest.mark.slow
 def test_a_node_that_is_done_is_not_missed(job):
     assert not info(job, 0.3)
     job.second.finish()

@@ -39,6 +39,7 @@ pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.skipif(sys.platform != "linux", reason="not run: the programs need Linux"),
+    pytest.mark.processes,
 ]
 
 HERE = Path(__file__).parent / "programs"

@@ -16,6 +16,8 @@ pytest.importorskip("torch")
 
 import pipelines
 
+pytestmark = pytest.mark.processes
+
 PROGRAM = Path(__file__).with_name("two_parallel_ranks.py")
 
 

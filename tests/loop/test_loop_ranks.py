@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 pytest.importorskip("torch")
 
 PROGRAM = Path(__file__).with_name("two_ranks.py")

@@ -152,6 +152,7 @@ def losses_of(folder, until=None, **more):
     return loop, losses
 
 
+@pytest.mark.slow
 def test_tuned_settings_are_not_searched_for_again(tmp_path):
     """The third process does not search either; it resumes from a checkpoint of the second."""
     _, plain = losses_of(None)
@@ -394,6 +395,7 @@ def test_a_signal_ends_it_after_the_step_and_a_checkpoint(lives, name, codes, ha
     assert found["handled"] is handled
 
 
+@pytest.mark.processes
 def test_the_second_signal_ends_it_at_once(lives):
     """The signal arrives in the middle of a long step."""
     assert lives["insisted"]["code"] == -15

@@ -17,6 +17,8 @@ pytest.importorskip("torch")
 
 import pipelines
 
+pytestmark = pytest.mark.processes
+
 LIVES = Path(__file__).with_name("divided_lives.py")
 
 

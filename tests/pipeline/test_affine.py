@@ -41,6 +41,7 @@ MAPS = [
 ]
 
 
+@pytest.mark.sampled(24)
 @FAMILIES
 @MODES
 @pytest.mark.parametrize("name", NAMES)
@@ -49,6 +50,7 @@ def test_random_rotation(same, family, mode, name, arguments):
     same(family.RandomRotation(interpolation=mode, **arguments), name, (17, 23), count=6)
 
 
+@pytest.mark.sampled(24)
 @FAMILIES
 @MODES
 @pytest.mark.parametrize("name", ["pil-rgb", "bytes"])
@@ -58,6 +60,7 @@ def test_quarters_of_a_turn(same, family, mode, name, size, angle):
     same(family.RandomRotation((angle, angle), interpolation=mode), name, size, count=3)
 
 
+@pytest.mark.sampled(24)
 @FAMILIES
 @MODES
 @pytest.mark.parametrize("name", NAMES)
@@ -66,6 +69,7 @@ def test_random_affine(same, family, mode, name, arguments):
     same(family.RandomAffine(interpolation=mode, **arguments), name, (17, 23), count=6)
 
 
+@pytest.mark.sampled(24)
 @FAMILIES
 @pytest.mark.parametrize("name", ["pil-rgb", "bytes", "floats"])
 @pytest.mark.parametrize("size", [(7, 5), (32, 32), (1, 1), (1, 9)], ids=str)

@@ -227,6 +227,7 @@ def called(manner, transform):
     return {"alone": transform, "views": Views(transform), "steps": Loop(steps), "parts": Loop(parts)}[manner]
 
 
+@pytest.mark.slow
 @settings(max_examples=PIPELINES)
 @given(
     pipelines(),
@@ -273,6 +274,7 @@ def test_any_pipeline_is_bitwise_the_plain_one_or_rejected_with_a_reason(drawn, 
             taken.append(True)
 
 
+@pytest.mark.slow
 def test_many_of_them_ran_on_batches():
     """Without this the test above shows nothing: rejecting everything would pass it."""
     assert len(taken) >= 100

@@ -51,6 +51,7 @@ CHOSEN = {
 }
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("family", [v1, v2])
 @pytest.mark.parametrize("name", ["pil-rgb", "bytes"])
 @pytest.mark.parametrize("count", [1, 30])

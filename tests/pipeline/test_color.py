@@ -32,6 +32,7 @@ JITTERS = [
 ]
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("family", [v1, v2])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("arguments", JITTERS, ids=lambda each: "-".join(each) or "nothing")
@@ -74,6 +75,7 @@ def test_hue_of_every_colour_on_a_grid():
         assert torch.equal(got[0].permute(1, 2, 0).to(torch.uint8), torch.from_numpy(np.array(wanted)))
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("family", [v1, v2])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from flatout.pipeline.operation import ImageForm, ImageShape, NotBatchable
 FAMILIES = pytest.mark.parametrize("family", [v1, v2])
 
 
+@pytest.mark.sampled(24)
 @FAMILIES
 @pytest.mark.parametrize("name", ["floats", "bytes"])
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ def computed(monkeypatch, program, *levers):
     )
 
 
+@pytest.mark.sampled(40)
 @each_feed
 @pytest.mark.parametrize("name", [*FOLLOWED, *LEFT])
 def test_every_shape_of_data_set(name, levers):

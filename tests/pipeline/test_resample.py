@@ -26,6 +26,7 @@ WAYS = [(name, mode) for name in PIL for mode in Mode] + [
 ]
 
 
+@pytest.mark.sampled(24)
 @FAMILIES
 @pytest.mark.parametrize(("name", "mode"), WAYS)
 @pytest.mark.parametrize("size", [(20, 60), (33, 90), (70, 47), (1, 1)], ids=str)
@@ -37,6 +38,7 @@ def test_resize(same, family, name, mode, size):
     same(family.Resize(size, interpolation=mode), name, count=2, seeds=(1,))
 
 
+@pytest.mark.sampled(24)
 @FAMILIES
 @pytest.mark.parametrize("name", ["pil-rgb", "bytes"])
 @pytest.mark.parametrize("old", [(40, 60), (60, 40), (50, 50), (9, 80)])
@@ -68,6 +70,7 @@ def test_any_sizes(same, name, height, width, new_height, new_width, mode, seed)
     )
 
 
+@pytest.mark.sampled(24)
 @FAMILIES
 @pytest.mark.parametrize(("name", "mode"), WAYS)
 def test_random_resized_crop(same, family, name, mode):
@@ -86,6 +89,7 @@ CROPS = [
 ]
 
 
+@pytest.mark.sampled(24)
 @FAMILIES
 @pytest.mark.parametrize("name", ["pil-rgb", "bytes"])
 @pytest.mark.parametrize("arguments", CROPS, ids=str)

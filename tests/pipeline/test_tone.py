@@ -36,6 +36,7 @@ MADE = {
 }
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("family", [v1, v2])
 @pytest.mark.parametrize(
     ("made", "name"), [(made, name) for made, (_, names) in MADE.items() for name in names]
@@ -44,6 +45,7 @@ def test_tone(same, family, made, name):
     same(MADE[made][0](family), name, (17, 23))
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("family", [v1, v2])
 @pytest.mark.parametrize("size", [(7, 5), (2, 9), (9, 2), (1, 1), (3, 3), (64, 80)])
 @pytest.mark.parametrize("made", ["autocontrast", "equalize", "sharpen"])

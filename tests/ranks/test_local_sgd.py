@@ -17,7 +17,7 @@ import pytest
 from flatout.levers.local_sgd import LEVER
 
 PROGRAM = Path(__file__).with_name("local_cases.py")
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.timeout(150), pytest.mark.processes]
 
 
 @pytest.fixture(scope="module")

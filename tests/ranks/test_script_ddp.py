@@ -21,6 +21,7 @@ KEEPS = "the script keeps gradients of earlier passes, which the next pass would
 pytestmark = [
     pytest.mark.timeout(200),
     pytest.mark.skipif(sys.platform != "linux", reason="not run: the programs need Linux"),
+    pytest.mark.processes,
 ]
 
 

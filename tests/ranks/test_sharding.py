@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 PROGRAM = Path(__file__).with_name("shard_cases.py")
 GRADIENT = {"float64": 1e-12, "float32": 1e-6}
 LATER = {"float64": 1e-9, "float32": 2e-3}

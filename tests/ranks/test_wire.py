@@ -16,7 +16,7 @@ SINKS = {
     "fp16": 2.0**-30,
 }  # of the largest number in the bucket: below that float16 has no digits left
 ROUNDINGS = 3  # of each rank's part, and of their sum
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.timeout(150), pytest.mark.processes]
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,7 @@ def test_products_over_a_vocabulary_have_sizes_that_tensor_cores_like(seen, prog
     assert seen[program] == {"sizes": sizes, "same": True, "finite": True}
 
 
+@pytest.mark.processes
 def test_attention_on_a_card(seen):
     """A causal mask is recognised from the third step on, without an earlier wait for it."""
     plain, lever = seen["attention"]["plain"], seen["attention"]["lever"]

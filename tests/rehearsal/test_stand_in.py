@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cards import needed, on_cards
 
-pytestmark = needed()
+pytestmark = [needed(), pytest.mark.processes]
 HERE = Path(__file__).parent
 
 SAID = {

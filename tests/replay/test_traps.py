@@ -53,6 +53,7 @@ def test_it_resumes_exactly(programs, tmp_path, name):
     assert (found.verdict, found.after) == ("right", 10), found.why
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_is_rejected_with_an_error(programs, tmp_path, name):
     found = live(programs, tmp_path, TRAPS[name])
@@ -61,6 +62,7 @@ def test_it_is_rejected_with_an_error(programs, tmp_path, name):
     assert found.why.rstrip().endswith(".")
 
 
+@pytest.mark.processes
 def test_a_program_that_resumes_by_itself_is_left_alone(programs, tmp_path):
     found = live(programs, tmp_path, TRAPS["goes_on_by_itself"])
     assert found.verdict == "unkilled", found.why  # no checkpoint is due that a kill could follow
@@ -76,6 +78,7 @@ def test_again_with_its_data_read(programs, tmp_path):
     assert (found.verdict, found.after) == ("right", 10), found.why
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["replay_buffers", "log_written_line_by_line"])
 def test_it_is_killed_twice(programs, tmp_path, name):
     found = live(programs, tmp_path, TRAPS[name], TWICE)
