@@ -50,7 +50,7 @@ def fixed() -> Any:
     return v1.Compose([v1.ToTensor(), v1.Normalize([0.5] * 3, [0.25] * 3)])
 
 
-def charts(count: int = 24, height: int = 11, width: int = 13, mode: str = "RGB") -> list[Any]:
+def pil_images(count: int = 24, height: int = 11, width: int = 13, mode: str = "RGB") -> list[Any]:
     make = np.random.RandomState(3)
     return [
         Image.fromarray(make.randint(0, 256, (height, width, 3), dtype=np.uint8)).convert(mode)
@@ -62,7 +62,7 @@ class Images(Dataset):
     """Images in memory, one label each, and the pipeline in an attribute."""
 
     def __init__(self, transform: Any, images: Sequence[Any] | None = None) -> None:
-        self.images = charts() if images is None else images
+        self.images = pil_images() if images is None else images
         self.labels = list(range(len(self.images)))
         self.transform = transform
 

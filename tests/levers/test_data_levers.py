@@ -20,10 +20,10 @@ from feeding import (
     LEVER,
     Images,
     augmented,
-    charts,
     difference,
     epochs,
     fixed,
+    pil_images,
     run,
     same_as_plain,
     workers,
@@ -199,7 +199,7 @@ def test_a_loop_over_workers_that_is_left_early():
 
 # -- sources of images -----------------------------------------------------------------------------------------------------
 
-BYTES = torch.stack([torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1) for image in charts()])
+BYTES = torch.stack([torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1) for image in pil_images()])
 SCALED = v2.Compose(
     [
         v2.RandomCrop(9),
@@ -210,11 +210,11 @@ SCALED = v2.Compose(
 )
 SOURCES = {
     "arrays": (
-        np.stack([np.asarray(image) for image in charts()]),
+        np.stack([np.asarray(image) for image in pil_images()]),
         v1.Compose([v1.ToTensor(), v1.RandomCrop(9), v1.Normalize([0.5] * 3, [0.25] * 3)]),
     ),
     "gray arrays": (
-        np.stack([np.asarray(image.convert("L")) for image in charts()]),
+        np.stack([np.asarray(image.convert("L")) for image in pil_images()]),
         v1.Compose([v1.ToTensor(), v1.RandomHorizontalFlip()]),
     ),
     "bytes": (BYTES, SCALED),
@@ -223,7 +223,7 @@ SOURCES = {
     "tv": ([tv_tensors.Image(image) for image in BYTES], SCALED),
     "halves": ((BYTES / 255).half(), v1.RandomVerticalFlip()),
     "to image": (
-        charts(),
+        pil_images(),
         v2.Compose(
             [
                 v2.RandomCrop(9),
@@ -233,22 +233,22 @@ SOURCES = {
             ]
         ),
     ),
-    "images of bytes": (charts(), v2.Compose([v2.PILToTensor(), v2.RandomHorizontalFlip()])),
-    "flattened": (charts(), v1.Compose([v1.ToTensor(), v1.Lambda(torch.flatten)])),
-    "single": (charts(), v1.ToTensor()),
-    "augmented elsewhere": (charts(), v1.Compose([v1.AutoAugment(), v1.RandomCrop(9), v1.ToTensor()])),
+    "images of bytes": (pil_images(), v2.Compose([v2.PILToTensor(), v2.RandomHorizontalFlip()])),
+    "flattened": (pil_images(), v1.Compose([v1.ToTensor(), v1.Lambda(torch.flatten)])),
+    "single": (pil_images(), v1.ToTensor()),
+    "augmented elsewhere": (pil_images(), v1.Compose([v1.AutoAugment(), v1.RandomCrop(9), v1.ToTensor()])),
     "several from one": (
-        charts(24, 20, 20),
+        pil_images(24, 20, 20),
         v1.Compose(
             [v1.FiveCrop(8), v1.Lambda(lambda crops: torch.stack([v1.ToTensor()(crop) for crop in crops]))]
         ),
     ),
     "unknown between": (
-        charts(),
+        pil_images(),
         v1.Compose([v1.RandomHorizontalFlip(), v1.GaussianBlur(3), v1.RandomCrop(9), v1.ToTensor()]),
     ),
     "unknown last": (
-        charts(),
+        pil_images(),
         v1.Compose([v1.RandomHorizontalFlip(), v1.ToTensor(), v1.RandomPerspective(0.4, 1.0)]),
     ),
 }
@@ -310,7 +310,7 @@ def test_a_script_without_loaders(seen, name):
 
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
-        return iter([fixed_one(image) for image in charts()])
+        return iter([fixed_one(image) for image in pil_images()])
 
 
 fixed_one = v1.ToTensor()
@@ -363,7 +363,7 @@ def test_why_it_is_not_offered(seen, name, make, arguments, says):
 
 
 def test_offered_values(seen):
-    images = charts(24, 64, 64)
+    images = pil_images(24, 64, 64)
     answer = LEVER["batched_transforms"].applies(FACTS, seen(Images(augmented(), images)))
     assert answer == Options(("all",), effect=Effect.EXACT)
     heavy = LEVER["batched_transforms"].applies(
@@ -392,7 +392,7 @@ def test_all_loaders_together_keep_no_more_than_they_may():
     """The second of two loaders finds less memory, and its message says so."""
 
     def program():
-        first, second = (Images(fixed(), charts(40, 64, 96)) for _ in range(2))
+        first, second = (Images(fixed(), pil_images(40, 64, 96)) for _ in range(2))
         return [*epochs(first, 1), *epochs(second, 1)]
 
     said = same_as_plain(program, ("cached_prefix", {"mib": 3}))
@@ -400,7 +400,7 @@ def test_all_loaders_together_keep_no_more_than_they_may():
 
 
 def test_a_folder_for_data_that_does_not_fit(tmp_path):
-    large = Images(fixed(), charts(40, 64, 96))
+    large = Images(fixed(), pil_images(40, 64, 96))
     assert same_as_plain(lambda: epochs(large), ("cached_prefix", {"mib": 1, "disk": str(tmp_path)})) == []
     assert list(tmp_path.iterdir()) == []
 

@@ -49,7 +49,7 @@ READERS = {
 }
 
 
-def charts(name: str, height: int, width: int, count: int, seed: int = 0) -> Tensor:
+def pil_images(name: str, height: int, width: int, count: int, seed: int = 0) -> Tensor:
     """[B, C, H, W] of the form's dtype: noise, ramps and a flat image; values that round, saturate or have no
     hue.
     """
@@ -131,7 +131,7 @@ def same():
         declared = sum(operation.apart for operation in operations)
         assert declared <= most
         for seed in seeds:
-            images = charts(name, *size, count, seed)
+            images = pil_images(name, *size, count, seed)
             wanted, wanted_state = plain(transform, as_items(name, images), seed)
             layout = (
                 torch.channels_last if seed % 2 else torch.contiguous_format

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from feeding import Images, augmented, charts
+from feeding import Images, augmented, pil_images
 from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, default_collate
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
 FILES = []
-for image in charts():
+for image in pil_images():
     FILES.append(io.BytesIO())
     image.save(FILES[-1], "png")
 
@@ -109,7 +109,7 @@ class Fetching(Dataset):
     """Fetches whole batches and calls the script's transform, as Hugging Face's data sets do."""
 
     def __init__(self, per_batch: Any) -> None:
-        self.images = charts()
+        self.images = pil_images()
         self.format: dict[str, Any] = {"transform": None}
         self.set_transform(per_batch)
 
@@ -348,7 +348,7 @@ LEFT: dict[str, Any] = {
     "draws between": lambda: Images(Drawing([*base(), *last().transforms])),
     "threads": lambda: Sample(pool),
     "unknown": lambda: Images(Views(v1.Compose([v1.ToTensor(), v1.RandomPerspective(0.4, 1.0)]))),
-    "chart": lambda: Sample(on(v1.Compose(base()), lambda x: np.asarray(x))),
+    "pil_image": lambda: Sample(on(v1.Compose(base()), lambda x: np.asarray(x))),
     "picture's pixels": lambda: Sample(on(v1.RandomCrop(9), lambda x: (x.getpixel((0, 0)), x.size, x.mode))),
 }
 """Not followed, or not to the end: right, without a gain."""
@@ -440,7 +440,7 @@ class Stream(IterableDataset):
     def __iter__(self) -> Any:
         worker = torch.utils.data.get_worker_info()
         start, step = (worker.id, worker.num_workers) if worker is not None else (0, 1)
-        images, waiting = charts(self.count), []
+        images, waiting = pil_images(self.count), []
         for at in range(start, self.count, step):
             waiting.append((self.transform(images[at]), at))
             if len(waiting) > self.buffer:

@@ -18,9 +18,9 @@ from feeding import (
     LAZILY,
     Images,
     augmented,
-    charts,
     epochs,
     fixed,
+    pil_images,
     same_as_plain,
 )
 from PIL import Image
@@ -55,7 +55,7 @@ class Joint(Images):
 
 
 def folder(tmp: Path):
-    for at, image in enumerate(charts(12)):
+    for at, image in enumerate(pil_images(12)):
         (tmp / f"{at % 3}").mkdir(parents=True, exist_ok=True)
         image.save(tmp / f"{at % 3}" / f"{at}.png")
     return tmp
@@ -97,7 +97,7 @@ def test_data_sets_of_many_kinds(name, levers):
 
 def test_images_of_a_folder_are_kept_whatever_their_metadata(tmp_path):
     """JPEG files add a density and a version to the pixels."""
-    for at, image in enumerate(charts(12)):
+    for at, image in enumerate(pil_images(12)):
         (tmp_path / f"{at % 3}").mkdir(exist_ok=True)
         image.save(tmp_path / f"{at % 3}" / f"{at}.jpg", dpi=(72, 72))
     assert Image.open(tmp_path / "0" / "0.jpg").convert("RGB").info
@@ -127,7 +127,7 @@ class Slots(Dataset):
     __slots__ = ("images", "transform")
 
     def __init__(self):
-        self.images, self.transform = charts(), fixed()
+        self.images, self.transform = pil_images(), fixed()
 
     def __len__(self):
         return 24
@@ -169,7 +169,7 @@ class Data(Dataset):
         return 24
 
     def __getitem__(self, index):
-        return self.transform(charts()[index]), index
+        return self.transform(pil_images()[index]), index
 
 
 @each_feed

@@ -24,10 +24,10 @@ from feeding import (
     THREAD,
     Images,
     augmented,
-    charts,
     difference,
     epochs,
     fixed,
+    pil_images,
     run,
     same_as_plain,
 )
@@ -431,7 +431,7 @@ def test_a_change_by_the_script_counts_from_the_next_batch_on(change, levers):
 
 
 def stacked():
-    return np.stack([np.asarray(image) for image in charts()])
+    return np.stack([np.asarray(image) for image in pil_images()])
 
 
 def tensors():
@@ -516,7 +516,7 @@ def test_transforms_that_write_into_the_data_are_left_alone(last, levers):
 
 
 def mixed(*, late):
-    images = charts(20)
+    images = pil_images(20)
     images[17] = late(images[17])
     return images
 
@@ -568,7 +568,7 @@ def test_late_images_of_another_mode_that_a_transform_converts(mode, levers):
 def test_images_of_every_mode(mode, levers):
     images = [
         image.convert("L").convert("I").convert("I;16") if mode == "I;16" else image.convert(mode)
-        for image in charts()
+        for image in pil_images()
     ]
     pipeline = v1.Compose([v1.RandomCrop(10), v1.RandomHorizontalFlip(), v1.ToTensor()])
     same_as_plain(lambda: epochs(Images(pipeline, images), 1), *levers)
@@ -576,7 +576,7 @@ def test_images_of_every_mode(mode, levers):
 
 @each_feed
 def test_images_of_different_sizes(levers):
-    images = [image.resize((11 + index % 5, 12 + index % 3)) for index, image in enumerate(charts())]
+    images = [image.resize((11 + index % 5, 12 + index % 3)) for index, image in enumerate(pil_images())]
     same_as_plain(lambda: epochs(Images(augmented(), images)), *levers)
 
 
@@ -745,7 +745,7 @@ def test_a_budget_that_holds_only_some_samples():
             v1.ToTensor(),
         ]
     )
-    images = charts(48, 96, 128)
+    images = pil_images(48, 96, 128)
     for levers in [(("cached_prefix", {"mib": 1}),), (BATCHED, ("cached_prefix", {"mib": 1}))]:
         said = same_as_plain(lambda: epochs(Images(pipeline, images), batch_size=6), *levers)
         assert not any("kept" in sentence or "differ" in sentence for sentence in said)

@@ -20,10 +20,10 @@ from feeding import (
     LAZILY,
     Images,
     augmented,
-    charts,
     difference,
     epochs,
     fixed,
+    pil_images,
     run,
     same_as_plain,
 )
@@ -436,7 +436,7 @@ def test_two_loaders_in_turns_and_a_transform_that_the_script_calls_itself(lever
         dataset, other = Images(Views(augmented())), Images(augmented())
         found = []
         for batch, second in zip(DataLoader(dataset, 6, shuffle=True), DataLoader(other, 6), strict=True):
-            mine = dataset.transform(charts(1)[0])
+            mine = dataset.transform(pil_images(1)[0])
             found += [batch, second, mine, [type(each) for each in mine], random.random()]
         return found
 

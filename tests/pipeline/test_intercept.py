@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("torchvision")
 
-from feeding import charts
+from feeding import pil_images
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
@@ -17,7 +17,7 @@ from flatout.capture.ledger import Ledger
 from flatout.pipeline.deferred import collate_deferred
 from flatout.pipeline.intercept import INTERCEPTION, recording
 
-IMAGE = charts(1)[0]
+IMAGE = pil_images(1)[0]
 
 
 class Listing:

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("torchvision")
 
-from feeding import charts
+from feeding import pil_images
 from torchvision import transforms as v1
 from torchvision import tv_tensors
 from torchvision.transforms import v2
@@ -29,7 +29,7 @@ from flatout.pipeline.lowering import (
 from flatout.pipeline.operation import ImageForm, ImageShape, NotBatchable
 from flatout.pipeline.operations import Flip
 
-IMAGES = charts(3)
+IMAGES = pil_images(3)
 FLIP, CROP, TENSOR, NORMAL = (
     v1.RandomHorizontalFlip(),
     v1.RandomCrop(8),
@@ -204,7 +204,7 @@ def test_random_numbers_of_a_batch_are_those_of_its_images():
     ):
         lowered = lower(transform, IMAGES)
         shape, (a, b, c) = ImageShape(3, 11, 13), (torch.Generator().manual_seed(7) for _ in range(3))
-        images = stack(charts(7))
+        images = stack(pil_images(7))
         at_once = lowered.run(images, lowered.draw(shape, 7, a))
         rows = [lowered.row(shape, Numbers(b)) for _ in range(7)]
         with BulkNumbers(c) as words:

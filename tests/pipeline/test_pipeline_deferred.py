@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("torchvision")
 
-from feeding import charts, difference
+from feeding import difference, pil_images
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -29,7 +29,7 @@ from flatout.pipeline.observing import CallObserver, PipelineReader
 from flatout.pipeline.pipelines import Pipelines
 from flatout.pipeline.streams import preserve_states
 
-IMAGES = charts(6)
+IMAGES = pil_images(6)
 TENSOR = v1.Compose([v1.RandomCrop(9, padding=1), v1.RandomHorizontalFlip(), v1.ToTensor()])
 IMAGE, TO_TENSOR = v1.RandomCrop((8, 9)), v1.ToTensor()
 TV = v2.Compose([v2.RandomCrop(9), v2.ToImage()])
@@ -211,15 +211,15 @@ def test_an_image_that_is_read_is_the_real_one(use, pipelines):
 def test_an_image_knows_its_size_without_computing(pipelines):
     recorder = Deferring(pipelines, at_once=True)
     with recording(recorder):
-        chart = IMAGE(IMAGES[0])
-        assert (chart.size, chart.mode) == ((9, 8), "RGB")
-        assert is_deferred(chart)
-        x = TO_TENSOR(chart)
+        pil_image = IMAGE(IMAGES[0])
+        assert (pil_image.size, pil_image.mode) == ((9, 8), "RGB")
+        assert is_deferred(pil_image)
+        x = TO_TENSOR(pil_image)
         assert is_deferred(x)
-        assert is_deferred(chart)
+        assert is_deferred(pil_image)
         recorder.close()
     assert type(x) is torch.Tensor
-    assert torch.equal(x, v1.functional.to_tensor(chart))
+    assert torch.equal(x, v1.functional.to_tensor(pil_image))
 
 
 @settings(max_examples=40)

@@ -5,6 +5,7 @@ rejects them.
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torchvision")
 
-from feeding import charts, difference
+from feeding import difference, pil_images
 
 from flatout.pipeline.batch_comparison import same_bits
+from flatout.pipeline.changes import DatasetState
 from flatout.pipeline.operation import NotBatchable
 from flatout.pipeline.store import Constant, Store, values_of
 
@@ -103,7 +105,7 @@ def test_minus_zero_and_nan():
 
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA"])
 def test_images_come_back_as_images(mode):
-    images = charts(5, mode=mode)
+    images = pil_images(5, mode=mode)
     store = Store((images[0], 0), 5, MIB, False)
     store.put(range(5), [(image, at) for at, image in enumerate(images)])
     for at, (image, label) in enumerate(store.samples(torch.arange(5))):
@@ -144,8 +146,8 @@ class Child(torch.Tensor):
         {1, 2},
         OrderedDict(a=1),
         b"bytes",
-        charts(1)[0].convert("P"),
-        charts(1)[0].convert("CMYK"),
+        pil_images(1)[0].convert("P"),
+        pil_images(1)[0].convert("CMYK"),
         torch.nn.Parameter(torch.zeros(1)),
         np.datetime64("2020-01-01"),
         (((((((1,),),),),),),),
@@ -235,3 +237,18 @@ def test_another_process_fills_it():
     assert worker.exitcode == 0
     assert store.holds(2, (torch.full((3,), 7.0), 9))
     assert not store.has(torch.tensor([1]))
+
+
+def test_one_element_may_have_any_stride():
+    """torch calls such a tensor contiguous, and still refuses to view it as bytes."""
+    held = torch.arange(4.0, dtype=torch.float64)
+    one = held[::2][:1]
+    assert one.is_contiguous()
+    assert one.stride() == (2,)
+    assert same_bits(one, torch.zeros(1, dtype=torch.float64))
+    assert not same_bits(one, -torch.zeros(1, dtype=torch.float64))
+    dataset = SimpleNamespace(scale=one)
+    state = DatasetState(dataset)
+    assert not state.changed()
+    held.numpy()[0] = 5.0  # torch does not notice
+    assert state.changed()

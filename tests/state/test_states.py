@@ -188,7 +188,7 @@ def same(a, b) -> bool:
 
 def bits(tensor) -> bytes:
     return (
-        bytes(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        bytes(tensor.detach().contiguous().flatten().unsqueeze(-1).view(torch.uint8).numpy().tobytes())
         if tensor.numel()
         else b""
     )

@@ -99,4 +99,4 @@ def mapped(inputs: Inputs, change: Callable[[torch.Tensor], torch.Tensor]) -> In
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor, so that NaNs compare by their bits as well."""
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return tensor.detach().cpu().contiguous().flatten().unsqueeze(-1).view(torch.uint8).flatten()

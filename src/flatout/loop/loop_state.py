@@ -252,7 +252,7 @@ def _same_bits(torch: Any, a: Any, b: Any) -> bool:
     ):
         return False
     bits = (
-        [each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in (a, b)]
+        [each.detach().cpu().contiguous().reshape(-1).unsqueeze(-1).view(torch.uint8) for each in (a, b)]
         if a.layout is torch.strided
         else []
     )

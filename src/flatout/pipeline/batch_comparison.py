@@ -17,7 +17,9 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         return False
     if not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
-    return torch.equal(a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8))
+    # A single element may have any stride, which a view as bytes does not allow without unsqueeze.
+    first, second = (each.contiguous().flatten().unsqueeze(-1).view(torch.uint8) for each in (a, b))
+    return torch.equal(first, second)
 
 
 def different(plain: Any, other: Any, apart: float, layout: bool = True, depth: int = 0) -> str:

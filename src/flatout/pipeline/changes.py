@@ -129,7 +129,9 @@ class DatasetState:
         if size > self._left_bytes or tensor.layout != torch.strided or tensor.is_quantized:
             return ()
         self._left_bytes -= size
-        octets = tensor.reshape(-1).view(torch.uint8)
+        octets = (
+            tensor.reshape(-1).unsqueeze(-1).view(torch.uint8).flatten()
+        )  # one element may have any stride
         whole = len(octets) // 2048 * 2048
         odd = octets[whole:].tolist()
         if octets.storage_offset() % 8:

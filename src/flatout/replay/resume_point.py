@@ -89,7 +89,7 @@ def digest_of(tensor: Any) -> int:
 
 def _bytes_of(tensor: Any) -> Any:
     tensor = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(tensor.view(torch.uint8).numpy()) if tensor.numel() else b""
+    return memoryview(tensor.unsqueeze(-1).view(torch.uint8).flatten().numpy()) if tensor.numel() else b""
 
 
 def _few(tensor: Any) -> Any:
