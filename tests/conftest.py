@@ -328,17 +328,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def processes_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """`make quick` runs the tests that start no process; this says which ones need the marker.
-
-    FLATOUT_TESTS_THAT_START=FILE collects them instead of failing.
-    """
+    """`make quick` runs the tests that start no process, and fails those that do and lack the marker."""
     yield
-    if not STARTED or request.node.get_closest_marker("processes"):
-        return
-    if place := os.environ.get("FLATOUT_TESTS_THAT_START"):
-        with open(place, "a", encoding="utf-8") as file:
-            file.write(f"{request.node.nodeid}\n")
-    else:
+    if STARTED and "FLATOUT_QUICK" in os.environ and not request.node.get_closest_marker("processes"):
         pytest.fail(f"it starts a process ({STARTED[0]}): mark it `processes`", pytrace=False)
 
 
