@@ -459,7 +459,7 @@ def page(scripts: dict[str, Any]) -> str:
                 name,
                 len(rows),
                 *(sum(row["verdict"] == verdict for row in rows) for verdict in counts),
-                f"{min(row['seam'] for row in went)}-{max(row['seam'] for row in went)}" if went else "-",
+                f"{min(row['resume_point'] for row in went)}-{max(row['resume_point'] for row in went)}" if went else "-",
                 f"{median(row['seam_s'] for row in went):.1f}" if went else "-",
                 f"{median(row['first_save_s'] for row in went):.1f}" if went else "-",
                 *pace(went),
@@ -619,7 +619,7 @@ def main() -> None:
         for name in list(filter(None, args.only.split(","))) or given:
             found = measure(given[name], home, args.folder, args)
             for row in found["kills"]:
-                went = f"resumed after step {row.get('seam')} in {row.get('seam_s')} s, then checkpoint {row.get('kept')}"
+                went = f"resumed after step {row.get('resume_point')} in {row.get('seam_s')} s, then checkpoint {row.get('kept')}"
                 print(f"  {name}, {row.get('after')}: {row['verdict']} ({row['why']}) {went}", flush=True)
             earlier = scripts.get(name, {"made": [], "kills": []}) if args.more else {"made": [], "kills": []}
             scripts[name] = {

@@ -124,7 +124,7 @@ def main() -> None:
 
 {len(provoked)} provoked failures of {_kinds(provoked)} kinds: {_count(provoked, "live", "right")} explained correctly in the dying process,
 {_count(provoked, "text", "right")} of {len(provoked) - _count(provoked, "text", "no text")} explained correctly from the text of their traceback
-(failures by a signal have none). {_count(tried, "mend", "runs")} of {len(tried)} fixed versions run without an error.
+(failures by a signal have none). {_count(tried, "fix", "runs")} of {len(tried)} fixed versions run without an error.
 
 {len(recorded)} texts from public reports of {_kinds(recorded)} kinds that need a GPU, several machines or a broken installation: these failures are
 not run here. {_count(recorded, "text", "right")} are explained correctly.

@@ -90,7 +90,7 @@ def test_a_problem_is_shown_with_its_command(here):
     assert "      docker run --shm-size=8g ..." in lines
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"sight": []}', '{"sight": {"schema": 99}}'])
+@pytest.mark.parametrize("text", ["", "{}", '{"snapshot": []}', '{"snapshot": {"schema": 99}}'])
 def test_invalid_records_are_rejected(here, text):
     cli, _ = here
     (cli.folder / "other.json").write_text(text, encoding="utf-8")

@@ -135,7 +135,7 @@ def openers() -> dict[str, Opener]:
     script = b"import torch\nmodel = torch.nn.Linear(4, 4)\nfor x in range(9):\n    loss = model(torch.ones(4)).sum()\n    loss.backward()\n"
     sound = (
         json.loads(snapshot)
-        if b'"sight"' in snapshot[:200]
+        if b'"snapshot"' in snapshot[:200]
         else {"snapshot": json.loads(snapshot), "checks": []}
     )
     ranks = {"key": None, "rehearsed": {"procs": 2, "division": {"batches": "same"}, "losses": [1.0]}}
