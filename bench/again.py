@@ -399,7 +399,7 @@ def rows_of(lives: list[dict[str, Any]], alone: Alone | None, place: Path) -> It
         row: dict[str, Any] = {
             "after": before["how"],
             "first_save_s": first["ready_s"],
-            "seam_s": life["ready_s"],
+            "resume_point_s": life["ready_s"],
             **{
                 name: before[name]
                 for name in ("journal_bytes", "synchronisations", "journal_steps", "save_bytes")
@@ -460,7 +460,7 @@ def page(scripts: dict[str, Any]) -> str:
                 len(rows),
                 *(sum(row["verdict"] == verdict for row in rows) for verdict in counts),
                 f"{min(row['resume_point'] for row in went)}-{max(row['resume_point'] for row in went)}" if went else "-",
-                f"{median(row['seam_s'] for row in went):.1f}" if went else "-",
+                f"{median(row['resume_point_s'] for row in went):.1f}" if went else "-",
                 f"{median(row['first_save_s'] for row in went):.1f}" if went else "-",
                 *pace(went),
                 synchronisation(rows),
@@ -507,7 +507,7 @@ def page(scripts: dict[str, Any]) -> str:
                     row.get("after", "-"),
                     row["verdict"],
                     row.get("resume_point", "-"),
-                    row.get("seam_s", "-"),
+                    row.get("resume_point_s", "-"),
                     f"{row.get('kept', '-')}{', inside' if row.get('inside') else ''}",
                     row.get("lines", "-"),
                     row["why"],
@@ -619,7 +619,7 @@ def main() -> None:
         for name in list(filter(None, args.only.split(","))) or given:
             found = measure(given[name], home, args.folder, args)
             for row in found["kills"]:
-                went = f"resumed after step {row.get('resume_point')} in {row.get('seam_s')} s, then checkpoint {row.get('kept')}"
+                went = f"resumed after step {row.get('resume_point')} in {row.get('resume_point_s')} s, then checkpoint {row.get('kept')}"
                 print(f"  {name}, {row.get('after')}: {row['verdict']} ({row['why']}) {went}", flush=True)
             earlier = scripts.get(name, {"made": [], "kills": []}) if args.more else {"made": [], "kills": []}
             scripts[name] = {
