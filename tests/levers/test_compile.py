@@ -30,6 +30,7 @@ def forgotten():
     torch._dynamo.reset()
 
 
+@pytest.mark.processes
 @needs_a_compiler
 @pytest.mark.slow
 @pytest.mark.timeout(280)
@@ -119,6 +120,7 @@ def test_the_inductor_uses_the_plain_random_numbers_while_it_is_on(program):
     assert config.fallback_random is before
 
 
+@pytest.mark.processes
 @needs_a_compiler
 @pytest.mark.slow
 @pytest.mark.timeout(280)
