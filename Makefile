@@ -39,7 +39,7 @@ format: $(VENV)/.ready
 
 # The documentation site, in site/. Strict: a broken link or a warning fails.
 docs: $(VENV)/.ready
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict --quiet
 
 # The wheel and the source distribution, in dist/. The wheel is installed into a clean environment and asked for its version.
 wheel: $(VENV)/.ready
