@@ -459,7 +459,9 @@ def page(scripts: dict[str, Any]) -> str:
                 name,
                 len(rows),
                 *(sum(row["verdict"] == verdict for row in rows) for verdict in counts),
-                f"{min(row['resume_point'] for row in went)}-{max(row['resume_point'] for row in went)}" if went else "-",
+                f"{min(row['resume_point'] for row in went)}-{max(row['resume_point'] for row in went)}"
+                if went
+                else "-",
                 f"{median(row['resume_point_s'] for row in went):.1f}" if went else "-",
                 f"{median(row['first_save_s'] for row in went):.1f}" if went else "-",
                 *pace(went),

@@ -12,7 +12,7 @@ from flatout.levers import TABLE
 from flatout.plan.errors import UsageError
 from flatout.plan.folder import FOLDER, JobFolder
 from flatout.render import why_left_out
-from flatout.tune.session import load_session, newest_job
+from flatout.tune.session import load_session, newest
 
 
 @click.command()
@@ -27,7 +27,8 @@ from flatout.tune.session import load_session, newest_job
 def command(name: str | None, why: bool, job: Path | None) -> None:
     """List the levers in the order in which they are applied, or show the page of one."""
     if why or job:
-        folder = job or newest_job("session.json")
+        record = newest("session.json")
+        folder = job or (record.parent if record is not None else None)
         session = load_session(JobFolder(folder)) if folder is not None else None
         if session is None:
             raise UsageError(

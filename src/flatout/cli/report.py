@@ -12,7 +12,7 @@ from flatout.plan.errors import UsageError
 from flatout.plan.folder import FOLDER, JobFolder, write_whole
 from flatout.render.profile_report import profile_html
 from flatout.render.report import report_html
-from flatout.tune.session import load_session, newest_job
+from flatout.tune.session import load_session, newest
 
 NOT_OF_ITS_FORM = (
     TypeError,
@@ -33,12 +33,13 @@ def command(job: Path | None, open_: bool) -> None:
 
     JOB is their folder. The default is the newest folder below .flatout.
     """
-    newest = job or newest_job("session.json", "profile.json")
-    if newest is None:
+    record = newest("session.json", "profile.json")
+    place = job or (record.parent if record is not None else None)
+    if place is None:
         raise UsageError(
             f"there is no session and no profile below {FOLDER} here. Run `flatout tune COMMAND...` or `flatout profile COMMAND...`."
         )
-    folder = JobFolder(newest)
+    folder = JobFolder(place)
     pages = _pages(folder)
     if not pages:
         raise UsageError(

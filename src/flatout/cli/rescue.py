@@ -16,6 +16,7 @@ from flatout.render.formatting import count, duration, size
 from flatout.state.checkpoints import Checkpoint, CheckpointFolder, verified
 from flatout.state.manifest import Manifest
 from flatout.state.runs import earlier_runs
+from flatout.tune.session import newest
 
 RESCUE = "rescue"
 MANY = {
@@ -66,14 +67,12 @@ def command(folder: Path | None, target: Path | None, step: int | None) -> int:
 def _folder(given: Path | None) -> Path:
     """Return the folder of checkpoints. Raises UsageError if there are none."""
     if given is None:
-        found = sorted(
-            Path(FOLDER).glob(f"*/{RESCUE}/step-*/manifest.json"), key=lambda path: path.stat().st_mtime
-        )
-        if not found:
+        found = newest(f"{RESCUE}/step-*/manifest.json")
+        if found is None:
             raise UsageError(
                 f"there are no checkpoints below {FOLDER} here. `flatout run --rescue COMMAND...` keeps checkpoints while a program trains."
             )
-        return found[-1].parent.parent
+        return found.parent.parent
     for folder in (given, given / RESCUE):
         if CheckpointFolder(folder).paths():
             return folder

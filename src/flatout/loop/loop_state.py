@@ -243,17 +243,9 @@ def _compare(torch: Any, saved: Any, now: Any, where: str, differs: Callable[[st
 
 
 def _same_bits(torch: Any, a: Any, b: Any) -> bool:
+    from flatout.pipeline.batch_comparison import same_bits
+
     a, b = (each.to_local() if is_divided(each) else each for each in (a, b))
-    if (
-        not isinstance(a, torch.Tensor)
-        or not isinstance(b, torch.Tensor)
-        or a.dtype != b.dtype
-        or a.shape != b.shape
-    ):
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.layout is not torch.strided:
         return False
-    bits = (
-        [each.detach().cpu().contiguous().reshape(-1).unsqueeze(-1).view(torch.uint8) for each in (a, b)]
-        if a.layout is torch.strided
-        else []
-    )
-    return bool(bits) and torch.equal(*bits)
+    return same_bits(a.detach().cpu(), b.detach().cpu())

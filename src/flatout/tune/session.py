@@ -69,10 +69,10 @@ def job_folder(command: Command, given: Path | None = None, ranks: str = "") -> 
     )
 
 
-def newest_job(*records: str) -> Path | None:
-    """Return the folder of the newest of these records below ``.flatout``; None if there is none."""
+def newest(*records: str) -> Path | None:
+    """Return the newest file among these, given as patterns below a job's folder; None if there is none."""
     found = [path for record in records for path in Path(FOLDER).glob(f"*/{record}")]
-    return max(found, key=lambda path: path.stat().st_mtime).parent if found else None
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def beside_script(command: Command) -> Path:
