@@ -8,7 +8,7 @@ BIN     = $(VENV)/bin
 CHECKED = src tests bench examples docs
 PYTEST  = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 9 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test quick lint format docs wheel clean
+.PHONY: demo test full quick lint format docs wheel clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -21,13 +21,17 @@ $(VENV)/.ready: pyproject.toml
 demo: $(VENV)/.ready
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/demo.py
 
-# Everything: lint, types, all tests.
+# Lint, types, tests. Of many alike cases a few are run, and what takes minutes is left to `make full`.
 test: lint
-	$(PYTEST)
+	$(PYTEST) -m "not full"
+
+# Every case of every test: before a release, and each night.
+full: lint
+	FLATOUT_FULL=1 $(PYTEST)
 
 # The tests that start no process: for every save.
 quick: $(VENV)/.ready
-	FLATOUT_QUICK=1 $(PYTEST) -m "not processes and not slow"
+	FLATOUT_QUICK=1 $(PYTEST) -m "not processes and not slow and not full"
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check $(CHECKED)

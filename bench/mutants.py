@@ -97,7 +97,10 @@ def outcome(mutant: Mutant | None, tests: tuple[str, ...], place: Path) -> tuple
         if path is not None and mutant is not None:
             path.write_text(mutant.applied(before), encoding="utf-8")
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-o", "addopts=", "-p", "no:cacheprovider", *tests],
+            [
+                *(sys.executable, "-m", "pytest", "-x", "-q", "-o", "addopts=", "-p", "no:cacheprovider"),
+                *("-m", "not full", *tests),  # as `make test` does
+            ],
             cwd=place,
             env=environment,
             capture_output=True,

@@ -102,6 +102,28 @@ def test_without_a_compiler_it_says_so(program, monkeypatch):
     assert "needs a C++ compiler" in answer.reason
 
 
+@pytest.mark.parametrize(
+    ("present", "cc", "missing"),
+    [((), None, "gcc"), (("gcc",), None, None), (("clang",), None, None), (("gcc",), "icx", "icx"), (("icx",), "icx", None)],
+)
+def test_on_a_gpu_triton_needs_a_host_compiler(program, monkeypatch, tmp_path, present, cc, missing):
+    pytest.importorskip("triton")
+    live = program()
+    monkeypatch.setattr(type(live.context), "device_type", "cuda")
+    for name in present:
+        (tmp_path / name).touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    if cc:
+        monkeypatch.setenv("CC", cc)
+    answer = LEVER.applies(Facts(), live.context)
+    if missing is None:
+        assert isinstance(answer, Options)
+    else:
+        assert isinstance(answer, Skip)
+        assert f"Triton needs a C compiler on the host, and {missing} was not found" in answer.reason
+
+
 @needs_a_compiler
 def test_on_a_cpu_there_is_one_mode(program):
     answer = LEVER.applies(Facts(), program().context)

@@ -529,6 +529,11 @@ ROWS = [
         "compiling for a GPU needs Triton, which is not installed; run `pip install triton`",
         not_run="not run: it needs a GPU without Triton",
     ),
+    Row(
+        "compile",
+        "Triton needs a C compiler on the host, and gcc was not found; install it (`apt-get install gcc`) or set CC to another one",
+        not_run="not run: it needs a GPU without a compiler",
+    ),
     Row("fused_ops", f"{COMPILED}and the compiler fuses operations itself", "own_choices", "switched_off"),
     Row("fused_ops", f"{TWICE}and these kernels have no second derivative", "second_order", "switched_off"),
     Row(

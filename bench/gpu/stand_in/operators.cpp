@@ -58,7 +58,8 @@ at::Tensor on_host(const at::Tensor& t) {
 at::Tensor on_device(const at::Tensor& t, c10::Device device, bool with_values) {
     if (!t.defined()) return t;
     at::Tensor made = at::empty_strided(t.sizes(), t.strides(), at::TensorOptions().dtype(t.dtype()).device(device));
-    if (with_values && t.numel()) memcpy(made.data_ptr(), t.data_ptr(), t.storage().nbytes() - t.storage_offset() * t.itemsize());
+    // t may be a part of larger memory: what lies behind it does not fit
+    if (with_values && t.numel()) memcpy(made.data_ptr(), t.data_ptr(), made.storage().nbytes());
     return made;
 }
 
@@ -198,7 +199,6 @@ void operate(const c10::OperatorHandle& op, Stack* stack) {
                 auto* generator = at::check_generator<at::CUDAGeneratorImpl>(value.toGenerator());
                 std::lock_guard<std::mutex> held(generator->mutex_);
                 random.state = generator->philox_cuda_state(4);
-                count += 0;
             }
             seen.emplace_back();
             if (value.isGenerator()) continue;
@@ -215,15 +215,16 @@ void operate(const c10::OperatorHandle& op, Stack* stack) {
         random.used = true;
     }
 
-    Stack work;
+    Stack work, written;
     if (captures) {  // shapes only: a capture computes nothing on the device
         for (const IValue& value : seen) work.push_back(each_tensor(value, [](const at::Tensor& t) { return t.clone(); }));
+        written = work;
         Randomness unseen;  // keeps the host's generator unchanged
         unseen.used = random.used;
         call_on_host(op, &work, unseen);
     } else {
         stand_in_launch(stream);
-        work = seen;
+        work = written = seen;
         call_on_host(op, &work, random);
     }
 
@@ -234,26 +235,27 @@ void operate(const c10::OperatorHandle& op, Stack* stack) {
         bool in_place = false;
         if (alias && alias->isWrite()) {
             for (size_t a = 0; a < count; a++)
-                if (const auto* written = schema.arguments()[a].alias_info(); written && written->beforeSet() == alias->beforeSet()) {
+                if (const auto* other = schema.arguments()[a].alias_info(); other && other->beforeSet() == alias->beforeSet()) {
                     result = given[a];
                     in_place = true;
                 }
         }
         if (!in_place) {
             result = each_tensor(work[at], [&](const at::Tensor& t) { return on_device(t, *device, !captures); });
-            // An empty result (out=) has been resized on the host.
         }
         results.push_back(in_place ? IValue() : result);
         torch::jit::push(*stack, result);
     }
-    for (size_t a = 0; a < count; a++) {  // out= of a different size
-        const auto* written = schema.arguments()[a].alias_info();
-        if (!written || !written->isWrite() || !given[a].isTensor() || !given[a].toTensor().is_cuda()) continue;
-        const at::Tensor to = given[a].toTensor(), from = seen[a].toTensor();
-        if (to.numel() == 0 && from.numel() != 0) {
-            to.resize_(from.sizes());
+    for (size_t a = 0; a < count; a++) {  // the operator has resized an empty out= on the host
+        const auto* alias = schema.arguments()[a].alias_info();
+        if (!alias || !alias->isWrite() || !given[a].isTensor() || !given[a].toTensor().is_cuda()) continue;
+        const at::Tensor to = given[a].toTensor(), from = written[a].toTensor();
+        if (to.numel() != 0 || from.numel() == 0) continue;
+        to.resize_(from.sizes());
+        if (captures)
+            seen[a] = on_host(to);  // where each replay writes
+        else
             memcpy(to.data_ptr(), from.contiguous().data_ptr(), to.nbytes());
-        }
     }
     if (captures) {
         std::vector<IValue> there;

@@ -1,69 +1,39 @@
-"""A command whose `--help` lists its options in groups, so that common ones come first."""
+"""A command whose `--help` shows its options below headings, so that common ones come first."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import click
 
-RANKS = {
-    "Several ranks on this machine": (
-        "procs",
-        "gpus",
-        "sync_batchnorm",
-        "whole_batches",
-        "split_evaluation",
-        "shard",
-        "rehearse",
-    )
-}
-MACHINES = {
-    "Several machines": (
-        "nodes",
-        "node_rank",
-        "rendezvous",
-        "ray",
-        "slurm",
-        "slurm_options",
-        "k8s",
-        "image",
-        "limits",
-        "kind",
-        "job_name",
-    ),
-}
-SURVIVAL = {
-    "Crashes, hangs and kills": (
-        "rescue",
-        "resume",
-        "from_scratch",
-        "replay_output",
-        "supervise",
-        "restarts",
-        "grace",
-        "hang_after",
-        "on_nan",
-    )
-}
+
+class OptionOfGroup(click.Option):
+    """An option that `--help` shows below ``heading``."""
+
+    def __init__(self, *args: Any, heading: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.heading = heading
+
+
+survival_option = partial(click.option, cls=OptionOfGroup, heading="Crashes, hangs and kills")
+ranks_option = partial(click.option, cls=OptionOfGroup, heading="Several ranks on this machine")
+machines_option = partial(click.option, cls=OptionOfGroup, heading="Several machines")
+HEADINGS = (
+    "Options",
+    *(made.keywords["heading"] for made in (survival_option, ranks_option, machines_option)),
+)
 
 
 class Grouped(click.Command):
-    """``groups`` maps a heading to names of parameters. Options in no group stay under "Options"."""
-
-    def __init__(self, *args: Any, groups: Mapping[str, Sequence[str]], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.groups = groups
+    """Options without a heading come first, under "Options"."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
-        rows = {option.name: row for option in options if (row := option.get_help_record(ctx)) is not None}
-        grouped = {name for names in self.groups.values() for name in names}
-        for heading, names in {
-            "Options": [name for name in rows if name not in grouped],
-            **self.groups,
-        }.items():
-            shown = [rows[name] for name in names if name in rows]
+        rows: dict[str, list[tuple[str, str]]] = {heading: [] for heading in HEADINGS}
+        for param in self.get_params(ctx):
+            if isinstance(param, click.Option) and (row := param.get_help_record(ctx)):
+                rows[getattr(param, "heading", HEADINGS[0])].append(row)
+        for heading, shown in rows.items():
             if shown:
                 with formatter.section(heading):
                     formatter.write_dl(shown)

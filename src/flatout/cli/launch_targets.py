@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
+from flatout.cli.grouped import machines_option, survival_option
 from flatout.cli.ranks import RankOptions
 from flatout.launch.command import Command
 from flatout.plan.errors import NodesApart, ProgramFailed, UsageError
@@ -21,47 +20,47 @@ if TYPE_CHECKING:
 # import (measured), so they are imported only when needed.
 
 OPTIONS = (
-    click.option(
+    machines_option(
         "--nodes",
         default=None,
         metavar="N|MIN:MAX",
         help="Number of machines; start the same command on each of them.",
     ),
-    click.option(
+    machines_option(
         "--node-rank",
         default=None,
         type=int,
         help="Number of this node; node 0 serves the rendezvous. The default follows from the address.",
     ),
-    click.option(
+    machines_option(
         "--rendezvous",
         default=None,
         metavar="HOST:PORT",
         help="Address of the rendezvous; the same on each node.",
     ),
-    click.option(
+    survival_option(
         "--restarts",
         default=None,
         type=int,
         help="Restarts from the last checkpoint after a rank or a node fails.",
     ),
-    click.option("--slurm", is_flag=True, help="Write a Slurm batch script and submit it."),
-    click.option(
+    machines_option("--slurm", is_flag=True, help="Write a Slurm batch script and submit it."),
+    machines_option(
         "--slurm-options",
         default=None,
         help="Options for sbatch, as one argument: '--partition=gpu --time=4:00:00'.",
     ),
-    click.option(
+    machines_option(
         "--ray",
         default=None,
         metavar="ADDRESS",
         help="Run the ranks on a running Ray cluster: HOST:PORT, or auto.",
     ),
-    click.option("--k8s", is_flag=True, help="Print a manifest for `kubectl apply -f -`."),
-    click.option("--image", default=None, help="Image that contains the program and flatout, for --k8s."),
-    click.option("--limits", default=None, help="Resource limits of a node, for --k8s: cpu=16,memory=64Gi."),
-    click.option("--kind", default=None, help="Kubernetes resource for --k8s: PyTorchJob or TrainJob."),
-    click.option("--job-name", default=None, help="Name of the job, for --slurm or --k8s."),
+    machines_option("--k8s", is_flag=True, help="Print a manifest for `kubectl apply -f -`."),
+    machines_option("--image", default=None, help="Image that contains the program and flatout, for --k8s."),
+    machines_option("--limits", default=None, help="Resource limits of a node, for --k8s: cpu=16,memory=64Gi."),
+    machines_option("--kind", default=None, help="Kubernetes resource for --k8s: PyTorchJob or TrainJob."),
+    machines_option("--job-name", default=None, help="Name of the job, for --slurm or --k8s."),
 )
 NAMES = (
     "nodes",

@@ -8,45 +8,46 @@ from typing import Any
 
 import click
 
+from flatout.cli.grouped import ranks_option
 from flatout.plan.errors import UsageError
 
 OPTIONS = (
-    click.option(
+    ranks_option(
         "--procs",
         default=1,
         show_default=True,
         type=click.IntRange(1),
         help="Number of ranks on this machine, for a single-process script.",
     ),
-    click.option(
+    ranks_option(
         "--gpus",
         default=0,
         type=click.IntRange(0),
         help="Number of ranks on this machine, each with its own CUDA device.",
     ),
-    click.option(
+    ranks_option(
         "--sync-batchnorm",
         is_flag=True,
         help="Normalise over the whole batch of all ranks; costs one exchange per layer.",
     ),
-    click.option(
+    ranks_option(
         "--whole-batches",
         is_flag=True,
         help="Show the script whole batches on each rank, so that its counts cover all ranks.",
     ),
-    click.option(
+    ranks_option(
         "--split-evaluation",
         is_flag=True,
         help="Split the evaluation between the ranks; otherwise each rank evaluates everything.",
     ),
-    click.option(
+    ranks_option(
         "--shard",
         default="auto",
         show_default=True,
         type=click.Choice(["auto", "always", "never"]),
         help="Shard weights, gradients and optimizer state over the ranks; auto: if they do not fit.",
     ),
-    click.option(
+    ranks_option(
         "--rehearse",
         is_flag=True,
         help="Compare the ranks with one process again, even if an earlier rehearsal exists.",

@@ -17,7 +17,7 @@ import click
 from flatout.cli import launch_targets, ranks, supervision
 from flatout.cli.arguments import PROGRAM, Duration, LeverByName, program, read_plan, words_or_usage, writable
 from flatout.cli.device import choose, device_option, hint
-from flatout.cli.grouped import MACHINES, RANKS, SURVIVAL, Grouped
+from flatout.cli.grouped import Grouped, survival_option
 from flatout.launch.caches import private_caches
 from flatout.launch.command import Command, understand
 from flatout.launch.environment import attached, listening
@@ -36,7 +36,7 @@ ENTRY = "flatout.cli.attached:attach"
 RESCUE = "rescue"  # subfolder of a job's folder
 
 
-@click.command(cls=Grouped, groups={**SURVIVAL, **RANKS, **MACHINES}, context_settings=PROGRAM)
+@click.command(cls=Grouped, context_settings=PROGRAM)
 @click.option(
     "--plan",
     "plan_path",
@@ -58,34 +58,34 @@ RESCUE = "rescue"  # subfolder of a job's folder
     help="Tune first for this long, if this command has no plan yet.",
 )
 @device_option
-@ranks.options
-@launch_targets.options
-@supervision.options(Duration())
 @click.option(
     "--watch",
     is_flag=True,
     help="Show a live line on standard error: samples/s, data wait, cores, memory, MFU if FLOPs are known.",
 )
-@click.option(
+@survival_option(
     "--rescue",
     is_flag=True,
     help="Keep verified checkpoints: at intervals, on signals, at the end; see `flatout rescue`.",
 )
-@click.option(
+@survival_option(
     "--resume",
     is_flag=True,
     help="Resume exactly where this command was interrupted, without code for it in the script.",
 )
-@click.option(
+@survival_option(
     "--from-scratch",
     is_flag=True,
     help="Start from scratch even if there is a checkpoint to resume from; needs --resume.",
 )
-@click.option(
+@survival_option(
     "--replay-output",
     is_flag=True,
     help="Show again what the program prints before its checkpoint; needs --resume.",
 )
+@supervision.options(Duration())
+@ranks.options
+@launch_targets.options
 @program
 def command(
     plan_path: str | None,

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from flatout.cli.grouped import survival_option
 from flatout.launch.command import Command
 from flatout.plan.errors import UsageError
 
@@ -20,24 +21,24 @@ HOME = Path(__file__).resolve().parents[2]
 def options(duration: click.ParamType) -> Callable[[Callable], Callable]:
     """Add the supervision options. ``duration`` parses 90s, 5m, 1h."""
     given = (
-        click.option(
+        survival_option(
             "--supervise",
             is_flag=True,
             help="Monitor the program: end it if it hangs, restart it from its newest checkpoint (--restarts).",
         ),
-        click.option(
+        survival_option(
             "--grace",
             default=None,
             type=duration,
             help=f"Time for a last checkpoint after SIGTERM, with --supervise.  [default: {GRACE_S:g}s]",
         ),
-        click.option(
+        survival_option(
             "--hang-after",
             default=None,
             type=duration,
             help="Shortest stall that counts as a hang, with --supervise.  [default: 10s]",
         ),
-        click.option(
+        survival_option(
             "--on-nan",
             default=None,
             type=click.Choice(["ignore", "stop"]),

@@ -15,7 +15,7 @@ from flatout.cli import ranks
 from flatout.cli.arguments import PROGRAM, Amount, Duration, LeverByName, program, words_or_usage, writable
 from flatout.cli.crash_explanation import of_death
 from flatout.cli.device import choose, device_option
-from flatout.cli.grouped import RANKS, Grouped
+from flatout.cli.grouped import Grouped
 from flatout.cli.measurement import interrupt
 from flatout.cli.progress import LiveProgress
 from flatout.diagnose.stored_profile import load_profile
@@ -39,7 +39,7 @@ from flatout.tune.tuning import USUAL_BUDGET_S, Goal, Tuning
 SHORTEST_S = 5.0
 
 
-@click.command(cls=Grouped, groups=RANKS, context_settings=PROGRAM)
+@click.command(cls=Grouped, context_settings=PROGRAM)
 @click.option(
     "--budget",
     default=None,

@@ -42,19 +42,22 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
         )
     if not context.roots:
         return Skip("no nn.Module with trainable parameters was called, as in `model(x)`")
-    compiler = os.environ.get(
-        "CXX", "clang++" if facts.system == "Darwin" else "g++"
-    )  # as torch._inductor.config.cpp.cxx
-    if (
-        context.device_type == "cpu"
-        and shutil.which(compiler.split()[0] if compiler.split() else "g++") is None
-    ):
-        return Skip(
-            f"compiling for the CPU needs a C++ compiler, and {compiler} was not found; install it (`apt-get install g++`) or set CXX to another one"
-        )
+    if context.device_type == "cpu":
+        # the compiler that torch._inductor.config.cpp.cxx asks for
+        wanted = os.environ.get("CXX") or ("clang++" if facts.system == "Darwin" else "g++")
+        if shutil.which(wanted.split()[0]) is None:
+            return Skip(
+                f"compiling for the CPU needs a C++ compiler, and {wanted} was not found; install it (`apt-get install g++`) or set CXX to another one"
+            )
     if context.device_type == "cuda":
         if find_spec("triton") is None:
             return Skip("compiling for a GPU needs Triton, which is not installed; run `pip install triton`")
+        # Triton builds the function that launches a kernel (triton.runtime.build)
+        wanted = os.environ.get("CC") or "gcc"
+        if shutil.which(wanted) is None and ("CC" in os.environ or shutil.which("clang") is None):
+            return Skip(
+                f"Triton needs a C compiler on the host, and {wanted} was not found; install it (`apt-get install gcc`) or set CC to another one"
+            )
         return Options(("default", "max-autotune-no-cudagraphs"))
     return Options(("default",))
 
