@@ -303,7 +303,7 @@ def whole(job: Job, host: int) -> str:
 
 
 def rounds(job: Job) -> int:
-    return len({line["meeting"] for line in job.steps()})
+    return len({line["rendezvous"] for line in job.steps()})
 
 
 def ended(job: Job, name: str, at: float | None, expected: list[str], held: list[bool]) -> dict[str, Any]:

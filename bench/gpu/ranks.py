@@ -49,12 +49,12 @@ def child(way: str, out: Path, smoke: bool) -> None:
     import torch
     from gpt import GPT
 
-    from flatout.plan.rank_environment import standing
+    from flatout.plan.rank_environment import this_rank
     from flatout.trial.reference_run import sketched
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     vocabulary, context, batch = (128, 16, 4) if smoke else (50304, 512, 8)
-    here = standing()
+    here = this_rank()
     training_context = _as_a_rank(torch, way.endswith("sharding")) if here is not None else None
     torch.manual_seed(0)
     model = GPT(vocabulary, context, *((32, 2, 2) if smoke else (768, 12, 12))).to(device)

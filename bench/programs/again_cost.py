@@ -72,12 +72,12 @@ def main():
         next(thing for thing in gc.get_objects() if isinstance(thing, kind))
         for kind in (Rescue, ScriptReplay)
     )
-    if not rescue.active or rescue.saver is None or again.tape.journal is None:
+    if not rescue.active or rescue.saver is None or again.value_log.journal is None:
         raise SystemExit("nothing is recorded of this program")
     switch = Recording(rescue, again)
     rescue.saver.wait()
     rescue.saver.every = NEVER
-    tape, count, start = again.tape, max(5, round(SHORT_S / length)), time.perf_counter()
+    value_log, count, start = again.value_log, max(5, round(SHORT_S / length)), time.perf_counter()
     metadata = {
         reads: {"reads": reads, "rounds": [], "entries": 0, "bytes": 0, "steps": 0} for reads in args.reads
     }
@@ -86,17 +86,17 @@ def main():
     ):
         for reads, each in metadata.items():
             times = []
-            tape.write()
-            before = tape.journal.place.bytes
+            value_log.write()
+            before = value_log.journal.place.bytes
             for on in (False, True, True, False):
                 switch(on)
-                entries, ended = len(tape.entries.codes), tape.steps
+                entries, ended = len(value_log.entries.codes), value_log.steps
                 steps(model, optimizer, loader, 3, reads)
                 times.append(round(1e6 * statistics.median(steps(model, optimizer, loader, count, reads)), 2))
-                each["steps"] += tape.steps - ended
-                each["entries"] += max(0, len(tape.entries.codes) - entries)
+                each["steps"] += value_log.steps - ended
+                each["entries"] += max(0, len(value_log.entries.codes) - entries)
             each["rounds"].append(times)
-            each["bytes"] += tape.write().bytes - before
+            each["bytes"] += value_log.write().bytes - before
     print(json.dumps(list(metadata.values())))
 
 

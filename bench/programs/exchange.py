@@ -21,7 +21,7 @@ from flatout.capture.listener import Listener
 from flatout.capture.training_context import TrainingContext
 from flatout.levers import TABLE
 from flatout.measure.clock import HostClock
-from flatout.plan.rank_environment import RankEnvironment, standing
+from flatout.plan.rank_environment import RankEnvironment, this_rank
 from flatout.ranks.data_parallel import DataParallelScript
 from flatout.ranks.division import SplitSettings
 
@@ -132,7 +132,7 @@ def course(job: dict[str, Any], here: RankEnvironment) -> dict[str, Any]:
     sent = {}
     for name, value in job["sides"].items():
         for seed in job["seeds"]:
-            place = replace(here, meeting=f"{here.meeting}-{name}-{seed}".replace(" ", "-"))
+            place = replace(here, rendezvous=f"{here.rendezvous}-{name}-{seed}".replace(" ", "-"))
             context, exposed, ledger = entered(place, value)
             torch.manual_seed(seed)
             model = nn.Sequential(
@@ -165,7 +165,7 @@ def course(job: dict[str, Any], here: RankEnvironment) -> dict[str, Any]:
 
 
 def main() -> None:
-    here = standing()
+    here = this_rank()
     if here is None:
         raise SystemExit("this is a rank; bench/exchange.py starts it")
     job = json.loads(Path(sys.argv[1]).read_text())

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flatout.plan.rank_environment import RankEnvironment, standing
+from flatout.plan.rank_environment import RankEnvironment, this_rank
 from flatout.ranks.rendezvous import store
 
 BATCH, WIDTH = 64, 384  # 1.3 MB of gradients a step
@@ -27,7 +27,7 @@ SAVE_STEPS = 5
 
 def main() -> None:
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
-    here = standing() or RankEnvironment(0, 0, 1, 1, f"file://{folder}/alone")
+    here = this_rank() or RankEnvironment(0, 0, 1, 1, f"file://{folder}/alone")
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", store=store(torch, here, 60.0), rank=here.rank, world_size=here.world_size
@@ -60,7 +60,7 @@ def main() -> None:
                         "step": step,
                         "world": here.world_size,
                         "loss": loss.item(),
-                        "meeting": here.meeting,
+                        "rendezvous": here.rendezvous,
                     }
                 )
                 + "\n"

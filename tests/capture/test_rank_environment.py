@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flatout.capture.rank_environment import from_torchrun, own_device
-from flatout.plan.rank_environment import RankEnvironment, standing
+from flatout.plan.rank_environment import RankEnvironment, this_rank
 from flatout.ranks.rendezvous import store
 
 SET = {
@@ -42,14 +42,14 @@ def test_torchruns_variables_are_translated_and_removed():
         "FLATOUT_LOCAL_WORLD_SIZE": "4",
         "FLATOUT_RENDEZVOUS": "tcp://10.0.0.1:40001",
     }
-    assert standing(environment) == info
+    assert this_rank(environment) == info
     assert from_torchrun(environment) is None  # its children belong to no agent
 
 
 def test_an_address_of_ipv6_stays_one_place():
     info = from_torchrun({**SET, "MASTER_ADDR": "fe80::1"})
     assert info is not None
-    assert info.meeting == "tcp://[fe80::1]:40001"
+    assert info.rendezvous == "tcp://[fe80::1]:40001"
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_process_of_no_agent_is_left_alone(environment):
     before = dict(environment)
     assert from_torchrun(environment) is None
     assert environment == before
-    assert standing(environment) is None
+    assert this_rank(environment) is None
 
 
 def test_an_agent_without_a_store_is_rejected_with_the_next_command():
@@ -81,7 +81,7 @@ def test_each_rank_has_one_device_of_those_that_are_visible():
 def test_ranks_rendezvous_at_either_kind_of_address(tmp_path):
     torch = pytest.importorskip("torch")
     host = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for meeting in (f"file://{tmp_path}/meeting", f"tcp://127.0.0.1:{host.port}"):
+    for meeting in (f"file://{tmp_path}/rendezvous", f"tcp://127.0.0.1:{host.port}"):
         first, second = (store(torch, RankEnvironment(rank, rank, 2, 2, meeting), 5.0) for rank in (0, 1))
         first.set("key", meeting)
         assert second.get("key").decode() == meeting

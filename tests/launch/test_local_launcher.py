@@ -188,7 +188,7 @@ def test_the_environment_of_a_rank(local_launcher, flatout):
             environment[f"FLATOUT_{name}"]
             for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         ] == [str(rank), str(rank), "3", "3"]
-        assert environment["FLATOUT_RENDEZVOUS"] == f"file://{environment['FLATOUT_LAUNCH']}/meeting"
+        assert environment["FLATOUT_RENDEZVOUS"] == f"file://{environment['FLATOUT_LAUNCH']}/rendezvous"
         assert not OF_RANKS & set(environment)
         assert not {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK"} & set(environment)
         assert (environment["OMP_NUM_THREADS"], environment["MINE"], mode) == (
@@ -204,12 +204,12 @@ def test_the_environment_of_a_rank(local_launcher, flatout):
 def test_the_users_number_of_threads_is_kept():
     def of(**environment):
         return rank_environment(
-            environment, rank=0, local_rank=0, world=4, local_world=4, meeting="", cores=10
+            environment, rank=0, local_rank=0, world=4, local_world=4, rendezvous="", cores=10
         ).get("OMP_NUM_THREADS")
 
     assert (of(), of(OMP_NUM_THREADS="7")) == ("2", "7")
     assert (
-        rank_environment({}, rank=0, local_rank=0, world=4, local_world=4, meeting="", cores=3)[
+        rank_environment({}, rank=0, local_rank=0, world=4, local_world=4, rendezvous="", cores=3)[
             "OMP_NUM_THREADS"
         ]
         == "1"

@@ -104,7 +104,13 @@ def test_without_a_compiler_it_says_so(program, monkeypatch):
 
 @pytest.mark.parametrize(
     ("present", "cc", "missing"),
-    [((), None, "gcc"), (("gcc",), None, None), (("clang",), None, None), (("gcc",), "icx", "icx"), (("icx",), "icx", None)],
+    [
+        ((), None, "gcc"),
+        (("gcc",), None, None),
+        (("clang",), None, None),
+        (("gcc",), "icx", "icx"),
+        (("icx",), "icx", None),
+    ],
 )
 def test_on_a_gpu_triton_needs_a_host_compiler(program, monkeypatch, tmp_path, present, cc, missing):
     pytest.importorskip("triton")

@@ -19,7 +19,7 @@ from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts, Gpu
 from flatout.plan.lever import Comparison, Lever, Options, Skip
 from flatout.plan.plan import Choice, Plan
-from flatout.plan.rank_environment import standing
+from flatout.plan.rank_environment import this_rank
 from flatout.ranks.data_parallel import DataParallelScript
 from flatout.ranks.division import SplitSettings
 
@@ -142,7 +142,7 @@ def as_a_rank(lever: Lever, monkeypatch, context) -> None:
         ):
             monkeypatch.setenv(f"FLATOUT_{name}", value)
     if lever.name == "sharding":
-        context.divided = DataParallelScript(torch, context, standing(), SplitSettings(), Ledger())
+        context.divided = DataParallelScript(torch, context, this_rank(), SplitSettings(), Ledger())
 
 
 def test_the_table_names_every_lever_once():

@@ -458,7 +458,7 @@ def forked(rank, folder, ranks, *cases):
     main(
         folder,
         cases,
-        init_method=f"file://{Path(folder).resolve()}/meeting",
+        init_method=f"file://{Path(folder).resolve()}/rendezvous",
         rank=rank,
         world_size=int(ranks),
     )

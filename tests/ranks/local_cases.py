@@ -16,13 +16,13 @@ from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
 from flatout.capture.training_context import TrainingContext
 from flatout.levers.local_sgd import LEVER
-from flatout.plan.rank_environment import standing
+from flatout.plan.rank_environment import this_rank
 from flatout.ranks.data_parallel import DataParallelScript
 from flatout.ranks.division import SplitSettings
 from flatout.ranks.shares import share
 from flatout.ranks.wire import BF16
 
-PLACE = standing()
+PLACE = this_rank()
 MEETINGS = iter(range(100))
 LENGTH, BATCH = 37, 12  # the last batch has one sample, fewer than there are ranks
 SYNCHRONOUS = 2
@@ -57,7 +57,7 @@ class Program:
         self.divided = DataParallelScript(
             torch,
             self.context,
-            replace(PLACE, meeting=f"{PLACE.meeting}{next(MEETINGS)}"),
+            replace(PLACE, rendezvous=f"{PLACE.rendezvous}{next(MEETINGS)}"),
             SplitSettings(),
             self.ledger,
         )

@@ -287,7 +287,7 @@ def run(cases, out, procs, rank):
         context.install()
         if procs > 1:
             here = RankEnvironment(
-                rank, rank, procs, case.get("machine") or procs, f"file://{out}/meeting.{at}.{procs}"
+                rank, rank, procs, case.get("machine") or procs, f"file://{out}/rendezvous.{at}.{procs}"
             )
             context.divided = divided = DataParallelScript(
                 torch, context, here, SplitSettings.read(case["division"]), ledger

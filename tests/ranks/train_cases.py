@@ -17,7 +17,7 @@ from torch import nn
 from flatout.capture.ledger import Ledger
 from flatout.capture.listener import Listener
 from flatout.capture.training_context import TrainingContext
-from flatout.plan.rank_environment import standing
+from flatout.plan.rank_environment import this_rank
 from flatout.ranks.data_parallel import DataParallelScript
 from flatout.ranks.division import SplitSettings
 
@@ -104,13 +104,13 @@ def train(case):
 def main():
     cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     torch.set_num_threads(1)
-    place = standing()
+    place = this_rank()
     for at, case in enumerate(cases):
         ledger = Ledger()
         context = TrainingContext(torch, Listener(), ledger)
         context.install()
         if place is not None:
-            here = replace(place, meeting=f"{place.meeting}{at}")
+            here = replace(place, rendezvous=f"{place.rendezvous}{at}")
             DataParallelScript(torch, context, here, SplitSettings.read(case["division"]), ledger).install()
         found = train(case)
         ledger.restore()

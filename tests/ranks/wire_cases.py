@@ -18,13 +18,13 @@ from flatout.capture.training_context import TrainingContext
 from flatout.levers.comm_compression import LEVER as compression
 from flatout.levers.gradient_buckets import LEVER as buckets
 from flatout.plan.facts import Facts
-from flatout.plan.rank_environment import standing
+from flatout.plan.rank_environment import this_rank
 from flatout.ranks.bucket_queue import BucketQueue
 from flatout.ranks.data_parallel import DataParallelScript
 from flatout.ranks.division import SplitSettings
 from flatout.ranks.powersgd import PowerSGD
 
-PLACE = standing()
+PLACE = this_rank()
 FACTS = Facts()
 MEETINGS = iter(range(100))
 
@@ -57,7 +57,7 @@ class Program:
         self.divided = DataParallelScript(
             torch,
             self.context,
-            replace(PLACE, meeting=f"{PLACE.meeting}{next(MEETINGS)}"),
+            replace(PLACE, rendezvous=f"{PLACE.rendezvous}{next(MEETINGS)}"),
             SplitSettings(),
             self.ledger,
         )
@@ -216,7 +216,7 @@ def powersgd():
     ledger = Ledger()
     from flatout.ranks.rendezvous import join
 
-    join(torch, replace(PLACE, meeting=f"{PLACE.meeting}{next(MEETINGS)}"), torch.device("cpu"), ledger)
+    join(torch, replace(PLACE, rendezvous=f"{PLACE.rendezvous}{next(MEETINGS)}"), torch.device("cpu"), ledger)
     parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in SHAPES]
     draw = torch.Generator().manual_seed(10 + PLACE.rank)
     steps = [[torch.randn(shape, generator=draw, dtype=torch.float64) for shape in SHAPES] for _ in range(12)]

@@ -97,8 +97,8 @@ check(
     "large_computed",
     "a value that was too large to be kept is not asked of a tensor without values",
     "value_hooks",
-    """tape.refuse(
-                f"in step {tape.steps + 1} {really.__name__}() returns more values to Python than the journal keeps"
+    """value_log.refuse(
+                f"in step {value_log.steps + 1} {really.__name__}() returns more values to Python than the journal keeps"
             )""",
     "return [0.0] * args[0].numel()",
     "large_list_that_was_computed",
@@ -108,8 +108,8 @@ check(
     "threads",
     "what another thread reads from a clock is not the program's way",
     "value_hooks",
-    "if tape.deaf or not is_users(frame.f_code.co_filename) or threading.get_ident() != tape.main:\n            return self._really(*args, **kwargs)",
-    "if tape.deaf or not is_users(frame.f_code.co_filename):\n            return self._really(*args, **kwargs)",
+    "if value_log.deaf or not is_users(frame.f_code.co_filename) or threading.get_ident() != value_log.main:\n            return self._really(*args, **kwargs)",
+    "if value_log.deaf or not is_users(frame.f_code.co_filename):\n            return self._really(*args, **kwargs)",
     "thread_reads_the_same_clock",
     beside="plain",
 )
@@ -271,7 +271,7 @@ check(
     "parts",
     "no parts of a file are changed",
     "files",
-    'if self.tape.observes and mode not in ("r", "c", "readonly", "copyonwrite"):',
+    'if self.value_log.observes and mode not in ("r", "c", "readonly", "copyonwrite"):',
     "if False:",
     "array_in_a_file",
 )

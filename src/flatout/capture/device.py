@@ -28,7 +28,7 @@ from flatout.capture.cuda_checks import ACCELERATORS, ASKS, CudaChecks
 from flatout.capture.frames import is_users
 from flatout.capture.host_answers import host_answers, zero
 from flatout.capture.ledger import Ledger
-from flatout.plan.rank_environment import standing
+from flatout.plan.rank_environment import this_rank
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 OF_A_MODULE = ("memory", "random", "streams")  # submodules of torch.cuda that export the same functions again
@@ -50,7 +50,7 @@ def redirect(torch: ModuleType, asked: str, visible: str | None) -> None:
 def tell_first(sentence: str) -> None:
     """Print a line once for all processes of a run that live at the same time."""
     claim = f"{os.environ.get('FLATOUT_CRASH_REPORTS', os.devnull)}.device"
-    here = standing()  # of several ranks, one prints
+    here = this_rank()  # of several ranks, one prints
     rank = here.rank if here is not None else int(os.environ.get("RANK") or 0)
     if rank == 0 and "FLATOUT_CRASH_REPORTS" in os.environ and speaks_first(claim):
         say(sentence)

@@ -101,7 +101,7 @@ def launch_folder(here: RankEnvironment) -> str:
     folder = str(
         private_folder(
             Path(tempfile.gettempdir())
-            / f"flatout-ranks-{hashlib.sha256(here.meeting.encode()).hexdigest()[:16]}"
+            / f"flatout-ranks-{hashlib.sha256(here.rendezvous.encode()).hexdigest()[:16]}"
         )
     )
     atexit.register(shutil.rmtree, os.path.join(folder, f"rank{here.rank}.files"), ignore_errors=True)

@@ -18,7 +18,7 @@ from flatout.plan.enums import Moment
 from flatout.plan.errors import CannotResume
 from flatout.plan.facts import Facts
 from flatout.plan.plan import Plan
-from flatout.plan.rank_environment import standing
+from flatout.plan.rank_environment import this_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +57,7 @@ class Attached(Listener):
             for c in self.plan
             if any(lever.name == c.name and lever.moment is Moment.PROCESS for lever in TABLE)
         ]
-        here = standing()
+        here = this_rank()
         self.rank = here.rank if here is not None else int(os.environ.get("RANK", "0"))
         ledger = Ledger()
         self.rescue, self.again = self._keeping(job, torch, ledger)

@@ -22,7 +22,7 @@ from flatout.measure.clock import seconds
 from flatout.pipeline.streams import own_generators
 from flatout.plan import heartbeat
 from flatout.plan.errors import CannotResume, FlatoutError, SaveError
-from flatout.plan.rank_environment import standing
+from flatout.plan.rank_environment import this_rank
 from flatout.state.checkpoints import Checkpoint, CheckpointFolder, verified
 from flatout.state.drift import drift, surroundings
 from flatout.state.save_schedule import SaveSchedule
@@ -194,7 +194,7 @@ class ResumeRanks:
     @classmethod
     def of(cls, torch: Any, folder: Path) -> ResumeRanks:
         names = os.environ
-        if (here := standing()) is not None:
+        if (here := this_rank()) is not None:
             return cls(torch, here.rank, here.world_size, here.local_world_size, folder)
         size = int(names.get("WORLD_SIZE") or 1)
         return cls(
@@ -214,7 +214,7 @@ class ResumeRanks:
         """Return why the ranks cannot be resumed, or ""."""
         if self.size == 1:
             return ""
-        if standing() is not None:
+        if this_rank() is not None:
             return "flatout runs it as several ranks (--procs)"
         if self.size != self.here:
             return "its ranks are on several machines"
@@ -242,7 +242,7 @@ class CheckpointMetadata:
 
     def beside(self, frame: Any) -> tuple[dict[str, Any], str]:
         found, why_not = self.again.beside(frame)
-        if why_not and why_not != self._why_not and not self.again.tape.broken:
+        if why_not and why_not != self._why_not and not self.again.value_log.broken:
             say_at_once(
                 f"{self.ranks.prefix}from here on this program could not be resumed exactly: {why_not}"
             )
@@ -264,7 +264,7 @@ class CheckpointMetadata:
         )
 
     def kept(self, step: int) -> None:
-        if not self._why_not and not self.again.tape.broken:
+        if not self._why_not and not self.again.value_log.broken:
             heartbeat.saved(step)
 
     def flush(self) -> None:

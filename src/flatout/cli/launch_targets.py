@@ -58,7 +58,9 @@ OPTIONS = (
     ),
     machines_option("--k8s", is_flag=True, help="Print a manifest for `kubectl apply -f -`."),
     machines_option("--image", default=None, help="Image that contains the program and flatout, for --k8s."),
-    machines_option("--limits", default=None, help="Resource limits of a node, for --k8s: cpu=16,memory=64Gi."),
+    machines_option(
+        "--limits", default=None, help="Resource limits of a node, for --k8s: cpu=16,memory=64Gi."
+    ),
     machines_option("--kind", default=None, help="Kubernetes resource for --k8s: PyTorchJob or TrainJob."),
     machines_option("--job-name", default=None, help="Name of the job, for --slurm or --k8s."),
 )

@@ -123,14 +123,14 @@ def _train_job(nodes: Nodes, command: Sequence[str], pods: Pods) -> dict[str, An
 
 def _words(nodes: Nodes, command: Sequence[str], pods: Pods, host: str) -> list[str]:
     number = nodes.range if nodes.fewest != nodes.most else str(nodes.most)
-    meeting = ["--rendezvous", str(Endpoint(host, PORT))] if nodes.most > 1 else []
+    rendezvous = ["--rendezvous", str(Endpoint(host, PORT))] if nodes.most > 1 else []
     ranks = ["--gpus" if nodes.gpus else "--procs", str(nodes.procs)]
     ours = [
         "flatout",
         "run",
         "--nodes",
         number,
-        *meeting,
+        *rendezvous,
         *ranks,
         *(["--restarts", str(nodes.restarts)] if nodes.restarts else []),
     ]

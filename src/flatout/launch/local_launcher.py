@@ -1,7 +1,7 @@
 """The local launcher: start, monitor and end N ranks of one program on this machine.
 
 Also a program: ``python -m flatout.launch.local_launcher --procs N -- COMMAND``. Rank 0 has the terminal. The other
-ranks get no input, and their output is logged. The ranks rendezvous at a file in the launch's private folder,
+ranks get no input, and their output is logged. The ranks meet at a file in the launch's private folder,
 so no port is opened. When a rank fails, the others are asked to exit, the rest is killed, and the launch
 returns the exit code of the rank that failed first. This module imports no torch. Linux only.
 """
@@ -125,7 +125,7 @@ class LocalLauncher:
             world=self.procs,
             local_world=self.procs,
             cores=self.cores,
-            meeting=f"file://{self.folder}/meeting",
+            rendezvous=f"file://{self.folder}/rendezvous",
             local_launcher=str(self.folder),
             device=device,
         )

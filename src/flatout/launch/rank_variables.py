@@ -52,14 +52,14 @@ def rank_environment(
     local_rank: int,
     world: int,
     local_world: int,
-    meeting: str,
+    rendezvous: str,
     local_launcher: str = "",
     device: str | None = None,
     cores: int | None = None,
 ) -> dict[str, str]:
     """Return ``environment`` for one rank.
 
-    ``meeting`` is the rendezvous (``file:///path``, ``tcp://host:port``), ``local_launcher`` the folder of the launch.
+    ``rendezvous`` is its address (``file:///path``, ``tcp://host:port``), ``local_launcher`` the folder of the launch.
     ``device`` is the one CUDA device that this rank sees. ``cores`` are shared between the local ranks,
     unless the user has set a number of threads.
     """
@@ -68,7 +68,7 @@ def rank_environment(
         for name, value in environment.items()
         if name not in OF_RANKS and not name.startswith(FAMILIES)
     }
-    own |= RankEnvironment(rank, local_rank, world, local_world, meeting).environment()
+    own |= RankEnvironment(rank, local_rank, world, local_world, rendezvous).environment()
     if local_launcher:
         own["FLATOUT_LAUNCH"] = local_launcher
     if device is not None:

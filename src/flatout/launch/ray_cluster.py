@@ -79,7 +79,7 @@ class Runner:
         self._store = served(torch, listening)
         return f"tcp://{at}"
 
-    def start(self, what: RayJob, standing: Mapping[str, str]) -> None:
+    def start(self, what: RayJob, rank_variables: Mapping[str, str]) -> None:
         """Start the program.
 
         Raises NodesApart if this node lacks its folder, ProgramNotFound if it lacks the program."""
@@ -91,10 +91,10 @@ class Runner:
         environment = {
             **os.environ,
             **what.extra,
-            **standing,
+            **rank_variables,
             "PYTHONPATH": f"{SITE}{os.pathsep}{before}" if before else str(SITE),
         }
-        interface = interface_of(self.where()[1]) if standing else None
+        interface = interface_of(self.where()[1]) if rank_variables else None
         if interface:
             environment.setdefault("GLOO_SOCKET_IFNAME", interface)
         if what.job is not None:
@@ -235,11 +235,11 @@ class _Ranks:
 
     def run(self) -> int:
         ray = self._ray
-        meeting = ray.get(self._actors[0].serve.remote())
+        rendezvous = ray.get(self._actors[0].serve.remote())
         try:
             ray.get(
                 [
-                    actor.start.remote(self._what, self._standing(rank, meeting))
+                    actor.start.remote(self._what, self._rank_variables(rank, rendezvous))
                     for rank, actor in enumerate(self._actors)
                 ]
             )
@@ -259,9 +259,9 @@ class _Ranks:
                     raise ProgramFailed(self._words(rank, code), code)
         return 0
 
-    def _standing(self, rank: int, meeting: str) -> dict[str, str]:
+    def _rank_variables(self, rank: int, rendezvous: str) -> dict[str, str]:
         here = [other for other, place in enumerate(self._places) if place == self._places[rank]]
-        return RankEnvironment(rank, here.index(rank), len(self._places), len(here), meeting).environment()
+        return RankEnvironment(rank, here.index(rank), len(self._places), len(here), rendezvous).environment()
 
     def _code(self, each: Any, rank: int, waiting: Mapping[Any, int]) -> int:
         try:

@@ -187,8 +187,8 @@ class RoundRendezvous:
             assert listening is not None  # port 0 is never in use
             port = listening.getsockname()[1]
             self._store = served(self._torch, listening)
-            info.store.set("flatout/meeting", f"{port} {self._address}")
-        port, address = info.store.get("flatout/meeting").decode().split(" ")
+            info.store.set("flatout/rendezvous", f"{port} {self._address}")
+        port, address = info.store.get("flatout/rendezvous").decode().split(" ")
         names = [info.store.get(f"flatout/node/{rank}").decode() for rank in range(info.world_size)]
         self._one_job(info)
         self.number += 1

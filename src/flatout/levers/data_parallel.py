@@ -28,14 +28,14 @@ from typing import Any
 from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.plan.rank_environment import standing
+from flatout.plan.rank_environment import this_rank
 from flatout.ranks.absent import why_none
 
 NAME = "data_parallel"
 
 
 def applies(facts: Facts, context: Any) -> Options | Skip:
-    here = standing()
+    here = this_rank()
     return (
         Options(({"reduction": "mean"},))
         if here is not None and here.world_size > 1
@@ -48,7 +48,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     from flatout.ranks.data_parallel import DataParallelScript
     from flatout.ranks.division import SplitSettings
 
-    division, here = SplitSettings.read(value), standing()
+    division, here = SplitSettings.read(value), this_rank()
     if here is None or here.world_size < 2:
         raise LookupError(why_none(context.torch))
     divided = DataParallelScript(context.torch, context, here, division, ledger)

@@ -27,7 +27,7 @@ from typing import Any
 from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
 from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.plan.rank_environment import standing
+from flatout.plan.rank_environment import this_rank
 from flatout.ranks.absent import why_none
 
 NAME = "sharding"
@@ -35,7 +35,7 @@ OVER = ("node", "all")
 
 
 def applies(facts: Facts, context: Any) -> Options | Skip:
-    here = standing()
+    here = this_rank()
     if here is None or here.world_size < 2:
         return Skip(why_none(context.torch))
     if not context.torch.distributed.is_available():
@@ -52,7 +52,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     over = given.get("over", "node") if isinstance(given, dict) and set(given) <= {"over"} else None
     if over not in OVER:
         raise TypeError(f'sharding must be a table, {{ over = "node" }} or {{ over = "all" }}, not {value!r}')
-    divided, here = context.divided, standing()
+    divided, here = context.divided, this_rank()
     if divided is None or here is None:
         raise LookupError("sharding requires data_parallel, which is not applied")
     ledger.set(

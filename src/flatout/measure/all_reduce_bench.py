@@ -1,6 +1,6 @@
-"""Measure an all-reduce between two processes: ``python -P -m flatout.measure.all_reduce_bench RANK MEETING OUT``.
+"""Measure an all-reduce between two processes: ``python -P -m flatout.measure.all_reduce_bench RANK RENDEZVOUS OUT``.
 
-MEETING is a file that does not exist yet, used for the rendezvous. Rank 0 writes the figure to OUT as JSON.
+RENDEZVOUS is a file that does not exist yet, used for the rendezvous. Rank 0 writes the figure to OUT as JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flatout.measure.clock import clock_for
 TENSOR_BYTES = 32 * 2**20  # a bucket of DistributedDataParallel is 25 MiB
 
 
-def main(rank: int, meeting: str, out: str) -> None:
+def main(rank: int, rendezvous: str, out: str) -> None:
     import torch
     import torch.distributed as dist
 
@@ -23,7 +23,7 @@ def main(rank: int, meeting: str, out: str) -> None:
     backend, device = ("nccl", "cuda") if several else ("gloo", "cpu")
     if several:
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=2)
+    dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     tensor = torch.zeros(TENSOR_BYTES // 4, device=device)
     each = []
     clock = clock_for(torch, device)

@@ -1,7 +1,7 @@
 """The rank of this process, read from its environment. Does not need torch.
 
 FLATOUT_RANK, FLATOUT_LOCAL_RANK, FLATOUT_WORLD_SIZE, FLATOUT_LOCAL_WORLD_SIZE    numbers
-FLATOUT_RENDEZVOUS    rendezvous of the ranks: ``file:///folder/meeting`` (a torch FileStore), or
+FLATOUT_RENDEZVOUS    rendezvous of the ranks: ``file:///folder/rendezvous`` (a torch FileStore), or
                    ``tcp://host:port`` (a torch TCPStore with an external server: all ranks are clients)
 """
 
@@ -17,7 +17,7 @@ NAMES = {
     "world_size": "FLATOUT_WORLD_SIZE",
     "local_world_size": "FLATOUT_LOCAL_WORLD_SIZE",
 }
-MEETING = "FLATOUT_RENDEZVOUS"
+RENDEZVOUS = "FLATOUT_RENDEZVOUS"
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,20 @@ class RankEnvironment:
     local_rank: int
     world_size: int
     local_world_size: int
-    meeting: str
+    rendezvous: str
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables that give a process this rank."""
-        return {name: str(getattr(self, field)) for field, name in NAMES.items()} | {MEETING: self.meeting}
+        return {name: str(getattr(self, field)) for field, name in NAMES.items()} | {
+            RENDEZVOUS: self.rendezvous
+        }
 
 
-def standing(environment: Mapping[str, str] | None = None) -> RankEnvironment | None:
+def this_rank(environment: Mapping[str, str] | None = None) -> RankEnvironment | None:
     """Return the rank of this process, or None if it is the only one."""
     found = os.environ if environment is None else environment
-    if MEETING not in found or not all(name in found for name in NAMES.values()):
+    if RENDEZVOUS not in found or not all(name in found for name in NAMES.values()):
         return None
     return RankEnvironment(
-        **{field: int(found[name]) for field, name in NAMES.items()}, meeting=found[MEETING]
+        **{field: int(found[name]) for field, name in NAMES.items()}, rendezvous=found[RENDEZVOUS]
     )

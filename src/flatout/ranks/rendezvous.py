@@ -6,7 +6,7 @@ import os
 from typing import Any
 from urllib.parse import urlsplit
 
-from flatout.plan.rank_environment import MEETING, RankEnvironment
+from flatout.plan.rank_environment import RENDEZVOUS, RankEnvironment
 from flatout.ranks.single_process import for_ourselves
 
 TIMEOUT_S = 1800.0  # torch's default: a rank may evaluate for long before it arrives
@@ -43,14 +43,14 @@ def store(torch: Any, where: RankEnvironment, timeout_s: float) -> Any:
     timeout = type(torch.distributed.constants.default_pg_timeout)(
         seconds=timeout_s
     )  # a datetime.timedelta, without the clocks of its module
-    place = urlsplit(where.meeting)
+    place = urlsplit(where.rendezvous)
     if place.scheme == "file":
         found = torch.distributed.FileStore(place.path, where.world_size)
         found.set_timeout(timeout)
         return found
     if place.scheme != "tcp" or not place.hostname or not place.port:
         raise ValueError(
-            f"{MEETING}={where.meeting} is not a valid rendezvous. Use file:///path or tcp://host:port"
+            f"{RENDEZVOUS}={where.rendezvous} is not a valid rendezvous. Use file:///path or tcp://host:port"
         )
     return torch.distributed.TCPStore(
         place.hostname, place.port, is_master=False, timeout=timeout, wait_for_workers=False

@@ -25,9 +25,9 @@ from flatout.capture.ledger import Ledger
 from flatout.replay.fake_operators import FakeOperators
 from flatout.replay.value_log import ValueLog
 
-MET = 7  # an event
+CALLED = 7  # an event
 # Methods of a process group, in all versions of torch; each writes to its first argument.
-MEETINGS = (
+COLLECTIVES = (
     "allreduce",
     "allreduce_coalesced",
     "broadcast",
@@ -60,8 +60,8 @@ NOTHING_WRITTEN = ("barrier", "monitored_barrier")
 class Collectives:
     """Counts and replays collectives. ``counts``: the number of collectives of each group, by name."""
 
-    def __init__(self, tape: ValueLog, replay_tensors: FakeOperators, ledger: Ledger) -> None:
-        self.tape, self.replay_tensors = tape, replay_tensors
+    def __init__(self, value_log: ValueLog, replay_tensors: FakeOperators, ledger: Ledger) -> None:
+        self.value_log, self.replay_tensors = value_log, replay_tensors
         self.counts: dict[str, int] = {}
         self.begun: dict[str, int] | None = None  # counts at the start of training
         self._under_way: list[Any] = []
@@ -69,7 +69,7 @@ class Collectives:
         self._wrappers: list[weakref.ref[Any]] = []  # in the order of their first forward passes
         self._hooks: weakref.WeakKeyDictionary[Any, tuple[Any, Callable]] = weakref.WeakKeyDictionary()
         group = torch.distributed.ProcessGroup
-        for names, observed in ((MEETINGS, self._met), (FROM_ONE_TO_ONE, self._info_of_one)):
+        for names, observed in ((COLLECTIVES, self._called), (FROM_ONE_TO_ONE, self._info_of_one)):
             for name in names:
                 if hasattr(group, name):
                     ledger.set(group, name, observed(getattr(group, name)))
@@ -108,17 +108,17 @@ class Collectives:
     def _prune(self) -> None:
         self._under_way = [work for work in self._under_way if not work.is_completed()]
 
-    def _met(self, really: Callable) -> Callable:
-        tape = self.tape
+    def _called(self, really: Callable) -> Callable:
+        value_log = self.value_log
 
         @wraps(really)
         def meet(group: Any, *args: Any, **kwargs: Any) -> Any:
-            if not tape.observes:
+            if not value_log.observes:
                 return really(group, *args, **kwargs)
-            tape.event(MET)
+            value_log.event(CALLED)
             name = group.group_name
             self.counts[name] = self.counts.get(name, 0) + 1
-            if tape.going and self.begun is not None:
+            if value_log.going and self.begun is not None:
                 if really.__name__ not in NOTHING_WRITTEN:
                     self.replay_tensors.lose(
                         pytree.tree_leaves(args[0] if args else next(iter(kwargs.values())))
@@ -135,7 +135,7 @@ class Collectives:
     def _info_of_one(self, really: Callable) -> Callable:
         @wraps(really)
         def tell(group: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.tape.observes:
+            if self.value_log.observes:
                 self._why_not["its ranks use point-to-point communication"] = None
             return really(group, *args, **kwargs)
 
@@ -161,7 +161,7 @@ class Collectives:
         def forward(module: Any, *inputs: Any, **kwargs: Any) -> Any:
             if not any(ref() is module for ref in self._wrappers):
                 self._wrappers.append(weakref.ref(module))
-            if not self.tape.going:
+            if not self.value_log.going:
                 return really(module, *inputs, **kwargs)
             if module.device_ids:  # it moves its inputs there
                 place = torch.device(module.device_type, module.device_ids[0])

@@ -45,9 +45,13 @@ class Files:
     """
 
     def __init__(
-        self, folder: Path, tape: ValueLog, refuse: Callable[[str], NoReturn], found: Callable[[str], None]
+        self,
+        folder: Path,
+        value_log: ValueLog,
+        refuse: Callable[[str], NoReturn],
+        found: Callable[[str], None],
     ) -> None:
-        self.folder, self.tape, self.refuse, self.found = folder, tape, refuse, found
+        self.folder, self.value_log, self.refuse, self.found = folder, value_log, refuse, found
         self.list = Path(f"{folder}.made")
         self.overlay = Overlay(str(folder))
         self.made: list[str] = []
@@ -125,7 +129,12 @@ class Files:
 
     def _observes(self, path: Any) -> str | None:
         """Return the canonical name of a file of the script; None for a file that is not tracked."""
-        if not self.tape.observes or self.overlay.busy or self.overlay.is_outside(path) or is_library(path):
+        if (
+            not self.value_log.observes
+            or self.overlay.busy
+            or self.overlay.is_outside(path)
+            or is_library(path)
+        ):
             return None
         return self.overlay.key(path)
 
@@ -152,7 +161,7 @@ class Files:
 
         @wraps(really)
         def reach(*args: Any, **kwargs: Any) -> Any:
-            if self.tape.observes and (self.tape.steps or always):
+            if self.value_log.observes and (self.value_log.steps or always):
                 self._why_not[why] = None
             return really(*args, **kwargs)
 
@@ -163,7 +172,7 @@ class Files:
         def mapped(
             kind: Any, filename: Any, dtype: Any = "uint8", mode: str = "r+", *args: Any, **kwargs: Any
         ) -> Any:
-            if self.tape.observes and mode not in ("r", "c", "readonly", "copyonwrite"):
+            if self.value_log.observes and mode not in ("r", "c", "readonly", "copyonwrite"):
                 self._why_not["it modifies part of a file in place"] = None
             return really(kind, filename, dtype, mode, *args, **kwargs)
 
@@ -178,7 +187,7 @@ class Files:
 
         @wraps(really)
         def dump(obj: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-            if not (self.tape.going and self.tape.observes and file in self._open):
+            if not (self.value_log.going and self.value_log.observes and file in self._open):
                 really(obj, file, *args, **kwargs)
 
         return dump
@@ -213,7 +222,7 @@ class Files:
             if key is not None:
                 self._writes(key, "w")
                 self._saves(key)
-            if self.tape.going and self.tape.observes:
+            if self.value_log.going and self.value_log.observes:
                 return self._as_if_saved(key)
             return really(*args, **kwargs)
 
@@ -230,9 +239,9 @@ class Files:
             key = self._observes(f) if isinstance(f, (str, os.PathLike)) else None
             if key is not None:
                 self._read(key)
-                if not self.tape.steps and key not in self.written:
+                if not self.value_log.steps and key not in self.written:
                     self.looked.add(key)
-            with self.tape.unheard:
+            with self.value_log.unheard:
                 if key in self.hollow:
                     with self.overlay.looking():
                         return really(key, *args, **kwargs)
@@ -252,13 +261,13 @@ class Files:
             there = os.path.lexists(key)
             if (
                 there
-                and not self.tape.going
+                and not self.value_log.going
                 and "w" in mode
                 and key in self.kept.names
                 and key not in self._open_now()
             ):
                 os.unlink(key)  # a hard link keeps its content of the last checkpoint
-        if not there and not self.tape.going:
+        if not there and not self.value_log.going:
             self._makes(key)
 
     def _open_now(self) -> set[str]:
@@ -267,16 +276,16 @@ class Files:
     def _makes(self, key: str) -> None:
         if key not in self.made:
             self.made.append(key)
-            if not self.tape.going:
+            if not self.value_log.going:
                 with self.overlay.looking(), open(self.list, "a", encoding="utf-8") as file:
                     file.write(json.dumps(key) + "\n")
 
     def _read(self, key: str) -> None:
-        if self.tape.going and self.overlay.moved.get(key, "") is None:
+        if self.value_log.going and self.overlay.moved.get(key, "") is None:
             return  # does not exist yet
         with self.overlay.looking():
             stands = how_it_stands(key)
-        if self.tape.going:
+        if self.value_log.going:
             self._read_again(key, stands)
             return
         if key in self.future:

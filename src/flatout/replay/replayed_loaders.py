@@ -40,8 +40,8 @@ class ReplayedLoaders:
     ``begins`` is called before a batch is taken. ``find`` returns the random generators that an object holds.
     """
 
-    def __init__(self, tape: ValueLog, ledger: Ledger, begins: Callable[[], None], find: Find) -> None:
-        self.tape, self.ledger, self.begins, self.find = tape, ledger, begins, find
+    def __init__(self, value_log: ValueLog, ledger: Ledger, begins: Callable[[], None], find: Find) -> None:
+        self.value_log, self.ledger, self.begins, self.find = value_log, ledger, begins, find
         self.iterators: list[weakref.ref[Any]] = []
         self.fetched: set[int] = set()  # numbers of the iterators whose batches hold more than tensors
         self.fetches = False  # load batches during a replay, too
@@ -65,7 +65,7 @@ class ReplayedLoaders:
     # -- iterators ------------------------------------------------------------------------------------------
 
     def _numbered(self, really: Callable) -> Callable:
-        tape = self.tape
+        value_log = self.value_log
 
         @wraps(really)
         def init(iterator: Any, loader: Any) -> None:
@@ -75,32 +75,32 @@ class ReplayedLoaders:
                 carrier.collate_fn, iterator._collate_fn = iterator._collate_fn, carrier
             if self._coming is not None:
                 iterator._base_seed = self._coming._base_seed
-            elif tape.observes:
-                tape.event(BEGAN)
+            elif value_log.observes:
+                value_log.event(BEGAN)
                 iterator.flatout_number = len(self.iterators)
                 self.iterators.append(weakref.ref(iterator))
 
         return init
 
     def _asked(self, really: Callable) -> Callable:
-        tape = self.tape
+        value_log = self.value_log
 
         @wraps(really)
         def next_index(iterator: Any) -> Any:
             index = really(iterator)
             # workers of iterable data sets finish in any order
-            if tape.observes and (iterator._dataset_kind == 0 or not iterator._num_workers):
-                tape.event(_order(index))
+            if value_log.observes and (iterator._dataset_kind == 0 or not iterator._num_workers):
+                value_log.event(_order(index))
             return index
 
         return next_index
 
     def _taken(self, really: Callable) -> Callable:
-        tape = self.tape
+        value_log = self.value_log
 
         @wraps(really)
         def take(iterator: Any) -> Any:
-            if tape.observes:
+            if value_log.observes:
                 self.begins()
             return really(iterator)
 
@@ -108,20 +108,20 @@ class ReplayedLoaders:
 
     def _fetched(self, really: Callable, by_index: bool) -> Callable:
         """Wrap the fetch of a process without workers."""
-        tape = self.tape
+        value_log = self.value_log
 
         @wraps(really)
         def hooked_fetch(fetcher: Any, index: Any) -> Any:
-            if not tape.observes:
+            if not value_log.observes:
                 return really(fetcher, index)
-            if tape.going and by_index:
+            if value_log.going and by_index:
                 batch = self._played()
                 if batch is not None and not self.fetches:
                     self.skipped += 1
                     return batch
-            with tape.unheard:
+            with value_log.unheard:
                 batch = really(fetcher, index)
-            if by_index and not tape.going:
+            if by_index and not value_log.going:
                 self._note(batch)
             return batch
 
@@ -135,20 +135,20 @@ class ReplayedLoaders:
         number = FETCHED if metas is None else self._numbers.get(metas)
         if number is None:
             number = self._numbers[metas] = len(self._numbers)
-            self.tape.put(number, 2)
-            self.tape.put(_info(batch), 3)
+            self.value_log.put(number, 2)
+            self.value_log.put(_info(batch), 3)
         else:
-            self.tape.put(number, 2)
+            self.value_log.put(number, 2)
         return number
 
     def _played(self) -> Any:
         """Return a fake batch; None if the batch must be loaded."""
-        tape = self.tape
-        number = tape.take(2)
+        value_log = self.value_log
+        number = value_log.take(2)
         if number == FETCHED:
             return None
         if number == len(self._shapes):
-            metadata = tape.take(3)
+            metadata = value_log.take(3)
             self._shapes.append(metadata)
             self._numbers[_metas_of(_made(metadata))] = number
         return _made(self._shapes[number])
@@ -157,21 +157,21 @@ class ReplayedLoaders:
 
     def _carries(self, really: Callable) -> Callable:
         """Make workers report their state."""
-        tape = self.tape
+        value_log = self.value_log
 
         @wraps(really)
         def init(iterator: Any, loader: Any) -> None:
             coming = self._coming
-            if (not tape.observes and coming is None) or loader._dataset_kind != 0:
+            if (not value_log.observes and coming is None) or loader._dataset_kind != 0:
                 really(iterator, loader)
                 return
             iterator.flatout_given = coming.given if coming is not None else 0
-            iterator.flatout_standing = (
-                list(coming.standing) if coming is not None else [None] * loader.num_workers
+            iterator.flatout_worker_states = (
+                list(coming.worker_states) if coming is not None else [None] * loader.num_workers
             )
             again = coming.again if coming is not None else 0
             iterator.flatout_carrier = carrier = WorkerStateCollate(
-                None, loader.worker_init_fn, self.find, list(iterator.flatout_standing), again
+                None, loader.worker_init_fn, self.find, list(iterator.flatout_worker_states), again
             )
             with in_place(loader, {"worker_init_fn": carrier.begins}):
                 really(iterator, loader)
@@ -188,7 +188,7 @@ class ReplayedLoaders:
         return reset
 
     def _unpacked(self, really: Callable) -> Callable:
-        tape = self.tape
+        value_log = self.value_log
 
         @wraps(really)
         def next_data(iterator: Any) -> Any:
@@ -196,12 +196,12 @@ class ReplayedLoaders:
             if type(data) is BatchWithWorkerState:
                 worker = iterator.flatout_given % iterator._num_workers
                 iterator.flatout_given += 1
-                if data.standing is not None:
-                    iterator.flatout_standing[worker] = data.standing
+                if data.worker_state is not None:
+                    iterator.flatout_worker_states[worker] = data.worker_state
                 data = data.batch
-            if tape.observes and iterator._dataset_kind == 0:
-                if tape.going:
-                    tape.take(2)
+            if value_log.observes and iterator._dataset_kind == 0:
+                if value_log.going:
+                    value_log.take(2)
                 elif self._note(data) == FETCHED:
                     self.fetched.add(iterator.flatout_number)
             return data
@@ -209,12 +209,12 @@ class ReplayedLoaders:
         return next_data
 
     def _chosen(self, really: Callable) -> Callable:
-        tape = self.tape
+        value_log = self.value_log
 
         @wraps(really)
         def get_iterator(loader: Any) -> Any:
             if (
-                not (tape.going and tape.observes)
+                not (value_log.going and value_log.observes)
                 or not loader.num_workers
                 or loader._dataset_kind != 0
                 or len(self.iterators) in self.fetched
@@ -234,7 +234,10 @@ class ReplayedLoaders:
             iterator = ref()
             real = iterator.real if type(iterator) is ReplayedIterator else iterator
             if real is not None and "flatout_given" in vars(real):
-                found[number] = {"given": real.flatout_given, "standing": list(real.flatout_standing)}
+                found[number] = {
+                    "given": real.flatout_given,
+                    "worker_states": list(real.flatout_worker_states),
+                }
         return {"workers": found, "fetched": sorted(self.fetched)}
 
     def waiting(self) -> list[Any]:
@@ -261,7 +264,7 @@ class ReplayedLoaders:
                         f"a loader with workers had returned {stood['given']} batches at the checkpoint, and {iterator.given} now"
                     )
                     continue
-                iterator.becomes_real(stood["standing"])
+                iterator.becomes_real(stood["worker_states"])
         return said
 
 
@@ -271,7 +274,7 @@ class ReplayedIterator(_BaseDataLoaderIter):
     def __init__(self, batches: ReplayedLoaders, loader: Any) -> None:
         self.batches, self.loader = batches, weakref.ref(loader)
         self.ahead = loader.prefetch_factor * loader.num_workers
-        self.standing: list[Any] = [None] * loader.num_workers
+        self.worker_states: list[Any] = [None] * loader.num_workers
         self.real: Any = None
         super().__init__(loader)
         self._start(loader)
@@ -311,10 +314,10 @@ class ReplayedIterator(_BaseDataLoaderIter):
         """Number of batches to load again, so that each worker continues at its turn."""
         return self.given % self._num_workers
 
-    def becomes_real(self, standing: list[Any]) -> None:
+    def becomes_real(self, worker_states: list[Any]) -> None:
         loader = self.loader()
         assert loader is not None
-        self.standing = standing
+        self.worker_states = worker_states
         given = list(self._since_first)
         left = _Left(chain(given[len(given) - self.again :], self._asked, self._sampler_iter))
         self.batches._coming = self

@@ -34,8 +34,8 @@ class SampleOrders:
     runs.
     """
 
-    def __init__(self, tape: ValueLog, ledger: Ledger) -> None:
-        self.tape, self.ledger = tape, ledger
+    def __init__(self, value_log: ValueLog, ledger: Ledger) -> None:
+        self.value_log, self.ledger = value_log, ledger
         self._way = self._count = 0
         self._living: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
@@ -47,9 +47,9 @@ class SampleOrders:
 
     def taken(self, rows: Any, caller: FrameType) -> None:
         """Register selected rows. ``rows``: None for rows without values during a replay."""
-        if self.tape.observes and is_users(caller.f_code.co_filename):
-            self._count = self._count + 1 if self.tape.flow == self._way else 0
-            self._way = self.tape.flow
+        if self.value_log.observes and is_users(caller.f_code.co_filename):
+            self._count = self._count + 1 if self.value_log.flow == self._way else 0
+            self._way = self.value_log.flow
             if rows is not None:
                 self._living[f"{self._way & (1 << 64) - 1:x} {caller.f_lasti} {self._count}"] = rows
 

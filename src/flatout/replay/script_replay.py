@@ -94,14 +94,14 @@ class ScriptReplay(Listener):
         state = way.state
         self.refuse, self.outside = outside.astray, outside
         self.journal, self.saved, self.saving, self.ledger = way.journal, state, saving, ledger
-        self.tape = ValueLog(self.refuse, outside.say)
+        self.value_log = ValueLog(self.refuse, outside.say)
         self.replay_tensors = FakeOperators(self.refuse)
-        self.skipping = Skipping(self.tape, self.replay_tensors, ledger)
-        self.batches = ReplayedLoaders(self.tape, ledger, self._begins, find)
+        self.skipping = Skipping(self.value_log, self.replay_tensors, ledger)
+        self.batches = ReplayedLoaders(self.value_log, ledger, self._begins, find)
         self.batches.fetches = way.fetches
         self.files = Files(
             way.journal.with_name(f"{way.journal.name}.files"),
-            self.tape,
+            self.value_log,
             outside.refuse,
             self._resumes_by_itself,
         )
@@ -110,7 +110,7 @@ class ScriptReplay(Listener):
         if way.several:
             from flatout.replay.collectives import Collectives
 
-            self.collectives = Collectives(self.tape, self.replay_tensors, ledger)
+            self.collectives = Collectives(self.value_log, self.replay_tensors, ledger)
         self._quiet: MutedIO | None = None
         self._origins: InitialTensors | None = None
         self._draws: RandomDrawCheck | None = None
@@ -120,9 +120,9 @@ class ScriptReplay(Listener):
         self._numbered = 0
         self._began_s = self._trained_s = 0.0  # start of training or resume; training time before it
         self.pid = os.getpid()
-        self.drawn = SampleOrders(self.tape, ledger)
+        self.drawn = SampleOrders(self.value_log, ledger)
         self.observing = ValueHooks(
-            self.tape, ledger, self.replay_tensors.gradient_sources.comes_from, self.drawn.taken
+            self.value_log, ledger, self.replay_tensors.gradient_sources.comes_from, self.drawn.taken
         )
         self.replay_tensors.shaped_again, self.replay_tensors.taken = (
             self.observing.shaped_again,
@@ -149,7 +149,7 @@ class ScriptReplay(Listener):
 
     @property
     def going(self) -> bool:
-        return self.tape.going
+        return self.value_log.going
 
     @property
     def skips(self) -> bool:
@@ -157,10 +157,10 @@ class ScriptReplay(Listener):
         return self.saved is not None and bool(self.batches.skipped)
 
     def _forked(self) -> None:
-        self.tape.deaf += 1
+        self.value_log.deaf += 1
 
     def broke(self, error: Exception) -> None:
-        if self.tape.going:
+        if self.value_log.going:
             self.refuse(f"internal error in flatout ({type(error).__name__}: {error})")
 
     def ended(self) -> None:
@@ -170,8 +170,8 @@ class ScriptReplay(Listener):
 
     def _resumes_by_itself(self, place: str) -> None:
         """Stop recording; no checkpoint is used to resume."""
-        if not self.tape.going and not self.tape.broken:
-            self.tape.breaks(f"it resumes by itself, from {os.path.relpath(place)}")
+        if not self.value_log.going and not self.value_log.broken:
+            self.value_log.breaks(f"it resumes by itself, from {os.path.relpath(place)}")
             self.journal.unlink(missing_ok=True)
             self.outside.left_alone(
                 f"this script resumes by itself, from {os.path.relpath(place)}; flatout leaves this to the script"
@@ -181,12 +181,12 @@ class ScriptReplay(Listener):
 
     def beside(self, frame: FrameType | None) -> tuple[dict[str, Any], str]:
         """Return what a checkpoint needs to resume from this event, and why it would be unusable, or ""."""
-        tape = self.tape
-        if tape.deaf > 1:  # one of them is for the checkpointing listener
+        value_log = self.value_log
+        if value_log.deaf > 1:  # one of them is for the checkpointing listener
             return {}, "its steps end inside a backward pass, where nothing is recorded"
-        place = tape.write()
+        place = value_log.write()
         if place is None or self._origins is None:
-            return {}, tape.broken or "its training has not begun"
+            return {}, value_log.broken or "its training has not begun"
         world = ReachableState().look(frame, self._also())
         state, unsound = state_of_world(world, self._origins)
         unsound += self.files.unsound()
@@ -201,8 +201,8 @@ class ScriptReplay(Listener):
             "files": self.files.state(),
             "journal": place.to_json(),
             "trained_s": self._trained_s + self.outside.seconds() - self._began_s,
-            "events": tape.events,
-            "steps": tape.steps,
+            "events": value_log.events,
+            "steps": value_log.steps,
         }, "; ".join(unsound)
 
     def met(self) -> dict[str, Any]:
@@ -211,8 +211,8 @@ class ScriptReplay(Listener):
 
     def flush(self) -> None:
         """Wait until the journal is on the disk."""
-        if self.tape.journal is not None:
-            self.tape.journal.flush()
+        if self.value_log.journal is not None:
+            self.value_log.journal.flush()
 
     def _also(self) -> dict[str, Any]:
         return {"call": self._call, **self.drawn.held()}
@@ -220,45 +220,45 @@ class ScriptReplay(Listener):
     def _begins(self) -> None:
         """Start the training at the first batch or module call; everything before it was really executed."""
         if self._origins is None:
-            self.tape.began, self._began_s = True, self.outside.seconds()
+            self.value_log.began, self._began_s = True, self.outside.seconds()
             self.files.begins()
             if self.collectives is not None:
                 self.collectives.begins()
-            with self.tape.unheard:
+            with self.value_log.unheard:
                 self._origins = InitialTensors(
-                    ReachableState().look(sys._getframe(1), {}), everything=self.tape.going
+                    ReachableState().look(sys._getframe(1), {}), everything=self.value_log.going
                 )
-            if self.tape.going:
+            if self.value_log.going:
                 self._draws = RandomDrawCheck()
                 self.skipping.starts()
-            elif not self.tape.broken:
+            elif not self.value_log.broken:
                 self._record_from_here()
 
     def _record_from_here(self) -> None:
         """Record from here on, with the values so far. Processes that do not train never reach this."""
         self.outside.begins()
         try:
-            self.tape.record(ValueJournal(self.journal))
+            self.value_log.record(ValueJournal(self.journal))
         except StorageError as error:
-            self.tape.breaks(str(error))
+            self.value_log.breaks(str(error))
             self.outside.say(f"this script cannot be resumed exactly: {error}")
 
     @contextmanager
     def for_real(self) -> Iterator[None]:
         """Run flatout's own code: it acts on real tensors and is not recorded."""
-        with self.skipping.paused(), self.tape.unheard:
+        with self.skipping.paused(), self.value_log.unheard:
             yield
 
     # -- events ---------------------------------------------------------------------------------------------
 
     def _event(self, what: int) -> bool:
         """Log an event; return whether the checkpointing listener gets it."""
-        if not self.tape.observes:  # e.g. inside a backward pass
-            return not self.tape.going
-        if self.tape.event(what):
+        if not self.value_log.observes:  # e.g. inside a backward pass
+            return not self.value_log.going
+        if self.value_log.event(what):
             self._resume_point(sys._getframe(2))
             return True
-        return not self.tape.going
+        return not self.value_log.going
 
     def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
         self._begins()
@@ -288,20 +288,20 @@ class ScriptReplay(Listener):
             self._passes_on(self.saving.optimizer_end, optimizer)
 
     def step_end(self) -> None:
-        if self.tape.observes:
-            self.tape.mark()
-        if not self.tape.going:
+        if self.value_log.observes:
+            self.value_log.mark()
+        if not self.value_log.going:
             self._passes_on(self.saving.step_end)
 
     def _passes_on(self, event: Callable[..., None], *about: Any) -> None:
         """Call the checkpointing listener, unrecorded."""
-        with self.tape.unheard:
+        with self.value_log.unheard:
             event(*about)
 
     # -- replaying ------------------------------------------------------------------------------------------
 
     def _play(self, state: dict[str, Any], shows: bool) -> None:
-        self.tape.play(
+        self.value_log.play(
             read_journal(self.journal, JournalPosition.from_json(state["journal"])), state["events"]
         )
         self.batches.fetched = set(state["batches"]["fetched"])
@@ -313,7 +313,7 @@ class ScriptReplay(Listener):
     def _resume_point(self, frame: FrameType) -> None:
         """Restore the saved state: the script is at the resume point, with fake tensors."""
         try:
-            with self.tape.unheard:
+            with self.value_log.unheard:
                 self.skipping.stops()
                 self._becomes(self.saved or {}, frame)
         except FlatoutError as error:
@@ -327,7 +327,7 @@ class ScriptReplay(Listener):
 
     def _becomes(self, saved: dict[str, Any], frame: FrameType) -> None:
         assert self._origins is not None
-        self.tape.end()
+        self.value_log.end()
         drawn = self._draws.compare(saved["random"]) if self._draws is not None else []
         if drawn:
             self.refuse(
@@ -351,5 +351,5 @@ class ScriptReplay(Listener):
         self.files.go_on(saved["files"])
         assert self._quiet is not None
         self._quiet.ends()
-        self.tape.record(ValueJournal(self.journal, JournalPosition.from_json(saved["journal"])))
+        self.value_log.record(ValueJournal(self.journal, JournalPosition.from_json(saved["journal"])))
         self._trained_s = saved["trained_s"]

@@ -23,8 +23,8 @@ from flatout.replay.value_log import ValueLog
 class Skipping:
     """Patches the skipped functions. ``ledger``: for patches that stay after the resume point."""
 
-    def __init__(self, tape: ValueLog, replay_tensors: FakeOperators, ledger: Ledger) -> None:
-        self.tape, self.replay_tensors, self._ledger = tape, replay_tensors, ledger
+    def __init__(self, value_log: ValueLog, replay_tensors: FakeOperators, ledger: Ledger) -> None:
+        self.value_log, self.replay_tensors, self._ledger = value_log, replay_tensors, ledger
         self._steps = Ledger()
         self._until_resume_point = Ledger()
         self._mode: Any = None  # a torch function mode that answers instead of the functions
@@ -45,7 +45,7 @@ class Skipping:
                 torch.optim.LBFGS,
             ):
                 # below torch's hooks, which are recorded
-                self._steps.set(kind, "step", _without_step(kind.step, self.tape))
+                self._steps.set(kind, "step", _without_step(kind.step, self.value_log))
 
     # -- replaying ------------------------------------------------------------------------------------------
 
@@ -69,7 +69,7 @@ class Skipping:
             self._until_resume_point.set(torch.utils.hooks.BackwardHook, side, lambda hook, given: given)
         # profiler labels take a fifth of the time of a skipped step
         named = torch.autograd.profiler.record_function
-        self._ledger.set(named, "__enter__", _unless(named.__enter__, lambda _: self.tape.going))
+        self._ledger.set(named, "__enter__", _unless(named.__enter__, lambda _: self.value_log.going))
         self._ledger.set(named, "__exit__", _unless(named.__exit__, lambda name: name.record is None))
         self._mode = self.replay_tensors.mode()
         self._mode.off = True
@@ -90,7 +90,7 @@ class Skipping:
             yield
         finally:
             self._mode.off = before
-            if self.tape.going:
+            if self.value_log.going:
                 _compiler("force_eager")
 
     def stops(self) -> None:
@@ -121,7 +121,11 @@ class Skipping:
     def _begun_by(self, really: Callable, begins: Callable[[], None]) -> Callable:
         @wraps(really)
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.tape.began and self.tape.observes and any(True for _ in module.parameters()):
+            if (
+                not self.value_log.began
+                and self.value_log.observes
+                and any(True for _ in module.parameters())
+            ):
                 begins()
             return really(module, *args, **kwargs)
 
@@ -137,8 +141,8 @@ class Skipping:
             grad_variables: Any = None,
             inputs: Any = None,
         ) -> None:
-            if not self.tape.going:
-                with self.tape.unheard:
+            if not self.value_log.going:
+                with self.value_log.unheard:
                     return really(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
             wanted = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
             return self.replay_tensors.gradient_sources.went_backward(
@@ -150,8 +154,8 @@ class Skipping:
     def _without_grad(self, really: Callable) -> Callable:
         @wraps(really)
         def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.tape.going:
-                with self.tape.unheard:
+            if not self.value_log.going:
+                with self.value_log.unheard:
                     return really(outputs, inputs, *args, **kwargs)
             return self.replay_tensors.gradient_sources.grads(outputs, inputs)
 
@@ -185,38 +189,38 @@ def _for_real(really: Callable) -> Callable:
     return copied
 
 
-def _without_step(really: Callable, tape: ValueLog) -> Callable:
+def _without_step(really: Callable, value_log: ValueLog) -> Callable:
     # optimizer -> number of weights that had gradients
     made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     @wraps(really)
     def step(optimizer: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not tape.going:
-            with tape.unheard:
+        if not value_log.going:
+            with value_log.unheard:
                 return really(
-                    optimizer, *(() if closure is None else (_observed(closure, tape),)), *args, **kwargs
+                    optimizer, *(() if closure is None else (_observed(closure, value_log),)), *args, **kwargs
                 )
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         moved = sum(p.grad is not None for group in optimizer.param_groups for p in group["params"])
         if moved > made.get(optimizer, 0):  # its state must exist, even without values
             made[optimizer] = moved
-            with tape.unheard:
+            with value_log.unheard:
                 really(optimizer)
         return loss
 
     return step
 
 
-def _observed(closure: Callable, tape: ValueLog) -> Callable:
+def _observed(closure: Callable, value_log: ValueLog) -> Callable:
     """Wrap the closure of an optimizer step: it is the script's own code, so it is recorded."""
 
     def call() -> Any:
-        before, tape.deaf = tape.deaf, tape.deaf - 1
+        before, value_log.deaf = value_log.deaf, value_log.deaf - 1
         try:
             return closure()
         finally:
-            tape.deaf = before
+            value_log.deaf = before
 
     return call
 

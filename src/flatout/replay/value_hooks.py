@@ -90,12 +90,12 @@ class ValueHooks:
 
     def __init__(
         self,
-        tape: ValueLog,
+        value_log: ValueLog,
         ledger: Ledger,
         comes_from: Callable[[Any, Iterable[Any]], Any],
         taken: Callable[[Any, FrameType], None],
     ) -> None:
-        self.tape, self.ledger, self.comes_from, self.taken = tape, ledger, comes_from, taken
+        self.value_log, self.ledger, self.comes_from, self.taken = value_log, ledger, comes_from, taken
         self._dates: dict[str, Any] = {}
         self._observed: types.ModuleType | None = None
 
@@ -117,7 +117,7 @@ class ValueHooks:
             ledger.set(torch, name, self._made_of(getattr(torch, name)))
         self._install_clocks()
         for name in OF_DEVICES:
-            ledger.set(torch.cuda, name, RecordedClock(getattr(torch.cuda, name), self.tape))
+            ledger.set(torch.cuda, name, RecordedClock(getattr(torch.cuda, name), self.value_log))
         ledger.set(torch.cuda.Event, "elapsed_time", self._value(torch.cuda.Event.elapsed_time))
 
     def _install_clocks(self) -> None:
@@ -126,7 +126,7 @@ class ValueHooks:
         for name in CLOCKS:
             if hasattr(clocks, name):
                 known.append(
-                    (getattr(clocks, name), clock := RecordedClock(getattr(clocks, name), self.tape))
+                    (getattr(clocks, name), clock := RecordedClock(getattr(clocks, name), self.value_log))
                 )
                 self.ledger.set(clocks, name, clock)
         self.ledger.set(clocks, "sleep", self._sleeps(clocks.sleep))
@@ -141,12 +141,12 @@ class ValueHooks:
         self.ledger.set(builtins, "__import__", self._imports(builtins.__import__))
 
     def _sleeps(self, really: Callable) -> Callable:
-        tape = self.tape
+        value_log = self.value_log
 
         @wraps(really)
         def sleep(seconds: float) -> None:
             # no need to sleep again
-            if not (tape.going and tape.observes and is_users(sys._getframe(1).f_code.co_filename)):
+            if not (value_log.going and value_log.observes and is_users(sys._getframe(1).f_code.co_filename)):
                 really(seconds)
 
         return sleep
@@ -168,7 +168,7 @@ class ValueHooks:
 
     def _dated(self, name: str) -> Any:
         if name not in self._dates:
-            self._dates[name] = _dated(getattr(datetime, name), DATES[name], self.tape)
+            self._dates[name] = _dated(getattr(datetime, name), DATES[name], self.value_log)
         return self._dates[name]
 
     def _calendar(self) -> types.ModuleType:
@@ -181,39 +181,39 @@ class ValueHooks:
     # -- wrappers -------------------------------------------------------------------------------------------
 
     def _value(self, really: Callable) -> Callable:
-        tape, here = self.tape, threading.get_ident
+        value_log, here = self.value_log, threading.get_ident
         follows = FROM_A_SEED if really.__name__ == "tolist" else None
 
         @wraps(really)
         def observed(*args: Any, **kwargs: Any) -> Any:
-            if tape.deaf or here() != tape.main:
+            if value_log.deaf or here() != value_log.main:
                 return really(*args, **kwargs)
             caller = _past_us(sys._getframe(1))  # a lever may have replaced this function
             if caller.f_code is follows:
-                tape.deaf = 1  # a mode calls this function again
+                value_log.deaf = 1  # a mode calls this function again
                 try:
                     return really(*args, **kwargs)
                 finally:
-                    tape.deaf = 0
+                    value_log.deaf = 0
             at = caller.f_lasti
-            if tape.going:
+            if value_log.going:
                 return self._answer(really, at, args, kwargs)
-            tape.deaf = 1
+            value_log.deaf = 1
             try:
                 value = really(*args, **kwargs)
             except Exception as error:
-                tape.put(error, at)
+                value_log.put(error, at)
                 raise
             finally:
-                tape.deaf = 0
-            tape.put(value, at, not tape.began)
+                value_log.deaf = 0
+            value_log.put(value, at, not value_log.began)
             return value
 
         return observed
 
     def _answer(self, really: Callable, at: int, args: tuple, kwargs: dict) -> Any:
-        tape = self.tape
-        value = tape.take(at)
+        value_log = self.value_log
+        value = value_log.take(at)
         if isinstance(value, Exception):
             raise value
         shares = hasattr(value, "tobytes") and hasattr(value, "dtype")
@@ -222,47 +222,47 @@ class ValueHooks:
         if any(isinstance(each, ReplayTensor) for each in (*args, *kwargs.values())):
             if shares:
                 return value
-            tape.refuse(
-                f"in step {tape.steps + 1} {really.__name__}() returns more values to Python than the journal keeps"
+            value_log.refuse(
+                f"in step {value_log.steps + 1} {really.__name__}() returns more values to Python than the journal keeps"
             )
-        tape.deaf = 1
+        value_log.deaf = 1
         try:
             again = really(*args, **kwargs)  # of a real tensor: an array shares its memory
         finally:
-            tape.deaf = 0
+            value_log.deaf = 0
         if type(value) is LargeValue:
             if zlib.crc32(encoded(again)[1]) != value.digest:
-                tape.refuse(
-                    f"in step {tape.steps + 1} {really.__name__}() returns other values than in the first run, and too many for the journal"
+                value_log.refuse(
+                    f"in step {value_log.steps + 1} {really.__name__}() returns other values than in the first run, and too many for the journal"
                 )
             return again
         return again if encoded(again) == encoded(value) else value
 
     def _shape(self, really: Callable) -> Callable:
-        tape, here = self.tape, threading.get_ident
+        value_log, here = self.value_log, threading.get_ident
 
         @wraps(really)
         def observed(*args: Any, **kwargs: Any) -> Any:
-            if tape.deaf or here() != tape.main:
+            if value_log.deaf or here() != value_log.main:
                 return really(*args, **kwargs)
             return self._shaped(really, sys._getframe(1).f_lasti, args, kwargs)
 
         return observed
 
     def _shaped(self, really: Callable, at: int, args: tuple, kwargs: dict) -> Any:
-        tape = self.tape
-        if tape.going:
+        value_log = self.value_log
+        if value_log.going:
             return self._shaped_again(really, at, args, kwargs)
-        tape.deaf = 1
+        value_log.deaf = 1
         try:
             result = really(*args, **kwargs)
             leaves = pytree.tree_leaves(result)
         except Exception as error:
-            tape.put(error, at)
+            value_log.put(error, at)
             raise
         finally:
-            tape.deaf = 0
-        tape.put(
+            value_log.deaf = 0
+        value_log.put(
             [
                 isinstance(result, tuple),
                 [
@@ -276,21 +276,21 @@ class ValueHooks:
 
     def _shaped_again(self, really: Callable, at: int, args: tuple, kwargs: dict) -> Any:
         found = self.shaped_again(at)
-        if self.tape.began:  # random tensors may differ from the first run
+        if self.value_log.began:  # random tensors may differ from the first run
             return found
-        with self.tape.unheard:
+        with self.value_log.unheard:
             again = really(*args, **kwargs)
         if [each.shape for each in pytree.tree_leaves(again)] != [
             each.shape for each in pytree.tree_leaves(found)
         ]:
-            self.tape.refuse(
-                f"in step {self.tape.steps + 1} nonzero() or a mask selects another number of elements than in the first run"
+            self.value_log.refuse(
+                f"in step {self.value_log.steps + 1} nonzero() or a mask selects another number of elements than in the first run"
             )
         return again
 
     def shaped_again(self, at: int) -> Any:
         """Return fake tensors of the shapes recorded at ``at`` in the code."""
-        shapes = self.tape.take(at)
+        shapes = self.value_log.take(at)
         if isinstance(shapes, Exception):
             raise shapes
         found = [dense(*shape) for shape in shapes[1]]
@@ -298,38 +298,38 @@ class ValueHooks:
 
     def _made_of(self, really: Callable) -> Callable:
         """Wrap the construction of a tensor from a list with tensors; reads inside are not recorded."""
-        tape, here = self.tape, threading.get_ident
+        value_log, here = self.value_log, threading.get_ident
 
         @wraps(really)
         def made(data: Any, *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(data, (list, tuple)) or tape.deaf or here() != tape.main:
+            if not isinstance(data, (list, tuple)) or value_log.deaf or here() != value_log.main:
                 return really(data, *args, **kwargs)
-            with tape.unheard:
+            with value_log.unheard:
                 return really(data, *args, **kwargs)
 
         return made
 
     def _packed(self, really: Callable) -> Callable:
         """Wrap sequence packing: the recorded lengths give the batch sizes, which decide the computation."""
-        tape, here = self.tape, threading.get_ident
+        value_log, here = self.value_log, threading.get_ident
 
         @wraps(really)
         def pack(padded: Any, lengths: Any, *args: Any) -> Any:
-            if tape.deaf or here() != tape.main:
+            if value_log.deaf or here() != value_log.main:
                 return really(padded, lengths, *args)
             at = sys._getframe(1).f_lasti
-            if tape.going and tape.began:
-                sizes = tape.take(at)
+            if value_log.going and value_log.began:
+                sizes = value_log.take(at)
                 packed = whole((sum(sizes), *padded.shape[2:]), padded.dtype, padded.device)
                 return self.comes_from(packed, (padded,)), torch.tensor(sizes, device="cpu")
-            with tape.unheard:
+            with value_log.unheard:
                 found = really(padded, lengths, *args)
                 sizes = found[1].tolist()
-            if not tape.going:
-                tape.put(sizes, at)
-            elif tape.take(at) != sizes:
-                tape.refuse(
-                    f"in step {tape.steps + 1} it packs sequences of other lengths than in the first run"
+            if not value_log.going:
+                value_log.put(sizes, at)
+            elif value_log.take(at) != sizes:
+                value_log.refuse(
+                    f"in step {value_log.steps + 1} it packs sequences of other lengths than in the first run"
                 )
             return found
 
@@ -340,7 +340,7 @@ class ValueHooks:
 
         @wraps(really)
         def where(condition: Any, *args: Any, **kwargs: Any) -> Any:
-            if args or kwargs or not self.tape.observes:
+            if args or kwargs or not self.value_log.observes:
                 return really(condition, *args, **kwargs)
             return self._shaped(really, sys._getframe(1).f_lasti, (condition,), {})
 
@@ -351,7 +351,7 @@ class ValueHooks:
 
         @wraps(really)
         def one_hot(tensor: Any, num_classes: int = -1) -> Any:
-            if num_classes != -1 or not self.tape.observes:
+            if num_classes != -1 or not self.value_log.observes:
                 return really(tensor, num_classes)
             return self._shaped(really, sys._getframe(1).f_lasti, (tensor, num_classes), {})
 
@@ -359,8 +359,8 @@ class ValueHooks:
 
     def _masked(self, really: Callable[[], Any], mask: Any, caller: FrameType) -> Any:
         """Index a real tensor with a mask; `flatout.replay.fake_operators` handles computed tensors."""
-        tape = self.tape
-        if tape.deaf or threading.get_ident() != tape.main:
+        value_log = self.value_log
+        if value_log.deaf or threading.get_ident() != value_log.main:
             return really()
         return self._shaped(really, _past_us(caller).f_lasti, (), {})
 
@@ -380,24 +380,28 @@ class RecordedClock:
     It is no Python function, which would become a method as a class attribute.
     """
 
-    def __init__(self, really: Callable, tape: ValueLog) -> None:
-        self._really, self._tape = really, tape
+    def __init__(self, really: Callable, value_log: ValueLog) -> None:
+        self._really, self._tape = really, value_log
         self.__name__, self.__doc__ = really.__name__, really.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tape = self._tape
+        value_log = self._tape
         frame = sys._getframe(1)
-        if tape.deaf or not is_users(frame.f_code.co_filename) or threading.get_ident() != tape.main:
+        if (
+            value_log.deaf
+            or not is_users(frame.f_code.co_filename)
+            or threading.get_ident() != value_log.main
+        ):
             return self._really(*args, **kwargs)
-        if tape.going:
-            value = tape.take(frame.f_lasti)
+        if value_log.going:
+            value = value_log.take(frame.f_lasti)
             return type(self._really(*args, **kwargs))(value) if type(value) is list else value
         value = self._really(*args, **kwargs)
-        tape.put(list(value) if isinstance(value, tuple) else value, frame.f_lasti)
+        value_log.put(list(value) if isinstance(value, tuple) else value, frame.f_lasti)
         return value
 
 
-def _dated(really: Any, readings: tuple[str, ...], tape: ValueLog) -> Any:
+def _dated(really: Any, readings: tuple[str, ...], value_log: ValueLog) -> Any:
     """Return a class of `datetime` that records its clock readings and passes type checks."""
 
     class Same(type):
@@ -410,14 +414,18 @@ def _dated(really: Any, readings: tuple[str, ...], tape: ValueLog) -> Any:
     def reading(name: str) -> Any:
         def read(*args: Any, **kwargs: Any) -> Any:
             frame = sys._getframe(1)
-            if tape.deaf or not is_users(frame.f_code.co_filename) or threading.get_ident() != tape.main:
+            if (
+                value_log.deaf
+                or not is_users(frame.f_code.co_filename)
+                or threading.get_ident() != value_log.main
+            ):
                 return getattr(really, name)(*args, **kwargs)
-            if tape.going:
-                metadata = really.fromisoformat(tape.take(frame.f_lasti))
+            if value_log.going:
+                metadata = really.fromisoformat(value_log.take(frame.f_lasti))
                 zone = kwargs.get("tz", args[0] if args else None)
                 return metadata.astimezone(zone) if zone is not None else metadata
             found = getattr(really, name)(*args, **kwargs)
-            tape.put(found.isoformat(), frame.f_lasti)
+            value_log.put(found.isoformat(), frame.f_lasti)
             return found
 
         return staticmethod(read)

@@ -38,8 +38,8 @@ class LargeValue:
 class _Unheard:
     """A reusable context inside which nothing is recorded."""
 
-    def __init__(self, tape: ValueLog) -> None:
-        self._tape = tape
+    def __init__(self, value_log: ValueLog) -> None:
+        self._tape = value_log
 
     def __enter__(self) -> None:
         self._tape.deaf += 1

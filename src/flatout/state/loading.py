@@ -72,7 +72,7 @@ class LoaderPosition:
         self._began: dict[str, Any] = {}  # states before this epoch's iterator, sampler and first batch
         self._made: dict[str, Any] | None = None  # random states before persistent workers were started
         self._later = False  # an epoch of persistent workers that is not their first
-        self._standing: list[dict[str, Any] | None] = [
+        self._worker_states: list[dict[str, Any] | None] = [
             None
         ] * self.workers  # of each worker, after its last consumed batch
         self._turn = 0  # the worker whose batch is next
@@ -97,7 +97,7 @@ class LoaderPosition:
             "now": self._now(),
             "made": self._made,
             "later": self._later,
-            "workers": list(self._standing),
+            "workers": list(self._worker_states),
             "state": self.loader.state_dict() if self.kind == STATEFUL and self.begun else None,
         }
 
@@ -213,8 +213,8 @@ class LoaderPosition:
 
     def _unpacked(self, carried: BatchWithWorkerState) -> Any:
         worker, self._turn = self._turn, (self._turn + 1) % self.workers
-        if carried.standing is not None:
-            self._standing[worker] = carried.standing
+        if carried.worker_state is not None:
+            self._worker_states[worker] = carried.worker_state
         for sentence in carried.said:
             self._said[f"in loader worker {worker}, {sentence}"] = None
         return carried.batch
@@ -231,11 +231,15 @@ class LoaderPosition:
         instead: dict[str, Any] = {"batch_sampler" if batched else "sampler": order}
         if self.workers:
             if place is not None:
-                self._standing = list(place["workers"])
+                self._worker_states = list(place["workers"])
             if not self.persistent and not within:
-                self._standing = [None] * self.workers
+                self._worker_states = [None] * self.workers
             carrier = WorkerStateCollate(
-                self.loader.collate_fn, self.loader.worker_init_fn, self._find, list(self._standing), again
+                self.loader.collate_fn,
+                self.loader.worker_init_fn,
+                self._find,
+                list(self._worker_states),
+                again,
             )
             instead |= {"collate_fn": carrier, "worker_init_fn": carrier.begins}
         with in_place(self.loader, instead):

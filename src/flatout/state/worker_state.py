@@ -26,14 +26,14 @@ class BatchWithWorkerState:
     """
 
     batch: Any
-    standing: dict[str, Any] | None
+    worker_state: dict[str, Any] | None
     said: list[str]
 
     def pin_memory(self, device: Any = None) -> BatchWithWorkerState:
         """Called by a DataLoader that pins memory."""
         from torch.utils.data._utils.pin_memory import pin_memory
 
-        return BatchWithWorkerState(pin_memory(self.batch, device), self.standing, self.said)
+        return BatchWithWorkerState(pin_memory(self.batch, device), self.worker_state, self.said)
 
 
 def counters(thing: Any) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 class WorkerStateCollate:
     """Replaces the collate function of the workers, and with ``begins`` their worker_init_fn.
 
-    ``standing``: the initial state of each worker, None for a new one. ``again``: the number of workers that
+    ``worker_states``: the initial state of each worker, None for a new one. ``again``: the number of workers that
     first fetch a batch again. ``find`` returns the random generators that an object holds.
     """
 
@@ -61,14 +61,14 @@ class WorkerStateCollate:
         collate_fn: Any,
         worker_init_fn: Any,
         find: Find | None,
-        standing: list[dict[str, Any] | None],
+        worker_states: list[dict[str, Any] | None],
         again: int,
     ) -> None:
-        self.collate_fn, self.worker_init_fn, self.find, self.standing, self.again = (
+        self.collate_fn, self.worker_init_fn, self.find, self.worker_states, self.again = (
             collate_fn,
             worker_init_fn,
             find,
-            standing,
+            worker_states,
             again,
         )
         self._own: list[Any] | None = None
@@ -99,11 +99,11 @@ class WorkerStateCollate:
         if self._waiting:
             self._waiting = False
             self._go_on(torch, info)
-        standing = random_states(torch, self._generators(info), devices=False)
+        worker_state = random_states(torch, self._generators(info), devices=False)
         if counted := changed(self._counters, counters(info.dataset)):
-            standing["counters"] = counted
-        news = standing if standing != self._sent else None
-        self._sent = standing
+            worker_state["counters"] = counted
+        news = worker_state if worker_state != self._sent else None
+        self._sent = worker_state
         said, self._said = self._said, []
         return BatchWithWorkerState(batch, news, said)
 
@@ -113,10 +113,10 @@ class WorkerStateCollate:
         return self._own
 
     def _go_on(self, torch: Any, info: Any) -> None:
-        standing = self.standing[info.id] if info.id < len(self.standing) else None
-        if standing is not None:
+        worker_state = self.worker_states[info.id] if info.id < len(self.worker_states) else None
+        if worker_state is not None:
             self._said = set_random_states(
-                torch, standing, self._generators(info) if standing.get("own") else ()
+                torch, worker_state, self._generators(info) if worker_state.get("own") else ()
             )
-            if "counters" in standing:
-                vars(info.dataset).update(standing["counters"])
+            if "counters" in worker_state:
+                vars(info.dataset).update(worker_state["counters"])

@@ -10,7 +10,7 @@ from typing import Any
 
 from flatout.measure.clock import HostClock, clock_for
 from flatout.measure.parity import tensors_in
-from flatout.plan.rank_environment import standing
+from flatout.plan.rank_environment import this_rank
 from flatout.trial.probes import Probe, ProbeUnavailable
 
 
@@ -22,7 +22,7 @@ class PaceProbe(Probe):
     """
 
     def begin(self) -> None:
-        if self.context.divided is None or (here := standing()) is None:
+        if self.context.divided is None or (here := this_rank()) is None:
             raise ProbeUnavailable("the program does not run as ranks of flatout")
         self.here, self.divided = here, self.context.divided
         self.clock, self.host = clock_for(self.torch, self.context.device), HostClock()

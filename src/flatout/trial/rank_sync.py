@@ -19,7 +19,7 @@ from flatout.measure.clock import Clock, seconds, sleep
 from flatout.plan.enums import Origin
 from flatout.plan.folder import TrialFolder, read_json, write_json
 from flatout.plan.plan import Choice
-from flatout.plan.rank_environment import standing
+from flatout.plan.rank_environment import this_rank
 from flatout.trial.probes import ActiveProbe
 
 OBSERVED_S = 30.0  # for the results of the other ranks, which are at the end of the same step
@@ -37,7 +37,7 @@ class RankSync:
     def __init__(
         self, folder: TrialFolder, listening: ActiveProbe, outside: Callable[[], AbstractContextManager[Any]]
     ) -> None:
-        here = standing()
+        here = this_rank()
         of_torchrun = [
             int(os.environ.get(name, default))
             for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"))

@@ -57,10 +57,10 @@ def measure(facts: Facts, folder: Path, tell: Callable[[str], None]) -> Ceilings
 
 
 def _all_reduce(place: Path, environment: dict[str, str]) -> Ceiling:
-    out, meeting, until = place / "reduced.json", place / "meeting", seconds() + REDUCING_LIMIT_S
+    out, rendezvous, until = place / "reduced.json", place / "rendezvous", seconds() + REDUCING_LIMIT_S
     ranks = [
         TimedCommand(
-            [*PYTHON, "flatout.measure.all_reduce_bench", str(rank), str(meeting), str(out)], environment
+            [*PYTHON, "flatout.measure.all_reduce_bench", str(rank), str(rendezvous), str(out)], environment
         )
         for rank in range(2)
     ]
