@@ -337,8 +337,10 @@ def processes_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """The garbage collector skips objects that modules hold for ever: with torch they take 0.4 s each time,
-    in most of the tests.
+    in most of the tests. And torch waits five seconds for each forked worker that does not end.
     """
+    if (loaders := sys.modules.get("torch.utils.data._utils")) is not None:
+        loaders.MP_STATUS_CHECK_INTERVAL = 0.5
     if len(gc.get_objects(generation=2)) > MANY_OBJECTS:  # frozen objects are not counted
         gc.collect()
         gc.freeze()

@@ -316,6 +316,7 @@ def test_children_are_reached(enter):
     assert done.stderr == ""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_loader_workers_are_inert(flatout, script, tmp_path, method):

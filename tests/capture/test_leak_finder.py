@@ -58,6 +58,7 @@ def test_a_list_of_the_module(model):
     assert held.tensors_a_step == pytest.approx(1.0, abs=0.1)
 
 
+@pytest.mark.full
 def test_a_list_in_a_table_of_an_object(model):
     reaper = Keeper()
     held = steps(lambda loss: reaper.note(loss.detach()), model)

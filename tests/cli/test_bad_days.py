@@ -82,6 +82,7 @@ def test_mistakes(flatout, script, words, code, says):
 # -- programs that cannot be tuned ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @NEEDS_TORCH
 @pytest.mark.parametrize(
     ("ending", "code", "says"),
@@ -141,6 +142,7 @@ def test_a_program_that_reads_its_input(tune, flatout, script):
 # -- signals ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @NEEDS_TORCH
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_signals_leave_no_process(flatout, script, number):
@@ -229,6 +231,7 @@ def test_a_plan_that_cannot_be_written_beside_the_script_is_in_the_job(tune, fla
 # -- leftovers of earlier sessions ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @NEEDS_TORCH
 def test_broken_leftovers_are_started_from_scratch(tune, flatout, script):
     """With an unreadable session and plan and an unrelated trial folder, the session starts from scratch."""

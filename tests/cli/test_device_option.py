@@ -191,6 +191,7 @@ def by_hand(source: str, edits: dict[str, str]) -> str:
     return source
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_learns_the_same_as_its_edited_copy(flatout, script, name, tmp_path):
     """The results are bitwise equal, one sentence reports the redirection, and nothing stays in the temporary
@@ -391,6 +392,7 @@ OTHERS = {
 NEEDS = {"triton": "triton", "nvml": "pynvml"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OTHERS)
 def test_unsupported_uses_of_cuda_are_named(flatout, script, name):
     """Under its own traceback: what, why, the line and the next command.
@@ -530,6 +532,7 @@ def trained(flatout_in, tmp_path_factory):
     return cli.plain("python", "twin.py").out
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -549,6 +552,7 @@ def test_with_the_other_options(flatout, script, trained, options):
         assert re.search(r"resident_data \([^)]*CUDA", done.err), done.err
 
 
+@pytest.mark.full
 def test_an_interrupted_run_is_resumed_exactly(flatout, script, trained):
     script(TRAINS)
     words = ["run", "--device", "cpu", "--resume", "python", "train.py"]

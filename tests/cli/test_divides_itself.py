@@ -116,6 +116,7 @@ torch.save(model.module.state_dict(), "inside.pt")
 """
 
 
+@pytest.mark.full
 def test_data_parallel_inside_a_rank_passes_through(flatout, script):
     """Losses and weights are those of one process, with the wrapper's names.
 
@@ -139,6 +140,7 @@ def test_data_parallel_inside_a_rank_passes_through(flatout, script):
     assert two.left == []
 
 
+@pytest.mark.full
 def test_ranks_of_its_own_are_left_alone(flatout, script):
     """Under a plan they compute bitwise what they compute by themselves.
 

@@ -153,6 +153,7 @@ def test_a_script_for_one_process_as_two(flatout, script):
     assert tune.left == []
 
 
+@pytest.mark.full
 def test_a_loss_between_samples_sees_whole_batches(flatout, script):
     """The loss is neither a mean nor a sum over samples.
 

@@ -310,6 +310,7 @@ def train(flatout, script, tmp_path):
     return run
 
 
+@pytest.mark.full
 def test_one_line_on_standard_error(train, flatout):
     done = train("gc_pause = true")
     plain = flatout.plain("python", "train.py")

@@ -188,6 +188,7 @@ def test_a_profile_without_the_needed_figures(profile, change):
     assert type(ask(profile, "--network", "ib-ndr")).__name__ in ("NothingMeasured", "UsageError")
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_a_real_program(flatout):

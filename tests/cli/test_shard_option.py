@@ -37,6 +37,7 @@ torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "
 """
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.timeout(180)
 def test_a_single_process_script_on_two_ranks_with_sharded_weights(flatout, script):

@@ -163,6 +163,7 @@ def test_plan_and_report_show_the_session(tuned):
     assert (job / "report.html").exists()
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_interrupted_and_continued(flatout, script, by_hand):
     """Ctrl-C keeps every measured block, and the same command continues from there."""

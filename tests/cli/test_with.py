@@ -67,6 +67,7 @@ def test_it_is_a_choice_of_this_run(flatout):
     ]
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_by_name_with_ranks(flatout, script):
     """Ranks that step by themselves, an option of data_parallel in the text, levers by name only, and a rank

@@ -53,6 +53,7 @@ for rule in [rule for rule in TABLE if rule.look]:  # the others' pages show sin
 """
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_every_program_runs_to_its_end(tmp_path):
     done = subprocess.run(

@@ -244,6 +244,7 @@ def well(flatout_in, tmp_path_factory):
     return profiled(cli, GUARDED, "--steps", "20", "--budget", "10s", "--json")
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_program_without_a_loader_that_holds_nothing(well):
     record, done = well

@@ -82,6 +82,7 @@ def test_a_command_that_does_not_exist_is_seen(line, wrong):
     assert unknown(line) == wrong
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.timeout(280)
 def test_the_tutorial_runs(flatout):

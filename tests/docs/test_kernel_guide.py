@@ -14,6 +14,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "writing_a_kernel.md").re
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_writing_a_kernel(flatout):
     """In the order of the page: commands are run, whole files are written, excerpts must be in the file that

@@ -12,6 +12,7 @@ NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(280)]
 
 
+@pytest.mark.full
 def test_the_notebook_runs(flatout, monkeypatch):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")

@@ -16,6 +16,7 @@ HOME = Path(flatout.kernels.__file__).parent
 FOLDERS = {path.parent.name for path in HOME.glob("*/__init__.py")} - {"template"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.processes
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.timeout(300)

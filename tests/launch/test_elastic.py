@@ -256,6 +256,7 @@ def until(true, seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_node_that_joins_later_and_a_failure_that_is_retried(agents, tmp_path):
     """Three rounds: one rank, two, two again. Each rank sees a single process, each round uses its own store,

@@ -316,6 +316,7 @@ def test_with_compile(training):
     assert live.context.reports == []
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="not run: transformers is not installed"

@@ -100,6 +100,7 @@ def test_a_last_batch_that_is_short_and_workers_that_have_none():
     same_as_plain(lambda: epochs(Drawing(augmented()), num_workers=4, batch_size=7), workers(2))
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_workers_that_are_spawned():
     """The whole feed is pickled; what the data set itself excludes from pickling stays excluded."""

@@ -67,6 +67,7 @@ def test_the_loop_prints_what_the_plain_template_prints():
         assert loop == plain, name
 
 
+@pytest.mark.full
 def test_accumulation_by_hand_and_by_name_and_tensors_on_a_device():
     """The hand-written loop prints the last loss of the mean; the Loop prints the whole one."""
     printed = said(("gpt", *ACCUMULATED), ("gpt_loop", *ACCUMULATED), ("tensors",))

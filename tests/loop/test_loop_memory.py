@@ -327,6 +327,7 @@ for step in Loop(model, optimizer, lambda m, b: nn.functional.cross_entropy(m(b[
 """
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_real_one_on_the_cpu(tmp_path):
     """The address space is limited, and the allocator really fails.

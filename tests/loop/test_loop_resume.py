@@ -363,6 +363,7 @@ def lives():
     return json.loads(done.stdout)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.processes
 @pytest.mark.parametrize("number", range(3), ids=["loader workers", "a save every 4 steps", "two ranks"])
 def test_killed_at_random_moments_it_ends_with_the_same_bits(lives, number):

@@ -35,6 +35,7 @@ def lives():
     return json.loads(done.stdout)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["tensor", pytest.param("pipeline", marks=pipelines.need_them), "fsdp"])

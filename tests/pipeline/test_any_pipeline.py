@@ -358,6 +358,7 @@ def test_every_recognised_random_transform_has_its_distribution_tested():
     assert {name[3:] for name in READERS if name[3:].startswith(("Random", "Color"))} == set(RANDOM)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", RANDOM)
 def test_the_distribution_is_torchvisions(name):
     """The seeds differ on both sides, so nothing depends on equal random numbers."""

@@ -121,6 +121,7 @@ def test_a_pipeline_that_is_inspected_later_is_left_alone():
 # -- collation -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("levers", [FEEDS[0], FEEDS[2]], ids=[FEED_NAMES[0], FEED_NAMES[2]])
@@ -367,6 +368,7 @@ def test_a_pipeline_that_comes_late_is_followed_too(monkeypatch):
 # -- streams -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "arguments", [{}, {"num_workers": 2}, {"drop_last": True}, {"batch_size": 1}], ids=str

@@ -102,6 +102,7 @@ def distance(a: list[list[float]], b: list[list[float]]) -> float:
     return (sum((x - y) ** 2 for x, y in pairs) / (sum(y * y for _, y in pairs) or 1.0)) ** 0.5
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("procs", "some"), [(2, CASES), (4, 5)]

@@ -95,6 +95,7 @@ def test_arguments_change_no_bit(two, name):
             )
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_three_ranks_sum_in_the_same_order(three):
     """Buckets stay the same.
@@ -259,6 +260,7 @@ def test_ranks_of_torchrun_switch_together(tmp_path):
     assert found["info"][0][:together] == found["info"][1][:together]
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_lever_left_out_later_is_reported_in_a_real_run(flatout):
     """The first passes are observed, and by then flatout has already reported the levers that it applies."""

@@ -17,6 +17,8 @@ import stand_in  # noqa: E402
 
 PROGRAMS = GPU / "rehearsal"
 EXAMPLES = GPU / "programs"
+SIZES = "--context 32 --vocabulary 101 --width 32 --heads 2 --layers 2 --tokens 4000"
+SMALL_GPT = [str(EXAMPLES / "gpt.py"), *SIZES.split()]
 LIMIT_S = 120
 
 

@@ -58,6 +58,7 @@ def edited(*edits):
     return text
 
 
+@pytest.mark.full
 def test_a_script_for_one_card_trains_on_the_other(tmp_path):
     """The results are bitwise those of its edited copy there; the copy itself runs unchanged, without a
     message.
@@ -91,6 +92,7 @@ def test_no_card_is_touched_on_the_cpu(tmp_path):
     assert with_cards.stdout.endswith("False 0\n")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("device", "seen"),
     [("cpu", "[]"), ("cuda:1", "['Stand-in card 1']"), ("cuda", "['Stand-in card 0', 'Stand-in card 1']")],
@@ -105,6 +107,7 @@ def test_levers_see_only_that_device(tmp_path, device, seen):
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("device", "says"),
     [

@@ -32,6 +32,7 @@ def plain(tmp_path_factory):
     return run(tmp_path_factory.mktemp("plain"))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "lever", ["loader={workers=0,pin=true}", "device_prefetch=0", "resident_data={mib=64,host=true}"]
 )

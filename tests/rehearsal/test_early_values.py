@@ -52,6 +52,7 @@ def waits_in(path):
     return {(call, *place.rpartition(":")[::2]): int(count) for count, call, place in rows}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [name for name in RUNS if RUNS[name] is not GAN])
 def test_no_line_changes(name, plain, tmp_path):
     done = on_cards(tmp_path, *WITH, "python", *RUNS[name], waits=tmp_path / "waits", kernel_us=100)
@@ -89,6 +90,7 @@ def test_reads_wait_only_for_their_copies(plain, tmp_path):
     )  # those, and of each loss the reads number 1, 2, 4, 8, ..., which are made in both ways
 
 
+@pytest.mark.full
 def test_an_interrupted_run_resumes_to_the_same_lines(plain, tmp_path):
     command = (*WITH[1:], "--resume", "python", *GAN)
     said = interrupted(tmp_path, 2, *command)

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from cards import PROGRAMS, needed, on_cards
+from cards import PROGRAMS, SMALL_GPT, needed, on_cards
 
 pytestmark = [needed(), pytest.mark.processes]
 HERE = Path(__file__).parent
@@ -22,13 +22,15 @@ RUNS = {
         "cuda:1",
     ],
     "a forward pass that reads a value": ["--read"],
+    "a GPT that counts positions on the card": [*SMALL_GPT, "--epochs", "2"],
 }
 MOVING = ["--optimizer", "Adam", "--every-step"]
 PENALTY = ["--penalty", "5"]
 
 
 def program(arguments):
-    return [str(PROGRAMS / "recorded.py"), "--epochs", "4", *arguments]
+    own = arguments[0].endswith(".py")
+    return arguments if own else [str(PROGRAMS / "recorded.py"), "--epochs", "4", *arguments]
 
 
 def info(text):
@@ -63,6 +65,7 @@ def recorded(tmp_path, arguments):
     return info(done.stdout), int(counts[1]), int(counts[2]), done.stderr
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_recorded_step_changes_no_line(name, plain, tmp_path):
     lines, graphs, replays, said = recorded(tmp_path, RUNS[name])
@@ -79,6 +82,7 @@ def values(line):
     return [float.fromhex(each) for each in line.split(": ")[1].split()]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "arguments",
     [MOVING, PENALTY],

@@ -37,6 +37,7 @@ def line_of(path, text):
     return next(at for at, line in enumerate(Path(path).read_text().splitlines(), 1) if text in line)
 
 
+@pytest.mark.full
 def test_tune_measures_the_levers_of_a_card(tmp_path):
     done = on_cards(
         tmp_path, "flatout", "tune", "--no-write", "--budget", "30s", "--levers", LEVERS, "python", GAN
@@ -81,6 +82,7 @@ def test_memory_and_time_are_those_of_the_models_card_without_our_own_use(tmp_pa
     assert 0 < before < 2**21, "the ballast is on the other card"
 
 
+@pytest.mark.full
 def test_a_profile_finds_the_programs_reads_and_none_of_its_own(tmp_path):
     (tmp_path / "train.py").write_text(BESIDE_A_FULL_CARD)
     done = on_cards(
@@ -115,6 +117,7 @@ def test_a_profile_finds_the_programs_reads_and_none_of_its_own(tmp_path):
     assert sum(phase["share"] for phase in profile["phases"].values()) < 1.05
 
 
+@pytest.mark.full
 def test_predicted_memory_matches_the_allocator(tmp_path):
     done = on_cards(
         tmp_path, "flatout", "memory", "--allocator", "cuda", "--json", "python", GAN, "--device", "cuda:1"

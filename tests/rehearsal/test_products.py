@@ -37,8 +37,10 @@ def test_products_over_a_vocabulary_have_sizes_that_tensor_cores_like(seen, prog
 @pytest.mark.processes
 def test_attention_on_a_card(seen):
     """A causal mask is recognised from the third step on, without an earlier wait for it."""
-    plain, lever = seen["attention"]["plain"], seen["attention"]["lever"]
+    host, plain, lever = (seen["attention"][name] for name in ("host", "plain", "lever"))
+    assert plain["losses"] == pytest.approx(host["losses"], rel=1e-5)
     assert lever["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert plain["losses"][-1] < 0.99 * plain["losses"][0]
     assert lever["reports"] == plain["attention"] == []
     kinds = list(dict.fromkeys(lever["attention"]))
     assert kinds == ["masked", "causal"], lever["attention"]

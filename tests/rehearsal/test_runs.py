@@ -8,35 +8,16 @@ import re
 from pathlib import Path
 
 import pytest
-from cards import EXAMPLES, PROGRAMS, interrupted, needed, on_cards
+from cards import EXAMPLES, PROGRAMS, SMALL_GPT, interrupted, needed, on_cards
 
 pytestmark = [needed(), pytest.mark.processes]
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
 
 SMALL_RESNET = [str(EXAMPLES / "tutorial.py"), "--images", "96", "--batch-size", "32", "--epochs", "2"]
-SMALL_GPT = [
-    str(EXAMPLES / "gpt.py"),
-    *[
-        "--context",
-        "32",
-        "--vocabulary",
-        "101",
-        "--width",
-        "32",
-        "--heads",
-        "2",
-        "--layers",
-        "2",
-        "--tokens",
-        "4000",
-        "--epochs",
-        "1",
-    ],
-]
 RUNS = {
     "resnet": SMALL_RESNET,
-    "gpt": SMALL_GPT,
+    "gpt": [*SMALL_GPT, "--epochs", "1"],
     "gan": [str(PROGRAMS / "gan.py"), "--epochs", "30"],
     "second card": [str(PROGRAMS / "gan.py"), "--epochs", "30", "--device", "cuda:1"],
     "closure": [str(PROGRAMS / "closure.py"), "--epochs", "6"],
@@ -88,6 +69,7 @@ def plain(tmp_path_factory):
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [name for name in RUNS if name not in ("gan", "second card")])
 def test_attaching_changes_no_line(name, plain, tmp_path):
     if name in MISSING:
@@ -104,6 +86,7 @@ def test_attaching_changes_no_line(name, plain, tmp_path):
     assert lines(attached) == plain[name]
 
 
+@pytest.mark.full
 def test_on_the_second_card_levers_act_there_and_leave_the_first_one_alone(plain, tmp_path):
     (tmp_path / "train.py").write_text(TELLS_OF_THE_FIRST_CARD)
     chosen = ["--with", "resident_data", "--with", "offload=optimizer"]
@@ -133,6 +116,7 @@ def test_attaching_adds_no_wait(plain, tmp_path):
     assert not [line for line in waited if str(SOURCE) in line]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "levers",
     [EXACT, ["loader={workers=0,pin=true}", "resident_data={mib=64,host=true}"]],
@@ -148,6 +132,7 @@ def test_exact_levers_change_no_line(levers, plain, tmp_path):
         assert f"{name}:" not in done.stderr, "messages about what it could not do"
 
 
+@pytest.mark.full
 def test_the_loop_tries_levers_on_the_second_card(tmp_path):
     tried = on_cards(
         tmp_path,
@@ -166,6 +151,7 @@ def test_the_loop_tries_levers_on_the_second_card(tmp_path):
     assert "raised" not in tried.stderr
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["second card", "closure"])
 def test_an_interrupted_run_resumes_to_the_same_lines(name, plain, tmp_path):
     command = ["run", "--plan", "none", "--resume", "python", *RUNS[name]]

@@ -108,8 +108,11 @@ check(
     "threads",
     "what another thread reads from a clock is not the program's way",
     "value_hooks",
-    "if value_log.deaf or not is_users(frame.f_code.co_filename) or threading.get_ident() != value_log.main:\n            return self._really(*args, **kwargs)",
-    "if value_log.deaf or not is_users(frame.f_code.co_filename):\n            return self._really(*args, **kwargs)",
+    """            or threading.get_ident() != value_log.main
+        ):
+            return self._really(*args, **kwargs)""",
+    """        ):
+            return self._really(*args, **kwargs)""",
     "thread_reads_the_same_clock",
     beside="plain",
 )

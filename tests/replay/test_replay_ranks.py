@@ -117,6 +117,7 @@ def ends(done):
     return sorted(line for line in done.stdout.splitlines() if line.startswith("end "))
 
 
+@pytest.mark.full
 def test_ranks_resume_from_the_newest_checkpoints_of_one_moment(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(PROGRAM)
     undisturbed = run(tmp_path)
@@ -159,6 +160,7 @@ def test_ranks_resume_from_the_newest_checkpoints_of_one_moment(tmp_path, monkey
     )
 
 
+@pytest.mark.full
 def test_ranks_with_point_to_point_messages_are_not_resumed(tmp_path):
     (tmp_path / "train.py").write_text(TELLS_ONE)
     resume, saves = ("-m", "flatout", "run", "--resume"), {"PYTHONPATH": SITE, "TRAP_SAVE": "4"}

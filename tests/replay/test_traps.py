@@ -46,6 +46,7 @@ def programs():
     found.close()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.processes
 @pytest.mark.parametrize("name", GOES_ON)
 def test_it_resumes_exactly(programs, tmp_path, name):
@@ -53,6 +54,7 @@ def test_it_resumes_exactly(programs, tmp_path, name):
     assert (found.verdict, found.after) == ("right", 10), found.why
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.processes
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_is_rejected_with_an_error(programs, tmp_path, name):
@@ -68,6 +70,7 @@ def test_a_program_that_resumes_by_itself_is_left_alone(programs, tmp_path):
     assert found.verdict == "unkilled", found.why  # no checkpoint is due that a kill could follow
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_again_with_its_data_read(programs, tmp_path):
     """Its data set and its loop share one random generator.
@@ -78,6 +81,7 @@ def test_again_with_its_data_read(programs, tmp_path):
     assert (found.verdict, found.after) == ("right", 10), found.why
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["replay_buffers", "log_written_line_by_line"])
 def test_it_is_killed_twice(programs, tmp_path, name):

@@ -131,6 +131,7 @@ def test_interruptions_never_cost_more_than_five_times_the_share():
     assert 0.04 < spent_s / time.wall <= 0.05
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_rare_interruptions_leave_the_schedule_unchanged():
     assert wasted(0.001, 3000, True) == wasted(0.001, 3000, False)

@@ -84,6 +84,7 @@ def test_the_record_is_whole(observed):
     assert set(record["versions"]) == {"python", "torch"}
 
 
+@pytest.mark.full
 def test_the_same_seed_repeats_and_another_differs(measure, script):
     """The script sets no seed of its own and uses all three random generators."""
     script(
@@ -139,6 +140,7 @@ def steps(count):  # by hand: an optimizer of torch's own takes a second to impo
 """
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("ending", "code", "status", "says"),
     [
@@ -421,6 +423,7 @@ def test_a_timeout_keeps_the_steps_there_were(measure, script, by_hand):
     assert f"measured only {record['steps']} of 100000 steps within --timeout" in done.err
 
 
+@pytest.mark.full
 def test_a_perturbed_program_starts_like_the_plain_one_and_diverges_after_the_first_step(
     flatout, script, by_hand, tmp_path, monkeypatch
 ):

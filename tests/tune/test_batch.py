@@ -227,6 +227,7 @@ while True:
 """
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.timeout(150)
 def test_a_real_program(flatout, script):

@@ -74,6 +74,7 @@ def run_under(tuning: Tuning, keys: set[str]) -> None:
     program_ended(tuning, keys, seen)
 
 
+@pytest.mark.full
 def test_the_lever_that_crashes_the_program_is_found_among_others(make):
     tuning = make("malloc")
     run_under(tuning, {"malloc=glibc", "gc_pause"})
@@ -83,6 +84,7 @@ def test_the_lever_that_crashes_the_program_is_found_among_others(make):
     assert set(tuning.choices) == {"gc_pause"}
 
 
+@pytest.mark.full
 def test_two_levers_that_fail_only_together_stay_apart(make):
     tuning = make("malloc gc_pause")
     run_under(tuning, {"malloc=glibc", "gc_pause"})
@@ -101,6 +103,7 @@ def test_failures_of_the_plain_program_are_no_levers_fault(make):
     assert tuning.interleaver.longest_ticks < 10  # its blocks are short from now on
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ends", ["by itself", "with an error"])
 def test_a_short_program_is_started_as_often_as_it_takes(make, monkeypatch, ends):

@@ -39,6 +39,7 @@ while True:
 """
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.timeout(200)
 def test_the_frontier_of_a_real_program(tmp_path, monkeypatch):

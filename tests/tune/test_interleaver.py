@@ -59,6 +59,7 @@ def interleaver(tmp_path, monkeypatch):
         one.close()
 
 
+@pytest.mark.full
 def test_a_program_that_is_behind_catches_up_before_it_is_measured(interleaver, tmp_path):
     ring = interleaver()
     plain, tuned, third = (ring.enter(Plan(), 0, 60.0) for _ in range(3))
@@ -84,6 +85,7 @@ def test_a_program_that_is_behind_catches_up_before_it_is_measured(interleaver, 
     assert len(set(work[0][:ticks])) > 5
 
 
+@pytest.mark.full
 def test_a_pair_whose_plain_program_ends_keeps_what_was_measured(interleaver):
     ring = interleaver(steps=300)
     plain, tuned = (ring.enter(Plan(), 0, 60.0) for _ in range(2))

@@ -184,6 +184,7 @@ def test_groups_keep_their_proportion_and_a_scheduler_has_no_say(flatout, script
     assert "does not fall" in record.tests[0].why
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.timeout(240)
 def test_optimizers_side_by_side(flatout, script):

@@ -149,6 +149,7 @@ def test_without_a_loader_and_as_on_cuda(flatout, script):
     assert any("nothing was measured" in note for note in record.notes)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_a_program_that_wrote_its_batch_size_down(flatout, script):
     script(TRAINS.replace("loss = nn", "assert len(x) % 24 == 0, 'not in 11 rows'; loss = nn"))

@@ -51,6 +51,7 @@ def counted(running: list[Trial]) -> Iterator[set[int]]:
         thread.join()
 
 
+@pytest.mark.full
 def test_where_two_programs_do_not_fit_into_memory_only_one_runs(tmp_path, tiny, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(tiny)

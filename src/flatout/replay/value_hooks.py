@@ -381,11 +381,11 @@ class RecordedClock:
     """
 
     def __init__(self, really: Callable, value_log: ValueLog) -> None:
-        self._really, self._tape = really, value_log
+        self._really, self._value_log = really, value_log
         self.__name__, self.__doc__ = really.__name__, really.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        value_log = self._tape
+        value_log = self._value_log
         frame = sys._getframe(1)
         if (
             value_log.deaf

@@ -39,13 +39,13 @@ class _Unheard:
     """A reusable context inside which nothing is recorded."""
 
     def __init__(self, value_log: ValueLog) -> None:
-        self._tape = value_log
+        self._value_log = value_log
 
     def __enter__(self) -> None:
-        self._tape.deaf += 1
+        self._value_log.deaf += 1
 
     def __exit__(self, *about: object) -> None:
-        self._tape.deaf -= 1
+        self._value_log.deaf -= 1
 
 
 class ValueLog:
