@@ -9,9 +9,10 @@ run: one differing bit is enough. The programs of bench/programs are for half pr
 EXACT do not run on them.
 
     python bench/guard.py                       everything: about an hour on two idle cores
-    python bench/guard.py --programs mlp,cnn --levers autocast,label_smoothing
+    python bench/guard.py --programs mlp,cnn --levers autocast,label_smoothing --out DIR
+                                                a part: its result replaces none in bench/results
     python bench/guard.py --records DIR         keep the records there; judge existing ones again without
-                                                running them
+                                                running them, if the same source and torch made them
     python bench/guard.py --to-the-end          also train the programs of bench/programs to their end, plain
                                                 and in half precision
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import os
 import sys
 import tempfile
@@ -70,8 +72,23 @@ OF_EXAMPLES = ("mlp", "linear", "gpt", "lstm", "cnn")
 OF_HALF_PRECISION = ("adadelta_cnn", "residual", "smoothed_task", "vae", "gan")
 DEFAULT = (*OF_EXAMPLES, *OF_HALF_PRECISION)
 COMPILERS = {"compile"}  # minutes of compiling, and no additional rounding here
+MADE_BY = "made_by.json"  # in the folder of the records
+# What makes a record. The judge (engine/guard.py) may change: the records are kept to be judged again.
+MAKERS = (
+    *(
+        f"src/flatout/{name}"
+        for name in ("capture", "engine", "kernels", "levers", "pipeline", "saved", "trial")
+    ),
+    "bench/programs",
+    "examples",
+)
+BED = ("guard_data", "guard_half", "guard_levers", "guard_tools")
 P_VALUES = ("distribution", "shift", "draws")
 BROKEN = {lever.name for lever in BAD}
+
+
+class ProgramDied(SystemExit):
+    """A run did not finish. Under a lever, that rejects the lever; of the plain program, it ends the bench."""
 
 
 @dataclass
@@ -121,7 +138,7 @@ class Bed:
                     trial, START_STEPS if perturbation else self.ticks, seconds() + TIMEOUT_S, draws
                 )
             if record.status != "finished":
-                raise SystemExit(
+                raise ProgramDied(
                     f"guard: {self.name}, {title}: {record.status}: {record.reason[-400:]}\n{record.log_tail[-800:]}"
                 )
             known = record.to_json()
@@ -204,7 +221,13 @@ def verdict_of(bed: Bed, lever: Lever, seen: dict[str, Any]) -> GuardRecord | st
     again, plain, tuned = bed.record("plain-again", Plan(), 0), [], []
     for seed in SEEDS:
         plain.append(bed.record(f"plain-{seed}", Plan(), seed, draws=True))
-        tuned.append(bed.record(f"{lever.name}-{seed}", plan, seed, draws=draws))
+        try:
+            tuned.append(bed.record(f"{lever.name}-{seed}", plan, seed, draws=draws))
+        except ProgramDied as died:
+            why = str(died).strip().splitlines()[-1]
+            return GuardRecord.from_json(
+                {"verdict": "failed", "why": f"the program fails: {why}", "checks": []}
+            )
         if tuned[-1].skipped:
             return f"not applied: {tuned[-1].skipped[0]['reason']}"
         if effect is Effect.EXACT and seed == SEEDS[0]:
@@ -353,6 +376,29 @@ def number(value: float | None) -> str:
     return "" if value is None else f"{value:.2g}"
 
 
+def made_by(facts: Facts) -> dict[str, str]:
+    """Returns the digest of the source that makes the records, and the version of torch."""
+    files = [path for folder in MAKERS for path in (ROOT / folder).rglob("*.py") if path.name != "guard.py"]
+    digest = hashlib.sha256()
+    for path in sorted([*files, *(HERE / f"{name}.py" for name in BED)]):
+        digest.update(f"{path.relative_to(ROOT).as_posix()}\n".encode() + path.read_bytes())
+    return {"source": digest.hexdigest()[:16], "torch": facts.versions.get("torch", "")}
+
+
+def why_not_reused(folder: Path, now: dict[str, str]) -> str:
+    """Returns why the records of a folder may not be judged with new ones. Marks an empty folder as ours."""
+    if not folder.is_dir() or not any(folder.iterdir()):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / MADE_BY, now)
+    before = read_json(folder / MADE_BY)
+    if before is None:
+        return f"{folder} has no {MADE_BY}, so nothing says which source and torch made its records"
+    apart = [
+        f"{name} {before.get(name)}, now {value}" for name, value in now.items() if before.get(name) != value
+    ]
+    return f"the records in {folder} were made by {' and '.join(apart)}" if apart else ""
+
+
 def say(line: str) -> None:
     print(f"  {line}", file=sys.stderr, flush=True)
 
@@ -366,7 +412,14 @@ def main() -> int:
     parser.add_argument(
         "--records", type=Path, help="folder for the records of all runs (default: a temporary folder)"
     )
-    parser.add_argument("--out", type=Path, help="write the results to this folder instead of bench/results")
+    parser.add_argument(
+        "--trust-records", action="store_true", help="reuse records of another source or torch"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="write the results to this folder instead of bench/results; a part of the test bed needs it",
+    )
     parser.add_argument(
         "--to-the-end", action="store_true", help="also train the programs of bench/programs to their end"
     )
@@ -375,7 +428,13 @@ def main() -> int:
     unknown = [*(p for p in programs if p not in PROGRAMS), *(names - {lever.name for lever in TABLE})]
     if unknown:
         parser.error(f"not in the test bed: {', '.join(unknown)}")
+    if args.out is None and (names or not set(DEFAULT) <= set(programs)):
+        parser.error(
+            "a part of the test bed would replace the result of all of it in bench/results; give a folder with --out"
+        )
     made, facts = stamp(), look()
+    if args.records and not args.trust_records and (why := why_not_reused(args.records, made_by(facts))):
+        parser.error(f"{why}; give an empty folder, or --trust-records")
     with tempfile.TemporaryDirectory(prefix="flatout-guard-") as temporary:
         folder = args.records or Path(temporary)
         beds = [Bed(name, folder / name, facts) for name in programs]

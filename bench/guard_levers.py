@@ -326,29 +326,47 @@ GOOD: tuple[Lever, ...] = (
     lever_of("one_ulp_as_rounding", ROUNDING, OF_SHELF["debug_off"].known_bad),
 )
 
+# The levers of the shelf that the test bed leaves out, and why. The known-bad of those in SHOWN_BY is judged.
+NEEDS_A_GPU = "applies to CUDA devices only"
+NEEDS_RANKS = "needs several ranks, and the programs of the test bed are one process"
+LEFT_OUT = {
+    **dict.fromkeys(("allocator", "tf32", "cudnn_benchmark", "offload", "early_values"), NEEDS_A_GPU),
+    **dict.fromkeys(("resident_data", "device_prefetch", "graphs"), NEEDS_A_GPU),
+    **dict.fromkeys(("data_parallel", "sharding", "ddp_flags"), NEEDS_RANKS),
+    **dict.fromkeys(("comm_compression", "gradient_buckets"), NEEDS_RANKS),
+    **dict.fromkeys(
+        ("batch_size", "local_sgd", "optimizer_state"), "changes the maths, so the guard does not judge it"
+    ),
+    "memory_budget": "compiles for minutes; its known-bad is that of recompute, under a weaker claim",
+}
+
+# Where the known-bad of a lever shows (default: anywhere), and what it does. A PROCESS lever has none: it
+# changes no number, and nothing inside the program applies it.
+SHOWN_BY: dict[str, When] = {
+    "gc_pause": anywhere,  # consumes one random number
+    "debug_off": anywhere,  # one unit in the last place
+    "cudnn_benchmark": with_layer("Conv2d"),  # convolutions with two bits after the point
+    "threads": anywhere,  # a data race on the first parameter
+    "tf32": anywhere,  # weights of four bits and a sign
+    # inputs of three bits
+    "reduced_precision": lambda context: "the inputs are integers" if context.has_layer("Embedding") else "",
+    "autocast": anywhere,  # gradients scaled, never unscaled
+    "channels_last": with_images,  # height read as width
+    "compile": with_layer("BatchNorm", "Dropout"),  # batch statistics frozen
+    "attention": with_attention,  # the kernel's own scale on top of the script's
+    "fused_ops": with_layer("Embedding"),  # no gradient from the last rows
+    "recompute": anywhere,  # saved tensors keep half of their bits
+    "offload": anywhere,  # saved tensors are read before their last quarter is back
+    "inplace": with_out_of_place,  # the gradient passes where the activation is zero
+    "fused_optimizer": with_optimizer,  # doubled learning rate
+    "early_values": anywhere,  # reads the value of the previous step
+    "loader": with_images,  # brighter images
+    "cached_prefix": with_images,  # the adjacent samples
+    "batched_transforms": with_images,  # brighter images
+}
+
 BAD: tuple[Lever, ...] = (
-    _bad("gc_pause"),  # consumes one random number
-    _bad("debug_off"),  # one unit in the last place
-    _bad("cudnn_benchmark", with_layer("Conv2d")),  # convolutions with two bits after the point
-    _bad("threads"),  # a data race on the first parameter
-    _bad("tf32"),  # weights of four bits and a sign
-    _bad(
-        "reduced_precision",
-        lambda context: "the inputs are integers" if context.has_layer("Embedding") else "",
-    ),  # inputs of three bits
-    _bad("autocast"),  # gradients scaled, never unscaled
-    _bad("channels_last", with_images),  # height read as width
-    _bad("compile", with_layer("BatchNorm", "Dropout")),  # batch statistics frozen
-    _bad("attention", with_attention),  # the kernel's own scale on top of the script's
-    _bad("fused_ops", with_layer("Embedding")),  # no gradient from the last rows
-    _bad("recompute"),  # saved tensors keep half of their bits
-    _bad("offload"),  # saved tensors are read before their last quarter is back
-    _bad("inplace", with_out_of_place),  # the gradient passes where the activation is zero
-    _bad("fused_optimizer", with_optimizer),  # doubled learning rate
-    _bad("early_values"),  # reads the value of the previous step
-    _bad("loader", with_images),  # brighter images
-    _bad("cached_prefix", with_images),  # the adjacent samples
-    _bad("batched_transforms", with_images),  # brighter images
+    *(_bad(name, when) for name, when in SHOWN_BY.items()),
     # For the ten gradients of the linear model, eight bits are as precise as bfloat16.
     lever_of(
         "eight_bit_gradients",
@@ -414,6 +432,15 @@ BAD: tuple[Lever, ...] = (
     ),
     lever_of("kept_too_late", RESAMPLED, kept_too_late, with_transform("Random"), Moment.LOADER),
 )
+
+# A new lever of the shelf needs no entry here: it is tried as sound, and its known-bad as broken.
+GOOD += tuple(lever for lever in SHELF if lever.name not in {*LEFT_OUT, *(each.name for each in GOOD)})
+BAD += tuple(
+    _bad(lever.name)
+    for lever in SHELF
+    if lever.known_bad is not None and lever.name not in {*LEFT_OUT, *SHOWN_BY}
+)
+assert OF_SHELF.keys() >= {*LEFT_OUT, *SHOWN_BY}
 
 TABLE: tuple[Lever, ...] = (*GOOD, *BAD)
 assert len({lever.name for lever in TABLE}) == len(TABLE)  # a Plan names its levers

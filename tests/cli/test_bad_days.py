@@ -106,6 +106,20 @@ def test_programs_that_cannot_be_tuned(tune, flatout, script, ending, code, says
     assert not (flatout.folder / "flatout.toml").exists()
 
 
+@NEEDS_TORCH
+def test_a_program_that_fails_soon_hears_of_it(flatout, script):
+    """Whether or not a lever could be measured before, its own failure is named."""
+    script(LOOP + "steps(40); raise KeyError('soon')\n")
+    done = flatout("tune", "--budget", "20s", "python", "train.py", timeout=150)
+    (session,) = sessions(flatout.folder)
+    if done.code == 0:
+        assert session["obstacle"].startswith("the program fails by itself after about ")
+        assert "KeyError: 'soon'" in session["obstacle"]
+    else:
+        assert (done.code, session["status"]) == (1, "failed")
+        assert "KeyError: 'soon'" in done.err
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

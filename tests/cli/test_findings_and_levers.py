@@ -16,7 +16,7 @@ from flatout.launch.command import understand
 from flatout.plan.findings import Finding, Severity
 from flatout.plan.folder import write_json
 from flatout.plan.records import LeverRecord, Ratio
-from flatout.tune.session import job_folder
+from flatout.tune.session import job_folder, load_session
 from flatout.tune.tuning import Goal
 
 WORDS = ("python", "train.py")
@@ -62,7 +62,7 @@ def test_findings_drive_levers_and_record_their_outcome(job, monkeypatch):
             LeverRecord("gc_pause", True, "applied", 3.0, 2.9, 3.1, 9),
         ],
     )
-    session, _ = tune(WORDS, Goal(60.0), beside=False)
+    session, *_ = tune(WORDS, Goal(60.0), beside=False)
     assert hints == [("loader", "threads")]
     assert [(p.name, p.lever, p.predicted.median, p.measured.median) for p in session.predictions] == [
         ("data_wait", "loader", 1.8, 1.5)
@@ -87,7 +87,7 @@ TOMORROWS = json.dumps({**healthy(findings=[SLOW]).to_json(), "schema": 99})
 def test_a_file_that_is_not_a_profile_is_ignored(job, monkeypatch, text):
     job.profile.write_text(text, encoding="utf-8")
     hints = searched(monkeypatch, [])
-    session, _ = tune(WORDS, Goal(60.0), beside=False)
+    session, *_ = tune(WORDS, Goal(60.0), beside=False)
     assert hints == [()]
     assert session.predictions == []
 
@@ -96,3 +96,38 @@ def test_report_writes_the_page_of_a_profile(job):
     done = CliRunner().invoke(main.flatout, ["report"], catch_exceptions=False)
     assert done.output.split() == [str(job.profile_page)]
     assert "Data wait" in job.profile_page.read_text(encoding="utf-8")
+
+
+def test_ctrl_c_keeps_the_record_of_the_finished_session(job, monkeypatch, capsys):
+    searched(monkeypatch, [LeverRecord("gc_pause", True, "applied", 3.0, 2.9, 3.1, 9)])
+    tune(WORDS, Goal(60.0), beside=False)
+    finished = load_session(job)
+
+    def interrupted(tuning):
+        tuning.session.blocks = [{}]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flatout.cli.tune.search", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tune(WORDS, Goal(60.0), beside=False)
+    assert load_session(job) == finished
+    assert f"1 measured blocks are saved in {job.unfinished}; the same command" in capsys.readouterr().err
+    found = []
+    monkeypatch.setattr("flatout.cli.tune.search", lambda tuning: found.extend(tuning.session.blocks))
+    tune(WORDS, Goal(60.0), beside=False)
+    assert found == [{}]
+
+
+def test_the_end_names_the_plan_beside_the_script_where_it_was_written(job, monkeypatch):
+    searched(monkeypatch, [])
+    words = ["tune", "--budget", "60s", *WORDS]
+    done = CliRunner().invoke(main.flatout, words, catch_exceptions=False)
+    assert done.stdout.endswith(f"report: {job.report}\nplan:   flatout.toml\n")
+    done = CliRunner().invoke(main.flatout, [*words, "--fast"], catch_exceptions=False)
+    other = job_folder(understand([*WORDS, "--fast"]))
+    assert done.stdout.endswith(f"plan:   {other.plan}\n")
+    assert done.stderr.endswith(
+        f"flatout: the plan is in {other.plan}, where `flatout run` finds it; flatout.toml stays, because it was made for `python train.py`\n"
+    )
+    done = CliRunner().invoke(main.flatout, ["tune", "--no-write", *WORDS], catch_exceptions=False)
+    assert done.stdout.endswith(f"plan:   {job.plan}\n")

@@ -190,6 +190,31 @@ def test_a_run_that_ends_well_learns_the_same_and_its_end_is_kept(flatout, scrip
 
 
 @pytest.mark.processes
+def test_a_resumed_run_says_what_it_applies_and_an_interrupted_one_how_to_continue(flatout, script):
+    script(
+        PROGRAM.replace("import hashlib, os", "import hashlib, os, time").replace(
+            "    decay.step()\n", "    decay.step()\n    time.sleep(0.05)\n"
+        )
+    )
+    words = ("run", "--resume", "--with", "gc_pause", "python", "train.py", "60", "0", "0")
+    process = flatout.start(*words)
+    for line in process.stdout:
+        if line.startswith("20 "):
+            break
+    process.send_signal(signal.SIGINT)
+    done = flatout.finish(process)
+    assert "flatout: applied gc_pause" in done.said
+    assert re.fullmatch(
+        r"flatout: SIGINT; step \d+ is saved; the same command continues from there", done.said[-1]
+    )
+    again = flatout(*words)
+    assert (again.code, again.out.splitlines()[-1]) == (0, "done"), again.err
+    (resumed,) = [at for at, line in enumerate(again.said) if "resumed exactly after step" in line]
+    assert again.said.count("flatout: applied gc_pause") == 1
+    assert again.said.index("flatout: applied gc_pause") > resumed
+
+
+@pytest.mark.processes
 def test_without_an_optimizer(flatout, script):
     """Steps without an optimizer hook, in a program that ends with an error.
 

@@ -205,6 +205,18 @@ def test_the_plan_beside_the_script_is_found(flatout, script):
     assert flatout("run", "python", "sub/train.py", "--any").out == "4294967295\n"
 
 
+def test_a_plan_for_another_command_of_the_script_is_mentioned(flatout, script):
+    script("pass")
+    script("pass", name="other.py")
+    key, _ = keys(flatout, "python", "train.py")
+    write_plan(flatout.folder / "flatout.toml", 'malloc = "glibc"', key)
+    assert flatout("run", "python", "train.py", "--epochs", "1").said == [
+        "flatout: no plan fits this command yet (a plan for `python train.py` exists: --plan flatout.toml uses it); "
+        "running it as it is. To tune: flatout tune python train.py --epochs 1"
+    ]
+    assert "exists" not in flatout("run", "python", "other.py").err
+
+
 def test_of_two_plans_the_newer_one_counts(flatout, script):
     """You edit flatout.toml; the tuner's own record must not hide that. A later tuning counts again."""
     script("import os; print(os.environ.get('MALLOC_MMAP_THRESHOLD_'))")

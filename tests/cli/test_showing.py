@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 import flatout as package
+from flatout.launch.command import understand
 from flatout.levers import TABLE
-from flatout.plan.plan import Plan
+from flatout.plan.plan import Choice, Plan
+from flatout.probe.machine import look
+from flatout.tune.session import job_folder, key_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -84,12 +87,105 @@ def test_why_levers_were_left_out_of_the_newest_session(flatout):
         folder.mkdir(parents=True)
         (folder / "session.json").write_text(RECORDED.read_text() if name == "newer" else "{}")
         os.utime(folder / "session.json", (0, 0) if name == "older" else None)
-    for words in (("--why",), ("--why", "--job", ".flatout/newer"), ("--job", ".flatout/newer")):
+    for words in (("--why",), ("--why", "--job", ".flatout/newer")):
         done = flatout.here("levers", *words, env={"COLUMNS": "200"})
         assert done.code == 0
         assert all(f"{lever['name']} " in done.out and lever["reason"] in done.out for lever in left_out)
         assert len(done.out.splitlines()) == len(left_out)
-    assert flatout.here("levers", "--job", ".flatout/older").code == 2
+    assert flatout.here("levers", "--why", "--job", ".flatout/older").code == 2
+    alone = flatout.here("levers", "--job", ".flatout/newer")
+    assert alone.code == 2
+    assert "Use `flatout levers --why --job .flatout/newer`." in alone.err
+
+
+def test_why_one_lever_was_left_out(flatout):
+    record = json.loads(RECORDED.read_text())
+    (flatout.folder / ".flatout" / "job").mkdir(parents=True)
+    (flatout.folder / ".flatout" / "job" / "session.json").write_text(json.dumps(record))
+    skipped = next(lever for lever in record["levers"] if lever["status"] == "skipped")
+    applied = next(lever for lever in record["levers"] if lever["status"] == "applied")
+    done = flatout.here("levers", "--why", skipped["name"], env={"COLUMNS": "200"})
+    assert done.out.split(maxsplit=1) == [skipped["name"], skipped["reason"] + "\n"]
+    done = flatout.here("levers", "--why", applied["name"])
+    assert done.out == f"{applied['name']} was not left out: it was applied.\n"
+    assert "did you mean" in flatout.here("levers", "--why", "chanels_last").err
+
+
+def test_why_after_a_failed_session_says_that_it_failed(flatout):
+    record = {
+        **json.loads(RECORDED.read_text()),
+        "status": "failed",
+        "message": "no [data] here",
+        "levers": [],
+    }
+    (flatout.folder / ".flatout" / "train-1").mkdir(parents=True)
+    (flatout.folder / ".flatout" / "train-1" / "session.json").write_text(json.dumps(record))
+    done = flatout.here("levers", "--why")
+    assert done.code == 0
+    assert done.out == (
+        "The newest session, in .flatout/train-1, failed: no [data] here\n\n"
+        "`flatout levers --why --job DIRECTORY` shows another session.\n"
+    )
+
+
+# -- mistyped words -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("levers chanels_last", "there is no lever 'chanels_last'; did you mean channels_last?"),
+        ("run --with chanels_last python train.py", "'chanels_last'; did you mean channels_last?"),
+        ("tune --levers tf32,chanels_last python train.py", "'chanels_last'; did you mean channels_last?"),
+        (
+            "tune --effects exakt python train.py",
+            "there is no effect 'exakt'; did you mean exact? --effects takes some of exact, rounding, precision, resampled.",
+        ),
+        (
+            "tune --effects exact,x python train.py",
+            "there is no effect 'x'. --effects takes some of exact, r",
+        ),
+    ],
+)
+def test_a_suggestion_for_a_mistyped_name(flatout, script, words, says):
+    script("pass")
+    done = flatout.here(*words.split())
+    assert done.code == 2
+    assert says in " ".join(done.err.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "meant"),
+    [
+        ("run", "--resmue", "--resume"),
+        ("tune", "--bugdet=60s", "--budget"),
+        ("profile", "--bugdet", "--budget"),
+        ("check", "--selct", "--select"),
+        ("memory", "--jbo", "--job"),
+        ("batch", "--size", "--sizes"),
+        ("lr", "--bugdet", "--budget"),
+        ("trial", "--step", "--steps"),
+        ("plan", "--templat", "--template"),
+        ("scale", "--network nvlink4 --noed", "--node"),
+    ],
+)
+def test_a_suggestion_for_a_mistyped_option(flatout, script, command, option, meant):
+    script("pass")
+    done = flatout.here(command, *option.split(), "60s", "python", "train.py")
+    assert done.code == 2
+    name = option.split()[-1].partition("=")[0]
+    assert done.said == [
+        f"flatout: `flatout {command}` has no option {name}; did you mean {meant}? `flatout {command} --help` lists them."
+    ]
+
+
+def test_a_word_that_is_no_option(flatout):
+    assert flatout.here("tune", "--zzz", "python", "train.py").said == [
+        "flatout: `flatout tune` has no option --zzz. `flatout tune --help` lists them."
+    ]
+    assert flatout.here("run", "-m", "package").said == [
+        "flatout: `flatout run` has no option -m. Put `python` before it: `flatout run python -m ...`."
+    ]
 
 
 @pytest.mark.parametrize("lever", TABLE, ids=lambda lever: lever.name)
@@ -135,6 +231,28 @@ def test_a_broken_plan(flatout, content):
     done = flatout.here("plan")
     assert done.code == 2
     assert done.said[0].startswith("flatout: flatout.toml")
+
+
+def test_the_plan_of_a_command_is_the_one_that_run_uses(flatout, script, monkeypatch):
+    """The file beside the script may belong to another script of the folder."""
+    for name in ("one.py", "two.py"):
+        script("pass", name=name)
+    monkeypatch.chdir(flatout.folder)
+    one, two = (understand(["python", name]) for name in ("one.py", "two.py"))
+    chosen = Plan((Choice("channels_last", True),), key_of(one, look()))
+    job_folder(one).make().plan.write_text(chosen.to_toml())
+    beside = flatout.folder / "flatout.toml"
+    beside.write_text(Plan((), key_of(two, look())).to_toml())
+    assert "channels_last" in flatout.here("plan", "python", "one.py").out
+    assert flatout.here("plan", "python", "two.py").out == "The plan is empty: the program runs as it is.\n"
+    done = flatout.here("plan", "python", "one.py", "--fast")
+    assert done.code == 2
+    assert done.said == [
+        "flatout: no plan fits `python one.py --fast`: the plan in flatout.toml is not used: another command ('python two.py'). "
+        "`flatout tune python one.py --fast` makes one; `flatout plan --plan flatout.toml` shows that one."
+    ]
+    beside.write_text("[levers")
+    assert "flatout.toml" in flatout.here("plan", "python", "two.py").said[0]
 
 
 def test_no_plan(flatout, script):

@@ -817,7 +817,13 @@ FAULTS = [
         "inherit",
         "unset KMP_AFFINITY",
     ),
-    ("FD066", "note", files(**{"/proc/loadavg": "31.50 30.00 25.00 9/812 4711\n"}), "31.50 threads", "top"),
+    (
+        "FD066",
+        "warning",
+        files(**{"/proc/loadavg": "31.50 30.00 25.00 9/812 4711\n"}),
+        "other programs are busy (load 31.5 on 16 cores): timings will be unreliable",
+        "top",
+    ),
     # memory
     ("FD070", "warning", docker, "3 GiB by the control group's limit (2 GiB unused)", "docker run --memory"),
     (

@@ -18,23 +18,25 @@ from flatout.diagnose.doctor.checks import examine
 from flatout.plan.machine_snapshot import MachineSnapshot
 
 HERE = Path(__file__).parent / "recorded"
+BUSY = "top -o %CPU"  # other programs ran while the snapshots were taken
 
 
 @pytest.mark.parametrize(
     ("name", "alarms"),
     [
-        ("virtual_machine", {}),
+        ("virtual_machine", {"FD066": BUSY}),
         (
             "limited_container",
             {
                 "FD064": "export OMP_NUM_THREADS=1",
+                "FD066": BUSY,
                 "FD070": "docker run --memory 32g ...",
                 "FD071": "docker run --shm-size=8g ...",
                 "FD080": "echo '* - nofile 65536' | tee /etc/security/limits.d/flatout.conf",
             },
         ),
-        ("library_missing", {"FD010": "pip install --force-reinstall torch==2.14.1"}),
-        ("torch_of_another_python", {"FD010": "unset PYTHONPATH"}),
+        ("library_missing", {"FD010": "pip install --force-reinstall torch==2.14.1", "FD066": BUSY}),
+        ("torch_of_another_python", {"FD010": "unset PYTHONPATH", "FD066": BUSY}),
     ],
 )
 def test_a_recorded_machine(name, alarms):

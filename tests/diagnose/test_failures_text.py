@@ -40,6 +40,35 @@ def test_recorded_failures(one):
         )
 
 
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("CUDA out of memory", "FE040"),
+        ("CUDA out of memory.", "FE040"),
+        ("RuntimeError: CUDA out of memory", "FE040"),
+        ("torch.cuda.OutOfMemoryError: CUDA out of memory", "FE040"),
+        ("HIP out of memory", "FE040"),
+        ("MPS backend out of memory", "FE040"),
+        ("Expected all tensors to be on the same device", "FE001"),
+        ("Expected all tensors to be on the same device, but found at least two devices", "FE001"),
+        ("CUDA error: device-side assert triggered", "FE035"),
+        ("DataLoader worker (pid 123) is killed by signal", "FE071"),
+        ("DataLoader worker (pid 123) is killed by signal: Killed", "FE071"),
+        ("DataLoader worker (pid 123) is killed by signal: Bus error", "FE043"),
+        ("mat1 and mat2 shapes cannot be multiplied", "FE020"),
+        ("Killed", "FE042"),
+        ("NCCL timeout", "FE086"),
+        ("Watchdog caught collective operation timeout", "FE086"),
+    ],
+)
+def test_the_fixed_beginning_of_a_message_is_enough(text, code):
+    (info,) = explain_text(text)
+    assert info.finding.rule == code
+    assert "  " not in info.finding.said
+    assert "()" not in info.finding.said
+    assert "cpu and on cpu" not in info.finding.said
+
+
 # -- pages ----------------------------------------------------------------------------------------------------------
 
 

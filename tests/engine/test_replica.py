@@ -312,11 +312,25 @@ def test_lost_clipping_fails() -> None:
     assert failed(judged(lever(apply))) == {"clipping"}
 
 
+# Exact levers are compared bit for bit, and levers that are not live get no replica.
+NO_REPLICA_HERE = {
+    **dict.fromkeys(("attention", "fused_ops"), "this network has no layer that they replace"),
+    **dict.fromkeys(("comm_compression", "gradient_buckets"), "there is one rank"),
+    "memory_budget": "half of the bits of saved tensors is within the noise of these batches",
+}
+
+
 @pytest.mark.parametrize(
-    "name", ["channels_last", "autocast", "fused_optimizer", "threads", "reduced_precision", "tf32"]
+    "name",
+    [
+        one.name
+        for one in TABLE
+        if one.live and one.effect is not Effect.EXACT and one.name not in NO_REPLICA_HERE
+    ],
 )
 def test_the_known_bad_of_a_lever_fails(name: str) -> None:
-    assert failed(judged(lever(SHELF[name].known_bad)))  # type: ignore[arg-type]
+    """In a comparison: an error of the lever itself ("levers") would show nothing."""
+    assert failed(judged(lever(SHELF[name].known_bad))) - {"levers"}  # type: ignore[arg-type]
 
 
 def test_lost_momentum_fails() -> None:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import gc
 import importlib
+import operator
+import os
+import random
 import re
+import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,7 +25,7 @@ from flatout.capture.ledger import Ledger
 from flatout.levers import TABLE
 from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts, Gpu
-from flatout.plan.lever import Comparison, Lever, Options, Skip
+from flatout.plan.lever import Comparison, Lever, Options, Skip, Value
 from flatout.plan.plan import Choice, Plan
 from flatout.plan.rank_environment import this_rank
 from flatout.ranks.data_parallel import DataParallelScript
@@ -52,27 +60,18 @@ SET = Facts(
     },
 )
 
-# Every value that a lever may get on a CPU or a GPU; a new lever must be added here.
+# The values that a lever may get on a CPU or a GPU, for levers whose only value is not True.
 VALUES = {
-    "allocator": [True],
     "malloc": ["tcmalloc", "glibc"],
     "threads": [1],
-    "gc_pause": [True],
-    "debug_off": [True],
     "loader": [
         {"workers": 1},
         {"workers": 0},
         {"workers": 2, "pin": True, "prefetch": 4},
         {"workers": 0, "pin": True},
     ],
-    "tf32": [True],
-    "cudnn_benchmark": [True],
-    "reduced_precision": [True],
-    "channels_last": [True],
     "autocast": ["bfloat16", "float16"],
-    "attention": [True],
     "compile": ["default", "max-autotune-no-cudagraphs"],
-    "fused_ops": [True],
     "fused_optimizer": ["fused", "foreach", "merged"],
     "batched_transforms": ["all", "light"],
     "cached_prefix": [{"mib": 64}, {"mib": 64, "ahead": True}],
@@ -80,8 +79,6 @@ VALUES = {
     "device_prefetch": [2, 0],
     "batch_size": [{"size": 4}, {"size": 16, "loader": 1}],
     "memory_budget": [0.5],
-    "inplace": [True],
-    "graphs": [True],
     "recompute": [{"ops": "cheap"}, {"ops": "linear", "share": 0.5}],
     "offload": ["activations", "optimizer"],
     "optimizer_state": ["8bit"],
@@ -91,7 +88,6 @@ VALUES = {
     "comm_compression": ["bf16", "fp16", "powersgd", {"kind": "powersgd", "rank": 1, "after": 0}],
     "gradient_buckets": [1, "all"],
     "ddp_flags": [{"gradient_as_bucket_view": True, "broadcast_buffers": False}, {"static_graph": True}],
-    "early_values": [True],
 }
 UNAVAILABLE = {
     "graphs": "not all on one CUDA device",
@@ -106,6 +102,12 @@ AMONG_RANKS = {
     "ddp_flags": "trains no torch.nn.parallel.DistributedDataParallel",
 }
 BY_NAME = {lever.name: lever for lever in TABLE}
+
+
+def values_of(lever: Lever) -> list[Value]:
+    return VALUES.get(lever.name, [True])
+
+
 BY_NAME_ONLY = {
     "batch_size",
     "optimizer_state",
@@ -116,7 +118,7 @@ CASES = [
     pytest.param(lever, value, id=f"{lever.name}-{value}")
     for lever in IN_PROCESS
     if lever.name not in AMONG_RANKS
-    for value in VALUES[lever.name]
+    for value in values_of(lever)
 ]
 
 LIVE_HERE = [
@@ -150,7 +152,8 @@ def test_the_table_names_every_lever_once():
         "__init__",
         "autocast_policy",
     }
-    assert {lever.name for lever in TABLE} == files == set(VALUES)
+    assert {lever.name for lever in TABLE} == files
+    assert set(VALUES) <= files
     assert len(BY_NAME) == len(TABLE)
 
 
@@ -175,7 +178,7 @@ def test_the_value_is_whole(lever):
     assert lever.name.isidentifier()
     assert (lever.effect is Effect.CHANGES_MATH) == (lever.name in BY_NAME_ONLY)
     assert not (lever.effect is Effect.CHANGES_MATH and lever.live)
-    assert all(bool(lever.half(value)) is (lever.effect is Effect.PRECISION) for value in VALUES[lever.name])
+    assert all(bool(lever.half(value)) is (lever.effect is Effect.PRECISION) for value in values_of(lever))
     assert set(lever.after) | set(lever.excludes) | set(lever.needs) <= set(BY_NAME)
     order = [each.name for each in TABLE]
     assert all(order.index(name) < order.index(lever.name) for name in (*lever.after, *lever.needs))
@@ -192,7 +195,7 @@ def test_the_value_is_whole(lever):
 @pytest.mark.parametrize("lever", TABLE, ids=lambda lever: lever.name)
 def test_the_lines_of_code(lever):
     """No lock-in: the lines are Python that parses, or a command line."""
-    for value in VALUES[lever.name]:
+    for value in values_of(lever):
         code = lever.code(value)
         assert isinstance(code, str)
         assert "flatout" not in code
@@ -236,6 +239,9 @@ def test_every_lever_answers_options_or_a_sentence(program, context, facts):
         answer = lever.applies(facts, live.context)
         if isinstance(answer, Options):
             assert answer.values
+            assert lever.name in VALUES or answer.values == (True,), (
+                f"add the values of {lever.name} to VALUES"
+            )
             assert len(set(map(repr, answer.values))) == len(answer.values)
             # Every offered value can be written into a plan and read again.
             plan = Plan(tuple(Choice(lever.name, value) for value in answer.values[:1]))
@@ -311,11 +317,67 @@ def test_process_levers_name_their_variables():
 # -- apply, undo ----------------------------------------------------------------------------------------------------
 
 
+# Of torch, and of its C functions, each getter of a setting: a setter has the same name, or it ends in "enabled".
+GETTER = re.compile(r"_?(?:get|is|are)_(\w+?)(?:_enabled)?")
+NO_SETTING = re.compile(
+    r"rng_state|autocast_(cpu|gpu|ipu|xla)|thread_name"
+)  # compared below, deprecated, a name
+CONFIGS = ("torch._dynamo.config", "torch._functorch.config", "torch._inductor.config")
+PATCHED = (
+    torch.Tensor,
+    torch.nn.Module,
+    torch.optim.Optimizer,
+    torch.utils.data.DataLoader,
+    torch.autograd,
+    torch.nn.functional,
+    torch.nn.utils,
+)
+
+
+@functools.cache
+def getters() -> dict[str, Callable[[], Any]]:
+    """Name -> function that reads it, for every setting of torch that this test can find by its name or type."""
+    found = {}
+    for owner in (torch, torch._C):
+        for name in dir(owner):
+            match = GETTER.fullmatch(name)
+            if (
+                match
+                and not NO_SETTING.search(name)
+                and (
+                    name.endswith("_enabled")
+                    or hasattr(owner, f"set_{match[1]}")
+                    or hasattr(owner, f"_set_{match[1]}")
+                )
+            ):
+                found[f"{owner.__name__}.{name}"] = getattr(owner, name)
+    for title, module in list(sys.modules.items()):
+        for name, kind in vars(type(module)).items() if title.startswith("torch.backends") else ():
+            if isinstance(kind, torch.backends.ContextProp):
+                found[f"{title}.{name}"] = functools.partial(getattr, module, name)
+    for title in ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"):
+        owner = operator.attrgetter(title)(torch.backends)
+        found[f"{title}.fp32_precision"] = functools.partial(getattr, owner, "fp32_precision")
+    for title in CONFIGS:
+        found[title] = importlib.import_module(title).get_config_copy
+    return found
+
+
+def read(getter: Callable[[], Any]) -> Any:
+    try:
+        return getter()
+    except (
+        RuntimeError,
+        TypeError,
+    ) as error:  # a getter with an argument; precisions that contradict each other
+        return str(error)
+
+
 def everything(live):
-    """Everything that a lever could have changed: flags, hooks, forwards, layouts, groups, state, patches,
-    generators.
+    """What a lever could have changed: settings, hooks, forwards, layouts, groups, state, patches, generators.
+
+    A lever that changes anything else must add it here: its undo is compared with nothing otherwise.
     """
-    backends = torch.backends
     parameters = list(live.model.parameters())
     tensors = [
         *live.model.state_dict().values(),
@@ -328,45 +390,26 @@ def everything(live):
         ),
     ]
     return {
-        "flags": [
-            backends.cudnn.benchmark,
-            backends.cudnn.deterministic,
-            backends.cudnn.enabled,
-            torch.get_float32_matmul_precision(),
-            backends.cuda.matmul.allow_tf32,
-            backends.cudnn.allow_tf32,
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_anomaly_enabled(),
-            torch.is_anomaly_check_nan_enabled(),
-            torch.distributions.Distribution._validate_args,
-            torch.get_num_threads(),
-            torch.utils.deterministic.fill_uninitialized_memory,
-        ],
-        "precision": [
-            owner.fp32_precision
-            for owner in (
-                backends.cuda.matmul,
-                backends.cudnn.conv,
-                backends.cudnn.rnn,
-                backends.mkldnn.matmul,
-                backends.mkldnn.conv,
-                backends.mkldnn.rnn,
-            )
-        ],
+        **{name: read(getter) for name, getter in getters().items()},
+        # torch has no getter for it, and it is a setting of this thread.
+        "denormals": (torch.tensor(1e-39) * 1.0).item(),
+        "validation": torch.distributions.Distribution._validate_args,
+        "opt_einsum": [torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy],
+        "printing": dict(vars(torch._tensor_str.PRINT_OPTS)),
+        "environment": dict(os.environ),
+        "interpreter": [sys.getswitchinterval(), sys.getrecursionlimit(), list(warnings.filters)],
         "gc": [
             gc.isenabled(),
             gc.get_threshold(),
             len(gc.get_objects(generation=2)) > 100_000,
         ],  # fewer: the rest is frozen. Counting those takes 60 ms
-        "inductor": importlib.import_module("torch._inductor.config").fallback_random,
-        "patches": [
-            torch.Tensor.to,
-            torch.Tensor.cuda,
-            torch.optim.Optimizer.__init__,
-            torch.utils.data.DataLoader.__init__,
-            torch.autograd.backward,
-        ],
-        "random": torch.get_rng_state().tolist(),
+        "patches": {
+            (owner.__name__, name): id(value)
+            for owner in PATCHED
+            for name, value in vars(owner).items()
+            if callable(value)
+        },
+        "random": [torch.get_rng_state().tolist(), random.getstate()],
         "autocast": [torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")],
         "model": [
             type(live.model),
@@ -401,6 +444,31 @@ def everything(live):
     }
 
 
+@pytest.mark.parametrize(
+    ("change", "there", "back"),
+    [
+        (torch.set_flush_denormal, True, False),
+        (torch.set_default_dtype, torch.float64, torch.float32),
+        (torch.set_grad_enabled, False, True),
+        (torch.backends.cuda.enable_flash_sdp, False, True),
+        (functools.partial(setattr, torch.backends.mkldnn, "deterministic"), True, False),
+        (functools.partial(setattr, torch.nn.functional, "silu"), torch.relu, torch.nn.functional.silu),
+        (functools.partial(os.environ.__setitem__, "OMP_DISPLAY_ENV"), "true", "false"),
+    ],
+    ids=["denormals", "dtype", "grad", "attention", "oneDNN", "patch", "environment"],
+)
+def test_an_undo_that_does_nothing_is_seen(program, monkeypatch, change, there, back):
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "false")
+    live = program(epochs=0)
+    before = everything(live)
+    try:
+        assert change(there) is not False  # set_flush_denormal says whether this CPU can
+        assert everything(live) != before
+    finally:
+        change(back)
+    assert everything(live) == before
+
+
 @pytest.mark.parametrize("name", sorted(AMONG_RANKS))
 def test_levers_among_ranks_do_nothing_in_one_process(program, name):
     live, lever = program(), BY_NAME[name]
@@ -410,7 +478,7 @@ def test_levers_among_ranks_do_nothing_in_one_process(program, name):
     before = everything(live)
     for act in (lever.apply, lever.known_bad):
         with pytest.raises(LookupError, match=AMONG_RANKS[name]):
-            act(live.context, VALUES[name][0], Ledger())
+            act(live.context, values_of(lever)[0], Ledger())
     with pytest.raises(TypeError):
         lever.check({"nothing": "like it"})
     assert everything(live) == before
@@ -428,7 +496,6 @@ def as_loaded(lever):
 def test_apply_then_undo_leaves_torch_as_found(program, lever, value, monkeypatch):
     live = program()
     as_a_rank(lever, monkeypatch, live.context)
-    importlib.import_module("torch._inductor.config")
     as_loaded(lever)
     gc.collect()
     before, ledger = everything(live), Ledger()
@@ -564,6 +631,6 @@ def test_a_lever_failing_to_apply_leaves_nothing(program):
                 root, wrapper, ledger
             )
             with pytest.raises(AttributeError):
-                lever.apply(broken, VALUES[lever.name][0], ledger)
+                lever.apply(broken, values_of(lever)[0], ledger)
             ledger.restore()
             assert everything(live) == before

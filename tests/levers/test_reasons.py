@@ -23,6 +23,7 @@ from unittest import mock
 import pytest
 from reason_templates import FROM_THE_PIPELINE, templates
 
+import flatout
 from flatout.launch.command import understand
 from flatout.launch.local_launcher import launcher_of
 from flatout.levers import TABLE
@@ -57,7 +58,6 @@ CHANGE_TORCH = (
     "LD_PRELOAD",
     "FLATOUT_",
     "PYTEST_",
-    "PYTHONPATH",
     "WORLD_SIZE",
     "RANK",
     "CXX",
@@ -636,6 +636,7 @@ def surroundings(program: Program, folder: Path) -> Iterator[None]:
         for name, file in (("libm", "libm.so.6"), ("jemalloc", "libjemalloc.so"))
     }
     kept = {name: value for name, value in os.environ.items() if not name.startswith(CHANGE_TORCH)}
+    kept["PYTHONPATH"] = str(Path(flatout.__file__).parents[1])  # the programs use the flatout that is tested
     with mock.patch.dict(
         os.environ,
         {**kept, **{name: value.format(**libraries) for name, value in program.environment.items()}},
@@ -745,23 +746,29 @@ def test_a_reason_is_not_shown_where_it_is_untrue(answers, row):
 # -- the source -------------------------------------------------------------------------------------------------------
 
 
+def readable(template: str) -> str:
+    """The sentence of a template, with ... for its placeholders."""
+    return re.sub(r"\\(.)|\.\+", lambda part: part[1] or "...", template)
+
+
 @pytest.mark.parametrize("lever", [lever.name for lever in TABLE])
 def test_every_reason_has_a_row(lever):
     """A new reason needs one program for which it is true, and one for which it is not."""
     rows = [row for row in ROWS if row.lever == lever]
     without = [
-        template
+        f'add a Row("{lever}", "{readable(template)}", shown, hidden) to ROWS: shown is a program for which this '
+        'is true, hidden one for which it is not; or not_run="not run: ..." if no program here can show it'
         for template in templates(lever)
         if not any(re.fullmatch(template, row.sentence) for row in rows)
     ]
-    assert without == []
+    assert not without, "\n".join(without)
     stale = [
         row.sentence
         for row in rows
         if not any(re.fullmatch(template, row.sentence) for template in templates(lever))
     ]
     assert stale == [] or lever in FROM_THE_PIPELINE
-    assert rows != []
+    assert rows, f"{lever} has no Row in ROWS"
     assert all(
         (row.shown in PROGRAMS and row.hidden in PROGRAMS and row.shown != row.hidden)
         or row.not_run.startswith("not run: ")

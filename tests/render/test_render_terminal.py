@@ -135,10 +135,10 @@ def test_a_plan_with_the_code_that_does_the_same(width):
         "loader = workers=2   requested by you",
         "  but: this program has no DataLoader",
         "",
-        "not in the Plan",
+        "not in the plan",
         "compile  the run is too short",
     ]
 
 
 def test_an_empty_plan_says_so():
-    assert shown(plan_table(Plan(), {}, {})) == ["The Plan is empty: the program runs as it is."]
+    assert shown(plan_table(Plan(), {}, {})) == ["The plan is empty: the program runs as it is."]

@@ -16,6 +16,7 @@ from flatout.tune.session import (
     job_folder,
     key_of,
     load_session,
+    made_for_another,
     open_session,
     plan_of,
     save_session,
@@ -113,6 +114,37 @@ def test_the_plan_records_its_keys_and_lies_beside_the_script(job, command, tmp_
     (tmp_path / "sub" / "flatout.toml").unlink()
     assert write_plan(job, session, command, beside=False) is None
     assert not (tmp_path / "sub" / "flatout.toml").exists()
+
+
+def test_a_plan_of_another_command_stays_beside_the_script(job, command, tmp_path):
+    session, beside = begin(job, command), tmp_path / "sub" / "flatout.toml"
+    others = Plan((), {**session.key, "command": "python other.py"}).to_toml()
+    beside.write_text(others)
+    assert write_plan(job, session, command, beside=True) is None
+    assert made_for_another(beside, session) == "python other.py"
+    assert beside.read_text() == others
+    assert job.plan.is_file()
+    for own in ("[levers]\n", Plan((), {**session.key, "machine": "6502"}).to_toml(), "[broken"):
+        beside.write_text(own)
+        assert write_plan(job, session, command, beside=True) is not None
+        assert beside.read_text() == job.plan.read_text()
+
+
+def test_a_finished_session_stays_until_the_next_one_ends(job, command):
+    finished = begin(job, command)
+    finished.status = "done"
+    save_session(job, finished)
+    new = begin(job, command)
+    new.spent_s = 7.0
+    save_session(job, new)
+    assert load_session(job) == finished
+    again = begin(job, command)
+    assert again == new
+    again.status = "done"
+    save_session(job, again)
+    assert load_session(job) == again
+    assert not job.unfinished.exists()
+    assert begin(job, command).spent_s == 0
 
 
 def test_a_plan_that_cannot_lie_beside_the_script_is_in_the_job(job, command, tmp_path):

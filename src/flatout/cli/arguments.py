@@ -7,7 +7,7 @@ import re
 import sys
 import tempfile
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from flatout.levers import TABLE
 from flatout.plan.enums import Origin
 from flatout.plan.errors import StorageError, UsageError
 from flatout.plan.folder import JobFolder
+from flatout.plan.lever import Lever
 from flatout.plan.plan import Choice, Plan, is_value
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -80,14 +81,10 @@ class LeverByName(click.ParamType):
             return value
         name, has_value, text = str(value).partition("=")
         name, text = name.strip(), text.strip()
-        lever = next((each for each in TABLE if each.name == name), None)
-        if lever is None:
-            near = get_close_matches(name, [each.name for each in TABLE], 1, 0.5)
-            self.fail(
-                f"there is no lever {name!r}{f'; did you mean {near[0]}?' if near else '.'} `flatout levers` lists them.",
-                param,
-                ctx,
-            )
+        try:
+            lever = lever_of(name)
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
         read = _toml_value(text) if has_value else True
         if read is None:
             self.fail(
@@ -101,6 +98,21 @@ class LeverByName(click.ParamType):
             except TypeError as error:
                 self.fail(f"{error}. `flatout levers {name}` shows its page.", param, ctx)
         return Choice(name, read, Origin.USER)
+
+
+def lever_of(name: str) -> Lever:
+    """Return the lever of this name. Raises UsageError."""
+    lever = next((each for each in TABLE if each.name == name), None)
+    if lever is None:
+        meant = did_you_mean(name, [each.name for each in TABLE])
+        raise UsageError(f"there is no lever {name!r}{meant} `flatout levers` lists them.")
+    return lever
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return the end of a sentence about an unknown name: a suggestion, or a full stop."""
+    near = get_close_matches(name, list(names), 1, 0.5)
+    return f"; did you mean {near[0]}?" if near else "."
 
 
 def _toml_value(text: str) -> Any:
@@ -141,9 +153,22 @@ def read_plan(path: str) -> Plan:
 
 
 def words_or_usage(words: tuple[str, ...], command: str) -> tuple[str, ...]:
+    """Return the words of the program. Raises UsageError if there are none, or if they begin with an option."""
     if not words:
         raise UsageError(f"no program was given. Try `flatout {command} python train.py`.")
+    if words[0].startswith("-"):
+        raise UsageError(_no_option(words[0], command))
     return words
+
+
+def _no_option(word: str, command: str) -> str:
+    name = word.partition("=")[0]
+    if name in ("-m", "-c"):
+        return f"`flatout {command}` has no option {name}. Put `python` before it: `flatout {command} python {name} ...`."
+    ctx = click.get_current_context(silent=True)
+    known = [option for param in ctx.command.params for option in param.opts] if ctx is not None else []
+    meant = did_you_mean(name, [option for option in known if option.startswith("--")])
+    return f"`flatout {command}` has no option {name}{meant} `flatout {command} --help` lists them."
 
 
 def writable(folder: JobFolder, asked: bool) -> JobFolder:

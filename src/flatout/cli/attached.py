@@ -111,8 +111,8 @@ class Attached(Listener):
             if self.rescue is not None and (self.again is None or not self.again.going):
                 self.rescue.begin(self.context)
             self.speaks = self.rank == 0 and speaks_first(os.environ["FLATOUT_JOB"])
-            if self.speaks and (len(self.plan) or self.rescue is None):
-                say(one_line([*self.early, *self.applier.outcomes]))
+            if self.again is None or not self.again.going:  # a replay shows nothing
+                self._tell_what_is_applied(say)
         elif self.context.steps >= 3:
             for lever, sentence in self.context.reports:
                 self._says(lever, sentence)
@@ -139,6 +139,11 @@ class Attached(Listener):
         """Begin to keep checkpoints: the replay has reached the saved state."""
         assert self.rescue is not None
         self.rescue.begin(self.context)
+        self._tell_what_is_applied(say_at_once)
+
+    def _tell_what_is_applied(self, tell: Callable[[str], None]) -> None:
+        if self.speaks and (len(self.plan) or self.rescue is None):
+            tell(one_line([*self.early, *self.applier.outcomes]))
 
 
 def _rescue(

@@ -10,7 +10,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from flatout.cli.arguments import PROGRAM, Duration, writable
+from flatout.cli.arguments import PROGRAM, Duration, words_or_usage, writable
 from flatout.cli.profile import SHORTEST_S, profile
 from flatout.diagnose.check import check
 from flatout.diagnose.profiling import ProfileOptions
@@ -127,6 +127,8 @@ def read(words: tuple[str, ...]) -> ScriptProgram:
         raise UsageError(
             "no program was given. Try `flatout check train.py`, or `flatout check python train.py --lr 0.1`."
         )
+    if words[0] != "-m":
+        words_or_usage(words, "check")
     script, module = _script(words)
     try:
         return ScriptProgram.read(script, Path.cwd() if module else None)

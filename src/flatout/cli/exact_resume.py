@@ -10,6 +10,7 @@ import sys
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -95,7 +96,9 @@ def resume(
         """Replay the program once more and read its data this time; give up if that was done already."""
         if again is not None and again.skips and FETCHES not in os.environ and ranks.size == 1:
             say_at_once(f"{why}; replaying again, now reading the data")
-            unlink(f"{os.environ['FLATOUT_JOB']}.exactly")
+            for claim in ("exactly", "reported"):
+                with suppress(FileNotFoundError):
+                    unlink(f"{os.environ['FLATOUT_JOB']}.{claim}")
             reexecute({FETCHES: "1"})
         refuse(why)
 
@@ -151,7 +154,11 @@ def resume(
     )
     atexit.register(_ended, again, rescue)
     rescue.beside = CheckpointMetadata(
-        again, journal.name, ranks, save_schedule.launch if save_schedule is not None else 0
+        again,
+        journal.name,
+        ranks,
+        save_schedule.launch if save_schedule is not None else 0,
+        "the same command" + (" without --from-scratch" if asked["from_scratch"] else ""),
     )
     if save_schedule is not None:
         rescue.agrees = save_schedule.agrees
@@ -233,8 +240,11 @@ class ResumeRanks:
 class CheckpointMetadata:
     """Metadata of a checkpoint beyond what `ScriptReplay` adds: the journal and the sources of the program."""
 
-    def __init__(self, again: ScriptReplay, journal: str, ranks: ResumeRanks, launch: int) -> None:
+    def __init__(
+        self, again: ScriptReplay, journal: str, ranks: ResumeRanks, launch: int, next_command: str
+    ) -> None:
         self.again, self.journal, self.ranks, self.launch = again, journal, ranks, launch
+        self.next_command = next_command
         from flatout.replay.reachable_state import users_modules
 
         self._modules, self._sources = users_modules, dict[str, str]()

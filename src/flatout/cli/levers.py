@@ -8,6 +8,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from flatout.cli.arguments import lever_of
 from flatout.levers import TABLE
 from flatout.plan.errors import UsageError
 from flatout.plan.folder import FOLDER, JobFolder
@@ -25,26 +26,30 @@ from flatout.tune.session import load_session, newest
     help="With --why: the folder of another session.",
 )
 def command(name: str | None, why: bool, job: Path | None) -> None:
-    """List the levers in the order in which they are applied, or show the page of one."""
-    if why or job:
+    """List the levers in the order in which they are applied, or show the page of one.
+
+    With --why, NAME shows only the reason for this lever.
+    """
+    lever = lever_of(name) if name is not None else None
+    if job is not None and not why:
+        raise UsageError(f"--job names a session for --why. Use `flatout levers --why --job {job}`.")
+    if why:
         record = newest("session.json")
         folder = job or (record.parent if record is not None else None)
         session = load_session(JobFolder(folder)) if folder is not None else None
-        if session is None:
+        if folder is None or session is None:
             raise UsageError(
                 f"there is no session in {folder or FOLDER}. Run `flatout tune COMMAND...` first."
             )
-        Console().print(why_left_out(session))
+        which = f"the {'' if job else 'newest '}session, in {folder},"
+        Console().print(why_left_out(session, which, name))
         return
-    if name is None:
+    if lever is None:
         table = Table(box=None, padding=(0, 2))
         for column in ("lever", "may change", "what it does"):
             table.add_column(column)
-        for lever in TABLE:
-            table.add_row(lever.name, lever.effect.value, lever.page.strip().splitlines()[0])
+        for each in TABLE:
+            table.add_row(each.name, each.effect.value, each.page.strip().splitlines()[0])
         Console().print(table)
         return
-    found = next((lever for lever in TABLE if lever.name == name), None)
-    if found is None:
-        raise UsageError(f"there is no lever {name!r}. `flatout levers` lists them.")
-    click.echo(found.page.strip())
+    click.echo(lever.page.strip())

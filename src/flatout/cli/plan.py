@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 from rich.console import Console
 
-from flatout.cli.arguments import PROGRAM, program, read_plan
+from flatout.cli.arguments import PROGRAM, program, read_plan, words_or_usage
 from flatout.launch.command import understand
 from flatout.levers import TABLE
 from flatout.plan.enums import Origin
 from flatout.plan.errors import PlanError
 from flatout.plan.lever import Lever, Value
 from flatout.plan.plan import Choice, Plan
+from flatout.probe.machine import look
 from flatout.render.terminal import plan_table
-from flatout.tune.session import job_folder, load_session, plan_files
+from flatout.tune.session import Skipped, find_plan, job_folder, load_session
 
 TEMPLATE = Plan((Choice("malloc", "tcmalloc", Origin.USER), Choice("channels_last", True, Origin.USER)))
 
@@ -38,9 +40,12 @@ def command(plan_path: str | None, template: bool, words: tuple[str, ...]) -> No
         return
     path, reasons = Path(plan_path or "flatout.toml"), {}
     if words and plan_path is None:
-        cmd = understand(words)
+        cmd = understand(words_or_usage(words, "plan"))
         job = job_folder(cmd)
-        path = next(iter(plan_files(cmd)), job.plan)
+        found = find_plan(cmd, look())
+        if found.path is None and found.skipped:
+            raise PlanError(_none_fits(" ".join(cmd.shown), found.skipped))
+        path = found.path or job.plan
         session = load_session(job)
         reasons = (
             {lever.name: lever.reason for lever in session.levers if lever.status != "applied"}
@@ -58,6 +63,14 @@ def command(plan_path: str | None, template: bool, words: tuple[str, ...]) -> No
             console.width, *(len(line) + INDENT for text in code.values() for line in text.splitlines()), 0
         )
     console.print(plan_table(plan, code, reasons))
+
+
+def _none_fits(command: str, skipped: Sequence[Skipped]) -> str:
+    """Say which plan files do not fit the command, as for `flatout run`."""
+    usable = [each.path for each in skipped if each.usable]
+    show = f"; `flatout plan --plan {usable[0]}` shows that one" if usable else ""
+    why = "; ".join(each.remark.rstrip(".") for each in skipped)
+    return f"no plan fits `{command}`: {why}. `flatout tune {command}` makes one{show}."
 
 
 def _code(lever: Lever, value: Value, path: Path) -> str:

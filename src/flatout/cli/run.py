@@ -28,9 +28,8 @@ from flatout.plan.facts import Facts
 from flatout.plan.folder import read_json, write_json
 from flatout.plan.plan import Choice, Plan, as_option
 from flatout.plan.sanitize import harmless
-from flatout.plan.trust import distrusted
 from flatout.probe.machine import look
-from flatout.tune.session import differences, job_folder, key_of, plan_files
+from flatout.tune.session import FoundPlan, differences, find_plan, job_folder, key_of
 
 ENTRY = "flatout.cli.attached:attach"
 RESCUE = "rescue"  # subfolder of a job's folder
@@ -131,13 +130,13 @@ def command(
             "--shard splits weights between ranks, but there is only one rank. Give their number: --procs 2 --shard always."
         )
     made_for = asked.title if place is None else ""
-    plan, remark = _plan_for(cmd, facts, plan_path, made_for)
+    plan, remark, other = _plan_for(cmd, facts, plan_path, made_for)
     if plan is None and budget:
         plan = _tune_first(words, budget, asked)
     for choice in chosen:
         plan = (plan or Plan()).with_choice(choice)
     if plan is None and not asked.several and place is None:
-        remark = remark or "no plan fits this command yet"
+        remark = remark or f"no plan fits this command yet{other}"
         _say(f"{remark}; running it as it is. To tune: flatout tune {hint(device)}{' '.join(cmd.shown)}")
     elif remark:
         _say(remark)
@@ -225,35 +224,39 @@ def known_ideal(cmd: Command) -> dict[str, float]:
     )
 
 
-def _plan_for(cmd: Command, facts: Facts, given: str | None, made_for: str) -> tuple[Plan | None, str]:
-    """Return the plan and a remark about it.
+def _plan_for(cmd: Command, facts: Facts, given: str | None, made_for: str) -> tuple[Plan | None, str, str]:
+    """Return the plan, a remark about it, and a mention of a plan for another command of the script.
 
     A plan given by name is used even if it was made for something else; the remark says so."""
-    key = key_of(cmd, facts, made_for)
     if given is not None:
         plan = read_plan(given)
+        key = key_of(cmd, facts, made_for)
         strange = differences(dict(plan.made_for), key) if plan.made_for else []
         return (
             plan,
             f"this plan was made for {'; '.join(strange)}; each lever is checked again here"
             if strange
             else "",
+            "",
         )
-    remark = ""
-    for path in plan_files(cmd, made_for):
-        try:
-            if why := distrusted(path, whose=cmd.script):
-                raise UsageError(f"the plan in {path} is not used: {why} (--plan {path} uses it anyway)")
-            plan = read_plan(str(path))
-        except FlatoutError as error:
-            remark = str(error)
-            continue
-        strange = differences(dict(plan.made_for), key) if plan.made_for else []
-        if not strange:
-            return plan, ""
-        if not strange[0].startswith("another command"):
-            remark = f"the plan in {path} is not used: {'; '.join(strange)} (--plan {path} uses it anyway)"
-    return None, remark
+    found = find_plan(cmd, facts, made_for)
+    remark = next(
+        (
+            f"{each.remark} (--plan {each.path} uses it anyway)" if each.usable else each.remark
+            for each in reversed(found.skipped)
+            if not each.command
+        ),
+        "",
+    )
+    return found.plan, remark if found.plan is None else "", _another_command(cmd, found)
+
+
+def _another_command(cmd: Command, found: FoundPlan) -> str:
+    """Return a mention of a plan for another command of the same script, which fits apart from that; "" if none."""
+    for each in found.skipped:
+        if each.only_command and cmd.script is not None and str(cmd.script) in each.command.split():
+            return f" (a plan for `{each.command}` exists: --plan {each.path} uses it)"
+    return ""
 
 
 def _tune_first(words: tuple[str, ...], budget: float, asked: ranks.RankOptions) -> Plan | None:
@@ -262,7 +265,7 @@ def _tune_first(words: tuple[str, ...], budget: float, asked: ranks.RankOptions)
     from flatout.tune.tuning import Goal
 
     try:
-        session, _ = tune(words, Goal(budget), beside=False, asked=asked)
+        session, *_ = tune(words, Goal(budget), beside=False, asked=asked)
     except ProgramNotFound:
         raise
     except FlatoutError as error:

@@ -12,7 +12,17 @@ import click
 from rich.console import Console
 
 from flatout.cli import ranks
-from flatout.cli.arguments import PROGRAM, Amount, Duration, LeverByName, program, words_or_usage, writable
+from flatout.cli.arguments import (
+    PROGRAM,
+    Amount,
+    Duration,
+    LeverByName,
+    did_you_mean,
+    lever_of,
+    program,
+    words_or_usage,
+    writable,
+)
 from flatout.cli.crash_explanation import of_death
 from flatout.cli.device import choose, device_option
 from flatout.cli.grouped import Grouped
@@ -29,14 +39,25 @@ from flatout.plan.plan import Choice
 from flatout.plan.predictions import levers_first, predictions, with_measured
 from flatout.plan.profile import ProfileRecord
 from flatout.plan.records import RanksRecord, SessionRecord
+from flatout.plan.sanitize import harmless
 from flatout.probe.machine import look, oom_kills
 from flatout.tune.ranks import base_plan
 from flatout.tune.remote import on_ray
 from flatout.tune.search import search
-from flatout.tune.session import job_folder, open_session, save_session, verdict, write_plan
+from flatout.tune.session import (
+    beside_script,
+    job_folder,
+    made_for_another,
+    open_session,
+    save_session,
+    session_file,
+    verdict,
+    write_plan,
+)
 from flatout.tune.tuning import USUAL_BUDGET_S, Goal, Tuning
 
 SHORTEST_S = 5.0
+EFFECTS = ("exact", "rounding", "precision", "resampled")  # without those that change the maths
 
 
 @click.command(cls=Grouped, context_settings=PROGRAM)
@@ -48,7 +69,7 @@ SHORTEST_S = 5.0
 )
 @click.option(
     "--effects",
-    default="exact,rounding,precision,resampled",
+    default=",".join(EFFECTS),
     show_default=True,
     help="Effects that levers may have; without `precision`, nothing is computed or sent in half precision.",
 )
@@ -130,16 +151,14 @@ def command(
         asked.gpus,
         "--ray" if ray is not None else "",
     )
-    session, folder = tune(
+    session, folder, plan = tune(
         words, goal, beside=not no_write, job=job, again=from_scratch, asked=asked, ray=ray
     )
     console = Console()
     from flatout.render.terminal import session_tables
 
     console.print(session_tables(session))
-    console.print(
-        f"report: {folder.report}\nplan:   {folder.plan}", markup=False, highlight=False, soft_wrap=True
-    )
+    console.print(f"report: {folder.report}\nplan:   {plan}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
@@ -151,8 +170,10 @@ def tune(
     again: bool = False,
     asked: ranks.RankOptions | None = None,
     ray: str | None = None,
-) -> tuple[SessionRecord, JobFolder]:
-    """Run one tuning session; `flatout run --budget` calls this too.
+) -> tuple[SessionRecord, JobFolder, Path]:
+    """Run one tuning session, and return it with its folder and the file of the plan.
+
+    `flatout run --budget` calls this too.
 
     ``asked`` gives the number of ranks, ``ray`` the address of a cluster."""
     if ray is not None and asked is not None and asked.several:
@@ -211,7 +232,7 @@ def tune(
     except KeyboardInterrupt:
         session.message = "interrupted; the same command continues from here"
         save_session(folder, session)
-        kept = f"{len(session.blocks)} measured blocks are saved in {folder.session}"
+        kept = f"{len(session.blocks)} measured blocks are saved in {session_file(folder, session)}"
         console.print(
             f"flatout: interrupted. {kept}; the same command continues from there.",
             markup=False,
@@ -229,11 +250,20 @@ def tune(
         session.predictions = predictions(profile.findings, session.levers)
         _tell_the_profile(folder, profile, session)
     _finish(folder, session)
-    if write_plan(folder, session, cmd, beside) is None and beside:
-        sys.stderr.write(
-            f"flatout: cannot write flatout.toml next to the script; the plan is in {folder.plan}\n"
+    written = write_plan(folder, session, cmd, beside)
+    if written is None and beside:
+        sys.stderr.write(f"flatout: {_not_beside(folder, session, cmd)}\n")
+    return session, folder, written or folder.plan
+
+
+def _not_beside(folder: JobFolder, session: SessionRecord, cmd: Command) -> str:
+    """Say why the plan is only in the job's folder."""
+    target = beside_script(cmd)
+    if other := made_for_another(target, session):
+        return harmless(
+            f"the plan is in {folder.plan}, where `flatout run` finds it; {target} stays, because it was made for `{other}`"
         )
-    return session, folder
+    return f"cannot write flatout.toml next to the script; the plan is in {folder.plan}"
 
 
 def _as_ranks(cmd: Command, facts: Facts, asked: ranks.RankOptions, session: SessionRecord) -> dict[str, Any]:
@@ -271,13 +301,15 @@ def _finish(folder: JobFolder, session: SessionRecord) -> None:
 
 
 def _effects(text: str) -> frozenset[Effect]:
-    try:
-        found = frozenset(Effect(word.strip().lower()) for word in text.split(",") if word.strip())
-    except ValueError as error:
-        raise UsageError(f"{error}; use some of exact, rounding, precision, resampled.") from None
+    names = [word.strip().lower() for word in text.split(",") if word.strip()]
+    if unknown := [name for name in names if name not in {effect.value for effect in Effect}]:
+        raise UsageError(
+            f"there is no effect {unknown[0]!r}{did_you_mean(unknown[0], EFFECTS)} --effects takes some of {', '.join(EFFECTS)}."
+        )
+    found = frozenset(map(Effect, names))
     if not found or Effect.CHANGES_MATH in found:
         raise UsageError(
-            "--effects takes some of exact, rounding, precision, resampled. Levers that change the maths can only be chosen by name in a plan."
+            f"--effects takes some of {', '.join(EFFECTS)}. Levers that change the maths can only be chosen by name in a plan."
         )
     return found
 
@@ -286,7 +318,4 @@ def _levers(text: str | None) -> frozenset[str] | None:
     if text is None:
         return None
     names = frozenset(word.strip() for word in text.split(",") if word.strip())
-    unknown = names - {lever.name for lever in TABLE}
-    if unknown:
-        raise UsageError(f"there is no lever {', '.join(sorted(unknown))}. `flatout levers` lists them.")
-    return names
+    return frozenset(lever_of(name).name for name in sorted(names))

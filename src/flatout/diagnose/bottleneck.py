@@ -100,7 +100,7 @@ def _evidence(profile: ProfileRecord, bound: str) -> str:
     by_kind = (
         ""
         if profile.ceilings
-        else " (by the kind of operator: the ceilings of this machine were not measured)"
+        else " (judged by the kind of operator; to compare with this machine's peak rates, run `flatout doctor --bench` once)"
     )
     return (
         f"{heaviest.name} alone takes {heaviest.share:.0%} of the operators' time{by_kind}"

@@ -21,6 +21,7 @@ SECTIONS = ("What", "Why it happens", "How to fix it", "Sources")
 RUNTIME = ("RuntimeError",)
 DIST = ("DistError", "DistNetworkError", "DistStoreError", "DistBackendError", "RuntimeError", "ValueError")
 CASE = re.DOTALL
+SHORT = r"[.!:]?\s*\Z"  # after the fixed beginning of a message, typed without its figures
 
 
 @dataclass

@@ -44,6 +44,8 @@ TRY_AGAIN_S = 30.0  # interval for opening the folder again
 class ExactResumePart(Protocol):
     """Adds to checkpoints what another process needs to resume exactly."""
 
+    next_command: str  # which resumes
+
     def beside(self, frame: FrameType | None) -> tuple[dict[str, Any], str]:
         """A part of the state, and the reason why the program could not resume exactly from it, or ""."""
 
@@ -390,9 +392,12 @@ class Rescue(Listener):
             last = self.saver.last
             if not self._info:
                 self._tell_what_is_kept()
-            self.say(
-                f"rescue: {why}; {describe_position(last.manifest.metadata, last.step)} is saved. `flatout rescue` lists it, `flatout rescue --to DIR` exports it"
-            )
+            metadata = last.manifest.metadata
+            saved = f"{why}; {describe_position(metadata, last.step)} is saved"
+            if self.beside is not None and metadata.get("exact") == "":
+                self.say(f"{saved}; {self.beside.next_command} continues from there")
+            else:
+                self.say(f"rescue: {saved}. `flatout rescue` lists it, `flatout rescue --to DIR` exports it")
 
     # -- the end ---------------------------------------------------------------------------------------------
 

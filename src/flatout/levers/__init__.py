@@ -2,7 +2,7 @@
 
 Runs in: the user's program (applies, apply), flatout.Loop, and the flatout command (the table, environment).
 Imports: plan, pipeline, kernels, saved, ranks.
-Start with: plan/lever.py (Lever), then tf32.py. To add a lever, add one file and one line here.
+Start with: plan/lever.py (Lever), then tf32.py. To add a lever, add one file, and two lines here.
 """
 
 from flatout.levers.allocator import LEVER as allocator

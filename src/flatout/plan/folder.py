@@ -2,6 +2,7 @@
 
 .flatout/<job>/            0700
     session.json           every record of the session
+    unfinished.json        the same of an interrupted session, while session.json is that of a finished one
     flatout.toml           the Plan
     report.html
     profile.json           record of `flatout profile`, next to profile.html
@@ -128,6 +129,10 @@ class JobFolder:
     @property
     def session(self) -> Path:
         return self.path / "session.json"
+
+    @property
+    def unfinished(self) -> Path:
+        return self.path / "unfinished.json"
 
     @property
     def plan(self) -> Path:

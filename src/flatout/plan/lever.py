@@ -65,18 +65,25 @@ class Lever:
     """One optimisation.
 
     * ``name`` is the file name and reads after "with".
+    * ``moment`` is when it acts, in the order of a run.
+    * ``effect`` is what it may change, and so what the guard requires (see Options for one program).
     * ``applies(facts, context)`` returns Options or Skip.
     * ``apply(context, value, ledger)`` applies the lever and returns its Undo.
     * ``environment`` replaces ``apply`` for a PROCESS lever: the variables to start the program with.
-    * ``live`` levers can be switched between two steps.
+    * ``live`` levers can be switched between two steps, in the thread that trains. A setting that belongs to a
+      thread (torch.set_flush_denormal) then misses all other threads, old and new.
     * ``check(value)`` raises TypeError with a sentence for an invalid value, as far as this does not need the
       program.
     * ``saves_memory`` levers trade speed for memory: the search tries them only under a memory limit.
+    * ``guard`` names the comparison for the reader; an EXACT lever has BITWISE.
+    * ``after`` are levers that act before this one. A test checks that they come first in the table.
+    * ``excludes`` are levers that the search does not combine with this one.
     * ``needs`` are levers without which this one has no effect.
     * ``half(value)`` says what a PRECISION lever computes or sends in fewer bits, for the verdict: "bfloat16
       products".
     * ``known_bad(context, value, ledger)`` is a broken variant that the guard must reject.
     * ``code(value)`` returns the lines that a user would write to get the lever without flatout.
+    * ``page`` is the docstring of its file, which ``flatout levers NAME`` shows.
     """
 
     name: str

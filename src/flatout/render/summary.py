@@ -388,7 +388,7 @@ def next_step(session: SessionRecord) -> Next:
     )
     match outcome(session):
         case SessionOutcome.FASTER | SessionOutcome.FITS:
-            return Next("Run the real job under this Plan:", f"flatout run {with_ranks}{command}")
+            return Next("Run the real job under this plan:", f"flatout run {with_ranks}{command}")
         case SessionOutcome.RUNNING:
             return Next("Continue; finished measurements are reused:", f"flatout tune {with_ranks}{command}")
         case SessionOutcome.FAILED:

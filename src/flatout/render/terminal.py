@@ -122,10 +122,10 @@ def plan_table(plan: Plan, code: Mapping[str, str], reasons: Mapping[str, str]) 
             )
         lines.append("")
     if not lines:
-        lines = [Text("The Plan is empty: the program runs as it is."), ""]
+        lines = [Text("The plan is empty: the program runs as it is."), ""]
     absent = [(name, text(reason)) for name, reason in reasons.items() if plan.get(name) is None]
     if absent:
-        lines += [Text("not in the Plan", style="dim"), pairs(absent)]
+        lines += [Text("not in the plan", style="dim"), pairs(absent)]
     return Group(*lines[:-1] if lines[-1] == "" else lines)
 
 
@@ -188,14 +188,36 @@ def _lever(record: LeverRecord) -> RenderableType:
     return grid
 
 
-def why_left_out(session: SessionRecord) -> RenderableType:
-    """Return every lever that was left out of a session, with its reason."""
+def why_left_out(
+    session: SessionRecord, which: str = "the session", name: str | None = None
+) -> RenderableType:
+    """Return every lever that was left out of a session, or only the one of this name, with its reason.
+
+    ``which`` names the session in a message."""
     rows = [
         (record.name, text(summary.because(record)))
         for record in session.levers
-        if record.status == Status.SKIPPED
+        if record.status == Status.SKIPPED and name in (None, record.name)
     ]
-    return pairs(rows) if rows else Text("No lever was left out.")
+    lines: list[RenderableType] = [pairs(rows)] if rows else []
+    if session.status in ("failed", "running") and not rows:
+        ended = (
+            f"failed: {session.message.strip()}"
+            if session.status == "failed"
+            else "has not ended; its command continues it."
+        )
+        said = f"{which[:1].upper()}{which[1:]} {ended}"
+        lines = [
+            Text(legible(said, 4000), overflow="fold"),
+            "",
+            Text("`flatout levers --why --job DIRECTORY` shows another session."),
+        ]
+    elif name is not None and not rows:
+        status = next((record.status for record in session.levers if record.name == name), "")
+        lines = [
+            text(f"{name} was not left out: it was {status}." if status else f"{name} is not in {which}")
+        ]
+    return Group(*lines) if lines else Text("No lever was left out.")
 
 
 def _frontier(session: SessionRecord) -> Table | None:

@@ -33,6 +33,7 @@ def came_to_its_end(tuning: Tuning, gone: TrialRecord, ticks: int) -> bool:
         return abs(ticks - tuning.length_ticks) <= 2 * tuning.interleaver.block_ticks + 1
     if not _plain_fails_by(tuning, ticks):
         return False
+    tuning.own_failure = gone
     _note_length(tuning, ticks)
     return True
 

@@ -17,6 +17,7 @@ LIVE, PROCESSES = "live", "processes"
 NO_TIME = "not measured: the budget ran out"
 FOR_MEMORY = "saves memory, but no memory limit is set; for example, add `--memory-limit 8GB`"
 NO_GAIN, SLOWER = "no speed-up beyond the noise", "slower here"
+DISTURBED = "other programs may have hidden its effect"
 
 
 @dataclass

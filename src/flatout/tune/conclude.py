@@ -6,8 +6,8 @@ import math
 
 from flatout.plan.enums import Effect, Status
 from flatout.plan.records import QUANTILE, Ratio
-from flatout.tune.candidates import LIVE, NO_GAIN, NO_TIME, PROCESSES, SLOWER, Candidate
-from flatout.tune.tuning import Tuning, only
+from flatout.tune.candidates import DISTURBED, LIVE, NO_GAIN, NO_TIME, PROCESSES, SLOWER, Candidate
+from flatout.tune.tuning import Tuning, last_line, only, why_not
 
 # The chance of being faster that a lever of the plan needs: in general, if it is exact, if it has a warm-up.
 LIKELY, LIKELY_EXACT, LIKELY_WARM = 0.75, 0.6, 0.9
@@ -72,9 +72,11 @@ def conclude(tuning: Tuning) -> list[Candidate]:
             found.append(candidate)
             continue
         clear = candidate.ratio.low > 1.0 or candidate.ratio.high < 1.0
-        candidate.reject(SLOWER if candidate.ratio.high < 1.0 else NO_GAIN)
         if tuning.disturbance.disturbed and not clear:  # the disturbance may be larger than the effect
+            candidate.reject(DISTURBED)
             candidate.ratio = None
+        else:
+            candidate.reject(SLOWER if candidate.ratio.high < 1.0 else NO_GAIN)
     if best:
         tuning.note(
             tuning.plan_for(best).describe(),
@@ -90,13 +92,17 @@ def conclude(tuning: Tuning) -> list[Candidate]:
 
 
 def _say_why_nothing(tuning: Tuning) -> None:
-    """Say whether nothing is faster, or whether the search could not tell."""
+    """Say whether nothing is faster, or whether the search could not tell.
+
+    Raises ProgramFailed if the program fails by itself before a lever can be measured.
+    """
     session, more = tuning.session, f"give --budget {tuning.enough_m(tuning.budget_s)}m"
+    if tuning.own_failure is not None and not tuning.measured:
+        raise why_not(tuning.own_failure, "", "")
     if tuning.choices and not tuning.measured:
         session.undecided, session.obstacle = True, f"no lever could be measured in time; {more}"
     elif tuning.disturbance.disturbed and any(
-        c.ratio is None and c.status is Status.REJECTED and c.reason == NO_GAIN
-        for c in tuning.candidates.values()
+        c.status is Status.REJECTED and c.reason == DISTURBED for c in tuning.candidates.values()
     ):
         session.undecided = True
         session.obstacle = f"{tuning.disturbance.sentence()}, which may hide a speed-up; stop them, or {more}"
@@ -107,6 +113,14 @@ def noise_of(tuning: Tuning) -> Ratio:
     fitted = tuning.fitted or tuning.refit()
     apart = math.exp(QUANTILE * math.sqrt(2) * fitted.luck)
     return Ratio(1.0, 1 / apart, apart, len(tuning.numbers))
+
+
+def name_own_failure(tuning: Tuning) -> None:
+    """Say that the program fails by itself, if that was seen: what else is in the way comes after it."""
+    if tuning.own_failure is not None:
+        unit, said = tuning.interleaver.unit, last_line(tuning.own_failure.reason)
+        own = f"the program fails by itself after about {tuning.length_ticks} {unit}s ({said})"
+        tuning.session.obstacle = "; ".join(filter(None, (own, tuning.session.obstacle)))
 
 
 def obstacle(tuning: Tuning) -> str:

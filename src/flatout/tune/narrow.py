@@ -53,7 +53,12 @@ def check_a_step(tuning: Tuning, tuned: list[Candidate]) -> tuple[list[Candidate
             answer = step_again(tuning.interleaver, plain, [c.choice for c in checked], timeout_s)
             rejected += _reject(tuned, answer)
     except ProgramGone as gone:
-        return tuned, {"failure": f"the program failed while the guard replayed a step ({why_gone(gone)})"}
+        how = (
+            "ended before the guard could replay a step"
+            if gone.record.status == "ended"
+            else f"failed while the guard replayed a step ({why_gone(gone)})"
+        )
+        return tuned, {"failure": f"the program {how}"}
     left = [c for c in tuned if c not in rejected]
     return left, answer if any(c in left for c in checked) else None
 

@@ -20,7 +20,7 @@ from flatout.plan.records import ProgramFigures, SessionRecord, TrialRecord
 from flatout.trial.blocks import PREFETCHED_BATCHES
 from flatout.trial.parent import ProgramGone
 from flatout.tune.candidates import consider, without_long_starts
-from flatout.tune.conclude import noise_of
+from flatout.tune.conclude import name_own_failure, noise_of
 from flatout.tune.confirm import settle
 from flatout.tune.explore import explore
 from flatout.tune.fit import fit
@@ -48,6 +48,7 @@ def search(tuning: Tuning) -> SessionRecord:
         tuned, answer = check_a_step(tuning, fit(tuning, explore(tuning)))
         tuning.keep_observed()
         settle(tuning, tuned, answer)
+        name_own_failure(tuning)
         if tuning.blocks:
             tuning.session.noise_floor = noise_of(tuning)
         tuning.session.disturbance = tuning.disturbance.sentence() if tuning.disturbance.disturbed else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flatout import __version__
@@ -12,14 +12,16 @@ from flatout.launch.command import Command
 from flatout.levers import TABLE
 from flatout.measure.clock import today
 from flatout.plan.enums import Effect
-from flatout.plan.errors import StorageError
+from flatout.plan.errors import FlatoutError, PlanError, StorageError
 from flatout.plan.facts import Facts
 from flatout.plan.folder import FOLDER, JobFolder, read_json, write_json, write_whole
 from flatout.plan.plan import Plan
 from flatout.plan.records import SESSION_SCHEMA, SessionRecord
+from flatout.plan.trust import distrusted
 
+ANOTHER_COMMAND = "another command"
 DIFFERENT = {
-    "command": "another command",
+    "command": ANOTHER_COMMAND,
     "script": "the script has changed",
     "machine": "another machine",
     "versions": "other versions",
@@ -88,6 +90,52 @@ def plan_files(command: Command, ranks: str = "") -> list[Path]:
     return sorted(there, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
+@dataclass(frozen=True)
+class Skipped:
+    """A plan file that does not fit, and why. ``usable``: it can still be named with --plan.
+
+    ``command`` is the command that it was made for, if that is another one."""
+
+    path: Path
+    why: str
+    usable: bool = True
+    command: str = ""
+    only_command: bool = False  # everything else fits
+
+    @property
+    def remark(self) -> str:
+        return f"the plan in {self.path} is not used: {self.why}" if self.usable else self.why
+
+
+@dataclass(frozen=True)
+class FoundPlan:
+    """The plan that `flatout run` uses for a command, with its file; the plan files before it were skipped."""
+
+    plan: Plan | None = None
+    path: Path | None = None
+    skipped: tuple[Skipped, ...] = ()
+
+
+def find_plan(command: Command, facts: Facts, ranks: str = "") -> FoundPlan:
+    """Return the newest plan that fits the command, script, machine and versions."""
+    key, skipped = key_of(command, facts, ranks), list[Skipped]()
+    for path in plan_files(command, ranks):
+        if why := distrusted(path, whose=command.script):
+            skipped.append(Skipped(path, why))
+            continue
+        try:
+            plan = Plan.read(path)
+        except FlatoutError as error:
+            skipped.append(Skipped(path, str(error), usable=False))
+            continue
+        strange = differences(dict(plan.made_for), key) if plan.made_for else []
+        if not strange:
+            return FoundPlan(plan, path, tuple(skipped))
+        made_for = str(plan.made_for.get("command", "")) if strange[0].startswith(ANOTHER_COMMAND) else ""
+        skipped.append(Skipped(path, "; ".join(strange), command=made_for, only_command=len(strange) == 1))
+    return FoundPlan(skipped=tuple(skipped))
+
+
 def open_session(
     job: JobFolder,
     command: Command,
@@ -100,7 +148,7 @@ def open_session(
 ) -> SessionRecord:
     """Return the interrupted session with the same key, or a new one."""
     key = key_of(command, facts, ranks)
-    old = load_session(job)
+    old = _load(job.unfinished) or load_session(job)
     if (
         old is not None
         and not again
@@ -140,7 +188,11 @@ def open_session(
 
 def load_session(job: JobFolder) -> SessionRecord | None:
     """Load the session; None if there is none or it is unreadable."""
-    data = read_json(job.session)
+    return _load(job.session)
+
+
+def _load(path: Path) -> SessionRecord | None:
+    data = read_json(path)
     if not isinstance(data, dict) or data.get("schema") != SESSION_SCHEMA:
         return None
     try:
@@ -149,8 +201,21 @@ def load_session(job: JobFolder) -> SessionRecord | None:
         return None
 
 
+def session_file(job: JobFolder, session: SessionRecord) -> Path:
+    """Return the file of the session.
+
+    The record of a finished session stays until the new one ends, because its plan is in use until then."""
+    if session.status != "running":
+        return job.session
+    old = read_json(job.session)
+    return job.unfinished if isinstance(old, dict) and old.get("status") == "done" else job.session
+
+
 def save_session(job: JobFolder, session: SessionRecord) -> None:
-    write_json(job.session, session.to_json())
+    path = session_file(job, session)
+    write_json(path, session.to_json())
+    if path == job.session:
+        job.unfinished.unlink(missing_ok=True)
 
 
 def plan_of(session: SessionRecord) -> Plan:
@@ -159,17 +224,28 @@ def plan_of(session: SessionRecord) -> Plan:
 
 
 def write_plan(job: JobFolder, session: SessionRecord, command: Command, beside: bool) -> Path | None:
-    """Write the Plan into the job folder, and beside the script if requested and possible."""
+    """Write the Plan into the job folder, and beside the script if requested and possible.
+
+    A plan that was made for another command stays beside the script: it may be the only one of that command."""
     text = plan_of(session).to_toml()
     write_whole(job.plan, text)
-    if not beside:
-        return None
     target = beside_script(command)
+    if not beside or made_for_another(target, session):
+        return None
     try:
         write_whole(target, text)
     except StorageError:  # the folder is not writable; the plan is in the job folder
         return None
     return target
+
+
+def made_for_another(path: Path, session: SessionRecord) -> str:
+    """Return the other command that the plan in ``path`` was made for; "" if there is none."""
+    try:
+        made_for = str(Plan.read(path).made_for.get("command", ""))
+    except PlanError:
+        return ""
+    return made_for if made_for != session.key["command"] else ""
 
 
 def verdict(session: SessionRecord) -> str:

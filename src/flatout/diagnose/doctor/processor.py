@@ -278,8 +278,8 @@ def load(snapshot: MachineSnapshot) -> CheckOutcome:
     # The load is that of the whole machine, even if this process may use only part of it.
     there = len(online) if online else have
     if float(found[1]) > 0.5 * there + 1:
-        return note(
-            f"{found[1]} threads of this machine needed a core in the last minute; it has {there}",
+        return warning(
+            f"other programs are busy (load {float(found[1]):.1f} on {there} cores): timings will be unreliable",
             "top -o %CPU",
         )
     return ok(f"a load of {found[1]} on {there} core(s)")

@@ -6,6 +6,7 @@ import re
 
 from flatout.diagnose.kind import (
     RUNTIME,
+    SHORT,
     Diagnosis,
     describe_tensors,
     kind,
@@ -139,6 +140,7 @@ def two_devices(failure: FailureRecord) -> Diagnosis | None:
         ("RuntimeError", "NotImplementedError"),
         rf"Expected all tensors to be on the same device, but (?:found at least two devices, (?P<one>{DEVICE}) and (?P<other>{DEVICE})"
         rf"|got (?P<name>\w+) is on (?P<other2>{DEVICE}), different from other tensors on (?P<one2>{DEVICE}))",
+        rf"(?P<short>Expected all tensors) to be on the same device(?:, but found at least two devices)?{SHORT}",
         rf"Tensor on device (?P<other>{DEVICE}) is not on the expected device (?P<one>{DEVICE})",
         r"Input type \(torch\.cuda\.(?P<kind>\w+Tensor)\) and (?:weight|bias) type \(torch\.(?P=kind)\)",
         r"Input type \(torch\.(?P<kind2>\w+Tensor)\) and (?:weight|bias) type \(torch\.(?P<weight2>cuda)\.(?P=kind2)\)",
@@ -160,9 +162,8 @@ def two_devices(failure: FailureRecord) -> Diagnosis | None:
     )
     if inside and inside.path and culprit in ("input", "x", ""):
         fix = f"{inside.path}.to(device) and, for the batch, x = x.to(device), with the same device"
-    return Diagnosis(
-        f"an operation{where} got tensors on {one} and on {other}", fix, describe_tensors(tensors, 6)
-    )
+    which = "two devices" if found["short"] else f"{one} and on {other}"
+    return Diagnosis(f"an operation{where} got tensors on {which}", fix, describe_tensors(tensors, 6))
 
 
 @kind("FE002", "no-gpu")

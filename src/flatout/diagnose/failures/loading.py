@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from flatout.diagnose.kind import RUNTIME, Diagnosis, kind, match_message
+from flatout.diagnose.kind import RUNTIME, SHORT, Diagnosis, kind, match_message
 from flatout.plan.failure import ExceptionRecord, FailureRecord
 
 SIGNALS = {
@@ -87,6 +87,7 @@ def worker_ended(failure: FailureRecord) -> Diagnosis | None:
         failure,
         ("RuntimeError", "ProcessExitedException"),
         r"DataLoader worker \(pid\(?s?\)? (?P<pid>[\d, ]+)\) is killed by signal: (?P<signal>[\w ]+?)\.",
+        rf"DataLoader worker \(pid\(?s?\)? (?P<pid>[\d, ]+)\) is killed by (?P<unnamed>signal)(?:: (?P<signal>{'|'.join(SIGNALS)}))?{SHORT}",
         r"DataLoader worker \(pid\(s\) (?P<pid>[\d, ]+)\) exited unexpectedly(?: with exit code (?P<code>\d+))?",
         r"Pin memory thread exited unexpectedly(?P<pin>)",
         r"DataLoader worker \(pid (?P<pid>\d+)\) exited unexpectedly with exit code (?P<code>\d+)",
@@ -127,6 +128,8 @@ def worker_ended(failure: FailureRecord) -> Diagnosis | None:
     )
     if signal:
         said = f"{who} was ended by {SIGNALS.get(signal, signal)}"
+    elif found["unnamed"]:
+        said = f"{who} was ended by a signal; the end of the message names it"
     else:
         said = f"{who} ended unexpectedly" + (
             f" with exit code {found['code']}" if found["code"] else ", without an exception"

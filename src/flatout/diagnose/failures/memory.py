@@ -5,7 +5,16 @@ from __future__ import annotations
 import re
 import signal as signals
 
-from flatout.diagnose.kind import RUNTIME, Diagnosis, MessageMatch, kind, layer, match_message, search_log
+from flatout.diagnose.kind import (
+    RUNTIME,
+    SHORT,
+    Diagnosis,
+    MessageMatch,
+    kind,
+    layer,
+    match_message,
+    search_log,
+)
 from flatout.plan.failure import FailureRecord
 
 UNITS = {
@@ -74,6 +83,7 @@ def gpu_out_of_memory(failure: FailureRecord) -> Diagnosis | None:
         rf"MPS backend out of memory \(MPS allocated: (?P<allocated>{AMOUNT}).*?Tried to allocate (?P<needed>{AMOUNT})",
         rf"HIP out of memory\. Tried to allocate (?P<needed>{AMOUNT})\. GPU (?P<gpu>\d+) has a total capac\w+ of (?P<total>{AMOUNT}) of "
         rf"which (?P<free>{AMOUNT}) is free",
+        rf"(?:CUDA|HIP|MPS backend) out of memory{SHORT}",
     )
     if found is None:
         return None
@@ -308,7 +318,7 @@ def shared_memory_too_small(failure: FailureRecord) -> Diagnosis | None:
     found = match_message(
         failure,
         ("RuntimeError", "OSError"),
-        r"DataLoader worker \(pid(?:\(s\))? (?P<pid>[\d, ]+)\) is killed by signal: Bus error\.",
+        r"DataLoader worker \(pid(?:\(s\))? (?P<pid>[\d, ]+)\) is killed by signal: Bus error\.?",
         r"unable to (?:write to|mmap|resize|allocate|open).{0,120}?(?:shared memory|/torch_\w+).{0,160}?(?:No space left on device|Cannot "
         r"allocate memory|Bad address)",
         r"ERROR: Unexpected bus error encountered in worker\. This might be caused by insufficient shared memory \(shm\)",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from flatout.diagnose.kind import DIST, RUNTIME, Diagnosis, kind, match_message, search_log
+from flatout.diagnose.kind import DIST, RUNTIME, SHORT, Diagnosis, kind, match_message, search_log
 from flatout.plan.failure import FailureRecord
 
 
@@ -115,7 +115,12 @@ def nccl_timeout(failure: FailureRecord) -> Diagnosis | None:
         https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group
         https://docs.pytorch.org/docs/stable/torch.distributed.html#debugging-torch-distributed-applications
     """
-    found = match_message(failure, RUNTIME, TIMEOUT)
+    found = match_message(
+        failure,
+        RUNTIME,
+        TIMEOUT,
+        rf"(?:NCCL (?:collective (?:operation )?)?time-?out|Watchdog caught collective operation timeout){SHORT}",
+    )
     lines = [*failure.around, *(line for thrown in failure.chain for line in thrown.message.split("\n"))]
     waited = {int(match["rank"]): match for line in lines if (match := re.search(TIMEOUT, line))}
     if found is None and not (
@@ -145,7 +150,7 @@ def nccl_timeout(failure: FailureRecord) -> Diagnosis | None:
     said = (
         f"ranks {', '.join(map(str, sorted(waited)))} waited {seconds} in {what} number {number}"
         if waited
-        else f"a collective operation ({what}) timed out"
+        else f"a collective operation{f' ({what})' if what else ''} timed out"
     )
     return Diagnosis(
         f"{said}, {late}",

@@ -6,6 +6,7 @@ import re
 
 from flatout.diagnose.kind import (
     RUNTIME,
+    SHORT,
     Diagnosis,
     describe_tensors,
     kind,
@@ -40,6 +41,7 @@ def matrix_sizes(failure: FailureRecord) -> Diagnosis | None:
         failure,
         ("RuntimeError", "ValueError"),
         r"mat1 and mat2 shapes cannot be multiplied \((?P<a>\d+)x(?P<b>\d+) and (?P<c>\d+)x(?P<d>\d+)\)",
+        rf"mat1 and mat2 shapes cannot be multiplied{SHORT}",
         r"mat1 dim 1 must match mat2 dim 0",
         r"size mismatch, m1: \[(?P<a>\d+) x (?P<b>\d+)\], m2: \[(?P<c>\d+) x (?P<d>\d+)\]",
         r"size mismatch, got input \((?P<a>\d+)\), mat \((?P<e>\d+)x(?P<c>\d+)\), vec \((?P<b>\d+)\)",
