@@ -1,4 +1,7 @@
-"""Links that leave docs/ work in the repository; in the site, the benchmarks have pages of their own and other files are named without a link."""
+"""Links that leave docs/ work in the repository; in the site, the benchmarks have pages of their own and other files are named without a link.
+
+The pages of the benchmarks come from bench/results, so their links start there.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import posixpath
 import re
 
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(((?:\.\./)+[^)#\s]+)(#[^)\s]*)?\)")
+WRITTEN_IN = {"benchmarks": "bench/results"}  # a folder of the site, and the folder of its sources
 
 
 def on_page_markdown(markdown: str, page, **_: object) -> str:
@@ -14,7 +18,7 @@ def on_page_markdown(markdown: str, page, **_: object) -> str:
 
     def rewritten(match: re.Match[str]) -> str:
         image, text, target, anchor = match[1], match[2], match[3], match[4] or ""
-        path = posixpath.normpath(posixpath.join("docs", folder, target))
+        path = posixpath.normpath(posixpath.join(WRITTEN_IN.get(folder, f"docs/{folder}"), target))
         if path.startswith("docs/"):
             return match[0]
         if path.startswith("bench/results/"):

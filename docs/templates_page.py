@@ -7,13 +7,14 @@ from pathlib import Path
 from textwrap import dedent
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+ADDRESS = "https://github.com/flatout-dev/flatout/blob/main/examples"  # pages of the site cannot link files outside docs/
 ALONE = ("tensors",)
 PAIRS = ("linear", "cnn", "resnet18", "gpt")
 HEAD = """# Templates
 
 Made by `docs/generate.py` from the examples themselves. Each is a program to start from: in plain PyTorch, for `flatout run python examples/gpt.py`, and
 [with the Loop](../howto/loop.md). Both print the same numbers, to the last digit. What is shown is where they differ; data and model are the same, in
-[examples/](../../examples).
+[examples/](https://github.com/flatout-dev/flatout/tree/main/examples).
 """
 
 
@@ -22,13 +23,13 @@ def page() -> str:
 
 
 def _alone(name: str) -> str:
-    return f"## {_title(name)}\n\n[{name}.py](../../examples/{name}.py)\n\n{_fenced(_main(name))}\n"
+    return f"## {_title(name)}\n\n[{name}.py]({ADDRESS}/{name}.py)\n\n{_fenced(_main(name))}\n"
 
 
 def _pair(name: str) -> str:
     plain, loop = _differing(_main(name), _main(f"{name}_loop"))
     cells = f"<tr><td>\n\n{_fenced(plain)}\n\n</td><td>\n\n{_fenced(loop)}\n\n</td></tr>"
-    heads = f'<tr><th><a href="../../examples/{name}.py">{name}.py</a></th><th><a href="../../examples/{name}_loop.py">{name}_loop.py</a></th></tr>'
+    heads = f'<tr><th><a href="{ADDRESS}/{name}.py">{name}.py</a></th><th><a href="{ADDRESS}/{name}_loop.py">{name}_loop.py</a></th></tr>'
     return f"## {_title(name)}\n\n<table>\n{heads}\n{cells}\n</table>\n"
 
 

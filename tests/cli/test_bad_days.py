@@ -63,9 +63,13 @@ def sessions(folder: Path):
         (["--budget", "-5s", "python", "train.py"], 2, "is negative or too long"),
         (["--budget", "nan", "python", "train.py"], 2, "is negative or too long"),
         (["--budget", "", "python", "train.py"], 2, "not a time"),
-        (["--levers", "tf23", "python", "train.py"], 2, "there is no lever tf23"),
+        (["--levers", "tf23", "python", "train.py"], 2, "there is no lever 'tf23'; did you mean tf32?"),
         (["--effects", "changes_math", "python", "train.py"], 2, "chosen by name in a plan"),
-        (["--effects", "none", "python", "train.py"], 2, "use some of exact, rounding, precision, resampled"),
+        (
+            ["--effects", "none", "python", "train.py"],
+            2,
+            "--effects takes some of exact, rounding, precision, resampled",
+        ),
         ([], 2, "no program was given"),
     ],
 )

@@ -44,7 +44,11 @@ def measured(**ratios: float) -> list[WhatIf]:
         ({"what_ifs": []}, "data", "waited for the loader"),
         ({"what_ifs": measured(loader=1.0), "python_ms": 7.0}, "python", "7.00 ms outside operators"),
         ({"what_ifs": measured(loader=1.0, logging=3.0)}, "python", "no messages"),
-        ({"what_ifs": measured(loader=1.0)}, "compute", "aten::addmm alone takes 80%"),
+        (
+            {"what_ifs": measured(loader=1.0)},
+            "compute",
+            "aten::addmm, takes 80% of the time of all operators",
+        ),
         (
             {
                 "what_ifs": measured(loader=1.0),
@@ -57,7 +61,7 @@ def measured(**ratios: float) -> list[WhatIf]:
         (
             {"what_ifs": measured(loader=1.0), "operations": [Operation("aten::add", 4, 8.0, share=1.0)]},
             "memory",
-            "aten::add alone",
+            "the largest such operator, aten::add, takes 100%",
         ),
         (
             {

@@ -46,6 +46,7 @@ def profile(flatout_in, tmp_path_factory):
     return ProfileRecord.from_json(json.loads(done.out))
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["not_finite", "scheduler_remade", "python_between", "gradients_zeroed"])
 def test_a_fault_is_found_with_its_line(profile, name):

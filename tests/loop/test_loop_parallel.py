@@ -48,7 +48,7 @@ def furthest(one, other):
     return max(abs(a - b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("name", "near"), [("float64", 1e-12), ("float32", 1e-6), ("accumulated", 1e-12)])

@@ -29,7 +29,7 @@ def apart(a, b):
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("two", ["False", "True"])
 def test_rounds_of_one_step_are_the_synchronous_run(found, two):

@@ -240,6 +240,7 @@ def test_the_known_bad_lets_ranks_diverge(two):
     assert two[0]["bad"]["bad"]["digests"][-1] != two[1]["bad"]["bad"]["digests"][-1]
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_ranks_of_torchrun_switch_together(tmp_path):
     """After each step both ranks have the same weights, whatever was switched on before.

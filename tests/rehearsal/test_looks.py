@@ -131,6 +131,7 @@ def test_predicted_memory_matches_the_allocator(tmp_path):
         assert abs(point["peak_bytes"] / point["measured_bytes"] - 1) < 0.05, point
 
 
+@pytest.mark.full
 def test_check_runs_the_program_and_names_the_lines_that_wait(tmp_path):
     done = on_cards(tmp_path, "flatout", "check", "--run", "12s", "python", GAN, kernel_us=50)
     assert "FL101" in done.stdout, done.stdout + done.stderr

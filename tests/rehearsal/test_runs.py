@@ -69,7 +69,7 @@ def plain(tmp_path_factory):
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [name for name in RUNS if name not in ("gan", "second card")])
 def test_attaching_changes_no_line(name, plain, tmp_path):
     if name in MISSING:

@@ -103,7 +103,7 @@ def test_failures_of_the_plain_program_are_no_levers_fault(make):
     assert tuning.interleaver.longest_ticks < 10  # its blocks are short from now on
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ends", ["by itself", "with an error"])
 def test_a_short_program_is_started_as_often_as_it_takes(make, monkeypatch, ends):

@@ -62,6 +62,7 @@ def record_of(flatout) -> MemoryForecast:
     return MemoryForecast.from_json(json.loads((flatout.folder / "job" / "memory.json").read_text()))
 
 
+@pytest.mark.full
 @pytest.mark.timeout(240)
 def test_a_real_program(flatout, script):
     """A small convolutional network, predicted at its own batch size and at four times it, then measured at

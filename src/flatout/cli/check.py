@@ -18,10 +18,12 @@ from flatout.diagnose.rules import TABLE
 from flatout.launch.command import understand
 from flatout.plan.errors import ProgramNotFound, UsageError
 from flatout.plan.findings import Finding
+from flatout.plan.secrets import masked
 from flatout.probe.machine import look
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import Unreadable
 from flatout.render.findings import finding_lines, github_lines, json_text, sarif_text, summary
+from flatout.render.formatting import shell
 from flatout.tune.session import job_folder
 
 FORMATS = ("text", "json", "github", "sarif")
@@ -82,7 +84,9 @@ def command(
         for note in program.unread:
             click.echo(f"flatout: not read: {note}", err=True)
         console.print(finding_lines(found, titles={rule.code: rule.title for rule in TABLE}))
-        console.print(summary(found, len(program.sources)))
+        command = words if len(words) > 1 and words[0] != "-m" else ("python", *words)
+        shown = "python train.py" if words[-1].endswith(".ipynb") else shell(masked(command))
+        console.print(summary(found, len(program.sources), shown, run_s is not None))
     elif form == "github":
         click.echo("\n".join(github_lines(found)), nl=bool(found))
     elif form == "json":

@@ -76,7 +76,10 @@ def name_bottleneck(profile: ProfileRecord) -> tuple[str, str]:
         (each for each in found if each != bound and found[each] >= 0.05), key=lambda each: -found[each]
     )
     beside = "; then " + ", ".join(f"{each} {found[each]:.0%}" for each in others) if others else ""
-    return bound, f"{found[bound]:.0%} of the {profile.unit}: {_evidence(profile, bound)}{beside}"
+    return (
+        bound,
+        f"{bound} takes {found[bound]:.0%} of the {profile.unit}: {_evidence(profile, bound)}{beside}",
+    )
 
 
 def _evidence(profile: ProfileRecord, bound: str) -> str:
@@ -103,7 +106,7 @@ def _evidence(profile: ProfileRecord, bound: str) -> str:
         else " (judged by the kind of operator; to compare with this machine's peak rates, run `flatout doctor --bench` once)"
     )
     return (
-        f"{heaviest.name} alone takes {heaviest.share:.0%} of the operators' time{by_kind}"
+        f"the largest such operator, {heaviest.name}, takes {heaviest.share:.0%} of the time of all operators{by_kind}"
         if heaviest
         else "the operators' own time"
     )

@@ -189,7 +189,10 @@ class Profiling:
                         return
                     self._enter()
                 assert self.trial is not None
-                self.watcher.stage("recording" if name != "what-ifs" else name, name)
+                if name == "what-ifs":
+                    self.watcher.stage(name, "which costs can be switched off")
+                else:
+                    self.watcher.stage("recording", name)
                 stage(self.trial)
                 return
             except ProgramGone as gone:

@@ -2,6 +2,8 @@
 
 What it does: preloads tcmalloc, jemalloc or mimalloc if the system or the `malloc` extra provides one; or
     tells the C library's allocator (glibc) to keep freed memory instead of mapping each large tensor again.
+    The values `tcmalloc`, `mimalloc` and `jemalloc` name the preloaded library. The value `glibc` is glibc's own
+    allocator, which most Linux programs use anyway, told to keep freed memory.
 Why it is faster: on a CPU every activation and gradient is a new malloc. glibc maps blocks above 128 kB to 32
     MB from the kernel and unmaps them when they are freed. Each step then pays again for page faults and
     zeroed pages.

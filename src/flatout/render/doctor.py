@@ -103,7 +103,7 @@ def ceilings_table(record: CeilingsRecord) -> RenderableType:
     for name in ("figure", "device", "best", "quartiles", "n", "how"):
         table.add_column(justify="right" if name in ("best", "quartiles", "n") else "left", overflow="fold")
     table.add_row(
-        *(Text(name, style="dim") for name in ("ceiling", "device", "best", "quartiles", "n", "how"))
+        *(Text(name, style="dim") for name in ("peak rate", "device", "best", "quartiles", "n", "how"))
     )
     for each in record.ceilings:
         scale, unit = _unit(each.name)
@@ -123,9 +123,9 @@ def ceilings_table(record: CeilingsRecord) -> RenderableType:
         else f"; other processes used {figure(record.busy_cores)} cores just before"
     )
     if (record.busy_cores or 0.0) > BUSY_CORES:
-        busy += ", so the real ceilings are higher: measure again when the machine is idle"
+        busy += ", so the real peak rates are higher: measure again when the machine is idle"
     return Group(
-        Text("ceilings", style="bold"),
+        Text("peak rates", style="bold"),
         Padding(table, (0, 0, 0, 2)),
         Text(f"  {several(record.threads, 'thread')}{busy}", style="dim"),
     )

@@ -93,11 +93,19 @@ def _with_caret(place: SourceLocation) -> tuple[str, int]:
     return text, caret if caret < len(text) else -1
 
 
-def summary(findings: Sequence[Finding], files: int) -> RenderableType:
-    """Return the last line: the number of findings of each severity."""
+def summary(
+    findings: Sequence[Finding], files: int, command: str = "python train.py", ran: bool = False
+) -> RenderableType:
+    """Return the last line: the number of findings of each severity.
+
+    ``command`` starts the program. ``ran``: the program was run, too, and the measured rules were checked.
+    """
     read = f"in {files} {'file' if files == 1 else 'files'}"
     if not findings:
-        return Text(f"No findings {read}.")
+        where = "the source or in the run" if ran else "the source"
+        return Text(
+            f"No mistakes found in {where} ({read.removeprefix('in ')}). For speed: flatout {'tune' if ran else 'profile'} {command}"
+        )
     counts = [
         f"{len(list(members))} {severity}"
         for severity, members in groupby(findings, key=lambda finding: finding.severity)

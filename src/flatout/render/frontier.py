@@ -72,7 +72,7 @@ def frontier_plot(session: SessionRecord) -> tuple[Markup, Markup, Markup] | Non
     )
     return (
         left,
-        chart(f"Time of a step against peak memory. {said}", PLOT_HEIGHT, shapes, "chart plot"),
+        chart(f"Time of a step against the peak of its tensors. {said}", PLOT_HEIGHT, shapes, "chart plot"),
         axis_below(x, [(t, f"{t:g} {word}") for t in ticks]),
     )
 

@@ -18,6 +18,7 @@ from flatout.render.profile_charts import byte_levels, kind_class
 from flatout.render.svg import Scale, chart, element, percent, title
 
 MODULES_SHOWN = 8
+PEAK = "peak of the tensors in a step"
 BAR = 0.56  # width of a bar, as a share of its slot
 COLOURS = {"held by the program": "kind-7", "temporary": "kind-6"}
 
@@ -86,7 +87,7 @@ def memory_tables(record: MemoryForecast) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("samples a batch", *(column[0] for column in columns)):
         table.add_column(name, justify="left" if name == "samples a batch" else "right")
-    for at, name in enumerate(("peak", "measured", *kinds), start=1):
+    for at, name in enumerate((PEAK, "measured", *kinds), start=1):
         cells = [_cell(record, point, column[at], at) for point, column in zip(shown, columns, strict=True)]
         if any(cell.plain for cell in cells):
             table.add_row(Text(name, style="bold" if at == 1 else ""), *cells)
@@ -159,7 +160,7 @@ def memory_html(record: MemoryForecast) -> str:
     columns = [cells_of(point, kinds) for point in shown]
     rows = [
         (name, cells)
-        for at, name in enumerate(("peak", "measured", *kinds), start=1)
+        for at, name in enumerate((PEAK, "measured", *kinds), start=1)
         if any(cells := [column[at] for column in columns])
     ]
     return (

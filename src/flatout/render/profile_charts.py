@@ -187,7 +187,9 @@ def roofline(profile: ProfileRecord) -> tuple[Markup, Markup, Markup, list[Opera
 
 
 def _dot(operation: Operation, x: float, y: float) -> Markup:
-    reached = f", {100 * operation.roofline:.0f} % of the roof" if operation.roofline is not None else ""
+    reached = (
+        f", {100 * operation.roofline:.0f} % of the possible speed" if operation.roofline is not None else ""
+    )
     said = f"{operation.name}: {100 * operation.share:.0f} % of the time, {_flops(_speed(operation) or 0)}{reached}"
     kind = operation.limit if operation.limit in ("compute", "memory", "launch") else "unknown"
     return element(

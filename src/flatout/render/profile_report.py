@@ -100,7 +100,9 @@ def _phases(profile: ProfileRecord) -> list[dict[str, str]]:
 
 def _operation(operation: Operation, cwd: str, number: int | None) -> dict[str, str]:
     ms = operation.device_ms if operation.device_ms is not None else operation.host_ms
-    reached = f", {100 * operation.roofline:.0f} % of the roof" if operation.roofline is not None else ""
+    reached = (
+        f", {100 * operation.roofline:.0f} % of the possible speed" if operation.roofline is not None else ""
+    )
     cores = {True: "Tensor Cores", False: "no Tensor Cores", None: ""}[operation.tensor_cores]
     return {
         "name": (f"{number}. " if number is not None else "") + formatting.one_line(operation.name, 80),
@@ -152,7 +154,7 @@ def _loader(loader: LoaderSeen, cwd: str) -> dict[str, str]:
 
 def _memory(memory: MemorySeen, cwd: str) -> dict[str, Any]:
     said = [
-        f"The peak of the {'device' if memory.where == 'device' else 'tensors in host memory'} is {formatting.size(memory.peak_bytes)}"
+        f"The peak of the tensors in a step, {'on the device' if memory.where == 'device' else 'in host memory'}, is {formatting.size(memory.peak_bytes)}"
     ]
     if memory.peak_place:
         said.append(f"reached at {story.place_of(memory.peak_place, cwd)}")

@@ -122,7 +122,10 @@ def _what_ifs(profile: ProfileRecord) -> RenderableType | None:
                 )
             )
     return (
-        Group(Text("what-ifs, switched on and off in the running program", style="dim"), pairs(rows))
+        Group(
+            Text("what-ifs: each cost is switched off and on in the running program", style="dim"),
+            pairs(rows),
+        )
         if rows
         else None
     )
@@ -131,7 +134,7 @@ def _what_ifs(profile: ProfileRecord) -> RenderableType | None:
 def _operations(profile: ProfileRecord) -> RenderableType | None:
     if not profile.operations:
         return None
-    grid = table_of("operator", "share", "calls", "roofline", "limit", "line")
+    grid = table_of("operator", "share", "calls", "of the possible", "limit", "line")
     for column in grid.columns[1:4]:
         column.justify = "right"
     for operation in profile.operations[:OPERATIONS]:
@@ -174,7 +177,7 @@ def _operator(operation: Operation) -> str:
 def _synchronisations(profile: ProfileRecord) -> RenderableType | None:
     if not profile.synchronisations:
         return None
-    grid = table_of("synchronisation", "a step", "cost", "line")
+    grid = table_of("synchronisation", f"calls a {profile.unit}", f"time a {profile.unit}", "line")
     for column in grid.columns[1:3]:
         column.justify = "right"
     for synchronisation in profile.synchronisations[:SYNCHRONISATIONS]:
@@ -244,7 +247,7 @@ def _peak(memory: MemorySeen) -> list[tuple[str, Text]]:
         (
             "peak",
             text(
-                f"{size(memory.peak_bytes)} on the {memory.where}"
+                f"{size(memory.peak_bytes)} of the tensors in a step, on the {memory.where}"
                 + (f", at {_where(memory.peak_place)}" if memory.peak_place else "")
             ),
         ),

@@ -204,7 +204,7 @@ def before_after(session: SessionRecord) -> list[BeforeAfterRow]:
     rows.append(BeforeAfterRow("throughput", per_second(a.samples_per_s), per_second(b.samples_per_s)))
     rows.append(
         BeforeAfterRow(
-            "peak memory",
+            "peak memory of the process",
             size(a.peak_memory_bytes),
             size(b.peak_memory_bytes),
             _percent(a.peak_memory_bytes, b.peak_memory_bytes),

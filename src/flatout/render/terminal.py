@@ -223,7 +223,7 @@ def why_left_out(
 def _frontier(session: SessionRecord) -> Table | None:
     """Return the table of time against memory for a session with a memory limit."""
     limit = f", of {size(session.memory_limit_bytes)}" if session.memory_limit_bytes else ""
-    grid = table_of("plan", f"peak of tensors{limit}", "time of a step", "")
+    grid = table_of("plan", f"peak of the tensors in a step{limit}", "time of a step", "")
     for row in summary.frontier_rows(session):
         grid.add_row(*map(text, row))
     return grid if grid.rows else None
