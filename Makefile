@@ -1,8 +1,8 @@
 # Every target makes the virtual environment that it needs.
 PYTHON ?= python3
-# One worker more than cores: tests spend a part of their time waiting for programs that stop, hang or end. Files run in their own order; otherwise
-# those with few, long tests would come last, and one worker would end them alone.
-WORKERS ?= $(shell expr $$(nproc) + 1)
+# Two workers more than cores: tests wait a part of their time for programs that stop, hang or end. Files run in their own order; otherwise those
+# with few, long tests would come last, and one worker would end them alone.
+WORKERS ?= $(shell expr $$(nproc) + 2)
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 CHECKED = src tests bench examples docs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flatout.ranks.division import SplitSettings
@@ -16,6 +16,8 @@ torch = pytest.importorskip("torch")
 
 
 @given(samples=st.integers(1, 500), world=st.integers(1, 17))
+@example(samples=3, world=5)
+@example(samples=7, world=3)
 def test_the_shares_are_the_batch(samples, world):
     """Shares are in order, without duplicates and as even as possible; their weights sum to one.
 

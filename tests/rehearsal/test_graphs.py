@@ -65,7 +65,7 @@ def recorded(tmp_path, arguments):
     return info(done.stdout), int(counts[1]), int(counts[2]), done.stderr
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_recorded_step_changes_no_line(name, plain, tmp_path):
     lines, graphs, replays, said = recorded(tmp_path, RUNS[name])
