@@ -30,6 +30,7 @@ full: lint
 	FLATOUT_FULL=1 $(PYTEST)
 
 # The tests that start no process: for every save.
+quick: WORKERS = $(shell nproc)
 quick: $(VENV)/.ready
 	FLATOUT_QUICK=1 $(PYTEST) -m "not processes and not slow and not full"
 

@@ -52,7 +52,7 @@ settings.register_profile(
     derandomize="CI" in os.environ,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-settings.register_profile("quick", settings.get_profile("flatout"), max_examples=15)
+settings.register_profile("quick", settings.get_profile("flatout"), max_examples=10)
 settings.load_profile("quick" if "FLATOUT_QUICK" in os.environ else "flatout")
 
 TINY = '''\
