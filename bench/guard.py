@@ -88,7 +88,7 @@ BROKEN = {lever.name for lever in BAD}
 
 
 class ProgramDied(SystemExit):
-    """A run did not finish. Under a lever, that rejects the lever; of the plain program, it ends the bench."""
+    """The program failed. Under a lever, that rejects the lever; the plain program's failure ends the bench."""
 
 
 @dataclass
@@ -138,7 +138,7 @@ class Bed:
                     trial, START_STEPS if perturbation else self.ticks, seconds() + TIMEOUT_S, draws
                 )
             if record.status != "finished":
-                raise ProgramDied(
+                raise (ProgramDied if record.status == "failed" else SystemExit)(
                     f"guard: {self.name}, {title}: {record.status}: {record.reason[-400:]}\n{record.log_tail[-800:]}"
                 )
             known = record.to_json()
