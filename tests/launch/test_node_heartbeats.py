@@ -84,7 +84,10 @@ def test_the_serving_node_waits_for_the_others(job):
 def test_the_serving_node_does_not_wait_for_one_that_is_gone(job):
     job.second._over.set()
     job.second.join()
-    job.first.finish()
+    ending = threading.Thread(target=job.first.finish)
+    ending.start()
+    ending.join(10.0)
+    assert not ending.is_alive()
 
 
 def test_a_node_without_an_answer_is_cut_off(quick):

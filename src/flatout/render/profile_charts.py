@@ -186,11 +186,15 @@ def roofline(profile: ProfileRecord) -> tuple[Markup, Markup, Markup, list[Opera
     )
 
 
-def _dot(operation: Operation, x: float, y: float) -> Markup:
-    reached = (
+def reached(operation: Operation) -> str:
+    """Return the end of a phrase: the share of the possible speed; empty if it is unknown."""
+    return (
         f", {100 * operation.roofline:.0f} % of the possible speed" if operation.roofline is not None else ""
     )
-    said = f"{operation.name}: {100 * operation.share:.0f} % of the time, {_flops(_speed(operation) or 0)}{reached}"
+
+
+def _dot(operation: Operation, x: float, y: float) -> Markup:
+    said = f"{operation.name}: {100 * operation.share:.0f} % of the time, {_flops(_speed(operation) or 0)}{reached(operation)}"
     kind = operation.limit if operation.limit in ("compute", "memory", "launch") else "unknown"
     return element(
         "circle", title(said), cx=percent(x), cy=percent(y), r=_radius(operation), class_=f"dot dot-{kind}"

@@ -100,9 +100,6 @@ def _phases(profile: ProfileRecord) -> list[dict[str, str]]:
 
 def _operation(operation: Operation, cwd: str, number: int | None) -> dict[str, str]:
     ms = operation.device_ms if operation.device_ms is not None else operation.host_ms
-    reached = (
-        f", {100 * operation.roofline:.0f} % of the possible speed" if operation.roofline is not None else ""
-    )
     cores = {True: "Tensor Cores", False: "no Tensor Cores", None: ""}[operation.tensor_cores]
     return {
         "name": (f"{number}. " if number is not None else "") + formatting.one_line(operation.name, 80),
@@ -110,7 +107,7 @@ def _operation(operation: Operation, cwd: str, number: int | None) -> dict[str, 
         "share": f"{100 * operation.share:.1f} %",
         "ms": formatting.figure(ms),
         "calls": formatting.figure(operation.calls),
-        "limit": (formatting.one_line(operation.limit, 20) + reached)
+        "limit": (formatting.one_line(operation.limit, 20) + profile_charts.reached(operation))
         if operation.limit not in ("", "unknown")
         else "",
         "cores": cores,

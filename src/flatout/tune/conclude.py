@@ -7,7 +7,7 @@ import math
 from flatout.plan.enums import Effect, Status
 from flatout.plan.records import QUANTILE, Ratio
 from flatout.tune.candidates import DISTURBED, LIVE, NO_GAIN, NO_TIME, PROCESSES, SLOWER, Candidate
-from flatout.tune.tuning import Tuning, last_line, only, why_not
+from flatout.tune.tuning import Tuning, last_line, only, program_failed
 
 # The chance of being faster that a lever of the plan needs: in general, if it is exact, if it has a warm-up.
 LIKELY, LIKELY_EXACT, LIKELY_WARM = 0.75, 0.6, 0.9
@@ -98,7 +98,7 @@ def _say_why_nothing(tuning: Tuning) -> None:
     """
     session, more = tuning.session, f"give --budget {tuning.enough_m(tuning.budget_s)}m"
     if tuning.own_failure is not None and not tuning.measured:
-        raise why_not(tuning.own_failure, "", "")
+        raise program_failed(tuning.own_failure)
     if tuning.choices and not tuning.measured:
         session.undecided, session.obstacle = True, f"no lever could be measured in time; {more}"
     elif tuning.disturbance.disturbed and any(

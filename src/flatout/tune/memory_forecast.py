@@ -10,7 +10,7 @@ from typing import Any
 from flatout.launch.command import Command
 from flatout.measure.clock import seconds
 from flatout.measure.fitting import largest_that_fits
-from flatout.plan.errors import NothingMeasured, ProgramFailed
+from flatout.plan.errors import NothingMeasured
 from flatout.plan.facts import Facts
 from flatout.plan.folder import JobFolder
 from flatout.plan.memory_forecast import MemoryForecast, MemoryPoint
@@ -18,6 +18,7 @@ from flatout.plan.plan import Choice, Plan
 from flatout.plan.records import TrialRecord
 from flatout.trial.memory_prediction import ENTRY
 from flatout.trial.parent import ProgramGone, Trial
+from flatout.tune.tuning import program_failed
 
 START_S = 600.0  # until the first batch
 STEPS_S = 600.0  # for the steps of one batch size, with shapes alone
@@ -321,10 +322,7 @@ def advice(own: MemoryPoint, limit_bytes: int, largest: int | None) -> str:
 
 def _never_trained(record: TrialRecord) -> Exception:
     if record.status == "failed":
-        said = record.log_tail.strip() or record.reason
-        return ProgramFailed(
-            f"the program fails on its own (exit code {record.exit_code}):\n\n{said}", record.exit_code or 1
-        )
+        return program_failed(record)
     if record.status == "ended":
         return NothingMeasured(
             "the memory of a step cannot be predicted: the program ended before its first training step (a forward pass with gradients of a "

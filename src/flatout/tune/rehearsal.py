@@ -27,7 +27,6 @@ from typing import Any
 
 from flatout.launch.command import Command
 from flatout.measure.clock import seconds
-from flatout.plan.errors import ProgramFailed
 from flatout.plan.facts import Facts
 from flatout.plan.folder import JobFolder
 from flatout.plan.plan import Choice, Plan
@@ -36,6 +35,7 @@ from flatout.trial.parent import ProgramGone, Trial
 from flatout.trial.reference_run import BY_GROUP, ENTRY, STEPS
 from flatout.tune.already_parallel import how, meant, missing
 from flatout.tune.sharding import ALWAYS, AUTO, NEVER, choices, ran_out, verdict
+from flatout.tune.tuning import program_failed
 
 LEVER = "data_parallel"
 WAYS = {
@@ -344,8 +344,4 @@ def _numbers(losses: Sequence[str]) -> list[float]:
 
 
 def _failed(record: TrialRecord, besides: str = "") -> Exception:
-    said = record.log_tail.strip() or record.reason
-    return ProgramFailed(
-        f"the program does not train as one process ({record.last_line}{besides}):\n\n{said}",
-        record.exit_code or 1,
-    )
+    return program_failed(record, f"the program does not train as one process ({record.last_line}{besides})")

@@ -14,7 +14,7 @@ Every result is saved at once; an interrupted search continues from there.
 
 from __future__ import annotations
 
-from flatout.plan.errors import FlatoutError, NothingMeasured, ProgramFailed
+from flatout.plan.errors import FlatoutError, NothingMeasured
 from flatout.plan.plan import Plan
 from flatout.plan.records import ProgramFigures, SessionRecord, TrialRecord
 from flatout.trial.blocks import PREFETCHED_BATCHES
@@ -28,7 +28,7 @@ from flatout.tune.interleaver import ask_options
 from flatout.tune.named import by_name
 from flatout.tune.narrow import check_a_step
 from flatout.tune.ranks import beside_one_process, unfit
-from flatout.tune.tuning import LONGER_BUDGET_S, Tuning
+from flatout.tune.tuning import LONGER_BUDGET_S, Tuning, program_failed
 
 FEWEST_TICKS = 12  # a program with fewer steps cannot be compared
 LONGEST_START = 0.15  # of the budget, for fetching a whole data set first
@@ -102,8 +102,9 @@ def _timeout_s(budget_s: float | None) -> float:
 def _why_not(tuning: Tuning, record: TrialRecord) -> FlatoutError:
     """Return the error for an unobservable plain program: its own failure, or nothing to measure."""
     if record.status == "failed":
-        what = f"the program fails before flatout changes anything (exit code {record.exit_code})"
-        return ProgramFailed(f"{what}:\n\n{record.log_tail.strip() or record.reason}", record.exit_code or 1)
+        return program_failed(
+            record, f"the program fails before flatout changes anything (exit code {record.exit_code})"
+        )
     if record.status == "unattached":
         closed = tuning.command.closed
         why = f"`python {closed}` disables flatout; remove the option" if closed else record.reason

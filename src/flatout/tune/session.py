@@ -148,7 +148,8 @@ def open_session(
 ) -> SessionRecord:
     """Return the interrupted session with the same key, or a new one."""
     key = key_of(command, facts, ranks)
-    old = _load(job.unfinished) or load_session(job)
+    ended = load_session(job)
+    old = _load(job.unfinished) or ended
     if (
         old is not None
         and not again
@@ -172,7 +173,7 @@ def open_session(
             for g in facts.gpus
         ],
     }
-    return SessionRecord(
+    session = SessionRecord(
         list(command.shown),
         os.getcwd(),
         key,
@@ -184,6 +185,9 @@ def open_session(
         machine=machine,
         versions={"python": facts.python, "flatout": __version__, **facts.versions},
     )
+    if ended is not None and ended.status == "done":  # its plan is in use until the new session ends
+        write_json(job.unfinished, session.to_json())
+    return session
 
 
 def load_session(job: JobFolder) -> SessionRecord | None:
@@ -202,13 +206,8 @@ def _load(path: Path) -> SessionRecord | None:
 
 
 def session_file(job: JobFolder, session: SessionRecord) -> Path:
-    """Return the file of the session.
-
-    The record of a finished session stays until the new one ends, because its plan is in use until then."""
-    if session.status != "running":
-        return job.session
-    old = read_json(job.session)
-    return job.unfinished if isinstance(old, dict) and old.get("status") == "done" else job.session
+    """Return the file of the session: beside the record of a finished one until the new one ends, as it was opened."""
+    return job.unfinished if session.status == "running" and job.unfinished.exists() else job.session
 
 
 def save_session(job: JobFolder, session: SessionRecord) -> None:

@@ -401,13 +401,16 @@ def last_line(text: str) -> str:
     return lines[-1][:240] if lines else "it ended without a message"
 
 
+def program_failed(record: TrialRecord, what: str = "") -> ProgramFailed:
+    """Return the error for a program that failed, with the end of its output."""
+    what = what or f"the program fails on its own (exit code {record.exit_code})"
+    return ProgramFailed(f"{what}:\n\n{record.log_tail.strip() or record.reason}", record.exit_code or 1)
+
+
 def why_not(record: TrialRecord, what: str, shorter: str) -> FlatoutError:
     """Return the error for a program that ended before ``what``; ``shorter`` is an alternative remedy."""
     if record.status == "failed":
-        said = record.log_tail.strip() or record.reason
-        return ProgramFailed(
-            f"the program fails on its own (exit code {record.exit_code}):\n\n{said}", record.exit_code or 1
-        )
+        return program_failed(record)
     if record.status == "ended":
         return NothingMeasured(f"{what}: the program ended first. Let it train longer, or {shorter}.")
     return NothingMeasured(
