@@ -61,7 +61,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
 
 
 def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
-    """Keeps only three bits of the input's mantissa."""
+    """Keeps only three bits of the mantissa of what every layer with weights multiplies."""
 
     def wrapper(forward: Any) -> Any:
         def coarse(*args: Any, **kwargs: Any) -> Any:
@@ -70,15 +70,17 @@ def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
         return coarse
 
     for root in context.roots:
-        context.wrap_forward(root, wrapper, ledger)
+        for module in root.modules():
+            if any(p.dim() >= 2 for p in module.parameters(recurse=False)):
+                context.wrap_forward(module, wrapper, ledger)
     return ledger.restore
 
 
 def _three_bits(torch: Any, x: Any) -> Any:
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
         return x
-    mantissa, exponent = torch.frexp(x)
-    return torch.ldexp((mantissa * 8).round() / 8, exponent)
+    mantissa, exponent = torch.frexp(x.detach())
+    return x + (torch.ldexp((mantissa * 8).round() / 8, exponent) - x.detach())  # the gradient is that of x
 
 
 def code(value: Value) -> str:

@@ -66,11 +66,11 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
 
 
 def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
-    """Rounds weights to a few bits, as a careless precision switch would."""
-    return _eight_bits(context, ledger)
+    """Rounds the weights to four bits."""
+    return _four_bits(context, ledger)
 
 
-def _eight_bits(context: Any, ledger: Any) -> Undo:
+def _four_bits(context: Any, ledger: Any) -> Undo:
     def wrapper(forward: Any) -> Any:
         def rounded(*args: Any, **kwargs: Any) -> Any:
             torch = context.torch
