@@ -25,7 +25,7 @@ from flatout.capture.ledger import Ledger
 from flatout.levers import TABLE
 from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts, Gpu
-from flatout.plan.lever import Comparison, Lever, Options, Skip, Value
+from flatout.plan.lever import Lever, Options, Skip, Value
 from flatout.plan.plan import Choice, Plan
 from flatout.plan.rank_environment import this_rank
 from flatout.ranks.data_parallel import DataParallelScript
@@ -182,8 +182,6 @@ def test_the_value_is_whole(lever):
     assert set(lever.after) | set(lever.excludes) | set(lever.needs) <= set(BY_NAME)
     order = [each.name for each in TABLE]
     assert all(order.index(name) < order.index(lever.name) for name in (*lever.after, *lever.needs))
-    if lever.effect is Effect.EXACT:
-        assert lever.guard is Comparison.BITWISE
     if lever.moment is Moment.PROCESS:
         assert lever.apply is None
         assert not lever.live
@@ -239,6 +237,7 @@ def test_every_lever_answers_options_or_a_sentence(program, context, facts):
         answer = lever.applies(facts, live.context)
         if isinstance(answer, Options):
             assert answer.values
+            assert answer.effect is None or answer.effect.rank <= lever.effect.rank
             assert lever.name in VALUES or answer.values == (True,), (
                 f"add the values of {lever.name} to VALUES"
             )

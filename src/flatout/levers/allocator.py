@@ -15,7 +15,7 @@ from typing import Any
 
 from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
-from flatout.plan.lever import Comparison, Lever, Options, Skip, Value
+from flatout.plan.lever import Lever, Options, Skip, Value
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -47,6 +47,5 @@ LEVER = Lever(
     applies,
     code,
     environment=environment,
-    guard=Comparison.BITWISE,
     page=__doc__,
 )

@@ -24,7 +24,7 @@ from typing import Any
 
 from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
-from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
+from flatout.plan.lever import Lever, Options, Skip, Undo, Value
 
 NAME = "batch_size"
 BATCHES_ITSELF = (
@@ -158,7 +158,6 @@ LEVER = Lever(
     applies,
     code,
     apply=apply,
-    guard=Comparison.DISTRIBUTION,
     known_bad=known_bad,
     page=__doc__,
 )

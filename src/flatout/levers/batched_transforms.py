@@ -26,7 +26,7 @@ from typing import Any
 
 from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
-from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
+from flatout.plan.lever import Lever, Options, Skip, Undo, Value
 
 
 def applies(facts: Facts, context: Any) -> Options | Skip:
@@ -94,11 +94,10 @@ def code(value: Value) -> str:
 LEVER = Lever(
     "batched_transforms",
     Moment.LOADER,
-    Effect.EXACT,
+    Effect.ROUNDING,
     applies,
     code,
     apply=apply,
-    guard=Comparison.BITWISE,
     known_bad=known_bad,
     after=("cached_prefix",),
     page=__doc__,

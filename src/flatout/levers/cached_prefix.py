@@ -23,7 +23,7 @@ from typing import Any
 
 from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
-from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
+from flatout.plan.lever import Lever, Options, Skip, Undo, Value
 
 MIB = 2**20
 SHARE = 4  # all loaders together keep at most a quarter of the machine's memory
@@ -103,7 +103,6 @@ LEVER = Lever(
     applies,
     code,
     apply=apply,
-    guard=Comparison.BITWISE,
     known_bad=known_bad,
     page=__doc__,
 )

@@ -30,7 +30,7 @@ from typing import Any
 
 from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
-from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
+from flatout.plan.lever import Lever, Options, Skip, Undo, Value
 from flatout.ranks.absent import why_left_alone
 
 NAME = "ddp_flags"
@@ -126,12 +126,11 @@ def code(value: Value) -> str:
 LEVER = Lever(
     NAME,
     Moment.STEP,
-    Effect.EXACT,
+    Effect.ROUNDING,
     applies,
     code,
     apply=apply,
     live=True,
-    guard=Comparison.BITWISE,
     known_bad=known_bad,
     check=check,
     page=__doc__,

@@ -20,7 +20,7 @@ from typing import Any
 
 from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
-from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
+from flatout.plan.lever import Lever, Options, Skip, Undo, Value
 
 DEPTHS = (1, 2)  # batches taken ahead
 IN_ORDER = 0
@@ -100,7 +100,6 @@ LEVER = Lever(
     applies,
     code,
     apply=apply,
-    guard=Comparison.BITWISE,
     known_bad=known_bad,
     after=("loader", "batched_transforms"),
     page=__doc__,

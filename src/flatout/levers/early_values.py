@@ -31,7 +31,7 @@ from weakref import WeakKeyDictionary
 from flatout.levers.early.reads import READS, EarlyValueCopier
 from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
-from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
+from flatout.plan.lever import Lever, Options, Skip, Undo, Value
 
 _KNOWN: WeakKeyDictionary[Any, EarlyValueCopier] = (
     WeakKeyDictionary()
@@ -92,7 +92,6 @@ LEVER = Lever(
     code,
     apply=apply,
     live=True,
-    guard=Comparison.BITWISE,
     known_bad=known_bad,
     page=__doc__,
 )

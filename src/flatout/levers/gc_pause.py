@@ -18,7 +18,7 @@ from typing import Any
 
 from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
-from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
+from flatout.plan.lever import Lever, Options, Skip, Undo, Value
 
 THRESHOLDS = (70_000, 50, 100)
 
@@ -59,7 +59,6 @@ LEVER = Lever(
     code,
     apply=apply,
     live=True,
-    guard=Comparison.BITWISE,
     known_bad=known_bad,
     page=__doc__,
 )

@@ -24,7 +24,7 @@ from typing import Any
 
 from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
-from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
+from flatout.plan.lever import Lever, Options, Skip, Undo, Value
 
 BATCHES_AHEAD = 2
 OWN_ORDER = "the training DataLoader has a sampler ({name}) that may depend on earlier steps, so batches cannot be loaded ahead"
@@ -226,7 +226,6 @@ LEVER = Lever(
     applies,
     code,
     apply=apply,
-    guard=Comparison.DISTRIBUTION,
     known_bad=known_bad,
     page=__doc__,
 )

@@ -31,7 +31,7 @@ from typing import Any
 
 from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
-from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
+from flatout.plan.lever import Lever, Options, Skip, Undo, Value
 from flatout.ranks.absent import why_none
 
 NAME = "local_sgd"
@@ -120,7 +120,6 @@ LEVER = Lever(
     applies,
     code,
     apply=apply,
-    guard=Comparison.GRADIENT,
     known_bad=known_bad,
     needs=("data_parallel",),
     excludes=("sharding",),

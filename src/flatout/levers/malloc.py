@@ -23,7 +23,7 @@ from typing import Any
 
 from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
-from flatout.plan.lever import Comparison, Lever, Options, Skip, Value
+from flatout.plan.lever import Lever, Options, Skip, Value
 
 ORDER = ("tcmalloc", "mimalloc", "jemalloc", "glibc")
 FOUR_GB = str(4 * 2**30 - 1)
@@ -99,6 +99,5 @@ LEVER = Lever(
     applies,
     code,
     environment=environment,
-    guard=Comparison.BITWISE,
     page=__doc__,
 )

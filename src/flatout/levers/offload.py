@@ -18,7 +18,7 @@ from typing import Any
 
 from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
-from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
+from flatout.plan.lever import Lever, Options, Skip, Undo, Value
 from flatout.saved.host import OffloadHooks
 from flatout.saved.known_bad import partially_fetched
 
@@ -133,7 +133,6 @@ LEVER = Lever(
     code,
     apply=apply,
     live=True,
-    guard=Comparison.BITWISE,
     known_bad=known_bad,
     after=("recompute",),
     excludes=("compile",),

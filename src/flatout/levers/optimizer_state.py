@@ -21,7 +21,7 @@ from typing import Any
 
 from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
-from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
+from flatout.plan.lever import Lever, Options, Skip, Undo, Value
 
 SUFFIXES = {"8bit": "8bit", "4bit": "4bit", "fp8": "Fp8"}
 KINDS = ("Adam", "AdamW")
@@ -146,7 +146,6 @@ LEVER = Lever(
     applies,
     code,
     apply=apply,
-    guard=Comparison.GRADIENT,
     known_bad=known_bad,
     after=("fused_optimizer",),
     saves_memory=True,

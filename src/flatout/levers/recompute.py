@@ -23,7 +23,7 @@ from typing import Any
 
 from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
-from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
+from flatout.plan.lever import Lever, Options, Skip, Undo, Value
 from flatout.saved.blocks import RecomputedBlock, repeated, spread, why_not
 from flatout.saved.known_bad import in_half_the_bits
 from flatout.saved.rederive import SavedTensorRederiver
@@ -161,7 +161,6 @@ LEVER = Lever(
     code,
     apply=apply,
     live=True,
-    guard=Comparison.BITWISE,
     known_bad=known_bad,
     after=("autocast", "channels_last"),
     excludes=("compile",),

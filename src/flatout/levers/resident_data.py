@@ -21,7 +21,7 @@ from typing import Any
 
 from flatout.plan.enums import Effect, Moment
 from flatout.plan.facts import Facts
-from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
+from flatout.plan.lever import Lever, Options, Skip, Undo, Value
 
 MIB = 2**20
 SHARE = 4  # use at most a quarter of the GPU's or the host's memory
@@ -131,7 +131,6 @@ LEVER = Lever(
     applies,
     code,
     apply=apply,
-    guard=Comparison.BITWISE,
     known_bad=known_bad,
     after=("loader", "cached_prefix", "batched_transforms"),
     page=__doc__,

@@ -18,12 +18,11 @@ from flatout.plan.errors import (
 )
 from flatout.plan.facts import Facts, Gpu
 from flatout.plan.folder import JobFolder, TrialFolder
-from flatout.plan.lever import Comparison, Lever, Options, Skip, Undo, Value
+from flatout.plan.lever import Lever, Options, Skip, Undo, Value
 from flatout.plan.plan import Choice, Plan, diff, spell
 
 __all__ = [
     "Choice",
-    "Comparison",
     "Effect",
     "Facts",
     "FlatoutError",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from flatout.plan.enums import Effect, Moment
@@ -18,8 +17,8 @@ Value = bool | int | float | str | dict[str, Any]
 class Options:
     """The values of a lever worth trying, likely best first.
 
-    ``effect`` overrides the declared effect of the lever for this program. For example, more loader workers
-    are EXACT with a dataset that draws no random numbers, and RESAMPLED with one that does.
+    ``effect`` is a smaller effect than the lever declares, for this program. For example, more loader workers
+    are RESAMPLED, but EXACT with a dataset that draws no random numbers.
     """
 
     values: tuple[Value, ...]
@@ -40,14 +39,6 @@ class Skip:
     reason: str
 
 
-class Comparison(StrEnum):
-    """The comparison that a lever must pass to be kept (see ``flatout.measure.parity``)."""
-
-    BITWISE = "bitwise"  # losses and weights equal those of the plain run, bit for bit
-    GRADIENT = "gradient"  # gradient, update and buffers of one step, against a float64 reference
-    DISTRIBUTION = "distribution"  # batches come from the same distribution
-
-
 def _nothing_in_environment(facts: Facts, value: Value) -> Mapping[str, str]:
     return {}
 
@@ -66,7 +57,8 @@ class Lever:
 
     * ``name`` is the file name and reads after "with".
     * ``moment`` is when it acts, in the order of a run.
-    * ``effect`` is what it may change, and so what the guard requires (see Options for one program).
+    * ``effect`` is the most that it may change in any program, and so what the guard requires. Options may
+      name a smaller effect for one program.
     * ``applies(facts, context)`` returns Options or Skip.
     * ``apply(context, value, ledger)`` applies the lever and returns its Undo.
     * ``environment`` replaces ``apply`` for a PROCESS lever: the variables to start the program with.
@@ -75,7 +67,6 @@ class Lever:
     * ``check(value)`` raises TypeError with a sentence for an invalid value, as far as this does not need the
       program.
     * ``saves_memory`` levers trade speed for memory: the search tries them only under a memory limit.
-    * ``guard`` names the comparison for the reader; an EXACT lever has BITWISE.
     * ``after`` are levers that act before this one. A test checks that they come first in the table.
     * ``excludes`` are levers that the search does not combine with this one.
     * ``needs`` are levers without which this one has no effect.
@@ -97,7 +88,6 @@ class Lever:
     warms_up: bool = (
         False  # the first steps after switching it on are slow, a cost that later steps must recover
     )
-    guard: Comparison = Comparison.GRADIENT
     known_bad: Callable[[Any, Value, Any], Undo] | None = None
     after: tuple[str, ...] = ()
     excludes: tuple[str, ...] = ()
