@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -45,15 +46,18 @@ GRACE_S = 8.0  # the time that a program may take to end after a request
 
 # Speed is not tested: a slow machine must not fail a rule.
 settings.register_profile(
-    "flatout",
+    "full",
     deadline=None,
     max_examples=60,
     print_blob=True,
     derandomize="CI" in os.environ,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-settings.register_profile("quick", settings.get_profile("flatout"), max_examples=10)
-settings.load_profile("quick" if "FLATOUT_QUICK" in os.environ else "flatout")
+settings.register_profile("test", settings.get_profile("full"), max_examples=30)
+settings.register_profile("quick", settings.get_profile("full"), max_examples=10)
+settings.load_profile(
+    "quick" if "FLATOUT_QUICK" in os.environ else "full" if "FLATOUT_FULL" in os.environ else "test"
+)
 
 TINY = '''\
 """Regression on invented data: one linear network, one optimizer, a loss line now and then. Ends after STEPS steps."""
@@ -295,6 +299,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.stash[NOT_RUN] = len(wanted)
         for item in wanted:
             item.add_marker(pytest.mark.skip(reason="not run: there is no CUDA device here"))
+
+
+@pytest.fixture(scope="module")
+def chosen(request: pytest.FixtureRequest) -> Callable[[str], list[Any]]:
+    """Parameter -> its values in those tests of the module that run, so that a program runs nothing else."""
+    items = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    runs = [item for item in items if hasattr(item, "callspec") and not item.get_closest_marker("skip")]
+    return lambda name: [item.callspec.params[name] for item in runs if name in item.callspec.params]
 
 
 def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:

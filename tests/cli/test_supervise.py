@@ -210,6 +210,7 @@ if rank == 0:
 """
 
 
+@pytest.mark.full
 def test_a_rank_killed_under_torchrun_resumes_with_the_same_bits(flatout, script):
     script(RANKS)
     done = supervise(flatout, "torchrun", "--standalone", "--nproc-per-node", "2", "train.py")

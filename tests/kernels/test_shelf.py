@@ -14,9 +14,7 @@ from flatout.kernels.kernel import has_triton
 torch = pytest.importorskip("torch")
 HOME = Path(flatout.kernels.__file__).parent
 # The gate of one kernel in `make test`, of each in `make full`.
-GATED = [
-    name if name == "linear_cross_entropy" else pytest.param(name, marks=pytest.mark.full) for name in NAMES
-]
+GATED = [name if name == "augment" else pytest.param(name, marks=pytest.mark.full) for name in NAMES]
 FOLDERS = {path.parent.name for path in HOME.glob("*/__init__.py")} - {"template"}
 
 

@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -664,7 +664,7 @@ def has_gpu() -> bool:
 
 @pytest.fixture(scope="module")
 def answers(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    chosen: Callable[[str], list[Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
     """Program -> lever -> its answer, for the programs that the chosen tests need.
 
@@ -679,16 +679,7 @@ def answers(
     )
     for name in ("libm.so.6", "libjemalloc.so"):
         (folder / "malloc" / name).symlink_to(libm)
-    items = [
-        item
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.module is request.module and hasattr(item, "callspec")
-    ]
-    rows = [
-        item.callspec.params["row"]
-        for item in items
-        if "row" in item.callspec.params and not item.get_closest_marker("skip")
-    ]
+    rows = chosen("row")
     names = {name for row in rows for name in (row.shown, row.hidden)} | {"switched_off"}
     waiting, running, found = (
         deque(name for name in PROGRAMS if name in names and (has_gpu() or not PROGRAMS[name].gpu)),

@@ -1,7 +1,7 @@
 """Runs of trainings whose model is parallelised over ranks, forked from one process that has torch.
 
-Some are whole; others are interrupted and resumed on the same or another number of ranks. Prints the results
-as JSON.
+Some are whole; others are interrupted and resumed on the same or another number of ranks. Runs the kinds of its
+arguments (KINDS) and prints the results as JSON.
 """
 
 import hashlib
@@ -175,38 +175,56 @@ def spoil(loop, step, rank):
             loop.parameters[2].to_local().view(-1)[0] = float("nan")
 
 
-def main():
+TURNS = {
+    "tensor": [("tensor", 2), ("alone", 1), ("tensor", 2)],
+    "fsdp": [("fsdp", 2), ("fsdp", 3), ("single", 1), ("fsdp", 2)],
+    "ddp": [("ddp", 2), ("single", 1), ("ddp", 2)],
+}
+
+
+def interrupted_twice(at, kind):
+    beside = kind == "fsdp"
+    for until in (2, 6):
+        live(kind, at / kind, 2, until, beside=beside)
+    return {
+        "gone on": live(kind, at / kind, 2, beside=beside),
+        "whole": live(kind, at / f"{kind} whole", 2, beside=beside),
+    }
+
+
+def in_turns(at, name):
+    kind = name.removesuffix(" turns")
+    turns, same = TURNS[kind], {"dropout": 0.0, "beside": kind == "fsdp"}
+    lives = [
+        live(of, at / f"{kind} turns", ranks, 2 + 2 * number if number + 1 < len(turns) else None, **same)
+        for number, (of, ranks) in enumerate(turns)
+    ]
+    return {"lives": lives, "whole": live(kind, at / f"{kind} undivided", 2, **same)}
+
+
+def stages_alone(at, kind):
+    live("pipeline", at / "stages", 2, 2)
+    return live("alone", at / "stages", 1)
+
+
+def spoiled(at, kind):
+    live("fsdp", at / "spoiled", 2, until=5, change=spoil, on_nan="ignore")
+    return sorted(path.name for path in (at / "spoiled").glob("step-*"))
+
+
+KINDS = {
+    **dict.fromkeys(("tensor", "pipeline", "fsdp"), interrupted_twice),
+    **dict.fromkeys(("tensor turns", "fsdp turns", "ddp turns"), in_turns),
+    "stages alone": stages_alone,
+    "spoiled": spoiled,
+}
+
+
+def main(kinds):
     torch.set_num_threads(1)
     torch.optim.AdamW(network().parameters())  # the imports of every run
     with tempfile.TemporaryDirectory() as name:
-        at = Path(name)
-        found = {}
-        for kind in ("tensor", "pipeline", "fsdp"):
-            for until in (2, 6):
-                live(kind, at / kind, 2, until, beside=kind == "fsdp")
-            found[kind] = {
-                "gone on": live(kind, at / kind, 2, beside=kind == "fsdp"),
-                "whole": live(kind, at / f"{kind} whole", 2, beside=kind == "fsdp"),
-            }
-        for kind, turns in {
-            "tensor": [("tensor", 2), ("alone", 1), ("tensor", 2)],
-            "fsdp": [("fsdp", 2), ("fsdp", 3), ("single", 1), ("fsdp", 2)],
-            "ddp": [("ddp", 2), ("single", 1), ("ddp", 2)],
-        }.items():
-            folder = at / f"{kind} turns"
-            same = {"dropout": 0.0, "beside": kind == "fsdp"}
-            lives = [
-                live(of, folder, ranks, 2 + 2 * number if number + 1 < len(turns) else None, **same)
-                for number, (of, ranks) in enumerate(turns)
-            ]
-            found[f"{kind} turns"] = {
-                "lives": lives,
-                "whole": live(kind, at / f"{kind} undivided", 2, **same),
-            }
-        found["stages alone"] = live("alone", at / "pipeline", 1)
-        live("fsdp", at / "spoiled", 2, until=5, change=spoil, on_nan="ignore")
-        found["spoiled"] = sorted(path.name for path in (at / "spoiled").glob("step-*"))
-    print(json.dumps(found))
+        print(json.dumps({kind: KINDS[kind](Path(name), kind) for kind in kinds}))
 
 
-main()
+main(sys.argv[1:])

@@ -1,6 +1,6 @@
 """Runs of trainings, forked from one process that has torch and ended by random kills or by signals.
 
-Prints the results as JSON.
+Kills the trainings with the numbers of its arguments (SETTINGS) and prints all results as JSON.
 """
 
 import json
@@ -119,12 +119,12 @@ def insisted(scratch):
     return {"code": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), "seconds": time.monotonic() - began}
 
 
-def main():
+def main(killed):
     resume.warm()
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         found = {
-            "killed": [resume.training(setting, scratch, most=3) for setting in SETTINGS],
+            "killed": {number: resume.training(SETTINGS[int(number)], scratch, most=3) for number in killed},
             "SIGTERM": asked(scratch, [signal.SIGTERM]),
             "own handler": asked(scratch, [signal.SIGTERM], own_handler=True),
             "SIGUSR1": asked(scratch, [signal.SIGUSR1]),
@@ -135,4 +135,4 @@ def main():
     print(json.dumps(found))
 
 
-main()
+main(sys.argv[1:])

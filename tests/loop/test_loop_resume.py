@@ -351,9 +351,9 @@ def test_a_trial_resumes_nothing_and_leaves_nothing(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def lives():
+def lives(chosen):
     done = subprocess.run(
-        [sys.executable, str(LIVES)],
+        [sys.executable, str(LIVES), *map(str, chosen("number"))],
         capture_output=True,
         text=True,
         timeout=250,
@@ -371,7 +371,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(lives, number):
 
     With a checkpoint in each step only the current step is lost.
     """
-    found = lives["killed"][number]
+    found = lives["killed"][str(number)]
     assert found["wrong"] == ""
     assert found["kills"] >= 1
     assert all(lost <= (1 if found["every"] == 1 else 2 * found["every"]) for lost in found["lost"])

@@ -23,9 +23,9 @@ LIVES = Path(__file__).with_name("divided_lives.py")
 
 
 @pytest.fixture(scope="module")
-def lives():
+def lives(chosen):
     done = subprocess.run(
-        [sys.executable, str(LIVES)],
+        [sys.executable, str(LIVES), *chosen("kind")],
         capture_output=True,
         text=True,
         timeout=280,
@@ -51,6 +51,7 @@ def test_interrupted_twice_and_resumed_it_ends_with_the_same_bits(lives, kind):
     assert lives[kind]["whole"][0]["digest"] != lives[kind]["whole"][1]["digest"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["tensor turns", "fsdp turns", "ddp turns"])
 def test_other_numbers_of_ranks_continue_the_same_training(lives, kind):
     """Two, one, two ranks; and two, three, one, two, where sizes do not divide evenly.
@@ -74,13 +75,12 @@ def test_other_numbers_of_ranks_continue_the_same_training(lives, kind):
             assert mine == pytest.approx(theirs, abs=1e-12)
 
 
-@pipelines.need_them
-def test_a_stage_is_not_the_whole_model(lives):
-    assert (
-        "each of 2 ranks had a stage of the model, and there are 1 now" in lives["stages alone"][0]["refused"]
-    )
+@pytest.mark.parametrize("kind", [pytest.param("stages alone", marks=pipelines.need_them)])
+def test_a_stage_is_not_the_whole_model(lives, kind):
+    assert "each of 2 ranks had a stage of the model, and there are 1 now" in lives[kind][0]["refused"]
 
 
-def test_one_invalid_slice_prevents_the_whole_checkpoint(lives):
+@pytest.mark.parametrize("kind", ["spoiled"])
+def test_one_invalid_slice_prevents_the_whole_checkpoint(lives, kind):
     """A NaN in a slice that only the second rank has."""
-    assert lives["spoiled"] == ["step-00000001", "step-00000002"]
+    assert lives[kind] == ["step-00000001", "step-00000002"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flatout.plan.enums import Effect
@@ -277,7 +277,6 @@ def test_markup_in_any_field_stays_text(text, keep):
     assert " ".join(text.split()) in page.text
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     text=st.text(st.characters(), max_size=40),
     keep=st.sampled_from([WORDS, frozenset()]),
@@ -295,7 +294,6 @@ NUMBERS = st.one_of(
 )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_number_in_any_field(data):
     def numbers(value: Any) -> Any:

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
@@ -91,7 +91,6 @@ def test_foreign_text_cannot_control_the_terminal(recorded):
     assert not set(text) & {"\x1b", "\x07", "\x9b"}
 
 
-@settings(max_examples=50, deadline=None)
 @given(text=st.text(max_size=60), width=st.integers(40, 140))
 def test_any_text_fits_any_width(text, width):
     session = SessionRecord.from_json(RECORD)
