@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from flatout.measure.clock import seconds, sleep
 from flatout.measure.load import Busy, busy_programs
-from flatout.measure.statistics import median
 
 DISTURBING = 0.3  # cores kept busy by other processes; above this it is reported
 LOOK_S = 0.25
@@ -54,8 +53,12 @@ class Disturbance:
 
     @property
     def busy_cores(self) -> float:
-        """The median over all samples; 0 if nothing is known."""
-        return median([busy.cores for busy in self.seen]) if self.seen else 0.0
+        """The upper quartile of all samples, rounded down; 0 if nothing is known.
+
+        A load that begins halfway counts. One busy sample of four may be a coincidence.
+        """
+        cores = sorted(busy.cores for busy in self.seen)
+        return cores[3 * (len(cores) - 1) // 4] if cores else 0.0
 
     @property
     def disturbed(self) -> bool:
