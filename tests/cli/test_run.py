@@ -45,16 +45,16 @@ def test_it_becomes_the_program(flatout, script):
         "import os, sys\nentered = 'FLATOUT_JOB' in os.environ or 'flatout.capture.bootstrap' in sys.modules\n"
         "print(os.getpid(), os.getppid(), entered, sys.argv)"
     )
-    process = flatout.start("run", "python", "train.py", "--lr", "0.1", "--help")
+    process = flatout.start("run", "python", "train.py", "--name", "a b", "--help")
     done = flatout.finish(process)
     assert done.out.split(maxsplit=2) == [
         str(process.pid),
         str(os.getpid()),
-        "False ['train.py', '--lr', '0.1', '--help']\n",
+        "False ['train.py', '--name', 'a b', '--help']\n",
     ]
     assert done.said == [line for line in done.err.splitlines() if line]
     assert done.said == [
-        "flatout: no plan fits this command yet; running it as it is. To tune: flatout tune python train.py --lr 0.1 --help"
+        "flatout: no plan fits this command yet; running it as it is. To tune: flatout tune python train.py --name 'a b' --help"
     ]
 
 

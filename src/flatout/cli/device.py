@@ -13,6 +13,7 @@ from flatout.launch.command import Command
 from flatout.plan.errors import UsageError
 from flatout.plan.facts import ASKED_DEVICE
 from flatout.probe.gpus import devices_of_torch
+from flatout.render.formatting import shell
 
 SHAPE = re.compile(r"cpu|mps|(cuda|xpu)(:(0|[1-9]\d{0,2}))?")
 
@@ -86,5 +87,5 @@ def _must_be_there(device: str, cmd: Command, command: str) -> None:
         return
     shown = ", ".join(f"{name} ({title})" if title else name for name, title in found.items())
     raise UsageError(
-        f"this machine has no device {device}. torch sees {shown}. Try `flatout {command} --device {[*found][-1]} {' '.join(cmd.shown)}`."
+        f"this machine has no device {device}. torch sees {shown}. Try `flatout {command} --device {[*found][-1]} {shell(cmd.shown)}`."
     )

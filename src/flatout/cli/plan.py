@@ -16,6 +16,7 @@ from flatout.plan.errors import PlanError
 from flatout.plan.lever import Lever, Value
 from flatout.plan.plan import Choice, Plan
 from flatout.probe.machine import look
+from flatout.render.formatting import shell
 from flatout.render.terminal import plan_table
 from flatout.tune.session import Skipped, find_plan, job_folder, load_session
 
@@ -44,7 +45,7 @@ def command(plan_path: str | None, template: bool, words: tuple[str, ...]) -> No
         job = job_folder(cmd)
         found = find_plan(cmd, look())
         if found.path is None and found.skipped:
-            raise PlanError(_none_fits(" ".join(cmd.shown), found.skipped))
+            raise PlanError(_none_fits(shell(cmd.shown), found.skipped))
         path = found.path or job.plan
         session = load_session(job)
         reasons = (

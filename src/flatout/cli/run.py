@@ -29,6 +29,7 @@ from flatout.plan.folder import read_json, write_json
 from flatout.plan.plan import Choice, Plan, as_option
 from flatout.plan.sanitize import harmless
 from flatout.probe.machine import look
+from flatout.render.formatting import shell
 from flatout.tune.session import FoundPlan, differences, find_plan, job_folder, key_of
 
 ENTRY = "flatout.cli.attached:attach"
@@ -137,7 +138,7 @@ def command(
         plan = (plan or Plan()).with_choice(choice)
     if plan is None and not asked.several and place is None:
         remark = remark or f"no plan fits this command yet{other}"
-        _say(f"{remark}; running it as it is. To tune: flatout tune {hint(device)}{' '.join(cmd.shown)}")
+        _say(f"{remark}; running it as it is. To tune: flatout tune {hint(device)}{shell(cmd.shown)}")
     elif remark:
         _say(remark)
     keeps = rescue or resume or watched.asked

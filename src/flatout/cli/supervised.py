@@ -24,7 +24,7 @@ from flatout.plan.sanitize import harmless
 def main(words: Sequence[str] | None = None) -> int:
     """Supervise a command. Arguments: RESTARTS GRACE HANG_AFTER INCIDENTS TITLE COMMAND...
 
-    HANG_AFTER may be "-"; TITLE is the command as the user typed it."""
+    HANG_AFTER may be "-"; TITLE is the command for messages."""
     restarts, grace, hang_after, incidents, title, *command = sys.argv[1:] if words is None else words
     terms = SupervisionLimits(int(restarts), float(grace), None if hang_after == "-" else float(hang_after))
     job = own_job()

@@ -13,6 +13,7 @@ import click
 from flatout.cli.grouped import survival_option
 from flatout.launch.command import Command
 from flatout.plan.errors import UsageError
+from flatout.render.formatting import shell
 
 RESTARTS, GRACE_S = 20, 10.0
 HOME = Path(__file__).resolve().parents[2]
@@ -82,7 +83,7 @@ class Supervision:
             str(self.grace_s),
             after,
             str(incidents.absolute()),
-            " ".join(command.typed),
+            shell(command.shown),
             *command.argv,
         )
         return Command(command.typed, words, command.script, command.module, command.closed)
