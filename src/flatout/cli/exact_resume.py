@@ -50,16 +50,13 @@ def resume(
     ``insists``: exit, instead of starting from scratch, if an exact resume is impossible."""
     import torch
 
-    from flatout.replay.script_replay import Host, ResumeRequest, ScriptReplay
+    from flatout.replay.script_replay import ResumeRequest, ScriptReplay
 
     if why_not := ranks.why_not():
         ranks.say(f"this program is not recorded and cannot be resumed exactly: {why_not}")
         return None
-    if (
-        started := sys.modules.get("multiprocessing.process")
-    ) is not None and started.parent_process() is not None:
-        return None
-    if not records_first(ranks.claim):
+    processes = sys.modules.get("multiprocessing.process")
+    if (processes is not None and processes.parent_process() is not None) or not records_first(ranks.claim):
         return None
     try:
         save_schedule = ranks.save_schedule()
@@ -69,118 +66,144 @@ def resume(
         )
         return None
     heartbeat.set_exact_resume()
-    again: ScriptReplay | None = None
-    folder = rescue.folder
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    save, unfinished = (
-        (None, "")
-        if asked["from_scratch"]
-        else newest_exact(folder)
-        if ranks.size == 1
-        else newest_of_all(folder, ranks)
+    rescue.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    host = ResumeHost(torch, rescue, ranks, asked, at_resume_point)
+    state = host.saved_state()
+    request = ResumeRequest(
+        host.journal, state, several=ranks.size > 1, shows=asked["shows"], fetches=FETCHES in os.environ
     )
-    journal = folder / (
-        save.manifest.metadata["journal"] if save is not None else f"{JOURNAL}{uuid.uuid4().hex[:8]}"
-    )
-
-    def refuse(why: str) -> NoReturn:
-        """Exit the process: the program must not run with tensors that have no values."""
-        then = "`flatout rescue` lists the checkpoints; `flatout run --resume --from-scratch` starts from scratch"
-        if not asked["insists"]:
-            unlink(journal)
-            then = "The next start begins from scratch; `flatout rescue` lists the checkpoints"
-        say_at_once(f"{ranks.prefix}cannot resume exactly: {why}. {then}.")
-        os._exit(CannotResume.exit_code)
-
-    def astray(why: str) -> NoReturn:
-        """Replay the program once more and read its data this time; give up if that was done already."""
-        if again is not None and again.skips and FETCHES not in os.environ and ranks.size == 1:
-            say_at_once(f"{why}; replaying again, now reading the data")
-            for claim in ("exactly", "reported"):
-                with suppress(FileNotFoundError):
-                    unlink(f"{os.environ['FLATOUT_JOB']}.{claim}")
-            reexecute({FETCHES: "1"})
-        refuse(why)
-
-    def resume_point(through_s: float, trained_s: float) -> None:
-        os.environ.pop(FETCHES, None)
-        differs = (
-            drift(save.manifest.metadata["surroundings"], surroundings(torch)) if save is not None else []
-        )
-        if differs:  # the program has made its own settings by now
-            refuse(
-                f"the environment differs from that of {save.path.name if save is not None else ''}: {'; '.join(differs)}"
-            )
-        ranks.say(
-            f"resumed exactly after step {save.step if save is not None else 0}, reached in {through_s:.1f} s; training had taken {trained_s:.1f} s"
-        )
-        heartbeat.mark_resume_point()
-        at_resume_point()
-
-    def left_alone(sentence: str) -> None:
-        ranks.say(sentence)
-        heartbeat.set_exact_resume(False)
-        heartbeat.saved()  # counts the file from which the program resumes itself
-        if not asked["rescue"]:
-            rescue.leave()
-            rescue.may_begin = lambda: False
-
-    state = None
-    if unfinished:
-        why = f"its last start left no checkpoint to resume from: {unfinished}"
-        if asked["insists"]:
-            refuse(why)
-        ranks.say(f"this program starts from scratch: {why}")
-    if save is None and FETCHES in os.environ:
-        refuse("the checkpoint that it was resuming from no longer exists")
-    if save is not None:
-        ranks.say(f"replaying the program up to step {save.step}, from {os.path.relpath(save.path)}")
-        try:
-            _may_go_on(torch, save)
-            state = save.read(torch)["exact"]
-        except FlatoutError as error:
-            refuse(str(error).rstrip("."))
-    way = ResumeRequest(
-        journal, state, several=ranks.size > 1, shows=asked["shows"], fetches=FETCHES in os.environ
-    )
-    again = ScriptReplay(
-        way,
-        Host(
-            ranks.say, refuse, astray, lambda: _tidy(folder, journal.name), resume_point, left_alone, seconds
-        ),
-        rescue,
-        ledger,
-        own_generators,
-    )
-    atexit.register(_ended, again, rescue)
+    host.replay = replay = ScriptReplay(request, host, rescue, ledger, own_generators)
+    atexit.register(_ended, replay, rescue)
     rescue.beside = CheckpointMetadata(
-        again,
-        journal.name,
+        replay,
+        host.journal.name,
         ranks,
         save_schedule.launch if save_schedule is not None else 0,
         "the same command" + (" without --from-scratch" if asked["from_scratch"] else ""),
     )
     if save_schedule is not None:
         rescue.agrees = save_schedule.agrees
-    if save is not None:
-        rescue.goes_on, rescue.cost_s = save.step, float(save.manifest.metadata.get("cost_s") or COST_S)
-    return again
+    if host.save is not None:
+        rescue.goes_on = host.save.step
+        rescue.cost_s = float(host.save.manifest.metadata.get("cost_s") or COST_S)
+    return replay
 
 
-def _ended(again: ScriptReplay, rescue: Rescue) -> None:
+class ResumeHost:
+    """The `ReplayHost` of this process: the checkpoint to resume from, and messages and exits of its replay.
+
+    ``save`` is None, and ``journal`` a new file, if there is no checkpoint to resume from.
+    """
+
+    def __init__(
+        self,
+        torch: Any,
+        rescue: Rescue,
+        ranks: ResumeRanks,
+        asked: Mapping[str, Any],
+        at_resume_point: Callable[[], None],
+    ) -> None:
+        self.torch, self.rescue, self.ranks, self.asked = torch, rescue, ranks, asked
+        self._at_resume_point = at_resume_point
+        self.replay: ScriptReplay | None = None
+        self.save: Checkpoint | None = None
+        self.unfinished = ""
+        if not asked["from_scratch"]:
+            self.save, self.unfinished = (
+                newest_exact(rescue.folder) if ranks.size == 1 else newest_of_all(rescue.folder, ranks)
+            )
+        self.journal = rescue.folder / (
+            self.save.manifest.metadata["journal"] if self.save else f"{JOURNAL}{uuid.uuid4().hex[:8]}"
+        )
+
+    def saved_state(self) -> dict[str, Any] | None:
+        """Return the state of the checkpoint; None to start from scratch.
+
+        Refuses if the checkpoint cannot be used, or if there is none although the user insists."""
+        if self.unfinished:
+            why = f"its last start left no checkpoint to resume from: {self.unfinished}"
+            if self.asked["insists"]:
+                self.refuse(why)
+            self.say(f"this program starts from scratch: {why}")
+        if self.save is None:
+            if FETCHES in os.environ:
+                self.refuse("the checkpoint that it was resuming from no longer exists")
+            return None
+        self.say(f"replaying the program up to step {self.save.step}, from {os.path.relpath(self.save.path)}")
+        try:
+            _may_go_on(self.torch, self.save)
+            return self.save.read(self.torch)["exact"]
+        except FlatoutError as error:
+            self.refuse(str(error).rstrip("."))
+
+    def say(self, sentence: str) -> None:
+        self.ranks.say(sentence)
+
+    def seconds(self) -> float:
+        return seconds()
+
+    def refuse(self, why: str) -> NoReturn:
+        """Exit the process: the program must not run with tensors that have no values."""
+        then = "`flatout rescue` lists the checkpoints; `flatout run --resume --from-scratch` starts from scratch"
+        if not self.asked["insists"]:
+            unlink(self.journal)
+            then = "The next start begins from scratch; `flatout rescue` lists the checkpoints"
+        say_at_once(f"{self.ranks.prefix}cannot resume exactly: {why}. {then}.")
+        os._exit(CannotResume.exit_code)
+
+    def diverged(self, why: str) -> NoReturn:
+        """Replay the program once more and read its data this time; give up if that was done already."""
+        skipped = self.replay is not None and self.replay.skips
+        if skipped and FETCHES not in os.environ and self.ranks.size == 1:
+            say_at_once(f"{why}; replaying again, now reading the data")
+            for claim in ("exactly", "reported"):
+                with suppress(FileNotFoundError):
+                    unlink(f"{os.environ['FLATOUT_JOB']}.{claim}")
+            reexecute({FETCHES: "1"})
+        self.refuse(why)
+
+    def begins(self) -> None:
+        _tidy(self.rescue.folder, self.journal.name)
+
+    def at_resume_point(self, through_s: float, trained_s: float) -> None:
+        os.environ.pop(FETCHES, None)
+        step = 0
+        if self.save is not None:
+            step = self.save.step
+            differs = drift(self.save.manifest.metadata["surroundings"], surroundings(self.torch))
+            if differs:  # the program has made its own settings by now
+                self.refuse(
+                    f"the environment differs from that of {self.save.path.name}: {'; '.join(differs)}"
+                )
+        self.say(
+            f"resumed exactly after step {step}, reached in {through_s:.1f} s; training had taken {trained_s:.1f} s"
+        )
+        heartbeat.mark_resume_point()
+        self._at_resume_point()
+
+    def left_alone(self, sentence: str) -> None:
+        self.say(sentence)
+        heartbeat.set_exact_resume(False)
+        heartbeat.saved()  # counts the file from which the program resumes itself
+        if not self.asked["rescue"]:
+            self.rescue.leave()
+            self.rescue.may_begin = lambda: False
+
+
+def _ended(replay: ScriptReplay, rescue: Rescue) -> None:
     """Mark the run as ended at process exit, unless it failed or got a signal: such a run can be resumed."""
-    if os.getpid() != again.pid:
+    if os.getpid() != replay.pid:
         return
     failure = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if again.going:
+    if replay.going:
         what = (
             f"failed with {type(failure).__name__}: {failure}{_place_of(failure)}"
             if failure is not None
             else "exited"
         )
-        again.refuse(f"before the program reached its resume point, it {what}")
+        replay.refuse(f"before the program reached its resume point, it {what}")
     if failure is None and not rescue.signalled:
-        again.ended()
+        replay.ended()
 
 
 def _place_of(failure: BaseException) -> str:
@@ -241,9 +264,9 @@ class CheckpointMetadata:
     """Metadata of a checkpoint beyond what `ScriptReplay` adds: the journal and the sources of the program."""
 
     def __init__(
-        self, again: ScriptReplay, journal: str, ranks: ResumeRanks, launch: int, next_command: str
+        self, replay: ScriptReplay, journal: str, ranks: ResumeRanks, launch: int, next_command: str
     ) -> None:
-        self.again, self.journal, self.ranks, self.launch = again, journal, ranks, launch
+        self.replay, self.journal, self.ranks, self.launch = replay, journal, ranks, launch
         self.next_command = next_command
         from flatout.replay.reachable_state import users_modules
 
@@ -251,8 +274,8 @@ class CheckpointMetadata:
         self._why_not = ""
 
     def beside(self, frame: Any) -> tuple[dict[str, Any], str]:
-        found, why_not = self.again.beside(frame)
-        if why_not and why_not != self._why_not and not self.again.value_log.broken:
+        found, why_not = self.replay.beside(frame)
+        if why_not and why_not != self._why_not and not self.replay.value_log.broken:
             say_at_once(
                 f"{self.ranks.prefix}from here on this program could not be resumed exactly: {why_not}"
             )
@@ -268,17 +291,17 @@ class CheckpointMetadata:
                 )  # at first sight: later edits do not affect the running program
         metadata = {"journal": self.journal, "program": sys.orig_argv[1:], "sources": self._sources}
         return (
-            {**metadata, "ranks": {"size": self.ranks.size, "launch": self.launch, **self.again.met()}}
+            {**metadata, "ranks": {"size": self.ranks.size, "launch": self.launch, **self.replay.met()}}
             if self.ranks.size > 1
             else metadata
         )
 
     def kept(self, step: int) -> None:
-        if not self._why_not and not self.again.value_log.broken:
+        if not self._why_not and not self.replay.value_log.broken:
             heartbeat.saved(step)
 
     def flush(self) -> None:
-        self.again.flush()
+        self.replay.flush()
 
 
 def newest_exact(folder: Path) -> tuple[Checkpoint | None, str]:

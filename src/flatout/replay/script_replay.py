@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
@@ -49,7 +49,7 @@ FORWARD, BACKWARD, WENT_BACKWARD, OPTIMIZER, STEPPED = 2, 3, 4, 5, 6
 class ResumeRequest:
     """How a script starts: from scratch or from a checkpoint.
 
-    ``journal``: path of the journal. ``state``: what `Again.beside` added to the checkpoint to resume from;
+    ``journal``: path of the journal. ``state``: what `ScriptReplay.beside` added to the checkpoint to resume from;
     None to start from scratch. ``several``: the script has ranks, which communicate. ``shows``: output is
     shown during the replay. ``fetches``: batches of this process are loaded during the replay.
     """
@@ -61,24 +61,32 @@ class ResumeRequest:
     fetches: bool = False
 
 
-@dataclass(frozen=True)
-class Host:
-    """Callbacks of a replay.
+class ReplayHost(Protocol):
+    """What a replay needs from the process that it runs in."""
 
-    ``say`` informs the user. ``refuse`` ends the process with an error. So does ``astray``, where the replay
-    differs from the first run, which may be because data was skipped. ``begins`` is called before anything is
-    written. ``at_resume_point`` is called when the saved state is restored: with the seconds since training began,
-    and the seconds that the first run took to here. ``left_alone`` is called with a reason where the script
-    resumes by itself. ``seconds``: a clock.
-    """
+    def say(self, sentence: str) -> None:
+        """Inform the user."""
 
-    say: Callable[[str], None]
-    refuse: Callable[[str], NoReturn]
-    astray: Callable[[str], NoReturn]
-    begins: Callable[[], None]
-    at_resume_point: Callable[[float, float], None]
-    left_alone: Callable[[str], None]
-    seconds: Callable[[], float]
+    def refuse(self, why: str) -> NoReturn:
+        """End the process with an error."""
+
+    def diverged(self, why: str) -> NoReturn:
+        """End the replay, which differs from the first run; perhaps because it skipped data."""
+
+    def begins(self) -> None:
+        """Called before anything is written."""
+
+    def at_resume_point(self, through_s: float, trained_s: float) -> None:
+        """Called when the saved state is restored.
+
+        ``through_s``: seconds of the replay; ``trained_s``: seconds of training that the first run took to here.
+        """
+
+    def left_alone(self, sentence: str) -> None:
+        """Called where the script resumes by itself; ``sentence`` says how."""
+
+    def seconds(self) -> float:
+        """Return the time of a clock."""
 
 
 class ScriptReplay(Listener):
@@ -89,25 +97,25 @@ class ScriptReplay(Listener):
     """
 
     def __init__(
-        self, way: ResumeRequest, outside: Host, saving: Listener, ledger: Ledger, find: Find
+        self, request: ResumeRequest, host: ReplayHost, saving: Listener, ledger: Ledger, find: Find
     ) -> None:
-        state = way.state
-        self.refuse, self.outside = outside.astray, outside
-        self.journal, self.saved, self.saving, self.ledger = way.journal, state, saving, ledger
-        self.value_log = ValueLog(self.refuse, outside.say)
+        state = request.state
+        self.refuse, self.host = host.diverged, host
+        self.journal, self.saved, self.saving, self.ledger = request.journal, state, saving, ledger
+        self.value_log = ValueLog(self.refuse, host.say)
         self.replay_tensors = FakeOperators(self.refuse)
         self.skipping = Skipping(self.value_log, self.replay_tensors, ledger)
         self.batches = ReplayedLoaders(self.value_log, ledger, self._begins, find)
-        self.batches.fetches = way.fetches
+        self.batches.fetches = request.fetches
         self.files = Files(
-            way.journal.with_name(f"{way.journal.name}.files"),
+            request.journal.with_name(f"{request.journal.name}.files"),
             self.value_log,
-            outside.refuse,
+            host.refuse,
             self._resumes_by_itself,
         )
         heartbeat.on_own_resume(self._resumes_by_itself)
         self.collectives: Collectives | None = None
-        if way.several:
+        if request.several:
             from flatout.replay.collectives import Collectives
 
             self.collectives = Collectives(self.value_log, self.replay_tensors, ledger)
@@ -135,7 +143,7 @@ class ScriptReplay(Listener):
             self.files.looks()
         else:
             self._start = state["start"]
-            self._play(state, way.shows)
+            self._play(state, request.shows)
         self.files.install()
 
     def observe(self) -> None:
@@ -173,7 +181,7 @@ class ScriptReplay(Listener):
         if not self.value_log.going and not self.value_log.broken:
             self.value_log.breaks(f"it resumes by itself, from {os.path.relpath(place)}")
             self.journal.unlink(missing_ok=True)
-            self.outside.left_alone(
+            self.host.left_alone(
                 f"this script resumes by itself, from {os.path.relpath(place)}; flatout leaves this to the script"
             )
 
@@ -200,7 +208,7 @@ class ScriptReplay(Listener):
             "batches": self.batches.place(),
             "files": self.files.state(),
             "journal": place.to_json(),
-            "trained_s": self._trained_s + self.outside.seconds() - self._began_s,
+            "trained_s": self._trained_s + self.host.seconds() - self._began_s,
             "events": value_log.events,
             "steps": value_log.steps,
         }, "; ".join(unsound)
@@ -220,7 +228,7 @@ class ScriptReplay(Listener):
     def _begins(self) -> None:
         """Start the training at the first batch or module call; everything before it was really executed."""
         if self._origins is None:
-            self.value_log.began, self._began_s = True, self.outside.seconds()
+            self.value_log.began, self._began_s = True, self.host.seconds()
             self.files.begins()
             if self.collectives is not None:
                 self.collectives.begins()
@@ -236,12 +244,12 @@ class ScriptReplay(Listener):
 
     def _record_from_here(self) -> None:
         """Record from here on, with the values so far. Processes that do not train never reach this."""
-        self.outside.begins()
+        self.host.begins()
         try:
             self.value_log.record(ValueJournal(self.journal))
         except StorageError as error:
             self.value_log.breaks(str(error))
-            self.outside.say(f"this script cannot be resumed exactly: {error}")
+            self.host.say(f"this script cannot be resumed exactly: {error}")
 
     @contextmanager
     def for_real(self) -> Iterator[None]:
@@ -306,7 +314,7 @@ class ScriptReplay(Listener):
         )
         self.batches.fetched = set(state["batches"]["fetched"])
         set_random_states(torch, state["start"])
-        self._quiet = MutedIO(self.outside.refuse, shows)
+        self._quiet = MutedIO(self.host.refuse, shows)
         self.files.play(state["files"])
         self.skipping.play(self._begins)
 
@@ -320,10 +328,10 @@ class ScriptReplay(Listener):
             self.refuse(str(error))
         except Exception as error:
             self.refuse(f"internal error in flatout ({type(error).__name__}: {error})")
-        now_s = self.outside.seconds()
+        now_s = self.host.seconds()
         through_s, self._began_s = now_s - self._began_s, now_s
         self.saved = None
-        self.outside.at_resume_point(through_s, self._trained_s)
+        self.host.at_resume_point(through_s, self._trained_s)
 
     def _becomes(self, saved: dict[str, Any], frame: FrameType) -> None:
         assert self._origins is not None
