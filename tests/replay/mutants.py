@@ -80,7 +80,7 @@ check(
     "ended",
     "a program does not end before it comes to its save",
     "flatout.cli.exact_resume",
-    "if again.going:",
+    "if replay.going:",
     "if False:",
     "leaves_early",
 )
