@@ -147,6 +147,36 @@ def test_a_sound_lever_of_the_shelf_passes(name: str) -> None:
     assert verdict["noise"] > 0
 
 
+class Noisy(nn.Module):
+    """It adds noise to its input, as a diffusion model or a variational autoencoder does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x + torch.randn_like(x))
+
+
+def denoise() -> None:
+    torch.manual_seed(0)
+    model = Noisy()
+    descent = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        x, y = torch.randn(16, 12), torch.randint(0, 5, (16,))
+        loss = nn.functional.cross_entropy(model(x), y)
+        descent.zero_grad()
+        loss.backward()
+        descent.step()
+
+
+def test_a_model_that_draws_random_numbers_is_compared_with_float64() -> None:
+    verdict = judged(SHELF["autocast"], denoise)
+    assert not failed(verdict), verdict
+    whys = {check["name"]: check["why"] for check in verdict["checks"]}
+    assert "from float64, plain float32" in whys["outputs"]
+
+
 class Attends(nn.Module):
     """Hand-written attention with a causal mask."""
 
@@ -315,7 +345,7 @@ def test_lost_clipping_fails() -> None:
 # Exact levers are compared bit for bit, and levers that are not live get no replica.
 NO_REPLICA_HERE = {
     **dict.fromkeys(("attention", "fused_ops"), "this network has no layer that they replace"),
-    **dict.fromkeys(("comm_compression", "gradient_buckets"), "there is one rank"),
+    **dict.fromkeys(("comm_compression", "gradient_buckets", "ddp_flags"), "there is one rank"),
     "memory_budget": "half of the bits of saved tensors is within the noise of these batches",
 }
 

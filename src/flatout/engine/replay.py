@@ -11,11 +11,13 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from flatout.capture.ledger import Ledger
 from flatout.engine.applier import Applier
+from flatout.engine.float32_draws import float32_draws
 from flatout.measure.parity import tensors_in
 from flatout.plan.plan import Choice
 
@@ -84,7 +86,8 @@ class StepReplayer:
         played = StepResults(failure=failure)
         try:
             if not failure:
-                self._steps(roots, steps, double, played)
+                with float32_draws(self.torch) if double else nullcontext():
+                    self._steps(roots, steps, double, played)
                 self._same_gradients = self._same_gradients or played.gradients
                 if not nudge:
                     self._clip(roots, played)
