@@ -600,7 +600,7 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random kill times (default 0)")
     parser.add_argument(
-        "--patience",
+        "--wait-limit",
         type=float,
         default=FIRST_SAVE_S,
         metavar="SECONDS",

@@ -374,7 +374,7 @@ def main() -> None:
         "--seconds", type=float, default=20.0, help="measuring time for each size (default 20)"
     )
     parser.add_argument(
-        "--patience",
+        "--wait-limit",
         type=float,
         default=FIRST_SAVE_S,
         metavar="SECONDS",
