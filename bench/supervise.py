@@ -488,7 +488,7 @@ def main() -> None:
         help="duration of each jittered run, and of each training that is killed once a minute",
     )
     parser.add_argument("--kills", type=int, default=0)
-    parser.add_argument("--told", type=int, default=0, metavar="SIGNALS")
+    parser.add_argument("--metadata", type=int, default=0, metavar="SIGNALS")
     parser.add_argument(
         "--goodput", type=int, default=0, metavar="RUNS", help="number of trainings of --minutes each"
     )
