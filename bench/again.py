@@ -600,7 +600,7 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random kill times (default 0)")
     parser.add_argument(
-        "--wait-limit",
+        "--patience",
         type=float,
         default=FIRST_SAVE_S,
         metavar="SECONDS",
@@ -611,8 +611,8 @@ def main() -> None:
         "--out", type=Path, default=RESULTS, help="write the results to this folder instead of bench/results"
     )
     args = parser.parse_args()
-    FIRST_SAVE_S, RESUME_POINT_S = args.wait_limit, max(RESUME_POINT_S, args.wait_limit)
-    rescue.TRACE_S = max(rescue.TRACE_S, 4 * args.wait_limit)
+    FIRST_SAVE_S, RESUME_POINT_S = args.patience, max(RESUME_POINT_S, args.patience)
+    rescue.TRACE_S = max(rescue.TRACE_S, 4 * args.patience)
     made = stamp()
     scripts: dict[str, Any] = dict(read_result("again", made, args.out).get("scripts", {}))
     given = {script["name"]: script for script in json.loads((args.folder / "set.json").read_text())}

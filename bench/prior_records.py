@@ -226,7 +226,7 @@ def device_of(made: Mapping[str, Any], entry: Mapping[str, Any]) -> str:
 
 def open_set_records(scripts: Mapping[tuple[str, str], Mapping[str, Any]]) -> Iterator[Record]:
     for (name, device), entry in scripts.items():
-        if "phases" not in entry or entry.get("disturbance"):  # other programs disturbed this session
+        if "phases" not in entry or entry.get("disturbance"):  # other programs ran beside the search
             continue
         kinds = kinds_of(entry["context"], entry["phases"])
         if "layers" not in entry["context"]:

@@ -184,7 +184,7 @@ THEMES = (
     ),
     (
         "supervise",
-        "python bench/supervise.py --faults 60 --alarms 6 --kills 100 --told 100 --overhead 60",
+        "python bench/supervise.py --faults 60 --alarms 6 --kills 100 --sigterm 100 --overhead 60",
         "Programs that hang, crash and receive SIGTERM under `--supervise`: time to detection, false alarms, orphans, cost",
     ),
     ("guard", "python bench/guard.py", "False accepts and false rejects of the guard"),

@@ -374,7 +374,7 @@ def main() -> None:
         "--seconds", type=float, default=20.0, help="measuring time for each size (default 20)"
     )
     parser.add_argument(
-        "--wait-limit",
+        "--patience",
         type=float,
         default=FIRST_SAVE_S,
         metavar="SECONDS",
@@ -384,7 +384,7 @@ def main() -> None:
         "--out", type=Path, default=RESULTS, help="write the results to this folder instead of bench/results"
     )
     args = parser.parse_args()
-    FIRST_SAVE_S, TRACE_S = args.wait_limit, max(TRACE_S, 2.5 * args.wait_limit)
+    FIRST_SAVE_S, TRACE_S = args.patience, max(TRACE_S, 2.5 * args.patience)
     if args.folder is None and not args.cost:
         parser.error("give the folder that holds set.json, or --cost")
     made = stamp()

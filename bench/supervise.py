@@ -6,7 +6,7 @@
     alarms     jittered steps, evaluations, gaps between epochs and recompilation, for a given time: none of
                them may be reported as a hang
     kills      SIGKILL hits the supervisor; three seconds later, the bench counts the remaining processes
-    told       SIGTERM at a random moment: a checkpoint, exit code 143, and after how long
+    sigterm    SIGTERM at a random moment: a checkpoint, exit code 143, and after how long
     goodput    a training with `flatout.Loop` that is killed once a minute: the time of the steps that counted
                in the end, as a share of the total time
     overhead   a short step and one of some 5 ms, without and with the heartbeat's hooks, interleaved in one
@@ -178,7 +178,7 @@ def alarmed(seed: int, minutes: float) -> dict[str, Any]:
 def killed(seed: int) -> dict[str, Any]:
     draw, mark = random.Random(seed), uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as folder:
-        process = start(mark, folder, "--fault", "metadata", draw.choice(("main", "worker")), "-1")
+        process = start(mark, folder, "--fault", "sigterm", draw.choice(("main", "worker")), "-1")
         training = draw.random() < 0.7
         until = time.monotonic() + 60
         while training and not Path(folder, "trains").exists() and time.monotonic() < until:
@@ -193,10 +193,10 @@ def killed(seed: int) -> dict[str, Any]:
     return {"seed": seed, "training": training, "processes": there, "orphans": orphans}
 
 
-def metadata(seed: int) -> dict[str, Any]:
+def sigterm(seed: int) -> dict[str, Any]:
     draw, mark = random.Random(seed), uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as folder:
-        process = start(mark, folder, "--fault", "metadata", "main", "-1")
+        process = start(mark, folder, "--fault", "sigterm", "main", "-1")
         until = time.monotonic() + 60
         while not Path(folder, "trains").exists() and time.monotonic() < until:
             time.sleep(0.02)
@@ -425,7 +425,7 @@ def goodput_part(found: list[Any]) -> str:
     return "## Goodput\n\n" + markdown_table(header, rows)
 
 
-def told_part(found: list[Any]) -> str:
+def sigterm_part(found: list[Any]) -> str:
     times = [each["took_s"] for each in found]
     right = sum(
         each["code"] in (143, -signal.SIGTERM) and each["saved"] and not each["orphans"] for each in found
@@ -469,7 +469,7 @@ PARTS = {
     "faults": faults_part,
     "alarms": alarms_part,
     "kills": kills_part,
-    "metadata": told_part,
+    "sigterm": sigterm_part,
     "goodput": goodput_part,
     "overhead": overhead_part,
 }
@@ -488,7 +488,7 @@ def main() -> None:
         help="duration of each jittered run, and of each training that is killed once a minute",
     )
     parser.add_argument("--kills", type=int, default=0)
-    parser.add_argument("--metadata", type=int, default=0, metavar="SIGNALS")
+    parser.add_argument("--sigterm", type=int, default=0, metavar="RUNS")
     parser.add_argument(
         "--goodput", type=int, default=0, metavar="RUNS", help="number of trainings of --minutes each"
     )
@@ -523,8 +523,8 @@ def main() -> None:
             keep("faults", pool.map(lambda seed: faulted(seed, plain), seeds(args.faults)))
         if args.kills:
             keep("kills", pool.map(killed, seeds(args.kills)))
-        if args.metadata:
-            keep("metadata", pool.map(metadata, seeds(args.metadata)))
+        if args.sigterm:
+            keep("sigterm", pool.map(sigterm, seeds(args.sigterm)))
         if args.goodput:
             keep(
                 "goodput", (goodput(seed, args.minutes) for seed in seeds(args.goodput))

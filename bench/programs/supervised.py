@@ -86,7 +86,7 @@ def fault(kind, where, at):
         model.load_state_dict(kept["model"])
         speed, begin = kept["speed"], kept["step"]
         torch.set_rng_state(kept["random"])
-    if kind == "metadata":
+    if kind == "sigterm":
         signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     loader = torch.utils.data.DataLoader(
         Data(kind, at * 8) if where == "worker" else Data(),
@@ -94,7 +94,7 @@ def fault(kind, where, at):
         num_workers=2 if where == "worker" else 0,
     )
     batches = iter(loader) if where == "worker" else None  # creating one consumes a random number
-    for done in range(begin, 200 if kind != "metadata" else 10**9):
+    for done in range(begin, 200 if kind != "sigterm" else 10**9):
         batch = next(batches) if where == "worker" else torch.randn(8, 8)
         if where == "main" and done == at:
             strike(kind)
