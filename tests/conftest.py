@@ -48,7 +48,7 @@ GRACE_S = 8.0  # the time that a program may take to end after a request
 settings.register_profile(
     "full",
     deadline=None,
-    max_examples=60,
+    max_examples=80,
     print_blob=True,
     derandomize="CI" in os.environ,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
@@ -305,8 +305,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def chosen(request: pytest.FixtureRequest) -> Callable[[str], list[Any]]:
     """Parameter -> its values in those tests of the module that run, so that a program runs nothing else."""
     items = [item for item in request.session.items if getattr(item, "module", None) is request.module]
-    runs = [item for item in items if hasattr(item, "callspec") and not item.get_closest_marker("skip")]
+    runs = [item for item in items if hasattr(item, "callspec") and not _skipped(item)]
     return lambda name: [item.callspec.params[name] for item in runs if name in item.callspec.params]
+
+
+def _skipped(item: pytest.Item) -> bool:
+    return bool(item.get_closest_marker("skip")) or any(mark.args[0] for mark in item.iter_markers("skipif"))
 
 
 def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -89,9 +89,7 @@ def test_attaching_changes_no_line(name, plain, tmp_path):
 def test_on_the_second_card_levers_act_there_and_leave_the_first_one_alone(name, plain, tmp_path):
     (tmp_path / "train.py").write_text(TELLS_OF_THE_FIRST_CARD)
     options = ["--with", "resident_data", "--with", "offload=optimizer"]
-    attached = on_cards(
-        tmp_path, "flatout", "run", "--watch", *options, "python", "train.py", *RUNS["second card"]
-    )
+    attached = on_cards(tmp_path, "flatout", "run", "--watch", *options, "python", "train.py", *RUNS[name])
     assert lines(attached) == plain[name]
     for lever in ("resident_data", "offload"):
         assert re.search(rf"applied[^;]*\b{lever}\b", attached.stderr), attached.stderr
@@ -105,7 +103,7 @@ def test_on_the_second_card_levers_act_there_and_leave_the_first_one_alone(name,
 def test_attaching_adds_no_wait(name, plain, tmp_path):
     """The program waits for its own reads, and flatout for nothing."""
     attached = on_cards(
-        tmp_path, "flatout", "run", "--plan", "none", "python", *RUNS["gan"], waits=tmp_path / "waits"
+        tmp_path, "flatout", "run", "--plan", "none", "python", *RUNS[name], waits=tmp_path / "waits"
     )
     assert lines(attached) == plain[name]
     waited = {
