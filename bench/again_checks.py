@@ -1,7 +1,7 @@
 """Measures whether each check of exact resume matters: disables it, then kills and restarts a program.
 
-The checks and the code that disables them are in ``tests/replay/mutants.py``, the programs in
-``tests/replay/traps.py``. With the check, each program must be rejected or end correctly. Without it, at
+The checks and the code that disables them are in ``tests/resume/mutants.py``, the programs in
+``tests/resume/traps.py``. With the check, each program must be rejected or end correctly. Without it, at
 least one program must resume WRONG: it ends differently from an undisturbed run, without an error. Where
 another check nearly always reports first, both cases run without that other check.
 """

@@ -25,14 +25,14 @@ from typing import Any
 
 from provenance import ROOT, markdown_table, stamp, write_result
 
-from flatout.cli.arguments import Duration
+from flatout.cli.options.arguments import Duration
+from flatout.job.folder import JobFolder
 from flatout.launch.command import understand
 from flatout.measure.clock import seconds
-from flatout.plan.batch import BatchRecord
-from flatout.plan.facts import Facts
-from flatout.plan.folder import JobFolder
-from flatout.plan.plan import Choice, Plan
 from flatout.probe.machine import look
+from flatout.schema.batch import BatchRecord
+from flatout.schema.facts import Facts
+from flatout.schema.plan import Choice, Plan
 from flatout.trial.parent import Trial, measure
 from flatout.tune.batch_curve import BatchCurve, BatchOptions
 

@@ -23,9 +23,9 @@ from provenance import HERE, markdown_table, stamp, write_result
 from flatout.diagnose.check import check
 from flatout.diagnose.rules import TABLE
 from flatout.measure.clock import seconds
-from flatout.plan.findings import Finding
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import Unreadable
+from flatout.schema.findings import Finding
 
 VERDICTS = HERE / "check_open_set_verdicts.json"
 KINDS = ("true", "opinion", "false", "not judged")

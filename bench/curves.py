@@ -17,10 +17,10 @@ from data import BATCHED, KEPT, TRAINING
 from pairs import enter
 from provenance import markdown_table, stamp, write_result
 
+from flatout.job.folder import JobFolder, write_whole
 from flatout.launch.command import understand
-from flatout.plan.folder import JobFolder, write_whole
-from flatout.plan.plan import Plan
 from flatout.probe.machine import look
+from flatout.schema.plan import Plan
 from flatout.tune.interleaver import Interleaver
 
 STEPS, SEEDS = 390, (0, 1, 2)

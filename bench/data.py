@@ -32,14 +32,14 @@ from pairs import ComparisonSide, comparison, ratio_of, spell
 from provenance import HERE, markdown_table, read_result, stamp, write_result
 
 from flatout.cli.run import _environment as run_environment
+from flatout.job.folder import JobFolder
 from flatout.launch.command import understand
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import Round, compare
-from flatout.plan.enums import Origin
-from flatout.plan.facts import Facts
-from flatout.plan.folder import JobFolder
-from flatout.plan.plan import Choice, Plan
 from flatout.probe.machine import look
+from flatout.schema.enums import Origin
+from flatout.schema.facts import Facts
+from flatout.schema.plan import Choice, Plan
 
 ALONE, TRAINING = HERE / "programs" / "loader_alone.py", HERE / "programs" / "small_images.py"
 SETS = ("cifar", "mnist")

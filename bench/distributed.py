@@ -35,21 +35,22 @@ from typing import Any
 from pairs import standing_in
 from provenance import RESULTS, markdown_table, read_result, stamp, write_result
 
+from flatout.job.folder import JobFolder
 from flatout.launch.command import Command, understand
 from flatout.launch.local_launcher import launcher_of
 from flatout.measure.clock import seconds
-from flatout.plan.errors import FlatoutError
-from flatout.plan.facts import Facts
-from flatout.plan.folder import JobFolder
-from flatout.plan.plan import Choice, Plan
-from flatout.plan.records import RanksRecord, SessionRecord
 from flatout.probe.machine import look
+from flatout.schema.errors import FlatoutError
+from flatout.schema.facts import Facts
+from flatout.schema.plan import Choice, Plan
+from flatout.schema.session import RanksRecord, SessionRecord
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.trial.reference_run import ENTRY
+from flatout.tune.goal import Goal
 from flatout.tune.ranks import SHARE, beside_one_process
 from flatout.tune.rehearsal import LEVER, Rehearsal, Rehearsed
 from flatout.tune.search import observe
-from flatout.tune.tuning import Goal, Tuning
+from flatout.tune.tuning import Tuning
 
 ROUNDING, SPREADS = 1e-4, 1.5
 HOW = {

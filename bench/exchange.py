@@ -24,8 +24,8 @@ from typing import Any
 
 from provenance import HERE, RESULTS, SRC, markdown_table, read_result, stamp, write_result
 
+from flatout.job.folder import write_whole
 from flatout.measure.statistics import Round, block_ms, compare, median, quantile
-from flatout.plan.folder import write_whole
 
 PROGRAM = HERE / "programs" / "exchange.py"
 TIMEOUT_S = 3000.0

@@ -25,7 +25,7 @@ from recorded import RECORDED
 
 from flatout.diagnose.explain import explain, explain_text
 from flatout.diagnose.failures import TABLE
-from flatout.plan.failure import FailureRecord
+from flatout.schema.failure import FailureRecord
 
 PROVOKED = ROOT / "tests" / "diagnose" / "provoked.py"
 

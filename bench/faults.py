@@ -31,10 +31,10 @@ import torch
 from corrupting import KINDS, OF_ONE_FILE
 from cutting import AFTER, BEFORE, MIDDLE, Disk, copied, killed_at, points
 
+from flatout.checkpoint.checkpoints import CheckpointFolder
+from flatout.checkpoint.values import pack
 from flatout.measure.clock import seconds
-from flatout.plan.errors import SaveError
-from flatout.state.checkpoints import CheckpointFolder
-from flatout.state.values import pack
+from flatout.schema.errors import SaveError
 
 ACCIDENTS, LOSSES, LOADS = 10_000, 3_000, 1_000
 

@@ -39,16 +39,18 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 from guard_end import end_section, rows_of_the_end
 from guard_levers import BAD, TABLE
 
-from flatout.engine.guard import START_STEPS, judge, needs_perturbed_runs, perturbation_for, start_agrees
+from flatout.guard.loss_curves import START_STEPS
+from flatout.guard.verdict import judge, needs_perturbed_runs, perturbation_for, start_agrees
+from flatout.job.folder import TrialFolder, read_json, write_json
 from flatout.launch.command import understand
 from flatout.measure.clock import seconds
-from flatout.plan.enums import Effect
-from flatout.plan.facts import Facts
-from flatout.plan.folder import TrialFolder, read_json, write_json
-from flatout.plan.lever import Lever
-from flatout.plan.plan import Choice, Plan
-from flatout.plan.records import GuardRecord, TrialRecord
 from flatout.probe.machine import look
+from flatout.schema.enums import Effect
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Lever
+from flatout.schema.plan import Choice, Plan
+from flatout.schema.records import TrialRecord
+from flatout.schema.session import GuardRecord
 from flatout.trial.parent import ProgramGone, Trial, measure
 
 SEEDS = (0, 1, 2)
@@ -73,12 +75,9 @@ OF_HALF_PRECISION = ("adadelta_cnn", "residual", "smoothed_task", "vae", "gan")
 DEFAULT = (*OF_EXAMPLES, *OF_HALF_PRECISION)
 COMPILERS = {"compile"}  # minutes of compiling, and no additional rounding here
 MADE_BY = "made_by.json"  # in the folder of the records
-# What makes a record. The judge (engine/guard.py) may change: the records are kept to be judged again.
+# What makes a record. The judge (guard/verdict.py) may change: the records are kept to be judged again.
 MAKERS = (
-    *(
-        f"src/flatout/{name}"
-        for name in ("capture", "engine", "kernels", "levers", "pipeline", "saved", "trial")
-    ),
+    *(f"src/flatout/{name}" for name in ("agent", "data", "guard", "kernels", "levers", "trial")),
     "bench/programs",
     "examples",
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 from guard_tools import around_transforms
 
-from flatout.plan.lever import Undo
+from flatout.schema.lever import Undo
 
 
 def other_constants(context: Any, value: Any, ledger: Any) -> Undo:

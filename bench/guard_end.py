@@ -17,10 +17,10 @@ from typing import Any
 
 from provenance import markdown_table
 
+from flatout.job.folder import read_json, write_json
 from flatout.launch.command import understand
 from flatout.measure.clock import seconds
-from flatout.plan.folder import read_json, write_json
-from flatout.plan.plan import Choice, Plan
+from flatout.schema.plan import Choice, Plan
 from flatout.trial.parent import measure
 
 HALF = (Choice("autocast", "bfloat16"), Choice("reduced_precision", True))

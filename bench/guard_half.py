@@ -20,7 +20,7 @@ from guard_tools import (
 )
 
 from flatout.levers import TABLE as SHELF
-from flatout.plan.lever import Lever, Undo
+from flatout.schema.lever import Lever, Undo
 
 AUTOCAST = next(lever for lever in SHELF if lever.name == "autocast")
 LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "binary_cross_entropy")

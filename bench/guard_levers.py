@@ -39,9 +39,9 @@ from guard_tools import (
 )
 
 from flatout.levers import TABLE as SHELF
-from flatout.plan.enums import Moment
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Lever, Options, Skip, Undo
+from flatout.schema.enums import Moment
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Lever, Options, Skip, Undo
 
 OF_SHELF = {lever.name: lever for lever in SHELF}
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flatout.plan.enums import Effect, Moment
-from flatout.plan.lever import Lever, Options, Skip, Undo
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.lever import Lever, Options, Skip, Undo
 
 EXACT, ROUNDING, PRECISION, RESAMPLED = Effect.EXACT, Effect.ROUNDING, Effect.PRECISION, Effect.RESAMPLED
 When = Callable[[Any], str]  # the reason why a lever does not apply to a training context, or nothing

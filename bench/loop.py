@@ -23,7 +23,7 @@ from pairs import spell
 from provenance import HERE, RESULTS, markdown_table, stamp, write_result
 
 from flatout.measure.statistics import Round, compare, median
-from flatout.plan.records import Ratio
+from flatout.schema.records import Ratio
 
 PROGRAM = HERE / "programs" / "loops.py"
 # approximate ms -> width, layers, batch, steps of a block

@@ -22,7 +22,7 @@ from pairs import spell
 from provenance import HERE, RESULTS, markdown_table, read_result, stamp, write_result
 
 from flatout.measure.statistics import Round, compare, median
-from flatout.plan.records import Ratio
+from flatout.schema.records import Ratio
 
 PROGRAM = HERE / "programs" / "memory_step.py"
 SIZE = {"width": 256, "layers": 8, "heads": 8, "context": 128, "batch": 16}

@@ -42,16 +42,17 @@ from open_set_page import again_of, transparent_page, tuned_page
 from pairs import FIRST_SEED, ROUNDS, ComparisonSide, comparison, ratio_of, rounds_of, spell, standing_in
 from provenance import HERE, RESULTS, read_result, stamp, write_result
 
-from flatout.cli.arguments import Duration
+from flatout.cli.options.arguments import Duration
+from flatout.job.folder import JobFolder
+from flatout.job.plan_file import read_plan
 from flatout.launch.command import understand
 from flatout.levers import TABLE
-from flatout.plan.enums import Moment
-from flatout.plan.facts import Facts
-from flatout.plan.folder import JobFolder
-from flatout.plan.lever import Options
-from flatout.plan.plan import Plan
-from flatout.plan.records import SessionRecord
 from flatout.probe.machine import look
+from flatout.schema.enums import Moment
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Options
+from flatout.schema.plan import Plan
+from flatout.schema.session import SessionRecord
 from flatout.tune.prior import device_kind
 from flatout.tune.session import load_session, plan_of
 
@@ -203,7 +204,7 @@ def expert_plan(name: str, facts: Facts) -> tuple[Plan, list[str]] | None:
     path = EXPERTS / f"{name}.toml"
     if not path.is_file():
         return None
-    plan, levers, absent = Plan.read(path), {lever.name: lever for lever in TABLE}, []
+    plan, levers, absent = read_plan(path), {lever.name: lever for lever in TABLE}, []
     for choice in plan:
         lever = levers.get(choice.name)
         if (

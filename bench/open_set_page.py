@@ -9,7 +9,7 @@ from pairs import spell
 from provenance import markdown_table
 
 from flatout.measure.statistics import geometric_mean
-from flatout.plan.plan import spell as spell_choice
+from flatout.schema.plan import spell as spell_choice
 
 OF_THE_EXPERT, MEAN_OF_THE_EXPERT, MEAN_OF_PLAIN, LOWER_END = 0.98, 1.10, 1.60, 0.98  # goals
 Z95 = 1.96

@@ -39,9 +39,9 @@ from provenance import HERE, RESULTS, markdown_table, read_result, stamp, write_
 
 from flatout.cli.run import _environment as run_environment
 from flatout.measure.statistics import quantile
-from flatout.plan.facts import Facts
-from flatout.plan.plan import Plan
 from flatout.probe.machine import look
+from flatout.schema.facts import Facts
+from flatout.schema.plan import Plan
 
 LOOP = HERE / "programs" / "step_loop.py"
 ON_AND_OFF = HERE / "programs" / "on_and_off.py"

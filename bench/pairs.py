@@ -16,13 +16,13 @@ from typing import Any
 
 from provenance import RESULTS  # noqa: F401  puts src on the path
 
+from flatout.job.folder import JobFolder
 from flatout.launch.command import Command
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import Round, block_ms, compare
-from flatout.plan.facts import Facts
-from flatout.plan.folder import JobFolder
-from flatout.plan.plan import Plan
-from flatout.plan.records import Ratio, TrialRecord
+from flatout.schema.facts import Facts
+from flatout.schema.plan import Plan
+from flatout.schema.records import Ratio, TrialRecord
 from flatout.trial.parent import ProgramGone
 from flatout.tune.interleaver import Interleaver, RunningCandidate, ask_options
 

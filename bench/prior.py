@@ -40,7 +40,7 @@ from typing import Any
 from prior_records import Record, all_records, one_per_program
 from provenance import RESULTS
 
-from flatout.plan.folder import write_whole
+from flatout.job.folder import write_whole
 from flatout.tune.prior import ANY, ANY_VALUE, NEUTRAL, TABLE_FILE
 
 # Records that the prior of the mean is worth: of a lever, and of a lever in a kind of program.

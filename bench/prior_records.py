@@ -13,7 +13,7 @@ from typing import Any
 
 import provenance  # noqa: F401  puts src on the path
 
-from flatout.plan.folder import read_json
+from flatout.job.folder import read_json
 from flatout.tune.effects import Factor, Space, TimedBlock, fit
 from flatout.tune.prior import (
     COMPUTE_BOUND,

@@ -29,10 +29,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(SRC), *filter(None, [os.environ.
 # `python` in a command is the Python that runs the benchmark.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
+from flatout.job.folder import read_json, write_whole  # noqa: E402
 from flatout.measure.clock import today  # noqa: E402
-from flatout.plan.facts import Facts  # noqa: E402
-from flatout.plan.folder import read_json, write_whole  # noqa: E402
 from flatout.probe.machine import look  # noqa: E402
+from flatout.schema.facts import Facts  # noqa: E402
 from flatout.tune.prior import device_kind  # noqa: E402
 
 # theme, the command that makes it, what it measures

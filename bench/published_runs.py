@@ -38,7 +38,7 @@ from provenance import SRC  # noqa: F401  puts src on the path
 
 from flatout.measure.links import Fabric
 from flatout.measure.scaling import Workload, evenly, predict
-from flatout.plan.scale import NETWORKS, Timing, read_link
+from flatout.schema.scale import NETWORKS, Timing, read_link
 
 PARAMETERS = {
     "ResNet-50": 25.557e6,

@@ -29,16 +29,16 @@ from open_set import tune
 from pairs import TIMEOUT_S, enter, fresh_pairs, last_line, spell, standing_in
 from provenance import RESULTS, ROOT, markdown_table, read_result, stamp, write_result
 
-from flatout.cli.arguments import Duration
+from flatout.cli.options.arguments import Duration
+from flatout.job.folder import JobFolder
 from flatout.launch.command import Command, understand
 from flatout.levers import TABLE
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import Round, compare
-from flatout.plan.enums import Origin
-from flatout.plan.facts import Facts
-from flatout.plan.folder import JobFolder
-from flatout.plan.plan import Choice, Plan
 from flatout.probe.machine import look
+from flatout.schema.enums import Origin
+from flatout.schema.facts import Facts
+from flatout.schema.plan import Choice, Plan
 from flatout.trial.parent import ProgramGone
 from flatout.tune.comparison import Member, ProgramResult, take_turns
 from flatout.tune.interleaver import Interleaver, RunningCandidate, ask_options

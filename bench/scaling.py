@@ -38,9 +38,9 @@ from flatout.cli.scale import OVERHEAD
 from flatout.measure.links import Fabric
 from flatout.measure.scaling import Workload, predict
 from flatout.measure.statistics import Round, compare
-from flatout.plan.records import Ratio
-from flatout.plan.scale import Link, Timing
 from flatout.probe.machine import look
+from flatout.schema.records import Ratio
+from flatout.schema.scale import Link, Timing
 
 GOAL_POINTS, GOAL_STEP = 0.10, 0.15
 MODELS = ("mlp", "gpt", "cnn")

@@ -300,7 +300,7 @@ def supervisors_memory(pid: int) -> int:
         try:
             if (
                 folder.name.isdigit()
-                and b"flatout.cli.supervised" in (folder / "cmdline").read_bytes()
+                and b"flatout.launch.supervised" in (folder / "cmdline").read_bytes()
                 and (
                     folder.name == str(pid)
                     or (folder / "stat").read_text().rpartition(")")[2].split()[1] == str(pid)

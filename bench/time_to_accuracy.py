@@ -41,10 +41,10 @@ from pairs import standing_in
 from provenance import HERE, RESULTS, markdown_table, read_result, stamp, write_result
 from time_to_accuracy_chart import chart
 
-from flatout.cli.arguments import Duration
+from flatout.cli.options.arguments import Duration
+from flatout.job.folder import write_whole
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import median
-from flatout.plan.folder import write_whole
 from flatout.probe.machine import look
 from flatout.tune.session import plan_of
 

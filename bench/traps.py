@@ -1,6 +1,6 @@
 """Kills small programs that exact resume could get wrong under `flatout run --resume`, and restarts them.
 
-Each program of ``tests/replay/traps.py`` does one thing that a replay might miss. The test suite runs some of
+Each program of ``tests/resume/traps.py`` does one thing that a replay might miss. The test suite runs some of
 them; this bench runs all. A program may end as without interruption, be rejected with an error, or start from
 scratch where exact resume is impossible; any other end is WRONG. Some programs are killed twice. Some also
 run in a separate process instead of a fork of a process that has imported torch.

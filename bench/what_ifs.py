@@ -19,16 +19,17 @@ from typing import Any
 from pairs import ComparisonSide, comparison, ratio_of, spell
 from provenance import RESULTS, ROOT, markdown_table, read_result, stamp, write_result
 
-from flatout.diagnose.profiling import ProfileOptions, Profiling
+from flatout.diagnose.profiled_program import ProfileOptions
+from flatout.diagnose.profiling import Profiling
+from flatout.job.folder import JobFolder
 from flatout.launch.command import Command, understand
 from flatout.measure.clock import seconds
-from flatout.plan.errors import FlatoutError
-from flatout.plan.facts import Facts
-from flatout.plan.folder import JobFolder
-from flatout.plan.plan import Plan
-from flatout.plan.profile import ProfileRecord
-from flatout.plan.records import Ratio
 from flatout.probe.machine import look
+from flatout.schema.errors import FlatoutError
+from flatout.schema.facts import Facts
+from flatout.schema.plan import Plan
+from flatout.schema.profile import ProfileRecord
+from flatout.schema.records import Ratio
 
 PROGRAM = str(ROOT / "bench" / "programs" / "what_if.py")
 # case of the program -> its what-if

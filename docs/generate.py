@@ -37,14 +37,14 @@ from flatout.levers import TABLE as LEVERS  # noqa: E402
 
 CODE_SECTIONS = ("Bad", "Good")
 RECORDS = {  # the file, and the record that is written to it
-    "session.json": "flatout.plan.records.SessionRecord",
-    "result.json (a trial)": "flatout.plan.records.TrialRecord",
-    "profile.json": "flatout.plan.profile.ProfileRecord",
-    "memory.json": "flatout.plan.memory_forecast.MemoryForecast",
-    "batch.json": "flatout.plan.batch.BatchRecord",
-    "lr.json": "flatout.plan.lr_range.LrRecord",
-    "scale.json": "flatout.plan.scale.ScaleRecord",
-    "failure.json": "flatout.plan.failure.FailureRecord",
+    "session.json": "flatout.schema.session.SessionRecord",
+    "result.json (a trial)": "flatout.schema.records.TrialRecord",
+    "profile.json": "flatout.schema.profile.ProfileRecord",
+    "memory.json": "flatout.schema.memory_forecast.MemoryForecast",
+    "batch.json": "flatout.schema.batch.BatchRecord",
+    "lr.json": "flatout.schema.lr_range.LrRecord",
+    "scale.json": "flatout.schema.scale.ScaleRecord",
+    "failure.json": "flatout.schema.failure.FailureRecord",
 }
 
 

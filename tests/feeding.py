@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms as v1
 
-from flatout.capture.ledger import Ledger
-from flatout.capture.listener import Listener
-from flatout.capture.training_context import TrainingContext
+from flatout.agent.ledger import Ledger
+from flatout.agent.listener import Listener
+from flatout.agent.training_context import TrainingContext
 from flatout.levers import TABLE
 
 LEVER = {lever.name: lever for lever in TABLE}

@@ -6,8 +6,8 @@ import copy
 from dataclasses import replace
 from typing import Any
 
-from flatout.plan.findings import SourceLocation
-from flatout.plan.profile import (
+from flatout.schema.findings import SourceLocation
+from flatout.schema.profile import (
     Compiled,
     IdleGap,
     LoaderSeen,
@@ -19,7 +19,7 @@ from flatout.plan.profile import (
     SyncRecord,
     WhatIf,
 )
-from flatout.plan.records import PhaseTime, Ratio
+from flatout.schema.records import PhaseTime, Ratio
 
 LOOP = SourceLocation("train.py", 40, 0, "main", "for images, labels in loader:")
 LOADER = SourceLocation("train.py", 30, 0, "main", "loader = DataLoader(data)")

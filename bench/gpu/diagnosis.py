@@ -29,7 +29,7 @@ from provenance import RESULTS, look, markdown_table, stamp, write_result
 from three_way import NO_GPU, has_gpu
 
 from flatout.measure.statistics import median, quantile
-from flatout.plan.profile import ProfileRecord
+from flatout.schema.profile import ProfileRecord
 
 HERE = Path(__file__).resolve().parent
 PROGRAMS = HERE / "programs"

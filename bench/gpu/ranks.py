@@ -49,7 +49,7 @@ def child(way: str, out: Path, smoke: bool) -> None:
     import torch
     from gpt import GPT
 
-    from flatout.plan.rank_environment import this_rank
+    from flatout.job.rank_environment import this_rank
     from flatout.trial.reference_run import sketched
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -99,9 +99,9 @@ def child(way: str, out: Path, smoke: bool) -> None:
 
 
 def _as_a_rank(torch: Any, shards: bool) -> Any:
-    from flatout.capture.ledger import Ledger
-    from flatout.capture.listener import Listener
-    from flatout.capture.training_context import TrainingContext
+    from flatout.agent.ledger import Ledger
+    from flatout.agent.listener import Listener
+    from flatout.agent.training_context import TrainingContext
     from flatout.levers import TABLE
 
     levers = {lever.name: lever for lever in TABLE}
@@ -131,7 +131,7 @@ def _by_hand(torch: Any, model: Any, device: Any, way: str) -> None:
     offloaded = way.endswith("offloaded")
     policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offloaded else OffloadPolicy()
     mesh = torch.distributed.init_device_mesh(device.type, (1,))
-    from flatout.saved.blocks import repeated
+    from flatout.levers.saved_tensors.blocks import repeated
 
     for module in (*repeated(torch, model), model):
         fully_shard(module, mesh=mesh, offload_policy=policy)

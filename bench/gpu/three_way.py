@@ -30,15 +30,15 @@ from open_set import summary, tune
 from pairs import ComparisonSide, comparison, ratio_of, spell
 from provenance import RESULTS, ROOT, markdown_table, stamp, write_result
 
-from flatout.cli.arguments import Duration
+from flatout.cli.options.arguments import Duration
+from flatout.job.folder import JobFolder
 from flatout.launch.command import understand
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import median, quantile
-from flatout.plan.facts import Facts
-from flatout.plan.folder import JobFolder
-from flatout.plan.plan import Plan
-from flatout.plan.records import PHASES
 from flatout.probe.machine import look
+from flatout.schema.facts import Facts
+from flatout.schema.plan import Plan
+from flatout.schema.records import PHASES
 from flatout.tune.session import plan_of
 
 # Dense bf16 TFLOP/s by the vendor's data sheets (fp16 without bf16); the first name contained in the device's

@@ -17,8 +17,8 @@ from rescue_cost import NEVER, SHORT_S, Switch
 from step_loop import make
 from torch.utils.data import DataLoader, TensorDataset
 
-from flatout.engine.rescue import Rescue
-from flatout.replay.script_replay import ScriptReplay
+from flatout.checkpoint.rescue import Rescue
+from flatout.checkpoint.resume.script_replay import ScriptReplay
 
 
 class Recording(Switch):

@@ -21,7 +21,7 @@ def main():
     took = time.perf_counter() - start
     if os.path.dirname(sitecustomize.__file__) != SITE:
         raise SystemExit(f"{sitecustomize.__file__} is not flatout's")
-    from flatout.capture import bootstrap
+    from flatout.agent import bootstrap
 
     entry, entries = bootstrap._call_entry, []
 

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatout.capture.ledger import Ledger
-from flatout.capture.listener import Listener
-from flatout.capture.training_context import TrainingContext
+from flatout.agent.ledger import Ledger
+from flatout.agent.listener import Listener
+from flatout.agent.training_context import TrainingContext
+from flatout.distributed.data_parallel import DataParallelScript
+from flatout.distributed.division import SplitSettings
+from flatout.job.rank_environment import RankEnvironment, this_rank
 from flatout.levers import TABLE
 from flatout.measure.clock import HostClock
-from flatout.plan.rank_environment import RankEnvironment, this_rank
-from flatout.ranks.data_parallel import DataParallelScript
-from flatout.ranks.division import SplitSettings
 
 LEVERS = {lever.name: lever for lever in TABLE}
 SETTLING = 3  # passes after a change: one in which the ranks agree on it, one in which fp16 learns its scale, one more

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout import Loop
-from flatout.plan.errors import LoopError
+from flatout.schema.errors import LoopError
 
 PHASE, EVERY, RANK, FOLDER = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
 STEPS, SAMPLES, AT, MOST = 4, 8, 2, 2000

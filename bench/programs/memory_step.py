@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from gpt import GPT
 
 from flatout import Loop
-from flatout.capture.ledger import Ledger
-from flatout.capture.listener import Listener
-from flatout.capture.training_context import TrainingContext
+from flatout.agent.ledger import Ledger
+from flatout.agent.listener import Listener
+from flatout.agent.training_context import TrainingContext
 from flatout.levers import TABLE
 from flatout.measure.memory import allocations, at, running_totals
 

@@ -14,8 +14,8 @@ import time
 import torch
 from step_loop import make, steps
 
-from flatout.capture.training_context import TrainingContext
-from flatout.cli.live_line import StepCounters
+from flatout.agent.live_line import StepCounters
+from flatout.agent.training_context import TrainingContext
 
 BLOCK_S = 0.004  # short, so that disturbances affect all four blocks equally
 FEWEST_STEPS = 5

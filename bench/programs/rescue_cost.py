@@ -15,7 +15,7 @@ import time
 import torch
 from step_loop import make
 
-from flatout.engine.rescue import Rescue
+from flatout.checkpoint.rescue import Rescue
 
 SHORT_S = 0.02
 NEVER = 10**12

@@ -153,7 +153,7 @@ def on_and_off(seconds, layers):
 
     With 24 layers, a step takes about 5 ms.
     """
-    from flatout.capture import heartbeat
+    from flatout.agent import heartbeat
 
     torch.manual_seed(0)
     torch.set_num_threads(1)

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flatout.plan.rank_environment import RankEnvironment, this_rank
-from flatout.ranks.rendezvous import store
+from flatout.distributed.rendezvous import store
+from flatout.job.rank_environment import RankEnvironment, this_rank
 
 BATCH, WIDTH = 64, 384  # 1.3 MB of gradients a step
 SAVE_STEPS = 5

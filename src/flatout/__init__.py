@@ -17,7 +17,7 @@ _LAZY = {
     "Loop": "flatout.loop.loop",
     "Pipeline": "flatout.loop.pipeline_parallel",
     "Step": "flatout.loop.step",
-    "Plan": "flatout.plan.plan",
+    "Plan": "flatout.schema.plan",
     "device": "flatout.loop.start",
     "seed": "flatout.loop.start",
 }

@@ -14,13 +14,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.capture.cuda_checks import Source
-from flatout.capture.device import Redirection
-from flatout.capture.ledger import Ledger
+from flatout.agent.cuda_checks import Source
+from flatout.agent.device import Redirection
+from flatout.agent.ledger import Ledger
 from flatout.diagnose.explain import explain
 from flatout.launch.command import understand
-from flatout.plan.facts import Facts
-from flatout.plan.failure import ExceptionRecord, FailureRecord
+from flatout.schema.facts import Facts
+from flatout.schema.failure import ExceptionRecord, FailureRecord
 from flatout.tune.session import differences, key_of
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.processes]

@@ -11,11 +11,11 @@ import sys
 
 import pytest
 
-from flatout.capture.ledger import Ledger
+from flatout.agent.ledger import Ledger
+from flatout.distributed.single_process import for_ourselves, must_be_the_rank, one_process
 from flatout.launch.command import Command, understand
-from flatout.plan.errors import CannotDivide
-from flatout.plan.records import TrialRecord
-from flatout.ranks.single_process import for_ourselves, must_be_the_rank, one_process
+from flatout.schema.errors import CannotDivide
+from flatout.schema.records import TrialRecord
 from flatout.tune.already_parallel import how, meant, missing
 
 torch = pytest.importorskip("torch")

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 import flatout as package
 from flatout.cli import doctor, main
 from flatout.diagnose.doctor import ceilings
-from flatout.plan.ceilings import Ceiling, CeilingsRecord
-from flatout.plan.machine_snapshot import MachineSnapshot
+from flatout.schema.ceilings import Ceiling, CeilingsRecord
+from flatout.schema.machine_snapshot import MachineSnapshot
 
 torch = pytest.importorskip("torch")
 

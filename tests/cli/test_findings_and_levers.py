@@ -12,12 +12,13 @@ from profiles import healthy
 from flatout.cli import main
 from flatout.cli.tune import tune
 from flatout.diagnose.stored_profile import load_profile
+from flatout.job.folder import write_json
 from flatout.launch.command import understand
-from flatout.plan.findings import Finding, Severity
-from flatout.plan.folder import write_json
-from flatout.plan.records import LeverRecord, Ratio
+from flatout.schema.findings import Finding, Severity
+from flatout.schema.records import Ratio
+from flatout.schema.session import LeverRecord
+from flatout.tune.goal import Goal
 from flatout.tune.session import job_folder, load_session
-from flatout.tune.tuning import Goal
 
 WORDS = ("python", "train.py")
 SLOW = Finding(

@@ -9,12 +9,12 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from flatout.cli import launch_targets, ranks
-from flatout.cli.arguments import PROGRAM, program
+from flatout.cli.options import launch_targets, ranks
+from flatout.cli.options.arguments import PROGRAM, program
 from flatout.launch.command import Command
 from flatout.launch.elastic import agent_command, asked_of_agent
 from flatout.launch.kubernetes import KINDS
-from flatout.plan.errors import FlatoutError
+from flatout.schema.errors import FlatoutError
 
 
 @click.command(context_settings=PROGRAM)

@@ -240,9 +240,9 @@ def test_checkpoints_of_an_earlier_run_stay(flatout, tmp_path):
     """The most recent earlier run and the one that got furthest stay; the checkpoints of a new run start with
     its first step.
     """
-    from flatout.state.checkpoints import CheckpointFolder
-    from flatout.state.runs import begin_run, earlier_runs
-    from flatout.state.values import pack
+    from flatout.checkpoint.checkpoints import CheckpointFolder
+    from flatout.checkpoint.runs import begin_run, earlier_runs
+    from flatout.checkpoint.values import pack
 
     def run(*steps):
         with CheckpointFolder(tmp_path / "rescue", keep=2) as saves:
@@ -269,8 +269,8 @@ def test_no_checkpoints(flatout):
 
 
 def test_control_characters_from_files_do_not_reach_the_terminal(flatout, tmp_path):
-    from flatout.state.checkpoints import CheckpointFolder
-    from flatout.state.values import pack
+    from flatout.checkpoint.checkpoints import CheckpointFolder
+    from flatout.checkpoint.values import pack
 
     with CheckpointFolder(tmp_path / "rescue") as saves:
         saves.write(

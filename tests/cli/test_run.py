@@ -42,7 +42,7 @@ def test_it_becomes_the_program(flatout, script):
     imports or does.
     """
     script(
-        "import os, sys\nentered = 'FLATOUT_JOB' in os.environ or 'flatout.capture.bootstrap' in sys.modules\n"
+        "import os, sys\nentered = 'FLATOUT_JOB' in os.environ or 'flatout.agent.bootstrap' in sys.modules\n"
         "print(os.getpid(), os.getppid(), entered, sys.argv)"
     )
     process = flatout.start("run", "python", "train.py", "--name", "a b", "--help")

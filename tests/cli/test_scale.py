@@ -14,7 +14,7 @@ import flatout as package
 from flatout.cli.scale import OVERHEAD, command
 from flatout.measure.links import Fabric
 from flatout.measure.scaling import Workload, evenly, predict
-from flatout.plan.scale import NETWORKS, ScaleRecord, Timing
+from flatout.schema.scale import NETWORKS, ScaleRecord, Timing
 
 # This works whether or not the list of commands has it.
 FLATOUT = [

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from flatout.plan.facts import Facts, Gpu
-from flatout.plan.records import TrialRecord
+from flatout.schema.facts import Facts, Gpu
+from flatout.schema.records import TrialRecord
 from flatout.tune.sharding import ran_out, verdict
 
 torch = pytest.importorskip("torch")

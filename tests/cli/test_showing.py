@@ -13,8 +13,8 @@ import pytest
 import flatout as package
 from flatout.launch.command import understand
 from flatout.levers import TABLE
-from flatout.plan.plan import Choice, Plan
 from flatout.probe.machine import look
+from flatout.schema.plan import Choice, Plan
 from flatout.tune.session import job_folder, key_of
 
 pytestmark = pytest.mark.timeout(60)

@@ -10,9 +10,9 @@ import time
 import pytest
 
 from flatout.levers import TABLE
-from flatout.plan.plan import Plan
-from flatout.plan.records import SessionRecord
 from flatout.probe.machine import look
+from flatout.schema.plan import Plan
+from flatout.schema.session import SessionRecord
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]

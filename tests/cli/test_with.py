@@ -9,9 +9,9 @@ import re
 import pytest
 from click.exceptions import BadParameter
 
-from flatout.cli.arguments import LeverByName
-from flatout.plan.enums import Origin
-from flatout.plan.plan import as_option
+from flatout.cli.options.arguments import LeverByName
+from flatout.schema.enums import Origin
+from flatout.schema.plan import as_option
 
 pytestmark = pytest.mark.timeout(150)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from flatout.plan.machine_snapshot import CommandResult, Disk, MachineSnapshot
+from flatout.schema.machine_snapshot import CommandResult, Disk, MachineSnapshot
 
 GIB = 2**30
 

@@ -540,7 +540,7 @@ def a_lambda_for_a_spawned_worker(well):
 
 UNGUARDED = """
 import json, multiprocessing, sys, traceback
-from flatout.capture.failure_details import look
+from flatout.agent.failure_details import look
 
 def hear(kind, error, trace):
     json.dump([look(error).to_json(), "".join(traceback.format_exception(kind, error, trace))], open({out!r}, "w"))
@@ -875,7 +875,7 @@ def reraise_from_child() -> None:
 
 
 def _seen(error: BaseException) -> tuple[dict, str]:
-    from flatout.capture.failure_details import look
+    from flatout.agent.failure_details import look
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's own would raise again for a second worker here
     trace = error.__traceback__

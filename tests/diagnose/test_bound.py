@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flatout.diagnose.bottleneck import gain_of, name_bottleneck, shares
-from flatout.plan.profile import IdleGap, Operation, ProfileRecord, WhatIf
-from flatout.plan.records import PhaseTime, Ratio
+from flatout.schema.profile import IdleGap, Operation, ProfileRecord, WhatIf
+from flatout.schema.records import PhaseTime, Ratio
 
 
 def profile(**more) -> ProfileRecord:

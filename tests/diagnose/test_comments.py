@@ -6,8 +6,8 @@ import pytest
 
 from flatout.diagnose.check import check
 from flatout.diagnose.rules import TABLE
-from flatout.plan.errors import UsageError
 from flatout.probe.program import ScriptProgram
+from flatout.schema.errors import UsageError
 
 SAVES = 'import torch\nmodel = torch.nn.Linear(4, 1)\ntorch.save(model, "a.pt"){}\nx = torch.load("a.pt", weights_only=False){}\n'
 

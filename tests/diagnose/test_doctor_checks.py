@@ -11,7 +11,7 @@ from machines import ENVIRON, GIB, PROCESS, capabilities, healthy, smi, without_
 
 from flatout.diagnose.doctor.checks import TABLE, examine
 from flatout.diagnose.doctor.versions import versions
-from flatout.plan.machine_snapshot import CheckResult, CommandResult, Disk, MachineSnapshot, Verdict
+from flatout.schema.machine_snapshot import CheckResult, CommandResult, Disk, MachineSnapshot, Verdict
 
 Change = Callable[[MachineSnapshot], object]
 

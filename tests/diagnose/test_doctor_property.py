@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from machines import healthy, without_gpu
 
 from flatout.diagnose.doctor.checks import TABLE, examine
-from flatout.plan.machine_snapshot import CommandResult, MachineSnapshot, Verdict
+from flatout.schema.machine_snapshot import CommandResult, MachineSnapshot, Verdict
 
 # A text of letters, blanks and line breaks is no valid answer of a kernel, program or library.
 GARBAGE = st.text(st.sampled_from("abcxyz \n\t<&\x00\ufffd"), max_size=60)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from flatout.diagnose.doctor.checks import examine
-from flatout.plan.machine_snapshot import MachineSnapshot
+from flatout.schema.machine_snapshot import MachineSnapshot
 
 HERE = Path(__file__).parent / "recorded"
 BUSY = "top -o %CPU"  # other programs ran while the snapshots were taken

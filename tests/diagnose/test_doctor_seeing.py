@@ -35,7 +35,7 @@ def test_nothing_heavy_is_loaded_here():
     code = """
 from flatout.cli.doctor import command
 import flatout.diagnose.doctor.torch_child
-from flatout.plan.machine_snapshot import MachineSnapshot
+from flatout.schema.machine_snapshot import MachineSnapshot
 from flatout.probe.snapshot import gather
 from flatout.diagnose.doctor.checks import examine
 examine(gather(MachineSnapshot()))

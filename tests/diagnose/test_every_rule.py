@@ -12,8 +12,8 @@ import pytest
 from flatout.diagnose.check import check
 from flatout.diagnose.rule import SECTIONS, Rule
 from flatout.diagnose.rules import TABLE
-from flatout.plan.findings import Severity
 from flatout.probe.program import ScriptProgram
+from flatout.schema.findings import Severity
 
 STATIC = [rule for rule in TABLE if rule.look is not None]
 NUMBERS = {

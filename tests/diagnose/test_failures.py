@@ -14,7 +14,7 @@ import pytest
 
 from flatout.diagnose.explain import explain, explain_text
 from flatout.diagnose.failures import TABLE
-from flatout.plan.failure import FailureRecord
+from flatout.schema.failure import FailureRecord
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.timeout(240), pytest.mark.processes]

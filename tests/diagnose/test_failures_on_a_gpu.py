@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.capture.failure_details import look
+from flatout.agent.failure_details import look
 from flatout.diagnose.explain import explain
-from flatout.plan.failure import ExceptionRecord, FailureRecord, FrameSeen, ModuleSeen, TensorSeen
+from flatout.schema.failure import ExceptionRecord, FailureRecord, FrameSeen, ModuleSeen, TensorSeen
 
 GIB = 1 << 30
 ASSERT = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported at some other API call."

@@ -13,9 +13,9 @@ from profiles import GAIN, ILL, NO_GAIN, SourceLocation, event, healthy, loader,
 from flatout.diagnose.ranking import judge, ranked
 from flatout.diagnose.rules import TABLE
 from flatout.levers import TABLE as LEVERS
-from flatout.plan.findings import Finding, Severity
-from flatout.plan.profile import ProfileRecord, WhatIf
-from flatout.plan.records import PhaseTime, Ratio
+from flatout.schema.findings import Finding, Severity
+from flatout.schema.profile import ProfileRecord, WhatIf
+from flatout.schema.records import PhaseTime, Ratio
 
 MEASURED = [rule for rule in TABLE if rule.judge is not None]
 
@@ -106,7 +106,7 @@ def test_frozen_parts_may_be_in_evaluation_mode():
 
 
 def test_a_dynamic_shape_is_no_finding():
-    from flatout.plan.profile import Compiled
+    from flatout.schema.profile import Compiled
 
     assert judge(healthy(compiled=Compiled(3, 2, 0)), TABLE) == []
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.plan.profile import ProfileRecord
+from flatout.schema.profile import ProfileRecord
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.timeout(240), pytest.mark.processes]

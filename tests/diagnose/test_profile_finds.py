@@ -9,7 +9,7 @@ import json
 import pytest
 
 from flatout.diagnose.ranking import ranked
-from flatout.plan.profile import ProfileRecord
+from flatout.schema.profile import ProfileRecord
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from flatout.capture.ledger import Ledger
+from flatout.agent.ledger import Ledger
 from flatout.diagnose.what_ifs import TABLE
-from flatout.plan.enums import Effect
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Options, Skip
+from flatout.schema.enums import Effect
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Options, Skip
 
 torch = pytest.importorskip("torch")
 BY_NAME = {lever.name: lever for lever in TABLE}

@@ -81,7 +81,7 @@ def test_every_command_option_and_lever_has_its_place(generate):
 def test_every_field_of_a_session_is_documented(generate):
     from dataclasses import fields
 
-    from flatout.plan.records import SessionRecord
+    from flatout.schema.session import SessionRecord
 
     text = generate.records()
     assert all(f"| `{each.name}` |" in text for each in fields(SessionRecord))

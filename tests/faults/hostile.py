@@ -28,7 +28,7 @@ from typing import Any
 TESTS = Path(__file__).resolve().parent.parent
 MOST_BYTES, MOST_S, TIMEOUT_S = 512 << 20, 5.0, 60
 RAW = "\x00\x07\x1b\x9b\u202e\u2066\u200f"  # never on a terminal unescaped
-CODES = {0, 1, 2, 3, 4, 7}  # of plan/errors.py
+CODES = {0, 1, 2, 3, 4, 7}  # of schema/errors.py
 EVIL = (
     "<script>touch</script>",
     "\x1b[2J\x1b]0;x\x07",
@@ -115,7 +115,7 @@ def openers() -> dict[str, Opener]:
     sys.path.insert(0, str(TESTS))
     from profiles import healthy
 
-    from flatout.plan.plan import Choice, Plan
+    from flatout.schema.plan import Choice, Plan
 
     plan = Plan(
         (
@@ -188,14 +188,14 @@ def _tensors() -> bytes:
 
 
 def _ranks(path: Path) -> None:
-    from flatout.cli.rank_plans import remembered
+    from flatout.cli.options.rank_plans import remembered
 
     remembered(path, None)
 
 
 def _ceilings(path: Path) -> None:
     from flatout.measure.ceilings import load, machine_key
-    from flatout.plan.facts import Facts
+    from flatout.schema.facts import Facts
 
     facts = Facts()
     with contextlib.suppress(OSError):
@@ -205,7 +205,7 @@ def _ceilings(path: Path) -> None:
 
 def _digest(path: Path) -> Any:
     """For an enormous file only the length is right: its digest would take longer than the test."""
-    from flatout.state.disk import Stored, what_is_stored
+    from flatout.checkpoint.disk import Stored, what_is_stored
 
     size = path.stat().st_size
     return what_is_stored(path, Stored(size, "")) if size < 1 << 28 else Stored(size, "0" * 64)
@@ -217,10 +217,10 @@ def _save(path: Path) -> None:
     """
     import torch
 
-    from flatout.plan.errors import FlatoutError
-    from flatout.plan.sanitize import harmless
-    from flatout.state.checkpoints import CheckpointFolder
-    from flatout.state.manifest import Manifest
+    from flatout.checkpoint.checkpoints import CheckpointFolder
+    from flatout.checkpoint.manifest import Manifest
+    from flatout.job.sanitize import harmless
+    from flatout.schema.errors import FlatoutError
 
     folder = path.parent / "saves" / "step-00000007"
     folder.mkdir(parents=True)

@@ -21,7 +21,7 @@ FAULTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     ],
     "it is killed while it saves": [
         (
-            "state/test_cuts.py",
+            "checkpoint/test_cuts.py",
             (
                 "test_killed_at_any_call_that_changes_the_disk",
                 "test_the_very_first_checkpoint_is_complete_or_absent",
@@ -41,7 +41,7 @@ FAULTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     ],
     "a checkpoint is cut off, has a flipped bit or a page of zeros, files of another checkpoint, an old manifest": [
         (
-            "state/test_checkpoints.py",
+            "checkpoint/test_checkpoints.py",
             (
                 "test_every_accident_is_detected_and_the_previous_checkpoint_used",
                 "test_a_file_that_changes_after_verification_is_not_read",
@@ -51,20 +51,20 @@ FAULTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     ],
     "every checkpoint is corrupt": [
         (
-            "state/test_checkpoints.py",
+            "checkpoint/test_checkpoints.py",
             ("test_without_a_valid_checkpoint_training_does_not_start_from_scratch",),
         ),
         ("loop/test_loop_resume.py", ("test_invalid_checkpoints",)),
     ],
     "the disk is full, or files may not grow": [
         (
-            "state/test_disks.py",
+            "checkpoint/test_disks.py",
             ("test_a_file_that_may_not_grow", "test_a_full_disk_and_a_disk_that_becomes_read_only"),
         ),
         ("cli/test_bad_days.py", ("test_a_full_disk",)),
     ],
     "folders that are read-only, vanish, come back": [
-        ("state/test_disks.py", ("test_a_folder_that_vanishes_and_one_that_comes_back",)),
+        ("checkpoint/test_disks.py", ("test_a_folder_that_vanishes_and_one_that_comes_back",)),
         (
             "cli/test_bad_days.py",
             (
@@ -101,10 +101,10 @@ FAULTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
         ("loop/test_loop_ranks.py", ("test_an_infinite_gradient_of_one_rank_is_skipped_by_all",)),
         ("cli/test_supervise.py", ("test_a_nan_loss_ends_the_program_on_request",)),
     ],
-    "wrong clocks": [("state/test_checkpoints.py", ("test_order_is_by_step_and_no_clock_matters",))],
+    "wrong clocks": [("checkpoint/test_checkpoints.py", ("test_order_is_by_step_and_no_clock_matters",))],
     "two runs in one folder, and the lock of a dead one": [
-        ("state/test_checkpoints.py", ("test_one_writer_at_a_time_and_a_killed_one_is_followed",)),
-        ("state/test_disks.py", ("test_another_process_that_took_the_folder_is_not_disturbed",)),
+        ("checkpoint/test_checkpoints.py", ("test_one_writer_at_a_time_and_a_killed_one_is_followed",)),
+        ("checkpoint/test_disks.py", ("test_another_process_that_took_the_folder_is_not_disturbed",)),
     ],
     "files that are hostile": [
         ("faults/test_hostile_files.py", ("test_files_that_are_bad_on_purpose", "test_damaged_files"))
@@ -115,7 +115,7 @@ FAULTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     ],
     "programs with processes, hooks and handlers of their own": [
         (
-            "capture/test_bootstrap.py",
+            "agent/test_bootstrap.py",
             (
                 "test_children_are_reached",
                 "test_loader_workers_are_inert",
@@ -123,7 +123,7 @@ FAULTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
             ),
         ),
         (
-            "capture/test_signals.py",
+            "agent/test_signals.py",
             (
                 "test_a_child_has_the_programs_own_handlers",
                 "test_an_earlier_wrapper_of_the_function_is_found",
@@ -141,9 +141,9 @@ FAULTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
                 "test_a_mismatched_checkpoint_is_rejected",
             ),
         ),
-        ("state/test_loading.py", ("test_differences_are_reported",)),
+        ("checkpoint/test_loading.py", ("test_differences_are_reported",)),
     ],
-    "power loss": [("state/test_cuts.py", ("test_a_loss_of_power_at_any_time",))],
+    "power loss": [("checkpoint/test_cuts.py", ("test_a_loss_of_power_at_any_time",))],
     "a lever that fails, or is wrong": [
         ("cli/test_run.py", ("test_a_lever_that_fails_at_its_start_leaves_the_program_running",)),
         ("loop/test_loop_auto.py", ("test_a_wrong_lever_never_affects_the_training",)),

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flatout as package
+from flatout.job.secrets import MASK, masked
+from flatout.job.trust import distrusted, private_folder
 from flatout.launch.caches import private_caches
-from flatout.plan.errors import StorageError
-from flatout.plan.secrets import MASK, masked
-from flatout.plan.trust import distrusted, private_folder
+from flatout.schema.errors import StorageError
 
 HOME = Path(package.__file__).parent
 IS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="not run: only root can give a file to another user")
@@ -205,7 +205,7 @@ def test_a_plan_of_another_user_is_not_used(flatout, script):
 
 @IS_ROOT
 def test_records_and_folders_of_others_are_not_used(tmp_path, monkeypatch):
-    from flatout.plan.folder import JobFolder
+    from flatout.job.folder import JobFolder
 
     job = tmp_path / "project" / ".flatout" / "train-1"
     job.mkdir(parents=True)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from flatout.launch.kubernetes import Pods, manifest
 from flatout.launch.nodes import Endpoint, Nodes, endpoint
 from flatout.launch.slurm import batch_script, submit
-from flatout.plan.errors import ProgramFailed, UsageError
+from flatout.schema.errors import ProgramFailed, UsageError
 
 HERE = Endpoint("localhost", 0)
 commands = st.lists(

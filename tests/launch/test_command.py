@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flatout.launch.command import understand
 from flatout.launch.environment import SITE, attached
-from flatout.plan.errors import FlatoutError, ProgramNotFound, UsageError
+from flatout.schema.errors import FlatoutError, ProgramNotFound, UsageError
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from flatout.launch.elastic import (
 from flatout.launch.environment import SITE
 from flatout.launch.nodes import Endpoint, Nodes, endpoint, nodes_of
 from flatout.launch.rendezvous import claimed
-from flatout.plan.errors import UsageError
+from flatout.schema.errors import UsageError
 
 words = st.lists(
     st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"]), max_size=12), max_size=5
@@ -86,7 +86,7 @@ def test_options():
 def test_the_agent_gets_the_options(arguments, gpus, node_rank, divided):
     nodes = Nodes(1, 2, 3, Endpoint("fe80::1", 29400), node_rank, 4, gpus)
     info = agent_command(nodes, Command((), ("python", *arguments)), divided)
-    assert info[1:4] == ["-P", "-m", "flatout.cli.agent"]
+    assert info[1:4] == ["-P", "-m", "flatout.launch.node_agent"]
     assert asked_of_agent(info[4:]) == (nodes, divided, ["python", *arguments])
 
 

@@ -19,7 +19,7 @@ from processes import alive, state, until
 
 from flatout.launch.failure import ENDED, FAILING, LEAVING, LOST_ANOTHER, RankEvent, first_of, shown
 from flatout.launch.rank_variables import OF_RANKS, cuda_devices, one_each, rank_environment
-from flatout.plan.errors import UsageError
+from flatout.schema.errors import UsageError
 
 pytestmark = pytest.mark.processes
 

@@ -12,7 +12,7 @@ import pytest
 from processes import alive, state, until
 
 from flatout.launch.process import HEAD_BYTES, TAIL_BYTES, ProgramRun
-from flatout.plan.errors import ProgramNotFound
+from flatout.schema.errors import ProgramNotFound
 
 pytestmark = pytest.mark.processes
 

@@ -13,7 +13,7 @@ import pytest
 
 from flatout.launch import ray_cluster
 from flatout.launch.ray_cluster import RayJob, connect, run_many, run_ranks, work
-from flatout.plan.errors import NodesApart, ProgramFailed, ProgramNotFound, UsageError
+from flatout.schema.errors import NodesApart, ProgramFailed, ProgramNotFound, UsageError
 
 there = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is an extra: pip install flatout[ray]"

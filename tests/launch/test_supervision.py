@@ -7,10 +7,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flatout.job.heartbeat import EVALUATING, TRAINING
 from flatout.launch.process_stacks import COMPILES, Frame, Stack, stacks_in
 from flatout.launch.restart_policy import Attempt, Ending, RestartHistory, ending_of
 from flatout.launch.stall_limits import FLOORS_S, LOOK_S, StallTimer
-from flatout.plan.heartbeat import EVALUATING, TRAINING
 
 # A few long steps among many short ones, in any order.
 LENGTHS = st.tuples(

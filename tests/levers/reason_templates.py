@@ -14,7 +14,7 @@ FROM_THE_PIPELINE = (
     "cached_prefix",
     "batched_transforms",
     "resident_data",
-)  # most of their reasons are sentences of flatout.pipeline
+)  # most of their reasons are sentences of flatout.data
 
 
 @functools.cache

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from flatout.capture.ledger import Ledger
-from flatout.capture.listener import Listener
-from flatout.capture.training_context import TrainingContext
+from flatout.agent.ledger import Ledger
+from flatout.agent.listener import Listener
+from flatout.agent.training_context import TrainingContext
 from flatout.levers import TABLE
 from flatout.levers.attention import LEVER
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Options, Skip
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Options, Skip
 
 torch = pytest.importorskip("torch")
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.capture.ledger import Ledger
+from flatout.agent.ledger import Ledger
 from flatout.levers.autocast import FIRST_SCALE, LEVER
 
 torch = pytest.importorskip("torch")

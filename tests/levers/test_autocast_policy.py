@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.capture.ledger import Ledger
+from flatout.agent.ledger import Ledger
 from flatout.levers.autocast import LEVER
 from flatout.levers.autocast_policy import ADDED, FLOAT32, WIDEST, keep_float32
 from flatout.levers.compile import LEVER as COMPILE

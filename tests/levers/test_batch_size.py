@@ -15,12 +15,12 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from flatout.capture.ledger import Ledger
-from flatout.capture.listener import Listener
-from flatout.capture.training_context import TrainingContext
+from flatout.agent.ledger import Ledger
+from flatout.agent.listener import Listener
+from flatout.agent.training_context import TrainingContext
 from flatout.levers.batch_size import BATCHES_ITSELF, LEVER, OWN_BATCHES, OWN_SAMPLER
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Options, Skip
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Options, Skip
 
 TRAIN, TEST = list(torch.arange(40.0)), list(torch.arange(30.0))
 

@@ -33,12 +33,12 @@ from torchvision import transforms as v1
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from flatout.capture.ledger import Ledger
-from flatout.capture.listener import Listener
-from flatout.capture.training_context import TrainingContext
-from flatout.plan.enums import Effect
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Options, Skip
+from flatout.agent.ledger import Ledger
+from flatout.agent.listener import Listener
+from flatout.agent.training_context import TrainingContext
+from flatout.schema.enums import Effect
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Options, Skip
 
 FACTS = Facts(cores=2, memory_bytes=2**33, system="Linux")
 quiet = pytest.mark.filterwarnings("ignore:This DataLoader will create", "ignore:'pin_memory' argument")

@@ -22,15 +22,15 @@ from typing import Any
 import pytest
 
 import flatout
-from flatout.capture.ledger import Ledger
+from flatout.agent.ledger import Ledger
+from flatout.distributed.data_parallel import DataParallelScript
+from flatout.distributed.division import SplitSettings
+from flatout.job.rank_environment import this_rank
 from flatout.levers import TABLE
-from flatout.plan.enums import Effect, Moment
-from flatout.plan.facts import Facts, Gpu
-from flatout.plan.lever import Lever, Options, Skip, Value
-from flatout.plan.plan import Choice, Plan
-from flatout.plan.rank_environment import this_rank
-from flatout.ranks.data_parallel import DataParallelScript
-from flatout.ranks.division import SplitSettings
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.facts import Facts, Gpu
+from flatout.schema.lever import Lever, Options, Skip, Value
+from flatout.schema.plan import Choice, Plan
 
 torch = pytest.importorskip("torch")
 
@@ -99,7 +99,7 @@ ONE_PROCESS = "flatout started the program as one process"
 AMONG_RANKS = {
     "local_sgd": ONE_PROCESS,
     "comm_compression": ONE_PROCESS,
-    "gradient_buckets": ONE_PROCESS,  # these act where ranks communicate (tests/ranks)
+    "gradient_buckets": ONE_PROCESS,  # these act where ranks communicate (tests/distributed)
     "ddp_flags": "trains no torch.nn.parallel.DistributedDataParallel",
 }
 BY_NAME = {lever.name: lever for lever in TABLE}

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
-from flatout.capture.ledger import Ledger  # noqa: E402
+from flatout.agent.ledger import Ledger  # noqa: E402
 from flatout.levers.fused_optimizer import LEVER  # noqa: E402
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.capture.ledger import Ledger
+from flatout.agent.ledger import Ledger
 from flatout.levers import TABLE
-from flatout.plan.enums import Moment
-from flatout.plan.lever import Options, Skip
 from flatout.probe.machine import look
+from flatout.schema.enums import Moment
+from flatout.schema.lever import Options, Skip
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]

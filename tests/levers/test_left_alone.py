@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from flatout.capture.ledger import Ledger
+from flatout.agent.ledger import Ledger
 from flatout.levers import TABLE
-from flatout.plan.enums import Effect
-from flatout.plan.facts import Facts, Gpu
-from flatout.plan.lever import Options, Skip
+from flatout.schema.enums import Effect
+from flatout.schema.facts import Facts, Gpu
+from flatout.schema.lever import Options, Skip
 
 torch = pytest.importorskip("torch")
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from flatout.capture.ledger import Ledger
-from flatout.engine.applier import Applier
+from flatout.agent.applier import Applier
+from flatout.agent.ledger import Ledger
 from flatout.levers import TABLE
-from flatout.plan.enums import Moment
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Options, Skip
-from flatout.plan.plan import Choice, Plan
-from flatout.saved.host import OffloadHooks
+from flatout.levers.saved_tensors.host import OffloadHooks
+from flatout.schema.enums import Moment
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Options, Skip
+from flatout.schema.plan import Choice, Plan
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
@@ -331,7 +331,7 @@ def test_low_bit_moments(program, value):
 
 
 def test_the_saved_memory_names_no_model():
-    import flatout.saved
+    import flatout.levers.saved_tensors
 
-    sources = [path.read_text() for path in Path(flatout.saved.__file__).parent.glob("*.py")]
+    sources = [path.read_text() for path in Path(flatout.levers.saved_tensors.__file__).parent.glob("*.py")]
     assert not any(word in source.lower() for source in sources for word in ("gpt", "llama", "bert", "vit_"))

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flatout.capture.ledger import Ledger
+from flatout.agent.ledger import Ledger
 from flatout.levers.fused_optimizer import LEVER
-from flatout.plan.enums import Effect
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Options, Skip
+from flatout.schema.enums import Effect
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Options, Skip
 
 torch = pytest.importorskip("torch")
 from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: E402

@@ -24,15 +24,15 @@ import pytest
 from reason_templates import FROM_THE_PIPELINE, templates
 
 import flatout
+from flatout.job.folder import JobFolder
 from flatout.launch.command import understand
 from flatout.launch.local_launcher import launcher_of
 from flatout.levers import TABLE
 from flatout.measure.clock import seconds
-from flatout.plan.enums import Effect
-from flatout.plan.facts import Gpu
-from flatout.plan.folder import JobFolder
-from flatout.plan.plan import Choice, Plan
 from flatout.probe.machine import look
+from flatout.schema.enums import Effect
+from flatout.schema.facts import Gpu
+from flatout.schema.plan import Choice, Plan
 from flatout.trial.parent import Trial
 from flatout.tune import candidates, ranks
 
@@ -155,7 +155,7 @@ JIT = "the model or a part of it is compiled by torch.jit, "
 NOT_CALLED = "no nn.Module with trainable parameters was called, as in `model(x)`"
 ORDER = "the training DataLoader has a sampler ({}) that may depend on earlier steps, so batches cannot be loaded ahead"
 OR_DDP = "this lever acts on a DistributedDataParallel, or on ranks that `flatout run --procs N` starts"
-OF_TORCHRUN = "not run: tests/ranks/test_script_ddp.py asks such ranks of torchrun, and others"
+OF_TORCHRUN = "not run: tests/distributed/test_script_ddp.py asks such ranks of torchrun, and others"
 ON_A_CARD = "not run: it needs a GPU; tests/rehearsal records modules on a stand-in for one"
 OURS = "this lever acts only on ranks that `flatout run --procs N` starts"
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import flatout
-from flatout.plan.errors import FlatoutError
+from flatout.schema.errors import FlatoutError
 
 SAMPLES, BATCH = 24, 12
 STYLES = {"up": ColwiseParallel, "down": RowwiseParallel}

@@ -15,11 +15,11 @@ from flatout import Loop, Plan  # noqa: E402
 from flatout.loop import levers  # noqa: E402
 from flatout.loop.autoplan import effects_of  # noqa: E402
 from flatout.loop.tuning import TuningSample, bound, search  # noqa: E402
-from flatout.plan.enums import Effect  # noqa: E402
-from flatout.plan.errors import LoopError  # noqa: E402
-from flatout.plan.lever import Options  # noqa: E402
-from flatout.plan.plan import Choice  # noqa: E402
 from flatout.probe.machine import look  # noqa: E402
+from flatout.schema.enums import Effect  # noqa: E402
+from flatout.schema.errors import LoopError  # noqa: E402
+from flatout.schema.lever import Options  # noqa: E402
+from flatout.schema.plan import Choice  # noqa: E402
 
 FASTER = {"a": 0.5, "b": 1.0, "c": 2.0, "d": 0.8}
 

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from flatout import Loop, Plan  # noqa: E402
-from flatout.plan.plan import Choice  # noqa: E402
+from flatout.schema.plan import Choice  # noqa: E402
 
 WIDTH, BATCH = 32, 64
 

@@ -16,7 +16,7 @@ from torch import nn  # noqa: E402
 
 import flatout  # noqa: E402
 from flatout.loop.batches import moved, part_of, size_of  # noqa: E402
-from flatout.plan.errors import LoopError  # noqa: E402
+from flatout.schema.errors import LoopError  # noqa: E402
 
 
 def loss_fn(model, batch):

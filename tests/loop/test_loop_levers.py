@@ -14,9 +14,9 @@ from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset  # noqa: E402
 
 from flatout import Loop, Plan  # noqa: E402
-from flatout.capture.loaders import arguments_of  # noqa: E402
-from flatout.plan.errors import LoopError, PlanError  # noqa: E402
-from flatout.plan.plan import Choice  # noqa: E402
+from flatout.agent.loader_arguments import arguments_of  # noqa: E402
+from flatout.schema.errors import LoopError, PlanError  # noqa: E402
+from flatout.schema.plan import Choice  # noqa: E402
 
 pytestmark = pytest.mark.processes
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from flatout import Loop  # noqa: E402
 from flatout.loop.memory import MicroBatches  # noqa: E402
-from flatout.plan.errors import LoopError  # noqa: E402
+from flatout.schema.errors import LoopError  # noqa: E402
 
 SAMPLES, STEPS, AT = 8, 5, 2
 FAILS = 90  # a step of a longer run

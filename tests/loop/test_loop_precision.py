@@ -13,9 +13,9 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from flatout import Loop  # noqa: E402
-from flatout.capture.ledger import Ledger  # noqa: E402
+from flatout.agent.ledger import Ledger  # noqa: E402
 from flatout.loop.fp8 import multiply_in_8_bits  # noqa: E402
-from flatout.plan.errors import LoopError  # noqa: E402
+from flatout.schema.errors import LoopError  # noqa: E402
 
 NARROW = {"bf16-master": torch.bfloat16, "fp16-master": torch.float16}
 FIRST_SCALE = 2.0**16  # GradScaler's

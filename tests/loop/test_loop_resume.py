@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
 import flatout  # noqa: E402
 from flatout.loop import saving  # noqa: E402
-from flatout.plan.errors import LoopError, SaveError, StorageError  # noqa: E402
+from flatout.schema.errors import LoopError, SaveError, StorageError  # noqa: E402
 
 LIVES = Path(__file__).with_name("lives.py")
 PRECISIONS = ("float32", "fp16", "bf16-master")
@@ -220,7 +220,7 @@ def test_no_part_of_a_checkpoint_can_be_left_out(tmp_path, monkeypatch, begun, u
     import shutil
 
     shutil.copytree(begun[8], tmp_path / "saves")
-    donor = flatout.state.checkpoints.CheckpointFolder(begun[1]).newest()[0].read(torch)
+    donor = flatout.checkpoint.checkpoints.CheckpointFolder(begun[1]).newest()[0].read(torch)
     really = saving.parts_of
 
     def spoiled(*args):

@@ -11,7 +11,7 @@ from torch import nn  # noqa: E402
 
 from flatout import Loop  # noqa: E402
 from flatout.loop.sizing import SizingSample, fastest  # noqa: E402
-from flatout.plan.errors import LoopError  # noqa: E402
+from flatout.schema.errors import LoopError  # noqa: E402
 
 
 def played(size, ms_of, fits=lambda size: True):

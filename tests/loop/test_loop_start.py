@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import flatout  # noqa: E402
-from flatout.plan.errors import LoopError  # noqa: E402
+from flatout.schema.errors import LoopError  # noqa: E402
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 

@@ -13,7 +13,7 @@ from torch import distributed, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from flatout import Loop, Pipeline
-from flatout.plan.errors import LoopError
+from flatout.schema.errors import LoopError
 
 RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
 STEPS = 10

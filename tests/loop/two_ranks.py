@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout import Loop
-from flatout.plan.errors import LoopError
+from flatout.schema.errors import LoopError
 
 RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
 STEPS, SAMPLES, AT = 3, 8, 1

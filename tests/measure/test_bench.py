@@ -7,11 +7,11 @@ import json
 import pytest
 
 from flatout.diagnose.doctor import ceilings
+from flatout.job.folder import json_lines
 from flatout.measure import bench
-from flatout.plan.ceilings import NAMES, Ceiling
-from flatout.plan.errors import NothingMeasured
-from flatout.plan.facts import Facts
-from flatout.plan.folder import json_lines
+from flatout.schema.ceilings import NAMES, Ceiling
+from flatout.schema.errors import NothingMeasured
+from flatout.schema.facts import Facts
 
 torch = pytest.importorskip("torch")
 

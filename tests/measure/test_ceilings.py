@@ -9,8 +9,8 @@ import pytest
 
 from flatout.measure.bench import rate
 from flatout.measure.ceilings import load, machine_key, place_of, read, save
-from flatout.plan.ceilings import NAMES, Ceiling, CeilingsRecord
-from flatout.plan.facts import Facts, Gpu
+from flatout.schema.ceilings import NAMES, Ceiling, CeilingsRecord
+from flatout.schema.facts import Facts, Gpu
 
 HERE = Facts(
     cpu="AMD EPYC", cores=2, gpus=(Gpu("NVIDIA H100", 80 * 2**30, (9, 0)),), versions={"torch": "2.14.1"}

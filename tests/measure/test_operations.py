@@ -9,7 +9,7 @@ import pytest
 from flatout.measure.memory import MemoryMoment, allocations, complete, running_totals, seen
 from flatout.measure.operations import ProfilerRecording
 from flatout.measure.roofline import flops_a_step, place_under_roof, utilisation
-from flatout.plan.findings import SourceLocation
+from flatout.schema.findings import SourceLocation
 
 
 class Event:

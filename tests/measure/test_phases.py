@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flatout.measure.clock import HostClock, clock_for, cpu_seconds, seconds, today
 from flatout.measure.phases import KEPT_STEPS, PhaseRecorder
-from flatout.plan.records import PHASES
+from flatout.schema.records import PHASES
 
 
 class HandClock:

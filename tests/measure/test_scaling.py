@@ -25,9 +25,9 @@ from flatout.measure.scaling import (
     predict,
     scaled,
 )
-from flatout.plan.errors import UsageError
-from flatout.plan.scale import NETWORKS, STRATEGIES, Link, ScaleRecord, Timing, read_devices, read_link
 from flatout.render.scale_page import headline, plot, rows, scale_html
+from flatout.schema.errors import UsageError
+from flatout.schema.scale import NETWORKS, STRATEGIES, Link, ScaleRecord, Timing, read_devices, read_link
 
 MIB = 1 << 20
 MS = st.floats(0.01, 1e4)

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from flatout.plan.facts import Facts
 from flatout.probe.machine import WATCHED, look
+from flatout.schema.facts import Facts
 
 
 def test_facts_of_this_machine():

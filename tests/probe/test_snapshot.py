@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flatout.plan.machine_snapshot import MachineSnapshot
 from flatout.probe.snapshot import NO_LIBRARY, environment, gather, libraries, packages, space
+from flatout.schema.machine_snapshot import MachineSnapshot
 
 GROUP = "/sys/fs/cgroup"
 V2 = {

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from flatout.capture.ledger import Ledger
-from flatout.capture.listener import Listener
-from flatout.capture.training_context import TrainingContext
+from flatout.agent.ledger import Ledger
+from flatout.agent.listener import Listener
+from flatout.agent.training_context import TrainingContext
 from flatout.levers.early.copies import HostCopies
 from flatout.levers.early_values import LEVER
 

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from flatout.capture.ledger import Ledger
-from flatout.capture.listener import Listener
-from flatout.capture.training_context import TrainingContext
+from flatout.agent.ledger import Ledger
+from flatout.agent.listener import Listener
+from flatout.agent.training_context import TrainingContext
 from flatout.levers.graphs import LEVER
 from flatout.measure.memory import reserved_for_graphs
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Skip
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Skip
 
 warnings.filterwarnings("ignore")
 DEVICE = torch.device("cuda:0")

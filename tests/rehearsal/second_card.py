@@ -14,12 +14,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flatout.capture import failure_details
-from flatout.capture.ledger import Ledger
-from flatout.capture.listener import Listener
-from flatout.capture.training_context import TrainingContext
-from flatout.engine.applier import Applier
-from flatout.engine.replay import StepReplayer, random_state
+from flatout.agent import failure_details
+from flatout.agent.applier import Applier
+from flatout.agent.ledger import Ledger
+from flatout.agent.listener import Listener
+from flatout.agent.training_context import TrainingContext
+from flatout.distributed.rendezvous import _backend_of_cuda
+from flatout.distributed.streams import Streams
+from flatout.guard.captured_steps import StepReplayer
+from flatout.guard.copies import random_state
 from flatout.kernels.adamw.op import adamw_
 from flatout.kernels.augment.op import augment
 from flatout.kernels.layer_norm.op import layer_norm
@@ -27,13 +30,11 @@ from flatout.kernels.linear_cross_entropy.op import linear_cross_entropy
 from flatout.levers.autocast import LEVER as AUTOCAST
 from flatout.levers.offload import LEVER as OFFLOAD
 from flatout.levers.resident_data import LEVER as RESIDENT
+from flatout.levers.saved_tensors.host import OffloadHooks
 from flatout.levers.tf32 import LEVER as TF32
 from flatout.loop.reduction import Recogniser
-from flatout.plan.errors import LoopError
-from flatout.plan.facts import Facts, Gpu
-from flatout.ranks.rendezvous import _backend_of_cuda
-from flatout.ranks.streams import Streams
-from flatout.saved.host import OffloadHooks
+from flatout.schema.errors import LoopError
+from flatout.schema.facts import Facts, Gpu
 
 DEVICE = torch.device("cuda:1")
 CHECKS = {}

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from cards import LIMIT_S, PROGRAMS, needed, on_cards, surroundings
 
+from flatout.job.folder import TrialFolder
 from flatout.launch.command import understand
 from flatout.measure.clock import seconds
-from flatout.plan.facts import Facts
-from flatout.plan.folder import TrialFolder
-from flatout.plan.plan import Choice, Plan
+from flatout.schema.facts import Facts
+from flatout.schema.plan import Choice, Plan
 from flatout.trial.parent import Trial
 
 pytestmark = [needed(), pytest.mark.processes]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.plan.records import SessionRecord
+from flatout.schema.session import SessionRecord
 
 FOLDER = Path(__file__).parent
 

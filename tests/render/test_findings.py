@@ -12,9 +12,9 @@ from rich.console import Console
 
 from flatout.diagnose.check import check
 from flatout.diagnose.rules import TABLE
-from flatout.plan.findings import Finding, Severity, SourceLocation
 from flatout.probe.program import ScriptProgram
 from flatout.render.findings import finding_lines, github_lines, json_text, sarif_text
+from flatout.schema.findings import Finding, Severity, SourceLocation
 
 PLACE = SourceLocation("my train.py", 3, 5, "Net.forward", "x = y.item()", 4)
 FOUND = [

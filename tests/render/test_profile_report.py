@@ -16,9 +16,9 @@ from test_render_report import Page
 
 from flatout.diagnose.ranking import judge
 from flatout.diagnose.rules import TABLE
-from flatout.plan.profile import MemoryGrowth, ProfileRecord, SyncRecord
-from flatout.plan.records import Ratio
 from flatout.render.profile_report import profile_html
+from flatout.schema.profile import MemoryGrowth, ProfileRecord, SyncRecord
+from flatout.schema.records import Ratio
 
 GROWS = [2.0**26 + 98_000 * i + 20_000 * (i % 3) for i in range(14)]
 

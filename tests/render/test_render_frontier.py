@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from flatout.plan.records import Ratio, SessionRecord, TimeMemoryPoint
 from flatout.render import summary
 from flatout.render.frontier import frontier_plot
 from flatout.render.report import report_html
 from flatout.render.terminal import session_tables
+from flatout.schema.records import Ratio
+from flatout.schema.session import SessionRecord, TimeMemoryPoint
 
 MIB = 2**20
 

@@ -6,8 +6,9 @@ import io
 
 from rich.console import Console
 
-from flatout.plan.findings import Finding, SourceLocation
-from flatout.plan.profile import (
+from flatout.render.profile_terminal import headline, next_step, profile_tables
+from flatout.schema.findings import Finding, SourceLocation
+from flatout.schema.profile import (
     LoaderSeen,
     MemoryGrowth,
     MemorySeen,
@@ -16,8 +17,7 @@ from flatout.plan.profile import (
     SyncRecord,
     WhatIf,
 )
-from flatout.plan.records import PhaseTime, Ratio
-from flatout.render.profile_terminal import headline, next_step, profile_tables
+from flatout.schema.records import PhaseTime, Ratio
 
 PLACE = SourceLocation("/home/me/[red]train.py", 12, function="main", text="loss = model(x)")
 

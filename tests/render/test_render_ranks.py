@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from flatout.plan.records import Ratio
 from flatout.render import ranks_summary, summary
+from flatout.schema.records import Ratio
 
 
 def test_ranks_compared_with_one_process(recorded):

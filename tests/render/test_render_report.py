@@ -16,9 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.plan.enums import Effect
-from flatout.plan.records import PhaseTime, Prediction, Ratio, SessionRecord
 from flatout.render import report_html
+from flatout.schema.enums import Effect
+from flatout.schema.records import PhaseTime, Ratio
+from flatout.schema.session import Prediction, SessionRecord
 
 OURS = frozenset(
     re.findall(

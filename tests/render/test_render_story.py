@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from flatout.plan.records import Ratio
 from flatout.render import formatting, summary
 from flatout.render.svg import Scale, element, ratio_scale, ratio_ticks, round_ticks
+from flatout.schema.records import Ratio
 
 
 @pytest.mark.parametrize(

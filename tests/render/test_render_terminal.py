@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
-from flatout.plan.enums import Origin
-from flatout.plan.plan import Choice, Plan
-from flatout.plan.records import LeverRecord, SessionRecord
 from flatout.render import plan_table, session_tables, why_left_out
+from flatout.schema.enums import Origin
+from flatout.schema.plan import Choice, Plan
+from flatout.schema.session import LeverRecord, SessionRecord
 
 RECORD = json.loads((Path(__file__).parent / "session.json").read_text(encoding="utf-8"))
 

@@ -11,12 +11,12 @@ import time
 
 import pytest
 
+from flatout.job.folder import TrialFolder
 from flatout.launch.command import understand
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import median
-from flatout.plan.facts import Facts
-from flatout.plan.folder import TrialFolder
-from flatout.plan.plan import Choice, Plan
+from flatout.schema.facts import Facts
+from flatout.schema.plan import Choice, Plan
 from flatout.trial.parent import ProgramGone, Trial
 
 pytest.importorskip("torch")
@@ -26,8 +26,8 @@ SLEEP_MS = 40.0
 
 LEVERS = f"""
 import time
-from flatout.plan.lever import Lever, Options
-from flatout.plan.enums import Effect, Moment
+from flatout.schema.lever import Lever, Options
+from flatout.schema.enums import Effect, Moment
 
 def wait(scene, value, ledger):
     def wrapper(forward):

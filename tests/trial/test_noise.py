@@ -9,10 +9,11 @@ import copy
 import pytest
 import torch
 
-from flatout.capture.ledger import Ledger
-from flatout.capture.listener import EVENTS, Listener
-from flatout.capture.training_context import TrainingContext
-from flatout.trial.probes import ActiveProbe, ProbeContext
+from flatout.agent.ledger import Ledger
+from flatout.agent.listener import EVENTS, Listener
+from flatout.agent.training_context import TrainingContext
+from flatout.trial.probes.active import ActiveProbe
+from flatout.trial.probes.probe import ProbeContext
 
 BATCH = 4
 

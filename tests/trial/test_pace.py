@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
+from flatout.job.folder import TrialFolder
 from flatout.launch.command import understand
 from flatout.launch.local_launcher import launcher_of
 from flatout.measure.clock import seconds
 from flatout.measure.rank_balance import imbalance, lost_ms, paces
-from flatout.plan.facts import Facts
-from flatout.plan.folder import TrialFolder
-from flatout.plan.plan import Choice, Plan
+from flatout.schema.facts import Facts
+from flatout.schema.plan import Choice, Plan
 from flatout.trial.parent import Trial
 
 pytest.importorskip("torch")

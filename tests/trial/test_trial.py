@@ -427,11 +427,11 @@ def test_a_timeout_keeps_the_steps_there_were(measure, script, by_hand):
 def test_a_perturbed_program_starts_like_the_plain_one_and_diverges_after_the_first_step(
     flatout, script, by_hand, tmp_path, monkeypatch
 ):
+    from flatout.job.folder import TrialFolder
     from flatout.launch.command import understand
     from flatout.measure.clock import seconds
-    from flatout.plan.folder import TrialFolder
-    from flatout.plan.plan import Plan
     from flatout.probe.machine import look
+    from flatout.schema.plan import Plan
     from flatout.trial.parent import Trial
     from flatout.trial.parent import measure as run
 

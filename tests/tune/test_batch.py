@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from flatout.measure.batch_curve import WORTH, enough, in_micro_batches, read
 from flatout.measure.statistics import Round
-from flatout.plan.batch import BatchPoint, BatchRecord, NoiseSeen
-from flatout.plan.records import TrialRecord
 from flatout.render.batch_page import batch_html, noise_sentence, sentences
+from flatout.schema.batch import BatchPoint, BatchRecord, NoiseSeen
+from flatout.schema.records import TrialRecord
 from flatout.tune.batch_visit import did_not_run
 
 NOISE = (1.0, 1.02, 0.99, 1.01)

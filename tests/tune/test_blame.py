@@ -8,18 +8,19 @@ import sys
 
 import pytest
 
+from flatout.job.folder import JobFolder
 from flatout.launch.command import understand
 from flatout.levers import TABLE
-from flatout.plan.enums import Effect, Status
-from flatout.plan.folder import JobFolder
-from flatout.plan.records import SessionRecord
 from flatout.probe.machine import look
+from flatout.schema.enums import Effect, Status
+from flatout.schema.session import SessionRecord
 from flatout.tune.blame import program_ended
 from flatout.tune.candidates import Candidate
 from flatout.tune.comparison import ProgramRequest, measure_together
 from flatout.tune.factors import make_space
+from flatout.tune.goal import Goal
 from flatout.tune.search import search
-from flatout.tune.tuning import Goal, Tuning
+from flatout.tune.tuning import Tuning
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.timeout(180), pytest.mark.processes]

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatout.levers import TABLE
-from flatout.plan.enums import Effect, Status
-from flatout.plan.records import Ratio
+from flatout.schema.enums import Effect, Status
+from flatout.schema.records import Ratio
 from flatout.tune.candidates import Candidate, consider, plan_of, widest, without_long_starts
 
 LEVER = {lever.name: lever for lever in TABLE}

@@ -9,18 +9,19 @@ from dataclasses import replace
 
 import pytest
 
+from flatout.job.folder import JobFolder
 from flatout.launch.command import understand
 from flatout.levers import TABLE
-from flatout.plan.enums import Effect
-from flatout.plan.folder import JobFolder
-from flatout.plan.records import SessionRecord
 from flatout.probe.machine import look
+from flatout.schema.enums import Effect
+from flatout.schema.session import SessionRecord
 from flatout.tune.candidates import Candidate
 from flatout.tune.compiling import ALONE_PROGRAMS, MOST_PROGRAMS, Compiling
 from flatout.tune.explore import explore
 from flatout.tune.factors import make_space
+from flatout.tune.goal import Goal, only
 from flatout.tune.search import observe
-from flatout.tune.tuning import Goal, Tuning, only
+from flatout.tune.tuning import Tuning
 
 pytestmark = pytest.mark.processes
 

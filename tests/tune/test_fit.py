@@ -8,19 +8,21 @@ import json
 
 import pytest
 
-from flatout.cli.arguments import Amount
+from flatout.cli.options.arguments import Amount
+from flatout.job.folder import JobFolder
 from flatout.launch.command import understand
 from flatout.levers import TABLE
-from flatout.plan.enums import Effect, Origin, Status
-from flatout.plan.folder import JobFolder
-from flatout.plan.plan import Choice
-from flatout.plan.records import Ratio, SessionRecord, TimeMemoryPoint
 from flatout.probe.machine import look
+from flatout.schema.enums import Effect, Origin, Status
+from flatout.schema.plan import Choice
+from flatout.schema.records import Ratio
+from flatout.schema.session import SessionRecord, TimeMemoryPoint
 from flatout.tune.candidates import Candidate, consider
 from flatout.tune.fit import FrontierPoint, _chosen, fit
+from flatout.tune.goal import Goal
 from flatout.tune.search import observe
 from flatout.tune.session import verdict
-from flatout.tune.tuning import Goal, Tuning
+from flatout.tune.tuning import Tuning
 
 LEVER = {lever.name: lever for lever in TABLE}
 SCRIPT = """\

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
+from flatout.job.folder import JobFolder
 from flatout.launch.command import understand
 from flatout.measure.clock import seconds
-from flatout.plan.folder import JobFolder
-from flatout.plan.plan import Plan
 from flatout.probe.machine import look
+from flatout.schema.plan import Plan
 from flatout.tune.comparison import Member, ProgramResult, take_turns
 from flatout.tune.interleaver import Interleaver
 

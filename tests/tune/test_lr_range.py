@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatout.measure.lr_range import read, smoothed, suggest
-from flatout.plan.errors import UsageError
-from flatout.plan.lr_range import LrPoint, LrRange, LrRecord, LrTraining, read_optimizers
 from flatout.render.lr_page import at_the_end, lr_html, lr_plot, training_plot
-from flatout.trial.lr_range_probe import OptimizerStandIn
+from flatout.schema.errors import UsageError
+from flatout.schema.lr_range import LrPoint, LrRange, LrRecord, LrTraining, read_optimizers
+from flatout.trial.probes.lr_range import OptimizerStandIn
 
 
 def points(loss_of, low=1e-6, high=10.0, count=120):

@@ -9,8 +9,8 @@ import json
 
 import pytest
 
-from flatout.plan.memory_forecast import MemoryForecast, MemoryPoint
 from flatout.render.memory_page import memory_html, memory_plot
+from flatout.schema.memory_forecast import MemoryForecast, MemoryPoint
 from flatout.tune.memory_forecast import advice
 
 pytestmark = pytest.mark.processes

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatout.levers import TABLE
-from flatout.plan.facts import Facts, Gpu
+from flatout.schema.facts import Facts, Gpu
 from flatout.tune.prior import (
     ANY,
     ANY_VALUE,

@@ -14,20 +14,22 @@ from dataclasses import replace
 import psutil
 import pytest
 
+from flatout.job.folder import JobFolder
 from flatout.launch.command import understand
 from flatout.levers import TABLE
-from flatout.plan.enums import Effect
-from flatout.plan.errors import UsageError
-from flatout.plan.folder import JobFolder
-from flatout.plan.plan import Choice, Plan
-from flatout.plan.records import Ratio, SessionRecord
 from flatout.probe.machine import look
+from flatout.schema.enums import Effect
+from flatout.schema.errors import UsageError
+from flatout.schema.plan import Choice, Plan
+from flatout.schema.records import Ratio
+from flatout.schema.session import SessionRecord
 from flatout.tune.candidates import Candidate
 from flatout.tune.comparison import ProgramRequest, ProgramResult
 from flatout.tune.explore import explore
+from flatout.tune.goal import Goal
 from flatout.tune.orders import together_order
 from flatout.tune.remote import on_ray
-from flatout.tune.tuning import Goal, Tuning
+from flatout.tune.tuning import Tuning
 
 pytestmark = [
     pytest.mark.skipif(
@@ -35,7 +37,7 @@ pytestmark = [
     ),
     pytest.mark.timeout(400),
 ]
-COMPARISON = "flatout.cli.remote_comparison"
+COMPARISON = "flatout.tune.remote_comparison"
 
 
 @pytest.fixture

@@ -8,13 +8,14 @@ from contextlib import contextmanager
 
 import pytest
 
+from flatout.job.folder import JobFolder
 from flatout.launch.command import understand
-from flatout.plan.folder import JobFolder
-from flatout.plan.records import SessionRecord
 from flatout.probe.machine import look
+from flatout.schema.session import SessionRecord
 from flatout.trial.parent import Trial
+from flatout.tune.goal import Goal
 from flatout.tune.search import search
-from flatout.tune.tuning import Goal, Tuning, Watcher
+from flatout.tune.tuning import Tuning, Watcher
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.timeout(180), pytest.mark.processes]

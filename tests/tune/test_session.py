@@ -8,9 +8,10 @@ import json
 import pytest
 
 from flatout.launch.command import understand
-from flatout.plan.facts import Facts, Gpu
-from flatout.plan.plan import Choice, Plan
-from flatout.plan.records import GuardRecord, Ratio, TimeMemoryPoint
+from flatout.schema.facts import Facts, Gpu
+from flatout.schema.plan import Choice, Plan
+from flatout.schema.records import Ratio
+from flatout.schema.session import GuardRecord, TimeMemoryPoint
 from flatout.tune.session import (
     differences,
     job_folder,

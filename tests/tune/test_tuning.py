@@ -10,19 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flatout.job.folder import JobFolder
 from flatout.launch.command import understand
 from flatout.levers import TABLE
 from flatout.measure.load import Busy
-from flatout.plan.enums import Effect, Status
-from flatout.plan.folder import JobFolder
-from flatout.plan.records import SessionRecord, TrialRecord
 from flatout.probe.machine import look
+from flatout.schema.enums import Effect, Status
+from flatout.schema.records import TrialRecord
+from flatout.schema.session import SessionRecord
 from flatout.tune.candidates import Candidate
 from flatout.tune.comparison import MeasuredBlock, ProgramResult
 from flatout.tune.conclude import best_measured, conclude
 from flatout.tune.factors import make_space, recall
+from flatout.tune.goal import Goal
+from flatout.tune.limits import CONFIRM_SHARE, OVERRUN, PAIR_S, PAIRS, ROUNDS_OF_A_PAIR
 from flatout.tune.narrow import check_a_step
-from flatout.tune.tuning import CONFIRM_SHARE, OVERRUN, PAIR_S, PAIRS, ROUNDS_OF_A_PAIR, Goal, Tuning
+from flatout.tune.tuning import Tuning
 
 LEVER = {lever.name: lever for lever in TABLE}
 

@@ -10,20 +10,20 @@ from typing import Any
 import click
 from rich.console import Console
 
-from flatout.cli.arguments import PROGRAM, Duration, words_or_usage, writable
+from flatout.cli.options.arguments import PROGRAM, Duration, words_or_usage, writable
 from flatout.cli.profile import SHORTEST_S, profile
 from flatout.diagnose.check import check
-from flatout.diagnose.profiling import ProfileOptions
+from flatout.diagnose.profiled_program import ProfileOptions
 from flatout.diagnose.rules import TABLE
+from flatout.job.secrets import masked
 from flatout.launch.command import understand
-from flatout.plan.errors import ProgramNotFound, UsageError
-from flatout.plan.findings import Finding
-from flatout.plan.secrets import masked
 from flatout.probe.machine import look
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import Unreadable
 from flatout.render.findings import finding_lines, github_lines, json_text, sarif_text, summary
 from flatout.render.formatting import shell
+from flatout.schema.errors import ProgramNotFound, UsageError
+from flatout.schema.findings import Finding
 from flatout.tune.session import job_folder
 
 FORMATS = ("text", "json", "github", "sarif")

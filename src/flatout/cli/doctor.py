@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.text import Text
 
 from flatout.diagnose.doctor.snapshot import SnapshotTaker
-from flatout.plan.ceilings import CeilingsRecord
-from flatout.plan.errors import UsageError
-from flatout.plan.folder import read_json
-from flatout.plan.machine_snapshot import MachineSnapshot, Verdict
+from flatout.job.folder import read_json
+from flatout.schema.ceilings import CeilingsRecord
+from flatout.schema.errors import UsageError
+from flatout.schema.machine_snapshot import MachineSnapshot, Verdict
 
 
 @click.command()

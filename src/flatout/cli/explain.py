@@ -15,7 +15,7 @@ import click
 from flatout.diagnose.explain import Explanation, explain_text, lines
 from flatout.diagnose.failures import TABLE
 from flatout.diagnose.logs import gather
-from flatout.plan.errors import UsageError
+from flatout.schema.errors import UsageError
 
 CODE = re.compile(r"FE\d{3}")
 UNKNOWN = 1

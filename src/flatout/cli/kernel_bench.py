@@ -14,7 +14,7 @@ from rich.table import Table
 
 from flatout.measure.clock import clock_for
 from flatout.measure.statistics import Round, compare, median
-from flatout.plan.errors import UsageError
+from flatout.schema.errors import UsageError
 
 WARM_UPS = 3
 BLOCK_MS = 20.0  # approximate duration of a block of calls
@@ -143,6 +143,22 @@ def rows_of(
             yield from _comparison(kernel, case, work, contestants, inputs, rounds, roof)
 
 
+def _interleaved(
+    calls: dict[str, tuple[Callable[[], Any], int]], clock: Any, rounds: int
+) -> dict[str, list[float]]:
+    """Return the milliseconds of each call, for each round; the order changes from round to round."""
+    blocks: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds):
+        for name in list(calls) if turn % 2 == 0 else reversed(list(calls)):
+            call, count = calls[name]
+            clock.settle()
+            start = clock.mark()
+            for _ in range(count):
+                call()
+            blocks[name].append(clock.elapsed_ms(start, clock.mark()) / count)
+    return blocks
+
+
 def _comparison(
     kernel: Any,
     case: Any,
@@ -182,15 +198,7 @@ def _comparison(
                 work,
                 why_not=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}",
             )
-    blocks: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds):
-        for name in list(calls) if turn % 2 == 0 else reversed(list(calls)):
-            call, count, _ = calls[name]
-            clock.settle()
-            start = clock.mark()
-            for _ in range(count):
-                call()
-            blocks[name].append(clock.elapsed_ms(start, clock.mark()) / count)
+    blocks = _interleaved({name: (call, count) for name, (call, count, _) in calls.items()}, clock, rounds)
     for name, times in blocks.items():
         ms = median(times)
         ratio = (

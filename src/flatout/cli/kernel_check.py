@@ -14,11 +14,11 @@ from typing import Any
 
 import click
 
-from flatout.cli.arguments import Duration
+from flatout.cli.options.arguments import Duration
 from flatout.kernels import NAMES
 from flatout.launch.compiler import Ended, cpp_compiler, emulate, nvcc, run_child
 from flatout.measure.clock import seconds
-from flatout.plan.errors import UsageError
+from flatout.schema.errors import UsageError
 
 OK, FAILED, NOT_RUN = "ok", "failed", "not run"
 MARK = {OK: "ok     ", FAILED: "FAILED ", NOT_RUN: "not run"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 import flatout.kernels
-from flatout.plan.errors import StorageError, UsageError
+from flatout.schema.errors import StorageError, UsageError
 
 TEMPLATE = Path(flatout.kernels.__file__).parent / "template"
 EXAMPLE = "silu_mul"

@@ -8,11 +8,11 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from flatout.cli.arguments import lever_of
+from flatout.cli.options.arguments import lever_of
+from flatout.job.folder import FOLDER, JobFolder
 from flatout.levers import TABLE
-from flatout.plan.errors import UsageError
-from flatout.plan.folder import FOLDER, JobFolder
 from flatout.render import why_left_out
+from flatout.schema.errors import UsageError
 from flatout.tune.session import load_session, newest
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from flatout.cli.arguments import PROGRAM, Duration
-from flatout.cli.measurement import Measurement, measurement_options
-from flatout.plan.errors import UsageError
-from flatout.plan.lr_range import OWN, LrRecord, read_optimizers
+from flatout.cli.options.arguments import PROGRAM, Duration
+from flatout.cli.options.measurement import Measurement, measurement_options
+from flatout.schema.errors import UsageError
+from flatout.schema.lr_range import OWN, LrRecord, read_optimizers
 from flatout.tune.lr_range import FEWEST, Ranging
 
 

@@ -8,8 +8,8 @@ import sys
 import click
 
 from flatout import __version__
-from flatout.plan.errors import FlatoutError
-from flatout.plan.sanitize import harmless
+from flatout.job.sanitize import harmless
+from flatout.schema.errors import FlatoutError
 
 GROUPS = {
     "Tune and run": {

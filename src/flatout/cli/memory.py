@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from flatout.cli.arguments import PROGRAM, Amount, Duration, Sizes
-from flatout.cli.measurement import Measurement, measurement_options
-from flatout.plan.memory_forecast import MemoryForecast
+from flatout.cli.options.arguments import PROGRAM, Amount, Duration, Sizes
+from flatout.cli.options.measurement import Measurement, measurement_options
+from flatout.schema.memory_forecast import MemoryForecast
 from flatout.tune.memory_forecast import Forecast, ForecastOptions
 
 

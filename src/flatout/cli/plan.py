@@ -8,16 +8,16 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from flatout.cli.arguments import PROGRAM, program, read_plan, words_or_usage
+from flatout.cli.options.arguments import PROGRAM, program, read_plan, words_or_usage
 from flatout.launch.command import understand
 from flatout.levers import TABLE
-from flatout.plan.enums import Origin
-from flatout.plan.errors import PlanError
-from flatout.plan.lever import Lever, Value
-from flatout.plan.plan import Choice, Plan
 from flatout.probe.machine import look
 from flatout.render.formatting import shell
 from flatout.render.terminal import plan_table
+from flatout.schema.enums import Origin
+from flatout.schema.errors import PlanError
+from flatout.schema.lever import Lever, Value
+from flatout.schema.plan import Choice, Plan
 from flatout.tune.session import Skipped, find_plan, job_folder, load_session
 
 TEMPLATE = Plan((Choice("malloc", "tcmalloc", Origin.USER), Choice("channels_last", True, Origin.USER)))

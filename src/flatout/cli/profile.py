@@ -9,17 +9,18 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from flatout.cli.arguments import PROGRAM, Duration, program, words_or_usage, writable
-from flatout.cli.device import choose, device_option
-from flatout.cli.measurement import header, kept
-from flatout.cli.progress import LiveProgress
-from flatout.diagnose.profiling import MEMORY_STAGES, ProfileOptions, Profiling
+from flatout.cli.options.arguments import PROGRAM, Duration, program, words_or_usage, writable
+from flatout.cli.options.device import choose, device_option
+from flatout.cli.options.measurement import header, kept
+from flatout.cli.options.progress import LiveProgress
+from flatout.diagnose.profiled_program import ProfileOptions
+from flatout.diagnose.profiling import MEMORY_STAGES, Profiling
+from flatout.job.folder import JobFolder, write_json, write_whole
 from flatout.launch.command import Command, understand
-from flatout.plan.errors import UsageError
-from flatout.plan.facts import Facts
-from flatout.plan.folder import JobFolder, write_json, write_whole
-from flatout.plan.profile import ProfileRecord
 from flatout.probe.machine import look
+from flatout.schema.errors import UsageError
+from flatout.schema.facts import Facts
+from flatout.schema.profile import ProfileRecord
 from flatout.tune.session import job_folder
 
 SHORTEST_S = 5.0

@@ -8,10 +8,10 @@ from pathlib import Path
 import click
 
 from flatout.diagnose.stored_profile import load_profile
-from flatout.plan.errors import UsageError
-from flatout.plan.folder import FOLDER, JobFolder, write_whole
+from flatout.job.folder import FOLDER, JobFolder, write_whole
 from flatout.render.profile_report import profile_html
 from flatout.render.report import report_html
+from flatout.schema.errors import UsageError
 from flatout.tune.session import load_session, newest
 
 NOT_OF_ITS_FORM = (

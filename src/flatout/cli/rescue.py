@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import click
 
-from flatout.engine.rescue import KIND, describe_position
-from flatout.plan.errors import SaveError, UsageError
-from flatout.plan.folder import FOLDER
-from flatout.plan.sanitize import harmless
+from flatout.checkpoint.checkpoint import Checkpoint, verified
+from flatout.checkpoint.checkpoints import CheckpointFolder
+from flatout.checkpoint.metadata import CheckpointMeta
+from flatout.checkpoint.rescue_writer import KIND
+from flatout.checkpoint.runs import earlier_runs
+from flatout.job.folder import FOLDER
+from flatout.job.sanitize import harmless
 from flatout.render.formatting import count, duration, size
-from flatout.state.checkpoints import Checkpoint, CheckpointFolder, verified
-from flatout.state.manifest import Manifest
-from flatout.state.runs import earlier_runs
+from flatout.schema.errors import SaveError, UsageError
 from flatout.tune.session import newest
 
 RESCUE = "rescue"
@@ -111,22 +110,22 @@ def _paragraph(path: Path) -> str:
         save = verified(path)
     except SaveError as error:
         return f"  {path.name}  not valid: {harmless(str(error))}"
-    manifest, metadata = save.manifest, save.manifest.metadata
-    epoch = f", epoch {count(metadata['epoch'])}" if metadata.get("epoch") else ""
+    manifest, meta = save.manifest, CheckpointMeta.from_json(save.manifest.metadata)
+    epoch = f", epoch {count(meta.epoch)}" if meta.epoch else ""
     bytes_ = sum(stored.bytes for stored in manifest.files.values())
     lines = [
-        f"  {describe_position(metadata, manifest.step)}{epoch}, {duration(metadata.get('ran_s'))} into the run, {_word(metadata.get('at'))}, {size(bytes_)}, verified"
-        + (f" (at {_word(metadata['why'])})" if metadata.get("why") not in (None, "interval") else "")
+        f"  {meta.position(manifest.step)}{epoch}, {duration(meta.ran_s)} into the run, {_word(meta.at)}, {size(bytes_)}, verified"
+        + (f" (at {_word(meta.why)})" if meta.why not in ("", "interval") else "")
     ]
     lines += [
-        f"    {_word(held.get('name'))}  {MANY.get(str(held.get('kind')), '')} {_word(held.get('type'))}"
-        + (f", {count(held['values'])} values" if held.get("values") else "")
-        for held in _held(manifest)
+        f"    {_word(kept.name)}  {MANY.get(kept.kind, '')} {_word(kept.type)}"
+        + (f", {count(kept.values)} values" if kept.values else "")
+        for kept in meta.holds
     ]
-    if metadata.get("inside"):
+    if meta.inside:
         moved = (
             "an optimizer had already updated some weights"
-            if metadata.get("updated")
+            if meta.updated
             else f"weights and optimizers are those of step {manifest.step}"
         )
         lines.append(f"    taken inside a step: {moved}; running statistics and random numbers may be ahead")
@@ -134,25 +133,21 @@ def _paragraph(path: Path) -> str:
     return "\n".join(lines)
 
 
-def _held(manifest: Manifest) -> list[Mapping[str, Any]]:
-    holds = manifest.metadata.get("holds")
-    return [held for held in holds if isinstance(held, Mapping)] if isinstance(holds, list) else []
-
-
-def _word(value: Any) -> str:
-    return " ".join(harmless(str(value))[:200].split())
+def _word(text: str) -> str:
+    return " ".join(harmless(text)[:200].split())
 
 
 def _write(save: Checkpoint, target: Path) -> None:
     import torch
 
-    from flatout.state.exported import export
+    from flatout.checkpoint.exported import export
 
     state = save.read(torch)
-    spelled = {str(held.get("name")): str(held.get("code")) for held in _held(save.manifest)}
+    meta = CheckpointMeta.from_json(save.manifest.metadata)
+    spelled = {kept.name: kept.code for kept in meta.holds}
     found = export(torch, state, spelled, target)
     click.echo(
-        f"{describe_position(save.manifest.metadata, save.step)} of {save.path} is in {target}: {', '.join(found.files)}\n",
+        f"{meta.position(save.step)} of {save.path} is in {target}: {', '.join(found.files)}\n",
         err=True,
     )
     click.echo("\n".join(found.lines))

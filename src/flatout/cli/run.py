@@ -8,31 +8,40 @@ import os
 import sys
 import tempfile
 import uuid
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
-from flatout.cli import launch_targets, ranks, supervision
-from flatout.cli.arguments import PROGRAM, Duration, LeverByName, program, read_plan, words_or_usage, writable
-from flatout.cli.device import choose, device_option, hint
-from flatout.cli.grouped import Grouped, survival_option
+from flatout.agent.applier import before_start
+from flatout.cli.options import launch_targets, ranks, supervision
+from flatout.cli.options.arguments import (
+    PROGRAM,
+    Duration,
+    LeverByName,
+    program,
+    read_plan,
+    words_or_usage,
+    writable,
+)
+from flatout.cli.options.device import choose, device_option, hint
+from flatout.cli.options.grouped import Grouped, survival_option
+from flatout.job.folder import read_json, write_json
+from flatout.job.sanitize import harmless
 from flatout.launch.caches import private_caches
 from flatout.launch.command import Command, understand
 from flatout.launch.environment import attached, listening
 from flatout.levers import TABLE
-from flatout.plan.enums import Moment
-from flatout.plan.errors import FlatoutError, ProgramNotFound, UsageError
-from flatout.plan.facts import Facts
-from flatout.plan.folder import read_json, write_json
-from flatout.plan.plan import Choice, Plan, as_option
-from flatout.plan.sanitize import harmless
 from flatout.probe.machine import look
 from flatout.render.formatting import shell
+from flatout.schema.errors import FlatoutError, ProgramNotFound, UsageError
+from flatout.schema.facts import Facts
+from flatout.schema.plan import Choice, Plan, as_option
+from flatout.schema.run_request import ResumeOptions, RunRequest
 from flatout.tune.session import FoundPlan, differences, find_plan, job_folder, key_of
 
-ENTRY = "flatout.cli.attached:attach"
+ENTRY, WITH_CHECKPOINTS = "flatout.agent.entry:attach", "flatout.checkpoint.attach:attach"
 RESCUE = "rescue"  # subfolder of a job's folder
 
 
@@ -142,43 +151,44 @@ def command(
     elif remark:
         _say(remark)
     keeps = rescue or resume or watched.asked
-    more = {
-        "watch": known_ideal(cmd) if watch else None,
-        "rescue": str(rescue_folder(cmd, asked=rescue or resume)) if keeps else None,
-        "resume": {
-            "from_scratch": from_scratch,
-            "shows": replay_output,
-            "rescue": rescue,
-            "insists": not watched.asked,
-        }
+    request = RunRequest(
+        WITH_CHECKPOINTS if keeps else ENTRY,
+        plan or Plan(),
+        facts,
+        os.getpid(),  # exec keeps it, and it distinguishes the program from its children
+        watch=known_ideal(cmd) if watch else None,
+        rescue=str(rescue_folder(cmd, asked=rescue or resume)) if keeps else None,
+        resume=ResumeOptions(from_scratch, replay_output, rescue, insists=not watched.asked)
         if resume or watched.asked
         else None,
-    }
+    )
     if asked.several or place is not None:
-        return _run_as_ranks(cmd, facts, plan or Plan(), chosen, asked, place, more, watched)
+        return _run_as_ranks(cmd, request, chosen, asked, place, watched)
+    return _run_alone(cmd, request, watched)
+
+
+def _run_alone(cmd: Command, request: RunRequest, watched: supervision.Supervision) -> NoReturn:
     becomes = watched.over(cmd, job_folder(cmd).path / "incidents.jsonl")
-    if not watch and not keeps and not (plan is not None and len(plan)):
+    if request.watch is None and request.rescue is None and not len(request.plan):
         _become(becomes, {**_listening(), **watched.environment})
     if cmd.closed:
         _say(f"nothing can be applied: `python {cmd.closed}` disables flatout; remove the option")
         _become(becomes, dict(os.environ))
-    return _become(becomes, {**_environment(plan or Plan(), facts, more), **watched.environment})
+    _become(becomes, {**_environment(request), **watched.environment})
 
 
 def _run_as_ranks(
     cmd: Command,
-    facts: Facts,
-    plan: Plan,
+    request: RunRequest,
     chosen: tuple[Choice, ...],
     asked: ranks.RankOptions,
-    place: Any,
-    more: dict[str, Any],
+    place: launch_targets.LaunchTarget | None,
     watched: supervision.Supervision,
 ) -> int:
     """Run the program as ranks on this machine, or on the nodes of ``place``."""
     import secrets
 
-    from flatout.cli.rank_plans import plan_of_ranks, run_divided
+    from flatout.cli.options.rank_plans import plan_of_ranks, run_divided
     from flatout.launch.elastic import agent_command
     from flatout.launch.local_launcher import launcher_of
 
@@ -186,22 +196,21 @@ def _run_as_ranks(
         raise UsageError(
             f"`python {cmd.closed}` disables flatout, so every rank would train on the same data. Remove the option."
         )
-    plan = plan_of_ranks(
-        cmd, facts, plan, chosen, asked.at_least_two, _say, first=place is None or not place.nodes.node_rank
-    )
-    environment = _environment(plan, facts, more, seed=secrets.randbits(31))
+    first = place is None or not place.nodes.node_rank
+    plan = plan_of_ranks(cmd, request.facts, request.plan, chosen, asked.at_least_two, _say, first)
+    environment = _environment(replace(request, plan=plan, seed=secrets.randbits(31)))
     if place is not None and place.cluster == "ray":
         return launch_targets.go(place, cmd, environment)
     if place is not None:
         agent = Command(cmd.typed, tuple(agent_command(place.nodes, cmd, divided=True)))
         return _become(agent, environment)
     if watched.asked:
-        ranks_of_it = launcher_of(cmd, asked.procs, asked.gpus, facts.cores)
+        ranks_of_it = launcher_of(cmd, asked.procs, asked.gpus, request.facts.cores)
         return _become(
             watched.over(ranks_of_it, job_folder(cmd).path / "incidents.jsonl"),
             {**environment, **watched.environment},
         )
-    return run_divided(cmd, facts, asked, Path(environment["FLATOUT_JOB"]), environment)
+    return run_divided(cmd, request.facts, asked, Path(environment["FLATOUT_JOB"]), environment)
 
 
 def rescue_folder(cmd: Command, asked: bool) -> Path:
@@ -262,8 +271,8 @@ def _another_command(cmd: Command, found: FoundPlan) -> str:
 
 def _tune_first(words: tuple[str, ...], budget: float, asked: ranks.RankOptions) -> Plan | None:
     from flatout.cli.tune import tune
+    from flatout.tune.goal import Goal
     from flatout.tune.session import plan_of
-    from flatout.tune.tuning import Goal
 
     try:
         session, *_ = tune(words, Goal(budget), beside=False, asked=asked)
@@ -276,47 +285,22 @@ def _tune_first(words: tuple[str, ...], budget: float, asked: ranks.RankOptions)
     return plan_of(session)
 
 
-def _environment(
-    plan: Plan, facts: Facts, more: Mapping[str, Any] = {}, seed: int | None = None
-) -> dict[str, str]:
-    """Return the environment for the program: the job with the plan, and the variables of PROCESS levers.
+def _environment(request: RunRequest) -> dict[str, str]:
+    """Write the request for the program; return its environment, with the variables of PROCESS levers.
 
-    Unavailable levers are skipped. ``more`` holds further keys of the job (``watch``, ``rescue``). ``seed``
-    gives several ranks the same random numbers, if the script sets no seed, and the same iteration order of
-    sets.
+    Several ranks get the same random numbers, if the
+    script sets no seed, and the same iteration order of sets.
     """
-    # 0, not a random number: the ranks of several nodes must agree, and each node runs this code itself.
-    hashes = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED") or "0"}  # fixes the iteration order of sets
-    extra = {} if seed is None and not more.get("resume") else hashes
-    left_out: list[tuple[str, str]] = []
-    for lever in TABLE:
-        choice = plan.get(lever.name)
-        if choice is None or lever.moment is not Moment.PROCESS:
-            continue
-        try:
-            answer = lever.applies(facts, None)
-            if hasattr(answer, "reason"):
-                raise LookupError(answer.reason)
-            extra.update(lever.environment(facts, answer.value_for(choice.value)))
-        except Exception as error:
-            left_out.append((choice.name, str(error)))
+    extra: dict[str, str] = {}
+    if request.seed is not None or request.resume is not None:
+        # 0, not a random number: the ranks of several nodes must agree, and each node runs this code itself.
+        extra["PYTHONHASHSEED"] = os.environ.get("PYTHONHASHSEED") or "0"
+    variables, outcomes = before_start(TABLE, request.plan, request.facts)
     for sentence in private_caches(os.environ)[1]:
         _say(sentence)
     job = Path(tempfile.mkdtemp(prefix="flatout-run-")) / "job.json"
-    # exec keeps the process ID, which distinguishes the program from its children.
-    write_json(
-        job,
-        {
-            "entry": ENTRY,
-            "plan": plan.to_json(),
-            "facts": facts.to_json(),
-            "pid": os.getpid(),
-            "left_out": left_out,
-            "seed": seed,
-            **more,
-        },
-    )
-    return attached(job, extra, becomes=seed is None)
+    write_json(job, replace(request, started=tuple(outcome.to_json() for outcome in outcomes)).to_json())
+    return attached(job, {**extra, **variables}, becomes=request.seed is None)
 
 
 def _listening() -> dict[str, str]:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import click
 
-from flatout.cli.arguments import PROGRAM, Duration, program, read_plan, words_or_usage
-from flatout.cli.crash_explanation import of_death
-from flatout.cli.device import choose, device_option
+from flatout.cli.options.arguments import PROGRAM, Duration, program, read_plan, words_or_usage
+from flatout.cli.options.device import choose, device_option
+from flatout.diagnose.crash_explanation import of_death
+from flatout.job.folder import TrialFolder, write_whole
 from flatout.launch.command import understand
 from flatout.measure.clock import seconds
-from flatout.plan.folder import TrialFolder, write_whole
 from flatout.probe.machine import look, oom_kills
 from flatout.trial.parent import Trial, measure
 

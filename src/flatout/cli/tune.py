@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from flatout.cli import ranks
-from flatout.cli.arguments import (
+from flatout.cli.options import ranks
+from flatout.cli.options.arguments import (
     PROGRAM,
     Amount,
     Duration,
@@ -23,26 +24,28 @@ from flatout.cli.arguments import (
     words_or_usage,
     writable,
 )
-from flatout.cli.crash_explanation import of_death
-from flatout.cli.device import choose, device_option
-from flatout.cli.grouped import Grouped
-from flatout.cli.measurement import interrupt
-from flatout.cli.progress import LiveProgress
+from flatout.cli.options.device import choose, device_option
+from flatout.cli.options.grouped import Grouped
+from flatout.cli.options.measurement import interrupt
+from flatout.cli.options.progress import LiveProgress
+from flatout.diagnose.crash_explanation import of_death
 from flatout.diagnose.stored_profile import load_profile
+from flatout.job.folder import JobFolder, write_json, write_whole
+from flatout.job.sanitize import harmless
 from flatout.launch.command import Command, understand
 from flatout.levers import TABLE
-from flatout.plan.enums import Effect
-from flatout.plan.errors import FlatoutError, ProgramFailed, UsageError
-from flatout.plan.facts import Facts
-from flatout.plan.folder import JobFolder, write_json, write_whole
-from flatout.plan.plan import Choice
-from flatout.plan.predictions import levers_first, predictions, with_measured
-from flatout.plan.profile import ProfileRecord
-from flatout.plan.records import RanksRecord, SessionRecord
-from flatout.plan.sanitize import harmless
 from flatout.probe.machine import look, oom_kills
+from flatout.schema.enums import Effect
+from flatout.schema.errors import FlatoutError, ProgramFailed, UsageError
+from flatout.schema.facts import Facts
+from flatout.schema.plan import Choice
+from flatout.schema.predictions import levers_first, predictions, with_measured
+from flatout.schema.profile import ProfileRecord
+from flatout.schema.session import RanksRecord, SessionRecord
+from flatout.trial.blocks import Watcher
+from flatout.tune.goal import USUAL_BUDGET_S, Goal
 from flatout.tune.ranks import base_plan
-from flatout.tune.remote import on_ray
+from flatout.tune.remote import RemoteNodes, on_ray
 from flatout.tune.search import search
 from flatout.tune.session import (
     beside_script,
@@ -54,7 +57,7 @@ from flatout.tune.session import (
     verdict,
     write_plan,
 )
-from flatout.tune.tuning import USUAL_BUDGET_S, Goal, Tuning
+from flatout.tune.tuning import Tuning
 
 SHORTEST_S = 5.0
 EFFECTS = ("exact", "rounding", "precision", "resampled")  # without those that change the maths
@@ -200,22 +203,43 @@ def tune(
         goal = replace(goal, first=tuple(levers_first(profile.findings, [lever.name for lever in TABLE])))
     save_session(folder, session)
     how = {} if asked is None or not asked.several else _as_ranks(cmd, facts, asked, session)
+
+    def tuning(watcher: Watcher) -> Tuning:
+        return Tuning(
+            **{"command": cmd, "facts": facts, **how},
+            job=folder,
+            session=session,
+            goal=goal,
+            watcher=watcher,
+            save_session=lambda s: save_session(folder, s),
+            elsewhere=elsewhere,
+        )
+
+    _search(tuning, session, folder, elsewhere)
+    session.status, session.message = "done", verdict(session)
+    if profile is not None:
+        session.predictions = predictions(profile.findings, session.levers)
+        _tell_the_profile(folder, profile, session)
+    _finish(folder, session)
+    written = write_plan(folder, session, cmd, beside)
+    if written is None and beside:
+        sys.stderr.write(f"flatout: {_not_beside(folder, session, cmd)}\n")
+    return session, folder, written or folder.plan
+
+
+def _search(
+    tuning: Callable[[Watcher], Tuning],
+    session: SessionRecord,
+    folder: JobFolder,
+    elsewhere: RemoteNodes | None,
+) -> None:
+    """Run the search and keep its record, however it ends. Raises FlatoutError, KeyboardInterrupt."""
     console, kills = Console(stderr=True), oom_kills()
     # On SIGTERM, end the programs in the same way as on Ctrl-C.
     signal.signal(signal.SIGTERM, interrupt)
     try:
         with LiveProgress(console, session.budget_s - session.spent_s) as progress:
-            search(
-                Tuning(
-                    **{"command": cmd, "facts": facts, **how},
-                    job=folder,
-                    session=session,
-                    goal=goal,
-                    watcher=progress,
-                    save_session=lambda s: save_session(folder, s),
-                    elsewhere=elsewhere,
-                )
-            )
+            search(tuning(progress))
     except FlatoutError as error:
         session.status, session.message = "failed", str(error)
         _finish(folder, session)
@@ -245,15 +269,6 @@ def tune(
             for sentence in elsewhere.left_out:
                 console.print(f"flatout: skipped a node: {sentence}", markup=False, soft_wrap=True)
             elsewhere.close()
-    session.status, session.message = "done", verdict(session)
-    if profile is not None:
-        session.predictions = predictions(profile.findings, session.levers)
-        _tell_the_profile(folder, profile, session)
-    _finish(folder, session)
-    written = write_plan(folder, session, cmd, beside)
-    if written is None and beside:
-        sys.stderr.write(f"flatout: {_not_beside(folder, session, cmd)}\n")
-    return session, folder, written or folder.plan
 
 
 def _not_beside(folder: JobFolder, session: SessionRecord, cmd: Command) -> str:
@@ -270,7 +285,7 @@ def _as_ranks(cmd: Command, facts: Facts, asked: ranks.RankOptions, session: Ses
     """Rehearse the program as ranks, and return the starting arguments of a search over ranks.
 
     Raises CannotDivide, ProgramFailed."""
-    from flatout.cli.rank_plans import rehearsed
+    from flatout.cli.options.rank_plans import rehearsed
     from flatout.launch.local_launcher import launcher_of
 
     division, found = rehearsed(cmd, facts, asked)

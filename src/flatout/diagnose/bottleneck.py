@@ -7,7 +7,7 @@ them.
 
 from __future__ import annotations
 
-from flatout.plan.profile import Operation, ProfileRecord
+from flatout.schema.profile import Operation, ProfileRecord
 
 SHORT_US = 10.0  # a shorter call is mostly launch overhead
 BY_WHAT_IF = {"data": "loader", "copy": "copies", "optimizer": "optimizer"}

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules import TABLE
 from flatout.diagnose.rules.ignore_without_effect import RULE as UNUSED
-from flatout.plan.errors import UsageError
-from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
+from flatout.schema.errors import UsageError
+from flatout.schema.findings import Finding, Severity
 
 COMMENT = re.compile(r"#\s*flatout:\s*ignore\b[:\s]*([A-Za-z]{2}\d+(?:[,\s]+[A-Za-z]{2}\d+)*)?")
 ORDER = {severity.value: number for number, severity in enumerate(Severity)}

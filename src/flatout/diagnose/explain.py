@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from flatout.diagnose.failures import TABLE
 from flatout.diagnose.kind import FailureKind
 from flatout.diagnose.tracebacks import clean, read, unfolded
-from flatout.plan.failure import FailureRecord
-from flatout.plan.findings import Finding
+from flatout.schema.failure import FailureRecord
+from flatout.schema.findings import Finding
 
 MOST_LINES = 3
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flatout.plan.findings import Finding, SourceLocation
-from flatout.plan.profile import ProfileRecord, SyncRecord
-from flatout.plan.records import Ratio
+from flatout.schema.findings import Finding, SourceLocation
+from flatout.schema.profile import ProfileRecord, SyncRecord
+from flatout.schema.records import Ratio
 
 if TYPE_CHECKING:
     from flatout.diagnose.rule import Rule

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from flatout.diagnose.rule import Rule
-from flatout.plan.failure import ExceptionRecord, FailureRecord, TensorSeen
-from flatout.plan.findings import Finding, Severity, SourceLocation
+from flatout.schema.failure import ExceptionRecord, FailureRecord, TensorSeen
+from flatout.schema.findings import Finding, Severity, SourceLocation
 
 SECTIONS = ("What", "Why it happens", "How to fix it", "Sources")
 RUNTIME = ("RuntimeError",)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from flatout.diagnose.gains import found, size
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding
-from flatout.plan.profile import MemoryGrowth, ProfileRecord
+from flatout.schema.findings import Finding
+from flatout.schema.profile import MemoryGrowth, ProfileRecord
 
 
 def growing(rule: Rule, profile: ProfileRecord, leak: MemoryGrowth, how: str) -> Finding:

@@ -10,30 +10,23 @@ A program that ends early is started again for the remaining stages.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from flatout.diagnose.bottleneck import name_bottleneck
+from flatout.diagnose.profiled_program import SETTLING_TICKS, ProfiledProgram, last_line
 from flatout.diagnose.ranking import judge
 from flatout.diagnose.rules import TABLE as RULES
 from flatout.diagnose.what_ifs import TABLE as WHAT_IFS
-from flatout.launch.command import Command
 from flatout.measure.clock import seconds
 from flatout.measure.roofline import flops_a_step, place_under_roof, utilisation
-from flatout.measure.statistics import Round, block_ms, compare, median
-from flatout.plan.enums import Origin
-from flatout.plan.errors import FlatoutError, NothingMeasured, ProgramFailed
-from flatout.plan.facts import Facts
-from flatout.plan.findings import SourceLocation
-from flatout.plan.folder import JobFolder
-from flatout.plan.lever import Lever
-from flatout.plan.plan import Choice, Plan
-from flatout.plan.profile import (
-    Compiled,
+from flatout.measure.statistics import Round, compare, median
+from flatout.schema.enums import Origin
+from flatout.schema.findings import SourceLocation
+from flatout.schema.lever import Lever
+from flatout.schema.plan import Choice
+from flatout.schema.profile import (
     IdleGap,
-    LoaderSeen,
     MemoryGrowth,
     MemorySeen,
     Operation,
@@ -41,20 +34,14 @@ from flatout.plan.profile import (
     SyncRecord,
     WhatIf,
 )
-from flatout.plan.records import PhaseTime, Ratio, TrialRecord
-from flatout.trial.blocks import PREFETCHED_BATCHES, BlockTimer, LeverFailed, Watcher
+from flatout.schema.records import Ratio
+from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone, Trial
 
-TABLE = "flatout.diagnose.what_ifs:TABLE"
-START_S = 600.0  # until the steps are steady
-SETTLING_TICKS = 4
 SYNCHRONISATION_TICKS = 10
 BETWEEN_TICKS = 8
 MEMORY_TICKS = 4
-LEAK_TICKS = 40
-LONGEST_LISTENING_S = 8.0  # of one recording; slow programs are recorded over fewer steps
 FEWEST_LEAK_TICKS = 16
-WHAT_IF_SHARE = 0.5  # of the budget is reserved for what-ifs
 LITTLE = 0.01  # of a step; smaller costs are not measured
 NARROW = 1.04  # high over low of an interval that needs no more rounds
 LEAST_BLOCKS = 8  # per what-if: two rounds in both orders
@@ -63,60 +50,14 @@ OPERATIONS_KEPT = 60
 CLOSED = "a step of this program is a closure that takes seconds; what-ifs cannot be switched inside it"
 
 
-ALL_STAGES = frozenset({"synchronisations", "lines", "operators", "memory", "growth", "what-ifs", "data set"})
 MEMORY_STAGES = frozenset({"memory", "growth"})
 
 
-@dataclass(frozen=True)
-class ProfileOptions:
-    """Options of a profile.
-
-    ``schedule`` are the wait, warm-up and recorded steps. ``leak_ticks`` are the steps that are monitored for
-    memory growth.
-    """
-
-    steps: int = 40
-    schedule: tuple[int, int, int] = (1, 2, 3)
-    budget_s: float = 120.0
-    stages: frozenset[str] = ALL_STAGES
-    what_ifs: frozenset[str] = frozenset(lever.name for lever in WHAT_IFS)
-    leak_ticks: int = LEAK_TICKS
-    trace: str = ""
-
-
-class Profiling:
+class Profiling(ProfiledProgram):
     """Profiles one program. ``run`` fills the record.
 
     Raises ProgramFailed if the program itself fails, NothingMeasured if it does not train.
     """
-
-    def __init__(
-        self,
-        command: Command,
-        job: JobFolder,
-        facts: Facts,
-        requested: ProfileOptions,
-        record: ProfileRecord,
-        ceilings: dict[str, float],
-        watcher: Watcher | None = None,
-        save: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.command, self.job, self.facts, self.requested, self.record = (
-            command,
-            job,
-            facts,
-            requested,
-            record,
-        )
-        self.watcher, self.save = watcher or Watcher(), save
-        record.ceilings = ceilings
-        self.blocks = BlockTimer()
-        self.trial: Trial | None = None
-        self.end_s = seconds() + requested.budget_s
-        self.listen_until_s = self.end_s - WHAT_IF_SHARE * requested.budget_s
-        self.start_cost_s = 0.0
-        self.plain_ms: list[float] = []
-        self.not_finite = 0.0  # share of the losses that are NaN or infinite
 
     def run(self) -> ProfileRecord:
         record = self.record
@@ -157,143 +98,9 @@ class Profiling:
 
     # -- programs -------------------------------------------------------------------------------------------
 
-    def _enter(self) -> Trial:
-        start_s = seconds()
-        trial = self.trial = Trial(
-            self.command, self.job.new_trial(), Plan(), self.facts, table=TABLE, watch=True
-        )
-        trial.start()
-        ready = trial.wait_ready(start_s + START_S)
-        self.start_cost_s = seconds() - start_s
-        self.blocks.unit, self.blocks.tick_ms = ready["unit"], max(ready["tick_ms"], 1e-3)
-        if self.blocks.tick_ms < 2000:
-            self.blocks.tick_ms = max(
-                block_ms(trial.go(SETTLING_TICKS, self.blocks.deadline(SETTLING_TICKS))), 1e-3
-            )
-        return trial
-
-    def _leave(self) -> None:
-        if self.trial is not None:
-            self.trial.close()
-            self.trial = None
-
-    def _try(self, name: str, stage: Callable[[Trial], None]) -> None:
-        """Runs one stage, in a new program if the current one has ended. A failure becomes a note."""
-        for attempt in (1, 2):
-            try:
-                if self.trial is None:
-                    if self.end_s - seconds() < self.start_cost_s:
-                        self.record.notes.append(
-                            f"{name}: the program ended and no time was left to start it again; increase --budget"
-                        )
-                        return
-                    self._enter()
-                assert self.trial is not None
-                if name == "what-ifs":
-                    self.watcher.stage(name, "which costs can be switched off")
-                else:
-                    self.watcher.stage("recording", name)
-                stage(self.trial)
-                return
-            except ProgramGone as gone:
-                self._leave()
-                if attempt == 2 or gone.record.status != "ended":
-                    what = "is too short" if gone.record.status == "ended" else "failed during it"
-                    self.record.notes.append(f"{name}: the program {what}: {_last_line(gone.record)}")
-                    return
-
     # -- steps without recording ----------------------------------------------------------------------------
 
-    def _quiet(self) -> None:
-        """Measures step times and phases while nothing is recorded."""
-        record = self.record
-        try:
-            trial = self._enter()
-        except ProgramGone as gone:
-            raise why_not(self.command, gone.record) from None
-        try:
-            record.context = trial.ask({"do": "options"}, seconds() + 120)["context"]
-            workers = max((loader["num_workers"] for loader in record.context["loaders"]), default=0)
-            self.blocks.prefetched_ticks = PREFETCHED_BATCHES * workers
-            trial.ask({"do": "watch"}, seconds() + 60)
-            until_s = seconds() + max(5.0, 0.3 * self.requested.budget_s)
-            self.watcher.stage("measuring", f"{self.requested.steps} steps without recording")
-            while len(self.plain_ms) < self.requested.steps and seconds() < until_s:
-                ticks = min(self.blocks.block_ticks, self.requested.steps - len(self.plain_ms))
-                self.plain_ms += trial.go(ticks, self.blocks.deadline(ticks))
-            self._take(TrialRecord.from_json(trial.ask({"do": "record"}, seconds() + 60)["record"]))
-            self._take_watched(trial.ask({"do": "watch"}, seconds() + 60))
-            trial.hold()
-        except ProgramGone as gone:
-            self._leave()
-            if not self.plain_ms:
-                raise why_not(self.command, gone.record) from None
-            self._take(gone.record)
-            record.notes.append(
-                f"the program ended after {len(self.plain_ms)} measured steps: {_last_line(gone.record)}"
-            )
-
-    def _take(self, trial: TrialRecord) -> None:
-        record = self.record
-        record.device, record.unit, record.versions = (
-            trial.device,
-            trial.unit,
-            {**record.versions, **trial.versions},
-        )
-        record.warmup_steps, record.warmup_ms = trial.warmup_steps, trial.warmup_ms
-        record.steps, record.step_ms, record.step_ms_list = (
-            len(self.plain_ms),
-            block_ms(self.plain_ms),
-            self.plain_ms,
-        )
-        record.samples_per_s = (
-            1000 * trial.samples_per_step / record.step_ms if trial.samples_per_step else None
-        )
-        record.phases = {name: PhaseTime.from_json(phase) for name, phase in trial.phases.items()}
-        self.blocks.tick_ms = record.step_ms
-        losses = [float.fromhex(loss) for loss in trial.losses]
-        self.not_finite = sum(not math.isfinite(loss) for loss in losses) / len(losses) if losses else 0.0
-
-    def _take_watched(self, watched: dict[str, Any]) -> None:
-        record = self.record
-        record.gc_ms, record.gc_longest_ms, record.gc_calls = (
-            watched["gc_ms"],
-            watched["gc_longest_ms"],
-            watched["gc_calls"],
-        )
-        record.settings, record.events = watched["settings"], watched["events"]
-        if self.not_finite:
-            record.events["loss_not_finite"] = {
-                **record.events.get("backward", {"places": []}),
-                "calls": self.not_finite,
-                "ms": 0.0,
-            }
-        record.compiled = Compiled.from_json(watched["compiled"]) if watched["compiled"] else None
-        record.loaders = [LoaderSeen.from_json(seen) for seen in watched["loaders"]]
-
     # -- recording ------------------------------------------------------------------------------------------
-
-    def _listen(
-        self, trial: Trial, probe: str, ticks: int, fewest: int = 0, **requested: Any
-    ) -> dict[str, Any]:
-        """The record of a probe over ``ticks`` ticks.
-
-        A slow program is recorded over fewer ticks, at least ``fewest`` if given.
-        """
-        last = (
-            min(self.listen_until_s, seconds() + LONGEST_LISTENING_S)
-            if "what-ifs" in self.requested.stages
-            else self.end_s
-        )
-        affordable = int(1000 * (last - seconds()) / self.blocks.tick_ms)
-        ticks = max(fewest, min(ticks, affordable)) if fewest else ticks
-        if ticks * self.blocks.tick_ms / 1000 > max(self.end_s - seconds(), LONGEST_LISTENING_S / 4):
-            self.record.notes.append(f"{probe}: no time was left to record {ticks} steps; increase --budget")
-            return {}
-        answer = trial.listen(probe, self.blocks.deadline(10 * ticks) + 120, ticks=ticks, **requested)
-        if answer.get("why_not"):
-            self.record.notes.append(f"{probe}: not recorded, {answer['why_not']}")
-        return answer
 
     def _synchronisations(self, trial: Trial) -> None:
         observed = self._listen(trial, "synchronisations", SYNCHRONISATION_TICKS, 2)
@@ -421,7 +228,7 @@ class Profiling:
             except ProgramGone as gone:
                 self._leave()
                 what_if.why_not = (
-                    f"the program fails with it: {_last_line(gone.record)}"
+                    f"the program fails with it: {last_line(gone.record)}"
                     if gone.record.status != "ended"
                     else "the program is too short"
                 )
@@ -438,36 +245,5 @@ class Profiling:
         )
 
 
-def why_not(command: Command, record: TrialRecord) -> FlatoutError:
-    """The error for a program that could not be profiled: its own failure, or nothing to measure."""
-    if record.status == "failed":
-        said = record.log_tail.strip() or record.reason
-        return ProgramFailed(
-            f"the program itself fails (exit code {record.exit_code}):\n\n{said}", record.exit_code or 1
-        )
-    if record.status == "unattached":
-        return NothingMeasured(
-            f"there is nothing to profile: {f'`python {command.closed}` disables flatout; remove the option' if command.closed else record.reason}."
-        )
-    if record.status == "broken":
-        return NothingMeasured(
-            f"flatout could not instrument this program and left it unchanged. Please report this:\n\n{record.reason.strip()}"
-        )
-    if record.status == "hung":
-        return NothingMeasured(f"the program did not train: {record.reason}.")
-    steps = len(set(record.loss_steps))
-    seen = (
-        f"after {steps} training {'step' if steps == 1 else 'steps'}, before they were steady"
-        if steps
-        else "without a training step"
-    )
-    return NothingMeasured(f"there is nothing to profile: the program ended {seen}. Let it train longer.")
-
-
 def _narrow(ratio: Ratio, rounds: int) -> bool:
     return rounds >= MOST_ROUNDS or (rounds >= 4 and ratio.high < NARROW * ratio.low)
-
-
-def _last_line(record: TrialRecord) -> str:
-    lines = [line.strip() for line in record.reason.strip().splitlines() if line.strip()]
-    return lines[-1][:240] if lines else "it ended without a message"

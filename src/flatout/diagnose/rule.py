@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.plan.findings import Finding, Severity, SourceLocation
-from flatout.plan.profile import ProfileRecord
 from flatout.probe.program import ScriptProgram
+from flatout.schema.findings import Finding, Severity, SourceLocation
+from flatout.schema.profile import ProfileRecord
 
 SECTIONS = ("What", "Why it matters", "How to fix it", "Bad", "Good", "Sources")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flatout.plan.folder import JobFolder, read_json
-from flatout.plan.profile import PROFILE_SCHEMA, ProfileRecord
+from flatout.job.folder import JobFolder, read_json
+from flatout.schema.profile import PROFILE_SCHEMA, ProfileRecord
 
 
 def load_profile(folder: JobFolder) -> ProfileRecord | None:

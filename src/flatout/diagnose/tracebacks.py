@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from flatout.plan.failure import ExceptionRecord, FailureRecord, FrameSeen
-from flatout.plan.sanitize import harmless
+from flatout.job.sanitize import harmless
+from flatout.schema.failure import ExceptionRecord, FailureRecord, FrameSeen
 
 MOST_LINES = 20_000
 LONGEST_LINE = 8_000
@@ -60,7 +60,7 @@ BASES = {
 }
 FOREIGN = re.compile(
     r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python\d(?:\.\d+)?[/\\]|[/\\]Lib[/\\]|[/\\]torch[/\\](?:nn|utils|_dynamo|_inductor|autograd|distributed"
-    r"|optim|cuda|multiprocessing|_functorch|fx|amp)[/\\]|[/\\]flatout[/\\](?:capture|engine|trial|cli|levers|pipeline)[/\\]|^<frozen "
+    r"|optim|cuda|multiprocessing|_functorch|fx|amp)[/\\]|[/\\]flatout[/\\](?:agent|checkpoint|cli|data|distributed|guard|levers|trial)[/\\]|^<frozen "
 )
 
 

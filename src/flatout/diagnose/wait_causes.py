@@ -5,8 +5,8 @@ from __future__ import annotations
 from enum import Enum
 
 from flatout.diagnose.gains import OFTEN, TIMED, certain_gain, how, measured
-from flatout.plan.profile import LoaderSeen, ProfileRecord
-from flatout.plan.records import Ratio
+from flatout.schema.profile import LoaderSeen, ProfileRecord
+from flatout.schema.records import Ratio
 
 CROWD = 2  # workers per core: more of them only compete for cores
 MOST_OF_IT = 0.5

@@ -18,36 +18,19 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, enable_reentrant_dispatch
+from torch.overrides import enable_reentrant_dispatch
 from torch.utils._pytree import tree_map_only
-from torch.utils.weak import WeakIdKeyDictionary
 
-from flatout.kernels.attention_forms import (
-    CHANGES,
-    MAKES_MASKS,
-    OUT_OF_PLACE,
-    PRODUCTS,
-    AttentionForm,
-    AttentionMatch,
-    attend,
-    causal_and_whole,
-    drops,
-    extended,
-    finished,
-    product,
-    with_operands,
-)
+from flatout.kernels.attend import finished
+from flatout.kernels.attention_forms import CHANGES, OUT_OF_PLACE, drops, extended
+from flatout.kernels.attention_operation import VIEWS, DeferredOperation, autocast_state
+from flatout.kernels.attention_products import PRODUCTS, with_operands
 
-PATIENCE_STEPS = 3
-COUNT = [0]  # attentions computed by the fused kernel in this process
 LOOKS_ONLY = frozenset(
     (
         "shape",
@@ -79,22 +62,6 @@ LOOKS_ONLY = frozenset(
         "__hash__",
     )
 )
-VIEWS = frozenset(
-    (
-        "view",
-        "reshape",
-        "unsqueeze",
-        "squeeze",
-        "flatten",
-        "unflatten",
-        "contiguous",
-        "detach",
-        "transpose",
-        "permute",
-        "dropout",
-    )
-)
-MAY_BE_VIEWS = VIEWS | {"to", "type", "type_as", "float", "half", "bfloat16", "double"}
 LATER = VIEWS - {"dropout", "contiguous"} | {"mean"}  # operators on weights that need no values yet
 CHANGES_IT = re.compile(
     r"(?!__)\w+_|__(set|setitem|i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift))__"
@@ -102,7 +69,7 @@ CHANGES_IT = re.compile(
 MOST_LIKES = 4096
 
 
-class _RuntimeArguments:
+class RuntimeArguments:
     """Reads arguments of a running program."""
 
     def __init__(self, numbers: Any = None) -> None:
@@ -131,92 +98,6 @@ class _RuntimeArguments:
 
 
 # -- deferred values -----------------------------------------------------------------------------------------
-
-
-class DeferredOperation:
-    """One operator call of the script with its arguments, and the value once something reads it."""
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        form: AttentionForm | None,
-        watch: AttentionMode,
-        ordinal: int,
-    ) -> None:
-        """Deferred tensors among the arguments are represented by their steps."""
-        self.function, self.args, self.kwargs = function, args, kwargs
-        self.form, self.watch, self.ordinal = form, watch, ordinal
-        self.value: Tensor | None = None
-        self.owner: weakref.ref[DeferredScores] | None = None
-        self.later: weakref.WeakSet[DeferredOperation] = weakref.WeakSet()
-        self.before: DeferredOperation | None = next(
-            (each for each in args if isinstance(each, DeferredOperation)), None
-        )
-        self.tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        self.versions = [tensor._version for tensor in self.tensors]
-        self.device: torch.device = self.tensors[0].device if self.before is None else self.before.device
-        self.autocast = _autocast(self.device)
-        self.leaves = {
-            id(tensor): tensor for tensor in self.tensors if tensor.requires_grad
-        }  # inputs that receive a gradient
-        if self.before is not None:
-            self.leaves |= self.before.leaves
-            self.before.later.add(self)
-
-    @property
-    def is_seen_elsewhere(self) -> bool:
-        """Whether this may be a view of another live tensor, or another tensor a view of this."""
-        step = self
-        while step.before is not None and step.function.__name__ in MAY_BE_VIEWS:
-            step = step.before
-            if step.owner is not None and step.owner() is not None:
-                return True
-        return bool(self.later)
-
-    def compute(self) -> Tensor:
-        """The value that the script would have had here, in the same place of the graph.
-
-        It is kept once computed.
-        """
-        if self.value is None:
-            self.watch.looked.add(self.ordinal)
-            self.value = self.made({})
-        return self.value
-
-    def made(self, instead: dict[int, Tensor]) -> Tensor:
-        """Run the operators of the script from the start.
-
-        ``instead`` maps ids of tensors to their replacements.
-        """
-        self.check()
-        args, kwargs = tree_map_only(
-            DeferredOperation,
-            lambda step: step.made(instead) if instead else step.compute(),
-            (self.args, self.kwargs),
-        )
-        if instead:
-            args, kwargs = tree_map_only(
-                Tensor, lambda tensor: instead.get(id(tensor), tensor), (args, kwargs)
-            )
-        device, dtype, enabled = self.autocast
-        with (
-            torch.inference_mode(False),
-            torch.autocast(device, dtype, enabled),
-        ):  # this also enables gradients, as before
-            found: Tensor = self.function(*args, **kwargs)
-        return found
-
-    def check(self) -> None:
-        """Raises RuntimeError if the values from which the script computed this no longer exist."""
-        if [tensor._version for tensor in self.tensors] != self.versions:
-            raise RuntimeError(
-                "the script uses attention weights after changing one of their inputs in place, "
-                "and the lever attention has not computed them: run without attention."
-            )
-        if self.before is not None and self.value is None:
-            self.before.check()
 
 
 class _Place(torch.autograd.Function):
@@ -317,7 +198,7 @@ class DeferredScores(torch.Tensor):
         return function(*args, **kwargs)
 
 
-def _deferred(step: DeferredOperation, like: Tensor, device: torch.device) -> DeferredScores:
+def deferred_tensor(step: DeferredOperation, like: Tensor, device: torch.device) -> DeferredScores:
     made: DeferredScores = (
         _Place.apply([step], like, *step.leaves.values())
         if step.leaves
@@ -344,7 +225,7 @@ def _still_deferred(function: Any, name: str, args: tuple[Any, ...], kwargs: dic
         return None
     others = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each is not first]
     if not all(
-        type(each) in (Tensor, torch.nn.Parameter) if name in PRODUCTS else _settled(each) for each in others
+        type(each) in (Tensor, torch.nn.Parameter) if name in PRODUCTS else settled(each) for each in others
     ):
         return None
     if drops(step.watch.see, name, args, kwargs):
@@ -352,7 +233,7 @@ def _still_deferred(function: Any, name: str, args: tuple[Any, ...], kwargs: dic
         return None
     inside = name in OUT_OF_PLACE
     function = getattr(torch.Tensor, OUT_OF_PLACE[name]) if inside else function
-    like = _like(function, step.device, name in VIEWS, args, kwargs)
+    like = shaped_like(function, step.device, name in VIEWS, args, kwargs)
     if like is None or (inside and (at != 0 or like.dtype is not first.dtype or step.is_seen_elsewhere)):
         return None
     if step.form is not None and name in PRODUCTS:
@@ -367,7 +248,7 @@ def _still_deferred(function: Any, name: str, args: tuple[Any, ...], kwargs: dic
     if name == "detach":
         longer.leaves = {}
     if not inside:
-        return _deferred(longer, like, first.device)
+        return deferred_tensor(longer, like, first.device)
     if longer.leaves != step.leaves:  # this tensor's graph node has no path to the new leaves
         return None
     step.owner, longer.owner = None, weakref.ref(first)
@@ -375,7 +256,7 @@ def _still_deferred(function: Any, name: str, args: tuple[Any, ...], kwargs: dic
     return first
 
 
-def _settled(thing: Tensor) -> bool:
+def settled(thing: Tensor) -> bool:
     """Whether this tensor can be used later.
 
     An optimizer changes weights; other inputs of a graph are not expected to change.
@@ -389,7 +270,7 @@ def _settled(thing: Tensor) -> bool:
 _likes: dict[Any, Tensor | None] = {}
 
 
-def _like(
+def shaped_like(
     function: Any, device: torch.device, keeps_type: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor | None:
     """A tensor without memory with the shape, strides and type of the operator's result.
@@ -397,7 +278,7 @@ def _like(
     None if the operator returns no tensor, or fails. Sizes are computed on the meta device; the type is
     determined by the operator itself, from tiny tensors, under the present autocast.
     """
-    autocast = _autocast(device)
+    autocast = autocast_state(device)
     try:
         key = (function, _key(args), _key(tuple(sorted(kwargs.items()))), autocast)
         if key in _likes:
@@ -427,7 +308,7 @@ def _each(change: Callable[[Tensor], Tensor], things: Any) -> Any:
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
-    """All floating types count as one here; ``_like`` determines the type under autocast separately."""
+    """All floating types count as one here; ``shaped_like`` determines the type under autocast separately."""
     dtype = torch.float32 if tensor.dtype.is_floating_point else tensor.dtype
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
 
@@ -448,206 +329,7 @@ def _key(things: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-def _autocast(device: torch.device) -> tuple[str, torch.dtype, bool]:
-    return device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
-
-
 # -- constant masks ------------------------------------------------------------------------------------------
 
 
-class MaskRegistry:
-    """Names for the values of tensors: tensors with one name have the same values.
-
-    The kind of a mask is determined once per name.
-    """
-
-    def __init__(self) -> None:
-        self.numbers = WeakIdKeyDictionary()  # tensors of one number
-        self._names = WeakIdKeyDictionary()
-        self._serials = WeakIdKeyDictionary()
-        self._count = 0
-        self._seen: tuple[set[Any], set[Any]] = set(), set()  # in earlier steps, in this step
-        self._waiting: dict[Any, AttentionForm] = {}
-        self._found: dict[Any, tuple[bool, bool]] = {}
-
-    def step(self) -> None:
-        """Between two steps, when no graph of the forward pass is being recorded: read values now."""
-        self._seen = self._seen[1], set()
-        self._found |= {name: causal_and_whole(form) for name, form in self._waiting.items()}
-        self._waiting.clear()
-
-    def follow(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the function and name its result."""
-        made = function(*args, **kwargs)
-        if type(made) is Tensor and not made.requires_grad:
-            try:
-                made_by = (
-                    name,
-                    *(self._name(each) for each in args),
-                    *((key, self._name(kwargs[key])) for key in sorted(kwargs)),
-                )
-                hash(made_by)
-            except TypeError:
-                return made
-            self._names[made] = made_by, made._version
-            value = {"full": (*args[1:2], kwargs.get("fill_value"))[0], "tensor": (*args[:1], None)[0]}.get(
-                name
-            )
-            if isinstance(value, (int, float)) and not made.dim() and made.is_floating_point():
-                self.numbers[made] = float(value)
-        return made
-
-    def _name(self, thing: Any) -> Any:
-        if isinstance(thing, Tensor):
-            if thing.requires_grad or type(thing) not in (Tensor, torch.nn.Parameter) or thing.is_inference():
-                raise TypeError
-            made_by, version = self._names.get(thing, (None, 0))
-            if made_by is not None and version == thing._version:
-                return made_by
-            if thing not in self._serials:
-                self._count += 1
-                self._serials[thing] = self._count
-            return self._serials[thing], thing._version
-        if isinstance(thing, slice):
-            return slice, self._name(thing.start), self._name(thing.stop), self._name(thing.step)
-        return tuple(map(self._name, thing)) if isinstance(thing, (list, tuple)) else (type(thing), thing)
-
-    def known(self, form: AttentionForm) -> tuple[bool, bool]:
-        """Whether the masks of this form are one causal mask, and whether no row is fully masked.
-
-        Both are False while unknown.
-        """
-        if len(form.masks) != 1 or form.masks[0].tensor.requires_grad:
-            return False, False
-        mask = form.masks[0]
-        try:
-            name = mask.kind, form.rows, form.columns, self._name(mask.tensor)
-        except TypeError:
-            return False, False
-        self._seen[1].add(name)
-        if name not in self._found and name in self._seen[0]:
-            self._waiting[name] = replace(form, q=None, k=None)
-        return self._found.get(name, (False, False))
-
-
 # -- the products of one module ------------------------------------------------------------------------------
-
-
-class AttentionMode(TorchFunctionMode):
-    """While entered, products may be deferred.
-
-    Products of a module are identified by their order in a forward pass.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.masks = MaskRegistry()
-        self.see = _RuntimeArguments(self.masks.numbers)
-        self.fused: Counter[int] = Counter()
-        self.drops = self.calls = False  # the script drops weights, or calls the fused kernel
-        self.looked: set[int] = set()  # products read since the last step
-        self._looks: Counter[int] = Counter()
-        self._alone: set[int] = set()
-        self.passes = self._next = self._most = 0
-
-    @property
-    def idle(self) -> bool:
-        return 0 < self._most <= len(self._alone)
-
-    def step(self) -> None:
-        """Called between two optimizer steps.
-
-        Never between a forward pass and its backward pass, which may recompute it.
-        """
-        self._looks.update(self.looked)
-        self.looked = set()
-        self._alone = {ordinal for ordinal, steps in self._looks.items() if steps >= PATIENCE_STEPS}
-        self.masks.step()
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Wrap one forward pass of the module."""
-        before, self._next = self._next, 0
-        self.passes += 1
-        try:
-            with self:
-                yield
-        finally:
-            self._most, self._next = max(self._most, self._next), before
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = function.__name__
-        self.calls |= function is torch.nn.functional.scaled_dot_product_attention
-        if name in PRODUCTS:
-            made = self._product(function, name, args, kwargs)
-            if made is not None:
-                return made
-        elif name in MAKES_MASKS and not any(
-            isinstance(each, Tensor) and (each.requires_grad or isinstance(each, DeferredScores))
-            for each in args
-        ):
-            return self.masks.follow(function, name, args, kwargs)
-        elif function is torch.nn.functional.multi_head_attention_forward:
-            with self:
-                return _unasked(function)(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    def _product(
-        self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Tensor | None:
-        args = with_operands(name, args)
-        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        if any(isinstance(each, DeferredScores) for each in tensors):
-            return None
-        ordinal, self._next = self._next, self._next + 1
-        if (
-            ordinal in self._alone
-            or not torch.is_grad_enabled()
-            or not all(map(_settled, tensors))
-            or not all(each.is_floating_point() for each in tensors)
-            or torch._C._are_functorch_transforms_active()
-            or len({each.device for each in tensors}) != 1
-        ):
-            return None
-        form = product(self.see, name, args, kwargs)
-        like = None if form is None else _like(function, tensors[0].device, False, args, kwargs)
-        if form is None or like is None:
-            return None
-        return _deferred(
-            DeferredOperation(function, args, kwargs, replace(form, dtype=like.dtype), self, ordinal),
-            like,
-            tensors[0].device,
-        )
-
-    def attended(self, whole: AttentionMatch, step: DeferredOperation, like: Tensor) -> Tensor:
-        step.check()
-        causal, checked = self.masks.known(whole.form)
-        device, dtype, _ = _autocast(step.device)
-        with torch.autocast(device, dtype, enabled=False):
-            found: Tensor = attend(self.see, whole, causal, checked)
-        self.fused[step.ordinal] += 1
-        COUNT[0] += 1
-        if found.stride() == like.stride():
-            return found
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=found.device).copy_(
-            found
-        )
-
-
-_unasked_functions: dict[Any, Any] = {}
-
-
-def _unasked(function: Any) -> Any:
-    """A Python function of torch without its has_torch_function check.
-
-    Its own operators can then be observed.
-    """
-    if function not in _unasked_functions:
-        known = {**function.__globals__, "has_torch_function": lambda *_: False}
-        own = type(function)(
-            function.__code__, known, function.__name__, function.__defaults__, function.__closure__
-        )
-        own.__kwdefaults__ = function.__kwdefaults__
-        _unasked_functions[function] = own
-    return _unasked_functions[function]

@@ -16,19 +16,10 @@ import torch
 from torch.fx import Graph, Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 
-from flatout.kernels.attention_forms import (
-    MAKES_MASKS,
-    OUT_OF_PLACE,
-    PRODUCTS,
-    AttentionForm,
-    AttentionMatch,
-    attend,
-    causal_and_whole,
-    extended,
-    finished,
-    product,
-    with_operands,
-)
+from flatout.kernels.attend import attend, causal_and_whole, finished
+from flatout.kernels.attention_forms import MAKES_MASKS, OUT_OF_PLACE, extended
+from flatout.kernels.attention_products import PRODUCTS, product, with_operands
+from flatout.kernels.attention_reading import AttentionForm, AttentionMatch
 
 MOST_ELEMENTS = 1 << 26  # largest mask that is computed to test whether it is causal
 

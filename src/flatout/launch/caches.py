@@ -15,8 +15,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from flatout.plan.errors import StorageError
-from flatout.plan.trust import distrusted, private_folder
+from flatout.job.trust import distrusted, private_folder
+from flatout.schema.errors import StorageError
 
 
 def private_caches(environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.plan.errors import ProgramNotFound, UsageError
-from flatout.plan.secrets import masked
+from flatout.job.secrets import masked
+from flatout.schema.errors import ProgramNotFound, UsageError
 
 TAKES_ARGUMENT = {"-X", "-W", "--check-hash-based-pycs"}
 

@@ -1,6 +1,6 @@
 """Options of the agent that runs on each machine, in terms of torchrun.
 
-`python -m flatout.cli.agent` replaces `python -m torch.distributed.run`. Both run torch's elastic agent with
+`python -m flatout.launch.node_agent` replaces `python -m torch.distributed.run`. Both run torch's elastic agent with
 the same options; launch/rendezvous.py has what ours adds. The user's command runs as typed (--no-python), so
 scripts, modules and other programs all work.
 """
@@ -22,7 +22,7 @@ from flatout.launch.nodes import Endpoint, Nodes, endpoint, node_range
 from flatout.launch.process import die_with_flatout
 from flatout.launch.rank_variables import FAMILIES, OF_RANKS
 
-AGENT = "flatout.cli.agent"
+AGENT = "flatout.launch.node_agent"
 BACKEND = "flatout"
 JOIN_S = 600  # for all nodes to join, at the start and after a failure: torch's default
 LAST_CALL_S = 10  # for nodes beyond the minimum; torch waits 30 s, which a job that lost a node spends idle

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flatout.launch.caches import private_caches
 
-SITE = Path(__file__).resolve().parent.parent / "capture" / "site"
+SITE = Path(__file__).resolve().parent.parent / "agent" / "site"
 
 # A trial must not report to an experiment tracker.
 QUIET = {
@@ -18,7 +18,7 @@ QUIET = {
     "MLFLOW_TRACKING_URI": "",
     "CLEARML_OFFLINE_MODE": "1",
 }
-EXPLAIN = "flatout.cli.crash_explanation:explain"
+EXPLAIN = "flatout.diagnose.crash_explanation:explain"
 
 
 def attached(job: Path, extra: Mapping[str, str], becomes: bool = False) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The event FIFO of a launch: a named pipe that ranks (``capture.failure_report``) and our timers write lines to.
+"""The event FIFO of a launch: a named pipe that ranks (``agent.failure_report``) and our timers write lines to.
 
 The reader gets all events from one descriptor, in the order in which they were written.
 """

@@ -9,8 +9,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from flatout.job.sanitize import harmless
 from flatout.launch.restart_policy import Incident
-from flatout.plan.sanitize import harmless
 
 
 class IncidentLog:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flatout.launch.nodes import Endpoint, Nodes
-from flatout.plan.errors import UsageError
+from flatout.schema.errors import UsageError
 
 KINDS = ("PyTorchJob", "TrainJob")
 PORT = 29500  # inside the job's pods, each with its own address; the port of TrainJob's headless service

@@ -27,7 +27,7 @@ from flatout.launch.rank import Rank
 from flatout.launch.rank_monitor import RankMonitor
 from flatout.launch.rank_variables import cores_here, cuda_devices, one_each, rank_environment
 from flatout.launch.reaper import Reaper, end_members
-from flatout.plan.errors import FlatoutError, StorageError, UsageError
+from flatout.schema.errors import FlatoutError, StorageError, UsageError
 
 OUTPUT_S = 1.0  # for output still in the pipes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from flatout.plan.errors import UsageError
+from flatout.schema.errors import UsageError
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from flatout.plan.errors import ProgramNotFound
+from flatout.schema.errors import ProgramNotFound
 
 HEAD_BYTES = 1 << 20  # kept from the start of a log
 TAIL_BYTES = 1 << 18  # and from its end

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.plan.heartbeat import SIGNAL, STACK, RemoteHeartbeat
+from flatout.job.heartbeat import SIGNAL, STACK, RemoteHeartbeat
 
 IS_STOPPED = "T"
 INNERMOST, MOST_FRAMES = 4, 60  # frames shown of a stack
@@ -22,16 +22,16 @@ STATES = {
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+")
 LIBRARY = re.compile(
-    r"/(?:site|dist)-packages/|/lib(?:64)?/python\d|^<frozen|/flatout/(?:capture|ranks|loop|cli)/"
+    r"/(?:site|dist)-packages/|/lib(?:64)?/python\d|^<frozen|/flatout/(?:agent|checkpoint|cli|distributed|loop)/"
 )
 COMPILES = re.compile(
     r"/torch/(?:_dynamo|_inductor|_export|fx|_functorch)/|/triton/|/torch/utils/cpp_extension\.py"
 )
 IMPORTS = re.compile(r"^<frozen importlib")
 MEETS_RANKS = re.compile(
-    r"/torch/distributed/|/ranks/(?:exchange|bucket_queue|wire|sharding)\.py|/autograd/graph\.py|/torch/cuda/"
+    r"/torch/distributed/|/distributed/(?:exchange|bucket_queue|wire|sharding)\.py|/autograd/graph\.py|/torch/cuda/"
 )
-FETCHES = re.compile(r"/torch/utils/data/_utils/fetch\.py|/flatout/pipeline/")
+FETCHES = re.compile(r"/torch/utils/data/_utils/fetch\.py|/flatout/data/")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flatout.launch.failure import LOST_ANOTHER
 from flatout.launch.process import Drain, die_with_flatout, terminal_at_its_end
-from flatout.plan.errors import ProgramNotFound
+from flatout.schema.errors import ProgramNotFound
 
 
 class Rank:

@@ -6,9 +6,9 @@ import glob
 import os
 from collections.abc import Mapping, Sequence
 
+from flatout.job.rank_environment import RankEnvironment
 from flatout.launch.timed_commands import TimedCommand
-from flatout.plan.errors import UsageError
-from flatout.plan.rank_environment import RankEnvironment
+from flatout.schema.errors import UsageError
 
 # Variables by which a distributed program finds other ranks: those of torchrun, Slurm's steps and MPI's
 # launchers (Lightning, Accelerate, DeepSpeed and Transformers read them all).

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flatout.job.rank_environment import RankEnvironment
 from flatout.launch.elastic import interface_of
 from flatout.launch.environment import SITE
 from flatout.launch.nodes import Endpoint
 from flatout.launch.process import die_with_flatout
 from flatout.launch.rendezvous import claimed, served
-from flatout.plan.errors import FlatoutError, NodesApart, ProgramFailed, ProgramNotFound, UsageError
-from flatout.plan.rank_environment import RankEnvironment
+from flatout.schema.errors import FlatoutError, NodesApart, ProgramFailed, ProgramNotFound, UsageError
 
 PLACE_S = 60.0  # to wait for free resources before reporting that the cluster is full
 GRACE_S = 5.0

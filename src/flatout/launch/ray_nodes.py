@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flatout.launch.ray_cluster import TAIL_BYTES, RayJob, Runner, connect
-from flatout.plan.errors import FlatoutError
+from flatout.schema.errors import FlatoutError
 
 THREADS = "OMP_NUM_THREADS"  # Ray sets it in its workers if it is unset
 

@@ -24,10 +24,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from flatout.job.folder import read_json, write_json
 from flatout.launch.elastic import BACKEND, JOIN_S, STORE_S, own_address
 from flatout.launch.nodes import Endpoint
-from flatout.plan.errors import NodesApart, UsageError
-from flatout.plan.folder import read_json, write_json
+from flatout.schema.errors import NodesApart, UsageError
 
 ANSWER_S = 5.0  # for a connection to the rendezvous
 

@@ -14,10 +14,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from flatout.job.folder import write_whole
 from flatout.launch.elastic import job_name
 from flatout.launch.nodes import Nodes
-from flatout.plan.errors import ProgramFailed, UsageError
-from flatout.plan.folder import write_whole
+from flatout.schema.errors import ProgramFailed, UsageError
 
 OWN = ("nodes", "ntasks-per-node", "ntasks", "N", "n")  # the script sets these options itself
 
@@ -41,7 +41,7 @@ def batch_script(
 set -eu
 # The first node serves the rendezvous. It binds the port first, and keeps it until the job ends.
 host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-exec {{serving}}< <(exec {shlex.quote(python)} -P -m flatout.cli.agent --serve "$host")
+exec {{serving}}< <(exec {shlex.quote(python)} -P -m flatout.launch.node_agent --serve "$host")
 read -r rendezvous <&"$serving"
 
 # An agent that has exited does not return: the job continues without it if --nodes allows it, or ends.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flatout.plan import heartbeat
+from flatout.job import heartbeat
 
 LOOK_S = 0.5
 TIMES, SHARE = 5.0, 0.01

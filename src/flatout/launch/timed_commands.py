@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
 from flatout.launch.process import die_with_flatout
-from flatout.plan.machine_snapshot import CommandResult
+from flatout.schema.machine_snapshot import CommandResult
 
 MAX_BYTES = 1 << 20
 

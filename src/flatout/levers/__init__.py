@@ -2,7 +2,7 @@
 
 Runs in: the user's program (applies, apply), flatout.Loop, and the flatout command (the table, environment).
 Imports: plan, pipeline, kernels, saved, ranks.
-Start with: plan/lever.py (Lever), then tf32.py. To add a lever, add one file, and two lines here.
+Start with: schema/lever.py (Lever), then tf32.py. To add a lever, add one file, and two lines here.
 """
 
 from flatout.levers.allocator import LEVER as allocator
@@ -38,7 +38,7 @@ from flatout.levers.resident_data import LEVER as resident_data
 from flatout.levers.sharding import LEVER as sharding
 from flatout.levers.tf32 import LEVER as tf32
 from flatout.levers.threads import LEVER as threads
-from flatout.plan.lever import Lever
+from flatout.schema.lever import Lever
 
 TABLE: tuple[Lever, ...] = (
     allocator,

@@ -24,9 +24,9 @@ import dis
 from types import CodeType, FunctionType
 from typing import Any
 
-from flatout.plan.enums import Effect, Moment
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Lever, Options, Skip, Undo, Value
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 PATIENCE_STEPS = 4
 SOFTMAX = frozenset(("softmax", "Softmax"))
@@ -51,8 +51,8 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
 def apply(context: Any, value: Value, ledger: Any) -> Undo:
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    from flatout.kernels.attention_deferred import AttentionMode
     from flatout.kernels.attention_graphs import rewrite
+    from flatout.kernels.attention_mode import AttentionMode
 
     torch, watches = context.torch, []
     for module in _writers(context):

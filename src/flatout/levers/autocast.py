@@ -22,9 +22,9 @@ from functools import wraps
 from typing import Any
 
 from flatout.levers.autocast_policy import keep_float32
-from flatout.plan.enums import Effect, Moment
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Lever, Options, Skip, Undo, Value
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 FIRST_SCALE = 2.0**14
 STEPS_BEFORE_GROWTH = 2000  # as GradScaler

@@ -24,15 +24,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.plan.enums import Effect, Moment
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Lever, Options, Skip, Undo, Value
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 
 def applies(facts: Facts, context: Any) -> Options | Skip:
     if not context.backwards:  # no loader has been iterated yet; the rule checks each one
         return Options(("all", "light"))
-    from flatout.pipeline.feed import try_feeds
+    from flatout.data.feed import try_feeds
 
     def batched(feed: Any) -> None:
         feed.batched = True
@@ -45,8 +45,8 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
 
 
 def apply(context: Any, value: Value, ledger: Any) -> Undo:
-    from flatout.pipeline.feed import Feed
-    from flatout.pipeline.intercept import INTERCEPTION
+    from flatout.data.feed import Feed
+    from flatout.data.intercept import INTERCEPTION
 
     if value not in ("all", "light"):
         raise TypeError(f'the value of batched_transforms must be "all" or "light", not {value!r}')
@@ -64,8 +64,8 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
 
 def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Forgets that images are bytes, so the output is brighter by a constant."""
-    from flatout.pipeline.feed import Feed
-    from flatout.pipeline.intercept import INTERCEPTION
+    from flatout.data.feed import Feed
+    from flatout.data.intercept import INTERCEPTION
 
     class Brighter(Feed):
         def __getitems__(self, indices: Any) -> Any:

@@ -21,9 +21,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.plan.enums import Effect, Moment
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Lever, Options, Skip, Undo, Value
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 MIB = 2**20
 SHARE = 4  # all loaders together keep at most a quarter of the machine's memory
@@ -34,7 +34,7 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     most = max(SMALLEST_MIB, facts.memory_bytes // MIB // SHARE)
     if not context.backwards:  # no loader has been iterated yet; the rule checks each one
         return Options(({"mib": most},))
-    from flatout.pipeline.feed import try_feeds
+    from flatout.data.feed import try_feeds
 
     keep = _keep({"mib": most})
 
@@ -50,7 +50,7 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
 
 
 def _keep(value: Value, handed_on: Any = None) -> Any:
-    from flatout.pipeline.keeping import CacheBudget, CacheOptions
+    from flatout.data.keeping import CacheBudget, CacheOptions
 
     if not isinstance(value, dict) or not isinstance(value.get("mib"), int):
         raise TypeError(f"the value of cached_prefix must be a table such as {{mib = 512}}, not {value!r}")
@@ -61,8 +61,8 @@ def _keep(value: Value, handed_on: Any = None) -> Any:
 
 
 def apply(context: Any, value: Value, ledger: Any) -> Undo:
-    from flatout.pipeline.feed import Feed
-    from flatout.pipeline.intercept import INTERCEPTION
+    from flatout.data.feed import Feed
+    from flatout.data.intercept import INTERCEPTION
 
     keep = _keep(value, context.handed_on)
 
@@ -79,7 +79,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
 
 def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Returns the cached data of the adjacent sample."""
-    from flatout.pipeline.feed import Feed
+    from flatout.data.feed import Feed
 
     class Shifted(Feed):
         def __getitems__(self, indices: Any) -> Any:

@@ -25,10 +25,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from flatout.plan.enums import Effect, Moment
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.ranks.absent import why_left_alone, why_none
+from flatout.distributed.absent import why_left_alone, why_none
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 ONLY = "this lever acts on a DistributedDataParallel, or on ranks that `flatout run --procs N` starts"
 NAME = "comm_compression"
@@ -58,7 +58,7 @@ def _why_not(context: Any) -> str:
 
 def _way(value: Any) -> Any:
     """The wire format of a value. Raises TypeError for an invalid value."""
-    from flatout.ranks import powersgd, wire
+    from flatout.distributed import powersgd, wire
 
     given = dict(value) if isinstance(value, Mapping) else {"kind": value}
     kind, rank, after = given.get("kind"), given.get("rank", 2), given.get("after", powersgd.AFTER)
@@ -87,7 +87,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
 
 
 def _send_by(context: Any, way: Any, ledger: Any) -> None:
-    from flatout.ranks.script_ddp import change
+    from flatout.distributed.script_ddp import change
 
     if why := _why_not(context):
         raise LookupError(why)
@@ -99,7 +99,7 @@ def _send_by(context: Any, way: Any, ledger: Any) -> None:
 
 def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """A sum that is not divided by the number of ranks."""
-    from flatout.ranks.wire import Bfloat16Codec, CodecKind
+    from flatout.distributed.wire import Bfloat16Codec, CodecKind
 
     _send_by(context, CodecKind("bf16, not divided", lambda torch, world: Bfloat16Codec(torch, 1)), ledger)
     return ledger.restore

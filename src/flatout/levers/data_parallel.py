@@ -25,11 +25,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.plan.enums import Effect, Moment
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.plan.rank_environment import this_rank
-from flatout.ranks.absent import why_none
+from flatout.distributed.absent import why_none
+from flatout.job.rank_environment import this_rank
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 NAME = "data_parallel"
 
@@ -45,8 +45,8 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
 
 def apply(context: Any, value: Value, ledger: Any) -> Undo:
     """Raises TypeError for an invalid value and LookupError without ranks."""
-    from flatout.ranks.data_parallel import DataParallelScript
-    from flatout.ranks.division import SplitSettings
+    from flatout.distributed.data_parallel import DataParallelScript
+    from flatout.distributed.division import SplitSettings
 
     division, here = SplitSettings.read(value), this_rank()
     if here is None or here.world_size < 2:
@@ -66,7 +66,7 @@ def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
 
 
 def check(value: Value) -> None:
-    from flatout.ranks.division import SplitSettings
+    from flatout.distributed.division import SplitSettings
 
     SplitSettings.read(value)
 

@@ -28,10 +28,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flatout.plan.enums import Effect, Moment
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.ranks.absent import why_left_alone
+from flatout.distributed.absent import why_left_alone
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 NAME = "ddp_flags"
 VIEWS, BROADCAST, STATIC = "gradient_as_bucket_view", "broadcast_buffers", "static_graph"
@@ -89,7 +89,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
 
     Raises LookupError without a DistributedDataParallel, or for static_graph without find_unused_parameters.
     """
-    from flatout.ranks.script_ddp import change
+    from flatout.distributed.script_ddp import change
 
     check(value)
     if why := _why_not(context):

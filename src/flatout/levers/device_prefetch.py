@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.plan.enums import Effect, Moment
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Lever, Options, Skip, Undo, Value
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 DEPTHS = (1, 2)  # batches taken ahead
 IN_ORDER = 0
@@ -46,7 +46,7 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
 
 
 def _has_own_order(loader: Any) -> bool:
-    from flatout.pipeline.streams import has_own_order
+    from flatout.data.streams import has_own_order
 
     return has_own_order(loader.sampler, loader.batch_sampler)
 
@@ -54,8 +54,8 @@ def _has_own_order(loader: Any) -> bool:
 def apply(context: Any, value: Value, ledger: Any) -> Undo:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise TypeError(f"the value of device_prefetch must be a number of batches, not {value!r}")
-    from flatout.pipeline.device import DeviceCopies, return_device_copies
-    from flatout.pipeline.feed import Feed
+    from flatout.data.device import DeviceCopies, return_device_copies
+    from flatout.data.feed import Feed
 
     device_copies = DeviceCopies()
     return_device_copies(device_copies, ledger)
@@ -71,7 +71,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
 
 def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Returns the copy of the previous batch."""
-    from flatout.pipeline.feed import Feed
+    from flatout.data.feed import Feed
 
     class Late(Feed):
         before: Any = None

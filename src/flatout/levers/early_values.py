@@ -29,9 +29,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from flatout.levers.early.reads import READS, EarlyValueCopier
-from flatout.plan.enums import Effect, Moment
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Lever, Options, Skip, Undo, Value
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 _KNOWN: WeakKeyDictionary[Any, EarlyValueCopier] = (
     WeakKeyDictionary()

@@ -28,9 +28,9 @@ from operator import itemgetter
 from typing import Any
 
 from flatout.kernels.optimizer_step import step_cell
-from flatout.plan.enums import Effect, Moment
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Lever, Options, Skip, Undo, Value
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 MERGED = "merged"
 

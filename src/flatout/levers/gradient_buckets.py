@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from flatout.plan.enums import Effect, Moment
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.ranks.absent import why_none
+from flatout.distributed.absent import why_none
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 NAME = "gradient_buckets"
 ALL = "all"
@@ -39,8 +39,8 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     parameters = divided.that_train()
     if not parameters:
         return Skip("no forward pass has used a parameter with requires_grad yet")
-    from flatout.ranks.bucket_queue import buckets_of
-    from flatout.ranks.wire import PLAIN
+    from flatout.distributed.bucket_queue import buckets_of
+    from flatout.distributed.wire import PLAIN
 
     seen, values = [buckets_of(parameters, divided.wanted.bucket_bytes)], []
     for value in CANDIDATES:
@@ -77,7 +77,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
 
 def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Sends the first bucket and forgets the others."""
-    from flatout.ranks.wire import CodecKind, PlainCodec
+    from flatout.distributed.wire import CodecKind, PlainCodec
 
     if context.divided is None:
         raise LookupError(why_none(context.torch))

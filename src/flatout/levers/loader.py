@@ -22,9 +22,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.plan.enums import Effect, Moment
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Lever, Options, Skip, Undo, Value
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 BATCHES_AHEAD = 2
 OWN_ORDER = "the training DataLoader has a sampler ({name}) that may depend on earlier steps, so batches cannot be loaded ahead"
@@ -46,7 +46,7 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
         return Skip(
             "the training data set is an IterableDataset; another number of workers could repeat or reorder its samples"
         )
-    from flatout.pipeline.streams import can_stand_in, has_own_order, own_order, seeds_itself
+    from flatout.data.streams import can_stand_in, has_own_order, own_order, seeds_itself
 
     live = context.training_loaders
     pin: dict[str, Any] = {"pin": True} if context.device_type == "cuda" else {}
@@ -93,7 +93,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
 
 def _feed(context: Any, loader: Any, asked: dict[str, Any], feed: Any, value: dict[str, Any]) -> Any:
     """How to make the batches if fewer workers, or a thread, replace the requested workers."""
-    from flatout.pipeline.streams import can_stand_in, has_own_order, seeds_itself
+    from flatout.data.streams import can_stand_in, has_own_order, seeds_itself
 
     workers = asked.get("num_workers", 0)
     stand_in = (
@@ -104,7 +104,7 @@ def _feed(context: Any, loader: Any, asked: dict[str, Any], feed: Any, value: di
     ahead = int(value.get("threads", 0)) and not has_own_order(loader.sampler, loader.batch_sampler)
     if not (stand_in or ahead):
         return feed
-    from flatout.pipeline.feed import Feed
+    from flatout.data.feed import Feed
 
     feed = feed or Feed(loader)
     feed.listeners["order"] = lambda sentence: context.report("loader", sentence)
@@ -129,7 +129,7 @@ def _change(dataset: Any, arguments: dict[str, Any], value: dict[str, Any]) -> d
         return arguments
     if batches < FEWEST_BATCHES:
         return arguments
-    from flatout.pipeline.streams import can_stand_in, has_own_order, without_workers
+    from flatout.data.streams import can_stand_in, has_own_order, without_workers
 
     if has_own_order(arguments.get("sampler"), arguments.get("batch_sampler")):
         return arguments

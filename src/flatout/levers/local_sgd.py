@@ -29,10 +29,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.plan.enums import Effect, Moment
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.ranks.absent import why_none
+from flatout.distributed.absent import why_none
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 NAME = "local_sgd"
 EXCHANGES = (
@@ -53,7 +53,7 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
 
 
 def _exchanges(division: Any) -> str:
-    from flatout.ranks.division import ALL, WHOLE
+    from flatout.distributed.division import ALL, WHOLE
 
     return (
         'batches = "whole"'
@@ -65,7 +65,7 @@ def _exchanges(division: Any) -> str:
 
 
 def check(value: Value) -> None:
-    from flatout.ranks.rounds import LocalSgdSettings
+    from flatout.distributed.rounds import LocalSgdSettings
 
     LocalSgdSettings.read(value)
 
@@ -76,8 +76,8 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
 
 
 def _install(context: Any, value: Value, ledger: Any, rate: float | None) -> Undo:
-    from flatout.ranks.local_steps import LocalSteps
-    from flatout.ranks.rounds import LocalSgdSettings
+    from flatout.distributed.local_steps import LocalSteps
+    from flatout.distributed.rounds import LocalSgdSettings
 
     rounds = LocalSgdSettings.read(value)
     if context.divided is None:

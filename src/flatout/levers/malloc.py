@@ -21,9 +21,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from flatout.plan.enums import Effect, Moment
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Lever, Options, Skip, Value
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Lever, Options, Skip, Value
 
 ORDER = ("tcmalloc", "mimalloc", "jemalloc", "glibc")
 FOUR_GB = str(4 * 2**30 - 1)

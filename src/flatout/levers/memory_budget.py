@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.plan.enums import Effect, Moment
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.saved.known_bad import in_half_the_bits
+from flatout.levers.saved_tensors.known_bad import in_half_the_bits
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 BUDGETS: tuple[Value, ...] = (0.7, 0.5, 0.3, 0.1)
 

@@ -16,11 +16,11 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from flatout.plan.enums import Effect, Moment
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.saved.host import OffloadHooks
-from flatout.saved.known_bad import partially_fetched
+from flatout.levers.saved_tensors.host import OffloadHooks
+from flatout.levers.saved_tensors.known_bad import partially_fetched
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 LEAST_NUMBERS = 4096  # smaller state tensors are not worth a copy
 

@@ -19,9 +19,9 @@ from functools import wraps
 from importlib.util import find_spec
 from typing import Any
 
-from flatout.plan.enums import Effect, Moment
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Lever, Options, Skip, Undo, Value
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 SUFFIXES = {"8bit": "8bit", "4bit": "4bit", "fp8": "Fp8"}
 KINDS = ("Adam", "AdamW")

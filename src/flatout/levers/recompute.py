@@ -21,12 +21,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.plan.enums import Effect, Moment
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.saved.blocks import RecomputedBlock, repeated, spread, why_not
-from flatout.saved.known_bad import in_half_the_bits
-from flatout.saved.rederive import SavedTensorRederiver
+from flatout.levers.saved_tensors.blocks import RecomputedBlock, repeated, spread, why_not
+from flatout.levers.saved_tensors.known_bad import in_half_the_bits
+from flatout.levers.saved_tensors.rederive import SavedTensorRederiver
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 OPERATIONS: tuple[Value, ...] = (
     {"ops": "cheap"},

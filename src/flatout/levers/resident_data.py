@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.plan.enums import Effect, Moment
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Lever, Options, Skip, Undo, Value
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 MIB = 2**20
 SHARE = 4  # use at most a quarter of the GPU's or the host's memory
@@ -34,8 +34,8 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     most = gpu.memory_bytes // MIB // SHARE
     if not context.backwards:  # no loader has been iterated yet; the rule checks each one
         return Options(({"mib": most},))
-    from flatout.pipeline.feed import try_feeds
-    from flatout.pipeline.keeping import CacheBudget, CacheOptions
+    from flatout.data.feed import try_feeds
+    from flatout.data.keeping import CacheBudget, CacheOptions
 
     beside = facts.memory_bytes // MIB // SHARE
 
@@ -58,11 +58,11 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
 def apply(context: Any, value: Value, ledger: Any) -> Undo:
     if not isinstance(value, dict) or not isinstance(value.get("mib"), int):
         raise TypeError(f"the value of resident_data must be a table such as {{mib = 512}}, not {value!r}")
-    from flatout.pipeline.device import DeviceCopies, ResidentDevice, return_device_copies
-    from flatout.pipeline.feed import Feed
-    from flatout.pipeline.intercept import INTERCEPTION
-    from flatout.pipeline.keeping import CacheBudget, CacheOptions
-    from flatout.pipeline.streams import seeds_itself, without_workers
+    from flatout.data.device import DeviceCopies, ResidentDevice, return_device_copies
+    from flatout.data.feed import Feed
+    from flatout.data.intercept import INTERCEPTION
+    from flatout.data.keeping import CacheBudget, CacheOptions
+    from flatout.data.streams import seeds_itself, without_workers
 
     torch = context.torch
     if not torch.cuda.is_available():
@@ -106,7 +106,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
 
 def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     """Returns the adjacent samples."""
-    from flatout.pipeline.feed import Feed
+    from flatout.data.feed import Feed
 
     class Shifted(Feed):
         def __getitems__(self, indices: Any) -> Any:

@@ -24,11 +24,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.plan.enums import Effect, Moment
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Lever, Options, Skip, Undo, Value
-from flatout.plan.rank_environment import this_rank
-from flatout.ranks.absent import why_none
+from flatout.distributed.absent import why_none
+from flatout.job.rank_environment import this_rank
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 NAME = "sharding"
 OVER = ("node", "all")
@@ -45,8 +45,8 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
 
 def apply(context: Any, value: Value, ledger: Any) -> Undo:
     """Raises TypeError for an invalid value and LookupError without `data_parallel`."""
-    from flatout.ranks.sharding import Sharding
-    from flatout.saved.blocks import repeated
+    from flatout.distributed.sharding import Sharding
+    from flatout.levers.saved_tensors.blocks import repeated
 
     given = {} if value is True else value
     over = given.get("over", "node") if isinstance(given, dict) and set(given) <= {"over"} else None

@@ -16,18 +16,18 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from flatout.capture.ledger import Ledger
-from flatout.capture.pickles import keep_out_of_pickles
-from flatout.engine.applier import Applier, Outcome
-from flatout.engine.replica import StepReplica
+from flatout.agent.applier import Applier, Outcome
+from flatout.agent.ledger import Ledger
+from flatout.agent.pickles import keep_out_of_pickles
+from flatout.guard.replica import StepReplica
 from flatout.loop.levers import BEFORE_THE_PROGRAM
 from flatout.loop.randomness import kept_random_state
 from flatout.loop.tuning import NEEDS_MEMORY, Search, Tried, Tuned, TuningSample, bound, search
 from flatout.measure.clock import clock_for
-from flatout.plan.enums import Effect, Moment, Origin
-from flatout.plan.errors import LoopError
-from flatout.plan.lever import Lever, Options, Skip
-from flatout.plan.plan import Choice, Plan
+from flatout.schema.enums import Effect, Moment, Origin
+from flatout.schema.errors import LoopError
+from flatout.schema.lever import Lever, Options, Skip
+from flatout.schema.plan import Choice, Plan
 from flatout.trial.blocks import SLOW_TICK_MS
 
 LOGGER = logging.getLogger("flatout")

@@ -13,8 +13,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from flatout.capture.batches import rebuilt
-from flatout.plan.errors import LoopError
+from flatout.agent.batches import rebuilt
+from flatout.schema.errors import LoopError
 
 
 def size_of(batch: Any) -> int:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.capture.ledger import Ledger
-from flatout.plan.errors import LoopError
+from flatout.agent.ledger import Ledger
+from flatout.schema.errors import LoopError
 
 MULTIPLE = 16  # of both sides of a product; the hardware instruction requires it
 CAPABILITY = (8, 9)  # Ada and Hopper introduced the instruction

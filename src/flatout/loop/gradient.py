@@ -21,7 +21,7 @@ from flatout.loop.pipeline_parallel import PipelineParallel
 from flatout.loop.randomness import RandomState
 from flatout.loop.reduction import MEAN, SUM, Recogniser, understood
 from flatout.loop.training import Training
-from flatout.plan.errors import LoopError
+from flatout.schema.errors import LoopError
 
 WATCHED_STEPS = 8  # the first steps, which detect the generators that a step draws from
 WATCHED_AGAIN = 64  # if none drew, check one step in this many: dropout may be enabled later

@@ -7,15 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flatout.capture.ledger import Ledger
-from flatout.capture.listener import Listener
-from flatout.capture.training_context import TrainingContext
-from flatout.engine.applier import EARLY, LATE, Applier, Outcome, one_line
+from flatout.agent.applier import EARLY, LATE, Applier, Outcome, one_line
+from flatout.agent.ledger import Ledger
+from flatout.agent.listener import Listener
+from flatout.agent.training_context import TrainingContext
+from flatout.job.plan_file import read_plan
 from flatout.levers import TABLE
-from flatout.plan.enums import Moment
-from flatout.plan.errors import LoopError
-from flatout.plan.plan import Plan
 from flatout.probe.machine import look
+from flatout.schema.enums import Moment
+from flatout.schema.errors import LoopError
+from flatout.schema.plan import Plan
 
 LOGGER = logging.getLogger("flatout")
 BEFORE_THE_PROGRAM = "it acts before the program starts: run `flatout run python train.py` with this plan"
@@ -28,7 +29,7 @@ def plan_of(given: Any) -> Plan:
     if isinstance(given, Plan):
         return given
     if isinstance(given, (str, Path)):
-        return Plan.read(Path(given))
+        return read_plan(Path(given))
     raise LoopError(
         f'plan is a {type(given).__name__}. Pass a flatout.Plan, the path of a flatout.toml, "auto", or None.'
     )

@@ -20,39 +20,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from flatout.engine.applier import Outcome
-from flatout.engine.replay import needs_closure
-from flatout.loop.accumulation import HOW
-from flatout.loop.autoplan import Autoplan, effects_of
-from flatout.loop.finite import LossMonitor
-from flatout.loop.gradient import Gradient
-from flatout.loop.levers import Levers, plan_of
-from flatout.loop.loop_state import LoopState, storable
-from flatout.loop.memory import MicroBatches
-from flatout.loop.opened import measured, opened
-from flatout.loop.pipeline_parallel import Pipeline, PipelineParallel
-from flatout.loop.precision import Precision
-from flatout.loop.rank_group import company_of
-from flatout.loop.ranks import ranks_of
-from flatout.loop.reduction import MEAN, SUM
-from flatout.loop.resumed import Resumed
-from flatout.loop.saving import LoopCheckpointing
-from flatout.loop.sizing import Sized, Sizer
-from flatout.loop.step import Rate, Step
-from flatout.loop.tensor_parallel import TensorParallel, refused
-from flatout.loop.training import Training
+from flatout.agent.applier import Outcome
+from flatout.loop.assembly import LoopAssembly
+from flatout.loop.pipeline_parallel import Pipeline
+from flatout.loop.settings import LoopSettings
+from flatout.loop.sizing import Sized
+from flatout.loop.step import Step
 from flatout.loop.tuning import Tuned
-from flatout.loop.update import Update
 from flatout.loop.windows import windows
 from flatout.measure.clock import seconds
-from flatout.plan.enums import Effect
-from flatout.plan.errors import LoopError
-from flatout.plan.plan import Plan
-
-AUTO = "auto"
+from flatout.schema.errors import LoopError
+from flatout.schema.plan import Plan
 
 
-class Loop:
+class Loop(LoopAssembly):
     """Trains ``model`` on the batches of ``loader``. Iterate over it: each item is one optimizer step.
 
         loop = flatout.Loop(model, optimizer, loss_fn, loader, epochs=3, effective_batch=512, clip=1.0)
@@ -147,143 +128,28 @@ class Loop:
         from_scratch: bool = False,
         on_drift: str = "warn",
     ) -> None:
-        import torch
-
-        self.torch = torch
-        self.model, self.optimizer, self.loss_fn, self.loader, self.scheduler = (
-            model,
-            optimizer,
-            loss_fn,
-            loader,
-            scheduler,
+        settings = LoopSettings(
+            plan=plan,
+            effects=effects,
+            epochs=epochs,
+            steps=steps,
+            effective_batch=effective_batch,
+            micro_batch=micro_batch,
+            reduction=reduction,
+            scheduler=scheduler,
+            clip=clip,
+            precision=precision,
+            metrics=dict(metrics or {}),
+            on_nan=on_nan,
+            parallel=parallel,
+            allow_inexact=allow_inexact,
+            checkpoint_dir=checkpoint_dir,
+            save_every=save_every,
+            extra_state=extra_state or {},
+            from_scratch=from_scratch,
+            on_drift=on_drift,
         )
-        self.parameters = _parameters(optimizer)
-        self.device = self.parameters[0].device
-        divided: TensorParallel | PipelineParallel | None = None
-        if parallel is not None:
-            refused(
-                plan=(plan, (None,)),
-                micro_batch=(micro_batch if micro_batch == "auto" else None, (None,)),
-                precision=(precision, ("float32", "tf32")),
-                model=(
-                    type(model).__name__,
-                    {type(model).__name__} - {"DistributedDataParallel", "DataParallel"},
-                ),
-            )
-            divided = (
-                PipelineParallel(torch, model, optimizer, parallel, self.device, reduction, on_nan == "stop")
-                if isinstance(parallel, Pipeline)
-                else TensorParallel(torch, model, optimizer, parallel, self.device)
-            )
-            self.parameters = _parameters(optimizer)
-        self.epochs, self.steps, self.effective_batch = (
-            _positive("epochs", epochs),
-            _positive("steps", steps),
-            _positive("effective_batch", effective_batch),
-        )
-        self.clip, self.metrics = clip, dict(metrics or {})
-        if clip is not None and not clip > 0:
-            raise LoopError(
-                f"clip={clip!r} is not positive and would stop all training. Give the maximum norm of the gradient, or remove clip."
-            )
-        if reduction not in (None, MEAN, SUM):
-            raise LoopError(f'reduction={reduction!r} is not supported. Use "mean", "sum" or None.')
-        if strange := {name: how for name, how in self.metrics.items() if how not in HOW}:
-            raise LoopError(
-                f"metrics={strange!r} is not supported. Combine the values of micro-batches with one of {', '.join(HOW)}."
-            )
-        if on_nan not in ("stop", "ignore"):
-            raise LoopError(f'on_nan={on_nan!r} is not supported. Use "stop" or "ignore".')
-        if on_drift not in ("warn", "stop"):
-            raise LoopError(f'on_drift={on_drift!r} is not supported. Use "warn" or "stop".')
-        if checkpoint_dir is None and (save_every is not None or extra_state or from_scratch):
-            raise LoopError(
-                'save_every=, extra_state= and from_scratch= need a folder for checkpoints. Name one: checkpoint_dir="checkpoints".'
-            )
-        every, plan = _positive("save_every", save_every), plan if plan == AUTO else plan_of(plan)
-        if strange := {
-            name: type(thing).__name__
-            for name, thing in (extra_state or {}).items()
-            if not hasattr(thing, "load_state_dict")
-        }:
-            raise LoopError(
-                f"extra_state={strange!r} cannot be stored. Each object needs state_dict and load_state_dict."
-            )
-        self._ranks = ranks_of(torch, model) if divided is None else None
-        rejoin = self._ranks.rejoin if self._ranks is not None else None
-        self.precision = Precision(
-            torch, precision, model, optimizer, self.device, self.parameters, rejoin is not None
-        )
-        training = Training(
-            torch,
-            model,
-            model.module if rejoin is not None else model,
-            optimizer,
-            loss_fn,
-            self.parameters,
-            self.device,
-            self.precision,
-            self._ranks,
-            divided,
-        )
-        self.micro_batches = MicroBatches(
-            None if micro_batch == "auto" else _positive("micro_batch", micro_batch)
-        )
-        agreed = self._ranks.slowest if self._ranks is not None else list
-        self._sizer = Sizer(torch, self.device, self.micro_batches, agreed) if micro_batch == "auto" else None
-        watch = (
-            LossMonitor(torch, self.device) if on_nan == "stop" and self.precision.scaler is None else None
-        )
-        self._gradient = Gradient(training, self.micro_batches, self.metrics, reduction, allow_inexact, watch)
-        self._update = Update(training, clip)
-        self._saving: LoopCheckpointing | None = None
-        if checkpoint_dir is not None and not measured():
-            storable(model)
-            company = company_of(torch, model)
-            self._saving = LoopCheckpointing(
-                torch, opened(Path(checkpoint_dir), from_scratch, company), every, on_drift, company
-            )
-        if plan == AUTO and self._saving is not None and self._saving.plan is not None:
-            plan, effects = Plan.from_toml(self._saving.plan), None  # the earlier run has tuned already
-        self._plan = plan if isinstance(plan, Plan) else Plan()
-        self._levers = (
-            Levers(torch, self._plan, model, optimizer, loss_fn, loader)
-            if plan == AUTO or self._plan.choices
-            else None
-        )
-        self._autoplan = self._tuned_by(effects) if plan == AUTO else None
-        if effects is not None and self._autoplan is None:
-            raise LoopError(
-                f'effects={effects!r} applies only to plan="auto". Remove effects, or use plan="auto".'
-            )
-        self._late = self._levers if self._plan.choices else None  # until the first step is done
-        if self._late is not None:
-            self.loader = self._late.early(loader)
-        self.index = 0
-        self.epoch = 0
-        self._rate = Rate()
-        self.resumed: Resumed | None = None
-        if self._saving is not None:
-            settings = {
-                "model": type(getattr(model, "module", model)).__name__,
-                "optimizer": type(optimizer).__name__,
-                "scheduler": type(scheduler).__name__,
-                "precision": precision,
-                "clip": clip,
-                "effective batch": effective_batch,
-                "micro-batch": micro_batch,
-                "parallel": _spelled(parallel),
-            }
-            kept = LoopState(
-                self,
-                self._gradient,
-                self._update,
-                self._sizer,
-                extra_state or {},
-                divided.stage if isinstance(divided, PipelineParallel) else None,
-            )
-            self.resumed = self._saving.attach(self, kept, settings, shares_out=divided is None)
-        self._extras = self._around_a_step()
+        self._assemble(model, optimizer, loss_fn, loader, settings)
 
     def __iter__(self) -> Iterator[Step]:
         saving = self._saving
@@ -352,11 +218,6 @@ class Loop:
         )
 
     @property
-    def tuning(self) -> bool:
-        """Whether the Loop is still tuning levers."""
-        return self._autoplan is not None and self._autoplan.found is None
-
-    @property
     def tuned(self) -> Tuned | None:
         """With ``plan="auto"``: the result of each lever, with its ratio and interval.
 
@@ -365,53 +226,12 @@ class Loop:
         return self._autoplan.found if self._autoplan is not None else None
 
     @property
-    def sizing(self) -> bool:
-        """Whether the Loop is still trying sizes of micro-batches."""
-        return self._sizer is not None and self._sizer.found is None
-
-    @property
     def sized(self) -> Sized | None:
         """With ``micro_batch="auto"``: the chosen size and the time of each size in ms.
 
         None until sizing ends.
         """
         return self._sizer.found if self._sizer is not None else None
-
-    def close(self) -> None:
-        """Restore the model, the optimizer, the loader and torch's flags where possible.
-
-        The Loop stays usable, without the levers, the master weights and the precision setting. It closes its
-        checkpoint folder as well.
-        """
-        if self._autoplan is not None:
-            self._autoplan.take_off()
-        if self._levers is not None:
-            self._levers.take_off()
-        if self.precision.masters is not None:
-            self.parameters[:] = [self.precision.masters.own_of(p) for p in self.parameters]
-        self.precision.close()
-        if self._saving is not None:
-            self._saving.leave()
-        if self._ranks is not None:
-            self._ranks.close()
-
-    def _tuned_by(self, effects: str | None) -> Autoplan:
-        if self._ranks is not None or self.precision.masters is not None:
-            why = (
-                "the ranks of one training" if self._ranks is not None else "an optimizer with master weights"
-            )
-            raise LoopError(
-                f'plan="auto" cannot check levers under {why}. Run `flatout tune COMMAND...` and pass the plan that it writes.'
-            )
-        assert self._levers is not None
-        return Autoplan(
-            self._levers.context,
-            self._levers.applier,
-            self.model,
-            self.optimizer,
-            self.device,
-            effects_of(effects or Effect.PRECISION),
-        )
 
     def _coming(self, batches: int) -> int | None:
         """The maximum number of coming steps, each made of ``batches`` batches; None if unknown."""
@@ -488,47 +308,6 @@ class Loop:
             self._extras = self._around_a_step()
 
         return ends
-
-    def _around_a_step(self) -> bool:
-        return (
-            self._ranks is not None
-            or self._late is not None
-            or self.precision.masters is not None
-            or self.sizing
-            or self.tuning
-        )
-
-
-def _parameters(optimizer: Any) -> list[Any]:
-    if not hasattr(optimizer, "param_groups"):
-        raise LoopError(
-            f"optimizer is a {type(optimizer).__name__}. Pass a torch.optim optimizer, made from model.parameters()."
-        )
-    if needs_closure(optimizer):
-        raise LoopError(
-            f"{type(optimizer).__name__} runs forward and backward several times per step, which a Loop does not support. Call "
-            "optimizer.step(closure) in your own loop."
-        )
-    found = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    if not found:
-        raise LoopError(
-            "no parameter of the optimizer requires a gradient, so there is nothing to train. Set requires_grad=True."
-        )
-    return list(found.values())
-
-
-def _spelled(parallel: Mapping[str, Any] | Pipeline | None) -> str | None:
-    if isinstance(parallel, Mapping):
-        return ", ".join(f"{name}: {type(style).__name__}" for name, style in parallel.items())
-    return str(parallel) if parallel is not None else None
-
-
-def _positive(name: str, value: Any) -> Any:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise LoopError(
-            f"{name}={value!r} is not a whole number from 1" + ("." if name == "epochs" else ", or None.")
-        )
-    return value
 
 
 def _length(loader: Any) -> int | None:

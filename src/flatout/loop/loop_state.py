@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from flatout.checkpoint.slices import Where, is_divided, slices_in
 from flatout.loop.gradient import Gradient
 from flatout.loop.sizing import Sized, Sizer
 from flatout.loop.update import Update
-from flatout.plan.errors import LoopError, SaveError
-from flatout.state.slices import Where, is_divided, slices_in
+from flatout.schema.errors import LoopError, SaveError
 
 PARTS = (
     "model",
@@ -243,7 +243,7 @@ def _compare(torch: Any, saved: Any, now: Any, where: str, differs: Callable[[st
 
 
 def _same_bits(torch: Any, a: Any, b: Any) -> bool:
-    from flatout.pipeline.batch_comparison import same_bits
+    from flatout.data.batch_comparison import same_bits
 
     a, b = (each.to_local() if is_divided(each) else each for each in (a, b))
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.layout is not torch.strided:

@@ -14,7 +14,7 @@ import logging
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.plan.errors import LoopError
+from flatout.schema.errors import LoopError
 
 LOGGER = logging.getLogger("flatout")
 HELD: WeakKeyDictionary[Any, Masters] = WeakKeyDictionary()  # by optimizer: a new Loop takes over

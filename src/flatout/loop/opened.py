@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flatout.checkpoint.checkpoint import Checkpoint, verified
+from flatout.checkpoint.checkpoints import CheckpointFolder
+from flatout.job import heartbeat
+from flatout.job.folder import read_json
 from flatout.loop.rank_group import RankGroup
-from flatout.plan import heartbeat
-from flatout.plan.errors import FlatoutError, LoopError, SaveError
-from flatout.plan.folder import read_json
-from flatout.state.checkpoints import Checkpoint, CheckpointFolder, verified
+from flatout.schema.errors import FlatoutError, LoopError, SaveError
 
 LOGGER = logging.getLogger("flatout")
 KIND = "loop"

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.plan.errors import SaveError
-from flatout.state.checkpoints import Checkpoint
-from flatout.state.joint_checkpoint import part_of
-from flatout.state.random_states import random_states
+from flatout.checkpoint.checkpoint import Checkpoint
+from flatout.checkpoint.joint_checkpoint import part_of
+from flatout.checkpoint.random_states import random_states
+from flatout.schema.errors import SaveError
 
 FROM_SCRATCH = "use from_scratch=True to start from scratch."
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from flatout.loop.reduction import MEAN, SUM, understood
 from flatout.loop.tensor_parallel import several_ranks
-from flatout.plan.errors import LoopError
+from flatout.schema.errors import LoopError
 
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 

@@ -14,10 +14,10 @@ import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from flatout.capture.ledger import Ledger
+from flatout.agent.ledger import Ledger
 from flatout.loop.fp8 import multiply_in_8_bits
 from flatout.loop.masters import Masters
-from flatout.plan.errors import LoopError
+from flatout.schema.errors import LoopError
 
 LOGGER = logging.getLogger("flatout")
 NAMES = ("float32", "tf32", "bf16", "fp16", "fp8", "bf16-master", "fp16-master")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flatout.loop.ranks import exchanged, gathered_info, group_of, largest
-from flatout.plan.errors import SaveError
+from flatout.schema.errors import SaveError
 
 STARTED_AGAIN = "start the same command again to resume from the last checkpoint."
 

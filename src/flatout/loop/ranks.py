@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from flatout.loop.memory import OutOfMemory
 from flatout.loop.rejoin import Rejoin
-from flatout.plan.errors import LoopError
+from flatout.schema.errors import LoopError
 
 GROUPS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = (
     WeakKeyDictionary()

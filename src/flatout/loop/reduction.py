@@ -15,7 +15,7 @@ from typing import Any
 
 from flatout.loop.batches import split
 from flatout.loop.randomness import kept_random_state
-from flatout.plan.errors import LoopError
+from flatout.schema.errors import LoopError
 
 MEAN, SUM = "mean", "sum"
 ROUNDING = {

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.capture.ledger import Ledger
-from flatout.capture.pickles import keep_out_of_pickles
+from flatout.agent.ledger import Ledger
+from flatout.agent.pickles import keep_out_of_pickles
 
 TWICE = ("mark a variable ready only once", "marked as ready twice")
 

@@ -15,6 +15,15 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from flatout.checkpoint.checkpoint import Checkpoint
+from flatout.checkpoint.drift import drift, surroundings
+from flatout.checkpoint.joint_checkpoint import JointCheckpointWriter
+from flatout.checkpoint.loading import LoaderPosition
+from flatout.checkpoint.random_states import random_states, set_random_states
+from flatout.checkpoint.saver import CheckpointWriter, WriterClocks
+from flatout.checkpoint.slices import filled
+from flatout.checkpoint.values import Packed, pack
+from flatout.data.streams import own_generators
 from flatout.levers import TABLE
 from flatout.loop.loop_state import LoopState
 from flatout.loop.opened import KIND, OpenedCheckpoints
@@ -23,17 +32,8 @@ from flatout.loop.rank_group import RankGroup
 from flatout.loop.resumed import Resumed
 from flatout.loop.signals import StopSignals
 from flatout.measure.clock import seconds, sleep, thread_seconds
-from flatout.pipeline.streams import own_generators
-from flatout.plan.enums import Effect, Moment
-from flatout.plan.errors import FlatoutError, LoopError
-from flatout.state.checkpoints import Checkpoint
-from flatout.state.drift import drift, surroundings
-from flatout.state.joint_checkpoint import JointCheckpointWriter
-from flatout.state.loading import LoaderPosition
-from flatout.state.random_states import random_states, set_random_states
-from flatout.state.saver import CheckpointWriter, WriterClocks
-from flatout.state.slices import filled
-from flatout.state.values import Packed, pack
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.errors import FlatoutError, LoopError
 
 LOGGER = logging.getLogger("flatout")
 LEVERS = {lever.name: lever for lever in TABLE}

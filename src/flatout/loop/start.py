@@ -8,8 +8,8 @@ import random
 import sys
 from typing import Any
 
-from flatout.capture.ledger import Ledger
-from flatout.plan.errors import LoopError
+from flatout.agent.ledger import Ledger
+from flatout.schema.errors import LoopError
 
 LOGGER = logging.getLogger("flatout")
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # read when cuBLAS starts; deterministic products raise without it

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from flatout.plan.errors import LoopError
+from flatout.schema.errors import LoopError
 
 ALIKE_STEPS = 8  # the first steps, which check that all ranks compute the same loss
 START = "torchrun --standalone --nproc-per-node 2 train.py"

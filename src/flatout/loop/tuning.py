@@ -12,9 +12,9 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 from flatout.measure.statistics import Round, block_ms, compare
-from flatout.plan.enums import Effect
-from flatout.plan.plan import Choice, Plan, spell
-from flatout.plan.records import Ratio
+from flatout.schema.enums import Effect
+from flatout.schema.plan import Choice, Plan, spell
+from flatout.schema.records import Ratio
 from flatout.trial.blocks import BLOCK_MS, FEWEST_ROUNDS, decided
 
 SHARE = 0.2  # of the coming steps

@@ -8,7 +8,7 @@ from typing import Any
 from flatout.loop.memory import OutOfMemory, is_out_of_memory, release
 from flatout.loop.ranks import may_exchange
 from flatout.loop.training import Training
-from flatout.plan.errors import LoopError
+from flatout.schema.errors import LoopError
 
 LOGGER = logging.getLogger("flatout")
 LEANER = "foreach=False, fused=True or smaller micro-batches (micro_batch=...) need less memory at the peak."

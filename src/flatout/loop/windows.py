@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from flatout.loop.batches import size_of
-from flatout.plan.errors import LoopError
+from flatout.schema.errors import LoopError
 
 
 def windows(batches: Iterable[Any], effective: int | None) -> Iterator[list[tuple[Any, int]]]:

@@ -10,8 +10,8 @@ import random
 from collections.abc import Mapping, Sequence
 
 from flatout.measure.statistics import Round, block_ms, compare, median, quantile
-from flatout.plan.batch import BatchPoint, BatchRecord
-from flatout.plan.records import CONFIDENCE, Ratio
+from flatout.schema.batch import BatchPoint, BatchRecord
+from flatout.schema.records import CONFIDENCE, Ratio
 
 WORTH = 0.05  # a larger batch must gain more throughput than this to be worth its memory
 DRAWS = 600

@@ -21,7 +21,7 @@ from typing import Any
 from flatout.measure.clock import Clock, HostClock, clock_for
 from flatout.measure.load import busy_cores
 from flatout.measure.statistics import median, quantile
-from flatout.plan.ceilings import MATMUL_DTYPES, Ceiling
+from flatout.schema.ceilings import MATMUL_DTYPES, Ceiling
 
 REPETITIONS = 7
 LONG_ENOUGH_MS = 60.0  # per repetition; CUDA events resolve half a microsecond

@@ -6,9 +6,9 @@ import hashlib
 import os
 from pathlib import Path
 
-from flatout.plan.ceilings import CEILINGS_SCHEMA, CeilingsRecord
-from flatout.plan.facts import Facts
-from flatout.plan.folder import read_json, write_json
+from flatout.job.folder import read_json, write_json
+from flatout.schema.ceilings import CEILINGS_SCHEMA, CeilingsRecord
+from flatout.schema.facts import Facts
 
 
 def machine_key(facts: Facts) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from flatout.plan.scale import Link
+from flatout.schema.scale import Link
 
 OF_A_TREE = 0.9  # of the bandwidth: "busBw*.9" in NCCL's src/graph/tuning.cc, commit 01afd20
 

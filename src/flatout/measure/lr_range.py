@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from flatout.plan.lr_range import LrPoint
+from flatout.schema.lr_range import LrPoint
 
 SMOOTHING = 0.9  # weight of the previous mean at each step
 SPAN = 11  # points for a slope

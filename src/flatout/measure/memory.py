@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flatout.plan.profile import MEMORY_KINDS, MemoryAt, MemorySeen
+from flatout.schema.profile import MEMORY_KINDS, MemoryAt, MemorySeen
 
 POINTS_KEPT = 160
 

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flatout.measure.statistics import quantile
-from flatout.plan.records import CONFIDENCE
+from flatout.schema.records import CONFIDENCE
 
 DRAWS = 500
 FEWEST_GROUPS = 8  # fewer groups give neither the gradient nor its spread

@@ -9,31 +9,26 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import prod
 from typing import Any
 
 from flatout.measure.flops import flops_of
-from flatout.plan.findings import SourceLocation
-from flatout.plan.profile import IdleGap, Operation
+from flatout.measure.profiler_events import (
+    SIZES,
+    Event,
+    Line,
+    Sum,
+    is_node,
+    kind_of,
+    merged,
+    moved_bytes,
+    union_ns,
+)
+from flatout.schema.findings import SourceLocation
+from flatout.schema.profile import IdleGap, Operation
 
-SIZES = {
-    "float": 4,
-    "double": 8,
-    "c10::BFloat16": 2,
-    "c10::Half": 2,
-    "long int": 8,
-    "long": 8,
-    "int": 4,
-    "short int": 2,
-    "signed char": 1,
-    "unsigned char": 1,
-    "bool": 1,
-    "c10::complex<float>": 8,
-    "c10::complex<double>": 16,
-}
 NAMES = {
     "float": "float32",
     "double": "float64",
@@ -98,41 +93,12 @@ TENSOR_CORES = re.compile(
 )
 MULTIPLIES = re.compile(r"mm$|convolution|attention|linear|matmul", re.IGNORECASE)
 OF_A_LOADER = "enumerate(DataLoader)"  # annotation of torch's loaders for fetching a batch
-STACK_LINE = re.compile(r"^(.*)\((\d+)\): (.*)$")
 SHAPES_KEPT = 3
 GAPS_KEPT = 8
 SHORTEST_GAP_NS = 5_000
 
 
-Line = tuple[str, int, str]  # file, line, function
 Lines = Mapping[tuple[str, tuple[tuple[int, ...], ...]], Sequence[Line | None]]
-
-
-@dataclass
-class _Event:
-    name: str
-    start: int
-    end: int
-    thread: int
-    raw: Any
-    children_ns: int = 0
-    works: bool = True  # whether it does its work itself, without nested operators
-    flops: float | None = None  # also None if a nested operator accounts for them
-    device_ns: int = 0
-    core_ns: int = 0
-    line: Line | None = None
-
-
-@dataclass
-class _Sum:
-    calls: int = 0
-    host_ns: int = 0
-    device_ns: int = 0
-    core_ns: int = 0
-    flops: float = 0.0
-    moved: float = 0.0
-    shapes: Counter[str] = field(default_factory=Counter)
-    lines: Counter[Line | None] = field(default_factory=Counter)
 
 
 @dataclass
@@ -167,50 +133,50 @@ class ProfilerRecording:
         place: Callable[[str, int, str], SourceLocation],
     ) -> None:
         self.steps, self.lines, self.place = max(1, steps), lines, place
-        self.operators: list[_Event] = []
+        self.operators: list[Event] = []
         self.kernels: list[Any] = []
         self.waits: list[tuple[int, int]] = []  # for data
         for event in events:
-            kind = _kind(event)
+            kind = kind_of(event)
             if kind in ("kernel", "gpu_memcpy", "gpu_memset"):
                 self.kernels.append(event)
             elif kind == "user_annotation" and event.name().startswith(OF_A_LOADER):
                 self.waits.append((event.start_ns(), event.end_ns()))
             elif kind == "cpu_op" and not event.name().startswith("["):  # [memory] is an allocation
                 self.operators.append(
-                    _Event(event.name(), event.start_ns(), event.end_ns(), event.start_thread_id(), event)
+                    Event(event.name(), event.start_ns(), event.end_ns(), event.start_thread_id(), event)
                 )
         self.operators.sort(key=lambda e: (e.thread, e.start, -e.end))
 
     def observed(self) -> RecordingResult:
         outermost = self._nest()
         self._link_kernels()
-        sums: dict[tuple[str, str], _Sum] = defaultdict(_Sum)
+        sums: dict[tuple[str, str], Sum] = defaultdict(Sum)
         for event in self.operators:
             self._add(sums, event)
         found = RecordingResult(self._operations(sums), len([e for e in outermost if "::" in e.name]))
         thread = Counter(e.thread for e in outermost).most_common(1)
         spans = [(e.start, e.end) for e in self.operators if thread and e.thread == thread[0][0]]
-        found.operators_ns = _union_ns(spans)
+        found.operators_ns = union_ns(spans)
         if spans:
             spans += self.waits
-            found.python_share = 1 - _union_ns(spans) / max(
+            found.python_share = 1 - union_ns(spans) / max(
                 1, max(end for _, end in spans) - min(start for start, _ in spans)
             )
         if self.kernels:
-            found.busy_ns = _union_ns((k.start_ns(), k.end_ns()) for k in self.kernels)
+            found.busy_ns = union_ns((k.start_ns(), k.end_ns()) for k in self.kernels)
             found.gaps = self._gaps()
         return found
 
     # -- nesting of operators, and their lines ---------------------------------------------------------------
 
-    def _nest(self) -> list[_Event]:
+    def _nest(self) -> list[Event]:
         """Derive child times and lines from the nesting.
 
         Returns the operators that no other operator called. Autograd nodes do not count as operators.
         """
         turns: Counter[Any] = Counter()
-        open_: list[_Event] = []
+        open_: list[Event] = []
         outermost = []
         for event in self.operators:
             while open_ and (open_[-1].thread != event.thread or open_[-1].end <= event.start):
@@ -234,7 +200,7 @@ class ProfilerRecording:
                 if event.name not in VIEWS:
                     for each in open_:
                         each.works = False
-            if not _is_node(event) and all(map(_is_node, open_)):
+            if not is_node(event) and all(map(is_node, open_)):
                 outermost.append(event)
             open_.append(event)
         return outermost
@@ -250,7 +216,7 @@ class ProfilerRecording:
 
     # -- sums ------------------------------------------------------------------------------------------------
 
-    def _add(self, sums: dict[tuple[str, str], _Sum], event: _Event) -> None:
+    def _add(self, sums: dict[tuple[str, str], Sum], event: Event) -> None:
         dtypes, shapes = list(event.raw.dtypes()), [list(shape) for shape in event.raw.shapes()]
         main = next(
             (NAMES[d] for d in FLOATS if d in dtypes),
@@ -266,10 +232,10 @@ class ProfilerRecording:
             total.shapes[" x ".join(str(tuple(shape)) for shape in shapes if shape)[:120]] += 1
         total.lines[event.line] += event.device_ns or own_ns
         total.flops += event.flops or 0.0
-        if (event.works or event.flops is not None) and event.name not in VIEWS and not _is_node(event):
-            total.moved += _moved_bytes(dtypes, shapes)
+        if (event.works or event.flops is not None) and event.name not in VIEWS and not is_node(event):
+            total.moved += moved_bytes(dtypes, shapes)
 
-    def _operations(self, sums: dict[tuple[str, str], _Sum]) -> list[Operation]:
+    def _operations(self, sums: dict[tuple[str, str], Sum]) -> list[Operation]:
         device = bool(self.kernels)
         whole = sum(s.device_ns if device else s.host_ns for s in sums.values()) or 1
         found = []
@@ -293,7 +259,7 @@ class ProfilerRecording:
     # -- idle gaps of the device -----------------------------------------------------------------------------
 
     def _gaps(self) -> list[IdleGap]:
-        busy = _merged((k.start_ns(), k.end_ns()) for k in self.kernels)
+        busy = merged((k.start_ns(), k.end_ns()) for k in self.kernels)
         starts = [e.start for e in sorted(self.operators, key=lambda e: e.start)]
         ordered = sorted(self.operators, key=lambda e: e.start)
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -318,56 +284,3 @@ class ProfilerRecording:
                 )
             )
         return sorted(found, key=lambda gap: -gap.ms)[:GAPS_KEPT]
-
-
-def _kind(event: Any) -> str:
-    """Return the activity under kineto's name. For an older torch it is derived from other properties."""
-    on_device = not str(event.device_type()).endswith(".CPU")
-    ask = getattr(event, "activity_type", None)
-    if ask is not None:
-        kind = str(ask())
-        return (
-            "kernel"
-            if kind == "concurrent_kernel"
-            else kind
-            if on_device == kind.startswith(("kernel", "gpu_"))
-            else ""
-        )
-    if event.is_user_annotation():
-        return "user_annotation"
-    if on_device:
-        return "kernel"
-    python = STACK_LINE.match(event.name()) or event.name().startswith(("nn.Module: ", "<built-in "))
-    return "python_function" if python else "cpu_op"
-
-
-def _is_node(event: _Event) -> bool:
-    """Return whether the event is a node of autograd's backward pass, which is no operator itself."""
-    return event.name.startswith("autograd::engine") or (event.raw.scope() == 1 and "::" not in event.name)
-
-
-def _moved_bytes(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> float:
-    """Return the bytes of all inputs, plus a result as large as the largest input.
-
-    This is an estimate, exact for elementwise operators.
-    """
-    read = [
-        prod(shape) * SIZES[dtype]
-        for dtype, shape in zip(dtypes, shapes, strict=False)
-        if dtype in SIZES and shape
-    ]
-    return float(sum(read) + max(read, default=0))
-
-
-def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
-    for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((start, end))
-    return found
-
-
-def _union_ns(spans: Iterable[tuple[int, int]]) -> int:
-    return sum(end - start for start, end in _merged(spans))

@@ -11,7 +11,7 @@ from typing import Any
 
 from flatout.measure.clock import Clock, HostClock
 from flatout.measure.statistics import quantile
-from flatout.plan.records import PHASES, PhaseTime
+from flatout.schema.records import PHASES, PhaseTime
 
 KEPT_STEPS = 512  # only the last steps are kept
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flatout.measure.statistics import mean, median
-from flatout.plan.records import RankPace
+from flatout.schema.session import RankPace
 
 STRAGGLES = 0.7  # a rank straggles if it is the slowest in this share of the steps
 WORTH_SAYING = 0.05  # a smaller loss per step is not reported
@@ -21,7 +21,7 @@ LARGER = 1.1  # a rank with this multiple of the mean elements has more data
 def paces(observed: Sequence[dict[str, Any]]) -> list[RankPace]:
     """Return the pace of each rank, in rank order.
 
-    ``observed`` is what the probe of each rank (`flatout.trial.pace`) recorded, step by step.
+    ``observed`` is what the probe of each rank (`flatout.trial.probes.pace`) recorded, step by step.
     """
     found = []
     for each in sorted(observed, key=lambda each: int(each["rank"])):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from flatout.plan.profile import Operation
+from flatout.schema.profile import Operation
 
 LAUNCH_US = 20.0  # a shorter call, far below both roofs, is dominated by its launch overhead
 FAR_BELOW = 0.25

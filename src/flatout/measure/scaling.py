@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from flatout.measure.links import CollectiveCost, Fabric, all_gather, all_reduce, reduce_scatter
 from flatout.measure.overlap import Task, finish_ms
-from flatout.plan.scale import ScalePoint, Timing
+from flatout.schema.scale import ScalePoint, Timing
 
 MIB = 1 << 20
 FIRST_BUCKET_BYTES = MIB  # torch/csrc/distributed/c10d/reducer.hpp: kDefaultFirstBucketBytes

@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flatout.plan.records import CONFIDENCE, Ratio
+from flatout.schema.records import CONFIDENCE, Ratio
 
 BOOTSTRAP_DRAWS = 800
 OUTLIER_FACTOR = 6.0  # longer ticks are not steps but, for example, an evaluation or a checkpoint

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 
-from flatout.plan.facts import ASKED_DEVICE, Gpu
+from flatout.schema.facts import ASKED_DEVICE, Gpu
 
 LIBRARY = "libcuda.so.1"
 TIMEOUT_S = 30.0  # a GPU without persistence mode takes seconds to initialise

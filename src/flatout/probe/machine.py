@@ -8,9 +8,9 @@ import os
 import platform
 from pathlib import Path
 
-from flatout.plan.facts import ASKED_DEVICE, Facts
 from flatout.probe.cgroup import group
 from flatout.probe.gpus import gpus_asked_for
+from flatout.schema.facts import ASKED_DEVICE, Facts
 
 WATCHED = (
     "OMP_NUM_THREADS",

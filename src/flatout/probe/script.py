@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
-from flatout.plan.findings import SourceLocation
 from flatout.probe.names import FUNCTIONS, Binding, Names
+from flatout.schema.findings import SourceLocation
 
 MAX_BYTES = 4_000_000  # larger than any handwritten script
 MAX_NODES = 150_000  # some 15,000 lines; each rule walks them all

@@ -15,9 +15,9 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from flatout.plan.machine_snapshot import Disk, MachineSnapshot
 from flatout.probe.cgroup import group
 from flatout.probe.proc import numbers, processor
+from flatout.schema.machine_snapshot import Disk, MachineSnapshot
 
 FILES = (
     "/proc/meminfo",

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from flatout.plan.findings import SourceLocation
 from flatout.probe.names import COMPREHENSIONS
 from flatout.probe.script import SourceFile
-from flatout.probe.values import iterated
+from flatout.probe.value_paths import iterated
+from flatout.schema.findings import SourceLocation
 
 if TYPE_CHECKING:
     from flatout.probe.program import ScriptProgram

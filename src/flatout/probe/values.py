@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from flatout.probe.kinds import WRAPPERS, called_like, kinds_of_name
 from flatout.probe.names import FUNCTIONS, Binding
 from flatout.probe.script import SourceFile
+from flatout.probe.value_paths import dotted_path, flat, is_static, iterated, returns
 
 if TYPE_CHECKING:
     from flatout.probe.program import ScriptProgram
@@ -153,7 +154,7 @@ class Values:
         if isinstance(parameter, ast.arg) and isinstance(function, FUNCTIONS):
             names = [a.arg for a in [*function.args.posonlyargs, *function.args.args]]
             method = (
-                bool(names) and isinstance(source.parent(function), ast.ClassDef) and not _is_static(function)
+                bool(names) and isinstance(source.parent(function), ast.ClassDef) and not is_static(function)
             )
             for caller, call in self.program.callers(function):
                 position = names.index(parameter.arg) - method if parameter.arg in names else -1
@@ -179,7 +180,9 @@ class Values:
                 assigned = self.attributes(owner, where).get(node.attr, [])
                 for statement in assigned:
                     if statement.value is not None:
-                        yield from self._part(owner, statement.value, _path(statement, node.attr), depth + 1)
+                        yield from self._part(
+                            owner, statement.value, dotted_path(statement, node.attr), depth + 1
+                        )
                 if assigned:
                     break
 
@@ -262,7 +265,7 @@ class Values:
             found: dict[str, list[ast.Assign | ast.AnnAssign]] = {}
             for node in ast.walk(klass):
                 if isinstance(node, (ast.Assign, ast.AnnAssign)):
-                    for target in _flat(node.targets if isinstance(node, ast.Assign) else [node.target]):
+                    for target in flat(node.targets if isinstance(node, ast.Assign) else [node.target]):
                         own = (
                             isinstance(target, ast.Attribute)
                             and isinstance(target.value, ast.Name)
@@ -336,67 +339,3 @@ class Values:
                 else {"Tensor"}
             )
         return found
-
-
-def iterated(node: ast.expr) -> ast.expr:
-    """Return the iterable behind wrappers: ``loader`` in ``enumerate(tqdm(loader), 1)``."""
-    while isinstance(node, ast.Call) and node.args:
-        name = (
-            node.func.id
-            if isinstance(node.func, ast.Name)
-            else node.func.attr
-            if isinstance(node.func, ast.Attribute)
-            else ""
-        )
-        if name not in ("enumerate", "tqdm", "trange", "iter", "islice", "track", "prange", "progress_bar"):
-            break
-        node = node.args[0]
-    return node
-
-
-def is_given(call: ast.Call, name: str, value: object) -> bool:
-    """Return whether a call has this constant as a keyword."""
-    return any(
-        k.arg == name and isinstance(k.value, ast.Constant) and k.value.value is value for k in call.keywords
-    )
-
-
-def returns(function: ast.AST) -> list[ast.expr]:
-    """Return the expressions of a function's own return statements."""
-    if isinstance(function, ast.Lambda):
-        return [function.body]
-    found, waiting = [], list(getattr(function, "body", []))
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.Return) and node.value is not None:
-            found.append(node.value)
-        if not isinstance(node, (*FUNCTIONS, ast.ClassDef, ast.Lambda)):
-            waiting += [
-                child
-                for child in ast.iter_child_nodes(node)
-                if isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case))
-            ]
-    return found
-
-
-def _is_static(function: ast.AST) -> bool:
-    return any(
-        isinstance(d, ast.Name) and d.id == "staticmethod" for d in getattr(function, "decorator_list", [])
-    )
-
-
-def _flat(targets: list[ast.expr]) -> Iterator[ast.expr]:
-    for target in targets:
-        if isinstance(target, (ast.Tuple, ast.List)):
-            yield from _flat(target.elts)
-        else:
-            yield target
-
-
-def _path(statement: ast.Assign | ast.AnnAssign, attribute: str) -> tuple[int, ...]:
-    for target in statement.targets if isinstance(statement, ast.Assign) else [statement.target]:
-        if isinstance(target, (ast.Tuple, ast.List)):
-            for index, each in enumerate(target.elts):
-                if isinstance(each, ast.Attribute) and each.attr == attribute:
-                    return (index,)
-    return ()

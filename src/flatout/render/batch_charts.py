@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 
 from markupsafe import Markup
 
-from flatout.plan.batch import BatchPoint, BatchRecord
 from flatout.render.charts import PLOT_HEIGHT
 from flatout.render.formatting import drawable, figure, milliseconds, size, times
-from flatout.render.profile_charts import byte_levels
+from flatout.render.memory_charts import byte_levels
 from flatout.render.svg import (
     UNITS,
     Scale,
@@ -26,6 +25,7 @@ from flatout.render.svg import (
     stretched,
     title,
 )
+from flatout.schema.batch import BatchPoint, BatchRecord
 
 Plot = tuple[Markup, Markup, Markup]
 ROOM_ABOVE = 1.18  # leaves space for labels

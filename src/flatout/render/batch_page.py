@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from flatout.plan.batch import BatchPoint, BatchRecord, NoiseSeen
-from flatout.plan.records import Ratio
 from flatout.render import formatting
 from flatout.render.batch_charts import memory_plot, speed_plot
 from flatout.render.page import environment
+from flatout.schema.batch import BatchPoint, BatchRecord, NoiseSeen
+from flatout.schema.records import Ratio
 
 COLUMNS = ("batch size", "a step", "samples/s", "speed", "same effective batch", "peak", "")
 LEAST = 0.001  # a noise scale below this share of a batch counts as none

@@ -11,10 +11,9 @@ from itertools import groupby
 
 from markupsafe import Markup
 
-from flatout.plan.records import PHASES
+from flatout.render.before_after import PhasePart
 from flatout.render.curves import Curve, LossCurves
 from flatout.render.formatting import count, figure, interval, milliseconds, times
-from flatout.render.summary import PhasePart
 from flatout.render.svg import (
     UNITS,
     Scale,
@@ -26,6 +25,7 @@ from flatout.render.svg import (
     stretched,
     title,
 )
+from flatout.schema.records import PHASES
 
 # Minimum width of the plot in pixels on a phone, and on larger screens. Labels that do not fit are left out.
 NARROW, WIDE = 320, 700

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from flatout.plan.records import GuardRecord
 from flatout.render.formatting import count, drawable, figure
+from flatout.schema.session import GuardRecord
 
 MAX_POINTS = 240
 

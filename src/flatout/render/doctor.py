@@ -10,9 +10,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flatout.plan.ceilings import CeilingsRecord
-from flatout.plan.machine_snapshot import CheckResult, Verdict
 from flatout.render.formatting import NOTHING, figure, one_line, several
+from flatout.schema.ceilings import CeilingsRecord
+from flatout.schema.machine_snapshot import CheckResult, Verdict
 
 BUSY_CORES = 0.5  # above this load of other processes, the figures underestimate the machine
 STYLES = {

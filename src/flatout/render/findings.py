@@ -11,8 +11,8 @@ from urllib.parse import quote
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from flatout.plan.findings import Finding, Severity, SourceLocation
 from flatout.render.formatting import legible, one_line, sentence
+from flatout.schema.findings import Finding, Severity, SourceLocation
 
 STYLES = {
     Severity.WRONG.value: "bold red",

@@ -12,8 +12,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flatout.plan.plan import spell
-from flatout.plan.sanitize import harmless
+from flatout.job.sanitize import harmless
+from flatout.schema.plan import spell
 
 NOTHING = "–"
 TEXT_LIMIT = 600

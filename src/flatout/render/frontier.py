@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from markupsafe import Markup
 
-from flatout.plan.records import SessionRecord, TimeMemoryPoint
 from flatout.render import summary
 from flatout.render.charts import PLOT_HEIGHT
 from flatout.render.formatting import drawable, interval, one_line, size, times
 from flatout.render.svg import Scale, axis_below, chart, element, percent, round_ticks, title
+from flatout.schema.session import SessionRecord, TimeMemoryPoint
 
 ROOM = 0.08  # margin around the outermost dots, as a share of the span
 

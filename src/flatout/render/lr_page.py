@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from markupsafe import Markup
 from rich.table import Table
 
-from flatout.plan.lr_range import OWN, LrRange, LrRecord, LrTraining
 from flatout.render import formatting
 from flatout.render.charts import PLOT_HEIGHT
 from flatout.render.page import environment
@@ -25,6 +24,7 @@ from flatout.render.svg import (
     stretched,
     title,
 )
+from flatout.schema.lr_range import OWN, LrRange, LrRecord, LrTraining
 
 ROOM = 0.08  # margin above and below the curve, as a share of its height
 MARKS = (("suggestion", "suggested"), ("lowest", "lowest loss"), ("diverged", "diverges"))

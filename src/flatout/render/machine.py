@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from flatout.plan.profile import ProfileRecord
-from flatout.plan.records import SessionRecord
 from flatout.render.formatting import NOTHING, count, drawable, figure, one_line, several, size
+from flatout.schema.profile import ProfileRecord
+from flatout.schema.session import SessionRecord
 
 
 def device(session: SessionRecord | ProfileRecord) -> str:

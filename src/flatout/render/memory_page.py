@@ -10,12 +10,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from flatout.plan.memory_forecast import FORECAST_KINDS, MemoryForecast, MemoryPoint
 from flatout.render import formatting
 from flatout.render.charts import PLOT_HEIGHT
+from flatout.render.memory_charts import byte_levels, kind_class
 from flatout.render.page import environment
-from flatout.render.profile_charts import byte_levels, kind_class
 from flatout.render.svg import Scale, chart, element, percent, title
+from flatout.schema.memory_forecast import FORECAST_KINDS, MemoryForecast, MemoryPoint
 
 MODULES_SHOWN = 8
 PEAK = "peak of the tensors in a step"

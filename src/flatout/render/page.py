@@ -15,8 +15,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from flatout.plan.records import CONFIDENCE
 from flatout.render import formatting
+from flatout.schema.records import CONFIDENCE
 
 
 @cache

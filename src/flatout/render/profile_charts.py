@@ -7,15 +7,13 @@ every dot has a label or a tooltip.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from flatout.plan.profile import MEMORY_KINDS, MemoryGrowth, MemorySeen, Operation, ProfileRecord, WhatIf
-from flatout.plan.records import PHASES
 from flatout.render.charts import LETTER, NARROW, PLOT_HEIGHT, WIDE, forest_axis, forest_row
-from flatout.render.formatting import drawable, figure, interval, milliseconds, size, times
+from flatout.render.formatting import drawable, interval, milliseconds, times
 from flatout.render.svg import (
     UNITS,
     Scale,
@@ -26,10 +24,11 @@ from flatout.render.svg import (
     percent,
     powers,
     ratio_scale,
-    round_ticks,
     stretched,
     title,
 )
+from flatout.schema.profile import Operation, ProfileRecord, WhatIf
+from flatout.schema.records import PHASES
 
 LARGEST_DOT, SMALLEST_DOT = 13.0, 3.5
 MOST_DOTS = 24
@@ -163,6 +162,15 @@ def roofline(profile: ProfileRecord) -> tuple[Markup, Markup, Markup, list[Opera
         for n, (o, (i, s)) in enumerate(list(zip(dots, at, strict=True))[:6])
     ]
     label = f"Roofline: {len(dots)} operations by FLOPs a byte and FLOPs a second"
+    return (
+        _speed_axis(y),
+        chart(label, PLOT_HEIGHT, shapes, "chart plot"),
+        axis_below(x, [(t, f"{t:g}") for t in powers(x)]),
+        dots,
+    )
+
+
+def _speed_axis(y: Scale) -> Markup:
     names = [_flops(t) for t in powers(y)]
     texts = [
         element(
@@ -170,19 +178,13 @@ def roofline(profile: ProfileRecord) -> tuple[Markup, Markup, Markup, list[Opera
         )
         for name, t in zip(names, powers(y), strict=True)
     ]
-    left = element(
+    return element(
         "svg",
         *texts,
         aria_hidden="true",
         class_="chart levels",
         width=12 + round(7.5 * max(map(len, names), default=1)),
         height=PLOT_HEIGHT,
-    )
-    return (
-        left,
-        chart(label, PLOT_HEIGHT, shapes, "chart plot"),
-        axis_below(x, [(t, f"{t:g}") for t in powers(x)]),
-        dots,
     )
 
 
@@ -230,122 +232,6 @@ def _flops(value: float) -> str:
     return f"{value:.3g} FLOP/s"
 
 
-def kind_class(kind: str) -> str:
-    return f"kind-{MEMORY_KINDS.index(kind)}" if kind in MEMORY_KINDS else "kind-6"
-
-
-def memory_areas(memory: MemorySeen) -> tuple[Markup, Markup, Markup, list[str]] | None:
-    """Return the axis of bytes, the stacked areas over a step, the time axis, and the kinds bottom-up."""
-    line = [at for at in memory.timeline if drawable(at.ms) is not None]
-    kinds = [kind for kind in MEMORY_KINDS if any(at.kinds.get(kind, 0) > 0 for at in line)]
-    if len(line) < 2 or not kinds:
-        return None
-    totals = [sum(max(0, at.kinds.get(kind, 0)) for kind in kinds) for at in line]
-    x, y = Scale(line[0].ms, line[-1].ms), Scale(0.0, max(totals) * 1.05)
-    below, areas = [0.0] * len(line), []
-    for kind in kinds:
-        above = [base + max(0, at.kinds.get(kind, 0)) for base, at in zip(below, line, strict=True)]
-        there = [_point(x(at.ms), y(value)) for at, value in zip(line, above, strict=True)]
-        back = [_point(x(at.ms), y(value)) for at, value in reversed(list(zip(line, below, strict=True)))]
-        areas.append(
-            element(
-                "path",
-                title(f"{kind}: at most {size(max(at.kinds.get(kind, 0) for at in line))}"),
-                d="M" + " L".join([*there, *back]) + " Z",
-                class_=f"area {kind_class(kind)}",
-            )
-        )
-        below = above
-    left, grid = byte_levels(y, PLOT_HEIGHT)
-    plot = chart(
-        f"Memory over a step: at most {size(max(totals))}",
-        PLOT_HEIGHT,
-        [stretched(areas), *grid],
-        "chart plot",
-    )
-    return left, plot, axis_below(x, [(t, f"{figure(t)} ms") for t in round_ticks(x.low, x.high, 4)]), kinds
-
-
-def byte_levels(y: Scale, height: int) -> tuple[Markup, list[Markup]]:
-    unit = next((power for power in (3, 2, 1) if y.high >= 1024**power), 0)
-    levels = [
-        tick * 1024**unit
-        for tick in round_ticks(y.low / 1024**unit, y.high / 1024**unit, height // 75)
-        if 0.03 < y(tick * 1024**unit) < 0.97
-    ]
-    names = [size(level) for level in levels]
-    texts = [
-        element(
-            "text", n, x="100%", y=percent(1 - y(at)), dy="0.32em", text_anchor="end", class_="label soft"
-        )
-        for n, at in zip(names, levels, strict=True)
-    ]
-    left = element(
-        "svg",
-        *texts,
-        aria_hidden="true",
-        class_="chart levels",
-        width=12 + round(7.5 * max(map(len, names), default=1)),
-        height=height,
-    )
-    return left, [
-        element("line", x1="0%", x2="100%", y1=percent(1 - y(at)), y2=percent(1 - y(at)), class_="grid over")
-        for at in levels
-    ]
-
-
-def peak_bar(memory: MemorySeen) -> Markup | None:
-    """Return the contents of the peak as one stacked bar."""
-    parts = [(kind, amount) for kind, amount in memory.at_peak.items() if amount > 0]
-    total = sum(amount for _, amount in parts)
-    if total <= 0:
-        return None
-    place, shapes = 0.0, []
-    for kind, amount in parts:
-        shapes.append(
-            element(
-                "rect",
-                title(f"{kind}: {size(amount)}"),
-                x=percent(place),
-                y=0,
-                width=percent(amount / total),
-                height=30,
-                class_=f"phase {kind_class(kind)}",
-            )
-        )
-        place += amount / total
-    return chart(
-        "What fills the peak: " + ", ".join(f"{kind} {size(amount)}" for kind, amount in parts), 34, shapes
-    )
-
-
-def growth_line(leak: MemoryGrowth) -> tuple[Markup, Markup] | None:
-    """Return the axis of bytes, and the chart of memory at the same point of each step."""
-    series = [value for v in leak.series if (value := drawable(v)) is not None]
-    if len(series) < 3:
-        return None
-    low, high = min(series), max(series)
-    margin = (high - low) * 0.1 or abs(high) * 0.05 or 1.0
-    x, y = Scale(0, len(series) - 1), Scale(low - margin, high + margin)
-    left, grid = byte_levels(y, PLOT_HEIGHT // 2)
-    path = "M" + " L".join(_point(x(i), y(value)) for i, value in enumerate(series))
-    drawn = stretched([element("path", d=path, class_="curve " + ("leaking" if leak.leaking else "steady"))])
-    label = f"Memory at the same point of {len(series)} steps, from {size(series[0])} to {size(series[-1])}"
-    return left, chart(label, PLOT_HEIGHT // 2, [*grid, drawn], "chart plot half")
-
-
-def _point(x: float, y: float) -> str:
-    return f"{UNITS * x:.1f} {UNITS * (1 - y):.1f}"
-
-
 def _positive(value: object) -> bool:
     number = drawable(value)
     return number is not None and number > 1e-9
-
-
-def kinds_present(memory: MemorySeen) -> Iterator[tuple[str, str, str]]:
-    """Yield each kind, its CSS class and its share of the peak, largest first."""
-    total = sum(amount for amount in memory.at_peak.values() if amount > 0) or 1
-    for kind, amount in sorted(memory.at_peak.items(), key=lambda part: -part[1]):
-        if amount > 0:
-            yield kind, kind_class(kind), f"{size(amount)}, {100 * amount / total:.0f} %"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.plan.findings import Finding, Severity
-from flatout.plan.profile import LoaderSeen, MemoryGrowth, MemorySeen, Operation, ProfileRecord, SyncRecord
-from flatout.plan.records import PHASES
 from flatout.render import formatting, machine, profile_charts
 from flatout.render import profile_summary as story
 from flatout.render.page import environment
+from flatout.schema.findings import Finding, Severity
+from flatout.schema.profile import LoaderSeen, MemoryGrowth, MemorySeen, Operation, ProfileRecord, SyncRecord
+from flatout.schema.records import PHASES
 
 MAX_ROWS = 40  # per table; the rest is in profile.json
 MAX_OPERATIONS = 20

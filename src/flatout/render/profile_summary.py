@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flatout.plan.findings import Finding, SourceLocation
-from flatout.plan.profile import ProfileRecord, WhatIf
 from flatout.render.formatting import (
     drawable,
     figure,
@@ -17,6 +15,8 @@ from flatout.render.formatting import (
     times,
 )
 from flatout.render.summary import spelled
+from flatout.schema.findings import Finding, SourceLocation
+from flatout.schema.profile import ProfileRecord, WhatIf
 
 BOUNDS = {
     "data": "it waits for data",

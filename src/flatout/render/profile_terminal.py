@@ -6,10 +6,10 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from flatout.plan.findings import Finding, SourceLocation
-from flatout.plan.profile import MemoryGrowth, MemorySeen, Operation, ProfileRecord, SyncRecord
 from flatout.render.formatting import milliseconds, on_device, shell, size
 from flatout.render.terminal import pairs, section, table_of, text
+from flatout.schema.findings import Finding, SourceLocation
+from flatout.schema.profile import MemoryGrowth, MemorySeen, Operation, ProfileRecord, SyncRecord
 
 OPERATIONS = 8
 SYNCHRONISATIONS = 8

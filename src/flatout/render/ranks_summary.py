@@ -7,7 +7,7 @@ from itertools import chain
 
 from markupsafe import Markup
 
-from flatout.plan.records import RankPace, RanksRecord, SessionRecord
+from flatout.render.before_after import PhasePart
 from flatout.render.charts import bar
 from flatout.render.formatting import (
     count,
@@ -21,8 +21,8 @@ from flatout.render.formatting import (
     size,
     times,
 )
-from flatout.render.summary import PhasePart
 from flatout.render.svg import chart
+from flatout.schema.session import RankPace, RanksRecord, SessionRecord
 
 MOST_RANKS = 32  # shown; the rest is in session.json
 ROW = 62

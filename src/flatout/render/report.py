@@ -11,13 +11,14 @@ from typing import Any
 
 from markupsafe import Markup
 
-from flatout.plan.enums import Status
-from flatout.plan.records import PHASES, ComparisonRecord, GuardCheck, LeverRecord, NamedRecord, SessionRecord
 from flatout.render import charts, formatting, machine, ranks_summary, summary
 from flatout.render.curves import loss_curves, remarks
 from flatout.render.frontier import frontier_plot
 from flatout.render.page import environment
 from flatout.render.svg import Scale, ratio_scale
+from flatout.schema.enums import Status
+from flatout.schema.records import PHASES
+from flatout.schema.session import ComparisonRecord, GuardCheck, LeverRecord, NamedRecord, SessionRecord
 
 MAX_ROWS = 150  # per table; the rest is in session.json
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from markupsafe import Markup
 from rich.table import Table
 
-from flatout.plan.scale import Link, ScalePoint, ScaleRecord
 from flatout.render import formatting
 from flatout.render.charts import PLOT_HEIGHT
 from flatout.render.page import environment
@@ -23,6 +22,7 @@ from flatout.render.svg import (
     stretched,
     title,
 )
+from flatout.schema.scale import Link, ScalePoint, ScaleRecord
 
 NAMES = {"ddp": "DDP", "fsdp": "FSDP", "hybrid": "Hybrid", "local": "Local SGD"}
 COLUMNS = ("", "devices", "step", "waiting", "each sends", "efficiency", "bound by")

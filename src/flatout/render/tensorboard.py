@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.plan.profile import ProfileRecord
 from flatout.render.formatting import figure, milliseconds, one_line
+from flatout.schema.profile import ProfileRecord
 
 OPERATIONS = 40
 

@@ -14,9 +14,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flatout.plan.enums import Status
-from flatout.plan.plan import Plan
-from flatout.plan.records import LeverRecord, SessionRecord
 from flatout.render import ranks_summary, summary
 from flatout.render.formatting import (
     NOTHING,
@@ -30,6 +27,9 @@ from flatout.render.formatting import (
     size,
     times,
 )
+from flatout.schema.enums import Status
+from flatout.schema.plan import Plan
+from flatout.schema.session import LeverRecord, SessionRecord
 
 STYLES = {"applied": "bold green", "rejected": "bold red", "skipped": "bold"}
 ORIGINS = {

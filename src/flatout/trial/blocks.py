@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import Round, block_ms, compare
-from flatout.plan.plan import Choice
-from flatout.plan.records import Ratio
+from flatout.schema.plan import Choice
+from flatout.schema.records import Ratio
 from flatout.trial.parent import Trial
 
 BLOCK_MS = 350.0

@@ -6,8 +6,8 @@ import re
 import sys
 from typing import Any
 
-from flatout.capture.frames import is_users, place_at
-from flatout.plan.profile import Compiled
+from flatout.agent.frames import is_users, place_at
+from flatout.schema.profile import Compiled
 
 # Temporary hooks with which flatout finds root modules; not caused by the program
 OF_OURS = "._global_forward_"

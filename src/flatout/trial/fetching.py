@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.capture.frames import is_users, place_of
+from flatout.agent.frames import is_users, place_of
 from flatout.measure.clock import HostClock, seconds
 from flatout.measure.line_timer import LineTimer
 from flatout.measure.statistics import median

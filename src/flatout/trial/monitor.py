@@ -10,14 +10,14 @@ import sys
 from collections import Counter
 from typing import Any
 
-from flatout.capture.call_counters import CallCounters
-from flatout.capture.frames import Line, place_of, users_line
-from flatout.capture.ledger import Ledger
-from flatout.capture.listener import Listener
+from flatout.agent.call_counters import CallCounters
+from flatout.agent.frames import Line, place_of, users_line
+from flatout.agent.ledger import Ledger
+from flatout.agent.listener import Listener
 from flatout.measure.clock import HostClock
 from flatout.measure.load import private_bytes
-from flatout.plan.findings import SourceLocation
-from flatout.plan.profile import LoaderSeen
+from flatout.schema.findings import SourceLocation
+from flatout.schema.profile import LoaderSeen
 from flatout.trial.compiled import compiled
 from flatout.trial.settings import settings
 

@@ -10,19 +10,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.capture.overlay import tidy
+from flatout.agent.overlay import tidy
+from flatout.job.folder import TrialFolder, read_json, write_json
 from flatout.launch.command import Command
 from flatout.launch.environment import QUIET, attached
 from flatout.launch.process import ProgramRun
 from flatout.measure.clock import seconds
-from flatout.plan.enums import Moment
-from flatout.plan.errors import StorageError, TrialFailed
-from flatout.plan.facts import Facts
-from flatout.plan.folder import TrialFolder, read_json, write_json
-from flatout.plan.plan import Choice, Plan
-from flatout.plan.records import TrialRecord
+from flatout.schema.errors import StorageError
+from flatout.schema.facts import Facts
+from flatout.schema.plan import Choice, Plan
+from flatout.schema.records import TrialRecord
 from flatout.trial.channel import Channel, Hangup
-from flatout.trial.spec import ENTRY, TABLE, TrialSpec, levers
+from flatout.trial.process_environment import process_environment
+from flatout.trial.spec import ENTRY, TABLE, TrialSpec
 
 POLL_S = 0.2
 NEVER_TRAINED = "it did not finish a training step"
@@ -330,25 +330,6 @@ class Trial:
             return ""
         text = self._program.err.content() or self._program.out.content()
         return text[-6000:].decode("utf-8", "replace")
-
-
-def process_environment(plan: Plan, facts: Facts, table: str = TABLE) -> dict[str, str]:
-    """Return the variables for the PROCESS levers of a Plan.
-
-    Raises TrialFailed for a lever that is unavailable here.
-    """
-    extra: dict[str, str] = {}
-    for lever in levers(table):
-        choice = plan.get(lever.name)
-        if choice is None or lever.moment is not Moment.PROCESS:
-            continue
-        try:
-            extra.update(lever.environment(facts, choice.value))
-        except LookupError as error:
-            raise TrialFailed(
-                f"{lever.name} = {choice.value!r} cannot be applied: {error}. Run `flatout tune` again on this machine."
-            ) from None
-    return extra
 
 
 def measure(trial: Trial, steps: int, deadline_s: float, draws: bool = False) -> TrialRecord:

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from flatout.job.folder import TrialFolder, read_json, write_json
+from flatout.job.rank_environment import this_rank
 from flatout.measure.clock import Clock, seconds, sleep
-from flatout.plan.enums import Origin
-from flatout.plan.folder import TrialFolder, read_json, write_json
-from flatout.plan.plan import Choice
-from flatout.plan.rank_environment import this_rank
-from flatout.trial.probes import ActiveProbe
+from flatout.schema.enums import Origin
+from flatout.schema.plan import Choice
+from flatout.trial.probes.active import ActiveProbe
 
 OBSERVED_S = 30.0  # for the results of the other ranks, which are at the end of the same step
 POLL_S = 0.01

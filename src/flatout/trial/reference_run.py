@@ -15,9 +15,9 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-from flatout.engine.replay import perturb_weights
+from flatout.distributed.single_process import one_device
+from flatout.guard.captured_steps import perturb_weights
 from flatout.measure.clock import seconds
-from flatout.ranks.single_process import one_device
 from flatout.trial.spec import TrialSpec
 from flatout.trial.worker import Worker
 

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from typing import Any
 
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Lever
-from flatout.plan.plan import Plan
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Lever
+from flatout.schema.plan import Plan
 
 ENTRY = "flatout.trial.worker:attach"
 TABLE = "flatout.levers:TABLE"
@@ -19,7 +19,7 @@ class TrialSpec:
     """The options of a trial.
 
     ``address`` is the parent's socket; ``seed`` None leaves the program's randomness alone. ``perturbation``
-    perturbs rounding from the first step on, by this share (flatout.engine.perturb), to see how far the
+    perturbs rounding from the first step on, by this share (flatout.guard.perturb), to see how far the
     program amplifies it.
     """
 

@@ -5,8 +5,8 @@ Commands (one JSON object a line), each answered with one object:
     {"do": "go", "ticks": n}            run n ticks ("seconds" ends them early), report them: {"ms": [...]}
     {"do": "switch", "choices": [...]}  make exactly these live levers active
     {"do": "options"}                   return what every lever says about this program
-    {"do": "replica", "choices": [...]} run the guard's step replica with these live levers
-    {"do": "listen", "probe": name, ...}  run some ticks with a probe (trial/probes.py), in all ranks if
+    {"do": "replica", "choices": [...]} run the guard's step replica with these live levers, the most valuable first
+    {"do": "listen", "probe": name, ...}  run some ticks with a probe (trial/probes/), in all ranks if
                                         "everywhere", and return its results
     {"do": "watch"}                     return the monitor's results since the last call (trial/monitor.py)
     {"do": "record"}                    return the record so far
@@ -26,46 +26,24 @@ import os
 import random
 import sys
 import traceback
-from pathlib import Path
 from typing import Any
 
-from flatout.capture.bootstrap import say
-from flatout.capture.file_sandbox import FileSandbox
-from flatout.capture.ledger import Ledger
-from flatout.capture.listener import Listener
-from flatout.capture.rank_environment import die_with_parent
-from flatout.capture.training_context import TrainingContext
-from flatout.engine.applier import EARLY, LATE, Applier, Outcome
-from flatout.engine.perturb import perturb
-from flatout.engine.replica import StepReplica
-from flatout.engine.sample_draws import SampleDrawProbe
-from flatout.measure.clock import HostClock, clock_for, seconds
-from flatout.measure.load import copies_that_fit, peak_bytes
+from flatout.agent.applier import EARLY, LATE
+from flatout.agent.rank_environment import die_with_parent
+from flatout.guard.perturb import perturb
+from flatout.measure.clock import clock_for, seconds
+from flatout.measure.load import copies_that_fit
 from flatout.measure.phases import PhaseRecorder
 from flatout.measure.statistics import block_ms, median
 from flatout.measure.steady import is_steady
-from flatout.plan.enums import Moment
-from flatout.plan.folder import TrialFolder, write_json
-from flatout.plan.lever import Options
-from flatout.plan.records import TrialRecord
 from flatout.trial.channel import Channel, Hangup
-from flatout.trial.fetching import fetches
 from flatout.trial.monitor import ProgramMonitor
-from flatout.trial.probes import ActiveProbe, ProbeContext
-from flatout.trial.rank_sync import RankSync, choices_of
-from flatout.trial.recorder import TrainingRecorder
-from flatout.trial.spec import TrialSpec, levers
+from flatout.trial.spec import TrialSpec
+from flatout.trial.worker_commands import StopTrial, WorkerCommands
 
 TICKS_OF_A_COMPILER = 4  # shapes, train and eval, graph recording: each may cost one
 CLOSURE_PASSES = 4  # after this many backward passes and CLOSURE_S in one optimizer step, a pass is a tick
 CLOSURE_S = 1.0
-
-
-class StopTrial(SystemExit):
-    """Ends the program silently with exit code 0; ``except Exception`` does not catch it."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
 
 
 def attach(job: dict[str, Any]) -> None:
@@ -75,59 +53,7 @@ def attach(job: dict[str, Any]) -> None:
     Worker(TrialSpec.from_json(job), torch).attach()
 
 
-class Worker(Listener):
-    wants_phases = True
-
-    def __init__(self, spec: TrialSpec, torch: Any) -> None:
-        self.spec = spec
-        self.torch = torch
-        self.folder = TrialFolder(Path(spec.folder))
-        self.ledger = Ledger()
-        self.context = TrainingContext(torch, self, self.ledger)
-        self.applier = Applier(levers(spec.table), spec.facts, self.context)
-        self.sandbox = FileSandbox(str(self.folder.saved), self.ledger)
-        if self.folder.handed_on.is_dir():
-            from flatout.pipeline.shared_samples import SharedSamples
-
-            self.context.handed_on = SharedSamples(
-                self.folder.handed_on, self.sandbox.overlay.looking, seconds
-            )
-        self.notes = TrainingRecorder(torch, self.context)
-        self.draws = SampleDrawProbe(torch)
-        self.open_losses: tuple[Any, ...] = ()
-        self.drawn: list[list[list[float]]] = []
-        self.replica: StepReplica | None = None
-        self.peak_bytes: int | None = None  # measured before a replica
-        self.watch: ProgramMonitor | None = None
-        self.listening = ActiveProbe(
-            ProbeContext(torch, self.context, self.sandbox.overlay.looking, self.notes.kept)
-        )
-        self.ranks = RankSync(self.folder, self.listening, self.sandbox.overlay.looking)
-        self.channel: Channel | None = None
-        self.owner = os.getpid()
-        self.claimed: bool | None = None  # None until the first step
-        self.unit = "step"
-        self.clock: Any = HostClock()
-        self.phases = PhaseRecorder(self.clock)
-        self.started_s = seconds()
-        self.first_backward_s: float | None = None
-        self.warm = False
-        self.fewest_ticks = 1
-        self.warmup_steps = 0
-        self.warmup_ms = 0.0
-        self.ticks_ms: list[float] = []
-        self.waits_ms: list[float] = []  # for data, during the warm-up
-        self.tick_start: Any = None
-        self.block: list[tuple[Any, Any]] = []
-        self.block_samples = 0
-        self.block_left = 0
-        self.block_until_s = 0.0
-        self.measured: list[float] = []
-        self.measured_samples = 0
-        self.written = False
-        self.stopping = False
-        self.late_done = False
-
+class Worker(WorkerCommands):
     # -- the program's events ---------------------------------------------------------------------------------------
 
     def attach(self) -> None:
@@ -163,12 +89,6 @@ class Worker(Listener):
                     seed + offset if isinstance(seed, int) else seed, *args
                 ),
             )
-
-    def _pass_on(self, event: str, *what: Any) -> None:
-        """Pass an event on to the monitor and the open probe."""
-        for other in (self.watch, self.listening.probe):
-            if other is not None:
-                getattr(other, event)(*what)
 
     def iterator_begin(self, loader: Any) -> None:
         self._pass_on("iterator_begin", loader)
@@ -352,7 +272,7 @@ class Worker(Listener):
         if self.ranks.due is not None:
             self.block = []  # the step in which the other ranks received the command
         elif self.replica is not None and self.replica.captured:
-            verdict, self.replica = self.replica.judge(), None
+            verdict, self.replica = self.replica.judge_and_narrow(), None
             self.block = []  # steps with a probe are not measured
             self._answer({"replica": verdict})
         elif self.replica is None:
@@ -370,179 +290,7 @@ class Worker(Listener):
         self.block_samples = 0
         self._obey()
 
-    def _obey(self) -> None:
-        while True:
-            due = self.ranks.take_due()
-            command = due or self._next_command()
-            do = command["do"]
-            if due is None and self.ranks.concerns_all(command):
-                self.ranks.tell(command, self.context.steps + self.ranks.lead_steps)
-                self.block_left, self.block_until_s = self.ranks.lead_steps, float("inf")
-                break
-            if do == "go":
-                self.block_left = int(command["ticks"])
-                self.block_until_s = seconds() + float(command.get("seconds", "inf"))
-                break
-            if do == "replica":
-                # The replica's copies of the model do not belong to the program
-                self.peak_bytes = self._peak_bytes()
-                self.replica = StepReplica(
-                    self.context, self.applier, choices_of(command["choices"]), median(self.ticks_ms)
-                )
-                self.block_left = 0
-                break
-            if do == "listen":
-                failed = self.listening.begin(command)
-                if self.listening.probe is not None:
-                    self.block_left = self.listening.probe.ticks
-                    self.block_until_s = seconds() + (
-                        float("inf") if command.get("everywhere") else float(command.get("seconds", "inf"))
-                    )
-                    break
-                self._answer({"why_not": failed})
-                continue
-            if do == "finish":
-                self._finish(bool(command.get("draws")))
-            self._answer(self._do(do, command))
-        self.phases._open.clear()
-        self.clock.settle()
-        self.tick_start = self.clock.mark()
-
-    def _do(self, do: str, command: dict[str, Any]) -> dict[str, Any]:
-        if do == "switch":
-            outcomes = self.applier.switch(choices_of(command["choices"]))
-            # Reports of other levers stay for the record
-            switched = {choice["name"] for choice in command["choices"]}
-            reports = [report for report in self.context.reports if report[0] in switched]
-            self.context.reports = [report for report in self.context.reports if report[0] not in switched]
-            return {
-                "applied": [o.to_json() for o in outcomes if o.applied],
-                "skipped": [o.to_json() for o in outcomes if not o.applied],
-                "ticks": self.ranks.lead_steps if self.ranks.several else 0,
-                "reports": [{"name": name, "reason": sentence} for name, sentence in reports],
-            }
-        if do == "options":
-            answers = self.applier.options()
-            return {
-                "options": {
-                    name: {"values": list(a.values), "effect": a.effect}
-                    if isinstance(a, Options)
-                    else {"skip": a.reason}
-                    for name, a in answers.items()
-                },
-                "context": self.context.describe(),
-            }
-        if do == "watch":
-            if self.watch is None:
-                return {"error": "this trial runs without the monitor"}
-            info = self.watch.summary()
-            self.watch.start_window()
-            return info
-        if do == "record":
-            return {"record": self.record("running", "").to_json()}
-        if do == "fetch":
-            return {"fetches": fetches(self.torch, self.context)}
-        return {"error": f"unknown command {do!r}"}
-
-    def _observed(self) -> dict[str, Any]:
-        """Return the results of the probe, of all ranks if they ran it together."""
-        everywhere = self.listening.probe is not None and self.listening.probe.requested.get("everywhere")
-        recorded = self.listening.end()
-        return self.ranks.reached_by_all(recorded) if everywhere else recorded
-
-    def _next_command(self) -> dict[str, Any]:
-        if self.channel is None:
-            return {"do": "finish"}
-        try:
-            return self.channel.receive()
-        except Hangup:
-            os._exit(1)  # the parent is gone, so the trial is useless
-
-    def _answer(self, message: dict[str, Any]) -> None:
-        if self.channel is not None:
-            try:
-                self.channel.send(message)
-            except Hangup:
-                os._exit(1)
-
     # -- the record -------------------------------------------------------------------------------------------------
-
-    def _claim(self) -> None:
-        try:
-            if not self.ranks.measurable:
-                raise FileExistsError("rank 0 is the one")
-            os.close(os.open(self.folder.claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-            self.claimed = True
-        except OSError:
-            self.claimed = False
-            self.phases.forget()
-
-    def _finish(self, draws: bool) -> None:
-        if draws:
-            self.context.asleep = True  # this loader is not the program's
-            self.drawn = self.draws.take()
-            self.context.asleep = False
-        self.write_record("finished", "stopped after the requested steps")
-        self._answer({"written": True, "pid": os.getpid()})
-        self.stopping = True
-        raise StopTrial
-
-    def record(self, status: str, reason: str) -> TrialRecord:
-        outcomes = [
-            Outcome(c, True)
-            for c in self.spec.plan
-            if (lv := self.applier.table.get(c.name)) and lv.moment is Moment.PROCESS
-        ]
-        outcomes += self.applier.outcomes
-        step_ms = block_ms(self.measured) if self.measured else None
-        notes = self.notes
-        per_step = (
-            self.measured_samples / len(self.measured)
-            if self.measured and self.measured_samples and self.unit == "step"
-            else None
-        )
-        if per_step and self.context.divided is not None:
-            per_step *= self.context.divided.whole_of_seen
-        return TrialRecord(
-            status=status,
-            reason=reason,
-            steps=len(self.measured),
-            warmup_steps=self.warmup_steps,
-            warmup_ms=self.warmup_ms,
-            unit=self.unit,
-            step_ms=step_ms,
-            step_ms_list=self.measured,
-            samples_per_step=per_step,
-            samples_per_s=per_step / step_ms * 1000 if per_step and step_ms else None,
-            phases={name: phase.to_json() for name, phase in self.phases.summary().items()},
-            losses=notes.losses(),
-            loss_steps=notes.loss_steps,
-            batch_hashes=notes.batch_hashes,
-            batch_statistics=notes.batch_statistics,
-            draws=self.drawn,
-            weights_digests=notes.weights_digests,
-            peak_memory_bytes=self._peak_bytes(),
-            device=self.context.device_type,
-            seed=self.spec.seed,
-            plan=self.spec.plan.to_json(),
-            applied=[o.to_json() for o in outcomes if o.applied],
-            skipped=[
-                *(o.to_json() for o in outcomes if not o.applied),
-                *({"name": n, "reason": r} for n, r in self.context.reports),
-            ],
-            context=self.context.describe(),
-            versions={"python": sys.version.split()[0], "torch": str(self.torch.__version__)},
-        )
-
-    def _peak_bytes(self) -> int:
-        return peak_bytes(self.torch, self.context.device) if self.peak_bytes is None else self.peak_bytes
-
-    def write_record(self, status: str, reason: str) -> None:
-        if not self.written:
-            self.written = True
-            with self.sandbox.overlay.looking():  # the record is written outside the overlay
-                write_json(self.folder.result, self.record(status, reason).to_json())
-            self.sandbox.leave()
 
     def _program_failed(self, kind: Any, error: Any, trace: Any) -> None:
         # A launcher fails because its ranks were stopped: the record of the measured rank stays.
@@ -566,12 +314,6 @@ class Worker(Listener):
     def _at_exit(self) -> None:
         if os.getpid() == self.owner and self.claimed:
             self._last_words("ended", "the program finished by itself")
-
-    def _last_words(self, status: str, reason: str) -> None:
-        try:
-            self.write_record(status, reason)
-        except Exception as error:
-            say(f"could not write the trial's record ({type(error).__name__}: {error})")
 
     def _forked(self) -> None:
         if self.claimed or self.context.steps or self.context.backwards:

@@ -7,7 +7,7 @@ import shlex
 
 from flatout.launch.command import Command
 from flatout.launch.rank_variables import OF_RANKS
-from flatout.plan.records import TrialRecord
+from flatout.schema.records import TrialRecord
 from flatout.trial.reference_run import BY_LAUNCHER, IN_CHILDREN
 
 SAYS = {

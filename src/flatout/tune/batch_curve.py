@@ -14,21 +14,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flatout.job.folder import JobFolder
 from flatout.launch.command import Command
 from flatout.measure.batch_curve import read
 from flatout.measure.clock import seconds
 from flatout.measure.load import available_bytes
 from flatout.measure.statistics import Round, block_ms
-from flatout.plan.batch import BatchPoint, BatchRecord
-from flatout.plan.facts import Facts
-from flatout.plan.folder import JobFolder
-from flatout.plan.records import TrialRecord
+from flatout.schema.batch import BatchPoint, BatchRecord
+from flatout.schema.facts import Facts
+from flatout.schema.records import TrialRecord
 from flatout.trial.blocks import PREFETCHED_BATCHES
 from flatout.trial.parent import ProgramGone
 from flatout.tune.batch_programs import TURNS, Programs
 from flatout.tune.batch_visit import MARGIN, TIMEOUT_S, TURN_S, BatchTrial, DidNotRun, did_not_run, judge
+from flatout.tune.gone import why_gone, why_not
 from flatout.tune.gradient_noise import observe_noise
-from flatout.tune.tuning import why_gone, why_not
 
 START_S = 600.0
 EXPLORING_TURNS = 2

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flatout.job.folder import JobFolder
 from flatout.launch.command import Command
 from flatout.measure.clock import seconds
-from flatout.plan.batch import BatchRecord
-from flatout.plan.enums import Origin
-from flatout.plan.facts import Facts
-from flatout.plan.folder import JobFolder
-from flatout.plan.plan import Choice, Plan
+from flatout.schema.batch import BatchRecord
+from flatout.schema.enums import Origin
+from flatout.schema.facts import Facts
+from flatout.schema.plan import Choice, Plan
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.batch_visit import TIMEOUT_S, BatchTrial, DidNotRun, did_not_run
-from flatout.tune.tuning import why_gone
+from flatout.tune.gone import why_gone
 
 TURNS = 4  # of each program in a pass
 MOST_TOGETHER = 8

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import block_ms
-from flatout.plan.batch import BatchPoint, BatchRecord
-from flatout.plan.records import TrialRecord
+from flatout.schema.batch import BatchPoint, BatchRecord
+from flatout.schema.records import TrialRecord
 from flatout.trial.parent import Trial
 
 TIMEOUT_S = 120.0

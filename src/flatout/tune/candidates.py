@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flatout.levers import TABLE
-from flatout.plan.enums import Effect, Origin, Status
-from flatout.plan.lever import Lever, Value
-from flatout.plan.plan import Choice, Plan, spell
-from flatout.plan.records import LeverRecord, Ratio
+from flatout.schema.enums import Effect, Origin, Status
+from flatout.schema.lever import Lever, Value
+from flatout.schema.plan import Choice, Plan, spell
+from flatout.schema.records import Ratio
+from flatout.schema.session import LeverRecord
 
 # How a ratio was measured: by switching in running programs, or between alternating programs
 LIVE, PROCESSES = "live", "processes"

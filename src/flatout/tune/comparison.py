@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flatout.measure.clock import seconds
-from flatout.plan.plan import Choice, Plan
-from flatout.plan.records import TrialRecord
+from flatout.schema.plan import Choice, Plan
+from flatout.schema.records import TrialRecord
 from flatout.trial.blocks import MOST_TICKS, LeverFailed
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.interleaver import Interleaver, ask_replica
@@ -240,30 +240,10 @@ def _block(interleaver: Interleaver, member: Member, turn: int, furthest: int) -
 def step_again(
     interleaver: Interleaver, trial: Trial, choices: Sequence[Choice], timeout_s: float
 ) -> dict[str, Any]:
-    """Replay a step for the guard with these levers. Raises ProgramGone.
+    """Replay a step for the guard with these levers, the most valuable first. Raises ProgramGone.
 
-    ``wrong`` has a sentence for each rejected lever.
+    Returns the verdict, and the levers to leave out (`flatout.guard.blame.narrowed`).
     """
-    answer = _replica(interleaver, trial, choices, timeout_s)
-    failed = [check for check in answer.get("checks", ()) if not check["passed"]]
-    wrong = {choice.name: failed[0]["why"] for choice in choices} if failed else {}
-    if failed and len(choices) > 1:
-        alone = {
-            choice.name: [
-                c
-                for c in _replica(interleaver, trial, [choice], timeout_s).get("checks", ())
-                if not c["passed"]
-            ]
-            for choice in choices
-        }
-        if any(alone.values()):  # otherwise only the combination is wrong
-            wrong = {name: checks[0]["why"] for name, checks in alone.items() if checks}
-    return {**answer, "wrong": wrong}
-
-
-def _replica(
-    interleaver: Interleaver, trial: Trial, choices: Sequence[Choice], timeout_s: float
-) -> dict[str, Any]:
     interleaver.switch(trial, ())
     return ask_replica(trial, choices, timeout_s)
 
@@ -274,10 +254,10 @@ def _late_step(interleaver: Interleaver, member: Member, choices: Sequence[Choic
         found = step_again(interleaver, member.trial, choices, timeout_s)
     except (ProgramGone, LeverFailed) as error:
         return {"failure": str(error)}
+    alone = list(found.get("alone", {}).items())
     for check in found.get("checks", ()):
-        blamed = list(found["wrong"])
-        if not check["passed"] and len(blamed) < len(choices):
-            check["why"] = f"under {blamed[0]} alone, {found['wrong'][blamed[0]]}"
+        if not check["passed"] and 0 < len(alone) < len(choices):
+            check["why"] = f"under {alone[0][0]} alone, {alone[0][1]}"
     return found
 
 

@@ -14,7 +14,8 @@ from flatout.tune.comparison import Member, ProgramResult, take_turns
 from flatout.tune.conclude import best_measured
 from flatout.tune.design import worth_more_time
 from flatout.tune.effects import Factor, Space
-from flatout.tune.tuning import COMPILE_S, Tuning
+from flatout.tune.limits import COMPILE_S
+from flatout.tune.tuning import Tuning
 
 LONGEST_S = 10 * COMPILE_S  # since its start, including the time it is stopped
 LOOK_S = 0.2

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
-from flatout.plan.enums import Effect, Status
-from flatout.plan.records import QUANTILE, Ratio
+from flatout.schema.enums import Effect, Status
+from flatout.schema.records import QUANTILE, Ratio
 from flatout.tune.candidates import DISTURBED, LIVE, NO_GAIN, NO_TIME, PROCESSES, SLOWER, Candidate
-from flatout.tune.tuning import Tuning, last_line, only, program_failed
+from flatout.tune.goal import only
+from flatout.tune.gone import last_line, program_failed
+from flatout.tune.tuning import Tuning
 
 # The chance of being faster that a lever of the plan needs: in general, if it is exact, if it has a warm-up.
 LIKELY, LIKELY_EXACT, LIKELY_WARM = 0.75, 0.6, 0.9

@@ -165,6 +165,11 @@ class Fitted:
         return float((draws @ chosen - (draws * self.space.features(best)).sum(axis=1)).mean())
 
 
+def _scales(space: Space, sd: np.ndarray, tail: float) -> np.ndarray:
+    """The scales of Student's t distributions with these standard deviations; pairs are normal."""
+    return np.where(np.arange(len(sd)) < len(space.factors), sd * math.sqrt((tail - 2) / tail), sd)
+
+
 def fit(space: Space, blocks: Iterable[TimedBlock], spread: Spread = Spread()) -> Fitted:
     """Return the posterior after these blocks, in any order; without blocks, the prior.
 
@@ -199,11 +204,7 @@ def fit(space: Space, blocks: Iterable[TimedBlock], spread: Spread = Spread()) -
         [(block.host, int((block.at_s - first_s[block.host]) / spread.moment_s)) for block in ordered]
     )
     log_ms = np.log([block.ms for block in ordered])
-    scale = np.where(
-        np.arange(len(prior_sd)) < len(space.factors),
-        prior_sd * math.sqrt((spread.tail - 2) / spread.tail),
-        prior_sd,
-    )
+    scale = _scales(space, prior_sd, spread.tail)
     groups = [
         Group(len(active), scale[active], prior_mean[active], spread.tail),
         Group(hosts.shape[1], np.full(hosts.shape[1], HOST_SD)),

@@ -31,10 +31,11 @@ from flatout.tune.conclude import best_measured, conclude
 from flatout.tune.design import live_rows, next_processes, worth_more_time
 from flatout.tune.effects import Fitted, Space
 from flatout.tune.factors import make_space, recall
+from flatout.tune.goal import only
 from flatout.tune.one_thread import np
 from flatout.tune.orders import together_order
 from flatout.tune.remote import TIMEOUT_S
-from flatout.tune.tuning import Tuning, only
+from flatout.tune.tuning import Tuning
 
 WAVE = 2  # programs that start together
 FIRST_ROWS, FEWEST_FIRST_ROWS = 6, 2  # of the observed program, before any other starts

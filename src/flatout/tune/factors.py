@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from flatout.plan.enums import Moment
-from flatout.plan.plan import Choice, spell
+from flatout.schema.enums import Moment
+from flatout.schema.plan import Choice, spell
 from flatout.tune.effects import Factor, Space, TimedBlock
 from flatout.tune.prior import priors
 from flatout.tune.tuning import Tuning

@@ -11,13 +11,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from flatout.measure.clock import seconds
-from flatout.plan.enums import Origin, Status
-from flatout.plan.plan import Choice, spell
-from flatout.plan.records import TimeMemoryPoint
+from flatout.schema.enums import Origin, Status
+from flatout.schema.plan import Choice, spell
+from flatout.schema.session import TimeMemoryPoint
 from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.candidates import LIVE, Candidate, plan_of
-from flatout.tune.tuning import COMPILE_S, Tuning, why_gone
+from flatout.tune.gone import why_gone
+from flatout.tune.limits import COMPILE_S
+from flatout.tune.tuning import Tuning
 
 PEAK_TICKS = 4
 LONGEST_LIVE_S = 12.0  # of one comparison

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from flatout.measure.clock import seconds
 from flatout.measure.noise_scale import noise_scale
-from flatout.plan.batch import NoiseSeen
+from flatout.schema.batch import NoiseSeen
 from flatout.trial.parent import Trial
 from flatout.tune.batch_visit import TIMEOUT_S
 

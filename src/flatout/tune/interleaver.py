@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flatout.job.folder import JobFolder
 from flatout.launch.command import Command
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import Round
-from flatout.plan.facts import Facts
-from flatout.plan.folder import JobFolder
-from flatout.plan.plan import Choice, Plan
+from flatout.schema.facts import Facts
+from flatout.schema.plan import Choice, Plan
 from flatout.trial.blocks import BlockTimer
 from flatout.trial.parent import ProgramGone, Trial
 

@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from flatout.job.folder import JobFolder
 from flatout.launch.command import Command
 from flatout.measure.clock import seconds
 from flatout.measure.lr_range import SPAN, read, smoothed, suggest
 from flatout.measure.statistics import median
-from flatout.plan.errors import NothingMeasured, ProgramFailed
-from flatout.plan.facts import Facts
-from flatout.plan.folder import JobFolder
-from flatout.plan.lr_range import OWN, LrPoint, LrRange, LrRecord, LrTraining, OptimizerOption
-from flatout.plan.plan import Plan
+from flatout.schema.errors import NothingMeasured, ProgramFailed
+from flatout.schema.facts import Facts
+from flatout.schema.lr_range import OWN, LrPoint, LrRange, LrRecord, LrTraining, OptimizerOption
+from flatout.schema.plan import Plan
 from flatout.trial.parent import ProgramGone, Trial
-from flatout.tune.tuning import why_not
+from flatout.tune.gone import why_not
 
 START_S = 600.0  # until the steps are steady
 FEWEST = 20  # points; fewer make no curve

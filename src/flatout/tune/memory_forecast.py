@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from math import log
 from typing import Any
 
+from flatout.job.folder import JobFolder
 from flatout.launch.command import Command
 from flatout.measure.clock import seconds
 from flatout.measure.fitting import largest_that_fits
-from flatout.plan.errors import NothingMeasured
-from flatout.plan.facts import Facts
-from flatout.plan.folder import JobFolder
-from flatout.plan.memory_forecast import MemoryForecast, MemoryPoint
-from flatout.plan.plan import Choice, Plan
-from flatout.plan.records import TrialRecord
+from flatout.schema.errors import NothingMeasured
+from flatout.schema.facts import Facts
+from flatout.schema.memory_forecast import MemoryForecast, MemoryPoint
+from flatout.schema.plan import Choice, Plan
+from flatout.schema.records import TrialRecord
 from flatout.trial.memory_prediction import ENTRY
 from flatout.trial.parent import ProgramGone, Trial
-from flatout.tune.tuning import program_failed
+from flatout.tune.gone import program_failed
 
 START_S = 600.0  # until the first batch
 STEPS_S = 600.0  # for the steps of one batch size, with shapes alone

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import compare
-from flatout.plan.plan import Plan, spell
-from flatout.plan.records import NamedRecord
+from flatout.schema.plan import Plan, spell
+from flatout.schema.session import NamedRecord
 from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone
+from flatout.tune.gone import why_gone
 from flatout.tune.interleaver import MOST_ROUNDS, RunningCandidate
-from flatout.tune.tuning import Tuning, why_gone
+from flatout.tune.tuning import Tuning
 
 SHARE = 0.4  # of the budget, for all of them
 SEED = 0

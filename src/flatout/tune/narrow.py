@@ -1,6 +1,7 @@
 """Finds the levers that make the guard reject a plan, so that the rest of the plan can be kept.
 
-step      replay one step of the plain program with all live levers; if that fails, with each lever alone
+step      replay one step of the plain program with all live levers; if that fails, with each lever alone,
+          then with ever fewer of them
 start     compare the first losses with one lever alone against the plain program's
 """
 
@@ -9,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flatout.engine.guard import perturbation_for, repeats_itself, start_agrees
-from flatout.plan.enums import Effect
-from flatout.plan.records import GuardRecord, TrialRecord
+from flatout.guard.verdict import perturbation_for, repeats_itself, start_agrees
+from flatout.schema.enums import Effect
+from flatout.schema.records import TrialRecord
+from flatout.schema.session import GuardRecord
 from flatout.trial.parent import ProgramGone
 from flatout.tune.candidates import Candidate, plan_of
 from flatout.tune.comparison import ProgramRequest, measure_together, step_again
-from flatout.tune.tuning import COMPILE_S, FEWEST_PAIRS, Tuning, why_gone
+from flatout.tune.gone import why_gone
+from flatout.tune.limits import COMPILE_S, FEWEST_PAIRS
+from flatout.tune.tuning import Tuning
 
 AT_ONCE = 2
 
@@ -26,6 +30,7 @@ def check_a_step(tuning: Tuning, tuned: list[Candidate]) -> tuple[list[Candidate
     Returns the rest and the replica's findings about it; None if there was nothing to check.
     """
     checked = [c for c in tuned if c.effect is not Effect.EXACT and c.lever.live]
+    checked.sort(key=lambda c: c.ratio.median if c.ratio is not None else 1.0, reverse=True)
     if not checked or tuning.interleaver.unit != "step":
         return tuned, None
     expected_s = tuning.replica_s + FEWEST_PAIRS * tuning.pair_s
@@ -48,10 +53,7 @@ def check_a_step(tuning: Tuning, tuned: list[Candidate]) -> tuple[list[Candidate
     try:
         answer = step_again(tuning.interleaver, plain, [c.choice for c in checked], timeout_s)
         rejected = _reject(tuned, answer)
-        if rejected and len(rejected) < len(checked):
-            checked = [c for c in checked if c not in rejected]
-            answer = step_again(tuning.interleaver, plain, [c.choice for c in checked], timeout_s)
-            rejected += _reject(tuned, answer)
+        answer = answer.get("rest") or answer
     except ProgramGone as gone:
         how = (
             "ended before the guard could replay a step"

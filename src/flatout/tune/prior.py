@@ -17,9 +17,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flatout.plan.facts import Facts
-from flatout.plan.folder import read_json
-from flatout.plan.lever import Value
+from flatout.job.folder import read_json
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Value
 
 TABLE_FILE = Path(__file__).with_name("prior.json")
 ANY = "any"  # every kind of program

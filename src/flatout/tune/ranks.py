@@ -1,7 +1,7 @@
 """Compares several ranks with one process: the speed-up, the losses, and the ranks that others wait for.
 
 One process of the program alternates with its ranks, block by block at the same ticks, so both compute the
-same batches. Then all ranks record their own pace for some steps (`flatout.trial.pace`).
+same batches. Then all ranks record their own pace for some steps (`flatout.trial.probes.pace`).
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from typing import Any
 from flatout.measure.clock import seconds
 from flatout.measure.rank_balance import imbalance, lost_ms, paces
 from flatout.measure.statistics import compare, mean
-from flatout.plan.enums import Moment, Origin
-from flatout.plan.lever import Lever
-from flatout.plan.plan import Choice, Plan
-from flatout.plan.records import Ratio
+from flatout.schema.enums import Moment, Origin
+from flatout.schema.lever import Lever
+from flatout.schema.plan import Choice, Plan
+from flatout.schema.records import Ratio
 from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone
+from flatout.tune.gone import why_gone
 from flatout.tune.interleaver import MOST_ROUNDS, RunningCandidate
 from flatout.tune.rehearsal import LEVER as DIVIDES
 from flatout.tune.sharding import LEVER as SHARDING
 from flatout.tune.sharding import choices
-from flatout.tune.tuning import Tuning, why_gone
+from flatout.tune.tuning import Tuning
 
 # Levers that act on the model but not on its weights
 BESIDE_PARTS = ("autocast", "tf32", "reduced_precision")

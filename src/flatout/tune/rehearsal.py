@@ -25,17 +25,17 @@ from itertools import zip_longest
 from math import sqrt
 from typing import Any
 
+from flatout.job.folder import JobFolder
 from flatout.launch.command import Command
 from flatout.measure.clock import seconds
-from flatout.plan.facts import Facts
-from flatout.plan.folder import JobFolder
-from flatout.plan.plan import Choice, Plan
-from flatout.plan.records import Record, TrialRecord
+from flatout.schema.facts import Facts
+from flatout.schema.plan import Choice, Plan
+from flatout.schema.records import Record, TrialRecord
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.trial.reference_run import BY_GROUP, ENTRY, STEPS
 from flatout.tune.already_parallel import how, meant, missing
+from flatout.tune.gone import program_failed
 from flatout.tune.sharding import ALWAYS, AUTO, NEVER, choices, ran_out, verdict
-from flatout.tune.tuning import program_failed
 
 LEVER = "data_parallel"
 WAYS = {

@@ -16,11 +16,11 @@ from typing import Any
 from flatout.launch.command import Command
 from flatout.launch.ray_nodes import THREADS, NodeLost, RayNodes
 from flatout.measure.clock import seconds
-from flatout.plan.errors import FlatoutError, UsageError
-from flatout.plan.facts import Facts
+from flatout.schema.errors import FlatoutError, UsageError
+from flatout.schema.facts import Facts
 from flatout.tune.session import differences, key_of
 
-MODULE = "flatout.cli.remote_comparison"
+MODULE = "flatout.tune.remote_comparison"
 LOOK_S = 120.0  # for a node to describe its machine, including the start of Ray's worker
 TIMEOUT_S = 120.0  # beyond the planned duration of a comparison
 TRIES = 2

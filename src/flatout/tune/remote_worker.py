@@ -7,10 +7,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from flatout.job.folder import JobFolder
 from flatout.launch.command import understand
 from flatout.measure.clock import seconds
-from flatout.plan.facts import Facts
-from flatout.plan.folder import JobFolder
+from flatout.schema.facts import Facts
 from flatout.tune.comparison import ProgramRequest, measure_together
 from flatout.tune.interleaver import Interleaver
 from flatout.tune.session import key_of

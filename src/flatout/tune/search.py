@@ -14,9 +14,10 @@ Every result is saved at once; an interrupted search continues from there.
 
 from __future__ import annotations
 
-from flatout.plan.errors import FlatoutError, NothingMeasured
-from flatout.plan.plan import Plan
-from flatout.plan.records import ProgramFigures, SessionRecord, TrialRecord
+from flatout.schema.errors import FlatoutError, NothingMeasured
+from flatout.schema.plan import Plan
+from flatout.schema.records import TrialRecord
+from flatout.schema.session import ProgramFigures, SessionRecord
 from flatout.trial.blocks import PREFETCHED_BATCHES
 from flatout.trial.parent import ProgramGone
 from flatout.tune.candidates import consider, without_long_starts
@@ -24,11 +25,13 @@ from flatout.tune.conclude import name_own_failure, noise_of
 from flatout.tune.confirm import settle
 from flatout.tune.explore import explore
 from flatout.tune.fit import fit
+from flatout.tune.goal import LONGER_BUDGET_S
+from flatout.tune.gone import program_failed
 from flatout.tune.interleaver import ask_options
 from flatout.tune.named import by_name
 from flatout.tune.narrow import check_a_step
 from flatout.tune.ranks import beside_one_process, unfit
-from flatout.tune.tuning import LONGER_BUDGET_S, Tuning, program_failed
+from flatout.tune.tuning import Tuning
 
 FEWEST_TICKS = 12  # a program with fewer steps cannot be compared
 LONGEST_START = 0.15  # of the budget, for fetching a whole data set first

@@ -8,16 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flatout import __version__
+from flatout.job.folder import FOLDER, JobFolder, read_json, write_json, write_whole
+from flatout.job.plan_file import read_plan
+from flatout.job.trust import distrusted
 from flatout.launch.command import Command
 from flatout.levers import TABLE
 from flatout.measure.clock import today
-from flatout.plan.enums import Effect
-from flatout.plan.errors import FlatoutError, PlanError, StorageError
-from flatout.plan.facts import Facts
-from flatout.plan.folder import FOLDER, JobFolder, read_json, write_json, write_whole
-from flatout.plan.plan import Plan
-from flatout.plan.records import SESSION_SCHEMA, SessionRecord
-from flatout.plan.trust import distrusted
+from flatout.schema.enums import Effect
+from flatout.schema.errors import FlatoutError, PlanError, StorageError
+from flatout.schema.facts import Facts
+from flatout.schema.plan import Plan
+from flatout.schema.session import SESSION_SCHEMA, SessionRecord
 
 ANOTHER_COMMAND = "another command"
 DIFFERENT = {
@@ -124,7 +125,7 @@ def find_plan(command: Command, facts: Facts, ranks: str = "") -> FoundPlan:
             skipped.append(Skipped(path, why))
             continue
         try:
-            plan = Plan.read(path)
+            plan = read_plan(path)
         except FlatoutError as error:
             skipped.append(Skipped(path, str(error), usable=False))
             continue
@@ -241,7 +242,7 @@ def write_plan(job: JobFolder, session: SessionRecord, command: Command, beside:
 def made_for_another(path: Path, session: SessionRecord) -> str:
     """Return the other command that the plan in ``path`` was made for; "" if there is none."""
     try:
-        made_for = str(Plan.read(path).made_for.get("command", ""))
+        made_for = str(read_plan(path).made_for.get("command", ""))
     except PlanError:
         return ""
     return made_for if made_for != session.key["command"] else ""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flatout.plan.facts import Facts
-from flatout.plan.plan import Choice
-from flatout.plan.records import TrialRecord
+from flatout.schema.facts import Facts
+from flatout.schema.plan import Choice
+from flatout.schema.records import TrialRecord
 
 LEVER = "sharding"
 AUTO, ALWAYS, NEVER = "auto", "always", "never"

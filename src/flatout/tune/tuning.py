@@ -3,67 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from flatout.engine.batch_slices import PLAYS, samples_played
-from flatout.engine.replica import SHARPENING_S, SLOW_MS, STEPS, STEPS_OF_A_LARGE_MODEL
+from flatout.guard.batch_slices import PLAYS, samples_played
+from flatout.guard.replica import SHARPENING_S, SLOW_MS, STEPS, STEPS_OF_A_LARGE_MODEL
+from flatout.job.folder import JobFolder
 from flatout.launch.command import Command
 from flatout.measure.clock import seconds
-from flatout.plan.enums import Effect
-from flatout.plan.errors import FlatoutError, NothingMeasured, ProgramFailed
-from flatout.plan.facts import Facts
-from flatout.plan.folder import JobFolder
-from flatout.plan.plan import Choice, Plan
-from flatout.plan.records import ComparisonRecord, Ratio, SessionRecord, TrialRecord
+from flatout.schema.facts import Facts
+from flatout.schema.plan import Choice, Plan
+from flatout.schema.records import Ratio, TrialRecord
+from flatout.schema.session import ComparisonRecord, SessionRecord
 from flatout.trial.blocks import LeverFailed, Watcher
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.candidates import Candidate, in_order
 from flatout.tune.comparison import ProgramResult, Row
 from flatout.tune.disturbance import Disturbance
 from flatout.tune.effects import Estimate, Fitted, Space, TimedBlock, fit
+from flatout.tune.goal import LONGER_BUDGET_S, USUAL_BUDGET_S, Goal, only
 from flatout.tune.interleaver import Interleaver, RunningCandidate
+from flatout.tune.limits import (
+    CONFIRM_SHARE,
+    FEWEST_PAIRS,
+    FIT_SHARE,
+    MUCH,
+    OVERRUN,
+    PAIR_S,
+    PAIRS,
+    QUICK_START_S,
+    QUICK_STEP_MS,
+    ROUNDS_OF_A_PAIR,
+    THREE_PAIRS_SHARE,
+    TWO_STARTS,
+    WINDOWS_A_SEED,
+)
 from flatout.tune.prior import priors
 from flatout.tune.remote import RemoteNodes
-
-PAIRS = 3
-FEWEST_PAIRS = 2
-# Of the budget; if three pairs cost more, two are planned, and a third only decides a close result
-THREE_PAIRS_SHARE = 0.35
-ROUNDS_OF_A_PAIR = 6
-PAIR_S = 6.0  # each side of a pair is measured this long, or for six rounds
-CONFIRM_SHARE = 0.6  # of the budget at most is reserved for confirming
-COMPILE_S = 75.0  # allowed for a first compilation
-OVERRUN = 0.15  # of the budget, to finish running measurements
-FIT_SHARE = 0.35  # of the budget, for the frontier when memory is limited
-USUAL_BUDGET_S = 90.0  # without --budget
-# Without --budget, for a slow start, long steps, a request beyond a plan, or a promising compiler
-LONGER_BUDGET_S = 300.0
-QUICK_START_S, QUICK_STEP_MS = 10.0, 100.0
-MUCH = -0.1  # log time: a tenth faster
-WINDOWS_A_SEED = 10**7
-TWO_STARTS = 1.35  # cost of starting two programs together, in single starts
-
-
-@dataclass(frozen=True)
-class Goal:
-    """What you asked for.
-
-    ``budget_s`` None means a default for this kind of program. ``horizon_s`` is the duration of the real job;
-    a warm-up must pay off within it. ``first`` lists the levers to try first, most promising first, from a
-    profile of the program. ``memory_limit_bytes`` limits the tensors of a step; the search then looks for the
-    fastest plan that fits. ``named`` levers are measured alongside the search and never adopted.
-    """
-
-    budget_s: float | None
-    effects: frozenset[Effect] = frozenset(
-        {Effect.EXACT, Effect.ROUNDING, Effect.PRECISION, Effect.RESAMPLED}
-    )
-    only: frozenset[str] | None = None
-    horizon_s: float = 3600.0
-    first: tuple[str, ...] = ()
-    memory_limit_bytes: int | None = None
-    named: tuple[Choice, ...] = ()
 
 
 @dataclass
@@ -382,37 +358,5 @@ class Tuning:
         self.save_session(self.session)
 
 
-def only(space: Space, keys: Collection[str]) -> Space:
-    """Return the same space restricted to these factors."""
-    return replace(space, factors=tuple(factor for factor in space.factors if factor.key in keys))
-
-
 def ratio_of(estimate: Estimate, n: int) -> Ratio:
     return Ratio(estimate.median, estimate.low, estimate.high, n)
-
-
-def why_gone(error: ProgramGone | LeverFailed) -> str:
-    """Return the last line of the message with which a program or a lever failed."""
-    return last_line(error.record.reason if isinstance(error, ProgramGone) else error.reason)
-
-
-def last_line(text: str) -> str:
-    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    return lines[-1][:240] if lines else "it ended without a message"
-
-
-def program_failed(record: TrialRecord, what: str = "") -> ProgramFailed:
-    """Return the error for a program that failed, with the end of its output."""
-    what = what or f"the program fails on its own (exit code {record.exit_code})"
-    return ProgramFailed(f"{what}:\n\n{record.log_tail.strip() or record.reason}", record.exit_code or 1)
-
-
-def why_not(record: TrialRecord, what: str, shorter: str) -> FlatoutError:
-    """Return the error for a program that ended before ``what``; ``shorter`` is an alternative remedy."""
-    if record.status == "failed":
-        return program_failed(record)
-    if record.status == "ended":
-        return NothingMeasured(f"{what}: the program ended first. Let it train longer, or {shorter}.")
-    return NothingMeasured(
-        f"{what}: {record.reason.strip().splitlines()[-1] if record.reason.strip() else record.status}."
-    )

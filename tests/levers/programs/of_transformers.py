@@ -7,9 +7,9 @@ import json
 import torch
 import transformers
 
-from flatout.capture.ledger import Ledger
-from flatout.capture.listener import Listener
-from flatout.capture.training_context import TrainingContext
+from flatout.agent.ledger import Ledger
+from flatout.agent.listener import Listener
+from flatout.agent.training_context import TrainingContext
 from flatout.kernels import attention_deferred as deferred
 from flatout.levers.attention import LEVER
 

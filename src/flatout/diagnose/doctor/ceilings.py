@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from flatout import __version__
+from flatout.job.folder import json_lines
 from flatout.launch.timed_commands import TimedCommand
 from flatout.measure.ceilings import machine_key
 from flatout.measure.clock import seconds, today
-from flatout.plan.ceilings import Ceiling, CeilingsRecord
-from flatout.plan.errors import NothingMeasured
-from flatout.plan.facts import Facts
-from flatout.plan.folder import json_lines
-from flatout.plan.machine_snapshot import CommandResult
+from flatout.schema.ceilings import Ceiling, CeilingsRecord
+from flatout.schema.errors import NothingMeasured
+from flatout.schema.facts import Facts
+from flatout.schema.machine_snapshot import CommandResult
 
 LIMIT_S = 240.0
 REDUCING_LIMIT_S = 60.0

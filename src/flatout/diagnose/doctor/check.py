@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.diagnose.rule import section
-from flatout.plan.machine_snapshot import CheckResult, MachineSnapshot, Verdict
+from flatout.schema.machine_snapshot import CheckResult, MachineSnapshot, Verdict
 
 SECTIONS = ("Why it matters", "How to fix it")
 

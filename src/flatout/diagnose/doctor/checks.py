@@ -21,7 +21,7 @@ from flatout.diagnose.doctor import (
 )
 from flatout.diagnose.doctor.check import MachineCheck
 from flatout.diagnose.doctor.nvidia_smi import gpu_is_here
-from flatout.plan.machine_snapshot import CheckResult, MachineSnapshot, Verdict
+from flatout.schema.machine_snapshot import CheckResult, MachineSnapshot, Verdict
 
 TABLE: tuple[MachineCheck, ...] = tuple(
     question

@@ -7,7 +7,7 @@ import re
 from flatout.diagnose.doctor.check import CheckOutcome, machine_check, not_seen, note, ok, version, warning
 from flatout.diagnose.doctor.packages import install
 from flatout.diagnose.doctor.torch_build import build_of
-from flatout.plan.machine_snapshot import MachineSnapshot
+from flatout.schema.machine_snapshot import MachineSnapshot
 
 THEME = "compilers"
 CXX17 = (9,)  # the oldest g++ with complete C++17 (according to GCC's status page)

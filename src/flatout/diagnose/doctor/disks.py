@@ -12,8 +12,8 @@ from flatout.diagnose.doctor.check import (
     size,
     warning,
 )
-from flatout.plan.machine_snapshot import Disk, MachineSnapshot
 from flatout.probe.proc import Mount, mount_of, mounts
+from flatout.schema.machine_snapshot import Disk, MachineSnapshot
 
 THEME = "disks"
 NETWORK = (

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
 
+from flatout.diagnose.doctor.boards import each_board, short_name
 from flatout.diagnose.doctor.check import CheckOutcome, machine_check, not_seen, note, ok, problem, warning
 from flatout.diagnose.doctor.nvidia_smi import GpuStatus, listing
-from flatout.plan.machine_snapshot import MachineSnapshot
+from flatout.schema.machine_snapshot import MachineSnapshot
 
 THEME = "GPUs"
 NEEDS = ["run nvidia-smi"]
@@ -19,24 +19,6 @@ HELD_BACK = {
     "hw_power_brake_slowdown": "the power supply requests a slowdown",
     "sync_boost": "it waits for the slowest GPU of its group",
 }
-
-
-def each_board(snapshot: MachineSnapshot, judge: Callable[[GpuStatus], CheckOutcome]) -> CheckOutcome:
-    """The worst of the answers for each GPU. If all are ok, the shared answer."""
-    seen = listing(snapshot)
-    if seen is None or not seen.boards:
-        return not_seen("nvidia-smi did not list the GPUs")
-    answers = [(board, judge(board)) for board in seen.boards]
-    order = ("problem", "warning", "not seen", "note", "ok")
-    worst = min((answer for _, answer in answers), key=lambda answer: order.index(answer.verdict))
-    said = list(dict.fromkeys(f"GPU {b.index}: {a.seen}" for b, a in answers if a.verdict == worst.verdict))
-    return CheckOutcome(worst.verdict, _together(answers, worst, said), worst.fix, worst.evidence)
-
-
-def _together(answers: Sequence[tuple[GpuStatus, CheckOutcome]], worst: CheckOutcome, said: list[str]) -> str:
-    if len({answer.seen for _, answer in answers}) == 1 and len(answers) > 1:
-        return f"each of {len(answers)} GPUs: {worst.seen}"
-    return "; ".join(said[:4]) + (f"; and {len(said) - 4} more" if len(said) > 4 else "")
 
 
 @machine_check("FD030", THEME, NEEDS, gpu=True)
@@ -53,12 +35,12 @@ def free_memory(snapshot: MachineSnapshot) -> CheckOutcome:
         if board.memory_mib is None or board.used_mib is None:
             return not_seen("its memory is not reported")
         others = [p for p in board.processes or () if "C" in p.kind]
-        drawing = [_short(p.name) for p in board.processes or () if "C" not in p.kind]
+        drawing = [short_name(p.name) for p in board.processes or () if "C" not in p.kind]
         share = board.used_mib / board.memory_mib if board.memory_mib else 0.0
         held = f"{board.used_mib / 1024:.1f} of {board.memory_mib / 1024:.1f} GiB used"
         if others:
             names = ", ".join(
-                f"{_short(p.name)} ({p.number}{f', {p.used_mib:.0f} MiB' if p.used_mib else ''})"
+                f"{short_name(p.name)} ({p.number}{f', {p.used_mib:.0f} MiB' if p.used_mib else ''})"
                 for p in others[:3]
             )
             return warning(
@@ -78,11 +60,6 @@ def free_memory(snapshot: MachineSnapshot) -> CheckOutcome:
         return ok(f"{held}, by no computing process")
 
     return each_board(snapshot, judge)
-
-
-def _short(name: str) -> str:
-    """The program's name without its folder and arguments."""
-    return (name.split() or ["?"])[0].rpartition("/")[2] or "?"
 
 
 @machine_check("FD031", THEME, NEEDS, gpu=True)

@@ -16,9 +16,9 @@ from flatout.diagnose.doctor.check import (
 )
 from flatout.diagnose.doctor.packages import contained
 from flatout.diagnose.doctor.processor import groups
-from flatout.plan.machine_snapshot import MachineSnapshot
 from flatout.probe.proc import chosen, meminfo, mount_of, mounts, swaps
 from flatout.probe.snapshot import NO_LIBRARY
+from flatout.schema.machine_snapshot import MachineSnapshot
 
 THEME = "memory"
 SMALL_SHM = 512 * 2**20  # a batch of 256 images of 224 x 224 is 147 MiB, and each worker has two

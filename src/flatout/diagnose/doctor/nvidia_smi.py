@@ -11,7 +11,7 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from flatout.plan.machine_snapshot import MachineSnapshot
+from flatout.schema.machine_snapshot import MachineSnapshot
 
 NONE = {
     "n/a",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flatout.plan.machine_snapshot import MachineSnapshot
 from flatout.probe.proc import os_release
+from flatout.schema.machine_snapshot import MachineSnapshot
 
 MANAGERS = {
     "debian": "apt-get",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from flatout.diagnose.doctor.check import CheckOutcome, machine_check, not_seen, note, ok, problem, warning
-from flatout.plan.machine_snapshot import MachineSnapshot
 from flatout.probe.cgroup import CgroupLimits, group
 from flatout.probe.proc import numbers, processor, status
+from flatout.schema.machine_snapshot import MachineSnapshot
 
 THEME = "processor"
 THREADS = (

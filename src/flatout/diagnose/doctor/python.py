@@ -16,7 +16,7 @@ from flatout.diagnose.doctor.check import (
     warning,
 )
 from flatout.diagnose.doctor.versions import versions
-from flatout.plan.machine_snapshot import MachineSnapshot
+from flatout.schema.machine_snapshot import MachineSnapshot
 
 THEME = "Python"
 

@@ -14,8 +14,8 @@ from flatout.diagnose.doctor.check import (
 )
 from flatout.diagnose.doctor.nvidia_smi import gpu_is_here
 from flatout.diagnose.doctor.processor import groups
-from flatout.plan.machine_snapshot import MachineSnapshot
 from flatout.probe.proc import Limit, limits
+from flatout.schema.machine_snapshot import MachineSnapshot
 
 THEME = "limits"
 FEW_FILES, FEW_PROCESSES = 4096, 1024

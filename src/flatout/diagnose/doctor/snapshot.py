@@ -9,11 +9,11 @@ import tempfile
 from pathlib import Path
 
 from flatout import __version__
+from flatout.job.folder import json_lines
 from flatout.launch.timed_commands import TimedCommand
 from flatout.measure.clock import seconds, today
-from flatout.plan.folder import json_lines
-from flatout.plan.machine_snapshot import MachineSnapshot
 from flatout.probe.snapshot import gather
+from flatout.schema.machine_snapshot import MachineSnapshot
 
 TORCH_LIMIT_S = 60.0  # a first import from a network folder takes this long, from a local disk two seconds
 PROGRAM_LIMIT_S = 10.0  # without persistence mode, nvidia-smi has to load the driver first

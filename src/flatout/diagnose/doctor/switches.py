@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.diagnose.doctor.check import CheckOutcome, machine_check, note, ok, warning
-from flatout.plan.machine_snapshot import MachineSnapshot
+from flatout.schema.machine_snapshot import MachineSnapshot
 
 THEME = "switches"
 OFF = (None, "", "0", "OFF", "off", "False", "false")

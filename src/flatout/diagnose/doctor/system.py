@@ -17,8 +17,8 @@ from flatout.diagnose.doctor.check import (
 )
 from flatout.diagnose.doctor.packages import upgrade
 from flatout.diagnose.doctor.versions import versions
-from flatout.plan.machine_snapshot import MachineSnapshot
 from flatout.probe.proc import os_release
+from flatout.schema.machine_snapshot import MachineSnapshot
 
 THEME = "system"
 KERNEL_MIN, KERNEL_OLD = (

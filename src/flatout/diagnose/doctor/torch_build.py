@@ -20,7 +20,7 @@ from flatout.diagnose.doctor.check import (
 from flatout.diagnose.doctor.nvidia_smi import driver_version, gpu_is_here
 from flatout.diagnose.doctor.torch_import import reinstall
 from flatout.diagnose.doctor.versions import versions
-from flatout.plan.machine_snapshot import MachineSnapshot
+from flatout.schema.machine_snapshot import MachineSnapshot
 
 THEME = "torch"
 

@@ -19,7 +19,7 @@ from flatout.diagnose.doctor.check import (
 from flatout.diagnose.doctor.check import ok as fine
 from flatout.diagnose.doctor.packages import install, manager
 from flatout.diagnose.doctor.versions import versions
-from flatout.plan.machine_snapshot import MachineSnapshot
+from flatout.schema.machine_snapshot import MachineSnapshot
 
 THEME = "torch"
 SLOW_IMPORT_S = 15.0

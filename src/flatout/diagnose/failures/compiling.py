@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from flatout.diagnose.kind import Diagnosis, kind, match_message, search_log
-from flatout.plan.failure import FailureRecord
+from flatout.schema.failure import FailureRecord
 
 
 @kind("FE100", "recompile-limit")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.diagnose.kind import RUNTIME, Diagnosis, kind, layer, match_message, search_log
-from flatout.plan.failure import FailureRecord
+from flatout.schema.failure import FailureRecord
 
 
 @kind("FE050", "cudnn-error")

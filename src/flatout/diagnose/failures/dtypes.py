@@ -11,7 +11,7 @@ from flatout.diagnose.kind import (
     match_message,
     on_own_line,
 )
-from flatout.plan.failure import FailureRecord
+from flatout.schema.failure import FailureRecord
 
 CASTS = {
     "Long": "long()",

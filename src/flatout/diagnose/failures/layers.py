@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from flatout.diagnose.kind import RUNTIME, Diagnosis, kind, layer, match_message, shape, sizes
-from flatout.plan.failure import FailureRecord
+from flatout.schema.failure import FailureRecord
 
 SIZE = r"(?:torch\.Size\()?\[[-\d, x]*\]\)?"
 

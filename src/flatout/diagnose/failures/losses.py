@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from flatout.diagnose.failures.lookups import at_position, batch_of, label_fix, out_of_range, user_names
 from flatout.diagnose.kind import (
     RUNTIME,
     Diagnosis,
@@ -11,168 +12,12 @@ from flatout.diagnose.kind import (
     kind,
     layer,
     match_message,
-    on_own_line,
     search_log,
     shape,
 )
-from flatout.plan.failure import FailureRecord, TensorSeen
+from flatout.schema.failure import FailureRecord
 
 SIZE = r"torch\.Size\(\[[\d, ]*\]\)|\[[\d, ]*\]"
-
-
-def out_of_range(
-    tensors: list[TensorSeen], below: int | None, lowest: int = 0
-) -> tuple[TensorSeen, int, list[int]] | None:
-    """The first integer tensor with an entry outside [lowest, below), with that entry and its position.
-
-    Skips -100, torch's value for "ignore".
-    """
-    for tensor in tensors:
-        if tensor.high is not None and below is not None and tensor.high >= below:
-            return tensor, tensor.high, tensor.where_high
-        if tensor.low is not None and tensor.low < lowest and tensor.low != -100:
-            return tensor, tensor.low, tensor.where_low
-    return None
-
-
-def _at(where: list[int]) -> str:
-    return f" at [{', '.join(map(str, where))}]" if where else ""
-
-
-def _batch(failure: FailureRecord) -> str:
-    return f", in batch {failure.batch} of the loader" if failure.batch is not None else ""
-
-
-def _user_names(failure: FailureRecord, tensors: list[TensorSeen]) -> list[TensorSeen]:
-    """The tensors by the user's own names first, then by torch's (`input`, `target`)."""
-    return [*on_own_line(failure), *tensors]
-
-
-@kind("FE030", "index-out-of-range")
-def index_out_of_range(failure: FailureRecord) -> Diagnosis | None:
-    """A token or index is outside the table.
-
-    What:
-        An embedding (or another look-up) was indexed with a row that it does not have.
-    Why it happens:
-        The tokenizer's vocabulary is larger than `num_embeddings`, tokens were added without resizing the
-        embedding, the padding is -1, or a position is beyond the longest sequence.
-    How to fix it:
-        `num_embeddings` must be the largest token plus one: `model.resize_token_embeddings(len(tokenizer))`
-        in transformers, `nn.Embedding(len(vocabulary), ...)` in your own model. Cut sequences to the number
-        of positions.
-    Sources:
-        https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html
-    """
-    found = match_message(
-        failure,
-        ("IndexError", "RuntimeError"),
-        r"index out of range in self",
-        r"index out of range: Tried to access index (?P<index>-?\d+) out of table with (?P<last>\d+) rows",
-        r"index (?P<index>-?\d+) is out of bounds for dimension (?P<dim>\d+) with size (?P<size>\d+)",
-    )
-    if found is None:
-        return None
-    weight = failure.module.parameters.get("weight", []) if failure.module else []
-    rows = (
-        weight[0]
-        if weight
-        else found.number("last") + 1
-        if found["last"]
-        else found.number("size")
-        if found["size"]
-        else None
-    )
-    bad = out_of_range(_user_names(failure, failure.tensors), rows)
-    name = layer(failure) or ("the embedding" if "self" in found.thrown.message else "the table")
-    if bad is None and not found["index"]:
-        return Diagnosis(
-            f"{name} was indexed with a row that it does not have"
-            + (f"; it has {rows:,} rows" if rows else ""),
-            "print(int(tokens.min()), int(tokens.max()))   # must be in 0 .. num_embeddings - 1",
-            describe_tensors(failure.tensors),
-        )
-    value, where, what = (
-        (bad[1], _at(bad[2]), f"`{bad[0].name}` holds ")
-        if bad
-        else (found.number("index"), "", "it was indexed with ")
-    )
-    has = f"{name} has {rows:,} rows (0 to {rows - 1:,})" if rows else name
-    return Diagnosis(
-        f"{what}{value:,}{where}{_batch(failure)}, and {has}",
-        f"nn.Embedding({value + 1 if value > 0 else '...'}, ...)   # at least the largest token plus one\n"
-        "model.resize_token_embeddings(len(tokenizer))   # in transformers, after tokens were added"
-        if value >= 0
-        else f"padding_idx=0, or replace {value} before the look-up: rows below 0 do not exist",
-        describe_tensors(failure.tensors),
-    )
-
-
-@kind("FE031", "label-out-of-range")
-def label_out_of_range(failure: FailureRecord) -> Diagnosis | None:
-    """A label is not a class of the model.
-
-    What:
-        The loss got a label that is below 0, or equal to or above the number of outputs.
-    Why it happens:
-        Labels start at 1, the last layer has fewer outputs than the data set has classes, or unlabelled
-        pixels are 255.
-    How to fix it:
-        `nn.Linear(..., classes)`; `target - 1` if labels start at 1; `ignore_index=255` for unlabelled
-        entries.
-    Sources:
-        https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html
-    """
-    found = match_message(
-        failure,
-        ("IndexError", "RuntimeError"),
-        r"Target (?P<label>-?\d+) is out of bounds",
-        r"Class values must be (?:smaller than num_classes|non-negative)(?P<hot>)",
-    )
-    if found is None:
-        return None
-    outputs = next(
-        (
-            tensor
-            for tensor in _user_names(failure, failure.tensors)
-            if "float" in tensor.dtype and len(tensor.shape) > 1
-        ),
-        None,
-    )
-    classes = outputs.shape[1] if outputs else None
-    bad = out_of_range(_user_names(failure, failure.tensors), classes)
-    label = found.number("label") if found["label"] else bad[1] if bad else None
-    if label is None:
-        return Diagnosis(
-            "`one_hot` got a label that is not a class",
-            "F.one_hot(target, num_classes=int(target.max()) + 1)",
-            describe_tensors(failure.tensors),
-        )
-    has = (
-        f"the model has {classes} outputs (0 to {classes - 1})" if classes else "the model has fewer outputs"
-    )
-    holder = bad[0].name if bad and bad[1] == label else "the target"
-    where = _at(bad[2]) if bad and bad[1] == label else ""
-    return Diagnosis(
-        f"`{holder}` holds the label {label}{where}{_batch(failure)}, and {has}",
-        label_fix(label, classes),
-        describe_tensors(_user_names(failure, failure.tensors)),
-    )
-
-
-def label_fix(label: int, classes: int | None) -> str:
-    if label < 0:
-        return (
-            f"F.cross_entropy(logits, target, ignore_index={label})   # if {label} marks unlabelled entries"
-        )
-    lines = [f"nn.Linear(..., {label + 1})   # at least as many outputs as the largest label plus one"]
-    if classes is not None and label == classes:
-        lines.insert(0, "target = target - 1   # if the labels start at 1")
-    if label == 255:
-        lines.insert(
-            0, "F.cross_entropy(logits, target, ignore_index=255)   # 255 usually marks unlabelled pixels"
-        )
-    return "\n".join(lines)
 
 
 @kind("FE032", "target-shape")
@@ -207,7 +52,7 @@ def target_shape(failure: FailureRecord) -> Diagnosis | None:
     )
     if found is None:
         return None
-    tensors = describe_tensors(_user_names(failure, failure.tensors))
+    tensors = describe_tensors(user_names(failure, failure.tensors))
     if found["multi"]:
         return Diagnosis(
             "the labels have one dimension too many: the loss needs one class number per sample",
@@ -275,7 +120,7 @@ def binary_target_shape(failure: FailureRecord) -> Diagnosis | None:
     return Diagnosis(
         f"the targets are {given} and the output is {wanted}; the loss needs equal shapes",
         fix,
-        describe_tensors(_user_names(failure, failure.tensors)),
+        describe_tensors(user_names(failure, failure.tensors)),
     )
 
 
@@ -307,7 +152,7 @@ def not_a_probability(failure: FailureRecord) -> Diagnosis | None:
     return Diagnosis(
         "the input of a binary loss is outside [0, 1]: it is not a probability (or it is NaN)",
         "F.binary_cross_entropy_with_logits(logits, target)   # and no sigmoid before it",
-        describe_tensors(_user_names(failure, failure.tensors)),
+        describe_tensors(user_names(failure, failure.tensors)),
     )
 
 
@@ -352,7 +197,7 @@ def device_side_assert(failure: FailureRecord) -> Diagnosis | None:
         if asserted
         else []
     )
-    classes, tensors = _logits(failure), _user_names(failure, failure.tensors)
+    classes, tensors = _logits(failure), user_names(failure, failure.tensors)
     bad = (
         out_of_range([tensor for tensor in tensors if tensor.device == "cpu"], classes)
         if classes and (not what or CLASSES.search(what))
@@ -361,7 +206,7 @@ def device_side_assert(failure: FailureRecord) -> Diagnosis | None:
     if bad is not None:
         tensor, value, where = bad
         return Diagnosis(
-            f"the label {value} (`{tensor.name}`{_at(where)}{_batch(failure)}) is not a class: the model has {classes} outputs (0 "
+            f"the label {value} (`{tensor.name}`{at_position(where)}{batch_of(failure)}) is not a class: the model has {classes} outputs (0 "
             f"to {classes - 1 if classes else 0})",
             label_fix(value, classes),
             [*evidence, *describe_tensors(tensors)],

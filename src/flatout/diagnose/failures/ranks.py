@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from flatout.diagnose.kind import DIST, RUNTIME, SHORT, Diagnosis, kind, match_message, search_log
-from flatout.plan.failure import FailureRecord
+from flatout.schema.failure import FailureRecord
 
 
 @kind("FE080", "unused-parameters")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from flatout.diagnose.kind import DIST, Diagnosis, kind, match_message
-from flatout.plan.failure import FailureRecord
+from flatout.schema.failure import FailureRecord
 
 
 @kind("FE082", "port-in-use")

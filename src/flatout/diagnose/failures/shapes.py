@@ -16,7 +16,7 @@ from flatout.diagnose.kind import (
     shape,
     sizes,
 )
-from flatout.plan.failure import FailureRecord
+from flatout.schema.failure import FailureRecord
 
 SIZE = r"(?:torch\.Size\()?\[[-\d, x]*\]\)?"
 

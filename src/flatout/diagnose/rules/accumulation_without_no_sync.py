@@ -47,8 +47,8 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.zero_grad_in_window import window
-from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import ScriptProgram
+from flatout.schema.findings import Finding, Severity
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:

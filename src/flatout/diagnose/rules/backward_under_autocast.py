@@ -41,8 +41,8 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.bce_under_autocast import under_autocast
-from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import ScriptProgram
+from flatout.schema.findings import Finding, Severity
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:

@@ -24,8 +24,8 @@ from collections.abc import Iterable
 
 from flatout.diagnose.gains import TIMED, certain_gain, event_of, found, how, of_step, without
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding, Severity
-from flatout.plan.profile import ProfileRecord
+from flatout.schema.findings import Finding, Severity
+from flatout.schema.profile import ProfileRecord
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:

@@ -52,9 +52,9 @@ import ast
 from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import ScriptProgram
 from flatout.probe.values import ValueOrigin
+from flatout.schema.findings import Finding, Severity
 
 WRAPPED = {"torch.nn.DataParallel", "torch.nn.parallel.DataParallel"}
 

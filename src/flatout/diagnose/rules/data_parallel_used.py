@@ -30,9 +30,9 @@ from collections.abc import Iterable, Iterator
 
 from flatout.diagnose.gains import event_of, found
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding, Severity
-from flatout.plan.profile import ProfileRecord
 from flatout.probe.program import ScriptProgram
+from flatout.schema.findings import Finding, Severity
+from flatout.schema.profile import ProfileRecord
 
 NAMES = (
     "torch.nn.DataParallel",

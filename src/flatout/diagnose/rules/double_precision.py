@@ -21,9 +21,9 @@ from collections.abc import Iterable
 
 from flatout.diagnose.gains import WORTH, event_of, found
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding, Severity
-from flatout.plan.profile import Operation, ProfileRecord
-from flatout.plan.records import Ratio
+from flatout.schema.findings import Finding, Severity
+from flatout.schema.profile import Operation, ProfileRecord
+from flatout.schema.records import Ratio
 
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "convolution_backward", "conv2d")
 FASTER = 2.0  # float32 versus float64 when memory or vector width is the limit

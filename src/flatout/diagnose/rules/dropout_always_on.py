@@ -40,8 +40,8 @@ import ast
 from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import ScriptProgram
+from flatout.schema.findings import Finding, Severity
 
 NAMES = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
 CLASSES = {"Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout"}

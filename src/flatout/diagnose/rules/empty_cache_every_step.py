@@ -39,9 +39,9 @@ from collections.abc import Iterable, Iterator
 from flatout.diagnose.gains import TIMED, event_of, found, of_step, without
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.synchronize_every_step import every_step
-from flatout.plan.findings import Finding, Severity
-from flatout.plan.profile import ProfileRecord
 from flatout.probe.program import ScriptProgram
+from flatout.schema.findings import Finding, Severity
+from flatout.schema.profile import ProfileRecord
 
 NAMES = (
     "torch.cuda.empty_cache",

@@ -48,9 +48,9 @@ import ast
 from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
+from flatout.schema.findings import Finding, Severity
 
 MODES = {
     "Dropout",

@@ -36,11 +36,11 @@ from collections.abc import Iterable, Iterator
 
 from flatout.diagnose.gains import event_of, found
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding, Severity
-from flatout.plan.profile import ProfileRecord
 from flatout.probe.names import FUNCTIONS
 from flatout.probe.program import ScriptProgram
 from flatout.probe.step_loops import LoopVisit, ProgramEvent
+from flatout.schema.findings import Finding, Severity
+from flatout.schema.profile import ProfileRecord
 
 OFF = (
     "torch.no_grad",

@@ -19,8 +19,8 @@ from collections.abc import Iterable
 
 from flatout.diagnose.gains import TIMED, event_of, found, of_step, without
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding, Severity
-from flatout.plan.profile import ProfileRecord
+from flatout.schema.findings import Finding, Severity
+from flatout.schema.profile import ProfileRecord
 
 EACH = 0.2  # minimum share of the steps
 

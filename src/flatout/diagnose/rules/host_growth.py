@@ -24,8 +24,8 @@ from collections.abc import Iterable
 
 from flatout.diagnose.memory_growth import growing
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding, Severity
-from flatout.plan.profile import ProfileRecord
+from flatout.schema.findings import Finding, Severity
+from flatout.schema.profile import ProfileRecord
 
 LEAST_BYTES = 2**20  # per step; recording alone takes a few hundred KB per step
 

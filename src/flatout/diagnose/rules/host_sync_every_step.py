@@ -59,12 +59,12 @@ from flatout.diagnose.gains import (
     without,
 )
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding, Severity
-from flatout.plan.profile import ProfileRecord
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 from flatout.probe.step_loops import ProgramEvent, StepLoop
 from flatout.probe.values import ValueOrigin
+from flatout.schema.findings import Finding, Severity
+from flatout.schema.profile import ProfileRecord
 
 KINDS = ("item", "nonzero", "to host", "numpy", "compare", "tolist", "synchronize")
 

@@ -22,7 +22,7 @@ Good:
 from __future__ import annotations
 
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Severity
+from flatout.schema.findings import Severity
 
 # diagnose/check.py produces its findings after all other rules have run.
 RULE = Rule("FL349", "ignore_without_effect", Severity.FRAGILE, __doc__, look=lambda program: ())

@@ -19,8 +19,8 @@ from collections.abc import Iterable
 
 from flatout.diagnose.gains import found, of_step, said_ms, without
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding, Severity
-from flatout.plan.profile import ProfileRecord
+from flatout.schema.findings import Finding, Severity
+from flatout.schema.profile import ProfileRecord
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:

@@ -37,8 +37,8 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.layers_in_a_list import TRAINED
-from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import ScriptProgram
+from flatout.schema.findings import Finding, Severity
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:

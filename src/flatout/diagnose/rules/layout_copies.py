@@ -21,9 +21,9 @@ from collections.abc import Iterable
 
 from flatout.diagnose.gains import found
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding, Severity
-from flatout.plan.profile import Operation, ProfileRecord
-from flatout.plan.records import Ratio
+from flatout.schema.findings import Finding, Severity
+from flatout.schema.profile import Operation, ProfileRecord
+from flatout.schema.records import Ratio
 
 COPYING = ("aten::copy_", "aten::clone", "aten::contiguous", "aten::_to_copy")
 MUCH = 0.2  # of the operators' time; views, slices and transposed products always copy a few per cent

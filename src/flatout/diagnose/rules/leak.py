@@ -18,8 +18,8 @@ from collections.abc import Iterable
 
 from flatout.diagnose.memory_growth import growing
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding, Severity
-from flatout.plan.profile import ProfileRecord
+from flatout.schema.findings import Finding, Severity
+from flatout.schema.profile import ProfileRecord
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:

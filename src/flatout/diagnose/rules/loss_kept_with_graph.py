@@ -45,11 +45,11 @@ from collections.abc import Iterable, Iterator
 
 from flatout.diagnose.memory_growth import growing
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding, Severity
-from flatout.plan.profile import ProfileRecord
 from flatout.probe.names import Binding
 from flatout.probe.program import ScriptProgram
 from flatout.probe.step_loops import ProgramEvent, StepLoop
+from flatout.schema.findings import Finding, Severity
+from flatout.schema.profile import ProfileRecord
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:

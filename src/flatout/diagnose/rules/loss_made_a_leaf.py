@@ -39,11 +39,11 @@ import ast
 from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 from flatout.probe.step_loops import ProgramEvent
-from flatout.probe.values import is_given
+from flatout.probe.value_paths import is_given
+from flatout.schema.findings import Finding, Severity
 
 MAKES_LEAF = ("torch.tensor", "torch.autograd.Variable", "torch.as_tensor")
 

@@ -22,8 +22,8 @@ from collections.abc import Iterable
 
 from flatout.diagnose.gains import found, size
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding, Severity
-from flatout.plan.profile import ProfileRecord
+from flatout.schema.findings import Finding, Severity
+from flatout.schema.profile import ProfileRecord
 
 CLOSE = 0.9  # same threshold as PyTorch's TensorBoard plugin
 

@@ -44,8 +44,8 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.host_sync_every_step import from_step
-from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import ScriptProgram
+from flatout.schema.findings import Finding, Severity
 
 ASKS = {"isnan", "isfinite", "isinf"}
 

@@ -30,8 +30,8 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.softmax_before_cross_entropy import ends_in, losses
-from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import ScriptProgram
+from flatout.schema.findings import Finding, Severity
 
 WANTED = {"NLLLoss": "", "nll_loss": ""}
 WRONG = {"softmax", "sigmoid", "Linear", "Conv2d", "relu", "ReLU", "tanh", "Tanh"}

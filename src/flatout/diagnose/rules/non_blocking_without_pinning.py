@@ -40,9 +40,9 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.pinned_and_blocking import batches_moved, pins
-from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import ScriptProgram
-from flatout.probe.values import is_given
+from flatout.probe.value_paths import is_given
+from flatout.schema.findings import Finding, Severity
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:

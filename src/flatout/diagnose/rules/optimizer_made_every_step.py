@@ -37,9 +37,9 @@ from collections.abc import Iterable, Iterator
 
 from flatout.diagnose.gains import OFTEN, event_of, found, times_at_one_place
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding, Severity
-from flatout.plan.profile import ProfileRecord
 from flatout.probe.program import ScriptProgram
+from flatout.schema.findings import Finding, Severity
+from flatout.schema.profile import ProfileRecord
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:

@@ -22,8 +22,8 @@ from collections.abc import Iterable
 
 from flatout.diagnose.gains import TIMED, certain_gain, event_of, found, how, measured, of_step, without
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding, Severity
-from flatout.plan.profile import ProfileRecord
+from flatout.schema.findings import Finding, Severity
+from flatout.schema.profile import ProfileRecord
 
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 MUCH = 1.15  # a fused optimizer, or one with few parameters, rarely takes more than this

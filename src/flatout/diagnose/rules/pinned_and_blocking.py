@@ -40,10 +40,11 @@ import ast
 from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import ScriptProgram
 from flatout.probe.step_loops import ProgramEvent
-from flatout.probe.values import ValueOrigin, iterated
+from flatout.probe.value_paths import iterated
+from flatout.probe.values import ValueOrigin
+from flatout.schema.findings import Finding, Severity
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:

@@ -20,8 +20,8 @@ from collections.abc import Iterable
 
 from flatout.diagnose.gains import event_of, found, of_step, without
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding, Severity
-from flatout.plan.profile import ProfileRecord
+from flatout.schema.findings import Finding, Severity
+from flatout.schema.profile import ProfileRecord
 
 MUCH = 1.15  # users expect a cheap metric in each step
 

@@ -21,8 +21,8 @@ from collections.abc import Iterable
 
 from flatout.diagnose.gains import found
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding, Severity
-from flatout.plan.profile import ProfileRecord
+from flatout.schema.findings import Finding, Severity
+from flatout.schema.profile import ProfileRecord
 
 A_FEW = 2  # the first change of a size makes it dynamic, as intended
 

@@ -36,9 +36,9 @@ import ast
 from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import ScriptProgram
 from flatout.probe.step_loops import StepLoop
+from flatout.schema.findings import Finding, Severity
 
 SEEDS = (
     "torch.manual_seed",

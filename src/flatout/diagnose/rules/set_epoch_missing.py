@@ -51,10 +51,10 @@ import ast
 from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import ScriptProgram
 from flatout.probe.step_loops import StepLoop
-from flatout.probe.values import iterated
+from flatout.probe.value_paths import iterated
+from flatout.schema.findings import Finding, Severity
 
 SAMPLERS = ("torch.utils.data.distributed.DistributedSampler", "torch.utils.data.DistributedSampler")
 

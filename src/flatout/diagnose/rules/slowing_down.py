@@ -21,9 +21,9 @@ from collections.abc import Iterable, Sequence
 from flatout.diagnose.gains import found, said_ms
 from flatout.diagnose.rule import Rule
 from flatout.measure.statistics import quantile
-from flatout.plan.findings import Finding, Severity
-from flatout.plan.profile import ProfileRecord
-from flatout.plan.records import Ratio
+from flatout.schema.findings import Finding, Severity
+from flatout.schema.profile import ProfileRecord
+from flatout.schema.records import Ratio
 
 FEWEST = 24  # steps, in six blocks of four
 BLOCKS = 6

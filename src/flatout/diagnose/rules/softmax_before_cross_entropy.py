@@ -48,10 +48,10 @@ import ast
 from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
-from flatout.probe.values import returns
+from flatout.probe.value_paths import returns
+from flatout.schema.findings import Finding, Severity
 
 TWICE = {
     "CrossEntropyLoss": "softmax",

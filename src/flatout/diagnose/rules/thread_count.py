@@ -20,8 +20,8 @@ from collections.abc import Iterable
 
 from flatout.diagnose.gains import certain_gain, event_of, found, how, measured
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding, Severity
-from flatout.plan.profile import ProfileRecord
+from flatout.schema.findings import Finding, Severity
+from flatout.schema.profile import ProfileRecord
 
 MUCH = 1.1  # smaller gains vary with the other load of the machine
 

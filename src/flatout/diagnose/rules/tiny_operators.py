@@ -21,9 +21,9 @@ from collections.abc import Iterable
 
 from flatout.diagnose.gains import WORTH, found, said_ms
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding, Severity
-from flatout.plan.profile import ProfileRecord
-from flatout.plan.records import Ratio
+from flatout.schema.findings import Finding, Severity
+from flatout.schema.profile import ProfileRecord
+from flatout.schema.records import Ratio
 
 MANY = 1500  # operators per step; a network with a hundred layers calls about a thousand
 TINY_US = 60.0  # per call, including its callees

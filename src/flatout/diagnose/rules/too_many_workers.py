@@ -20,8 +20,8 @@ from collections.abc import Iterable
 from flatout.diagnose.gains import found, of_step, size
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.wait_causes import crowded, gain_without_wait, how_known
-from flatout.plan.findings import Finding, Severity
-from flatout.plan.profile import ProfileRecord
+from flatout.schema.findings import Finding, Severity
+from flatout.schema.profile import ProfileRecord
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:

@@ -45,10 +45,10 @@ from collections.abc import Iterable, Iterator
 
 from flatout.diagnose.gains import event_of, found
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding, Severity
-from flatout.plan.profile import ProfileRecord
 from flatout.probe.program import ScriptProgram
 from flatout.probe.step_loops import ProgramEvent
+from flatout.schema.findings import Finding, Severity
+from flatout.schema.profile import ProfileRecord
 
 DIFFERENT = ("Dropout", "BatchNorm", "AlphaDropout", "SyncBatchNorm", "RReLU", "InstanceNorm")
 

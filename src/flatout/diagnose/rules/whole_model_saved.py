@@ -28,8 +28,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
-from flatout.plan.findings import Finding, Severity
 from flatout.probe.program import ScriptProgram
+from flatout.schema.findings import Finding, Severity
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:

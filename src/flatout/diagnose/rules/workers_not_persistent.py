@@ -52,10 +52,10 @@ from collections.abc import Iterable, Iterator
 from flatout.diagnose.gains import found, of_step
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.wait_causes import WaitCause, begin_ms, cause, gain_without_wait, how_known
-from flatout.plan.findings import Finding, Severity
-from flatout.plan.profile import ProfileRecord
 from flatout.probe.program import ScriptProgram
-from flatout.probe.values import iterated
+from flatout.probe.value_paths import iterated
+from flatout.schema.findings import Finding, Severity
+from flatout.schema.profile import ProfileRecord
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:

@@ -13,6 +13,6 @@ from flatout.diagnose.what_ifs.messages import LEVER as messages
 from flatout.diagnose.what_ifs.optimizer import LEVER as optimizer
 from flatout.diagnose.what_ifs.syncs import LEVER as syncs
 from flatout.diagnose.what_ifs.threads import FEWER, MORE
-from flatout.plan.lever import Lever
+from flatout.schema.lever import Lever
 
 TABLE: tuple[Lever, ...] = (loader, copies, optimizer, syncs, messages, garbage, FEWER, MORE)

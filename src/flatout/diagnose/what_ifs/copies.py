@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from flatout.plan.enums import Effect, Moment
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Lever, Options, Skip, Undo, Value
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 KEPT = 256  # different copies; further ones, for example moved parameters, are real copies
 

@@ -10,9 +10,9 @@ import logging
 import sys
 from typing import Any
 
-from flatout.plan.enums import Effect, Moment
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Lever, Options, Undo, Value
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Lever, Options, Undo, Value
 
 # module (if loaded), owner of the methods, prefixes of the methods that write
 WRITERS = (

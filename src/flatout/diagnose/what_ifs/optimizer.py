@@ -1,13 +1,13 @@
-"""What if the parameter update cost nothing? The optimizer's step does nothing (engine/suspended_optimizer.py)."""
+"""What if the parameter update cost nothing? The optimizer's step does nothing (guard/suspended_optimizer.py)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from flatout.engine.suspended_optimizer import suspend_optimizer
-from flatout.plan.enums import Effect, Moment
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Lever, Options, Skip, Undo, Value
+from flatout.guard.suspended_optimizer import suspend_optimizer
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 
 def applies(facts: Facts, context: Any) -> Options | Skip:

@@ -11,9 +11,9 @@ import sys
 from collections import Counter
 from typing import Any
 
-from flatout.plan.enums import Effect, Moment
-from flatout.plan.facts import Facts
-from flatout.plan.lever import Lever, Options, Skip, Undo, Value
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 READERS = ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy")
 OFTEN = 1000  # times within one step, at one place

@@ -66,6 +66,48 @@ def augment(
     return result
 
 
+def _launch(
+    images: Tensor,
+    top: Tensor,
+    left: Tensor,
+    flip: Tensor,
+    table: Tensor,
+    out: Tensor,
+    padding: int,
+    fill: int,
+    hwc: bool,
+) -> None:
+    """Run the CUDA kernel. All tensors are contiguous; ``out`` may be channels_last."""
+    batch, channels, *size = out.shape
+    height, width = images.shape[1:3] if hwc else images.shape[2:4]
+    channels_last = not out.is_contiguous()
+    blocks = min(max(out[0].numel() // (THREADS * 8), 1), BLOCKS_AN_IMAGE)
+    SOURCE.launch(
+        f"augment_{SUFFIX[out.dtype]}",
+        (batch, blocks),
+        THREADS,
+        (
+            images,
+            top,
+            left,
+            flip,
+            table,
+            out,
+            height,
+            width,
+            channels,
+            size[0],
+            size[1],
+            padding,
+            fill,
+            int(hwc),
+            int(channels_last),
+        ),
+        images.device,
+        shared_bytes=4 * 256 * channels,
+    )
+
+
 def forward(
     images: Tensor,
     top: Tensor,
@@ -120,31 +162,7 @@ def forward(
             channels_last,
         )
     else:
-        blocks = min(max(shape[1] * shape[2] * shape[3] // (THREADS * 8), 1), BLOCKS_AN_IMAGE)
-        SOURCE.launch(
-            f"augment_{SUFFIX[dtype]}",
-            (batch, blocks),
-            THREADS,
-            (
-                images,
-                top,
-                left,
-                flip,
-                table,
-                out,
-                height,
-                width,
-                channels,
-                size[0],
-                size[1],
-                padding,
-                fill,
-                int(hwc),
-                int(channels_last),
-            ),
-            images.device,
-            shared_bytes=4 * 256 * channels,
-        )
+        _launch(images, top, left, flip, table, out, padding, fill, hwc)
     return out
 
 

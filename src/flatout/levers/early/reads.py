@@ -15,13 +15,13 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import wraps
 from types import CodeType, FrameType
 from typing import Any
 
 from flatout.levers.early.copies import HostCopies, HostCopy
 from flatout.levers.early.names import HOME, Name, named, script_frames, tensors
+from flatout.levers.early.values import ReadValue, names_the_host, tensors_in
 
 READS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__")
 LEARNING_STEPS = 2
@@ -38,14 +38,6 @@ WRITES = (
     "recv",
 )  # in names of collectives, whose writes torch does not count
 Key = tuple[str, Any]  # the moment, and the place: a Name, or a backward pass and the number of its root
-
-
-@dataclass
-class ReadValue:
-    """A value that the script reads."""
-
-    reads: int = 0
-    unread: int = 0  # copies since the last read
 
 
 class EarlyValueCopier:
@@ -81,7 +73,7 @@ class EarlyValueCopier:
         ledger.set(
             torch.Tensor, "cpu", self._to_host(torch.Tensor.cpu, lambda args, kwargs: not args and not kwargs)
         )
-        ledger.set(torch.Tensor, "to", self._to_host(torch.Tensor.to, _names_the_host))
+        ledger.set(torch.Tensor, "to", self._to_host(torch.Tensor.to, names_the_host))
         ledger.set(torch.Tensor, "copy_", self._copying(torch.Tensor.copy_))
         for owner, name in (
             (torch.cuda.Event, "elapsed_time"),
@@ -330,7 +322,7 @@ class EarlyValueCopier:
         @wraps(really)
         def exchange(*args: Any, **kwargs: Any) -> Any:
             if self.copies.held:
-                self.copies.written(_tensors_in((args[1:], tuple(kwargs.values()))))
+                self.copies.written(tensors_in((args[1:], tuple(kwargs.values()))))
             return really(*args, **kwargs)
 
         return exchange
@@ -346,18 +338,3 @@ class EarlyValueCopier:
         if not self._said and context is not None:
             self._said = True
             context.report("early_values", why)
-
-
-def _names_the_host(args: tuple, kwargs: dict) -> bool:
-    """Whether ``tensor.to`` only requests a blocking copy in host memory."""
-    if kwargs.keys() - {"device", "non_blocking"} or kwargs.get("non_blocking") or len(args) > 1:
-        return False
-    return str(args[0] if args else kwargs.get("device")) == "cpu"
-
-
-def _tensors_in(nest: Any) -> Iterator[Any]:
-    if isinstance(nest, (list, tuple)):
-        for part in nest:
-            yield from _tensors_in(part)
-    elif hasattr(nest, "untyped_storage"):
-        yield nest

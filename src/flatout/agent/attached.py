@@ -1,0 +1,120 @@
+"""A real run, inside the program: applies the plan, reports it, and removes its hooks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import Protocol
+
+from flatout.agent.applier import EARLY, LATE, Applier, Outcome, one_line
+from flatout.agent.bootstrap import say, say_at_once
+from flatout.agent.ledger import Ledger
+from flatout.agent.listener import Listener, Several
+from flatout.agent.training_context import TrainingContext
+from flatout.job.claims import speaks_first
+from flatout.job.rank_environment import this_rank
+from flatout.levers import TABLE
+from flatout.schema.run_request import RunRequest
+
+
+class Checkpointing(Protocol):
+    """What a run that keeps checkpoints adds. ``listener`` gets the events of every step."""
+
+    listener: Listener
+
+    @property
+    def replaying(self) -> bool:
+        """Whether the program replays the steps up to its checkpoint."""
+
+    @property
+    def active(self) -> bool:
+        """Whether the listener needs further events."""
+
+    def install(self) -> None:
+        """Called after everything else that changes how loaders are made."""
+
+    def for_real(self) -> AbstractContextManager[None]:
+        """Inside, flatout's own code acts on real tensors and is not recorded."""
+
+    def begin(self, context: TrainingContext) -> None:
+        """Called after the first step, or at the resume point of a replay."""
+
+    def broke(self, error: Exception) -> None:
+        """Called after an internal error; the program continues without flatout."""
+
+
+# Called with the ledger of the run and the function to call at the resume point; None keeps no checkpoints.
+MakeCheckpointing = Callable[[Ledger, Callable[[], None]], Checkpointing | None]
+
+
+class Attached(Listener):
+    """Waits for the first step, applies the levers that need it, and removes the hooks."""
+
+    def __init__(self, request: RunRequest, torch: ModuleType, checkpoints: MakeCheckpointing) -> None:
+        self.plan = request.plan
+        self.early = list(map(Outcome.from_json, request.started))
+        here = this_rank()
+        self.rank = here.rank if here is not None else int(os.environ.get("RANK", "0"))
+        ledger = Ledger()
+        self.checkpoints = checkpoints(ledger, self.resumed)
+        listener = self if self.checkpoints is None else Several(self, self.checkpoints.listener)
+        self.context = TrainingContext(torch, listener, ledger)
+        if here is not None and here.world_size > 1:
+            from flatout.agent.rank_files import keep_aside, launch_folder
+
+            keep_aside(torch, launch_folder(here), here.rank, self.context.ledger)
+        self.applier = Applier(TABLE, request.facts, self.context)
+        self.applier.start(self.plan, EARLY)
+        self.context.install()
+        if self.checkpoints is not None:
+            self.checkpoints.install()
+        self.speaks = False
+
+    @property
+    def replaying(self) -> bool:
+        return self.checkpoints is not None and self.checkpoints.replaying
+
+    def broke(self, error: Exception) -> None:
+        say(f"internal error in flatout ({type(error).__name__}: {error}); the program continues without it")
+        if self.checkpoints is not None:
+            self.checkpoints.broke(error)
+        self.context.rest()
+
+    def step_end(self) -> None:
+        if self.context.steps == 1:
+            with self.checkpoints.for_real() if self.checkpoints is not None else nullcontext():
+                self.applier.start(self.plan, LATE)
+            if self.checkpoints is not None and not self.replaying:
+                self.checkpoints.begin(self.context)
+            self.speaks = self.rank == 0 and speaks_first(os.environ["FLATOUT_JOB"])
+            if not self.replaying:  # a replay shows nothing
+                self._tell_what_is_applied(say)
+        elif self.context.steps >= 3:
+            for lever, sentence in self.context.reports:
+                self._says(lever, sentence)
+            self.context.reports.clear()
+            self.context.says = self._says
+            self.settled()
+
+    def _says(self, lever: str, sentence: str) -> None:
+        if self.speaks:
+            say(f"{lever}: {sentence}")
+
+    def settled(self) -> None:
+        """Remove the hooks that are no longer needed: all levers are applied and reported."""
+        if self.checkpoints is not None and self.checkpoints.active:
+            self.context.listen_for(self.checkpoints.listener)
+        else:
+            self.context.rest()
+
+    def resumed(self) -> None:
+        """Called at the resume point: the program continues from its saved state."""
+        assert self.checkpoints is not None
+        self.checkpoints.begin(self.context)
+        self._tell_what_is_applied(say_at_once)
+
+    def _tell_what_is_applied(self, tell: Callable[[str], None]) -> None:
+        if self.speaks and (len(self.plan) or self.checkpoints is None):
+            tell(one_line([*self.early, *self.applier.outcomes]))

@@ -1,0 +1,122 @@
+"""Attaches to a Python process: reads the job, then waits for torch.
+
+The job is a JSON file named by FLATOUT_JOB. Its ``entry`` ("module:function") is called with the job right
+after ``import torch`` finishes, in every Python process of the script. A process that never imports torch
+only reads the job.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.abc
+import importlib.util
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Calls back once after a named module has been executed; it finds no modules itself."""
+
+    def __init__(self, callbacks: dict[str, Callable[[ModuleType], None]]) -> None:
+        self._callbacks = callbacks
+        self._asks = False
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        # another finder of this kind queries the others, too
+        if fullname not in self._callbacks or self._asks:
+            return None
+        others = (
+            finder.find_spec(fullname, path, target)
+            for finder in list(sys.meta_path)
+            if finder is not self and hasattr(finder, "find_spec")
+        )
+        self._asks = True
+        try:
+            spec = next((found for found in others if found is not None), None)
+        finally:
+            self._asks = False
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        # Run this when the module is executed, not here: libraries look up torch's spec long before they
+        # import it.
+        def execute_then_call(module: ModuleType) -> None:
+            execute(module)
+            callback = self._callbacks.pop(fullname, None)
+            if not self._callbacks and self in sys.meta_path:
+                sys.meta_path.remove(self)
+            if callback is None:
+                return
+            try:
+                callback(module)
+            except Exception as error:
+                say(
+                    f"could not attach to {fullname} ({type(error).__name__}: {error}); the script runs without flatout"
+                )
+
+        # the loader belongs to this spec
+        spec.loader.exec_module = execute_then_call  # type: ignore[method-assign]
+        return spec
+
+
+def say(sentence: str) -> None:
+    """Print a line for the user; all lines of flatout under a running script go through here."""
+    from flatout.job.sanitize import harmless
+
+    sys.stderr.write(f"flatout: {harmless(sentence)}\n")
+    sys.stderr.flush()
+
+
+def say_at_once(sentence: str) -> None:
+    """Print a line without Python's buffers, whose lock the script may hold when a signal interrupts it."""
+    try:
+        os.write(2, f"flatout: {sentence}\n".encode(errors="replace"))
+    except OSError:
+        pass  # stderr is closed
+
+
+def install(path: str) -> None:
+    """Arrange the call of the job's entry. Raises nothing that the script could notice."""
+    with open(path, encoding="utf-8") as file:
+        job = json.load(file)
+    seed = job.get("seed")
+    callbacks: dict[str, Callable[[ModuleType], None]] = {"torch": lambda torch: _call_entry(job, torch)}
+    if seed is not None:
+        random.seed(seed)
+        callbacks["numpy"] = lambda numpy: numpy.random.seed(seed % 2**32)
+    sys.meta_path.insert(0, AfterImport(callbacks))
+    if job.get("pid") == os.getpid():
+        atexit.register(_leave, path, os.getpid())
+
+
+def _call_entry(job: dict[str, Any], torch: ModuleType) -> None:
+    if job.get("seed") is not None:
+        torch.manual_seed(job["seed"])
+    module, function = job["entry"].split(":")
+    getattr(importlib.import_module(module), function)(job)
+
+
+def _leave(path: str, pid: int) -> None:
+    """At the end of a run's first process, report that nothing was applied if so, and remove the job."""
+    if pid != os.getpid():
+        return
+    from flatout.job.claims import speaks_first
+
+    if speaks_first(path):
+        never = "finished a training step" if "torch" in sys.modules else "imported torch"
+        say(f"nothing was applied: this program never {never}")
+    folder, name = os.path.split(path)
+    try:
+        for each in os.listdir(folder):
+            if each.startswith(name):  # the job and its claims
+                os.unlink(os.path.join(folder, each))
+        os.rmdir(folder)
+    except OSError:
+        pass  # already removed, or not empty

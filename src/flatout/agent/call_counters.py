@@ -1,0 +1,95 @@
+"""Counts costly calls with place and time: emptying the cache, saving, collecting garbage."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+from flatout.agent.frames import Line, place_of, users_line
+from flatout.agent.ledger import Ledger
+
+
+@dataclass
+class _Counter:
+    calls: int = 0
+    ns: int = 0
+    lines: Counter[Line | None] = field(default_factory=Counter)
+
+
+class CallCounters:
+    def __init__(self, torch: Any, ledger: Ledger, now_ns: Callable[[], int]) -> None:
+        self.torch, self.ledger, self.now_ns = torch, ledger, now_ns
+        self._seen: dict[str, _Counter] = {}
+
+    def install(self) -> None:
+        torch = self.torch
+        optimizer = torch.optim.Optimizer
+        for name, owner, function in (
+            ("empty_cache", torch.cuda, "empty_cache"),
+            ("gc_collect", gc, "collect"),
+            ("save", torch, "save"),
+            ("data_parallel", torch.nn.DataParallel, "forward"),
+            ("clip", torch.nn.utils, "clip_grad_norm_"),
+            ("make_optimizer", optimizer, "__init__"),
+            ("make_scheduler", torch.optim.lr_scheduler.LRScheduler, "__init__"),
+            ("set_threads", torch, "set_num_threads"),
+        ):
+            self.ledger.set(owner, function, self._counted(name, getattr(owner, function)))
+        self.ledger.set(
+            torch.autograd.anomaly_mode.detect_anomaly,
+            "__enter__",
+            self._counted("anomaly", torch.autograd.anomaly_mode.detect_anomaly.__enter__),
+        )
+        self.ledger.set(optimizer, "zero_grad", self._zeroed(optimizer.zero_grad))
+
+    def seen(self, steps: int) -> dict[str, Any]:
+        return {
+            name: {
+                "calls": event_of.calls / steps,
+                "ms": event_of.ns / 1e6 / steps,
+                "most": max(event_of.lines.values()),
+                "places": [
+                    place.to_json()
+                    for line, _ in event_of.lines.most_common(5)
+                    if (place := place_of(line)) is not None
+                ],
+            }
+            for name, event_of in self._seen.items()
+        }
+
+    def _counted(self, name: str, really: Callable) -> Callable:
+        @wraps(really)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            start = self.now_ns()
+            try:
+                return really(*args, **kwargs)
+            finally:
+                self._note(name, self.now_ns() - start, sys._getframe(1))
+
+        return counted
+
+    def _zeroed(self, really: Callable) -> Callable:
+        @wraps(really)
+        def zeroed(optimizer: Any, set_to_none: bool = True) -> Any:
+            start = self.now_ns()
+            try:
+                return really(optimizer, set_to_none)
+            finally:
+                self._note(
+                    "zero_grad" if set_to_none else "zero_grad_to_zero",
+                    self.now_ns() - start,
+                    sys._getframe(1),
+                )
+
+        return zeroed
+
+    def _note(self, name: str, ns: int, caller: Any) -> None:
+        event_of = self._seen.setdefault(name, _Counter())
+        event_of.calls += 1
+        event_of.ns += ns
+        event_of.lines[users_line(caller)] += 1

@@ -1,0 +1,137 @@
+"""Crash report: when a script dies, an explanation follows its own traceback, which stays unchanged.
+
+Of several ranks, only the first failing one is explained: the others mostly fail because of it. The
+explanation comes from an entry ("module:function") named by FLATOUT_EXPLAIN, which is called with the
+exception and returns lines. At the start of a script only this file is read.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+
+from flatout.agent.ledger import Ledger
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from flatout.agent.failure_report import FailureReporter
+
+REPORTS_OF_OTHERS = (
+    "ChildFailedError",
+    "CalledProcessError",
+    "ProcessRaisedException",
+    "ProcessExitedException",
+)
+
+
+class CrashReport:
+    """Reports the exception that ends this process; one process per run reports, the first one always."""
+
+    def __init__(self, entry: str, home: str) -> None:
+        self.entry, self.home = entry, home
+        self.info = os.environ.get("FLATOUT_CRASH_REPORTS", os.devnull)  # created by the process that reports
+        self.first = os.environ.get("FLATOUT_FIRST", "")
+        self.ledger = Ledger()
+        self.observed = False
+        self.launcher = _launcher()
+        self.unexplained: BaseException | None = None
+        self.before = self.ledger.set(sys, "excepthook", self.observe)
+
+    def observe(self, kind: Any, error: Any, trace: Any) -> None:
+        self.observed = True
+        if "FLATOUT_HEARTBEAT" in os.environ:
+            from flatout.agent import heartbeat
+
+            heartbeat.failed(error)
+        explains = self.launcher is None or self.launcher.observe(error)
+        self.before(kind, error, trace)
+        if explains and self.launcher is None:
+            self.explain(error)
+        elif explains:
+            # for the end: torch prints a rank's traceback after all hooks, and a launcher does not wait
+            self.unexplained = error
+
+    def leave(self) -> None:
+        """At the end, explain the failure of a script whose own excepthook replaced this one."""
+        if self.launcher is not None:
+            self.launcher.leave()
+        if self.unexplained is not None:
+            self.explain(self.unexplained)
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        # Test runners and debuggers set last_value for caught exceptions; the exception that ended the script
+        # called the hook.
+        if (
+            not self.observed
+            and error is not None
+            and sys.excepthook != self.observe
+            and (self.launcher is None or self.launcher.observe(error))
+        ):
+            self.explain(error)
+        if self._is_first():
+            try:
+                os.unlink(self.info)
+            except OSError:
+                pass
+
+    def explain(self, error: BaseException) -> None:
+        """Print the explanation. Never raises, and never delays the exit."""
+        if not isinstance(error, Exception):
+            return  # KeyboardInterrupt, SystemExit and the like are no failures
+        try:
+            if os.path.exists(self.info) and (
+                not self._is_first() or type(error).__name__ in REPORTS_OF_OTHERS
+            ):
+                return
+            lines = self._lines(error)
+            if lines and self._may_speak():
+                from flatout.agent.bootstrap import say
+
+                for line in lines:
+                    say(line)
+        except BaseException:
+            return
+
+    def _lines(self, error: BaseException) -> list[str]:
+        """Call the entry, again if interrupted: torch's SIGCHLD handler raises at any point."""
+        import importlib
+
+        if self.home not in sys.path:
+            sys.path.append(self.home)
+        module, function = self.entry.split(":")
+        for left in (1, 0):
+            try:
+                lines: list[str] = getattr(importlib.import_module(module), function)(error)
+                return lines
+            except Exception:
+                if not left:
+                    raise
+        return []
+
+    def _may_speak(self) -> bool:
+        try:
+            os.close(
+                os.open(self.info, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0), 0o600)
+            )
+        except OSError:
+            return self._is_first()
+        return True
+
+    def _is_first(self) -> bool:
+        return self.first == str(os.getpid())
+
+
+def _launcher() -> FailureReporter | None:
+    """Return the reporter to the launcher if there are several ranks; otherwise import nothing."""
+    if "FLATOUT_LAUNCH" not in os.environ:
+        return None
+    from flatout.agent.failure_report import of_this_launch
+
+    return of_this_launch()
+
+
+def install(entry: str, home: str) -> None:
+    """Install the crash report at the start of a Python process of a run."""
+    atexit.register(CrashReport(entry, home).leave)

@@ -1,0 +1,264 @@
+"""Fake execution: runs a script's operators for shapes only, and reports their memory blocks.
+
+The lower layer is torch's FakeTensorMode, which answers each operator with tensors that have shape, dtype and
+device, but no memory. The upper layer is a mode of flatout. It replaces real tensors of the script
+(parameters, data) by fake counterparts, so that nothing is written into them. It counts storages as they are
+created and freed. It answers queries for values (known_values.py).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from flatout.agent.known_values import KnownValues
+from flatout.agent.ledger import Ledger
+from flatout.agent.recurrent import by_layers, workspace_bytes
+from flatout.agent.workspaces import Workspaces
+
+Born = Callable[[int, bool], Any]  # (bytes, whether a real tensor owns it) -> handle of the block
+Gone = Callable[[Any], None]
+
+
+class FakeExecution:
+    """Runs operators without memory.
+
+    ``born`` gets each allocated block and returns a handle, which ``gone`` gets back.
+
+    ``kernels_are_ours``: the script will run on this machine, so the workspaces of its kernels can be
+    measured here.
+    """
+
+    def __init__(
+        self,
+        torch: Any,
+        ledger: Ledger,
+        born: Born,
+        gone: Gone,
+        device_type: str,
+        kernels_are_ours: bool = True,
+    ) -> None:
+        from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+        self.torch, self.ledger, self.born, self.gone, self.device_type = (
+            torch,
+            ledger,
+            born,
+            gone,
+            device_type,
+        )
+        self.kernels_are_ours = kernels_are_ours and device_type == "cpu"
+        self.fake_tensor = FakeTensor
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.known = KnownValues(torch)
+        self.workspaces = Workspaces(torch)
+        self._blocks: dict[int, Any] = {}  # address of a storage, real or not -> its block
+        self._fakes: dict[int, Any] = {}  # id of a real tensor -> its counterpart, while the tensor lives
+        # address of a real storage -> a counterpart that keeps its fake storage alive
+        self._kept: dict[int, Any] = {}
+
+    # -- install --------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        fake_execution = self
+
+        class Counting(TorchDispatchMode):
+            def __torch_dispatch__(
+                self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                return fake_execution._dispatched(function, args, kwargs or {})
+
+        tensor = self.torch.Tensor
+        self.ledger.set(tensor, "numpy", _or_stand_in(tensor.numpy, self._array, self.fake_tensor), new=True)
+        self.ledger.set(
+            tensor, "__format__", _or_stand_in(tensor.__format__, self._formatted, self.fake_tensor)
+        )
+        self.ledger.set(self.torch._VF, "lstm", by_layers(self.torch, self.torch._VF.lstm))
+        for mode in (self.fake_mode, Counting()):
+            mode.__enter__()
+            self.ledger.call("dispatch mode", partial(mode.__exit__, None, None, None))
+
+    @contextmanager
+    def really(self) -> Iterator[None]:
+        """Execute everything inside for real."""
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        with _disable_current_modes():
+            yield
+
+    # -- operators ------------------------------------------------------------------------------------------
+
+    def _dispatched(self, function: Any, args: Any, kwargs: Any) -> Any:
+        torch = self.torch
+        if function.namespace == "profiler":  # start and end of a profiler record: no tensor
+            return function(*args, **kwargs)
+        leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs))
+        leaves = [
+            self._fake(leaf)
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, self.fake_tensor)
+            else leaf
+            for leaf in leaves
+        ]
+        if function is torch.ops.aten._local_scalar_dense.default:
+            with self.really():
+                return self.known.number(leaves[0])
+
+        def rebuild(parts: list[Any]) -> Any:
+            return torch.utils._pytree.tree_unflatten(parts, spec)
+
+        with self.really():
+            values = self.known.computed(function, leaves, rebuild)
+        if function is torch.ops.aten.equal.default:
+            return values if isinstance(values, bool) else True
+        made = self._shaped(function, leaves, rebuild, values)
+        with self.really():
+            self.known.note(function, leaves, made, values)
+        for each in made if isinstance(made, (list, tuple)) else (made,):
+            if isinstance(each, self.fake_tensor):
+                self._count(each, real=False)
+        passing_bytes = self.workspaces.of(function, args) if self.kernels_are_ours else 0
+        if passing_bytes:
+            self.gone(self.born(passing_bytes, False))
+        return made
+
+    def learn_workspaces(self) -> None:
+        """Count the workspaces of kernels from here on; call it between two steps."""
+        with self.really():
+            self.workspaces.learn()
+
+    def _shaped(self, function: Any, leaves: list[Any], rebuild: Any, values: Any) -> Any:
+        """Return the result of an operator, without values.
+
+        Raises torch's error if shapes depend on unknown values.
+        """
+        from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+        if not function._schema.returns and function._schema.is_mutable:
+            return None  # it writes into existing tensors
+        args, kwargs = rebuild(leaves)
+        try:
+            made = function(*args, **kwargs)
+            if function is self.torch.ops.aten.mkldnn_rnn_layer.default and self.torch.is_grad_enabled():
+                return (*made[:3], self._workspace(args))
+            return made
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            if values is not None:
+                return self.torch.utils._pytree.tree_map_only(
+                    self.torch.Tensor, self.fake_mode.from_tensor, values
+                )
+            self.known.guessed.add("a choice of elements")
+            return self._everything_chosen(function, args, kwargs)
+
+    def _everything_chosen(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Return an upper bound: every element that can be selected is selected."""
+        torch, aten = self.torch, self.torch.ops.aten
+        if function is aten.nonzero.default:
+            return self._empty((args[0].numel(), args[0].dim()), torch.int64)
+        if function is aten.masked_select.default:
+            return self._empty((torch.broadcast_shapes(args[0].shape, args[1].shape).numel(),), args[0].dtype)
+        if function is aten.index.Tensor:
+            indices = []
+            for index in args[1]:
+                chooses = index is not None and index.dtype in (torch.bool, torch.uint8)
+                indices += (
+                    [self._empty((index.numel(),), torch.int64) for _ in range(index.dim())]
+                    if chooses
+                    else [index]
+                )
+            with self.fake_mode:
+                return function(args[0], indices)
+        raise NotImplementedError(f"the output shape of {function._schema.name} depends on values")
+
+    def _workspace(self, args: Any) -> Any:
+        with self.really():
+            size_bytes = workspace_bytes(self.torch, args)
+        return self._empty((size_bytes,), self.torch.uint8)
+
+    def _empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        with self.fake_mode:
+            return self.torch.empty(shape, dtype=dtype)
+
+    # -- storages -------------------------------------------------------------------------------------------
+
+    def _fake(self, tensor: Any) -> Any:
+        """Return the fake counterpart of a real tensor, the same one as long as the tensor lives."""
+        fake = self._fakes.get(id(tensor))
+        if fake is None:
+            with self.really():
+                fake = self.fake_mode.from_tensor(tensor)
+                if self.known.worth_keeping(tensor):
+                    self.known.set(fake, tensor.detach().clone())
+            self._fakes[id(tensor)] = fake
+            weakref.finalize(tensor, self._fakes.pop, id(tensor), None).atexit = False
+            self.count_real(tensor)
+            if tensor.layout == self.torch.strided:
+                place = tensor.untyped_storage()._cdata
+                if place not in self._kept:
+                    self._kept[place] = fake
+                    weakref.finalize(tensor.untyped_storage(), self._kept.pop, place, None).atexit = False
+                self._enter(fake.untyped_storage(), None)  # the real storage is counted already
+        return fake
+
+    def count_real(self, tensor: Any) -> Any:
+        """Return the block of a real tensor on the device; None if it has none there."""
+        if tensor.device.type != self.device_type or tensor.layout != self.torch.strided:
+            return None
+        return self._count(tensor, real=True)
+
+    def block_of(self, tensor: Any) -> Any:
+        """Return the block of a fake tensor; None for a real tensor or another device."""
+        return (
+            self._blocks.get(tensor.untyped_storage()._cdata)
+            if isinstance(tensor, self.fake_tensor) and tensor.layout == self.torch.strided
+            else None
+        )
+
+    def _count(self, tensor: Any, real: bool) -> Any:
+        if tensor.layout != self.torch.strided or tensor.device.type != self.device_type:
+            return None
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._blocks:
+            self._enter(storage, self.born(storage.nbytes(), real))
+        return self._blocks[storage._cdata]
+
+    def _enter(self, storage: Any, block: Any) -> None:
+        if storage._cdata not in self._blocks:
+            self._blocks[storage._cdata] = block
+            weakref.finalize(storage, self._gone, storage._cdata).atexit = False
+
+    def _gone(self, place: int) -> None:
+        block = self._blocks.pop(place, None)
+        if block is not None:
+            self.gone(block)
+
+    # -- queries from Python --------------------------------------------------------------------------------
+
+    def _array(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.really():
+            value = self.known.of(tensor)
+            return (
+                value
+                if value is not None
+                else self.torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
+            ).numpy()
+
+    def _formatted(self, tensor: Any, spec: str) -> str:
+        return format(tensor.detach().item() if tensor.dim() == 0 else repr(tensor), spec)
+
+
+def _or_stand_in(
+    really: Callable[..., Any], stand_in: Callable[..., Any], fake_tensor: type
+) -> Callable[..., Any]:
+    def ask(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return (
+            stand_in(tensor, *args, **kwargs)
+            if isinstance(tensor, fake_tensor)
+            else really(tensor, *args, **kwargs)
+        )
+
+    return ask

@@ -1,0 +1,88 @@
+"""Finds the user's own line on a stack, past torch, other libraries, Python itself and flatout."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import sysconfig
+from functools import lru_cache
+from pathlib import Path
+from types import CodeType, FrameType
+
+from flatout.schema.findings import SourceLocation
+
+HOME = str(Path(__file__).resolve().parents[1]) + "/"
+PYTHON = tuple(
+    {
+        str(Path(path)) + "/"
+        for name, path in sysconfig.get_paths().items()
+        if name in ("stdlib", "platstdlib")
+    }
+)
+LIBRARIES = ("/site-packages/", "/dist-packages/")
+Line = tuple[CodeType, int]  # a function's code, and the line in its file
+
+
+@lru_cache(maxsize=4096)
+def is_users(filename: str) -> bool:
+    """Whether a file is the user's own source, not that of a library, Python, flatout or generated code."""
+    return bool(filename) and not (
+        filename.startswith(("<", HOME))
+        or any(part in filename for part in LIBRARIES)
+        or filename.startswith(PYTHON)
+        or is_installed(filename)
+    )
+
+
+def is_installed(filename: str) -> bool:
+    """Whether a file lies where packages were installed under an unusual path: `pip install --target`."""
+    return any(
+        filename.startswith(f"{folder}/") and _holds_packages(folder)
+        for folder in sys.path
+        if folder.startswith("/")
+    )
+
+
+@lru_cache(maxsize=256)
+def _holds_packages(folder: str) -> bool:
+    try:
+        return any(name.endswith(".dist-info") for name in os.listdir(folder))
+    except OSError:
+        return False
+
+
+@lru_cache(maxsize=4096)
+def is_torch(filename: str) -> bool:
+    return (
+        "/site-packages/torch/" in filename
+        or "/dist-packages/torch/" in filename
+        or filename.startswith(HOME)
+    )
+
+
+def users_line(frame: FrameType | None) -> Line | None:
+    """Return the innermost user line on the stack; without one, a line of a library other than torch."""
+    library: Line | None = None
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if is_users(filename):
+            return frame.f_code, frame.f_lineno
+        if library is None and not is_torch(filename) and not filename.startswith(("<", *PYTHON)):
+            library = frame.f_code, frame.f_lineno
+        frame = frame.f_back
+    return library
+
+
+def place_of(line: Line | None) -> SourceLocation | None:
+    return place_at(*spelled(line)) if line is not None else None
+
+
+def spelled(line: Line) -> tuple[str, int, str]:
+    """Return file, line and function; module-level lines have no function."""
+    code, number = line
+    return code.co_filename, number, "" if code.co_name == "<module>" else code.co_qualname
+
+
+def place_at(filename: str, line: int, function: str = "") -> SourceLocation:
+    return SourceLocation(filename, line, 0, function, linecache.getline(filename, line).strip())

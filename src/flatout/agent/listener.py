@@ -1,0 +1,83 @@
+"""Events of a running training script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+
+class Listener:
+    """Base class of listeners. Every method does nothing, so a listener overrides only what it needs."""
+
+    wants_phases = False
+
+    def iterator_begin(self, loader: Any) -> None: ...
+    def iterator_end(self, loader: Any, iterator: Any) -> None: ...
+    def data_begin(self, loader: Any) -> None: ...
+    def data_end(self, loader: Any, batch: Any) -> None: ...
+    def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None: ...
+    def forward_end(self, root: Any, output: Any) -> None: ...
+    def backward_begin(self, losses: tuple) -> None: ...
+    def backward_end(self) -> None: ...
+    def exchange_begin(self) -> None:
+        """Called when a backward pass has computed its gradients and waits for the exchange between ranks."""
+
+    def exchange_end(self, traffic: Any) -> None:
+        """Called after the exchange. ``traffic`` describes what was sent (distributed/bucket_queue.py)."""
+
+    def optimizer_begin(self, optimizer: Any) -> None: ...
+    def optimizer_end(self, optimizer: Any) -> None: ...
+    def step_end(self) -> None: ...
+
+    def broke(self, error: Exception) -> None:
+        """Called when the listener itself raised an exception in an event; it gets no further events."""
+
+
+EVENTS = tuple(name for name in vars(Listener) if name.endswith(("_begin", "_end")))
+
+
+class Guarded(Listener):
+    """Passes events on; the first exception of the listener stops the listener, not the script.
+
+    Only ``Exception`` is caught: stopping the script and Ctrl-C pass through.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        self.wants_phases = listener.wants_phases
+        self._listener = listener
+        self.__dict__.update({name: self._careful(getattr(listener, name)) for name in EVENTS})
+
+    def _careful(self, observe: Callable[..., None]) -> Callable[..., None]:
+        @wraps(observe)
+        def observe_or_leave(*args: Any) -> None:
+            try:
+                observe(*args)
+            except Exception as error:
+                for name in EVENTS:  # the methods of the class remain; they do nothing
+                    self.__dict__.pop(name, None)
+                self._listener.broke(error)
+
+        return observe_or_leave
+
+
+class Several(Listener):
+    """Passes events to several listeners, in this order."""
+
+    def __init__(self, first: Listener, *others: Listener) -> None:
+        self.listeners = (first, *others)
+        self.wants_phases = any(each.wants_phases for each in self.listeners)
+        self.__dict__.update(
+            {name: self._each([getattr(each, name) for each in self.listeners]) for name in EVENTS}
+        )
+
+    @staticmethod
+    def _each(observing: Sequence[Callable[..., None]]) -> Callable[..., None]:
+        def observe(*args: Any) -> None:
+            for each in observing:
+                each(*args)
+
+        return observe
+
+    def broke(self, error: Exception) -> None:
+        self.listeners[0].broke(error)

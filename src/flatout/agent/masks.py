@@ -1,0 +1,60 @@
+"""Records indexing with a mask at torch's dispatcher.
+
+`Tensor.__getitem__` must not be replaced. A class with such a Python function stays a sequence for C code for
+ever, even after the function is removed. Then `torch.tensor([loss])` asks a loss for its length and fails.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+from flatout.agent.ledger import Ledger
+
+MASKS = "bool", "uint8"  # dtypes of masks, as opposed to indices
+Observer = Callable[[Callable[[], Any], Any, FrameType], Any]
+
+
+def observe_masks(
+    torch: Any,
+    ledger: Ledger,
+    observed: Observer,
+    others: Callable[[Any, FrameType], None] = lambda found, frame: None,
+) -> None:
+    """Hook indexing by tensors.
+
+    ``observed(really, mask, frame)`` replaces each indexing with a mask; ``mask`` is the first tensor of a mask
+    dtype, ``frame`` the calling frame, and ``really()`` does the indexing. ``others(found, frame)`` gets the
+    result of indexing with other tensors. Indexing by tensors costs 4 us more; indexing by numbers and slices
+    costs nothing.
+    """
+    index, masks = torch.ops.aten.index.Tensor, tuple(getattr(torch, name) for name in MASKS)
+    # Below autograd and above the devices: all tensors pass this dispatch key, and no kernel is registered
+    # there.
+    key = torch._C.DispatchKey.BackendSelect
+    below = torch._C._dispatch_keyset_full_after(key)
+
+    def kernel(keys: Any, tensor: Any, indices: Sequence[Any]) -> Any:
+        for each in indices:
+            if each is not None and each.dtype in masks and not each.is_meta:
+                return observed(
+                    lambda: index.redispatch(keys & below, tensor, indices), each, sys._getframe(1)
+                )
+        found = index.redispatch(keys & below, tensor, indices)
+        others(found, sys._getframe(1))
+        return found
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("index.Tensor", kernel, key.name, with_keyset=True)
+    ledger.call("aten::index", library._destroy)
+
+
+def has_mask(index: Any) -> bool:
+    """Whether an index contains a mask, so that the number of results depends on values. Raises nothing."""
+    if isinstance(index, (tuple, list)):
+        return any(map(has_mask, index)) or (
+            isinstance(index, list) and any(isinstance(each, bool) for each in index)
+        )
+    return str(getattr(index, "dtype", "")).removeprefix("torch.") in MASKS and getattr(index, "ndim", 0) > 0

@@ -1,0 +1,60 @@
+"""Keeps flatout's hooks and wrappers, which live in root modules, out of a script's pickles and copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flatout.agent.ledger import Ledger
+
+HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+BESIDES = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+
+def keep_out_of_pickles(torch: Any, ledger: Ledger, owner: type) -> None:
+    """Filter the pickled state of modules: drop hooks bound to an ``owner``, and forwards marked ``flatout``.
+
+    It patches ``__reduce_ex__`` instead of ``__getstate__``, which many classes define themselves.
+    """
+    usual = torch.nn.Module.__reduce_ex__
+
+    def reduce_without_ours(module: Any, protocol: Any) -> Any:
+        answer = usual(module, protocol)
+        if not isinstance(answer, tuple) or len(answer) < 3:
+            return answer
+        return (*answer[:2], _without_ours(answer[2], owner), *answer[3:])
+
+    ledger.set(torch.nn.Module, "__reduce_ex__", reduce_without_ours, new=True)
+
+
+def _without_ours(held: Any, owner: type) -> Any:
+    if not isinstance(held, dict):
+        return held  # the state of a class with __slots__ has another form, without flatout's hooks
+    state = dict(held)
+    if getattr(state.get("forward"), "flatout", False):
+        del state["forward"]
+    return without_hooks(state, lambda hook: isinstance(getattr(hook, "__self__", None), owner))
+
+
+def without_hooks(held: dict[str, Any], is_ours: Callable[[Any], bool]) -> dict[str, Any]:
+    """Return the state of a module without flatout's hooks."""
+    state = dict(held)
+    ours: set[int] = set()
+    for name in HOOKS:
+        hooks = state.get(name) or {}
+        mine = {key for key, hook in hooks.items() if is_ours(hook)}
+        if mine:
+            state[name] = type(hooks)((key, hook) for key, hook in hooks.items() if key not in mine)
+            ours |= mine
+    for name in BESIDES if ours else ():
+        if name in state:
+            state[name] = type(state[name])(
+                (key, value) for key, value in state[name].items() if key not in ours
+            )
+    return state

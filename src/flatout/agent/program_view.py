@@ -1,0 +1,221 @@
+"""What is known of a running training script: its live objects and facts about them. Levers see this."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from flatout.agent.batches import rows, samples_in
+from flatout.agent.compilers import compiler_off
+from flatout.agent.layers import layer_counts
+from flatout.agent.ledger import Ledger
+from flatout.agent.loader_arguments import way_of
+from flatout.agent.loaders import FeedRule, LoaderRule, Loaders
+from flatout.agent.names import variables_of
+from flatout.agent.optimizers import Optimizers
+from flatout.agent.pickles import without_hooks
+from flatout.agent.scalers import Scalers
+from flatout.agent.steps import StepBoundaries
+
+ROOTS_THAT_MAKE_SENSE = 16  # with more root modules, the script calls its model in pieces
+
+
+class ProgramView:
+    """The live objects of a script, as weak references: attaching keeps no model or loader alive."""
+
+    def __init__(self, torch: Any) -> None:
+        self.torch = torch
+        self.boundaries = StepBoundaries()
+        self.steps = 0
+        self.backwards = 0
+        self.backwards_in_last_step = 0
+        self.optimizer_events = 0
+        self.closure_steps = False
+        self.autocast_seen = False  # in a forward pass of the first step that a backward pass followed
+        self.anomaly_seen = False  # anomaly detection, in the last backward pass
+        self.create_graph_seen = False
+        self.compiled_by_script = False
+        self.distributions_seen = False
+        self.threads_at_import = torch.get_num_threads()
+        self.reports: list[tuple[str, str]] = []  # messages of levers after they were applied
+        self.says: Callable[[str, str], None] | None = None  # prints such a message at once
+        self.handed_on: Any = None  # where the runs of a search pass on their cached samples
+        self.divided: Any = None  # the installed state of `data_parallel`, for levers that act through it
+        self.graph_passes: list[Any] = []  # graph passes of levers, before `compile` compiles the graph
+        # modules that `compile` excludes, because levers change their outputs
+        self.uncompiled: list[Any] = []
+        self._loaders = Loaders(torch)
+        self._scalers = Scalers(torch)
+        self._roots: dict[int, weakref.ref] = {}
+        self._losses: dict[int, weakref.ref] = {}
+        self._optimizers = Optimizers(self.boundaries)
+
+    @property
+    def roots(self) -> list[Any]:
+        """Outermost trainable modules called with gradients enabled, in the order first seen."""
+        return [root for ref in self._roots.values() if (root := ref()) is not None]
+
+    @property
+    def optimizers(self) -> list[Any]:
+        return self._optimizers.alive
+
+    @property
+    def loss_modules(self) -> list[Any]:
+        return [loss for ref in self._losses.values() if (loss := ref()) is not None]
+
+    @property
+    def scalers(self) -> list[Any]:
+        """The enabled GradScalers of the script."""
+        return self._scalers.enabled
+
+    @property
+    def loaders(self) -> list[dict[str, Any]]:
+        """The arguments that the script passed to each DataLoader, and those that it got."""
+        return self._loaders.seen
+
+    @property
+    def parameters(self) -> list[Any]:
+        """Every trainable parameter, without duplicates: of the optimizers, else of the root modules."""
+        from_optimizers = [
+            p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
+        ]
+        found = from_optimizers or [p for root in self.roots for p in root.parameters()]
+        return [p for p in {id(p): p for p in found}.values() if p.requires_grad]
+
+    @property
+    def device(self) -> Any:
+        """The device of the first parameter."""
+        return next((p.device for p in self.parameters), self.torch.device("cpu"))
+
+    @property
+    def device_type(self) -> str:
+        return str(self.device.type)
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether the script calls parts of its model separately, so that no forward is the whole model."""
+        return len(self.roots) > ROOTS_THAT_MAKE_SENSE
+
+    @staticmethod
+    def without_ranks(root: Any) -> Any:
+        """Return the module inside a wrapper that averages gradients: one rank alone can call it."""
+        return root.module if type(root).__name__ == "DistributedDataParallel" else root
+
+    @property
+    def ddp_modules(self) -> list[Any]:
+        """The script's DistributedDataParallel modules that train: root modules, or inside of one."""
+        found = {
+            id(module): module
+            for root in self.roots
+            for module in root.modules()
+            if type(module).__name__ == "DistributedDataParallel"
+        }
+        return [
+            module for module in found.values() if type(module).__module__ == "torch.nn.parallel.distributed"
+        ]
+
+    def has_layer(self, *names: str) -> bool:
+        """Whether a root holds a layer whose class or base class has one of these names or prefixes.
+
+        torch.jit keeps the names.
+        """
+        modules = [module for root in self.roots for module in root.modules()]
+        kinds = {kind.__name__ for module in modules for kind in type(module).__mro__} | {
+            str(getattr(module, "original_name", "")) for module in modules
+        }
+        return any(name.startswith(names) for name in kinds)
+
+    def data_is_random(self) -> bool:
+        """Whether fetching a sample of the first map-style data set draws random numbers; True if unknown."""
+        return self._loaders.data_is_random()
+
+    def change_loaders(self, change: Callable[[Any, dict[str, Any]], dict[str, Any]], ledger: Ledger) -> None:
+        """Make DataLoaders with ``change(dataset, arguments)`` from now on, until the ledger is restored."""
+        rule = LoaderRule(change)
+        self._loaders.rules.append(rule)
+        ledger.call("loader rule", lambda: self._loaders.rules.remove(rule))
+
+    def feed_loaders(self, rule: FeedRule, ledger: Ledger) -> None:
+        """Let ``rule(loader, asked, feed)`` choose how batches are made, until the ledger is restored."""
+        ledger.call("feed rule", self._loaders.feed_by(rule))
+
+    @property
+    def training_loader(self) -> int | None:
+        """The position in ``loaders`` of the loader that fed most backward passes, or None."""
+        fed = self._loaders.fed
+        return max(fed, key=fed.__getitem__) if fed else None
+
+    @property
+    def loaders_that_train(self) -> list[int]:
+        """The positions in ``loaders`` of all that fed a backward pass."""
+        return sorted({self._loaders.first_like(number) for number in self._loaders.fed})
+
+    @property
+    def live_loaders(self) -> list[Any]:
+        """The living DataLoaders, in creation order."""
+        return list(self._loaders.alive)
+
+    @property
+    def training_loaders(self) -> list[Any]:
+        """The loaders in ``live_loaders`` that train; all of them if no backward pass was fed from any."""
+        train = self.loaders_that_train
+        return [
+            loader for loader in self.live_loaders if not train or self.first_loader_like(loader) in train
+        ]
+
+    def number_of_loader(self, loader: Any) -> int | None:
+        """Return the position of a DataLoader in ``loaders``; None if it was made before flatout attached."""
+        return self._loaders.number.get(loader)
+
+    def first_loader_like(self, loader: Any) -> int | None:
+        """Return the position of the first DataLoader made like this one, e.g. in an earlier epoch."""
+        return self._loaders.alike.get(loader)
+
+    @staticmethod
+    def way_of_loader(dataset: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
+        """Return a key that loaders made alike have in common."""
+        return way_of(dataset, arguments)
+
+    @staticmethod
+    def samples_in(batch: Any, asked: int | None = None) -> int | None:
+        """Return the number of samples in a batch, or None; ``asked``: the batch size of its loader."""
+        return samples_in(batch, asked)
+
+    @staticmethod
+    def rows_of(batch: Any, samples: int, start: int, stop: int) -> Any:
+        """Return some samples of a batch."""
+        return rows(batch, samples, start, stop)
+
+    without_hooks = staticmethod(without_hooks)  # for packages that must not import this one
+    compiler_off = staticmethod(compiler_off)
+    variables_of = staticmethod(variables_of)
+
+    def without_scale(self, loss: Any) -> Any:
+        """Return the unscaled loss of a loss that a GradScaler has scaled; other losses unchanged."""
+        return self._scalers.without_scale(loss)
+
+    def report(self, lever: str, sentence: str) -> None:
+        if self.says is None:
+            self.reports.append((lever, sentence))
+        else:
+            self.says(lever, sentence)
+
+    def describe(self) -> dict[str, Any]:
+        parameters = self.parameters
+        return {
+            "roots": [type(root).__name__ for root in self.roots],
+            "layers": layer_counts(self.roots),
+            "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
+            "losses": [type(loss).__name__ for loss in self.loss_modules],
+            "loaders": self.loaders[:8],
+            "training_loader": self.training_loader,
+            "scalers": len(self.scalers),
+            "parameters": sum(p.numel() for p in parameters),
+            "dtypes": sorted({str(p.dtype) for p in parameters}),
+            "device": self.device_type,
+            "device_index": self.device.index,
+            "backwards_per_step": self.backwards_in_last_step,
+            "closure_steps": self.closure_steps,
+            "boundaries": "backward" if self.boundaries.by_backward else "optimizer",
+        }

@@ -1,0 +1,122 @@
+"""Redirects file writes of a script that runs as several ranks.
+
+Rank 0 writes the real files. Other ranks write to private copies and read them back from there. So every rank
+saves, moves, removes and loads as the script says, and the user finds the files that one process would have
+left. Folders are shared: the first rank creates them. Other ranks, which just found them missing, get a
+success, too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from flatout.agent.file_sandbox import FileSandbox
+from flatout.agent.ledger import Ledger
+from flatout.agent.overlay import Overlay
+from flatout.job.rank_environment import RankEnvironment
+from flatout.job.trust import private_folder
+
+TIMEOUT_S = 0.5  # wait for the rank that made a folder to note it
+
+
+class Folders:
+    """Records which rank made which folder, with one file per folder in the launch folder."""
+
+    def __init__(self, launch: str, rank: int) -> None:
+        self.notes, self.rank = os.path.join(launch, "folders"), rank
+
+    def make(self, really: Callable, path: Any, *args: Any, **kwargs: Any) -> None:
+        """Call ``os.mkdir``, which succeeds if another rank has just made this folder."""
+        if kwargs.get("dir_fd") is not None:
+            really(path, *args, **kwargs)
+            return
+        name = hashlib.sha256(os.path.realpath(os.fsencode(path))).hexdigest()
+        try:
+            really(path, *args, **kwargs)
+        except FileExistsError:
+            if not os.path.isdir(path) or not self._made_by_another(really, name):
+                raise
+        self._note(really, name)
+
+    def _note(self, really: Callable, name: str) -> None:
+        try:
+            really(self.notes)
+        except FileExistsError:
+            pass
+        os.close(os.open(os.path.join(self.notes, f"{name}.{self.rank}"), os.O_CREAT | os.O_WRONLY, 0o600))
+
+    def _made_by_another(self, really: Callable, name: str) -> bool:
+        """Return whether another rank made the folder; a second mkdir in one rank is the script's error."""
+        waiting, mine = threading.Event(), f"{name}.{self.rank}"
+        for _ in range(50):
+            try:
+                found = [each for each in os.listdir(self.notes) if each.startswith(name)]
+            except FileNotFoundError:
+                found = []
+            if mine in found:
+                return False
+            if found:
+                return True
+            waiting.wait(TIMEOUT_S / 50)
+        return False
+
+
+class RankFileSandbox(FileSandbox):
+    """File sandbox for every rank except 0: its writes are invisible to others."""
+
+    def __init__(self, launch: str, rank: int, ledger: Ledger) -> None:
+        folder = os.path.join(launch, f"rank{rank}.files")
+        super().__init__(folder, ledger)
+        self.overlay = Overlay(folder, keeps_temporary=True)
+        self.folders = Folders(launch, rank)
+
+    def _mkdir(self, really: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("dir_fd") is not None or not self.overlay.shows_again(path):
+            with self.overlay.looking():
+                self.folders.make(really, path, *args, **kwargs)
+
+    def _rmdir(self, really: Any, path: Any, *, dir_fd: int | None = None) -> None:
+        if dir_fd is None:
+            self.overlay.hide_folder(path)
+
+
+def launch_folder(here: RankEnvironment) -> str:
+    """Return the private folder that the ranks of a launch share on this machine.
+
+    The launcher has created it, or has only named the rendezvous.
+    """
+    made = os.environ.get("FLATOUT_LAUNCH")
+    if made:
+        return made
+    # Anyone can guess the name, so a folder that belongs to another user is rejected.
+    folder = str(
+        private_folder(
+            Path(tempfile.gettempdir())
+            / f"flatout-ranks-{hashlib.sha256(here.rendezvous.encode()).hexdigest()[:16]}"
+        )
+    )
+    atexit.register(shutil.rmtree, os.path.join(folder, f"rank{here.rank}.files"), ignore_errors=True)
+    return folder
+
+
+def keep_aside(torch: Any, launch: str, rank: int, ledger: Ledger) -> None:
+    """Redirect the files of a rank from here on; ``launch`` is the launch folder."""
+    if rank:
+        RankFileSandbox(launch, rank, ledger).install(torch)
+        return
+    folders, really = Folders(launch, rank), os.mkdir
+
+    @wraps(really)
+    def make(path: Any, *args: Any, **kwargs: Any) -> None:
+        folders.make(really, path, *args, **kwargs)
+
+    ledger.set(os, "mkdir", make)

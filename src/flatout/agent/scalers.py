@@ -1,0 +1,52 @@
+"""Tracks GradScalers: the loss before scaling, and cycles whose optimizer step was skipped."""
+
+from __future__ import annotations
+
+import weakref
+from functools import wraps
+from typing import Any
+
+from flatout.agent.ledger import Ledger
+
+
+class Scalers:
+    def __init__(self, torch: Any) -> None:
+        self.torch = torch
+        self._seen: dict[int, weakref.ref[Any]] = {}
+        self._unscaled: dict[int, tuple[weakref.ref[Any], Any]] = {}
+
+    @property
+    def enabled(self) -> list[Any]:
+        """Return the enabled GradScalers of the script."""
+        return [
+            scaler for ref in self._seen.values() if (scaler := ref()) is not None and scaler.is_enabled()
+        ]
+
+    def without_scale(self, loss: Any) -> Any:
+        """Return the unscaled loss of a scaled one; other losses are returned unchanged."""
+        known = self._unscaled.get(id(loss)) if self._unscaled else None
+        return known[1] if known is not None and known[0]() is loss else loss
+
+    def observe(self, ledger: Ledger, context: Any) -> None:
+        scaler_class = self.torch.amp.GradScaler
+        scale, step = scaler_class.scale, scaler_class.step
+
+        @wraps(scale)
+        def hooked_scale(scaler: Any, outputs: Any) -> Any:
+            scaled = scale(scaler, outputs)
+            self._seen.setdefault(id(scaler), weakref.ref(scaler))
+            if scaled is not outputs and isinstance(scaled, self.torch.Tensor):
+                self._unscaled = {id(scaled): (weakref.ref(scaled), outputs)}
+            return scaled
+
+        @wraps(step)
+        def hooked_step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            observed = context.optimizer_events
+            result = step(scaler, optimizer, *args, **kwargs)
+            # With infinite gradients the optimizer was not called, but the cycle has ended all the same.
+            if scaler.is_enabled() and context.optimizer_events == observed and not context.asleep:
+                context.optimizer_left_out(optimizer)
+            return result
+
+        ledger.set(scaler_class, "scale", hooked_scale)
+        ledger.set(scaler_class, "step", hooked_step)

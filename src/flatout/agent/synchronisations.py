@@ -1,0 +1,229 @@
+"""Counts device synchronisations: places where tensors wait for Python, or Python for tensors.
+
+It hooks torch's own functions while installed. Nested calls count once, as the outermost. If the model trains
+on a device, only tensors on a device count. On a CPU nothing waits for a device; the same places are counted,
+except calls of torch's own code and of the loader on host tensors.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from types import FrameType
+from typing import Any
+
+from flatout.agent.frames import Line, is_torch, place_of, users_line
+from flatout.agent.ledger import Ledger
+from flatout.agent.masks import observe_masks
+from flatout.schema.profile import SyncRecord
+
+METHODS = {
+    "item": "item",
+    "tolist": "item",
+    "__bool__": "item",
+    "__float__": "item",
+    "__int__": "item",
+    "__index__": "item",
+    "__complex__": "item",
+    "nonzero": "nonzero",
+    "argwhere": "nonzero",
+    "unique": "nonzero",
+    "masked_select": "nonzero",
+    "numpy": "numpy",
+    "__array__": "numpy",
+    "cpu": "to host",
+    "__repr__": "print",
+    "__format__": "print",
+    "equal": "compare",
+    "allclose": "compare",
+}
+FUNCTIONS = {
+    "nonzero": "nonzero",
+    "argwhere": "nonzero",
+    "unique": "nonzero",
+    "masked_select": "nonzero",
+    "equal": "compare",
+    "allclose": "compare",
+}
+MOVES = ("to", "cuda")
+MAKERS = ("tensor", "as_tensor")
+
+
+@dataclass
+class _Sum:
+    calls: int = 0
+    ns: int = 0
+    sized: int = 0
+
+
+class SyncRecorder:
+    """Hooks synchronising functions.
+
+    ``now_ns``: the host clock. ``fetching()``: whether the loader works in this thread.
+    """
+
+    def __init__(
+        self,
+        torch: Any,
+        ledger: Ledger,
+        device_type: str,
+        now_ns: Callable[[], int],
+        fetching: Callable[[], bool],
+    ) -> None:
+        self.torch, self.ledger, self.device_type, self.now_ns, self.fetching = (
+            torch,
+            ledger,
+            device_type,
+            now_ns,
+            fetching,
+        )
+        self._sums: dict[tuple[str, Line | None, bool | None, bool | None], _Sum] = {}
+        self._inside = False
+
+    def install(self) -> None:
+        torch = self.torch
+        for name, kind in METHODS.items():
+            self.ledger.set(torch.Tensor, name, self._observed(getattr(torch.Tensor, name), kind))
+        observe_masks(torch, self.ledger, self._masked)
+        for name, kind in FUNCTIONS.items():
+            self.ledger.set(torch, name, self._observed(getattr(torch, name), kind))
+        self.ledger.set(torch, "where", self._found(torch.where))
+        for name in MOVES:
+            self.ledger.set(torch.Tensor, name, self._moved(getattr(torch.Tensor, name)))
+        if self.device_type == "cpu":
+            return
+        for name in MAKERS:
+            self.ledger.set(torch, name, self._made(getattr(torch, name)))
+        if self.device_type == "cuda":
+            for owner in (torch.cuda, torch.cuda.Event, torch.cuda.Stream):
+                self.ledger.set(owner, "synchronize", self._waited(owner.synchronize))
+
+    def seen(self, steps: int) -> list[SyncRecord]:
+        """Return the synchronisations recorded in ``steps`` steps, the most expensive first."""
+        found = [
+            SyncRecord(
+                kind,
+                place_of(line),
+                total.calls / steps,
+                total.ns / 1e6 / steps,
+                total.sized / steps,
+                pinned,
+                non_blocking,
+            )
+            for (kind, line, pinned, non_blocking), total in self._sums.items()
+        ]
+        return sorted(found, key=lambda synchronisation: -synchronisation.ms)
+
+    # -- wrappers -------------------------------------------------------------------------------------------
+
+    def _counts(self, tensor: Any, caller: Any) -> bool:
+        if self._inside or not isinstance(tensor, self.torch.Tensor) or self.torch.compiler.is_compiling():
+            return False
+        if self.device_type != "cpu":
+            return bool(tensor.device.type != "cpu")
+        return not is_torch(caller.f_code.co_filename) and not self.fetching()
+
+    def _measure(
+        self,
+        kind: str,
+        caller: Any,
+        really: Callable,
+        args: tuple,
+        kwargs: dict,
+        tensor: Any = None,
+        **about: Any,
+    ) -> Any:
+        self._inside = True
+        start = self.now_ns()
+        try:
+            return really(*args, **kwargs)
+        finally:
+            self._note(kind, caller, self.now_ns() - start, tensor, **about)
+            self._inside = False
+
+    def _note(
+        self,
+        kind: str,
+        caller: Any,
+        ns: int,
+        tensor: Any,
+        pinned: bool | None = None,
+        non_blocking: bool | None = None,
+    ) -> None:
+        total = self._sums.setdefault((kind, users_line(caller), pinned, non_blocking), _Sum())
+        total.calls += 1
+        total.ns += ns
+        total.sized += (
+            tensor.numel() * tensor.element_size()
+            if tensor is not None and tensor.layout == self.torch.strided
+            else 0
+        )
+
+    def _observed(self, really: Callable, kind: str) -> Callable:
+        @wraps(really)
+        def observed(tensor: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if tensor is None:
+                return really(*args, **kwargs)
+            caller = sys._getframe(1)
+            if not self._counts(tensor, caller):
+                return really(tensor, *args, **kwargs)
+            return self._measure(kind, caller, really, (tensor, *args), kwargs, tensor)
+
+        return observed
+
+    def _masked(self, really: Callable[[], Any], mask: Any, caller: FrameType) -> Any:
+        """Record indexing with a mask: the number of results is only known once the mask is computed."""
+        return (
+            self._measure("nonzero", caller, really, (), {}, mask) if self._counts(mask, caller) else really()
+        )
+
+    def _found(self, really: Callable) -> Callable:
+        @wraps(really)
+        def found(condition: Any, *args: Any, **kwargs: Any) -> Any:
+            if args or kwargs or not self._counts(condition, sys._getframe(1)):
+                return really(condition, *args, **kwargs)
+            return self._measure("nonzero", sys._getframe(1), really, (condition,), {}, condition)
+
+        return found
+
+    def _moved(self, really: Callable) -> Callable:
+        @wraps(really)
+        def moved(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._inside or self.torch.compiler.is_compiling():
+                return really(tensor, *args, **kwargs)
+            start = self.now_ns()
+            result = really(tensor, *args, **kwargs)
+            ns = self.now_ns() - start
+            if result.device.type != tensor.device.type:
+                asked = bool(kwargs.get("non_blocking", False) or any(arg is True for arg in args[1:2]))
+                if result.device.type == "cpu":
+                    self._note("to host", sys._getframe(1), ns, tensor, non_blocking=asked)
+                else:
+                    self._note("to device", sys._getframe(1), ns, tensor, tensor.is_pinned(), asked)
+            return result
+
+        return moved
+
+    def _made(self, really: Callable) -> Callable:
+        """Record tensor creation from Python values: on a device, a copy from memory that is not pinned."""
+
+        @wraps(really)
+        def made(data: Any, *args: Any, **kwargs: Any) -> Any:
+            start = self.now_ns()
+            result = really(data, *args, **kwargs)
+            if not self._inside and result.device.type != "cpu" and not isinstance(data, self.torch.Tensor):
+                self._note("to device", sys._getframe(1), self.now_ns() - start, result, False, False)
+            return result
+
+        return made
+
+    def _waited(self, really: Callable) -> Callable:
+        @wraps(really)
+        def waited(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return really(*args, **kwargs)
+            return self._measure("synchronize", sys._getframe(1), really, args, kwargs)
+
+        return waited

@@ -1,0 +1,343 @@
+"""The training context: the live objects of a running training script, and the events of its steps.
+
+This module does not time, hash or decide; a Listener does. What is installed, and its cost:
+
+    Optimizer pre/post step hooks      torch's own global hooks, one call per step
+    torch.autograd.backward, grad      one wrapper per backward pass (Tensor.backward calls it)
+    DataLoader.__init__                 one wrapper, to find loaders and let LOADER levers choose arguments
+    iterators of DataLoaders            one wrapper per iterator, to let LOADER levers make the batches
+    global forward hooks               until the second step has ended, to find the root modules (25 % of a forward)
+    forward hooks on the root modules  only while a listener needs phases
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+from flatout.agent.compilers import is_compiled
+from flatout.agent.ledger import Ledger
+from flatout.agent.listener import Guarded, Listener
+from flatout.agent.pickles import keep_out_of_pickles
+from flatout.agent.program_view import ROOTS_THAT_MAKE_SENSE, ProgramView
+
+
+class TrainingContext(ProgramView):
+    """The view of a running script, with the hooks that keep it up to date and send events to a listener."""
+
+    def __init__(self, torch: Any, listener: Listener, ledger: Ledger) -> None:
+        super().__init__(torch)
+        self.listener: Listener = Guarded(listener)
+        self.ledger = ledger
+        self._pickles_guarded = False
+        # root -> whether its last forward pass was under autocast, until a backward pass
+        self._under_autocast: dict[int, bool] = {}
+        self._depth = 0
+        self._in_backward = False
+        self._backwards_at_step = 0
+        self._discovery: list[Any] = []
+        self._filter: Any = None
+        self._root_hooks: dict[int, list[Any]] = {}
+        self.asleep = False
+        self._unseen = False
+        self.then: Callable[[], None] | None = None
+
+    # -- install --------------------------------------------------------------------------------------------
+
+    def introduce(
+        self,
+        roots: Iterable[Any],
+        optimizers: Iterable[Any],
+        loaders: Iterable[Any],
+        losses: Iterable[Any] = (),
+    ) -> None:
+        """Register known objects instead of ``install``: nothing is searched, and no step is observed."""
+        self._roots = {id(root): weakref.ref(root) for root in roots}
+        self._losses = {id(loss): weakref.ref(loss) for loss in losses}
+        for optimizer in optimizers:
+            self._optimizers.meet(optimizer)
+        self.compiled_by_script = any(map(is_compiled, self.roots))
+        for loader in loaders:
+            self._loaders.meet(loader)
+
+    def made_again(self, loader: Any, ledger: Ledger) -> Any:
+        """Return this DataLoader rebuilt by the rules, or itself if no rule applies.
+
+        Feeds act on it from here on.
+        """
+        return self._loaders.made_again(loader, ledger)
+
+    def first_step_done(self, backwards: int) -> None:
+        """Let levers act, for a caller that runs the steps itself."""
+        self.steps, self.backwards, self.backwards_in_last_step = 1, backwards, backwards
+
+    def install(self) -> None:
+        """Install the hooks. Called once, right after torch was imported."""
+        torch, ledger = self.torch, self.ledger
+        self._optimizers.observe(ledger, self)
+        ledger.set(torch.autograd, "backward", self._wrap_backward(torch.autograd.backward))
+        ledger.set(torch.autograd, "grad", self._wrap_grad(torch.autograd.grad))
+        self._loaders.observe_making(ledger)
+        self._scalers.observe(ledger, self)
+        if self.listener.wants_phases:
+            self._loaders.observe_batches(ledger, self)
+        distribution = torch.distributions.Distribution
+        ledger.set(distribution, "__init__", self._wrap_distribution_init(distribution.__init__))
+        self._look_for_roots()
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        # A child that is forked during training is a loader worker or a helper, so it stays inactive.
+        if self.steps or self.backwards:
+            self.asleep = True
+            self.listener = Listener()
+
+    def listen_for(self, listener: Listener) -> None:
+        """Send events only to this listener from now on.
+
+        A compiler must not see these hooks: it would trace them and break its graphs there.
+        """
+        self.listener, self._unseen = Guarded(listener), True
+        for root in self.roots:
+            compiled = getattr(root, "_compiled_call_impl", None)
+            if compiled is not None:  # compiled by module.compile(), which includes the hooks
+                self.ledger.set(root, "_compiled_call_impl", self._called_from_outside(root, compiled))
+
+    def _called_from_outside(self, root: Any, compiled: Callable) -> Callable:
+        module = weakref.ref(root)
+
+        @wraps(compiled)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._root_begins(module(), args, kwargs)
+            return compiled(*args, **kwargs)
+
+        return call
+
+    def rest(self) -> None:
+        """Stop listening for good; what stays costs two flag tests per step. Levers and loader rules stay.
+
+        The optimizer hooks are not removed: torch iterates over their dictionary during this call.
+        """
+        self.asleep = True
+        self.listener = Listener()
+        self._stop_looking()
+        for hooks in self._root_hooks.values():
+            for hook in hooks:
+                hook.remove()
+        self._root_hooks.clear()
+
+    # -- root modules ---------------------------------------------------------------------------------------
+
+    def _look_for_roots(self) -> None:
+        modules = self.torch.nn.modules.module
+        self._discovery = [
+            modules.register_module_forward_pre_hook(self._any_forward_begins),
+            modules.register_module_forward_hook(self._any_forward_ends, always_call=True),
+        ]
+        # torch.compile would warn the user of flatout's hooks, which are removed soon.
+        warnings.filterwarnings(
+            "ignore",
+            message=r"Using `torch\.compile\(module\)` when there are global hooks",
+            category=UserWarning,
+        )
+        self._filter = warnings.filters[0]
+        self.ledger.call("global forward hooks", self._stop_looking)
+
+    @property
+    def looks_for_roots(self) -> bool:
+        """Whether hooks run around every module's forward.
+
+        A compiler would trace them, and recompile when they are gone.
+        """
+        return bool(self._discovery)
+
+    def _stop_looking(self) -> None:
+        for hook in self._discovery:
+            hook.remove()
+        self._discovery = []
+        if self._filter in warnings.filters:
+            # a list; typeshed declares a sequence
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
+
+    def _any_forward_begins(self, module: Any, args: tuple) -> None:
+        self._depth += 1
+        if self._depth > 1 or not self.torch.is_grad_enabled() or self.asleep:
+            return
+        key = id(module)
+        known = self._roots.get(key)
+        if known is not None and known() is module:
+            return
+        if self._in_backward and any(module is part for root in self.roots for part in root.modules()):
+            return  # recomputed by activation checkpointing
+        if not any(p.requires_grad for p in module.parameters()):
+            if isinstance(module, self.torch.nn.modules.loss._Loss):
+                self._losses[key] = weakref.ref(module)
+            return
+        self._roots[key] = weakref.ref(module)
+        if len(self._roots) <= ROOTS_THAT_MAKE_SENSE:
+            hooked = self.torch.nn.Module  # a ScriptModule has hooks, but no methods to set them
+            self._root_hooks[key] = [
+                hooked.register_forward_pre_hook(module, self._root_begins, with_kwargs=True, prepend=True),
+                hooked.register_forward_hook(module, self._root_ends),
+            ]
+            self._keep_out_of_pickles()
+            self._root_begins(module, args, {})  # this call has run its own pre-hooks already
+
+    def _any_forward_ends(self, module: Any, args: tuple, output: Any) -> None:
+        self._depth = max(0, self._depth - 1)
+
+    def _root_begins(self, module: Any, args: tuple, kwargs: dict) -> None:
+        torch = self.torch
+        if self._unseen and torch.compiler.is_compiling():
+            return
+        if self.asleep or not torch.is_grad_enabled():
+            return
+        if self.boundaries.forward_or_backward_begins():
+            self._step_ended()
+        if not self.steps:
+            self._under_autocast[id(module)] = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(
+                "cuda"
+            )
+        self.listener.forward_begin(module, args, kwargs)
+        self._do_then()
+
+    def _root_ends(self, module: Any, args: tuple, output: Any) -> None:
+        if self._unseen:  # the end of a forward pass is not needed
+            return
+        if not self.asleep and self.torch.is_grad_enabled():
+            self.listener.forward_end(module, output)
+
+    def _keep_out_of_pickles(self) -> None:
+        if not self._pickles_guarded:
+            self._pickles_guarded = True
+            keep_out_of_pickles(self.torch, self.ledger, TrainingContext)
+
+    # -- backward -------------------------------------------------------------------------------------------
+
+    def _wrap_backward(self, backward: Callable) -> Callable:
+        context = self
+
+        @wraps(backward)
+        def hooked_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            # reentrant checkpointing calls backward inside a backward pass
+            if context.asleep or context._in_backward:
+                return backward(tensors, *args, **kwargs)
+            if context.boundaries.forward_or_backward_begins():
+                context._step_ended()
+            context._loaders.backward_begins()
+            roots = (tensors,) if isinstance(tensors, context.torch.Tensor) else tuple(tensors)
+            context.create_graph_seen |= _creates_graph(args, kwargs)
+            context.anomaly_seen = context.torch.is_anomaly_enabled()
+            context._note_autocast()
+            context.listener.backward_begin(tuple(map(context.without_scale, roots)))
+            context._do_then()
+            context._in_backward = True
+            try:
+                result = backward(tensors, *args, **kwargs)
+            finally:
+                context._in_backward = False
+            context.backwards += 1
+            context.closure_steps |= context._optimizers.stepping
+            context.boundaries.backward_ended()
+            context.listener.backward_end()
+            return result
+
+        return hooked_backward
+
+    def _note_autocast(self) -> None:
+        """Ignore forward passes of an evaluation: the same root runs again before the backward pass."""
+        self.autocast_seen |= any(self._under_autocast.values())
+        self._under_autocast.clear()
+
+    def _wrap_grad(self, grad: Callable) -> Callable:
+        context = self
+
+        @wraps(grad)
+        def hooked_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            context.create_graph_seen |= _creates_graph(args, kwargs)
+            context._note_autocast()
+            before, context._in_backward = context._in_backward, True
+            try:
+                return grad(outputs, inputs, *args, **kwargs)
+            finally:
+                context._in_backward = before
+
+        return hooked_grad
+
+    def _wrap_distribution_init(self, init: Callable) -> Callable:
+        context = self
+
+        @wraps(init)
+        def hooked_init(distribution: Any, *args: Any, **kwargs: Any) -> None:
+            context.distributions_seen = True
+            init(distribution, *args, **kwargs)
+
+        return hooked_init
+
+    # -- optimizers and step boundaries ---------------------------------------------------------------------
+
+    def optimizer_begins(self, optimizer: Any) -> None:
+        self.listener.optimizer_begin(optimizer)
+        self._do_then()
+
+    def optimizer_ends(self, optimizer: Any) -> None:
+        if not self.steps:
+            self._optimizers.wait_for_no_wrapper_of(optimizer)
+        self.optimizer_events += 1
+        self.listener.optimizer_end(optimizer)
+        if self.boundaries.optimizer_stepped(id(optimizer)):
+            self._step_ended()
+
+    def optimizer_left_out(self, optimizer: Any) -> None:
+        """End the cycle when a GradScaler found infinite gradients and did not call the optimizer."""
+        if self.boundaries.optimizer_stepped(id(optimizer)):
+            self._step_ended()
+
+    def _step_ended(self) -> None:
+        if not self.steps and self.torch.utils.data.get_worker_info() is not None:
+            self.asleep = True  # a loader worker that computes its own gradients
+            return
+        self.steps += 1
+        self.backwards_in_last_step = self.backwards - self._backwards_at_step
+        self._backwards_at_step = self.backwards
+        if self.steps <= 2:  # not when a root is found: its compiler would trace the check
+            self.compiled_by_script |= any(map(is_compiled, self.roots))
+        if self.steps == 2 and self._discovery:
+            self._stop_looking()
+            self._depth = 0
+        self.listener.step_end()
+
+    def _do_then(self) -> None:
+        """Run a listener's deferred action once, after all listeners.
+
+        Its exceptions reach the script, like those of a signal handler.
+        """
+        if self.then is not None:
+            then, self.then = self.then, None
+            then()
+
+    # -- wrapping the forward of a root module --------------------------------------------------------------
+
+    def wrap_forward(
+        self, root: Any, wrapper: Callable[[Callable], Callable], ledger: Ledger
+    ) -> Callable[[], None]:
+        """Replace ``root.forward`` by ``wrapper(root.forward)``; names, type and state_dict stay.
+
+        The wrapper runs in training and evaluation. Returns a function that removes it (it must be the
+        outermost then).
+        """
+        self._keep_out_of_pickles()
+        wrapped = wrapper(root.forward)
+        wrapped.flatout = True  # type: ignore[attr-defined]
+        mark = ledger.mark()
+        ledger.set(root, "forward", wrapped)
+        return lambda: ledger.restore(mark)
+
+
+def _creates_graph(args: tuple, kwargs: dict) -> bool:
+    """Whether a call of ``backward`` or ``grad`` creates a graph; Tensor.backward passes it by position."""
+    return bool(kwargs.get("create_graph", len(args) > 2 and args[2]))

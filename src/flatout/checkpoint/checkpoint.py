@@ -1,0 +1,101 @@
+"""One checkpoint on disk, verified completely before it is used."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flatout.checkpoint.bounded import MOST_BYTES as MOST_STATE_BYTES
+from flatout.checkpoint.bounded import from_json
+from flatout.checkpoint.disk import (
+    Stored,
+    read_file,
+    what_is_stored,
+)
+from flatout.checkpoint.manifest import MOST_BYTES, Manifest
+from flatout.checkpoint.tensors import read_tensors
+from flatout.checkpoint.unpacking import unpack
+from flatout.job import heartbeat
+from flatout.schema.errors import SaveError
+
+MANIFEST, DAMAGED, LOCK = "manifest.json", "damaged", "lock"
+FOLDER = re.compile(r"step-(\d{8,15})(?:-(\d{1,6}))?")  # further checkpoints of a step have a number
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint: its files are, byte for byte, those in its manifest."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    def read(self, torch: Any, name: str = "") -> Any:
+        """The state written under ``name``. Raises SaveError."""
+        state, tensors = files_of(name)
+        if state not in self.manifest.files:
+            raise SaveError(
+                f"{self.path} has no {state}: another number of ranks or another program made it."
+            )
+        heartbeat.checkpoint_read()
+        try:
+            data = read_file(self.path / state, MOST_STATE_BYTES)
+            if Stored(len(data), hashlib.sha256(data).hexdigest()) != self.manifest.files[state]:
+                raise SaveError(f"{state} was changed after it was verified")
+            stored = self.manifest.files.get(tensors)
+            return unpack(
+                torch,
+                from_json(data),
+                read_tensors(torch, self.path / tensors, stored) if stored is not None else {},
+            )
+        except OSError as error:
+            raise SaveError(
+                f"{self.path} cannot be read: {Path(error.filename or state).name}: {error.strerror}."
+            ) from None
+        except (SaveError, ValueError, MemoryError) as error:
+            raise SaveError(
+                f"{self.path} cannot be read: {str(error) or 'there is not enough memory'}."
+            ) from None
+
+
+@dataclass(frozen=True)
+class CorruptCheckpoint:
+    """A corrupt checkpoint and the reason, without a full stop."""
+
+    path: Path
+    why: str
+
+
+def verified(path: Path) -> Checkpoint:
+    """Verify every byte of a checkpoint. Raises SaveError with the reason, without a full stop."""
+    named = FOLDER.fullmatch(path.name)
+    try:
+        manifest = Manifest.from_text(read_file(path / MANIFEST, MOST_BYTES))
+        if named is None or int(named[1]) != manifest.step:
+            raise SaveError(f"its manifest is of step {manifest.step}")
+        for name, stored in manifest.files.items():
+            if name.endswith(".json") and stored.bytes > MOST_STATE_BYTES:
+                raise SaveError(
+                    f"{name} should have {stored.bytes:,} bytes, and the maximum is {MOST_STATE_BYTES:,}"
+                )
+            if (found := what_is_stored(path / name, stored)) != stored:
+                raise SaveError(
+                    f"{name} has {found.bytes:,} bytes instead of {stored.bytes:,}"
+                    if found.bytes != stored.bytes
+                    else f"{name} is not what was written: its digest differs"
+                )
+    except FileNotFoundError as error:
+        raise SaveError(f"{Path(error.filename).name} is missing") from None
+    except OSError as error:
+        raise SaveError(f"{Path(error.filename or path).name} cannot be read: {error.strerror}") from None
+    return Checkpoint(path, manifest)
+
+
+def files_of(name: str) -> tuple[str, str]:
+    return (f"{name}.json", f"{name}.safetensors") if name else ("state.json", "tensors.safetensors")

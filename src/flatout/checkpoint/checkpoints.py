@@ -1,0 +1,287 @@
+"""The checkpoints of one training, a folder each. A program resumes from the newest valid one.
+
+    saves/                       0700
+        lock                     held by the one process that writes here
+        step-00000120/           0700, written under another name and renamed once all of it is on the disk
+            manifest.json        sizes and digests of the others, written last
+            state.json           a state as JSON; its tensors are in the file below
+            tensors.safetensors
+        damaged/                 corrupt checkpoints, for inspection
+        before-1/                checkpoints from before a start from scratch
+
+Checkpoints are ordered by the step in their name, never by file times. Their manifest must repeat the step. A
+checkpoint is removed only after a newer one has been read back and verified.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from flatout.checkpoint.bounded import to_json
+from flatout.checkpoint.checkpoint import (
+    DAMAGED,
+    FOLDER,
+    LOCK,
+    MANIFEST,
+    Checkpoint,
+    CorruptCheckpoint,
+    files_of,
+    verified,
+)
+from flatout.checkpoint.disk import (
+    Stored,
+    flush_folder,
+    make_folder,
+    move_folder,
+    remove_folder,
+    write_file,
+)
+from flatout.checkpoint.lock import Lock
+from flatout.checkpoint.manifest import Manifest
+from flatout.checkpoint.tensors import write_tensors
+from flatout.checkpoint.values import Packed
+from flatout.schema.errors import SaveError, StorageError
+
+UNFINISHED = re.compile(r"\.(writing|leaving)-.*")
+MOST_STEPS = 10**15 - 1  # as many digits as a name can have
+KEEP = 3
+
+
+class CheckpointFolder:
+    """The folder of checkpoints.
+
+    Reading needs no lock; to write, use ``with CheckpointFolder(folder) as checkpoints`` or ``open``.
+
+    ``metadata`` receives the step of each verified checkpoint.
+    """
+
+    def __init__(
+        self, folder: Path, keep: int = KEEP, metadata: Callable[[int], None] = lambda step: None
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep={keep}: at least one checkpoint must stay")
+        self.folder, self.keep, self.metadata = folder, keep, metadata
+        self._lock: Lock | None = None
+        self._writes = False
+
+    # -- reading ---------------------------------------------------------------------------------------------
+
+    def paths(self) -> list[Path]:
+        """All checkpoints, valid or not, newest first. Raises StorageError."""
+        try:
+            found = [self.folder / name for name in os.listdir(self.folder) if FOLDER.fullmatch(name)]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StorageError(f"cannot read {self.folder}: {error.strerror}.") from error
+        return sorted(found, key=_number, reverse=True)
+
+    def newest(self) -> tuple[Checkpoint | None, list[CorruptCheckpoint]]:
+        """The newest valid checkpoint, and the newer corrupt ones.
+
+        Raises SaveError if there are only corrupt ones.
+        """
+        bad: list[CorruptCheckpoint] = []
+        for path in self.paths():
+            try:
+                return verified(path), bad
+            except SaveError as error:
+                bad.append(CorruptCheckpoint(path, str(error)))
+        if bad:
+            raise SaveError(
+                f"all {len(bad)} checkpoints in {self.folder} are corrupt; in the newest, {bad[0].path.name}, {bad[0].why}. "
+                f"Nothing was changed. To start from scratch, name another folder, or move this one away."
+            )
+        return None, bad
+
+    # -- writing ---------------------------------------------------------------------------------------------
+
+    def open(self) -> CheckpointFolder:
+        """Take the lock and remove unfinished checkpoints.
+
+        Raises StorageError, also if another process writes here.
+        """
+        self._writes = True
+        try:
+            if not self.folder.is_dir():
+                self.folder.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(self.folder)
+                flush_folder(self.folder.parent)
+            self._lock = Lock(self.folder / LOCK)
+            for name in os.listdir(self.folder):
+                if UNFINISHED.fullmatch(name):
+                    self.discard(self.folder / name)
+        except OSError as error:
+            self._let_go()
+            raise _refused(self.folder, error) from error
+        return self
+
+    def close(self) -> None:
+        self._writes = False
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def __enter__(self) -> CheckpointFolder:
+        return self.open()
+
+    def __exit__(self, *what: Any) -> None:
+        self.close()
+
+    def write(
+        self, kind: str, step: int, states: Mapping[str, Packed], metadata: Mapping[str, Any] | None = None
+    ) -> Checkpoint:
+        """Write ``states`` by name ("" for a single one) as a new checkpoint and verify it.
+
+        Then delete the oldest checkpoints. Raises StorageError, SaveError.
+        """
+        unfinished = self.begin(step)
+        try:
+            files: dict[str, Stored] = {}
+            for name, packed in states.items():
+                files |= write_state(unfinished, name, packed)
+            left_out = {where: what for packed in states.values() for where, what in packed.left_out.items()}
+            return self.finish(unfinished, Manifest(kind, step, files, left_out, metadata or {}))
+        except BaseException:
+            self.discard(unfinished)
+            raise
+
+    def begin(self, step: int) -> Path:
+        """Create an empty folder for `write_state`, used by one process or several. Raises StorageError."""
+        if not 0 <= step <= MOST_STEPS:
+            raise SaveError(
+                f"a checkpoint of step {step} cannot be named: steps range from 0 to {MOST_STEPS:,}."
+            )
+        unfinished = self.folder / f".writing-{step}-{os.getpid()}"
+        if self._writes and (
+            self._lock is None or not self._lock.holds
+        ):  # the folder has vanished or was replaced: the lock is void
+            self._let_go()
+            self.open()
+        try:
+            self.discard(unfinished)
+            make_folder(unfinished)
+        except OSError as error:
+            raise _refused(self.folder, error) from error
+        return unfinished
+
+    def finish(self, unfinished: Path, manifest: Manifest) -> Checkpoint:
+        """Write the manifest and give the checkpoint its final name. Raises StorageError.
+
+        Raises SaveError if the disk does not return what was written.
+        """
+        try:
+            write_file(unfinished / MANIFEST, [manifest.to_text().encode()])
+            flush_folder(unfinished)
+            move_folder(unfinished, path := self._free(manifest.step))
+        except OSError as error:
+            raise _refused(self.folder, error) from error
+        try:
+            save = verified(path)
+            self.metadata(manifest.step)
+        except SaveError as error:
+            self.set_aside(CorruptCheckpoint(path, str(error)))
+            raise SaveError(
+                f"{path} was not stored as it was written: {error}. It was moved aside; older checkpoints stay."
+            ) from None
+        for old in self._older_than(path)[self.keep - 1 :]:
+            self.discard(old)
+        return save
+
+    def discard(self, folder: Path) -> None:
+        """Delete as much as possible of a folder.
+
+        The next checkpoint, or the next process to open the folder, deletes the rest.
+        """
+        try:
+            remove_folder(folder)
+        except OSError:
+            pass
+
+    def _older_than(self, path: Path) -> list[Path]:
+        """The checkpoints before ``path``, newest first.
+
+        Corrupt ones with higher numbers do not count as kept.
+        """
+        return [each for each in self.paths() if _number(each) < _number(path)]
+
+    def set_aside(self, bad: CorruptCheckpoint) -> Path:
+        """Move a corrupt checkpoint to the folder of damaged ones and return its new path.
+
+        Raises StorageError.
+        """
+        try:
+            if not (self.folder / DAMAGED).is_dir():
+                make_folder(self.folder / DAMAGED)
+            taken = set(os.listdir(self.folder / DAMAGED))
+            name = next(name for again in count() if (name := f"{bad.path.name}.{again}") not in taken)
+            move_folder(bad.path, self.folder / DAMAGED / name)
+            return self.folder / DAMAGED / name
+        except OSError as error:
+            raise _refused(self.folder, error) from error
+
+    def move_all_aside(self) -> Path | None:
+        """Move all checkpoints, valid or not, to a subfolder and return it; None if there was none.
+
+        Raises StorageError.
+        """
+        paths = self.paths()
+        if not paths:
+            return None
+        try:
+            aside = next(
+                path for number in count(1) if not (path := self.folder / f"before-{number}").exists()
+            )
+            make_folder(aside)
+            for path in paths:
+                move_folder(path, aside / path.name)
+            flush_folder(self.folder)
+        except OSError as error:
+            raise _refused(self.folder, error) from error
+        return aside
+
+    def _free(self, step: int) -> Path:
+        """A new path.
+
+        A checkpoint of the same step is not overwritten: it stays until the new one is verified.
+        """
+        taken = max((again for each, again in map(_number, self.paths()) if each == step), default=0)
+        return self.folder / (f"step-{step:08d}" + (f"-{taken + 1}" if taken else ""))
+
+
+def write_state(folder: Path, name: str, packed: Packed) -> dict[str, Stored]:
+    """Write the files of one state into an unfinished checkpoint. Raises StorageError.
+
+    Raises SaveError if the plain values are too large.
+    """
+    state, tensors = files_of(name)
+    try:
+        found = {state: write_file(folder / state, [to_json(packed.tree)])}
+        return found | ({tensors: write_tensors(folder / tensors, packed.tensors)} if packed.tensors else {})
+    except OSError as error:
+        raise _refused(folder.parent, error) from error
+
+
+def step_of(path: Path) -> int:
+    """The step, from the name of the folder."""
+    return _number(path)[0]
+
+
+def _number(path: Path) -> tuple[int, int]:
+    match = FOLDER.fullmatch(path.name)
+    assert match is not None
+    return int(match[1]), int(match[2] or 1)
+
+
+def _refused(folder: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"cannot write checkpoints in {folder}: {error.strerror}. Free some space there, or name a writable folder."
+    )

@@ -1,0 +1,123 @@
+"""Write one checkpoint from several ranks.
+
+Each rank writes its own part into one folder; rank 0 waits for all and writes the manifest. Ranks communicate
+only through the folder: the writing threads must not use collectives, which the training may be using.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flatout.checkpoint.checkpoint import Checkpoint
+from flatout.checkpoint.checkpoints import CheckpointFolder, write_state
+from flatout.checkpoint.disk import Stored, read_file, write_file
+from flatout.checkpoint.manifest import Manifest
+from flatout.checkpoint.values import Packed
+from flatout.schema.errors import SaveError, StorageError
+
+TIMEOUT_S = 120.0
+LOOK_S = 0.02
+MOST_NOTE_BYTES = 1 << 16
+
+
+def part_of(rank: int) -> str:
+    """The name of a rank's part in a checkpoint; rank 0's part is the checkpoint's own state."""
+    return f"rank{rank}" if rank else ""
+
+
+@dataclass(frozen=True)
+class JointCheckpointWriter:
+    """``folder_pid`` is the process of rank 0; its number is in the name of the unfinished folder."""
+
+    saves: CheckpointFolder
+    kind: str
+    rank: int
+    ranks: int
+    folder_pid: int
+    sound: Callable[[Packed], str]
+    wall_s: Callable[[], float]
+    sleep: Callable[[float], None]
+
+    def write(self, step: int, packed: Packed, metadata: Mapping[str, Any]) -> Checkpoint | None:
+        """The checkpoint on rank 0, None on the others. Raises StorageError, SaveError."""
+        if self.rank == 0:
+            return self._collect(step, packed, metadata)
+        self._bring(step, packed)
+        return None
+
+    def _begin(self, step: int, packed: Packed) -> Path:
+        """Create the folder on rank 0; if that fails, tell the other ranks not to wait for it."""
+        for note in self.saves.folder.glob(".none-*"):
+            note.unlink(missing_ok=True)
+        try:
+            if why_not := self.sound(packed):
+                raise SaveError(f"{why_not}. Earlier checkpoints stay.")
+            return self.saves.begin(step)
+        except BaseException:
+            self._none_of(step).touch()
+            raise
+
+    def _none_of(self, step: int) -> Path:
+        return self.saves.folder / f".none-{step}-{self.folder_pid}"
+
+    def _collect(self, step: int, packed: Packed, metadata: Mapping[str, Any]) -> Checkpoint:
+        unfinished = self._begin(step, packed)
+        try:
+            files, left_out = write_state(unfinished, "", packed), dict(packed.left_out)
+            for rank in range(1, self.ranks):
+                note = unfinished / f"{part_of(rank)}.note"
+                self._until(
+                    note.exists,
+                    f"rank {rank} did not write its part within {TIMEOUT_S:.0f} s. All ranks must see the same folder "
+                    f"{self.saves.folder}",
+                )
+                brought = json.loads(read_file(note, MOST_NOTE_BYTES))
+                if why_not := brought["unsound"]:
+                    raise SaveError(f"on rank {rank}, {why_not}. Earlier checkpoints stay.")
+                files |= {name: Stored(size, digest) for name, (size, digest) in brought["files"].items()}
+                left_out |= {f"rank {rank}: {where}": what for where, what in brought["left_out"].items()}
+                note.unlink()
+            return self.saves.finish(unfinished, Manifest(self.kind, step, files, left_out, metadata))
+        except OSError as error:
+            self.saves.discard(unfinished)
+            raise StorageError(
+                f"cannot write checkpoints in {self.saves.folder}: {error.strerror}."
+            ) from error
+        except BaseException:
+            self.saves.discard(unfinished)
+            raise
+
+    def _bring(self, step: int, packed: Packed) -> None:
+        unfinished = self.saves.folder / f".writing-{step}-{self.folder_pid}"
+        self._until(
+            lambda: unfinished.exists() or self._none_of(step).exists(),
+            f"rank 0 did not create its folder within {TIMEOUT_S:.0f} s. All ranks must see the same folder {self.saves.folder}",
+        )
+        if not unfinished.exists():
+            raise StorageError("rank 0 could not start the checkpoint.")
+        name = part_of(self.rank)
+        stored = write_state(unfinished, name, packed)
+        note = {
+            "files": {file: (each.bytes, each.sha256) for file, each in stored.items()},
+            "left_out": packed.left_out,
+            "unsound": self.sound(packed),
+        }
+        try:
+            write_file(unfinished / f"{name}.half", [json.dumps(note).encode()])
+            os.rename(unfinished / f"{name}.half", unfinished / f"{name}.note")
+        except OSError as error:
+            raise StorageError(
+                f"cannot write checkpoints in {self.saves.folder}: {error.strerror}."
+            ) from error
+
+    def _until(self, there: Callable[[], bool], why_not: str) -> None:
+        end_s = self.wall_s() + TIMEOUT_S
+        while not there():
+            if self.wall_s() > end_s:
+                raise StorageError(f"{why_not}.")
+            self.sleep(LOOK_S)

@@ -1,0 +1,106 @@
+"""How a DataLoader's position can be restored: what its samplers and data set offer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flatout.checkpoint.loading import LoaderPosition
+
+INDICES, STATEFUL, ROWS, FETCHED = "indices", "state", "rows", "fetched"
+# Samplers that draw when they start, not during iteration; `draws_as_it_goes` knows the exceptions.
+PLAIN_SAMPLERS = {
+    "SequentialSampler",
+    "RandomSampler",
+    "SubsetRandomSampler",
+    "WeightedRandomSampler",
+    "BatchSampler",
+    "DistributedSampler",
+}
+
+
+class Order:
+    """Replaces the sampler of a DataLoader while its iterator is made and in that iterator.
+
+    Persistent workers iterate over it again for each epoch.
+    """
+
+    def __init__(self, reading: LoaderPosition, sampler: Any) -> None:
+        self.reading, self.sampler = reading, sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.reading.order_begins(self.sampler)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+@contextmanager
+def in_place(loader: Any, instead: dict[str, Any]) -> Iterator[None]:
+    """Override attributes that a loader does not allow to set, while it makes an iterator."""
+    own = vars(loader)
+    before = {name: own[name] for name in instead}
+    own.update(instead)
+    try:
+        yield
+    finally:
+        own.update(before)
+
+
+def kind_of(torch: Any, loader: Any) -> str:
+    """How to find a position in this loader again."""
+    if type(loader) in (list, tuple):
+        return ROWS
+    if has_state(loader):
+        return STATEFUL
+    made = torch.utils.data.DataLoader
+    if not isinstance(loader, made) or isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        return FETCHED
+    own = type(loader).__iter__ is made.__iter__ and type(loader)._get_iterator is made._get_iterator
+    return INDICES if own else FETCHED  # a subclass may iterate differently
+
+
+def samplers_of(loader: Any) -> list[Any]:
+    found: list[Any] = []
+    ways = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
+    while ways:
+        sampler = ways.pop(0)
+        if sampler is not None and not any(sampler is each for each in found):
+            found.append(sampler)
+            ways.append(getattr(sampler, "sampler", None))
+    return found
+
+
+def things_of(loader: Any, kind: str) -> list[Any]:
+    """Objects that may hold a position: samplers, the data set, a custom loader."""
+    if kind == ROWS:
+        return []
+    found = (
+        [*samplers_of(loader), getattr(loader, "dataset", None)] if hasattr(loader, "dataset") else [loader]
+    )
+    return [thing for thing in found if hasattr(thing, "__dict__")]
+
+
+def has_state(thing: Any) -> bool:
+    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+
+
+def draws_as_it_goes(sampler: Any) -> bool:
+    """Whether a sampler may draw between two batches from a generator that other code uses, too."""
+    kind = type(sampler)
+    if kind in (list, tuple, range):
+        return False
+    if not kind.__module__.startswith("torch.utils.data.") or kind.__name__ not in PLAIN_SAMPLERS:
+        return True
+    if kind.__name__ != "RandomSampler" or sampler.generator is None:
+        return False
+    return bool(sampler.replacement or sampler.num_samples > len(sampler.data_source))
+
+
+def length(thing: Any) -> int | None:
+    try:
+        return len(thing)
+    except Exception:  # raised by user code
+        return None

@@ -1,0 +1,191 @@
+"""The random generators of a training: torch's, Python's and numpy's, and those held by its own objects.
+
+A state consists of values that a checkpoint can hold, small and comparable: long rows of words are bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from flatout.schema.errors import SaveError
+
+KINDS = ("torch", "python", "numpy")
+
+
+def random_states(torch: Any, own: Sequence[Any] = (), devices: bool = True) -> dict[str, Any]:
+    """The present states of the random generators.
+
+    They are those of torch, Python, numpy if imported, CUDA devices if in use, and the generators ``own``.
+    """
+    numpy = sys.modules.get("numpy")
+    found: dict[str, Any] = {
+        "torch": _bytes_of(torch.default_generator.get_state()),
+        "python": _of_python(random.getstate()),
+    }
+    if devices and torch.cuda.is_initialized():
+        found["cuda"] = [_bytes_of(state) for state in torch.cuda.get_rng_state_all()]
+    if numpy is not None:
+        found["numpy"] = _plain(numpy.random.get_state())
+    if own:
+        found["own"] = [state_of(generator) for generator in own]
+    return found
+
+
+def set_random_states(torch: Any, states: dict[str, Any], own: Sequence[Any] = ()) -> list[str]:
+    """Restore states and return a sentence for each that could not be.
+
+    Raises SaveError for invalid states.
+    """
+    try:
+        return _set(torch, states, own)
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+        OverflowError,
+        AttributeError,
+        IndexError,
+    ) as error:
+        raise SaveError(
+            f"its random states cannot be restored ({type(error).__name__}: {str(error)[:200]})."
+        ) from None
+
+
+def _set(torch: Any, states: dict[str, Any], own: Sequence[Any]) -> list[str]:
+    random.setstate(_to_python(states["python"]))
+    torch.default_generator.set_state(_tensor_of(torch, states["torch"]))
+    said = []
+    if "numpy" in states:
+        import numpy
+
+        numpy.random.set_state(_restored(states["numpy"]))
+    devices = torch.cuda.device_count() if "cuda" in states and torch.cuda.is_available() else 0
+    for number, state in enumerate(states.get("cuda", ())):
+        if number < devices:
+            torch.cuda.set_rng_state(_tensor_of(torch, state), number)
+        else:
+            said.append(
+                f"the random state of CUDA device {number} cannot be restored: there are {devices} devices now"
+            )
+    kept = states.get("own", ())
+    if len(kept) != len(own):
+        said.append(
+            f"the data held {len(kept)} random generators when it was saved, and holds {len(own)} now"
+        )
+        return said
+    for generator, state in zip(own, kept, strict=True):
+        if not set_state_of(torch, generator, state):
+            said.append(
+                f"a {type(generator).__name__} of the data was another kind of generator when it was saved"
+            )
+    return said
+
+
+def as_set(torch: Any, states: dict[str, Any]) -> dict[str, Any]:
+    """The states in the types that torch.set_rng_state, random.setstate and numpy expect."""
+    found: dict[str, Any] = {
+        "torch": _tensor_of(torch, states["torch"]),
+        "python": _to_python(states["python"]),
+    }
+    if "cuda" in states:
+        found["cuda"] = [_tensor_of(torch, state) for state in states["cuda"]]
+    return found | ({"numpy": _restored(states["numpy"])} if "numpy" in states else {})
+
+
+def moved(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+    """The generators that were used between two states."""
+    own = zip(before.get("own", ()), after.get("own", ()), strict=False)
+    return {kind for kind in KINDS if before.get(kind) != after.get(kind)} | {
+        f"generator {at} of its own" for at, (a, b) in enumerate(own) if a != b
+    }
+
+
+class Interleaving:
+    """Detects whether the draws at certain places are interleaved with other draws from the same generator.
+
+    Such draws can be repeated only together with everything in between.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, Any] | None = None
+        self._cut: set[str] = set()
+        self.kinds: set[str] = set()
+
+    def begin(self) -> None:
+        """Start of a range that can be repeated."""
+        self._last, self._cut = None, set()
+
+    def observe(self, before: dict[str, Any], after: dict[str, Any]) -> None:
+        """Record one of those places."""
+        if self._last is not None:
+            self._cut |= moved(self._last, before)
+        self.kinds |= moved(before, after) & self._cut
+        self._last = after
+
+
+def state_of(generator: Any) -> Any:
+    """The state of a torch.Generator, a random.Random, a numpy Generator or RandomState."""
+    if isinstance(generator, random.Random):
+        return {"python": _of_python(generator.getstate())}
+    if hasattr(generator, "bit_generator"):
+        return {"numpy": _plain(generator.bit_generator.state)}
+    state = generator.get_state()
+    return {"torch": _bytes_of(state)} if hasattr(state, "data_ptr") else {"numpy": _plain(state)}
+
+
+def set_state_of(torch: Any, generator: Any, state: Any) -> bool:
+    """Restore a state. False if it belongs to another kind of generator."""
+    ((kind, metadata),) = state.items()
+    try:
+        if isinstance(generator, random.Random):
+            generator.setstate(_to_python(state["python"]))
+        elif hasattr(generator, "bit_generator"):
+            generator.bit_generator.state = _restored(state["numpy"])
+        else:
+            generator.set_state(_tensor_of(torch, metadata) if kind == "torch" else _restored(metadata))
+    except (KeyError, TypeError, ValueError, RuntimeError):
+        return False
+    return True
+
+
+def _bytes_of(state: Any) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.numel())
+
+
+def _tensor_of(torch: Any, state: bytes) -> Any:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def _of_python(state: Any) -> list[Any]:
+    return [state[0], array("I", state[1]).tobytes(), state[2]]
+
+
+def _to_python(state: Any) -> tuple[Any, ...]:
+    return (state[0], tuple(array("I", state[1])), state[2])
+
+
+def _plain(value: Any) -> Any:
+    """numpy's states without arrays, whose comparison is not a single bool."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    if hasattr(value, "tobytes"):
+        return {"words": value.tobytes(), "type": value.dtype.str} if value.shape else value.item()
+    return value
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, dict) and "words" in value:
+        import numpy
+
+        return numpy.frombuffer(value["words"], value["type"]).copy()
+    if isinstance(value, dict):
+        return {key: _restored(each) for key, each in value.items()}
+    return tuple(_restored(each) for each in value) if isinstance(value, list) else value

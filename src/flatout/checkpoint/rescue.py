@@ -1,0 +1,294 @@
+"""Keeps verified checkpoints of any script: at intervals, at signals, and at its end.
+
+A state is taken when a step begins: weights, optimizers and schedulers are then those after the previous
+step. A signal waits briefly for that moment. A state taken inside a step is marked as such. A model that
+belongs to a function dies before its process. Its last copy is written when the process ends, if no newer
+state was written.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+from flatout.agent.ledger import Ledger
+from flatout.agent.signals import Signals
+from flatout.checkpoint.rescue_writer import ExactResumePart, RescueWriter
+from flatout.checkpoint.save_schedule import SaveSchedule
+from flatout.checkpoint.saver import SHARE
+from flatout.checkpoint.training_state import TrainingState
+from flatout.checkpoint.values import Packed
+from flatout.measure.clock import seconds, sleep
+
+# How long a signal waits for the end of a step, and while an optimizer works, whose weights belong to no
+# step.
+TIMEOUT_S, LONGEST_TIMEOUT_S = 5.0, 20.0
+SETTLING_S = 0.2  # wait for schedulers and the like after an optimizer, before passing on a waiting signal
+
+
+class Rescue(RescueWriter):
+    """Keeps checkpoints of the script in this process.
+
+    ``claim`` is called once, when the first step has ended: only one of several processes of a run keeps
+    checkpoints.
+    """
+
+    signalled = False  # a signal came, so the end is not the program's own
+
+    def __init__(
+        self,
+        torch: ModuleType,
+        folder: Path,
+        say: Callable[[str], None],
+        claim: Callable[[], bool],
+        ledger: Ledger,
+        *,
+        exact: ExactResumePart | None = None,
+        schedule: SaveSchedule | None = None,
+        resumed: int | None = None,
+        cost_s: float = 0.0,
+    ) -> None:
+        super().__init__(
+            torch, folder, say, ledger, exact=exact, schedule=schedule, resumed=resumed, cost_s=cost_s
+        )
+        self.signals = Signals(self._observed)
+        self._claim, self._declined = claim, False
+        self._pending: int | None = None  # a signal that waits for the end of a step
+        self._reminders = 0
+        self._rung = self._reminded = False
+
+    def broke(self, error: Exception) -> None:
+        """Handle an internal error: the program continues, and existing checkpoints stay."""
+        self.say(
+            f"rescue stops after an internal error ({type(error).__name__}: {error}); existing checkpoints stay"
+        )
+        self.leave()
+        self.context.rest()
+
+    def leave(self) -> None:
+        """Keep no more checkpoints, and return signals to the program."""
+        self._active = False
+        self.signals.leave()
+
+    def decline(self) -> None:
+        """Keep no checkpoints, also if the training has not begun yet."""
+        self._declined = True
+        self.leave()
+
+    def begin(self, context: Any) -> None:
+        """Called when the first step has ended. Nothing is written before."""
+        self.context, self.pid = context, os.getpid()
+        self.epochs.first_step_ended()
+        self._active = not self._declined and self._claim()
+        if self._active:
+            self.training_state = TrainingState(context, self.schedulers, self._gone)
+            self.signals.install(self.ledger)
+            if self._resumed is not None:
+                self._opened()
+
+    # -- observations in each step ---------------------------------------------------------------------------
+
+    def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
+        if not self._inside:
+            self._step_begins()
+
+    def backward_begin(self, losses: tuple) -> None:
+        if not self._inside:  # the forward pass was not observed: no module, or inside a compiled function
+            if self._exact is not None and self._active and not self.context.boundaries.by_backward:
+                return  # with an optimizer, resuming starts before its step, where no graph is in flight
+            self._step_begins(late=True)
+
+    def backward_end(self) -> None:
+        if self._active:
+            # A script without an optimizer changes its weights from here on, unobserved.
+            self._updated |= self.context.boundaries.by_backward
+
+    def optimizer_begin(self, optimizer: Any) -> None:
+        if not self._inside:
+            self._step_begins()
+        self._updating = True
+
+    def optimizer_end(self, optimizer: Any) -> None:
+        self._updating, self._updated = False, True
+
+    def step_end(self) -> None:
+        """Schedule a checkpoint; it is too early to save.
+
+        Schedulers, scalers and averaged copies are updated after the optimizer.
+        """
+        self._inside = self._updating = self._updated = False
+        if self._active:
+            wants = (
+                self.saver.due(self.context.steps) if self.saver is not None else seconds() >= self._retry_s
+            )
+            self._due = self._agrees(wants or self._pending is not None)
+            if self._pending is not None and self._due:
+                self._remind(self._pending, SETTLING_S)
+
+    def _step_begins(self, late: bool = False) -> None:
+        """The previous step is complete. ``late``: part of the new step has run, too."""
+        if self.torch.compiler.is_compiling() or self.torch._C._are_functorch_transforms_active():
+            return  # the hook is being compiled, or receives fake tensors; the next call is observed
+        self._inside, self._between = late, not late
+        if self._active and (self._due or (self._pending is not None and self._agrees(True))):
+            self._due = False
+            if self._pending is None:
+                self._save("interval", sys._getframe(1))
+            else:
+                self._end_waiting()
+        self._inside, self._between = True, False
+        if not self._info:
+            self._tell_what_is_kept()
+
+    # -- saving ----------------------------------------------------------------------------------------------
+
+    # -- signals ---------------------------------------------------------------------------------------------
+
+    def _observed(self, number: int) -> bool:
+        """Whether to pass the signal to the program now.
+
+        Called between any two instructions of the program, which must not see an internal error.
+        """
+        try:
+            return self._passes(number)
+        except Exception as error:
+            self.broke(error)
+            return True
+
+    def _passes(self, number: int) -> bool:
+        self.signalled = True
+        if not self._active:
+            return True
+        reminder, self._rung = self._rung, False
+        if reminder and self._pending is None:  # the step has ended
+            return False
+        if self._saving or (self._pending is None and (self._inside or self._exact is not None)):
+            if self._pending is None:
+                self._pending, self._reminded = number, False
+                self._remind(number, TIMEOUT_S)
+                return False
+            if reminder:  # the checkpoint in progress is the awaited one
+                return False
+        if self._pending is None:
+            self._last_save(signal.Signals(number).name)
+        elif reminder and self._updating and not self._reminded:
+            self._reminded = True
+            self._remind(number, LONGEST_TIMEOUT_S - TIMEOUT_S)
+            return False
+        elif reminder:
+            self._last_save(signal.Signals(number).name)
+        self._pending = None  # a second signal requests an immediate end
+        return True
+
+    def _remind(self, number: int, after_s: float) -> None:
+        """Send this process the signal again after a while.
+
+        No Python Thread: starting one takes locks that the program may hold.
+        """
+        self._reminders += 1
+        _thread.start_new_thread(self._ring, (number, after_s, self._reminders))
+
+    def _ring(self, number: int, after_s: float, reminder: int) -> None:
+        sleep(after_s)
+        main = threading.main_thread().ident
+        if self._pending == number and self._reminders == reminder and main is not None:
+            self._rung = True
+            signal.pthread_kill(main, number)
+
+    def _end_waiting(self) -> None:
+        """The step that a signal waited for is complete."""
+        number = self._pending
+        assert number is not None
+        self._pending = None
+        self._last_save(signal.Signals(number).name)
+        self.context.then = lambda: self.signals.pass_on(number, sys._getframe(1))
+
+    def _last_save(self, why: str) -> None:
+        """Save the present state before passing on a signal, unless its weights belong to no step."""
+        if self._updating:
+            self.say(
+                f"rescue: {why} came during an optimizer step that did not end in time; earlier checkpoints stay"
+            )
+        elif (self._kept_step() == self.context.steps and not self._updated) or self._save(
+            why, sys._getframe(1), last=True
+        ):
+            self._tell_where(why)
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def _gone(self) -> None:
+        """A module or optimizer of the training dies: copy it to memory while that costs almost nothing."""
+        if (
+            not self._active
+            or os.getpid() != self.pid
+            or self._updating
+            or self._saving
+            or self.training_state is None
+            or self.saver is None
+        ):
+            return
+        steps = self._steps_done()
+        known = self._leaving[0] if self._leaving is not None else self._begun_step
+        if known >= steps or self._copies_s > SHARE * (seconds() - self.began_s):
+            return
+        began_s = seconds()
+        try:
+            _, packed, metadata = self._packed("its end", ended=True)
+            copies = {name: tensor.to("cpu", copy=True) for name, tensor in packed.tensors.items()}
+            self._leaving = steps, Packed(packed.tree, copies, packed.left_out), metadata
+        except Exception as error:  # Python would print a traceback into the program's output
+            self.say(f"rescue: the final state could not be saved ({type(error).__name__}: {error})")
+        self._copies_s += seconds() - began_s
+
+    def finish(self) -> None:
+        """Called at the end of the process. Raises nothing."""
+        if not self._active or os.getpid() != self.pid or self.training_state is None:
+            return
+        self._active = False
+        try:
+            failure = self._failure()
+            number, self._pending = self._pending, None
+            self._finish(
+                signal.Signals(number).name
+                if number is not None
+                else type(failure).__name__
+                if failure is not None
+                else "its end"
+            )
+            if failure is not None and not isinstance(failure, KeyboardInterrupt):
+                self._tell_where(type(failure).__name__)
+            if number is not None:  # the program ended while the signal waited
+                self.signals.pass_on(number, sys._getframe())
+        except Exception as error:
+            self.say(f"rescue: the final state could not be saved ({type(error).__name__}: {error})")
+
+    def _finish(self, why: str) -> None:
+        """Write the copy of a dead model, or the state of a live one, if it is newer than the checkpoints."""
+        steps, kept, leaving = self._steps_done(), self._kept_step(), self._leaving
+        if leaving is not None and self.saver is not None and leaving[0] >= steps:
+            if leaving[0] > kept:
+                step, packed, metadata = leaving
+                self.saver.save_now(step, packed, {**metadata, "why": why})
+        elif (
+            not self._updating
+            and (steps > kept or (self._inside and self._updated))
+            and self.training_state is not None
+            and self.training_state.live
+        ):
+            self._save(why, self._where_it_failed(), last=True, ended=True)
+        if self.saver is not None:
+            self.saver.saves.close()
+
+    def _where_it_failed(self) -> FrameType | None:
+        failure = self._failure()
+        trace = failure.__traceback__ if failure is not None else None
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        return trace.tb_frame if trace is not None else None

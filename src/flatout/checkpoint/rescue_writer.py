@@ -1,0 +1,250 @@
+"""Writes the state of a running script as a checkpoint, and says what it keeps."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any, Protocol
+
+from flatout.agent.ledger import Ledger
+from flatout.agent.listener import Listener
+from flatout.agent.schedulers import Schedulers
+from flatout.agent.signals import Signals
+from flatout.checkpoint.checkpoints import CheckpointFolder, step_of
+from flatout.checkpoint.drift import surroundings
+from flatout.checkpoint.epochs import EpochCounter
+from flatout.checkpoint.metadata import CheckpointMeta, ExactMeta
+from flatout.checkpoint.runs import begin_run
+from flatout.checkpoint.save_schedule import SaveSchedule
+from flatout.checkpoint.saver import SHARE, CheckpointWriter, WriterClocks
+from flatout.checkpoint.training_state import TrainingState
+from flatout.checkpoint.values import Packed, pack
+from flatout.measure.clock import seconds, thread_seconds, today
+from flatout.schema.errors import FlatoutError
+
+KIND = "rescue"
+KEEP = 2
+TRY_AGAIN_S = 30.0  # interval for opening the folder again
+
+
+class ExactResumePart(Protocol):
+    """Adds to checkpoints what another process needs to resume exactly."""
+
+    next_command: str  # which resumes
+
+    def beside(self, frame: FrameType | None) -> tuple[dict[str, Any], str]:
+        """A part of the state, and the reason why the program could not resume exactly from it, or ""."""
+
+    def metadata(self, why_not: str, cost_s: float) -> ExactMeta:
+        """The metadata of a checkpoint. ``why_not``: why the program could not resume from it, or ""."""
+
+    def kept(self, step: int) -> None:
+        """The checkpoint of this step was verified."""
+
+    def flush(self) -> None:
+        """Write everything that this part depends on to disk. Raises StorageError."""
+
+
+class RescueWriter(Listener):
+    """Packs and writes the present state.
+
+    ``say`` prints a message to the user. ``exact`` adds what an exact resume needs. ``schedule``: all ranks
+    save after the same step. ``resumed``: the step from which this run resumes, with its existing
+    checkpoints, or None for a new run. ``cost_s``: cost of a checkpoint, if known.
+    """
+
+    signals: Signals
+
+    def __init__(
+        self,
+        torch: ModuleType,
+        folder: Path,
+        say: Callable[[str], None],
+        ledger: Ledger,
+        *,
+        exact: ExactResumePart | None = None,
+        schedule: SaveSchedule | None = None,
+        resumed: int | None = None,
+        cost_s: float = 0.0,
+    ) -> None:
+        self.torch, self.folder, self.say, self.ledger = torch, folder, say, ledger
+        self._exact, self._schedule = exact, schedule
+        self._resumed, self._cost_s = resumed, cost_s
+        self.schedulers, self.epochs = Schedulers(torch, ledger), EpochCounter(torch, ledger)
+        self.context: Any = None
+        self.shown = os.path.relpath(folder)  # a program may change its working directory
+        self.saver: CheckpointWriter | None = None
+        self.training_state: TrainingState | None = None
+        self.pid, self.began_s = os.getpid(), seconds()
+        self._active = self._inside = self._updating = self._updated = False
+        self._retry_s = self._copies_s = 0.0
+        self._leaving: tuple[int, Packed, dict[str, Any]] | None = None  # the state when the model died
+        self._begun_step = -1  # step of the last started checkpoint
+        self._saving = self._info = self._due = self._between = False
+
+    @property
+    def active(self) -> bool:
+        return self._active
+
+    def _save(self, why: str, frame: FrameType | None, last: bool = False, ended: bool = False) -> bool:
+        """Save the present state; return whether a checkpoint of it exists or will exist.
+
+        ``last``: the training waits until it is written. ``ended``: the training does not continue at all.
+        """
+        self._saving = True
+        try:
+            dynamo = sys.modules.get("torch._dynamo")
+            keep = (
+                self._keep if dynamo is None else dynamo.disable(self._keep)
+            )  # do not compile our functions
+            return bool(keep(why, frame, last, ended))
+        finally:
+            self._saving = False
+
+    def _keep(self, why: str, frame: FrameType | None, last: bool, ended: bool) -> bool:
+        assert self.training_state is not None
+        if self.saver is None and not self._opened():
+            return False
+        assert self.saver is not None
+        began_s = seconds()
+        self.signals.look_again()
+        self.training_state.look(frame)
+        if self.training_state.divided:
+            self._active = False
+            self.say(
+                "rescue: the weights of this program are sharded over its ranks, so no checkpoints are kept. Save them in the script."
+            )
+            return False
+        step, packed, metadata = self._packed(why, ended, frame)
+        self._begun_step, self._leaving = step, None
+        if last:
+            return self.saver.save_now(step, packed, metadata) is not None
+        self.saver.save(step, packed, metadata, began_s)
+        return True
+
+    def _packed(
+        self, why: str, ended: bool = False, frame: FrameType | None = None
+    ) -> tuple[int, Packed, dict[str, Any]]:
+        """The completed steps, their state, and its metadata."""
+        assert self.training_state is not None
+        training_state, steps = self.training_state, self._steps_done() if ended else self.context.steps
+        inside = self._inside and steps == self.context.steps
+        state, why_not = training_state.state(), None
+        if self._exact is not None and self._between and not ended:
+            state["exact"], why_not = self._exact.beside(frame)
+        packed = pack(self.torch, state)
+        packed.left_out |= training_state.notes
+        exact = None
+        if self._exact is not None and why_not is not None:
+            cost_s = self.saver.cost.last_s if self.saver is not None else 0.0
+            left_out = "; ".join(
+                f"{where} ({what})" for where, what in packed.left_out.items() if where.startswith("exact.")
+            )
+            exact = self._exact.metadata(why_not or left_out, cost_s)
+        meta = CheckpointMeta(
+            why=why,
+            ran_s=round(seconds() - self.began_s, 1),
+            at=today(),
+            epoch=self.epochs.count,
+            inside=inside,
+            updated=inside and self._updated,
+            holds=training_state.kept(state),
+            surroundings=surroundings(self.torch),
+            exact=exact,
+        )
+        return steps, packed, meta.to_json()
+
+    def _agrees(self, wants: bool) -> bool:
+        """Whether to save after this step. All ranks get the same answer."""
+        return wants if self._schedule is None else self._schedule.agrees(wants, self.context.steps)
+
+    def _opened(self) -> bool:
+        try:
+            saves = CheckpointFolder(
+                self.folder, KEEP, metadata=self._exact.kept if self._exact is not None else lambda step: None
+            ).open()
+            try:
+                if self._resumed is None:
+                    begin_run(saves)
+                else:  # the run writes later checkpoints again
+                    for path in saves.paths():
+                        if step_of(path) > self._resumed:
+                            saves.discard(path)
+            except FlatoutError:
+                saves.close()
+                raise
+        except FlatoutError as error:
+            if not self._retry_s:
+                self.say(f"rescue: {error} The training continues, and flatout tries again.")
+            self._retry_s = seconds() + TRY_AGAIN_S
+            return False
+        self.saver = CheckpointWriter(
+            self.torch,
+            saves,
+            KIND,
+            WriterClocks(seconds, thread_seconds),
+            lambda sentence: self.say(f"rescue: {sentence}"),
+            share=SHARE,
+            sound=self._sound,
+        )
+        if self._resumed is not None:
+            self.saver.goes_on(self._resumed, self._cost_s)
+        return True
+
+    def _sound(self, copy: Packed) -> str:
+        if self._exact is not None:
+            self._exact.flush()
+        return ""
+
+    def _tell_what_is_kept(self) -> None:
+        last = self.saver.last if self.saver is not None else None
+        if last is None:
+            return
+        self._info = True
+        manifest = last.manifest
+        size = sum(stored.bytes for stored in manifest.files.values())
+        meta = CheckpointMeta.from_json(manifest.metadata)
+        names = ", ".join(kept.name for kept in meta.holds) or "nothing that trains"
+        self.say(
+            f"rescue keeps {names}: {size / 2**20:,.1f} MiB per checkpoint, the newest {KEEP}, in {self.shown}"
+        )
+        if manifest.left_out:
+            self.say(
+                f"rescue cannot keep {'; '.join(f'{where} ({what})' for where, what in list(manifest.left_out.items())[:4])}"
+            )
+
+    def _kept_step(self) -> int:
+        """The step of the newest valid checkpoint, after all writing has ended; -1 if there is none."""
+        if self.saver is None:
+            return -1
+        self.saver.wait()
+        return self.saver.last.step if self.saver.last is not None else -1
+
+    def _tell_where(self, why: str) -> None:
+        if self.saver is not None and self.saver.last is not None:
+            last = self.saver.last
+            if not self._info:
+                self._tell_what_is_kept()
+            meta = CheckpointMeta.from_json(last.manifest.metadata)
+            saved = f"{why}; {meta.position(last.step)} is saved"
+            if self._exact is not None and meta.resumes:
+                self.say(f"{saved}; {self._exact.next_command} continues from there")
+            else:
+                self.say(f"rescue: {saved}. `flatout rescue` lists it, `flatout rescue --to DIR` exports it")
+
+    def _steps_done(self) -> int:
+        """The number of completed steps.
+
+        Includes the last step of a script without an optimizer, whose end is not observed.
+        """
+        boundaries = self.context.boundaries
+        return int(self.context.steps) + int(
+            boundaries.by_backward and boundaries.pending and self._failure() is None
+        )
+
+    @staticmethod
+    def _failure() -> BaseException | None:
+        return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)

@@ -1,0 +1,110 @@
+"""Fake tensors of a replay: shape, strides, dtype and device without values.
+
+A fake tensor knows from which weights it was computed (`flatout.checkpoint.resume.gradient_sources`). `flatout.checkpoint.resume.fake_operators`
+answers functions of it. A fake tensor that still has no values after the resume point rejects every
+operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+NOWHERE: frozenset[Any] = frozenset()
+
+
+class ReplayTensor(torch.Tensor):
+    """A tensor without values.
+
+    ``meta``: shape, strides, dtype and device. ``sources``: the weights from which it was computed with
+    gradients enabled.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # the torch function mode answers
+    meta: tuple[Any, ...]
+    sources: frozenset[Any]
+
+    @staticmethod
+    def __new__(cls: Any, meta: tuple[Any, ...], sources: frozenset[Any] = NOWHERE) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, meta[0], strides=meta[1], dtype=meta[2], device=meta[3]
+        )
+        made.meta, made.sources = meta, sources
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Handle an operation that bypassed the mode: from C++, or after the resume point."""
+        return ReplayTensor.reached(func, args, kwargs or {})
+
+    @staticmethod
+    def reached(func: Any, args: Any, kwargs: Any) -> Any:
+        """Answer, or do not return; the replay sets this method."""
+        raise RuntimeError(f"{func} of a tensor that has no values")
+
+
+def meta_of(tensor: Any) -> tuple[Any, ...]:
+    """Return the meta of a tensor; for a sparse one that of its dense form, since its results are dense."""
+    size = tuple(tensor.size())
+    return (
+        size,
+        tensor.stride() if tensor.layout is torch.strided else without_gaps(size),
+        tensor.dtype,
+        tensor.device,
+    )
+
+
+def dense(shape: list[int], dtype: str, device: str) -> Any:
+    """Build a dense fake tensor from the spelling in the value log."""
+    return whole(tuple(shape), getattr(torch, dtype), torch.device(device))
+
+
+def whole(size: tuple[int, ...], dtype: Any, device: Any) -> Any:
+    """Return a contiguous fake tensor."""
+    return ReplayTensor((size, without_gaps(size), dtype, device))
+
+
+def without_gaps(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the contiguous strides of a shape."""
+    strides, size = [], 1
+    for extent in reversed(shape):
+        strides.append(size)
+        size *= max(extent, 1)
+    return tuple(reversed(strides))
+
+
+def takes_gradient(meta: Any) -> bool:
+    return bool(meta[2].is_floating_point or meta[2].is_complex)
+
+
+def trains(value: Any, depth: int = 3) -> bool:
+    """Whether the value belongs to training: a fake tensor, a weight, or a container with one."""
+    kind = type(value)
+    if kind is ReplayTensor or kind is torch.nn.Parameter:
+        return True
+    if kind is int or kind is float or value is None or kind is str or kind is bool:
+        return False
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad and not torch.nn.parameter.is_lazy(value)
+    if isinstance(value, (list, tuple)):
+        return depth > 0 and any(trains(each, depth - 1) for each in value)
+    return kind is dict and depth > 0 and any(trains(each, depth - 1) for each in value.values())
+
+
+def is_without(value: Any, depth: int = 3) -> bool:
+    """Whether the value is or contains a fake tensor."""
+    if type(value) is ReplayTensor:
+        return True
+    if isinstance(value, (list, tuple)):
+        return depth > 0 and any(is_without(each, depth - 1) for each in value)
+    return type(value) is dict and depth > 0 and any(is_without(each, depth - 1) for each in value.values())
+
+
+def tensors_in(value: Any) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_in(each)

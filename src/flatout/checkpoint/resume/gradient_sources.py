@@ -1,0 +1,118 @@
+"""Tracks from which weights a tensor was computed.
+
+With these gradient sources, a replayed backward pass leaves fake gradients where the real one leaves
+gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from flatout.checkpoint.resume.fake_tensors import NOWHERE, ReplayTensor, meta_of
+
+MOST_UNIONS = 4096
+
+
+class GradientSources:
+    def __init__(self) -> None:
+        self._unions: dict[tuple[frozenset[Any], frozenset[Any]], frozenset[Any]] = {}
+
+    def of(self, value: Any) -> frozenset[Any]:
+        kind = type(value)
+        if kind is ReplayTensor:
+            return value.sources
+        if isinstance(value, torch.Tensor):
+            return frozenset((ById(value),)) if value.requires_grad else NOWHERE
+        found = NOWHERE
+        if kind in (list, tuple):
+            for each in value:
+                found = self.union(found, self.of(each))
+        return found
+
+    def comes_from(self, found: Any, given: Iterable[Any]) -> Any:
+        """Add the gradient sources of the inputs to the fake tensors in the result."""
+        sources = self.of(list(given)) if torch.is_grad_enabled() else NOWHERE
+        for each in (
+            (found,) if isinstance(found, torch.Tensor) else found if isinstance(found, tuple) else ()
+        ):
+            if type(each) is ReplayTensor and each.meta[2].is_floating_point:
+                each.sources = self.union(each.sources, sources)
+        return found
+
+    def union(self, a: frozenset[Any], b: frozenset[Any]) -> frozenset[Any]:
+        if not b or a is b:
+            return a
+        if not a:
+            return b
+        found = self._unions.get((a, b))
+        if found is None:
+            if len(self._unions) > MOST_UNIONS:
+                self._unions.clear()
+            found = self._unions[a, b] = a | b
+        return found
+
+    def went_backward(self, tensors: Iterable[Any], inputs: Iterable[Any] | None) -> None:
+        """Set fake gradients where a backward pass from these tensors would set gradients."""
+        sources = NOWHERE
+        for tensor in tensors:
+            sources = self.union(sources, self.of(tensor))
+        wanted = None if inputs is None else {id(each) for each in inputs}
+        for source in sources:
+            leaf = source.tensor
+            if (
+                type(leaf) is not ReplayTensor
+                and leaf.grad is None
+                and (wanted is None or id(leaf) in wanted)
+            ):
+                leaf.grad = ReplayTensor(meta_of(leaf))
+
+    def grads(self, outputs: Any, inputs: Any) -> tuple[Any, ...]:
+        """Replaces `torch.autograd.grad`."""
+        sources = NOWHERE
+        for output in (outputs,) if isinstance(outputs, torch.Tensor) else outputs:
+            sources = self.union(sources, self.of(output))
+        return tuple(
+            ReplayTensor(meta_of(each), sources)
+            for each in ((inputs,) if isinstance(inputs, torch.Tensor) else inputs)
+        )
+
+
+class ById:
+    """A tensor as a member of a set, compared by identity."""
+
+    __slots__ = ("key", "tensor")
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor, self.key = tensor, id(tensor)
+
+    def __hash__(self) -> int:
+        return self.key
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ById) and other.key == self.key
+
+
+class GradFn:
+    """Stands in for a node of autograd's graph."""
+
+    next_functions = ()
+
+    def __call__(self, *args: Any) -> None:
+        return None
+
+    def name(self) -> str:
+        return "ReplayTensor"
+
+    def register_hook(self, hook: Any) -> Handle:
+        return Handle()
+
+    register_prehook = register_hook
+
+
+class Handle:
+    """Handle of a hook that is never called, since a replay has no backward pass."""
+
+    def remove(self) -> None: ...

@@ -1,0 +1,75 @@
+"""The tensors that existed when training began."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import zlib
+from typing import Any
+
+import torch
+
+from flatout.checkpoint.resume.reachable_state import ReachableState
+
+
+class InitialTensors:
+    """The tensors that existed when training began."""
+
+    def __init__(self, world: ReachableState, everything: bool) -> None:
+        """``everything``: include tensors that no variable leads to."""
+        found = {
+            id(tensor): tensor for tensor in (*world.tensors.values(), *(living() if everything else ()))
+        }
+        lazy = torch.nn.parameter.is_lazy
+        self._versions = {
+            key: (tensor, tensor._version)
+            for key, tensor in found.items()
+            if not lazy(tensor) and not tensor.is_inference()
+        }
+        self._digests: dict[tuple[int, int], int] = {}
+
+    def let_go(self) -> None:
+        """Drop tensors that nothing else holds any more."""
+        for key in list(self._versions):
+            if sys.getrefcount(self._versions[key][0]) <= 2:  # the tuple and the call
+                del self._versions[key]
+
+    def forget(self, tensor: Any) -> None:
+        """Stop tracking a tensor: it has been replaced."""
+        self._versions.pop(id(tensor), None)
+
+    def unchanged(self, tensor: Any) -> bool:
+        known = self._versions.get(id(tensor))
+        return (
+            known is not None
+            and known[0] is tensor
+            and not tensor.is_inference()
+            and tensor._version == known[1]
+        )
+
+    def digest(self, tensor: Any, from_scratch: bool) -> int:
+        """Return a digest of the bytes. Without ``from_scratch``, it is the cached digest and a sample of the bytes."""
+        key = id(tensor), tensor._version
+        found = self._digests.get(key)
+        if found is None or from_scratch:
+            found = self._digests[key] = digest_of(tensor)
+        return zlib.crc32(few(tensor), found)
+
+
+def living() -> list[Any]:
+    """Return all tensors known to Python's garbage collector."""
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+
+
+def digest_of(tensor: Any) -> int:
+    return zlib.crc32(bytes_of(tensor.detach()))
+
+
+def bytes_of(tensor: Any) -> Any:
+    tensor = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(tensor.unsqueeze(-1).view(torch.uint8).flatten().numpy()) if tensor.numel() else b""
+
+
+def few(tensor: Any) -> Any:
+    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach()[:1].reshape(-1)
+    return bytes(bytes_of(flat[:: max(1, flat.numel() // 1024)]))

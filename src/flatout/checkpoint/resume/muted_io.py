@@ -1,0 +1,60 @@
+"""Suppresses output and blocks network connections during a replay.
+
+The script must not repeat what it has done outside itself, and must not get new answers from the network.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from flatout.agent.frames import is_users
+from flatout.agent.ledger import Ledger
+
+HERE = ("127.", "::1", "localhost")
+
+
+class MutedIO:
+    """Mutes output until `ends`.
+
+    ``shows``: output is shown again. ``refuse`` is called when the script connects to another machine; it
+    does not return.
+    """
+
+    def __init__(self, refuse: Callable[[str], NoReturn], shows: bool) -> None:
+        self.refuse, self.on = refuse, True
+        self._ledger = Ledger()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not shows:
+                self._ledger.set(stream, "write", self._unless(stream.write), new=True)
+        if not shows:
+            self._ledger.set(os, "write", self._past_them(os.write))
+        sockets = sys.modules.get("socket")
+        if sockets is not None:
+            self._ledger.set(sockets.socket, "connect", self._within(sockets.socket.connect))
+
+    def ends(self) -> None:
+        self.on = False  # for code that holds a patched function
+        self._ledger.restore()
+
+    def _unless(self, write: Callable[[str], int]) -> Callable[[str], int]:
+        return lambda text: len(text) if self.on else write(text)
+
+    def _past_them(self, write: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
+        def written(handle: int, data: Any) -> int:
+            silent = self.on and handle in (1, 2) and is_users(sys._getframe(1).f_code.co_filename)
+            return len(data) if silent else write(handle, data)
+
+        return written
+
+    def _within(self, connect: Callable) -> Callable:
+        def connect_here(socket: Any, address: Any) -> Any:
+            if self.on and isinstance(address, tuple) and not str(address[0]).startswith(HERE):
+                self.refuse(
+                    f"the script connects to {address[0]} over the network, and the answer may differ from the first run"
+                )
+            return connect(socket, address)
+
+        return connect_here

@@ -1,0 +1,96 @@
+"""The state of a script besides its weights, for a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from flatout.checkpoint.random_states import state_of
+from flatout.checkpoint.resume.initial_tensors import InitialTensors
+from flatout.checkpoint.resume.reachable_state import ReachableState
+
+SMALL_BYTES, MOST_SMALL_BYTES = 1 << 16, 1 << 22  # of compared tensors: small ones are saved instead
+MOST_READ_BYTES = 1 << 25  # compared in full each time, to detect writes that bypass torch
+MOST_BYTES = 1 << 30  # of tensors outside modules
+USUAL = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def state_of_world(world: ReachableState, origins: InitialTensors) -> tuple[dict[str, Any], list[str]]:
+    """Return the state for `flatout.checkpoint.values.pack`, and the reasons against an exact resume."""
+    tensors, grads, digests, left, about = {}, {}, {}, [], {}
+    small = other = read = 0
+    sparse = False
+    for path, tensor in world.tensors.items():
+        if tensor.is_leaf and tensor.grad is not None:
+            grads[path] = tensor.grad
+            sparse |= tensor.grad.layout is not torch.strided
+        if (
+            type(tensor) not in USUAL
+            or tensor.layout is not torch.strided
+            or tensor.is_quantized
+            or tensor.is_meta
+            or tensor.is_inference()
+        ):
+            left.append(path)
+            continue
+        size = tensor.numel() * tensor.element_size()
+        if path not in world.kept and origins.unchanged(tensor):
+            small += size
+            if size > SMALL_BYTES or small > MOST_SMALL_BYTES:
+                read += size
+                digests[path] = origins.digest(tensor, from_scratch=read <= MOST_READ_BYTES)
+                continue
+        elif path not in world.kept:
+            other += size
+            if other > MOST_BYTES:
+                left.append(path)
+                continue
+        tensors[path] = tensor
+        about[path] = [
+            str(tensor.device),
+            bool(tensor.requires_grad),
+            tensor.grad_fn is not None,
+            list(_storage_of(tensor)),
+        ]
+    unsound = [] if world.complete else ["it holds more objects than can be inspected"]
+    unsound += ["its gradients are sparse"] * sparse
+    return {
+        "tensors": tensors,
+        "grads": grads,
+        "digests": digests,
+        "left": left,
+        "about": about,
+        "plain": dict(world.plain),
+        "optimizers": {path: _state_of_optimizer(optimizer) for path, optimizer in world.optimizers.items()},
+        "generators": {path: state_of(generator) for path, generator in world.generators.items()},
+        "buffers": {
+            path: [buffer.getvalue(), buffer.tell()]
+            for path, buffer in world.buffers.items()
+            if not buffer.closed
+        },
+    }, unsound
+
+
+def _storage_of(tensor: Any) -> tuple[int, int, int]:
+    """Return the address of its memory, the size of that memory in elements, and its offset."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes() // tensor.element_size(), tensor.storage_offset()
+
+
+def weights_of(optimizer: Any) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _state_of_optimizer(optimizer: Any) -> dict[str, Any]:
+    numbers = {id(p): number for number, p in enumerate(weights_of(optimizer))}
+    state = {
+        numbers.get(id(key), key): value
+        for key, value in optimizer.state.items()
+        if id(key) in numbers or type(key) in (str, int)
+    }
+    return {
+        "state": state,
+        "devices": [str(leaf.device) for leaf in pytree.tree_leaves(state) if isinstance(leaf, torch.Tensor)],
+    }

@@ -1,0 +1,123 @@
+"""Which objects belong to the user's code, and their digests."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import types
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from flatout.agent.frames import is_installed, is_torch, is_users
+
+ADDRESSES = 1 << 44, 1 << 47
+PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    range,
+    slice,
+    torch.Size,
+    torch.dtype,
+    torch.device,
+)
+# Classes of libraries that hold state of the user's code; all others hold the library's own state.
+OPEN_OF_TORCH = (
+    "torch.optim",
+    "torch.amp",
+    "torch.cuda.amp",
+    "torch.nn",
+    "torch.utils.data",
+    "torch.distributions",
+    "torch.func",
+)
+CHECKPOINTS = "/torch/utils/checkpoint.py"  # torch functions that keep state for later: random states
+
+
+def users_modules() -> Iterator[types.ModuleType]:
+    for name, module in list(sys.modules.items()):
+        known = _MODULES.get(name)
+        if known is None or known[0] is not module:  # cached: there are thousands, and saving must be fast
+            known = _MODULES[name] = (
+                module,
+                isinstance(module, types.ModuleType)
+                and (name == "__main__" or _is_users_file(getattr(module, "__file__", None))),
+            )
+        if known[1]:
+            yield module
+
+
+_MODULES: dict[str, tuple[Any, bool]] = {}
+
+
+def _is_users_file(file: Any) -> bool:
+    return isinstance(file, str) and os.path.isabs(file) and is_users(file)
+
+
+def is_torchs(file: str) -> bool:
+    return is_torch(file) and not file.endswith(CHECKPOINTS)
+
+
+def is_plain(value: Any) -> bool:
+    return type(value) in PLAIN or (
+        isinstance(value, (list, tuple)) and len(value) <= 16 and all(type(each) in PLAIN for each in value)
+    )
+
+
+def digest_of(values: Iterable[Any]) -> str:
+    """Return a digest of many plain values."""
+    return f"{zlib.crc32(repr(list(values)).encode(errors='replace')):08x}"
+
+
+def spelled_name(value: Any) -> str:
+    """Spell a plain value; memory addresses differ in each process, so they are all spelled alike."""
+    return "an address" if is_address(value) else repr(value)
+
+
+def is_address(value: Any) -> bool:
+    """Whether a number looks like the result of ``id``, which differs in each process."""
+    return type(value) is int and ADDRESSES[0] <= value < ADDRESSES[1] and not value % 16
+
+
+def is_users_class(kind: Any) -> bool:
+    found = _USERS.get(kind)
+    if found is None:
+        found = _USERS[kind] = _is_of_user(kind)
+    return found
+
+
+_USERS: dict[Any, bool] = {}
+
+
+def _is_of_user(kind: Any) -> bool:
+    return (
+        _is_users_file(getattr(sys.modules.get(kind.__module__), "__file__", None))
+        or kind.__module__ == "__main__"
+    )
+
+
+def is_open(kind: Any) -> bool:
+    """Whether objects of a library's class are walked; not those of Python, torch's internals or flatout."""
+    module = kind.__module__ or ""
+    if module.partition(".")[0] in ("torch", "flatout"):
+        return module.startswith(OPEN_OF_TORCH) and not kind.__name__.endswith("DataLoaderIter")
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return "/site-packages/" in file or "/dist-packages/" in file or is_installed(file)
+
+
+def is_random(thing: Any, numpy: Any) -> bool:
+    if isinstance(thing, (torch.Generator, random.Random)):
+        return True
+    return numpy is not None and isinstance(thing, (numpy.random.Generator, numpy.random.RandomState))
+
+
+def bytes_of(numpy: Any, array: Any) -> Any:
+    return numpy.ascontiguousarray(array).view(numpy.uint8).reshape(-1) if array.size else b""

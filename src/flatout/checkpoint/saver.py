@@ -1,0 +1,205 @@
+"""Write checkpoints in the background: the training waits only for a copy of its state.
+
+The interval keeps the cost within a given share of the time.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.checkpoint.checkpoint import Checkpoint
+from flatout.checkpoint.checkpoints import CheckpointFolder
+from flatout.checkpoint.snapshot import Snapshot
+from flatout.checkpoint.values import Packed
+from flatout.schema.errors import FlatoutError
+
+SHARE = 0.01
+MOST_SHARES = 5.0
+
+
+@dataclass(frozen=True)
+class WriterClocks:
+    """Wall-clock seconds, and CPU seconds of the calling thread."""
+
+    wall_s: Callable[[], float]
+    thread_s: Callable[[], float]
+
+
+@dataclass
+class CheckpointCost:
+    """The cost of checkpoints so far, in seconds.
+
+    It counts the time the training waited, and the CPU time of the writing thread, which takes a core from a
+    training on the host.
+    """
+
+    saves: int = 0
+    waited_s: float = 0.0
+    worked_s: float = 0.0
+    last_s: float = 0.0
+
+
+class CheckpointWriter:
+    """Writes checkpoints in the background, at an interval that limits their cost.
+
+    ``every``: steps between two checkpoints; None: as often as ``share`` of the time allows, including all
+    costs. If interruptions cost more than that, checkpoints are more frequent, up to MOST_SHARES of
+    ``share``. ``interrupted_every_s`` returns the mean time between interruptions, and the interval minimises
+    the loss (Young 1974, "A first order approximation to the optimum checkpoint interval").
+
+    ``say`` receives sentences about failures: the training continues without that checkpoint, and the next
+    one is tried. ``sound`` checks a copy before it is written and returns why not to write it, or "".
+    ``write`` replaces `CheckpointFolder.write` if several ranks each write a part; it returns None if the checkpoint
+    belongs to another rank.
+    """
+
+    def __init__(
+        self,
+        torch: Any,
+        saves: CheckpointFolder,
+        kind: str,
+        clocks: WriterClocks,
+        say: Callable[[str], None],
+        *,
+        every: int | None = None,
+        share: float = SHARE,
+        sound: Callable[[Packed], str] | None = None,
+        write: Callable[[int, Packed, Mapping[str, Any]], Checkpoint | None] | None = None,
+    ) -> None:
+        self.saves, self.kind, self.clocks, self.say = saves, kind, clocks, say
+        self.every, self.share, self.sound = every, share, sound
+        self._write_copy = (
+            write
+            if write is not None
+            else lambda step, copy, metadata: saves.write(kind, step, {"": copy}, metadata)
+        )
+        self.cost = CheckpointCost()
+        self.last: Checkpoint | None = None
+        self.interrupted_every_s: Callable[[], float] = lambda: math.inf
+        self._snapshot = Snapshot(torch)
+        self._writing: threading.Thread | None = None
+        self._last_step = -1
+        self._began_s = clocks.wall_s()
+        self._said = ""
+        self._failed = 0
+
+    @property
+    def last_step(self) -> int:
+        """The step of the last checkpoint that was started or resumed from."""
+        return self._last_step
+
+    def goes_on(self, step: int, cost_s: float = 0.0) -> None:
+        """Register an existing checkpoint of this step.
+
+        ``cost_s``: its recent cost, which delays the next one.
+        """
+        self._last_step, self.cost.last_s = step, cost_s
+
+    def due(self, step: int) -> bool:
+        """Whether to write a checkpoint now that ``step`` steps are done. Never twice for the same step."""
+        if step == self._last_step:
+            return False
+        if self.every is not None:
+            return step % self.every == 0
+        if self._writing is not None and self._writing.is_alive():
+            return False
+        return self.clocks.wall_s() - self._began_s >= self._pause_s()
+
+    def _pause_s(self) -> float:
+        cost_s = self.cost.last_s
+        longest_s, mean_s = cost_s / self.share, self.interrupted_every_s()
+        return (
+            longest_s
+            if mean_s == math.inf
+            else min(longest_s, max(longest_s / MOST_SHARES, math.sqrt(2 * cost_s * mean_s)))
+        )
+
+    def save(
+        self, step: int, packed: Packed, metadata: Mapping[str, Any], since_s: float | None = None
+    ) -> None:
+        """Copy the state and return; writing happens in the background.
+
+        Waits for a checkpoint still being written.
+
+        ``since_s``: when the training began to wait, if that was before this call.
+        """
+        began_s = self.clocks.wall_s() if since_s is None else since_s
+        self._join()
+        try:
+            copy = self._snapshot.take(packed)
+            writing = threading.Thread(
+                target=self._write, args=(step, copy, dict(metadata)), name="flatout saves", daemon=True
+            )
+            self._waited(step, began_s)  # before the thread adds to it
+            writing.start()
+            self._writing = writing
+        except (MemoryError, RuntimeError) as error:  # no memory for a copy, or no more threads allowed
+            self._waited(step, began_s)
+            self._complain(
+                f"step {step} was not saved: its state could not be copied ({error}). The training continues."
+            )
+
+    def _waited(self, step: int, since_s: float) -> None:
+        self._began_s = self.clocks.wall_s()
+        self.cost.last_s = self._began_s - since_s
+        if step != self._last_step:
+            self.cost.saves += 1
+        self.cost.waited_s += self.cost.last_s
+        self._last_step = step
+
+    def save_now(self, step: int, packed: Packed, metadata: Mapping[str, Any]) -> Checkpoint | None:
+        """Write the state itself in this thread, at the end of a process, when no thread may be started.
+
+        Returns None if it failed.
+        """
+        self.wait()
+        self._last_step = step
+        self.cost.saves += 1
+        before = self.last
+        self._write(step, packed, metadata)
+        return self.last if self.last is not before else None
+
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
+        began_s = self.clocks.wall_s()
+        self._join()
+        self.cost.waited_s += self.clocks.wall_s() - began_s
+
+    def _join(self) -> None:
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+
+    def _write(self, step: int, copy: Packed, metadata: Mapping[str, Any]) -> None:
+        began_s = self.clocks.thread_s()
+        try:
+            self._snapshot.wait()
+            why_not = self.sound(copy) if self.sound is not None else ""
+            if why_not:
+                self._complain(f"step {step} was not saved: {why_not}. Earlier checkpoints stay.")
+            else:
+                self.last = self._write_copy(step, copy, metadata)
+                if self._failed:
+                    self.say(f"step {step} is saved; the {self._failed} attempts before it failed.")
+                self._said, self._failed = "", 0
+        except FlatoutError as error:
+            self._complain(f"step {step} was not saved: {error} The training continues.")
+        except Exception as error:  # a thread that dies would go unnoticed
+            self._complain(
+                f"step {step} was not saved ({type(error).__name__}: {error}). The training continues."
+            )
+        worked_s = self.clocks.thread_s() - began_s
+        self.cost.worked_s += worked_s
+        self.cost.last_s += worked_s
+
+    def _complain(self, sentence: str) -> None:
+        """Report the same failure only once, until a checkpoint succeeds."""
+        self._failed += 1
+        what = sentence.partition(": ")[2]
+        if what != self._said:
+            self._said = what
+            self.say(sentence)

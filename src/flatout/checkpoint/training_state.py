@@ -1,0 +1,302 @@
+"""What a running script trains, and its complete state, by the names that the script uses.
+
+No function of the script is called: its own ``state_dict`` may do anything, and flatout may have wrapped
+parts of it. Modules, optimizers and similar objects are held weakly. For a module, the dictionaries of its
+layers are also held until the module is gone, so that its final state is still available.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+from flatout.agent.names import names_of, spelled, visible
+from flatout.agent.schedulers import Schedulers
+from flatout.checkpoint.metadata import Kept
+from flatout.checkpoint.random_states import random_states
+
+WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
+NOT_A_NAME = re.compile(r"\W+")
+OWN_WAYS = ("state_dict", "_save_to_state_dict", "get_extra_state")
+
+
+def unwrapped(module: Any) -> Any:
+    """The script's own module, inside the wrappers of torch."""
+    while type(module).__name__ in WRAPPERS and type(module).__module__.startswith("torch."):
+        module = getattr(module, WRAPPERS[type(module).__name__])
+    return module
+
+
+class TrackedObject:
+    """One object of the script. ``name`` is the name of its state, ``code`` its spelling in the script."""
+
+    def __init__(self, kind: str, thing: Any, name: str, code: str, gone: Callable[[], None]) -> None:
+        self.kind, self.name, self.code, self.type = kind, name, code, type(thing).__name__
+        self.ref: Callable[[], Any] = weakref.ref(thing, lambda _: self._ends(gone))
+        self.parts: Any = None
+
+    def look(self) -> Any:
+        """The object; None when it is gone."""
+        thing = self.ref()
+        if thing is not None and self.kind == "modules":
+            self.parts = list(_layers(thing, ""))
+        elif thing is not None and self.kind == "optimizers":
+            self.parts = thing.param_groups, thing.state
+        return thing
+
+    def _ends(self, gone: Callable[[], None]) -> None:
+        if self.kind in ("modules", "optimizers"):
+            gone()
+        self.parts = None
+
+
+class TrainingState:
+    """Finds the training state of a script.
+
+    Calls ``gone`` when a module or an optimizer of the training dies. Its state is available until then.
+    """
+
+    def __init__(self, context: Any, schedulers: Schedulers, gone: Callable[[], None]) -> None:
+        self.context, self.torch, self.schedulers, self.gone = context, context.torch, schedulers, gone
+        self.notes: dict[str, str] = {}  # place -> what a checkpoint cannot restore
+        self.divided = False  # weights are sharded over several ranks
+        self._held: dict[int, TrackedObject] = {}
+        self._tensors: dict[str, Callable[[], Any]] = {}
+
+    def look(self, frame: FrameType | None) -> None:
+        """Find the training state. ``frame``: where to look for variable names."""
+        seen = list(visible(frame))
+        optimizers, scalers = self.context.optimizers, self.context.scalers
+        trained = {
+            id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+        }
+        modules = self._modules(seen, trained)
+        found = [
+            *(("modules", each) for each in modules),
+            *(("optimizers", each) for each in optimizers),
+            *(("schedulers", each) for each in self.schedulers.outermost),
+            *(("scalers", each) for each in scalers),
+        ]
+        wrappers = self._wrappers(seen, modules)
+        names = names_of([*(thing for _, thing in found), *wrappers], seen)
+        names = {id(unwrapped(wrapper)): names[id(wrapper)] for wrapper in wrappers} | names
+        self._held = {
+            key: held
+            for key, held in self._held.items()
+            if held.ref() is not None and any(thing is held.ref() for _, thing in found)
+        }
+        for kind, thing in found:
+            if id(thing) not in self._held:
+                name, code = self._named(thing, names)
+                self._held[id(thing)] = TrackedObject(kind, thing, name, code, self.gone)
+                self._note(kind, thing, name)
+        for held in self._held.values():
+            held.look()
+        covered = {id(p) for module in modules for p in _parameters(module)}
+        self.divided = any(hasattr(p, "_local_tensor") for module in modules for p in _parameters(module))
+        self._tensors = self._bare(
+            seen, {key: p for key, p in trained.items() if key not in covered}, covered
+        )
+
+    @property
+    def live(self) -> bool:
+        """Whether any trained object still exists."""
+        return bool(self.context.roots or self.context.optimizers) or any(
+            ref() is not None for ref in self._tensors.values()
+        )
+
+    def state(self) -> dict[str, Any]:
+        """The present state of everything found: the script's own tensors, in new dictionaries."""
+        found: dict[str, Any] = {kind: {} for kind in ("modules", "optimizers", "schedulers", "scalers")}
+        for held in self._held.values():
+            thing = held.look()
+            if held.kind == "modules" and held.parts is not None:
+                found["modules"][held.name] = _module_state(held.parts)
+            elif held.kind == "optimizers" and held.parts is not None:
+                found["optimizers"][held.name] = _optimizer_state(self.torch, *held.parts)
+            elif thing is not None:
+                found[held.kind][held.name] = self._own_state(held.kind, thing)
+        tensors = {
+            name: tensor.detach() for name, ref in self._tensors.items() if (tensor := ref()) is not None
+        }
+        return {**found, "tensors": tensors, "random": random_states(self.torch)}
+
+    def kept(self, state: dict[str, Any]) -> tuple[Kept, ...]:
+        """The content of a state, as a list for users."""
+        found = []
+        for held in self._held.values():
+            if held.name in state[held.kind]:
+                counted = (
+                    sum(t.numel() for t in state["modules"][held.name]["state"].values())
+                    if held.kind == "modules"
+                    else 0
+                )
+                found.append(Kept(held.kind, held.name, held.code, held.type, counted))
+        tensors = (Kept("tensors", name, name, "Tensor", t.numel()) for name, t in state["tensors"].items())
+        return (*found, *tensors)
+
+    # -- finding ---------------------------------------------------------------------------------------------
+
+    def _modules(self, seen: list[tuple[str, Any]], trained: dict[int, Any]) -> list[Any]:
+        """The trained modules, outermost as the script calls them, and the script's copies of them."""
+        roots = _outermost([unwrapped(root) for root in self.context.roots])
+        kind = self.torch.nn.Module
+        others = _outermost([unwrapped(value) for _, value in seen if isinstance(value, kind)])
+        covered = {id(p) for root in roots for p in _parameters(root)}
+        for other in others:
+            inside = set(map(id, _tree(other)))
+            parts = [root for root in roots if id(root) in inside and root is not other]
+            misses = [p for p in _parameters(other) if id(p) in trained and id(p) not in covered]
+            if misses or len(parts) > 1:
+                roots = [root for root in roots if id(root) not in inside] + [other]
+                covered |= {id(p) for p in _parameters(other)}
+        kinds = {type(root) for root in roots}
+        copies = [
+            other
+            for other in others
+            if (type(other) in kinds or type(getattr(other, "module", None)) in kinds)
+            and not any(id(p) in covered for p in _parameters(other))
+        ]
+        return roots + copies
+
+    def _wrappers(self, seen: list[tuple[str, Any]], modules: list[Any]) -> list[Any]:
+        """Wrappers by whose name a module may be known."""
+        wanted = set(map(id, modules))
+        return [
+            value
+            for _, value in seen
+            if isinstance(value, self.torch.nn.Module)
+            and id(value) not in wanted
+            and id(unwrapped(value)) in wanted
+        ]
+
+    def _named(self, thing: Any, names: dict[int, str]) -> tuple[str, str]:
+        code = names.get(id(thing), "")
+        taken = {held.name for held in self._held.values()} | {"random", "tensors"}
+        stem = NOT_A_NAME.sub("_", code).strip("_") or spelled(type(thing).__name__)
+        name, again = stem, 2
+        while name in taken:
+            name, again = f"{stem}{again}", again + 1
+        return name, code or name
+
+    def _bare(
+        self, seen: list[tuple[str, Any]], uncovered: dict[int, Any], covered: set[int]
+    ) -> dict[str, Callable[[], Any]]:
+        """Weights outside all modules: those of optimizers.
+
+        Without optimizers and modules, all leaf tensors that the script names.
+        """
+        tensor = self.torch.Tensor
+        found = dict(uncovered)
+        if not found and not covered:
+            for _, value in seen:
+                for each in (
+                    value,
+                    *(
+                        value
+                        if type(value) in (list, tuple)
+                        else value.values()
+                        if type(value) is dict
+                        else ()
+                    ),
+                ):
+                    if isinstance(each, tensor) and each.is_leaf and each.requires_grad:
+                        found[id(each)] = each
+        names = names_of(found.values(), seen)
+        return {
+            names.get(key, f"weight_{at}"): weakref.ref(value)
+            for at, (key, value) in enumerate(found.items())
+        }
+
+    # -- custom state ----------------------------------------------------------------------------------------
+
+    def _note(self, kind: str, thing: Any, name: str) -> None:
+        if kind == "modules":
+            usual = self.torch.nn.Module
+            own = sorted(
+                {
+                    type(each).__name__
+                    for each in _tree(thing)
+                    if any(getattr(type(each), way) is not getattr(usual, way) for way in OWN_WAYS)
+                    or each._state_dict_hooks
+                    or each._state_dict_pre_hooks
+                }
+            )
+            if own:
+                self.notes[name] = f"additions and changes by the custom state_dict of {', '.join(own[:3])}"
+        elif (
+            kind == "optimizers" and type(thing).state_dict is not self.torch.optim.Optimizer.state_dict
+        ) or (kind == "schedulers" and not type(thing).__module__.startswith("torch.")):
+            self.notes[name] = f"additions and changes by the custom state_dict of {type(thing).__name__}"
+
+    def _own_state(self, kind: str, thing: Any) -> dict[str, Any]:
+        if type(thing).__module__.startswith("torch."):  # torch's own methods only read
+            return dict(thing.state_dict())
+        return {name: value for name, value in vars(thing).items() if name not in ("optimizer", "_optimizer")}
+
+
+def _outermost(modules: Iterable[Any]) -> list[Any]:
+    """Each module once, without those that are parts of others."""
+    once = list({id(module): module for module in modules}.values())
+    parts = {id(part) for module in once for part in list(_tree(module))[1:]}
+    return [module for module in once if id(module) not in parts]
+
+
+def _tree(module: Any) -> Iterator[Any]:
+    yield module
+    for child in module._modules.values():
+        if child is not None:
+            yield from _tree(child)
+
+
+def _parameters(module: Any) -> Iterator[Any]:
+    return (p for each in _tree(module) for p in each._parameters.values() if p is not None)
+
+
+def _layers(module: Any, prefix: str) -> Iterator[tuple[str, Any, Any, Any, Any]]:
+    """The prefix and the live dictionaries of each layer, in the order of ``state_dict``."""
+    yield prefix, module._parameters, module._buffers, module._non_persistent_buffers_set, module._version
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _layers(child, f"{prefix}{name}.")
+
+
+def _module_state(layers: list[tuple[str, Any, Any, Any, Any]]) -> dict[str, Any]:
+    state: OrderedDict[str, Any] = OrderedDict()
+    versions = {}
+    for prefix, parameters, buffers, fleeting, version in layers:
+        versions[prefix[:-1]] = version
+        state.update(
+            (prefix + name, value.detach()) for name, value in parameters.items() if value is not None
+        )
+        state.update(
+            (prefix + name, value.detach())
+            for name, value in buffers.items()
+            if value is not None and name not in fleeting
+        )
+    return {"state": state, "versions": versions}
+
+
+def _optimizer_state(torch: Any, groups: Any, state: Any) -> dict[str, Any]:
+    """The state with the numbering of torch's ``Optimizer.state_dict``."""
+    numbers: dict[int, int] = {}
+    packed = []
+    for group in groups:
+        for p in group["params"]:
+            numbers.setdefault(id(p), len(numbers))
+        packed.append(
+            {
+                **{key: value for key, value in group.items() if key != "params"},
+                "params": [numbers[id(p)] for p in group["params"]],
+            }
+        )
+    of_weights = {
+        (numbers.get(id(key)) if isinstance(key, torch.Tensor) else key): value
+        for key, value in state.items()
+    }
+    of_weights.pop(None, None)
+    return {"state": of_weights, "param_groups": packed}

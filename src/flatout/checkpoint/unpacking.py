@@ -1,0 +1,168 @@
+"""Rebuilds a state from its JSON and tensors."""
+
+from __future__ import annotations
+
+import base64
+import math
+import sys
+from array import array
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flatout.checkpoint.slices import Slice
+from flatout.schema.errors import SaveError
+
+DEEPEST = 64
+FACTORIES: dict[str, Callable[[], Any]] = {
+    "list": list,
+    "dict": dict,
+    "int": int,
+    "float": float,
+    "set": set,
+    "str": str,
+}
+PAIRS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
+ROWS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
+MADE_OF = {name: kind for kind, name in (PAIRS | ROWS).items()}
+
+
+def unpack(torch: Any, tree: Any, tensors: Mapping[str, Any]) -> Any:
+    """Rebuild the state with new containers around ``tensors``.
+
+    Raises SaveError for anything `pack` did not make.
+    """
+    try:
+        return _value_of(torch, tree, tensors, 0)
+    except (
+        KeyError,
+        IndexError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RuntimeError,
+        MemoryError,
+    ) as error:
+        raise SaveError(
+            f"a value in it cannot be read ({type(error).__name__}: {str(error)[:200]})"
+        ) from None
+
+
+def _value_of(torch: Any, tree: Any, tensors: Mapping[str, Any], depth: int) -> Any:
+    if depth > DEEPEST + 1:
+        raise ValueError("it is nested too deeply")
+    if tree is None or type(tree) in (bool, int, float, str):
+        return tree
+
+    def inside(each: Any) -> Any:
+        return _value_of(torch, each, tensors, depth + 1)
+
+    if type(tree) is list:
+        return [inside(each) for each in tree]
+    if "tensor" in tree:
+        return _tensor_of(torch, tree, tensors)
+    if "slice" in tree:
+        return _slice_of(torch, tree, tensors)
+    ((kind, metadata),) = tree.items()
+    if kind in PAIRS.values():
+        made = MADE_OF[kind]()
+        for key, value in metadata:
+            made[inside(key)] = inside(value)
+        return made
+    if kind == "default":
+        return defaultdict(
+            FACTORIES[metadata[0]], ((inside(key), inside(value)) for key, value in metadata[1])
+        )
+    if kind == "deque":
+        return deque((inside(each) for each in metadata[0]), metadata[1])
+    if kind in ROWS.values():
+        return MADE_OF[kind](
+            inside(each)
+            for each in metadata
+            if kind == "tuple" or type(each) is not dict or "missing" not in each
+        )
+    return _leaf_of(torch, kind, metadata, inside)
+
+
+def _leaf_of(torch: Any, kind: str, metadata: Any, inside: Callable[[Any], Any]) -> Any:
+    if kind == "float":
+        return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[metadata]
+    if kind == "int":
+        return int(metadata, 16)
+    if kind == "ints":
+        words = array("q")
+        words.frombytes(_bytes(metadata[1]))
+        return {"list": list, "tuple": tuple}[metadata[0]](little(words))
+    if kind == "large":
+        return inside(metadata).numpy()
+    if kind == "complex":
+        return complex(*(inside(each) for each in metadata))
+    if kind == "bytes":
+        return _bytes(metadata)
+    if kind == "range":
+        return range(*metadata)
+    if kind == "size":
+        return torch.Size(metadata)
+    if kind == "dtype":
+        return _dtype(torch, metadata)
+    if kind == "device":
+        return torch.device(metadata)
+    if kind in ("array", "scalar"):
+        import numpy
+
+        dtype = numpy.dtype(str(metadata[0]))
+        if dtype.hasobject or dtype.names is not None:
+            raise ValueError("it is an array of objects")
+        if kind == "scalar" and not dtype.itemsize:
+            return dtype.type()  # an empty string
+        found = numpy.frombuffer(_bytes(metadata[-1]), dtype).copy()
+        return found.reshape(metadata[1]) if kind == "array" else found[0]
+    if kind == "missing":
+        return None
+    raise ValueError(f"unknown kind of value {kind!r}")
+
+
+def _tensor_of(torch: Any, metadata: dict[str, Any], tensors: Mapping[str, Any]) -> Any:
+    shape = metadata["shape"]
+    order = metadata.get("order", list(range(len(shape))))
+    if sorted(order) != list(range(len(shape))):
+        raise ValueError("its dimensions have no valid order")
+    found = (
+        tensors[metadata["tensor"]]
+        .view(_dtype(torch, metadata["dtype"]))
+        .reshape([shape[at] for at in order])
+    )
+    return found.permute([order.index(at) for at in range(len(order))])
+
+
+def _slice_of(torch: Any, metadata: dict[str, Any], tensors: Mapping[str, Any]) -> Slice:
+    local, shape, at = _tensor_of(torch, metadata["slice"], tensors), metadata["shape"], metadata["at"]
+    if (
+        not len(shape) == len(at) == local.dim()
+        or any(type(each) is not int or each < 0 for each in (*shape, *at))
+        or any(start + size > whole for start, size, whole in zip(at, local.shape, shape, strict=True))
+    ):
+        raise ValueError("its slice is out of bounds")
+    return Slice(local, tuple(shape), tuple(at))
+
+
+def _dtype(torch: Any, name: str) -> Any:
+    found = getattr(torch, name) if type(name) is str and name.isidentifier() else None
+    if type(found) is not torch.dtype:
+        raise ValueError(f"there is no dtype {name!r}")
+    return found
+
+
+def little(words: array[int]) -> array[int]:
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words
+
+
+def text_of(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)

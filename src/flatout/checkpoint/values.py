@@ -1,0 +1,230 @@
+"""A state as a closed set of JSON values and tensors.
+
+Other values are named and left out; nothing is ever pickled.
+
+``None``, ``bool``, ``int``, ``float``, ``str`` and ``list`` are themselves. Everything else is an object with
+one key for its type:
+
+    {"dict": [[key, value], ...]}        also "ordered", "counter"
+    {"tuple": [...]}                     also "set", "frozenset", "size" (torch.Size)
+    {"default": [factory, [[key, value], ...]]}
+    {"deque": [[...], most]}
+    {"float": "nan"}                     also "inf", "-inf"
+    {"complex": [real, imaginary]}
+    {"int": hexadecimal}                 of more than 64 bits
+    {"ints": ["list" or "tuple", base64 of 64-bit words]}    for many integers
+    {"bytes": base64}
+    {"range": [start, stop, step]}
+    {"dtype": "float32"}
+    {"device": "cuda:0"}
+    {"scalar": [numpy's dtype, base64]}
+    {"array": [numpy's dtype, shape, base64]}
+    {"large": tensor}                    a numpy array that is stored as a tensor
+    {"tensor": name, "dtype": ..., "shape": [...], "order": [...]}
+                                         its bytes are in the tensor file; ``order`` lists its dimensions from
+                                         the widest stride to the narrowest, if they are not in that order
+    {"slice": tensor, "shape": [...], "at": [...]}
+                                         this rank's part of a sharded tensor, and its offsets
+    {"missing": type}                    a list entry that was left out
+
+Types are compared exactly: a subclass may carry unknown data.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flatout.checkpoint.slices import is_divided, slice_of
+from flatout.checkpoint.unpacking import DEEPEST, FACTORIES, PAIRS, ROWS, little, text_of
+
+MANY, LARGE_BYTES = 64, 4096
+WORD = 1 << 63
+
+
+@dataclass
+class Packed:
+    """``tree`` is JSON.
+
+    ``tensors``: the program's own, by name, with dimensions in the order of their strides.
+
+    ``left_out``: the places of values outside the set, with their types.
+    """
+
+    tree: Any
+    tensors: dict[str, Any] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+def pack(torch: Any, state: Any) -> Packed:
+    return _Packer(torch).all_of(state)
+
+
+class _Packer:
+    def __init__(self, torch: Any) -> None:
+        self.torch = torch
+        self.packed = Packed(None)
+        self.known: dict[Any, str] = {}
+        self.around: set[int] = set()  # the containers of the present value
+
+    def all_of(self, state: Any) -> Packed:
+        self.packed.tree = self._of(state, "", 0)
+        return self.packed
+
+    def _of(self, value: Any, where: str, depth: int) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, str):
+            return value
+        if kind is int:
+            return (
+                value if -WORD <= value < WORD else {"int": hex(value)}
+            )  # the only way for thousands of digits
+        if kind is float:
+            return value if math.isfinite(value) else {"float": repr(value)}
+        if depth > DEEPEST or id(value) in self.around:
+            return self._missing(value, where)
+        if (
+            kind in (list, tuple)
+            and len(value) >= MANY
+            and set(map(type, value)) == {int}
+            and min(value) >= -WORD
+            and max(value) < WORD
+        ):
+            return {"ints": [kind.__name__, text_of(little(array("q", value)).tobytes())]}
+        self.around.add(id(value))
+        try:
+            return self._holding(value, kind, where, depth)
+        finally:
+            self.around.discard(id(value))
+
+    def _holding(self, value: Any, kind: type, where: str, depth: int) -> Any:
+        if kind is list:
+            return self._rows(value, where, depth)
+        if kind in PAIRS:
+            return {PAIRS[kind]: self._pairs(value, where, depth)}
+        if kind in ROWS:
+            return {ROWS[kind]: self._rows(value, where, depth)}
+        if kind is defaultdict:
+            factory = next((name for name, made in FACTORIES.items() if made is value.default_factory), None)
+            return (
+                self._missing(value, where)
+                if factory is None
+                else {"default": [factory, self._pairs(value, where, depth)]}
+            )
+        if kind is deque:
+            return {"deque": [self._rows(value, where, depth), value.maxlen]}
+        if kind is complex:
+            return {"complex": [self._of(value.real, where, depth), self._of(value.imag, where, depth)]}
+        if kind is bytes:
+            return {"bytes": text_of(value)}
+        if kind is range:
+            return {"range": [value.start, value.stop, value.step]}
+        return self._of_libraries(value, where)
+
+    def _of_libraries(self, value: Any, where: str) -> Any:
+        torch, kind = self.torch, type(value)
+        if kind is torch.Size:
+            return {"size": list(value)}
+        if kind is torch.dtype:
+            return {"dtype": str(value).removeprefix("torch.")}
+        if kind is torch.device:
+            return {"device": str(value)}
+        if kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            return self._tensor(value, where)
+        if is_divided(value):
+            mine = slice_of(value)
+            if mine is not None:
+                return {
+                    "slice": self._tensor(mine.local, where),
+                    "shape": list(mine.shape),
+                    "at": list(mine.offsets),
+                }
+        numpy = sys.modules.get("numpy")
+        if (
+            numpy is not None
+            and kind is numpy.ndarray
+            and not value.dtype.hasobject
+            and value.dtype.names is None
+        ):
+            return self._array(value, where)
+        if (
+            numpy is not None
+            and isinstance(value, numpy.generic)
+            and kind is value.dtype.type
+            and not value.dtype.hasobject
+            and value.dtype.names is None
+        ):
+            return {"scalar": [value.dtype.str, text_of(value.tobytes())]}
+        return self._missing(value, where)
+
+    def _array(self, value: Any, where: str) -> Any:
+        if value.nbytes >= LARGE_BYTES and value.dtype.isnative:
+            try:
+                return {"large": self._tensor(self.torch.from_numpy(value.copy()), where)}
+            except TypeError:
+                pass  # torch does not have this dtype
+        return {"array": [value.dtype.str, list(value.shape), text_of(value.tobytes())]}
+
+    def _tensor(self, tensor: Any, where: str) -> Any:
+        tensor = tensor.detach()
+        if (
+            tensor.layout is not self.torch.strided
+            or tensor.is_quantized
+            or tensor.is_meta
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ):
+            return self._missing(tensor, where)
+        order = sorted(range(tensor.dim()), key=lambda at: (-tensor.stride(at), at))
+        if not tensor.permute(order).is_contiguous():  # a view or expanded: copy its bytes in order
+            order = list(range(tensor.dim()))
+        same = (
+            (tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.data_ptr())
+            if tensor.numel()
+            else id(tensor)
+        )
+        name = self.known.get(same)
+        if name is None:
+            name = self.known[same] = self._name(where)
+            self.packed.tensors[name] = tensor.permute(order)
+        metadata = {
+            "tensor": name,
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+        }
+        return metadata if order == list(range(tensor.dim())) else {**metadata, "order": order}
+
+    def _name(self, where: str) -> str:
+        where = where.encode(errors="backslashreplace").decode()  # lone surrogates are not valid in the file
+        name, again = where or "state", 1
+        while name in self.packed.tensors or name == "__metadata__":
+            name, again = f"{where}#{again}", again + 1
+        return name
+
+    def _rows(self, values: Any, where: str, depth: int) -> list[Any]:
+        return [self._of(value, f"{where}[{at}]", depth + 1) for at, value in enumerate(values)]
+
+    def _pairs(self, values: Mapping[Any, Any], where: str, depth: int) -> list[list[Any]]:
+        found = []
+        for key, value in values.items():
+            at = (
+                f"{where}.{key}"
+                if where and type(key) is str
+                else key
+                if type(key) is str
+                else f"{where}[{repr(key)[:80]}]"
+            )
+            packed_key, packed = self._of(key, at, depth + 1), self._of(value, at, depth + 1)
+            if not any(type(each) is dict and "missing" in each for each in (packed_key, packed)):
+                found.append([packed_key, packed])
+        return found
+
+    def _missing(self, value: Any, where: str) -> dict[str, str]:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        self.packed.left_out[where] = kind
+        return {"missing": kind}

@@ -1,0 +1,186 @@
+"""Arguments shared by several commands: the program, the plan, the folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flatout.job import plan_file
+from flatout.job.folder import JobFolder
+from flatout.levers import TABLE
+from flatout.schema.enums import Origin
+from flatout.schema.errors import StorageError, UsageError
+from flatout.schema.lever import Lever
+from flatout.schema.plan import Choice, Plan, is_value
+
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+PROGRAM = {
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,
+    "help_option_names": ["-h", "--help"],
+}
+
+
+class Duration(click.ParamType):
+    """A duration (``90``, ``90s``, ``5m``, ``1h``) as seconds in a float."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        if isinstance(value, float):
+            return value
+        text = str(value).strip().lower()
+        try:
+            number = float(text[:-1]) * UNITS[text[-1]] if text[-1:] in UNITS else float(text)
+        except ValueError:
+            self.fail(f"{value!r} is not a time; write 90s, 5m or 1h", param, ctx)
+        if not 0 <= number < 1e9:
+            self.fail(f"{value!r} is negative or too long; write 90s, 5m or 1h", param, ctx)
+        return number
+
+
+class Amount(click.ParamType):
+    """An amount of memory (``8GB``, ``500MiB``, ``12000000``) in bytes. GB is 1000 MB, GiB is 1024 MiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        if isinstance(value, int):
+            return value
+        found = re.fullmatch(r"([\d.]+)\s*(?:([kmgt])(i?)b?|b)?", str(value).strip().lower())
+        try:
+            number = (
+                float(found[1]) * (1024 if found[3] else 1000) ** (" kmgt".index(found[2]) if found[2] else 0)
+                if found
+                else -1.0
+            )
+        except ValueError:
+            number = -1.0
+        if not 1 <= number < 2**60:
+            self.fail(f"{value!r} is not an amount of memory; write 8GB or 500MiB", param, ctx)
+        return int(number)
+
+
+class LeverByName(click.ParamType):
+    """A user's Choice, from ``NAME`` or ``NAME=VALUE``. VALUE is TOML or a bare word.
+
+    A bare name means ``true``: the first value that the lever offers."""
+
+    name = "lever"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Choice:
+        if isinstance(value, Choice):
+            return value
+        name, has_value, text = str(value).partition("=")
+        name, text = name.strip(), text.strip()
+        try:
+            lever = lever_of(name)
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+        read = _toml_value(text) if has_value else True
+        if read is None:
+            self.fail(
+                f"{text!r} is not a value for {name}: write true, a number, a word, or a table as in --with '{name}={{every = 8}}'.",
+                param,
+                ctx,
+            )
+        if has_value:
+            try:
+                lever.check(read)
+            except TypeError as error:
+                self.fail(f"{error}. `flatout levers {name}` shows its page.", param, ctx)
+        return Choice(name, read, Origin.USER)
+
+
+def lever_of(name: str) -> Lever:
+    """Return the lever of this name. Raises UsageError."""
+    lever = next((each for each in TABLE if each.name == name), None)
+    if lever is None:
+        meant = did_you_mean(name, [each.name for each in TABLE])
+        raise UsageError(f"there is no lever {name!r}{meant} `flatout levers` lists them.")
+    return lever
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return the end of a sentence about an unknown name: a suggestion, or a full stop."""
+    near = get_close_matches(name, list(names), 1, 0.5)
+    return f"; did you mean {near[0]}?" if near else "."
+
+
+def _toml_value(text: str) -> Any:
+    """Parse a value that a plan may hold; return None for anything else."""
+    if re.fullmatch(r"[A-Za-z_][\w.+-]*", text) and text not in ("true", "false"):
+        return text
+    try:
+        held = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return None
+    return held["value"] if set(held) == {"value"} and is_value(held["value"]) else None
+
+
+class Sizes(click.ParamType):
+    """A list of batch sizes (``32,64,128``): positive integers without duplicates."""
+
+    name = "sizes"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> list[int]:
+        if isinstance(value, list):
+            return value
+        try:
+            sizes = [int(word) for word in str(value).split(",") if word.strip()]
+        except ValueError:
+            sizes = [0]
+        if any(not 1 <= size < 2**31 for size in sizes):
+            self.fail(f"{value!r} is not a list of batch sizes; write 32,64,128", param, ctx)
+        return list(dict.fromkeys(sizes))
+
+
+def program(function: Callable) -> Callable:
+    return click.argument("words", metavar="COMMAND...", nargs=-1, type=click.UNPROCESSED)(function)
+
+
+def read_plan(path: str) -> Plan:
+    """Read a plan file; ``none`` is the empty plan. Raises PlanError if the file cannot be read."""
+    return Plan() if path == "none" else plan_file.read_plan(Path(path))
+
+
+def words_or_usage(words: tuple[str, ...], command: str) -> tuple[str, ...]:
+    """Return the words of the program. Raises UsageError if there are none, or if they begin with an option."""
+    if not words:
+        raise UsageError(f"no program was given. Try `flatout {command} python train.py`.")
+    if words[0].startswith("-"):
+        raise UsageError(_no_option(words[0], command))
+    return words
+
+
+def _no_option(word: str, command: str) -> str:
+    name = word.partition("=")[0]
+    if name in ("-m", "-c"):
+        return f"`flatout {command}` has no option {name}. Put `python` before it: `flatout {command} python {name} ...`."
+    ctx = click.get_current_context(silent=True)
+    known = [option for param in ctx.command.params for option in param.opts] if ctx is not None else []
+    meant = did_you_mean(name, [option for option in known if option.startswith("--")])
+    return f"`flatout {command}` has no option {name}{meant} `flatout {command} --help` lists them."
+
+
+def writable(folder: JobFolder, asked: bool) -> JobFolder:
+    """Create and return the job's folder.
+
+    If it cannot be written and the user did not ask for it, return a temporary folder and say so."""
+    try:
+        return folder.make()
+    except StorageError:
+        if asked:
+            raise
+        other = JobFolder(Path(tempfile.mkdtemp(prefix=f"flatout-{folder.path.name}-"))).make()
+        sys.stderr.write(f"flatout: cannot write to {os.getcwd()}; the records go to {other.path}\n")
+        return other

@@ -1,0 +1,91 @@
+"""`--device`: override the device that a program runs on. `flatout.agent.device` makes the changes."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flatout.launch.command import Command
+from flatout.probe.gpus import devices_of_torch
+from flatout.render.formatting import shell
+from flatout.schema.errors import UsageError
+from flatout.schema.facts import ASKED_DEVICE
+
+SHAPE = re.compile(r"cpu|mps|(cuda|xpu)(:(0|[1-9]\d{0,2}))?")
+
+
+class DeviceByName(click.ParamType):
+    """A device name: ``cpu``, ``cuda``, ``cuda:1``, ``xpu`` or ``mps``."""
+
+    name = "device"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> str:
+        text = str(value).strip().lower()
+        if not SHAPE.fullmatch(text):
+            self.fail(f"{value!r} is not a device; write cpu, cuda, cuda:1, xpu or mps", param, ctx)
+        return text
+
+
+device_option = click.option(
+    "--device",
+    default=None,
+    type=DeviceByName(),
+    metavar="cpu|cuda|cuda:N|xpu|mps",
+    help='Run on this device, whichever the script names (`.cuda()`, device="cuda", autocast, checkpoints).',
+)
+
+
+def choose(
+    device: str | None, cmd: Command, command: str, procs: int = 1, gpus: bool = False, elsewhere: str = ""
+) -> None:
+    """Make the programs that this process starts run on ``device``; levers see no other device.
+
+    ``elsewhere`` is the option that starts the program on other machines. Raises UsageError if ``device`` is
+    unavailable or contradicts another option.
+    """
+    if device is None:
+        return
+    if cmd.closed:
+        raise UsageError(
+            f"`python {cmd.closed}` disables flatout, so --device {device} cannot redirect anything. Remove {cmd.closed}."
+        )
+    if elsewhere:
+        raise UsageError(
+            f"--device {device} is a device of this machine, but {elsewhere} starts the program on others. Use one of them."
+        )
+    if gpus:
+        raise UsageError(
+            f"--gpus gives each rank its own CUDA device, but --device {device} is a single device. Use one of them."
+        )
+    if procs > 1 and device != "cpu":
+        raise UsageError(
+            f"--procs {procs} would put all ranks on {device}. Use --gpus {procs} for a GPU each, or --device cpu."
+        )
+    if device != "cpu":
+        _must_be_there(device, cmd, command)
+    if not device.startswith("cuda"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a call that is not redirected fails and takes no GPU memory
+    os.environ[ASKED_DEVICE] = device
+
+
+def hint(device: str | None) -> str:
+    """Return the option as text for a suggested command."""
+    return f"--device {device} " if device is not None else ""
+
+
+def _must_be_there(device: str, cmd: Command, command: str) -> None:
+    """Check that the program's torch sees the device.
+
+    Without torch, the program itself reports the failure."""
+    is_python = Path(cmd.argv[0]).name.startswith("python")
+    found = devices_of_torch(cmd.argv[0] if is_python else None)
+    if found is None or device in found or any(name.partition(":")[0] == device for name in found):
+        return
+    shown = ", ".join(f"{name} ({title})" if title else name for name, title in found.items())
+    raise UsageError(
+        f"this machine has no device {device}. torch sees {shown}. Try `flatout {command} --device {[*found][-1]} {shell(cmd.shown)}`."
+    )

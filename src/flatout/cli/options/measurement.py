@@ -1,0 +1,120 @@
+"""Shared parts of the commands that run a program briefly to measure it: options, record, page and output."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from flatout import __version__
+from flatout.cli.options.arguments import program, words_or_usage, writable
+from flatout.cli.options.progress import LiveProgress
+from flatout.job.folder import write_json, write_whole
+from flatout.launch.command import understand
+from flatout.measure.clock import today
+from flatout.probe.machine import look
+from flatout.schema.errors import FlatoutError
+from flatout.schema.facts import Facts
+from flatout.schema.records import ProgramRecord
+from flatout.tune.session import job_folder
+
+
+def measurement_options(function: Callable) -> Callable:
+    """Add the shared options: ``job``, ``as_json`` and the program's ``words``."""
+    function = click.option("--json", "as_json", is_flag=True, help="Print the record instead of a table.")(
+        function
+    )
+    return program(
+        click.option(
+            "--job",
+            type=click.Path(file_okay=False, path_type=Path),
+            help="Folder for the records instead of .flatout/<job>.",
+        )(function)
+    )
+
+
+def header(typed: Iterable[str], facts: Facts) -> dict[str, Any]:
+    """Return the common first fields of a ProgramRecord."""
+    return {
+        "command": list(typed),
+        "cwd": os.getcwd(),
+        "flatout": __version__,
+        "created": today(),
+        "versions": {"python": facts.python, **facts.versions},
+    }
+
+
+@contextmanager
+def kept(record: ProgramRecord, path: Path) -> Iterator[Callable[[], None]]:
+    """Write the record to its file on exit, even after an error. The yielded function writes it earlier.
+
+    SIGTERM stops the program in the same way as Ctrl-C.
+    """
+
+    def save() -> None:
+        write_json(path, record.to_json())
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield save
+    except FlatoutError as error:
+        record.status, record.message = "failed", str(error)
+        raise
+    except KeyboardInterrupt:
+        record.status, record.message = "failed", "interrupted"
+        sys.stderr.write(f"flatout: interrupted; the results so far are in {path}\n")
+        raise
+    finally:
+        save()
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+class Measurement:
+    """One measurement: ``name`` is the command and the stem of its files."""
+
+    def __init__(self, name: str, words: tuple[str, ...], job: Path | None) -> None:
+        """Raises UsageError, StorageError."""
+        self.name = name
+        self.command = understand(words_or_usage(words, name))
+        self.folder, self.facts = writable(job_folder(self.command, job), job is not None), look()
+        self.header = header(self.command.shown, self.facts)
+
+    def answer(
+        self,
+        record: ProgramRecord,
+        budget_s: float,
+        run: Callable[[Callable[[str, str], None], Callable[[], None]], object],
+    ) -> None:
+        """Call ``run`` to fill the record. Its arguments report a stage and save the record.
+
+        Raises FlatoutError, KeyboardInterrupt."""
+        with (
+            kept(record, self._file("json")) as save,
+            LiveProgress(Console(stderr=True), budget_s) as progress,
+        ):
+            run(progress.stage, save)
+
+    def show(self, record: ProgramRecord, html: str, parts: Iterable[object], as_json: bool) -> None:
+        """Write the page and print ``parts``: texts and tables."""
+        write_whole(self._file("html"), html)
+        if as_json:
+            click.echo(json.dumps(record.to_json(), indent=1))
+            return
+        console = Console()
+        for part in parts:
+            console.print(part, markup=False, highlight=False)
+        console.print(f"chart: {self._file('html')}", markup=False, highlight=False, soft_wrap=True)
+
+    def _file(self, ending: str) -> Path:
+        return self.folder.path / f"{self.name}.{ending}"

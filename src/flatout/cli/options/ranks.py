@@ -1,0 +1,120 @@
+"""The command-line options for ranks: their number and how the program is split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import click
+
+from flatout.cli.options.grouped import ranks_option
+from flatout.schema.errors import UsageError
+
+OPTIONS = (
+    ranks_option(
+        "--procs",
+        default=1,
+        show_default=True,
+        type=click.IntRange(1),
+        help="Number of ranks on this machine, for a single-process script.",
+    ),
+    ranks_option(
+        "--gpus",
+        default=0,
+        type=click.IntRange(0),
+        help="Number of ranks on this machine, each with its own CUDA device.",
+    ),
+    ranks_option(
+        "--sync-batchnorm",
+        is_flag=True,
+        help="Normalise over the whole batch of all ranks; costs one exchange per layer.",
+    ),
+    ranks_option(
+        "--whole-batches",
+        is_flag=True,
+        help="Show the script whole batches on each rank, so that its counts cover all ranks.",
+    ),
+    ranks_option(
+        "--split-evaluation",
+        is_flag=True,
+        help="Split the evaluation between the ranks; otherwise each rank evaluates everything.",
+    ),
+    ranks_option(
+        "--shard",
+        default="auto",
+        show_default=True,
+        type=click.Choice(["auto", "always", "never"]),
+        help="Shard weights, gradients and optimizer state over the ranks; auto: if they do not fit.",
+    ),
+    ranks_option(
+        "--rehearse",
+        is_flag=True,
+        help="Compare the ranks with one process again, even if an earlier rehearsal exists.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """The rank options of a command line.
+
+    ``procs`` is the number of ranks; ``gpus`` gives each its own CUDA device. ``sync_batchnorm`` normalises
+    over all ranks. ``whole_batches`` shows the script whole batches. ``split_evaluation`` splits the evaluation
+    between ranks. ``shard`` says whether weights, gradients and optimizer state are sharded. ``again``
+    repeats the rehearsal.
+    """
+
+    procs: int
+    gpus: bool = False
+    sync_batchnorm: bool = False
+    whole_batches: bool = False
+    split_evaluation: bool = False
+    shard: str = "auto"
+    again: bool = False
+
+    @property
+    def words(self) -> dict[str, str]:
+        """The user's choices in the value of the lever `data_parallel`."""
+        return {
+            **({"batchnorm": "all"} if self.sync_batchnorm else {}),
+            **({"evaluation": "divided"} if self.split_evaluation else {}),
+        }
+
+    @property
+    def several(self) -> bool:
+        return self.procs > 1
+
+    @property
+    def at_least_two(self) -> RankOptions:
+        """The same with at least two ranks, to rehearse on one machine when each node has one rank."""
+        return self if self.several else replace(self, procs=2)
+
+    @property
+    def title(self) -> str:
+        """The ranks that a plan is made for; "" for one process."""
+        return f"{self.procs} {'GPUs' if self.gpus else 'processes'}" if self.several else ""
+
+
+def options(command: Callable) -> Callable:
+    """Add the rank options to a command; ``ranks_asked`` reads them."""
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command
+
+
+def ranks_asked(given: dict[str, Any]) -> RankOptions:
+    """Remove the rank options from ``given`` and return them. Raises UsageError."""
+    procs, gpus = given.pop("procs"), given.pop("gpus")
+    if gpus and procs > 1 and gpus != procs:
+        raise UsageError(
+            f"--procs {procs} and --gpus {gpus} disagree; --gpus {gpus} alone starts {gpus} ranks with one GPU each."
+        )
+    return RankOptions(
+        max(procs, gpus),
+        bool(gpus),
+        again=given.pop("rehearse"),
+        **{
+            name: given.pop(name) for name in ("sync_batchnorm", "whole_batches", "split_evaluation", "shard")
+        },
+    )

@@ -1,0 +1,126 @@
+"""The supervision options of `flatout run`, and the command that starts the supervisor."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flatout.cli.options.grouped import survival_option
+from flatout.launch.command import Command
+from flatout.render.formatting import shell
+from flatout.schema.errors import UsageError
+
+RESTARTS, GRACE_S = 20, 10.0
+HOME = Path(__file__).resolve().parents[2]
+
+
+def options(duration: click.ParamType) -> Callable[[Callable], Callable]:
+    """Add the supervision options. ``duration`` parses 90s, 5m, 1h."""
+    given = (
+        survival_option(
+            "--supervise",
+            is_flag=True,
+            help="Monitor the program: end it if it hangs, restart it from its newest checkpoint (--restarts).",
+        ),
+        survival_option(
+            "--grace",
+            default=None,
+            type=duration,
+            help=f"Time for a last checkpoint after SIGTERM, with --supervise.  [default: {GRACE_S:g}s]",
+        ),
+        survival_option(
+            "--hang-after",
+            default=None,
+            type=duration,
+            help="Shortest stall that counts as a hang, with --supervise.  [default: 10s]",
+        ),
+        survival_option(
+            "--on-nan",
+            default=None,
+            type=click.Choice(["ignore", "stop"]),
+            help="Reaction to a NaN or infinite loss, with --supervise.  [default: ignore]",
+        ),
+    )
+
+    def add(command: Callable) -> Callable:
+        for option in reversed(given):
+            command = option(command)
+        return command
+
+    return add
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """The supervision options of a command line; ``asked`` is whether --supervise is given."""
+
+    asked: bool
+    restarts: int
+    grace_s: float
+    hang_after_s: float | None
+    on_nan: str
+
+    def over(self, command: Command, incidents: Path) -> Command:
+        """Return the command that supervises ``command``, or ``command`` itself."""
+        if not self.asked:
+            return command
+        # -I and -S: flatout's hook and site customisations are for the program only. The options also prevent
+        # the import of, for example, a json.py in the current folder.
+        begin = f"import sys; sys.path.insert(0, {str(HOME)!r}); from flatout.launch.supervised import main; sys.exit(main())"
+        after = "-" if self.hang_after_s is None else str(self.hang_after_s)
+        words = (
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            begin,
+            str(self.restarts),
+            str(self.grace_s),
+            after,
+            str(incidents.absolute()),
+            shell(command.shown),
+            *command.argv,
+        )
+        return Command(command.typed, words, command.script, command.module, command.closed)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"FLATOUT_ON_NAN": self.on_nan} if self.asked and self.on_nan != "ignore" else {}
+
+
+def supervision(given: dict[str, Any]) -> Supervision:
+    """Remove the supervision options from ``given`` and return them; --restarts only with --supervise.
+
+    Raises UsageError."""
+    asked, grace_s, hang_after_s, on_nan = (
+        given.pop(name) for name in ("supervise", "grace", "hang_after", "on_nan")
+    )
+    if not asked:
+        for option, value in (("--grace", grace_s), ("--hang-after", hang_after_s), ("--on-nan", on_nan)):
+            if value is not None:
+                raise UsageError(f"{option} works only with a supervised program. Add --supervise.")
+        return Supervision(False, 0, GRACE_S, None, "ignore")
+    elsewhere = next(
+        (name for name in ("nodes", "slurm", "ray", "k8s", "rendezvous") if given.get(name)), None
+    )
+    if elsewhere is not None:
+        raise UsageError(
+            f"--supervise monitors processes of this machine, but --{elsewhere} starts them by an agent on each node, which restarts them "
+            "itself. Use --restarts N without --supervise."
+        )
+    restarts = given.get("restarts")
+    given["restarts"] = None
+    if restarts is not None and restarts < 0:
+        raise UsageError(f"--restarts {restarts} is negative. Give 0 or a positive number.")
+    return Supervision(
+        True,
+        RESTARTS if restarts is None else restarts,
+        GRACE_S if grace_s is None else grace_s,
+        hang_after_s,
+        on_nan or "ignore",
+    )

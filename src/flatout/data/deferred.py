@@ -1,0 +1,204 @@
+"""Deferred images: placeholders for the result of a transform, computed on first access.
+
+A deferred tensor is a `torch.Tensor` without data, and a deferred PIL image is a `PIL.Image.Image` without
+pixels. Shape, dtype, size and mode are known without computing where they are certain. Any other access makes
+the recorder compute the image, and the object becomes an ordinary one. Stacking is the exception: a list of
+deferred tensors becomes a batch directly.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from flatout.data.operation import ImageForm, ImageShape
+
+EMPTY = torch.empty(0)
+CLASSES: set[type] = set()  # the classes of deferred images
+DEEPEST = 6
+
+
+class Pending(Protocol):
+    """The pending computation of a deferred image."""
+
+    out: ImageShape
+    form: ImageForm  # of the image once it is computed
+    certain: bool  # whether ``out`` and ``form`` are final
+    recorder: Any  # ``look(image)`` computes; ``stack(images)`` returns their batch or None
+
+
+class _Deferred(Tensor):
+    """Common base of all deferred tensors."""
+
+    pending: Pending
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        answer = CERTAIN.get(func)
+        if answer is not None and not kwargs and is_deferred(args[0]) and args[0].pending.certain:
+            return answer(args[0].pending, *args[1:])
+        if func is torch.stack and not set(kwargs) - {"dim", "tensors", "out"} and kwargs.get("out") is None:
+            images, dim = [*args, *(kwargs[name] for name in ("tensors", "dim") if name in kwargs), 0][:2]
+            batch = stacked(images) if dim == 0 else None
+            if batch is not None:
+                return batch
+        for image in deferred_in((args, kwargs)):
+            image.pending.recorder.look(image)
+        return func(*args, **kwargs)
+
+
+def _asked(name: str) -> Any:
+    """Return a property for attributes that torchvision's tensors read without ``__torch_function__``."""
+    getter = vars(torch._C.TensorBase)[name].__get__
+
+    def answer(image: Any) -> Any:
+        return _Deferred.__torch_function__(getter, (), (image,))
+
+    return property(answer)
+
+
+def _size(pending: Pending, at: int | None = None) -> Any:
+    return torch.Size(pending.out) if at is None else pending.out[at]
+
+
+CERTAIN: dict[Any, Callable[..., Any]] = {
+    Tensor.shape.__get__: lambda pending, *_: torch.Size(pending.out),
+    Tensor.size: _size,
+    Tensor.dim: lambda pending: 3,
+    Tensor.ndimension: lambda pending: 3,
+    Tensor.ndim.__get__: lambda pending, *_: 3,
+    Tensor.numel: lambda pending: torch.Size(pending.out).numel(),
+    Tensor.nelement: lambda pending: torch.Size(pending.out).numel(),
+    Tensor.__len__: lambda pending: pending.out[0],
+    Tensor.dtype.__get__: lambda pending, *_: pending.form.dtype,
+    Tensor.is_floating_point: lambda pending: pending.form.dtype.is_floating_point,
+    torch.is_floating_point: lambda pending: pending.form.dtype.is_floating_point,
+    Tensor.device.__get__: lambda pending, *_: EMPTY.device,
+    Tensor.is_cuda.__get__: lambda pending, *_: False,
+    Tensor.layout.__get__: lambda pending, *_: torch.strided,
+    Tensor.is_sparse.__get__: lambda pending, *_: False,
+    Tensor.is_nested.__get__: lambda pending, *_: False,
+    Tensor.requires_grad.__get__: lambda pending, *_: False,
+}
+
+
+@cache
+def tensor_class(real: type) -> type:
+    """Return the class of deferred tensors that become ``real``: Tensor, or torchvision's Image."""
+    asked = {name: _asked(name) for name in ("shape", "ndim", "dtype", "device")}
+    kind = type(
+        "DeferredTensor",
+        (_Deferred, real) if real is not Tensor else (_Deferred,),
+        {"becomes": real, **asked},
+    )
+    CLASSES.add(kind)
+    return kind
+
+
+@cache
+def pil_image_class() -> type:
+    """Return the class of deferred PIL images. Called only if the program has imported PIL."""
+    from PIL.Image import Image
+
+    class DeferredImage(Image):
+        """All attributes except size and mode come from the computed image."""
+
+        becomes = Image
+
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("__class__", "__dict__"):
+                return Image if name == "__class__" else super().__getattribute__(name)
+            pending = vars(self)["pending"]
+            if name == "pending":
+                return pending
+            if name in ("size", "mode") and pending.certain:
+                return (pending.out.width, pending.out.height) if name == "size" else pending.form.mode
+            pending.recorder.look(self)
+            return getattr(self, name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            vars(self)["pending"].recorder.look(self)
+            Image.__setattr__(self, name, value)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            vars(self)["pending"].recorder.look(self)
+            return self.__reduce_ex__(protocol)
+
+        def __eq__(self, other: object) -> bool:
+            vars(self)["pending"].recorder.look(self)
+            return bool(self == other)
+
+        __hash__ = None  # type: ignore[assignment]  # as in PIL
+
+    CLASSES.add(DeferredImage)
+    return DeferredImage
+
+
+def deferred(pending: Pending) -> Any:
+    """Return the deferred image for this work."""
+    form = pending.form
+    if form.kind == "pil":
+        image: Any = object.__new__(pil_image_class())
+        vars(image)["pending"] = pending
+    else:
+        image = Tensor._make_subclass(
+            tensor_class(sys.modules["torchvision.tv_tensors"].Image if form.tv else Tensor), EMPTY
+        )
+        image.pending = pending
+    return image
+
+
+def is_deferred(thing: Any) -> bool:
+    return type(thing) in CLASSES
+
+
+def materialize(image: Any, value: Any) -> None:
+    """Turn the deferred image into ``value``: a tensor with its own memory, or a PIL image."""
+    held, real = vars(image), type(image).becomes
+    del held["pending"]
+    if isinstance(value, Tensor):
+        with torch._C.DisableTorchFunctionSubclass():
+            image.data = value
+        image.__class__ = real
+    else:
+        held.update(vars(value))
+        object.__dict__["__class__"].__set__(image, real)
+
+
+def stacked(images: Sequence[Any]) -> Tensor | None:
+    """Return the batch of deferred tensors of one recorder, or None if any image is not one."""
+    if not isinstance(images, (list, tuple)) or not images or not all(map(is_deferred, images)):
+        return None
+    recorder = images[0].pending.recorder
+    if any(image.pending.recorder is not recorder for image in images):
+        return None
+    batch: Tensor | None = recorder.stack(images)
+    return batch
+
+
+def collate_deferred(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Tensor:
+    """Collate tensors as torch does, if the first one is deferred."""
+    together = stacked(list(batch))
+    if together is not None:
+        return together
+    from torch.utils.data._utils.collate import collate_tensor_fn
+
+    for image in deferred_in(batch):
+        image.pending.recorder.look(image)
+    found: Tensor = collate_tensor_fn(list(batch), collate_fn_map=collate_fn_map)
+    return found
+
+
+def deferred_in(thing: Any, depth: int = 0) -> Iterator[Any]:
+    """Yield the deferred images in nested lists, tuples and dictionaries."""
+    if is_deferred(thing):
+        yield thing
+    elif depth < DEEPEST and isinstance(thing, (list, tuple, dict)):
+        for part in thing.values() if isinstance(thing, dict) else thing:
+            yield from deferred_in(part, depth + 1)

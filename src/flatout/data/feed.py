@@ -1,0 +1,306 @@
+"""Makes the batches of one DataLoader, with kept samples and batched transforms.
+
+A feed replaces the data set of torch's fetcher. `__getitems__` returns the finished batch, and collation has
+nothing left to do. The batches are those of the loader itself: same values, same random draws, same types.
+The first batch is made both ways and compared. If they differ, or anything else is unexpected, the loader
+continues as before, and `refusal` says why.
+
+    sample -> steps[:kept] -> store -> steps[kept:start], one by one -> operations, as a batch -> steps[end:], one by one -> collation
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from flatout.data.batch_comparison import different
+from flatout.data.batch_prefetch import BatchPrefetcher
+from flatout.data.device import DevicePrefetcher
+from flatout.data.feed_store import FeedStore
+from flatout.data.gathering import can_be_gathered, gathered
+from flatout.data.inspection import inspection_copy
+from flatout.data.intercept import INTERCEPTION
+from flatout.data.keeping import spread
+from flatout.data.kept import replayed
+from flatout.data.operation import NotBatchable
+from flatout.data.pipeline_tracker import PROBED
+from flatout.data.source import FeedSource, StreamSource, fetched, is_stream
+from flatout.data.streaming import StreamFeed
+from flatout.data.streams import (
+    WorkerStreams,
+    own_generators,
+    preserve_states,
+    restore_states,
+    same_states,
+    states,
+)
+
+
+class Feed(FeedStore):
+    """`prepare` runs in the script's process at each iteration over the loader. Workers may request batches.
+
+    The feed follows pipelines while `INTERCEPTION` is held.
+    """
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a spawned worker, which reads the pipelines again from its data set."""
+        signature = self.pipelines.signature() if self.following is not None else None
+        left: dict[str, Any] = {
+            "listeners": {},
+            "following": None,
+            "_own": [],
+            "_thread": 0,
+            "_stream": None,
+            "copies": None,
+        }
+        return {**vars(self), **left, "_ledger_type": INTERCEPTION.ledger_type, "_signature": signature}
+
+    # -- preparing ------------------------------------------------------------------------------------------
+
+    def begin(self, iterator: Any) -> Any:
+        """Start an epoch with a new iterator. Return what replaces the data set, or None."""
+        source = self._source(iterator)
+        if self.copies is not None:
+            depth, device_copies = self.copies
+            thread, elsewhere = vars(iterator).get("_next_data"), iterator._num_workers or self.as_workers
+
+            def may() -> bool:
+                """Return whether batches may be taken ahead without changing the order of draws."""
+                return thread.works if isinstance(thread, BatchPrefetcher) else bool(elsewhere)
+
+            iterator._next_data = DevicePrefetcher(iterator, depth, device_copies, may, self._goes_to)
+        return source
+
+    def _source(self, iterator: Any) -> Any:
+        if not iterator._auto_collation or self._left_alone:
+            self._say_refusal()
+            return None
+        self.prepare()
+        if is_stream(self.dataset):
+            if self.following is None:
+                return None
+            self._stream = StreamFeed(self.following, self._plain_collate)
+            return StreamSource(self.dataset, self.boxes, None)
+        self._thread = threading.get_ident()
+        if self.ahead and iterator._num_workers == 0:
+            iterator._next_data = BatchPrefetcher(
+                iterator, self.ahead, partial(self._say, "order"), own_generators(self.dataset)
+            )
+        return FeedSource(
+            self.dataset,
+            self.__getitems__,
+            WorkerStreams(self.as_workers, iterator._base_seed, self.dataset) if self.as_workers else None,
+        )
+
+    def prepare(self) -> None:
+        """Read the current pipelines of the data set."""
+        if self.keep is not None and self.keeps_nothing:
+            self._say("keep", self.keeps_nothing)
+        if self.refusal:
+            self._say_refusal()
+        if self.refusal or not (self.batched or self._keeps):
+            self.following = None
+            self._close_samples()
+            return
+        self._own = own_generators(self.dataset)
+        with preserve_states(self._own):
+            try:
+                self._read()
+            except NotBatchable as why:
+                self._refuse(str(why))
+            except Exception as error:
+                self._refuse(f"its samples could not be inspected ({named(error)})")
+
+    # -- batches --------------------------------------------------------------------------------------------
+
+    def collate(self, batch: Any) -> Any:
+        """Collate for the loader: nothing is left to do, except for the samples of a stream."""
+        return batch if self._stream is None else self._stream.collated(batch)
+
+    def boxes(self, dataset: Any) -> Any:
+        """Yield the samples of a stream."""
+        self._begin_in_worker()
+        if self._stream is None and self.following is not None:
+            self._stream = StreamFeed(self.following, self._plain_collate)
+        return self._stream.boxes(dataset) if self._stream is not None else iter(dataset)
+
+    def try_out(self) -> str:
+        """Make a small batch both ways. Return why they differ, or "". Random generators do not change."""
+        if not is_stream(self.dataset) and hasattr(self.dataset, "__len__"):
+            with preserve_states(self._own):
+                if not self.refusal and self._is_fed:
+                    self._first(spread(len(self.dataset), PROBED))
+        return self.refusal
+
+    def __getitems__(self, indices: Sequence[Any]) -> Any:
+        """Return the finished batch of these samples."""
+        self._begin_in_worker()
+        if self.refusal or not self._is_fed:
+            return self._plain(indices)
+        if self.pipelines.changed:
+            self._pause("the script changes its transforms while batches are made")
+            return self._plain(indices)
+        if self._checked_by != os.getpid():
+            self._checked_by = os.getpid()
+            return self._first(indices)
+        # If kept samples are only gathered, only the batch operations can draw.
+        before = torch.get_rng_state() if self._gathers else states(self._own)
+        try:
+            return self._made(indices, self.dataset)
+        except Exception as error:
+            if self._thread and threading.get_ident() != self._thread:
+                raise  # only the script's thread moves generators; it makes the batch again
+            why = (
+                str(error)
+                if isinstance(error, NotBatchable)
+                else f"a batch could not be made ({named(error)})"
+            )
+        torch.set_rng_state(before) if isinstance(before, Tensor) else restore_states(before)
+        self._refuse(why)
+        return self._plain(indices)  # if the data is at fault, the same error appears again
+
+    @property
+    def _is_fed(self) -> bool:
+        return self.samples is not None or (self.following is not None and self.following.may_follow)
+
+    @property
+    def _gathers(self) -> bool:
+        """Return whether all samples are kept, need no single-image step, and use default collation."""
+        if self.samples is None or self._plain_collate is not default_collate:
+            return False
+        return self.samples.store.full and can_be_gathered(self.pipelines, self.samples.store)
+
+    def _plain(self, indices: Sequence[Any]) -> Any:
+        return self._plain_collate(fetched(self.dataset, indices))
+
+    def _first(self, indices: Sequence[Any]) -> Any:
+        """Return the plain batch, and check that flatout's batch and final random states are the same."""
+        self._own = own_generators(self.dataset)
+        if self.samples is not None:
+            self.samples.own = self._own
+            if torch.utils.data.get_worker_info() is not None and self._init and self.samples.has_changed:
+                self._keep_nothing(
+                    "samples are not kept: the script's worker_init_fn may change the data set"
+                )
+        start = states(self._own)
+        batch = self._plain(indices)
+        end = states(self._own)
+        if self.samples is not None:  # changes by the data set's own code
+            self.samples.remember()
+        why = self._different(batch, indices, start, end)
+        if why and self.samples is not None and self.batched:
+            restore_states(start)
+            self._keep_nothing(f"samples are not kept: {why}")
+            with preserve_states(self._own):
+                self.following = self._learned()
+            why = self._different(batch, indices, start, end)
+        restore_states(end)
+        if why:
+            self._refuse(why)
+        elif self.samples is not None:
+            self.samples.remember()
+        return batch
+
+    def _different(self, batch: Any, indices: Sequence[Any], start: Any, end: Any) -> str:
+        """Return how the new batch differs from the plain one. ``start`` and ``end`` are generator states."""
+        following, why = self.following, ""
+        for at_once in dict.fromkeys((following is not None and following.at_once, True)):
+            restore_states(start)
+            try:
+                if following is not None:
+                    following.at_once = at_once
+                why = different(
+                    batch, self._made(indices, inspection_copy(self.dataset)), self.apart
+                )  # fetching has already changed the data set
+                why = why or (
+                    ""
+                    if same_states(end, states(self._own))
+                    else "random numbers would be drawn in a different order"
+                )
+            except Exception as error:
+                why = f"its first batch could not be made ({named(error)})"
+            if not why or not self.pipelines.batched:
+                break
+        return why
+
+    def _made(self, indices: Sequence[Any], dataset: Any) -> Any:
+        rows = None
+        if self.samples is not None:
+            try:
+                rows = self.samples.rows(indices, dataset)
+            except NotBatchable as why:
+                self._keep_nothing(str(why))
+        samples, following = self.samples, self.following
+        if rows is not None and samples is not None and self._gathers:
+            make = partial(gathered, self.pipelines, samples.store, rows)
+            batch = self.resident.made(make) if self.resident is not None else make()
+        elif following is None:
+            return self._plain_collate(fetched(dataset, indices))
+        elif rows is not None and samples is not None:
+            held = samples.store.samples(rows)
+            batch = following.batch(
+                lambda recorder: [replayed(each, self.pipelines, recorder) for each in held],
+                self._plain_collate,
+                len(indices),
+            )
+        else:
+            batch = following.batch(
+                lambda recorder: fetched(dataset, indices), self._plain_collate, len(indices)
+            )
+        if samples is not None:
+            samples.after_batch()
+        return batch
+
+    def _begin_in_worker(self) -> None:
+        """In a spawned worker, read the pipelines again: they must equal those of the script's process."""
+        if self._signature is None:
+            return
+        signature, self._signature = self._signature, None
+        self._own = own_generators(self.dataset)
+        if self._ledger_type is not None:
+            INTERCEPTION.hold(self._ledger_type())
+        with preserve_states(self._own):
+            try:
+                self.following = self._learned()
+            except Exception as error:
+                self._refuse(f"its samples could not be inspected in a worker ({named(error)})")
+                return
+        if self.samples is not None and not self.samples.pipelines_are(signature, self.following.pipelines):
+            self._keep_nothing("samples are not kept: a worker finds different transforms in the data set")
+
+    # -- giving up ------------------------------------------------------------------------------------------
+
+
+def named(error: Exception) -> str:
+    """Return the type and the first line of an error."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def try_feeds(loaders: Iterable[Any], request: Callable[[Feed], None], ledger: Any) -> tuple[list[Feed], str]:
+    """Return a tested feed per DataLoader, with the options that ``request`` sets, and why none works.
+
+    ``ledger`` is a separate one: it is restored at the end.
+    """
+    INTERCEPTION.hold(ledger)
+    try:
+        feeds = [_tried(loader, request) for loader in loaders]
+    finally:
+        ledger.restore()
+    if not feeds:
+        return [], "the script prepares its batches itself, without a DataLoader"
+    return feeds, feeds[0].useless if all(feed.useless for feed in feeds) else ""
+
+
+def _tried(loader: Any, request: Callable[[Feed], None]) -> Feed:
+    feed = Feed(loader)
+    request(feed)
+    feed.prepare()
+    feed.try_out()
+    return feed

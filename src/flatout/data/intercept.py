@@ -1,0 +1,190 @@
+"""Intercepts calls of transforms in a program's code and passes them to the recorder of the calling thread.
+
+While a lever needs it, the transform classes of torchvision get another ``__call__``. So do those of
+albumentations and kornia, if the program has imported them. It does the same as the original, unless this
+thread has a recorder.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from flatout.data.deferred import collate_deferred, tensor_class
+
+Plain = Callable[[Any, Any], Any]
+"""The call of a transform without a recorder: ``plain(transform, image) -> image``."""
+
+
+class Recorder(Protocol):
+    def call(self, transform: Any, image: Any, plain: Plain) -> Any:
+        """Return the result that the program gets instead of ``plain(transform, image)``."""
+
+    def reseeded(self) -> None:
+        """Called before the program sets torch's CPU generator."""
+
+
+class _Thread(threading.local):
+    recorder: Recorder | None = None
+
+
+HERE = _Thread()
+
+
+@contextmanager
+def recording(recorder: Recorder | None) -> Iterator[None]:
+    """Pass calls in this thread to this recorder, or to none."""
+    before, HERE.recorder = HERE.recorder, recorder
+    try:
+        yield
+    finally:
+        HERE.recorder = before
+
+
+class Keyword:
+    """An albumentations transform as a function of an image: it takes ``image=`` and returns a dictionary."""
+
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
+    def __call__(self, image: Any) -> Any:
+        return self.transform(image=image)["image"]
+
+
+def as_step(transform: Any) -> Any:
+    """Return the transform as a function of one image."""
+    return Keyword(transform) if package_of(transform) == "albumentations" else transform
+
+
+def package_of(transform: Any) -> str:
+    return type(transform).__module__.partition(".")[0]
+
+
+class _Interception:
+    """The intercepted classes. Each lever that needs them holds this; the last release restores them."""
+
+    def __init__(self) -> None:
+        self._holders = 0
+        self._patches: Any = None
+        self.ledger_type: Any = None  # for spawned workers
+        self._classes: set[type] = set()
+
+    def hold(self, ledger: Any) -> None:
+        """Intercept calls until ``ledger`` is restored."""
+        if self._patches is None:
+            self.ledger_type = type(ledger)
+            self._patches = self.ledger_type()
+            self._observe_seeding()
+        self._holders += 1
+        ledger.call("transforms intercepted", self._let_go)
+        self.renew()
+
+    def renew(self) -> None:
+        """Add the classes of libraries that the program has imported since."""
+        if self._patches is None:
+            return
+        found = [kind for kind in _classes() if kind not in self._classes]
+        plain = {
+            kind: kind.__call__ for kind in found
+        }  # read all before changing any: one may inherit from another
+        for kind in found:
+            wrap = _by_keyword if kind.__module__.startswith("albumentations") else _by_position
+            self._patches.set(kind, "__call__", wrap(kind, plain[kind]))
+        self._classes.update(found)
+        tv_tensors = sys.modules.get("torchvision.tv_tensors")
+        for real in (Tensor, *((tv_tensors.Image,) if tv_tensors else ())):
+            if tensor_class(real) not in default_collate_fn_map:
+                self._patches.set_item(default_collate_fn_map, tensor_class(real), collate_deferred)
+
+    def _observe_seeding(self) -> None:
+        for name in ("manual_seed", "seed", "set_rng_state"):
+            seeding = _announced(getattr(torch, name))
+            for module in (torch, torch.random):
+                self._patches.set(module, name, seeding)
+
+    def _let_go(self) -> None:
+        self._holders -= 1
+        if self._holders == 0:
+            patches, self._patches = self._patches, None
+            self._classes.clear()
+            patches.restore()
+
+
+INTERCEPTION = _Interception()
+
+
+def _classes() -> list[type]:
+    """Return the transform classes of the imported libraries."""
+    found: list[type] = []
+    for module, is_one in (
+        ("torchvision.transforms.transforms", _is_v1),
+        ("torchvision.transforms.v2", _is_module),
+        ("albumentations.core.composition", _is_albumentations),
+        ("kornia.augmentation", _is_module),
+    ):
+        names = vars(sys.modules[module]) if module in sys.modules else {}
+        found += [
+            value
+            for name, value in names.items()
+            if isinstance(value, type)
+            and not name.startswith("_")
+            and is_one(value, module.partition(".")[0])
+        ]
+    return list(dict.fromkeys(found))
+
+
+def _is_v1(kind: type, package: str) -> bool:
+    return kind.__module__ == "torchvision.transforms.transforms" and any(
+        "__call__" in vars(base) for base in kind.__mro__
+    )
+
+
+def _is_module(kind: type, package: str) -> bool:
+    return issubclass(kind, torch.nn.Module) and kind.__module__.startswith(package + ".")
+
+
+def _is_albumentations(kind: type, package: str) -> bool:
+    return kind.__name__ == "Compose"
+
+
+def _announced(seeding: Any) -> Any:
+    @wraps(seeding)
+    def announced(*args: Any, **kwargs: Any) -> Any:
+        if HERE.recorder is not None:
+            HERE.recorder.reseeded()
+        return seeding(*args, **kwargs)
+
+    return announced
+
+
+def _by_position(kind: type, plain: Any) -> Any:
+    @wraps(plain)
+    def __call__(transform: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = HERE.recorder
+        if recorder is None or kwargs or len(args) != 1 or type(transform) is not kind:
+            return plain(transform, *args, **kwargs)
+        return recorder.call(transform, args[0], plain)
+
+    return __call__
+
+
+def _by_keyword(kind: type, plain: Any) -> Any:
+    def alone(transform: Any, image: Any) -> Any:
+        return plain(transform, image=image)["image"]
+
+    @wraps(plain)
+    def __call__(transform: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = HERE.recorder
+        if recorder is None or args or kwargs.keys() != {"image"} or type(transform) is not kind:
+            return plain(transform, *args, **kwargs)
+        return {"image": recorder.call(transform, kwargs["image"], alone)}
+
+    return __call__

@@ -1,0 +1,296 @@
+"""Reads a pipeline of transforms: which run on whole batches, which run on single samples, and why.
+
+    head | operations | tail      per sample, as a batch, per sample again
+
+The longest run of known transforms becomes operations; of several equally long runs, the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.data import affine, choose, color, erase, readers, resample, tone
+from flatout.data.draws import BulkNumbers, Numbers, columns, understood
+from flatout.data.images import form_of, shape_of
+from flatout.data.operation import (
+    BatchOperation,
+    ImageForm,
+    ImageShape,
+    NotBatchable,
+    listed_draws,
+    row_of,
+    rows_together,
+)
+from flatout.data.operations import joined
+from flatout.data.streams import same_states, states
+
+CONTAINERS = ("v1.Compose", "v2.Compose")
+LARGE = ImageShape(3, 2**14, 2**14)  # large enough that every transform that can draw does draw
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """The first ``start`` transforms run before the operations, those from ``end`` on run after them.
+
+    ``entry`` is the form of images before the operations, ``exit`` the form after them.
+    """
+
+    steps: tuple[Any, ...]
+    start: int
+    end: int
+    operations: tuple[BatchOperation, ...]
+    entry: ImageForm
+    exit: ImageForm
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def tail(self) -> tuple[Any, ...]:
+        return self.steps[self.end :]
+
+    @property
+    def head(self) -> tuple[Any, ...]:
+        return self.steps[: self.start]
+
+    @property
+    def draws(self) -> bool:
+        """Return whether its operations use random numbers."""
+        return any(operation.draws(LARGE) != () for operation in self.operations)
+
+    @property
+    def apart(self) -> float:
+        """Return the largest allowed difference from the plain pipeline; 0 means the same bits."""
+        found = 0.0
+        for operation in self.operations:
+            found = found * operation.gain + operation.apart
+        return found
+
+    def row(self, shape: ImageShape, words: Numbers) -> list[Any]:
+        """Return the numbers of one image, with an entry for each operation."""
+        return row_of(self.operations, shape, words)
+
+    def draw(
+        self, shape: ImageShape, rows: int, generator: torch.Generator | None = None
+    ) -> list[Sequence[Any]]:
+        """Return the numbers of a batch, drawn in the order of single images."""
+        listed = listed_draws(self.operations, shape)
+        if listed is None:
+            with BulkNumbers(generator) as words:
+                return self.together([self.row(shape, words) for _ in range(rows)], shape)
+        drawn = iter(columns([kind for each in listed for kind in each], rows, generator))
+        return [[next(drawn) for _ in each] for each in listed]
+
+    def together(self, rows: Sequence[list[Any]], shape: ImageShape) -> list[Sequence[Any]]:
+        """Convert rows of numbers to the format of `run`."""
+        return rows_together(self.operations, rows, shape)
+
+    def run(self, images: Tensor, numbers: Sequence[Sequence[Any]]) -> Tensor:
+        """Run the operations on images [B, C, H, W]. The result is contiguous."""
+        images = (
+            images.contiguous()
+        )  # channels first, so that windows, flips and floats are long runs of memory
+        for operation, mine in zip(self.operations, numbers, strict=True):
+            if images.device.type != "cpu":
+                mine = [
+                    each.to(images.device, non_blocking=True) if isinstance(each, Tensor) else each
+                    for each in mine
+                ]
+            images = operation(images, mine)
+        return images.contiguous()
+
+
+def flat(transform: Any) -> list[Any]:
+    """Return the transforms of nested Compose and Sequential, in order."""
+    if name_of(transform) in CONTAINERS:
+        return [step for inner in transform.transforms for step in flat(inner)]
+    if type(transform) is torch.nn.Sequential:
+        return [step for inner in transform for step in flat(inner)]
+    return [transform]
+
+
+def name_of(transform: Any) -> str:
+    """Return a name such as ``v1.RandomCrop``, or "" if it is not torchvision's own transform."""
+    kind = type(transform)
+    module = kind.__module__
+    if module.startswith("torchvision.transforms.v2."):
+        return f"v2.{kind.__name__}"
+    return f"v1.{kind.__name__}" if module == "torchvision.transforms.transforms" else ""
+
+
+def read(transform: Any, form: ImageForm) -> Sequence[BatchOperation]:
+    """Return the operations of a transform. Raises Unknown with the reason."""
+    name = name_of(transform)
+    if name not in READERS:
+        raise NotBatchable(f"{type(transform).__name__} is not a transform that can run on batches")
+    if getattr(transform, "_forward_hooks", None) or getattr(transform, "_forward_pre_hooks", None):
+        raise NotBatchable(f"{type(transform).__name__} has hooks")
+    try:
+        found = READERS[name](transform, form)
+    except NotBatchable as why:
+        raise NotBatchable(f"{type(transform).__name__} runs on single images: {why}") from why
+    except (
+        AttributeError,
+        TypeError,
+        ValueError,
+    ) as error:  # another torchvision version may have different attributes
+        raise NotBatchable(f"{type(transform).__name__} could not be read ({error})") from error
+    return [found] if isinstance(found, BatchOperation) else list(found)
+
+
+READERS = {
+    **readers.READERS,
+    **color.READERS,
+    **tone.READERS,
+    **resample.READERS,
+    **affine.READERS,
+    **erase.READERS,
+    **choose.readers(read),
+}
+
+
+def lower(transform: Any, images: Sequence[Any], light: bool = False, unfinished: bool = False) -> Lowered:
+    """Read a pipeline with a few input images. With ``light``, heavy transforms run on single images.
+
+    With ``unfinished``, another transform call follows, so the last step may also return PIL images.
+    Moves random generators. Raises Unknown with the reason if nothing can run on a batch.
+    """
+    if not understood():
+        raise NotBatchable("flatout does not know how this torch version draws random numbers")
+    steps = flat(transform)
+    seen, drawing = [_describe(images)], []
+    for step in steps:
+        before = states()
+        images = [step(image) for image in images]
+        seen.append(_describe(images))
+        drawing.append(not same_states(before, states()))
+    best: Lowered | None = None
+    reasons: dict[str, None] = {}
+    for start in range(len(steps)):
+        form, uniform = seen[start]
+        if form is None or not uniform:
+            continue
+        if form.kind == "tensor" and any(getattr(step, "inplace", False) for step in steps[start:]):
+            reasons["its transforms may change the images of the data set in place"] = None
+            continue
+        found = _run_from(steps, start, form, light, reasons, unfinished)
+        if found is not None and any(
+            drawing[found.end :]
+        ):  # it would draw only after all images have drawn for the operations
+            reasons[
+                f"{type(steps[drawing.index(True, found.end)]).__name__} draws random numbers after the transforms that could run on a batch"
+            ] = None
+            continue
+        if (
+            found is not None
+            and (best is None or found.end - found.start >= best.end - best.start)
+            and not (best and found.end == best.end)
+        ):
+            best = found
+    if best is None:
+        raise NotBatchable(
+            next(reversed(reasons), "its images differ in size or kind, or their kind is unknown")
+        )
+    return best
+
+
+def extended(before: Lowered, transform: Any, light: bool = False) -> Lowered:
+    """Append the transform of another call. Steps that cannot run on a batch follow the operations.
+
+    Raises Unknown if these steps could not receive a single image.
+    """
+    steps, form, operations = flat(transform), before.exit, list(before.operations)
+    reasons: dict[str, None] = dict.fromkeys(before.reasons)
+    end = len(before.steps)
+    if before.tail:
+        return Lowered(
+            (*before.steps, *steps),
+            before.start,
+            before.end,
+            before.operations,
+            before.entry,
+            form,
+            before.reasons,
+        )
+    for step in steps:
+        try:
+            more = read(step, form)
+        except NotBatchable as why:
+            reasons[str(why)] = None
+            break
+        if light and any(operation.heavy for operation in more):
+            reasons[_left(step)] = None
+            break
+        operations += more
+        for operation in more:
+            form = operation.form(form)
+        end += 1
+    every = (*before.steps, *steps)
+    if end < len(every) and (form.kind != "tensor" or form.tv):
+        raise NotBatchable(next(reversed(reasons)))
+    # The draws of earlier calls belong to their operations, so those are not joined with the new ones.
+    behind = joined(operations[len(before.operations) :])
+    return Lowered(
+        every, before.start, end, (*before.operations, *behind), before.entry, form, tuple(reasons)
+    )
+
+
+def _left(step: Any) -> str:
+    return f'{type(step).__name__} runs on single images, because the value is "light"'
+
+
+def _run_from(
+    steps: Sequence[Any],
+    start: int,
+    entry: ImageForm,
+    light: bool,
+    reasons: dict[str, None],
+    unfinished: bool = False,
+) -> Lowered | None:
+    """Return the longest run from here that ends in tensors: any next step can take rows of a batch."""
+    form, operations, found = entry, [], None
+    for at in range(start, len(steps)):
+        try:
+            more = read(steps[at], form)
+        except NotBatchable as why:
+            reasons[str(why)] = None
+            break
+        if light and any(operation.heavy for operation in more):
+            reasons[_left(steps[at])] = None
+            break
+        for operation in more:
+            operations.append(operation)
+            form = operation.form(form)
+        last = at + 1 == len(steps)
+        if operations and ((form.kind == "tensor" and (last or not form.tv)) or (unfinished and last)):
+            found = Lowered(tuple(steps), start, at + 1, joined(operations), entry, form, tuple(reasons))
+    if found is None and not reasons:
+        reasons["none of its transforms makes a tensor"] = None
+    return found
+
+
+def deterministic(steps: Sequence[Any], images: Iterable[Any]) -> int:
+    """Return how many of the first transforms are known and draw nothing."""
+    images = list(images)
+    for at, step in enumerate(steps):
+        form, _ = _describe(images)
+        try:
+            operations = read(step, form) if form else None
+        except NotBatchable:
+            return at
+        if operations is None or any(operation.draws(LARGE) != () for operation in operations):
+            return at
+        images = [step(image) for image in images]
+    return len(steps)
+
+
+def _describe(images: Sequence[Any]) -> tuple[ImageForm | None, bool]:
+    """Return the common form of the images (or None), and whether they have one shape."""
+    forms, shapes = (
+        {form_of(image) for image in images},
+        {shape_of(image) if form_of(image) else None for image in images},
+    )
+    return (forms.pop() if len(forms) == 1 else None), len(shapes) == 1

@@ -1,0 +1,255 @@
+"""The recorder of plain transform calls, and how pipelines are read from them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from flatout.data.batch_comparison import different
+from flatout.data.deferring import Deferring
+from flatout.data.images import copied, same_pixels
+from flatout.data.intercept import Plain, package_of, recording
+from flatout.data.lowering import Lowered, deterministic, extended, lower
+from flatout.data.operation import NotBatchable
+from flatout.data.pipelines import Pipelines, TransformPipeline, parameters_of, steps_of
+from flatout.data.streams import restore_states, same_states, states
+
+MOST_CALLS = 8  # most calls recorded per transform
+ONE_BY_ONE = {
+    "albumentations": "albumentations computes with OpenCV and draws from its own generators, so its images are computed one by one",
+    "kornia": "kornia draws the numbers of a batch in a different order than those of single images, so its images are computed one by one",
+}
+
+
+class InPlaceTransform(NotBatchable):
+    """Inspecting a sample changes it."""
+
+
+@dataclass(eq=False)
+class TransformCall:
+    """A recorded transform call: its input image, its result, and the random generators before and after.
+
+    ``parent`` is the call whose result was the input.
+    """
+
+    transform: Any
+    parent: TransformCall | None
+    image: Any
+    result: Any
+    before: Any
+    after: Any
+    in_place: bool
+
+    @property
+    def chain(self) -> list[TransformCall]:
+        """Return the calls that the image went through, this one last."""
+        return [*(self.parent.chain if self.parent is not None else ()), self]
+
+
+class CallObserver:
+    """Records the first calls of each transform. With ``on_copies``, transforms get copies of the images."""
+
+    def __init__(self, own: Sequence[Any], on_copies: bool) -> None:
+        self._own = own
+        self._on_copies = on_copies
+        self._counts: Counter[int] = Counter()
+        self._made: dict[int, tuple[Any, TransformCall]] = {}
+        self.calls: list[TransformCall] = []
+
+    def call(self, transform: Any, image: Any, plain: Plain) -> Any:
+        if self._counts[id(transform)] >= MOST_CALLS or not is_image(image):
+            with recording(None):
+                return plain(transform, image)
+        self._counts[id(transform)] += 1
+        entered, given = copied(image), copied(image) if self._on_copies else image
+        before = states(self._own)
+        with recording(None):
+            result = plain(transform, given)
+        parent = self._made.get(id(image), (None, None))[1]
+        call = TransformCall(
+            transform,
+            parent,
+            entered,
+            copied(result),
+            before,
+            states(self._own),
+            not same_pixels(entered, given),
+        )
+        self.calls.append(call)
+        self._made[id(result)] = result, call
+        return result
+
+    def reseeded(self) -> None:
+        """Do nothing: each call is recorded with its generator states."""
+
+
+def is_image(thing: Any) -> bool:
+    return (
+        isinstance(thing, Tensor)
+        or hasattr(thing, "getbands")
+        or (type(thing).__module__ == "numpy" and type(thing).__name__ == "ndarray")
+    )
+
+
+@dataclass
+class PipelineReader:
+    """How pipelines are read: for batches, or only for the steps before samples are kept."""
+
+    batched: bool
+    light: bool
+    keeping: bool
+    own: Sequence[Any] = ()
+
+    def add(self, pipelines: Pipelines, calls: Sequence[TransformCall]) -> list[str]:
+        """Read pipelines from these calls. Return why some are not batched. Moves random generators.
+
+        Raises InPlace if a transform writes into its input image.
+        """
+        reasons: dict[str, None] = {}
+        if any(call.in_place for call in calls):
+            raise InPlaceTransform("its transforms change the images of the data set in place")
+        fed = {id(call.parent.transform) for call in calls if call.parent is not None}
+        groups: dict[int, list[TransformCall]] = {}
+        for call in calls:
+            groups.setdefault(id(call.transform), []).append(call)
+        for group in groups.values():
+            pipelines.meet(group[0].transform)
+            self._try(pipelines, None, group, id(group[0].transform) in fed, reasons)
+        tried: set[tuple[int, int]] = set()
+        for call in calls:  # earlier calls come first
+            for parent in _of_call(pipelines, call.parent):
+                if (id(parent), id(call.transform)) not in tried:
+                    tried.add((id(parent), id(call.transform)))
+                    group = [
+                        other
+                        for other in calls
+                        if other.transform is call.transform and parent in _of_call(pipelines, other.parent)
+                    ]
+                    self._try(pipelines, parent, group, id(call.transform) in fed, reasons)
+        return list(reasons)
+
+    def _try(
+        self,
+        pipelines: Pipelines,
+        parent: TransformPipeline | None,
+        group: list[TransformCall],
+        feeds: bool,
+        reasons: dict[str, None],
+    ) -> None:
+        """Add the pipeline of these calls, if any."""
+        transform = group[0].transform
+        lowered = None
+        if self.batched:
+            try:
+                lowered = self._lowered(parent, group, feeds)
+            except NotBatchable as why:
+                reasons[ONE_BY_ONE.get(package_of(transform), str(why))] = None
+        if lowered is None and (not self.keeping or (parent is not None and parent.lowered is not None)):
+            return
+        if (
+            lowered is not None
+            and lowered.exit.kind == "tensor"
+            and {type(call.result) for call in group} == {Tensor}
+        ):
+            lowered = replace(
+                lowered, exit=replace(lowered.exit, tv=False)
+            )  # v1 turns torchvision's images into plain tensors
+        pipeline = self._pipeline(len(pipelines.found), parent, transform, lowered, group)
+        if lowered is not None:
+            why_not = _misread(pipeline, group, self.own)
+            pipeline.forget()
+            if why_not:
+                reasons[why_not] = None
+                if not self.keeping or parent is not None:
+                    return
+                pipeline = self._pipeline(len(pipelines.found), None, transform, None, group)
+            else:
+                reasons.update(dict.fromkeys(lowered.reasons))
+        if pipeline.lowered is not None or pipeline.kept < len(pipeline.steps):
+            pipelines.add(pipeline)
+        else:
+            pipelines.finished.append(pipeline.parameters)
+
+    def _lowered(self, parent: TransformPipeline | None, group: list[TransformCall], feeds: bool) -> Lowered:
+        transform = group[0].transform
+        if package_of(transform) in ONE_BY_ONE:
+            raise NotBatchable(ONE_BY_ONE[package_of(transform)])
+        if parent is None:
+            return lower(transform, [copied(call.image) for call in group], self.light, unfinished=feeds)
+        if parent.lowered is None:
+            raise NotBatchable(f"{parent.name} runs on single images")
+        found = extended(parent.lowered, transform, self.light)
+        if found.exit.kind == "pil" and not feeds:
+            raise NotBatchable("none of its transforms makes a tensor")
+        return found
+
+    def _pipeline(
+        self,
+        number: int,
+        parent: TransformPipeline | None,
+        transform: Any,
+        lowered: Lowered | None,
+        group: list[TransformCall],
+    ) -> TransformPipeline:
+        mine = steps_of(transform)
+        steps = (*(parent.steps if parent is not None else ()), *mine)
+        start = lowered.start if lowered is not None else len(steps)
+        kept = parent.kept if parent is not None else 0
+        if parent is None and self.keeping:
+            kept = deterministic(steps[:start], [copied(call.image) for call in group])
+        read = steps[start : lowered.end] if lowered is not None else ()
+        tensors = [
+            call.result for call in group if isinstance(call.result, Tensor) and call.result.dim() == 3
+        ]
+        permuted = bool(tensors) and all(_is_permuted(each) for each in tensors)
+        return TransformPipeline(
+            number,
+            parent,
+            transform,
+            steps,
+            kept,
+            start,
+            lowered,
+            parameters_of(transform, (*steps[:kept], *read)),
+            permuted,
+        )
+
+
+def _is_permuted(image: Tensor) -> bool:
+    return not image.is_contiguous() and image.permute(1, 2, 0).is_contiguous()
+
+
+def _of_call(pipelines: Pipelines, call: TransformCall | None) -> list[TransformPipeline]:
+    """Return the pipelines of a call: as the first call, and after each pipeline of the previous call."""
+    if call is None:
+        return []
+    found = [pipelines.of(parent, call.transform) for parent in (None, *_of_call(pipelines, call.parent))]
+    return [pipeline for pipeline in found if pipeline is not None]
+
+
+def _misread(pipeline: TransformPipeline, calls: Sequence[TransformCall], own: Sequence[Any]) -> str:
+    """Return why a pipeline does not reproduce its calls' images and random numbers, or an empty string."""
+    line = pipeline.line
+    for call in calls:
+        chain = call.chain[-len(line) :]
+        if len(chain) < len(line) or any(
+            each.transform is not link.transform for each, link in zip(chain, line, strict=True)
+        ):
+            continue
+        recorder = Deferring(Pipelines(), at_once=True)
+        image = copied(chain[0].image)
+        with recording(None):
+            for each, link in zip(chain, line, strict=True):
+                restore_states(each.before)
+                image = recorder.resume(link, image, 0)
+                if not same_states(states(own), each.after):
+                    return f"{link.name} draws its random numbers in an unknown order"
+            recorder.close()
+            why = different(call.result, image, pipeline.apart, layout=False)
+        if why:
+            return f"the images of {pipeline.name} would differ in a batch: {why}"
+    return ""

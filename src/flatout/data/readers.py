@@ -1,0 +1,170 @@
+"""Batch operations for torchvision's transforms that move or rescale pixels, read from their attributes.
+
+A key names the family and the class: v1 is ``torchvision.transforms``, v2 is ``torchvision.transforms.v2``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from numbers import Number
+from typing import Any
+
+import torch
+
+from flatout.data.operation import BatchOperation, ImageForm, NotBatchable, Reader
+from flatout.data.operations import (
+    CenterPart,
+    Convert,
+    Flip,
+    Normalize,
+    Pad,
+    PadTo,
+    ScaleBytes,
+    ToTensor,
+    Window,
+)
+
+MODES = ("constant", "edge", "reflect", "symmetric")
+
+
+def flip(axis: int) -> Reader:
+    return lambda transform, form: Flip(axis, float(transform.p))
+
+
+def pad(transform: Any, form: ImageForm) -> BatchOperation:
+    return Pad(*sides(transform.padding), *_filling(transform, form))
+
+
+def random_crop(apart_axes: bool) -> Reader:
+    def read(transform: Any, form: ImageForm) -> Sequence[BatchOperation]:
+        height, width = transform.size
+        filling = _filling(transform, form)
+        steps: list[BatchOperation] = []
+        if transform.padding is not None:
+            left, top, right, bottom = sides(transform.padding)
+            # v2 stores left, right, top, bottom; v1 stores the given value
+            steps.append(
+                Pad(left, right, top, bottom, *filling)
+                if apart_axes
+                else Pad(left, top, right, bottom, *filling)
+            )
+        if transform.pad_if_needed:
+            steps.append(PadTo(height, width, *filling))
+        return [*steps, Window(height, width, apart_axes)]
+
+    return read
+
+
+def center_crop(transform: Any, form: ImageForm) -> BatchOperation:
+    height, width = transform.size
+    return CenterPart(int(height), int(width))
+
+
+def normalize(transform: Any, form: ImageForm) -> BatchOperation:
+    if form.kind != "tensor" or not form.dtype.is_floating_point:
+        raise NotBatchable("it needs a floating-point tensor")
+    mean, deviation = (
+        tuple(float(v) for v in torch.as_tensor(each).flatten().tolist())
+        for each in (transform.mean, transform.std)
+    )
+    if 0 in torch.tensor(deviation, dtype=form.dtype):
+        raise NotBatchable("it has a standard deviation of zero")
+    return Normalize(mean, deviation)
+
+
+def to_tensor(transform: Any, form: ImageForm) -> Sequence[BatchOperation]:
+    if form.kind == "tensor" or form.dtype != torch.uint8:
+        raise NotBatchable("its input is not a byte image")
+    return [ToTensor(), ScaleBytes(torch.get_default_dtype())]
+
+
+def to_bytes(tv: bool) -> Reader:
+    def read(transform: Any, form: ImageForm) -> BatchOperation:
+        if form.kind == "tensor" and not tv:
+            raise NotBatchable("its input is already a tensor")
+        return ToTensor(tv)
+
+    return read
+
+
+def to_pure_tensor(transform: Any, form: ImageForm) -> Sequence[BatchOperation]:
+    return (ToTensor(),) if form.kind == "tensor" else ()
+
+
+def convert(divide: bool) -> Reader:
+    def read(transform: Any, form: ImageForm) -> Sequence[BatchOperation]:
+        dtype, scale = transform.dtype, getattr(transform, "scale", True)
+        if not isinstance(dtype, torch.dtype):
+            raise NotBatchable("it has a dtype for each kind of input")
+        if form.kind != "tensor":
+            raise NotBatchable("its input is not a tensor")
+        if dtype == form.dtype:
+            return ()
+        if not scale or (form.dtype.is_floating_point and dtype.is_floating_point):
+            return (Convert(dtype),)
+        if form.dtype == torch.uint8 and dtype.is_floating_point:
+            return (ScaleBytes(dtype, divide),)
+        raise NotBatchable(f"it converts from {form.dtype} to {dtype}")
+
+    return read
+
+
+def nothing(transform: Any, form: ImageForm) -> Sequence[BatchOperation]:
+    return ()
+
+
+def sides(padding: Any) -> tuple[int, int, int, int]:
+    """Return left, top, right and bottom of a padding given as one, two or four numbers."""
+    given = (padding,) if isinstance(padding, int) else tuple(padding)
+    found = {1: given * 4, 2: given * 2, 4: given}.get(len(given))
+    if found is None or any(not isinstance(v, int) or v < 0 for v in found):
+        raise NotBatchable(f"it has the padding {padding!r}")
+    return found[0], found[1], found[2], found[3]
+
+
+def _filling(transform: Any, form: ImageForm) -> tuple[str, tuple[float, ...]]:
+    mode, fill = str(getattr(transform.padding_mode, "value", transform.padding_mode)), transform.fill
+    if mode not in MODES:
+        raise NotBatchable(f"it has the padding mode {mode!r}")
+    if mode != "constant":
+        return mode, (0,)
+    given = (
+        (0,)
+        if fill is None
+        else (fill,)
+        if isinstance(fill, Number)
+        else tuple(fill)
+        if isinstance(fill, (tuple, list))
+        else ("",)
+    )
+    whole = not form.dtype.is_floating_point
+    if any(not isinstance(v, (int, float)) or (whole and (v != int(v) or not 0 <= v <= 255)) for v in given):
+        raise NotBatchable(f"it fills with {fill!r}")
+    if form.kind == "pil" and len(given) not in (1, len(form.mode)):
+        raise NotBatchable(f"it fills an image of mode {form.mode} with {fill!r}")
+    return mode, tuple(given)
+
+
+def _both(name: str, v1: Reader, v2: Reader) -> dict[str, Reader]:
+    return {f"v1.{name}": v1, f"v2.{name}": v2}
+
+
+def _same(name: str, reader: Callable[[Any, ImageForm], Any]) -> dict[str, Reader]:
+    return _both(name, reader, reader)
+
+
+READERS: dict[str, Reader] = {
+    **_same("RandomHorizontalFlip", flip(-1)),
+    **_same("RandomVerticalFlip", flip(-2)),
+    **_same("Pad", pad),
+    **_both("RandomCrop", random_crop(apart_axes=False), random_crop(apart_axes=True)),
+    **_same("CenterCrop", center_crop),
+    **_same("Normalize", normalize),
+    **_same("ToTensor", to_tensor),
+    **_same("PILToTensor", to_bytes(tv=False)),
+    "v2.ToImage": to_bytes(tv=True),
+    "v2.ToPureTensor": to_pure_tensor,
+    "v2.ToDtype": convert(divide=False),
+    **_both("ConvertImageDtype", convert(divide=True), convert(divide=False)),
+    "v2.Identity": nothing,
+}

@@ -1,0 +1,96 @@
+"""Shares the kept samples of one program of a search with later programs, which saves seconds of fetching.
+
+A file holds the columns of a store. Its name depends on the shape of the samples and on the samples that were
+proved. A different data set, or a seed that changes one of these samples, uses a different file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flatout.data.keeping import PROVED, spread
+from flatout.data.store import Store
+
+CHECKED = 256  # samples that are fetched again and compared before a file is used
+MOST_BYTES = 2**30  # largest size of a file
+SPARE = 4  # the disk must have this many times the file's size free
+
+
+class SharedSamples:
+    """Files opened in the context ``unseen`` do not count as the program's. ``clock`` returns seconds."""
+
+    def __init__(
+        self, folder: Path, unseen: Callable[[], AbstractContextManager[None]], clock: Callable[[], float]
+    ) -> None:
+        self.folder = folder
+        self.filled_s = 0.0  # time to fetch all samples, saved by a program that finds a file
+        self._unseen, self._clock = unseen, clock
+
+    def fill(self, store: Store, holds: Callable[[int], bool], fetch: Callable[[], None]) -> None:
+        """Fill the store from a file, or by ``fetch`` and then write the file.
+
+        ``holds`` fetches a sample again and returns whether the store has the same.
+        """
+        path = self._file(store)
+        if path is None:
+            fetch()
+        elif not self._restored(store, path, holds):
+            start_s = self._clock()
+            fetch()
+            if self._saved(store, path):
+                self.filled_s += self._clock() - start_s
+
+    def _restored(self, store: Store, path: Path, holds: Callable[[int], bool]) -> bool:
+        bytes_ = sum(map(len, map(octets, store.columns)))
+        with self._unseen():
+            if not path.is_file() or path.stat().st_size != bytes_:  # truncated
+                return False
+            found, at = torch.from_file(str(path), size=bytes_, dtype=torch.uint8), 0
+            for column in map(octets, store.columns):
+                column.copy_(found[at : at + len(column)])
+                at += len(column)
+        store.filled.fill_(True)
+        if all(holds(index) for index in spread(store.rows, CHECKED)):
+            return True
+        store.filled.fill_(False)  # including earlier rows: the file may have replaced them
+        return False
+
+    def _saved(self, store: Store, path: Path) -> bool:
+        """Write the store to a file. Return False if it is too large or cannot be written."""
+        if store.bytes > MOST_BYTES or not store.full:
+            return False
+        part = path.with_suffix(f".{os.getpid()}")
+        with self._unseen():
+            try:
+                if shutil.disk_usage(self.folder).free < SPARE * store.bytes:
+                    return False
+                with part.open("wb") as file:
+                    for column in store.columns:
+                        file.write(memoryview(octets(column).numpy()))
+                os.replace(part, path)
+            except OSError:
+                part.unlink(missing_ok=True)
+                return False
+        return True
+
+    def _file(self, store: Store) -> Path | None:
+        """Return the path of the file, or None if the store is on disk or lacks rows."""
+        if store.rows < store.length or not store.bytes:
+            return None
+        digest = hashlib.blake2b(repr((store.template, store.length)).encode(), digest_size=16)
+        for column in store.columns:
+            digest.update(octets(column[spread(store.length, PROVED)]).numpy())
+        return self.folder / f"{digest.hexdigest()}.samples"
+
+
+def octets(column: Tensor) -> Tensor:
+    """Return the bytes of a column, [n], sharing its memory."""
+    return column.view(-1).view(torch.uint8)

@@ -1,0 +1,274 @@
+"""Kept samples in columns: one column for each number, tensor or image of a sample, one row for each sample.
+
+A batch is a gather in each column, with the same result as torch's default collation of the samples. Columns
+are in shared memory if loader workers fill them, or in a memory-mapped file.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.data.batch_comparison import same_bits
+from flatout.data.images import form_of, stack
+from flatout.data.operation import NotBatchable
+
+DEEPEST = 6
+SCALARS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A part of a sample that must be the same in all samples and needs no column."""
+
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Stands for the value of a column in the template of a sample."""
+
+    column: int
+    kind: str  # tensor, array, number, scalar (numpy's) or pil (as [C, H, W])
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    detail: Any = None  # the type of a number, the mode of a PIL image
+
+    @property
+    def row_bytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+def template_of(sample: Any) -> tuple[Any, list[Cell]]:
+    """Return the sample with cells as values. Raises Unknown if a value cannot be kept exactly."""
+    cells: list[Cell] = []
+
+    def cell(value: Any) -> Any:
+        if isinstance(value, Constant):
+            return value
+        kind, tensor, detail = encoded(value)
+        cells.append(Cell(len(cells), kind, tensor.dtype, tuple(tensor.shape), detail))
+        return cells[-1]
+
+    return mapped(sample, cell), cells
+
+
+def encoded(value: Any) -> tuple[str, Tensor, Any]:
+    """Return the kind, the value as a tensor, and the detail needed to rebuild it."""
+    if type(value) in SCALARS:
+        try:
+            return "number", torch.tensor(value, dtype=SCALARS[type(value)]), type(value)
+        except (OverflowError, RuntimeError, ValueError) as error:
+            raise NotBatchable(f"a sample holds the number {value}, which cannot be kept") from error
+    if (
+        type(value) is Tensor
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and not value.requires_grad
+        and not value.is_quantized
+    ):
+        return "tensor", value, None
+    module, name = type(value).__module__.split(".")[0], type(value).__name__
+    if module == "numpy" and (name == "ndarray" or value.ndim == 0):
+        import numpy
+
+        try:
+            return ("array" if name == "ndarray" else "scalar"), torch.from_numpy(numpy.array(value)), None
+        except TypeError as error:
+            raise NotBatchable(f"a sample holds an array of {value.dtype}, which cannot be kept") from error
+    # An image that is still bound to its file has data beyond its pixels.
+    form = form_of(value)
+    if (
+        form is not None
+        and form.kind == "pil"
+        and type(value).__module__ == "PIL.Image"
+        and name == "Image"
+        and not value.info
+    ):
+        import numpy
+
+        pixels = torch.from_numpy(numpy.array(value))
+        return "pil", pixels.unsqueeze(0) if pixels.dim() == 2 else pixels.permute(2, 0, 1), value.mode
+    raise NotBatchable(f"a sample holds a {name}, which cannot be kept")
+
+
+def mapped(thing: Any, change: Callable[[Any], Any], depth: int = 0) -> Any:
+    """Return the same structure of tuples, lists and dictionaries with changed values."""
+    if depth > DEEPEST:
+        raise NotBatchable("a sample is nested too deeply")
+    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
+        return type(thing)(*(mapped(part, change, depth + 1) for part in thing))
+    if type(thing) in (tuple, list):
+        return type(thing)(mapped(part, change, depth + 1) for part in thing)
+    if type(thing) is dict:
+        return {key: mapped(part, change, depth + 1) for key, part in thing.items()}
+    return change(thing)
+
+
+def values_of(sample: Any) -> list[Any]:
+    found: list[Any] = []
+    mapped(sample, found.append)
+    return found
+
+
+def _match(template: Any, sample: Any, values: list[Any]) -> None:
+    """Append the values of a sample. Raises Unknown if its structure differs from the template's."""
+    kind = type(template)
+    if kind is Cell:
+        if isinstance(sample, Constant):
+            raise NotBatchable("samples come through different pipelines")
+        values.append(sample)
+        return
+    if isinstance(template, Constant):
+        if sample != template:
+            raise NotBatchable("samples come through different pipelines")
+        return
+    if (
+        type(sample) is not kind
+        or len(sample) != len(template)
+        or (kind is dict and sample.keys() != template.keys())
+    ):
+        raise NotBatchable("samples differ in their structure")
+    for key in template if kind is dict else range(len(template)):
+        _match(template[key], sample[key], values)
+
+
+def _together(cell: Cell, values: Sequence[Any]) -> Tensor:
+    """Return the values of one column as a tensor [B, ...]. Raises Unknown if one does not match the cell."""
+    first = values[0]
+    if cell.kind == "number" and all(type(value) is cell.detail for value in values):
+        return torch.tensor(values, dtype=cell.dtype)
+    if cell.kind == "pil" and all(
+        type(v) is type(first) and v.mode == cell.detail and v.size == first.size and not v.info
+        for v in values
+    ):
+        kind, tensor, detail = encoded(first)
+        if (kind, tuple(tensor.shape), detail) == (cell.kind, cell.shape, cell.detail):
+            return stack(values)
+    found = []
+    for value in values:
+        kind, tensor, detail = encoded(value)
+        if (kind, tensor.dtype, tuple(tensor.shape), detail) != (
+            cell.kind,
+            cell.dtype,
+            cell.shape,
+            cell.detail,
+        ):
+            raise NotBatchable("samples differ in size or type")
+        found.append(tensor)
+    return torch.stack(found)
+
+
+class Store:
+    """Rows for the first ``rows`` samples of a data set.
+
+    Raises Unknown if samples like the given one cannot be kept.
+    """
+
+    def __init__(
+        self, sample: Any, length: int, budget_bytes: int, shared: bool, folder: str | None = None
+    ) -> None:
+        self.template, self.cells = template_of(sample)
+        self.row_bytes = sum(cell.row_bytes for cell in self.cells) + 1
+        self.bytes_of_all = length * self.row_bytes
+        on_disk = folder is not None and self.bytes_of_all > budget_bytes
+        self.rows = length if on_disk else min(length, budget_bytes // self.row_bytes)
+        self.bytes = 0 if on_disk else self.rows * self.row_bytes
+        self.columns = [self._column(cell, shared, folder if on_disk else None) for cell in self.cells]
+        self.filled = torch.zeros(self.rows, dtype=torch.bool)
+        if shared:
+            self.filled.share_memory_()
+        self.length = length
+        self._full = False
+
+    def _column(self, cell: Cell, shared: bool, folder: str | None) -> Tensor:
+        shape = (self.rows, *cell.shape)
+        count = torch.Size(shape).numel()
+        if folder is not None and count:
+            with tempfile.NamedTemporaryFile(
+                dir=folder, prefix="flatout-", suffix=".column"
+            ) as file:  # mapped, so its name may be removed
+                file.truncate(count * cell.dtype.itemsize)
+                return torch.from_file(file.name, shared=True, size=count, dtype=cell.dtype).view(shape)
+        column = torch.empty(shape, dtype=cell.dtype)
+        return column.share_memory_() if shared else column
+
+    def has(self, indices: Tensor) -> bool:
+        """Return whether all of these rows [B] are filled."""
+        return bool((indices < self.rows).all()) and bool(self.filled[indices].all())
+
+    @property
+    def full(self) -> bool:
+        """Return whether every sample is kept."""
+        self._full = self._full or (self.rows == self.length and bool(self.filled.all()))
+        return self._full
+
+    def put(self, indices: Sequence[int], samples: Sequence[Any]) -> None:
+        """Keep samples. Raises Unknown if one of them differs in structure from the first."""
+        at = torch.tensor(indices)
+        for column, values in zip(self.columns, self._encode(samples), strict=True):
+            column[at] = values
+        self.filled[at] = True
+
+    def _encode(self, samples: Sequence[Any]) -> list[Tensor]:
+        """Return the values of these samples, column by column."""
+        rows: list[list[Any]] = []
+        for sample in samples:
+            rows.append([])
+            _match(self.template, sample, rows[-1])
+        return [_together(cell, [row[at] for row in rows]) for at, cell in enumerate(self.cells)]
+
+    def move_to(self, device: torch.device) -> None:
+        """Move the columns to a device. All rows must be filled."""
+        self.columns = [column.to(device) for column in self.columns]
+
+    def holds(self, index: int, sample: Any) -> bool:
+        """Return whether the row equals this sample, bit for bit."""
+        try:
+            columns = self._encode([sample])
+        except NotBatchable:
+            return False
+        return all(
+            same_bits(column[index].cpu(), values[0])
+            for column, values in zip(self.columns, columns, strict=True)
+        )
+
+    def gather(self, indices: Tensor) -> list[Tensor]:
+        """Return the rows [B, ...] of each column, on the device of the columns."""
+        device = self.columns[0].device if self.columns else indices.device
+        indices = indices.to(device, non_blocking=True)
+        return [column.index_select(0, indices) for column in self.columns]
+
+    def samples(self, indices: Tensor) -> list[Any]:
+        """Return the samples in their original form."""
+        gathered = self.gather(indices)
+
+        def made(row: int) -> Any:
+            return mapped(
+                self.template,
+                lambda cell: self._decode(cell, gathered[cell.column][row]) if type(cell) is Cell else cell,
+            )
+
+        return [made(row) for row in range(len(indices))]
+
+    @staticmethod
+    def _decode(cell: Cell, row: Tensor) -> Any:
+        value: Any = row
+        if cell.kind == "number":
+            value = row.item()
+        elif cell.kind == "array":
+            value = row.numpy()
+        elif cell.kind == "scalar":
+            value = row.numpy()[()]
+        elif cell.kind == "pil":
+            from PIL import Image
+
+            value = Image.fromarray(
+                row[0].numpy() if len(row) == 1 else row.permute(1, 2, 0).contiguous().numpy()
+            )
+        return value

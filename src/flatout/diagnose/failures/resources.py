@@ -1,0 +1,213 @@
+"""Limits of the machine: /dev/shm, open files, processes ended by a signal."""
+
+from __future__ import annotations
+
+import re
+import signal as signals
+
+from flatout.diagnose.failures.memory import spelled
+from flatout.diagnose.kind import (
+    Diagnosis,
+    kind,
+    match_message,
+    search_log,
+)
+from flatout.schema.failure import FailureRecord
+
+
+@kind("FE042", "killed")
+def killed(failure: FailureRecord) -> Diagnosis | None:
+    """The process was killed with SIGKILL.
+
+    What:
+        A signal ended the process that no process can catch or handle.
+    Why it happens:
+        Usually the kernel's OOM killer, when the machine or the container is out of memory. A scheduler at
+        its time limit, `docker stop` or a user can also send the signal.
+    How to fix it:
+        `dmesg -T | grep -i -E "oom|killed"` and `cat /sys/fs/cgroup/memory.events` (oom_kill) show whether
+        memory was the cause. If so, use fewer loader workers, read data as it is used, and keep no lists of
+        tensors.
+    Sources:
+        https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files
+    """
+    oom = search_log(
+        failure,
+        r"(?:Out of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+) \((?P<name>[^)]+)\)(?:.*?anon-rss:(?P<rss>\d+)kB)?",
+        r"oom[-_]kill(?:er)? event|OOMKilled|oom_reaper|Detected \d+ oom[-_]kill event",
+    )
+    said = failure.signal == signals.SIGKILL or (
+        failure.signal is None
+        and _ends_with(
+            failure,
+            r"^Killed\s*$",
+            r"^(?:.*: line \d+: +)?(?:\d+ )?Killed {2,}\S",
+            r"\b(?:killed|terminated|died|ended|signal)\b.{0,40}\bSIGKILL\b",
+            r"\bexit(?:ed)?(?: with)?(?: \w+)?[ -]?code:? +(?:-9|137)\b",
+            r"\bSignal 9\b",
+        )
+    )
+    if not said and not (oom and _wordless(failure)):
+        return None
+    events = failure.facts.get("oom_kills")
+    held = (
+        f", which held {spelled(int(oom['rss']) * 1024)}"
+        if oom and "rss" in oom.groupdict() and oom["rss"]
+        else ""
+    )
+    if oom or events:
+        name = f" ({oom['name']}, process {oom['pid']}{held})" if oom and oom.groupdict().get("pid") else ""
+        said_so = (
+            f"the kernel's OOM killer ended the program{name}: the machine or its container is out of memory"
+        )
+    else:
+        said_so = "the program was killed with SIGKILL and could not report why; the OOM killer is the most likely cause"
+    ranks = [line for line in failure.around if re.search(r"local_rank: \d+", line)][:1]
+    return Diagnosis(
+        said_so,
+        'dmesg -T | grep -i -E "oom|killed process"; cat /sys/fs/cgroup/memory.events   # was memory the cause?\n'
+        "DataLoader(..., num_workers=2)        # each worker copies the memory that it touches\n"
+        "losses.append(loss.item())            # keeps numbers instead of tensors with their graphs",
+        ranks,
+    )
+
+
+def _wordless(failure: FailureRecord) -> bool:
+    """Whether the text holds no Python exception of this process."""
+    return all(not thrown.frames and not thrown.type for thrown in failure.chain)
+
+
+def _ends_with(failure: FailureRecord, *families: str) -> bool:
+    """Whether one of the last lines of a text without a traceback matches."""
+    if not _wordless(failure):
+        return False
+    return any(re.search(family, line) for line in failure.around[-12:] for family in families)
+
+
+@kind("FE043", "shared-memory-too-small")
+def shared_memory_too_small(failure: FailureRecord) -> Diagnosis | None:
+    """Shared memory in /dev/shm is full.
+
+    What:
+        A loader worker passes its batch through shared memory, and /dev/shm is full. The worker dies of a bus
+        error or cannot write.
+    Why it happens:
+        Docker gives 64 MiB by default. Many workers, a large prefetch and large batches need more.
+    How to fix it:
+        `docker run --shm-size=8g` (or `--ipc=host`), or an emptyDir with medium Memory in Kubernetes. Without
+        a new container, use fewer workers and `prefetch_factor=1`, or
+        `torch.multiprocessing.set_sharing_strategy("file_system")` if the number of files is the limit.
+    Sources:
+        https://docs.pytorch.org/docs/stable/multiprocessing.html#sharing-strategies
+        https://github.com/pytorch/pytorch/issues/5040
+    """
+    found = match_message(
+        failure,
+        ("RuntimeError", "OSError"),
+        r"DataLoader worker \(pid(?:\(s\))? (?P<pid>[\d, ]+)\) is killed by signal: Bus error\.?",
+        r"unable to (?:write to|mmap|resize|allocate|open).{0,120}?(?:shared memory|/torch_\w+).{0,160}?(?:No space left on device|Cannot "
+        r"allocate memory|Bad address)",
+        r"ERROR: Unexpected bus error encountered in worker\. This might be caused by insufficient shared memory \(shm\)",
+    )
+    info = search_log(
+        failure,
+        r"ERROR: Unexpected bus error encountered in worker\. This might be caused by insufficient shared memory",
+    )
+    wordless = failure.signal == signals.SIGBUS or (
+        failure.signal is None and _ends_with(failure, r"\bBus error(?: \(core dumped\))?\s*$", r"\bSIGBUS\b")
+    )
+    if found is None and info is None and not wordless:
+        return None
+    who = (
+        f"loader worker {found['pid']}"
+        if found and found["pid"]
+        else "a loader worker"
+        if found or info
+        else "the program"
+    )
+    return Diagnosis(
+        f"{who} died of a bus error: /dev/shm is most likely too small"
+        if found is None or "Bus error" in found.thrown.message
+        else f"{who} could not write to shared memory: /dev/shm is full",
+        "df -h /dev/shm                                  # shows its size\n"
+        "docker run --shm-size=8g ...                    # or --ipc=host\n"
+        "DataLoader(..., num_workers=2, prefetch_factor=1)   # needs less shared memory",
+    )
+
+
+@kind("FE044", "too-many-open-files")
+def too_many_open_files(failure: FailureRecord) -> Diagnosis | None:
+    """The process has too many open files.
+
+    What:
+        This process has reached its limit of open files (`ulimit -n`). Each tensor that a worker passes on
+        counts as an open file.
+    Why it happens:
+        Batches of a loader with workers are kept in a list (each keeps its files), each sample has many small
+        tensors, or files are opened and not closed.
+    How to fix it:
+        `ulimit -n 65536` in the shell, or `torch.multiprocessing.set_sharing_strategy("file_system")` at the
+        start of the script. Copy the batches that you keep: `kept.append(batch.clone())`. Open files with
+        `with open(...)`.
+    Sources:
+        https://docs.pytorch.org/docs/stable/multiprocessing.html#file-descriptor-file-descriptor
+        https://github.com/pytorch/pytorch/issues/973
+    """
+    found = match_message(
+        failure,
+        ("OSError", "RuntimeError"),
+        r"\[Errno 24\] Too many open files",
+        r"received 0 items of ancdata",
+        r".{0,200}?Too many open files \(24\)",
+        r"Too many open files\. Communication with the workers is no longer possible",
+    )
+    if found is None:
+        return None
+    return Diagnosis(
+        "this process has reached its limit of open files; each tensor that a loader worker passes on counts as one",
+        "ulimit -n 65536                                                # in the shell, before the program starts\n"
+        'torch.multiprocessing.set_sharing_strategy("file_system")     # at the start of the script\n'
+        "kept.append(batch.clone())                                    # a kept batch keeps its files open",
+    )
+
+
+@kind("FE045", "crashed-below-python")
+def crashed_below_python(failure: FailureRecord) -> Diagnosis | None:
+    """Native code crashed (segmentation fault, abort, illegal instruction).
+
+    What:
+        Native code did something that the system does not allow, and Python could not report where.
+    Why it happens:
+        An extension was built for another torch, or two libraries load the same runtime (OpenMP, protobuf).
+        The CPU lacks an instruction of the build (SIGILL), or the stack is too small for a deep recursion.
+    How to fix it:
+        `python -X faulthandler train.py` prints the Python line of the crash. Then reinstall the packages for
+        one version of torch.
+    Sources:
+        https://docs.python.org/3/library/faulthandler.html
+    """
+    names = {
+        signals.SIGSEGV: "a segmentation fault",
+        signals.SIGABRT: "an abort",
+        signals.SIGILL: "an instruction that this CPU does not have",
+        signals.SIGFPE: "an arithmetic error",
+    }
+    words = {
+        r"\b(?:Segmentation fault|signal.{0,20}SIGSEGV|exit ?code:? +(?:-11|139))\b": signals.SIGSEGV,
+        r"(?:^|\s)Aborted \(core dumped\)|\bsignal.{0,20}SIGABRT\b|exit ?code:? +(?:-6|134)\b": signals.SIGABRT,
+        r"\b(?:Illegal instruction|signal.{0,20}SIGILL|exit ?code:? +(?:-4|132))\b": signals.SIGILL,
+    }
+    number = failure.signal if failure.signal in names else None
+    if number is None and failure.signal is None:
+        number = next((number for family, number in words.items() if _ends_with(failure, family)), None)
+    if number is None:
+        return None
+    last = search_log(failure, r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
+    where = [f"innermost Python line: {last['file']}:{last['line']} in {last['function']}"] if last else []
+    info = search_log(failure, r"what\(\):\s+(?P<words>.{1,300})")
+    return Diagnosis(
+        f"the program was ended by {names[signals.Signals(number)]} in native code",
+        "python -X faulthandler train.py        # prints the Python line of the crash\n"
+        "pip check; pip list | grep -i -E 'torch|cuda|nvidia'   # look for extensions built for another torch",
+        [*where, *([f"its last message: {info['words']}"] if info else [])],
+    )

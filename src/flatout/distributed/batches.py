@@ -1,0 +1,119 @@
+"""The batches of a rank: its own samples of each training batch, with their random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from flatout.distributed.division import CUT, INDEX, OWN, SplitSettings
+from flatout.distributed.draws import drawn_for_the_whole
+from flatout.distributed.shares import BatchShare, DividedBatches, DividedIterator, share
+from flatout.distributed.streams import HostStreams, Streams, offset
+from flatout.job.rank_environment import RankEnvironment
+from flatout.schema.errors import CannotDivide
+
+
+class RankBatches:
+    """``share`` is the part of the batch that this rank is computing; None before the first one."""
+
+    def __init__(self, torch: Any, context: Any, here: RankEnvironment, division: SplitSettings) -> None:
+        self.torch, self.context, self.here, self.division = torch, context, here, division
+        self.share: BatchShare | None = None
+        self.inside = False  # in a forward pass of the model
+        self.streams, self.host = Streams(torch, here.rank), HostStreams(here.rank)
+
+    def install(self, ledger: Any) -> None:
+        torch = self.torch
+        base, loader_class = torch.utils.data.dataloader._BaseDataLoaderIter, torch.utils.data.DataLoader
+        ledger.set(base, "__init__", self._wrap_iterator_init(base.__init__))
+        ledger.set(base, "__next__", self._wrap_next(base.__next__))
+        ledger.set(base, "_next_index", self._wrap_common(base._next_index))
+        ledger.set(loader_class, "__iter__", self._wrap_common(loader_class.__iter__))
+        if self.division.draws == OWN:
+            fetcher = torch.utils.data._utils.fetch._MapDatasetFetcher
+            ledger.set(fetcher, "fetch", self._wrap_fetch(fetcher.fetch))
+        else:
+            mode = drawn_for_the_whole(
+                torch, lambda: self.share if self.inside or self.division.batches in (INDEX, CUT) else None
+            )
+            mode.__enter__()
+            ledger.call("dispatch mode", lambda: mode.__exit__(None, None, None))
+
+    def cut(self, batch: Any, samples: int | None = None) -> Any:
+        """This rank's rows of a whole batch. Raises CannotDivide if there are none."""
+        samples = samples if samples is not None else self.context.samples_in(batch)
+        if samples is None:
+            raise CannotDivide("its batches hold no tensor with one row per sample")
+        if self.share is None and samples < self.here.world_size:
+            raise CannotDivide(
+                f"its first batch has {samples} sample{'s' * (samples > 1)}, fewer than the {self.here.world_size} ranks"
+            )
+        self.share = part = share(samples, self.here.rank, self.here.world_size)
+        return self.context.rows_of(batch, samples, part.start, part.stop)
+
+    def _trains(self, loader: Any) -> bool:
+        """Whether this loader trains. An evaluation runs without gradients, or uses another loader."""
+        return (
+            self.torch.is_grad_enabled()
+            and self.division.batches in (INDEX, CUT)
+            and self.context.first_loader_like(loader) in self.division.loaders
+        )
+
+    def _wrap_iterator_init(self, init: Callable) -> Callable:
+        batches, here, division = self, self.here, self.division
+
+        @wraps(init)
+        def init_divided(iterator: Any, loader: Any) -> None:
+            init(iterator, loader)
+            if not batches._trains(loader):
+                return
+            iterator.flatout_way = division.batches
+            if division.batches == INDEX:
+                iterator._index_sampler = DividedBatches(iterator._index_sampler, here.rank, here.world_size)
+                iterator._sampler_iter = iter(iterator._index_sampler)
+            if division.draws == OWN:  # workers of different ranks need different random numbers
+                iterator._base_seed = offset(iterator._base_seed, here.rank)
+
+        return init_divided
+
+    def _wrap_next(self, take: Callable) -> Callable:
+        batches = self
+
+        @wraps(take)
+        def next_divided(iterator: Any) -> Any:
+            batch = take(iterator)
+            way = getattr(iterator, "flatout_way", None)
+            if way is None:
+                return batch
+            if isinstance(iterator._sampler_iter, DividedIterator):
+                batches.share = iterator._sampler_iter.drawn.popleft()
+            elif way == CUT:
+                batch = batches.cut(batch)
+            if batches.division.draws == OWN:
+                batches.streams.part()
+            return batch
+
+        return next_divided
+
+    def _wrap_common(self, really: Callable) -> Callable:
+        streams = self.streams
+
+        @wraps(really)
+        def drawn_alike(*args: Any) -> Any:
+            with streams.common():
+                return really(*args)
+
+        return drawn_alike
+
+    def _wrap_fetch(self, fetch: Callable) -> Callable:
+        host, worker = self.host, self.torch.utils.data.get_worker_info
+
+        @wraps(fetch)
+        def fetch_by_itself(fetcher: Any, index: Any) -> Any:
+            if worker() is not None:  # its iterator seeds it, differently on each rank
+                return fetch(fetcher, index)
+            with host.own():
+                return fetch(fetcher, index)
+
+        return fetch_by_itself

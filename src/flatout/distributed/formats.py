@@ -1,0 +1,156 @@
+"""Convert between sharded weights and the script's own formats: it saves and loads what one process would.
+
+model.state_dict(), optimizer.state_dict()     whole tensors on every rank (on the host for a GPU model)
+load_state_dict of both                        each rank takes its part
+torch.save(model), copy.deepcopy(model)        a plain module with whole weights
+model.to(...)                                  the sharded weights move
+clip_grad_norm_                                returns a plain number, over weights of both kinds
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+STATE_PREFIX = "__composable_api"  # prefix of fully_shard's attributes in a module
+MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+OF_TORCH = ("torch.distributed.fsdp", "torch.distributed._composable")
+OURS = "flatout.distributed.sharding"
+
+
+class Formats:
+    """Patches the functions that depend on the format of a model.
+
+    ``sharding`` knows which weights are sharded.
+    """
+
+    def __init__(self, torch: Any, sharding: Any, ledger: Any) -> None:
+        self.torch, self.sharding, self.mixing = torch, sharding, sharding.mixing
+        self.depth = 0  # of recursive calls through submodules
+        module, optimizer, clip = torch.nn.Module, torch.optim.Optimizer, torch.nn.utils.clip_grad
+        ledger.set(module, "state_dict", self._state_dict(module.state_dict))
+        ledger.set(module, "load_state_dict", self._load_module(module.load_state_dict))
+        ledger.set(module, "_apply", self._apply(module._apply))
+        ledger.set(module, "__reduce_ex__", self._reduce(module.__reduce_ex__), new=True)
+        ledger.set(optimizer, "state_dict", self._state_dict(optimizer.state_dict))
+        ledger.set(optimizer, "load_state_dict", self._load_optimizer(optimizer.load_state_dict))
+        plain = self._plain(clip.clip_grad_norm_)
+        ledger.set(clip, "clip_grad_norm_", plain)
+        ledger.set(torch.nn.utils, "clip_grad_norm_", plain)
+
+    def _state_dict(self, really: Callable) -> Callable:
+        formats = self
+
+        @wraps(really)
+        def state_dict(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            formats.depth += 1
+            try:
+                found = really(owner, *args, **kwargs)
+            finally:
+                formats.depth -= 1
+            if not formats.depth:
+                formats._make_whole(found)
+            return found
+
+        return state_dict
+
+    def _make_whole(self, held: Any) -> None:
+        """Replace every sharded tensor in a state by a whole one, one at a time to limit GPU memory."""
+        places = held.items() if isinstance(held, dict) else enumerate(held)
+        made: dict[int, Any] = {}
+        for name, thing in list(places):
+            if self.sharding.holds(thing):
+                if id(thing._local_tensor) not in made:  # tied weights are one tensor
+                    with self.torch.no_grad():
+                        made[id(thing._local_tensor)] = self.mixing.whole(thing).detach().cpu()
+                held[name] = made[id(thing._local_tensor)]
+            elif isinstance(thing, (dict, list)):
+                self._make_whole(thing)
+
+    def _load_module(self, really: Callable) -> Callable:
+        formats = self
+
+        @wraps(really)
+        def load_state_dict(module: Any, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+            divided = any(map(formats.sharding.holds, module.parameters()))
+            return really(
+                module, state_dict, strict, assign and not divided
+            )  # a sharded weight takes the values and stays the same object
+
+        return load_state_dict
+
+    def _load_optimizer(self, really: Callable) -> Callable:
+        formats = self
+
+        @wraps(really)
+        def load_state_dict(optimizer: Any, state_dict: Any) -> Any:
+            own = [p for group in optimizer.param_groups for p in group["params"]]
+            numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+            if len(own) != len(numbers) or not any(map(formats.sharding.holds, own)):
+                return really(optimizer, state_dict)
+            state = dict(state_dict["state"])
+            for number, p in zip(numbers, own, strict=True):
+                if formats.sharding.holds(p) and isinstance(state.get(number), Mapping):
+                    state[number] = formats.sharding.part_of_state(state[number], p)
+            return really(optimizer, {**state_dict, "state": state})
+
+        return load_state_dict
+
+    def _apply(self, really: Callable) -> Callable:
+        formats = self
+
+        @wraps(really)
+        def apply(module: Any, *args: Any, **kwargs: Any) -> Any:
+            formats.depth += 1
+            try:
+                result = really(module, *args, **kwargs)
+            finally:
+                formats.depth -= 1
+            if not formats.depth:
+                with formats.torch.no_grad():
+                    for group in formats.sharding.groups_in(module):
+                        for each in group.fsdp_params:
+                            each.reset_sharded_param()
+            return result
+
+        return apply
+
+    def _reduce(self, really: Callable) -> Callable:
+        formats = self
+
+        @wraps(really)
+        def reduce_without_ranks(module: Any, protocol: Any) -> Any:
+            answer = really(module, protocol)
+            if not isinstance(answer, tuple) or len(answer) < 3 or not isinstance(answer[2], dict):
+                return answer
+            return (*answer[:2], formats._without_ranks(answer[2]), *answer[3:])
+
+        return reduce_without_ranks
+
+    def _without_ranks(self, held: dict[str, Any]) -> dict[str, Any]:
+        """The state for pickling or copying a module, without the additions of FSDP2 and flatout."""
+        state = {
+            name: value
+            for name, value in held.items()
+            if not name.startswith(STATE_PREFIX) and name not in MARKS
+        }
+        found: dict[str, Any] = self.sharding.context.without_hooks(state, _is_ours)
+        return found
+
+    def _plain(self, really: Callable) -> Callable:
+        formats = self
+
+        @wraps(really)
+        def plain(*args: Any, **kwargs: Any) -> Any:
+            norm = really(*args, **kwargs)
+            return formats.mixing.whole(norm) if formats.sharding.holds(norm) else norm
+
+        return plain
+
+
+def _is_ours(hook: Any) -> bool:
+    """Whether a hook is FSDP2's or flatout's; torch wraps some in an object with the function in ``hook``."""
+    function = getattr(hook, "hook", hook)
+    module = getattr(function, "__module__", None) or ""
+    return module.startswith(OF_TORCH) or module == OURS

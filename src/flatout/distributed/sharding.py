@@ -1,0 +1,285 @@
+"""Shard weights, gradients and optimizer state over the ranks with torch's FSDP2, under an unmodified script.
+
+At the first forward pass of a module that trains, its repeated blocks and then the module itself go through
+``fully_shard``. The script made its optimizers earlier with the whole weights; the sharded ones replace them,
+including their state. Any other reference to a whole weight (a list of the script, a tuple, a variable)
+becomes a *stand-in*. It has no values of its own, and every operation on it acts on the sharded weight.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from flatout.distributed.dtensor_interop import DTensorInterop
+from flatout.distributed.formats import Formats
+from flatout.job.rank_environment import RankEnvironment
+from flatout.schema.errors import CannotDivide
+
+NAME = "sharding"
+NODE, ALL = "node", "all"
+M_MMAP_THRESHOLD, LARGE_BYTES = -3, 2**20  # malloc.h
+FEWEST = 2  # ranks on a machine, to shard weights inside it
+
+
+class Sharding:
+    """``over``: shard over the ranks of each machine, with replicas across machines, or over all ranks.
+
+    ``blocks_of(module)`` returns its repeated blocks.
+    """
+
+    def __init__(
+        self, torch: Any, context: Any, here: RankEnvironment, over: str, blocks_of: Any, ledger: Any
+    ) -> None:
+        self.torch, self.context, self.here, self.over, self.blocks_of, self.ledger = (
+            torch,
+            context,
+            here,
+            over,
+            blocks_of,
+            ledger,
+        )
+        self.mesh: Any = None
+        self.averages = True  # average gradients; else sum them
+        self.open: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose layers may be called separately
+        self.opened: list[Any] = []  # modules being called in pieces
+        self.mixing = DTensorInterop(torch, here.world_size, ledger)
+        self.formats = Formats(torch, self, ledger)
+        self._hooks: list[Any] = []
+        ledger.call("hooks of pieces", self._close)
+
+    def holds(self, parameter: Any) -> bool:
+        """Whether this weight is sharded."""
+        return self.mixing.is_divided(parameter)
+
+    def shard(self, root: Any) -> None:
+        """Shard the weights of a module. Raises CannotDivide.
+
+        The other ranks are at the same point with equal weights.
+        """
+        if all(map(self.holds, root.parameters())):
+            return
+        self._refuse(root)
+        self.mesh = self.mesh or self._mesh(next(root.parameters()).device.type)
+        for module in [*self._blocks(root), root]:
+            if self._state(module) is None:
+                self._shard_one(module)
+        for module in root.modules():
+            state = self._state(module)
+            if state is not None:
+                state._is_root = None  # the outermost module that runs first becomes the root
+        self._open_pieces(root)
+
+    # -- one module ------------------------------------------------------------------------------------------
+
+    def _shard_one(self, module: Any) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        kind = type(module)
+        before = [
+            (owner, name, p)
+            for owner in module.modules()
+            for name, p in owner._parameters.items()
+            if p is not None and not self.holds(p)
+        ]
+        for p in {id(p): p for _, _, p in before}.values():
+            if not p.is_contiguous():
+                p.data = p.data.contiguous()
+        fully_shard(
+            module,
+            mesh=self.mesh,
+            reshard_after_forward=True,
+            ignored_params=set(self._left_whole([p for _, _, p in before])),
+        )
+        self.ledger.set(module, "__class__", kind)  # FSDP2 makes its own class; its methods are not used here
+        for group in self._groups(module):
+            group.force_sum_reduction_for_comms = True  # every backend can add
+            if not self.averages:
+                group.gradient_divide_factor = 1.0
+        self._hooks.append(module.register_forward_hook(self._views_end, prepend=True))  # before FSDP2's own
+        pairs = {
+            id(p): (p, owner._parameters[name])
+            for owner, name, p in before
+            if owner._parameters[name] is not p
+        }
+        self._in_optimizers(pairs)
+        for whole, divided in pairs.values():
+            if whole.grad is not None:
+                divided.grad = self.mixing.part_of(whole.grad, divided)
+                whole.grad = None
+            for name, value in vars(whole).items():
+                vars(divided).setdefault(name, value)
+            self.mixing.stand_in(whole, divided)
+
+    def _left_whole(self, parameters: list[Any]) -> list[Any]:
+        """Parameters that FSDP2 does not support: scalars, and all dtypes except the most frequent one."""
+        kinds: dict[Any, int] = {}
+        for p in parameters:
+            kinds[p.dtype] = kinds.get(p.dtype, 0) + (p.numel() if p.dim() and p.is_floating_point() else 0)
+        largest = max(kinds, key=lambda dtype: kinds[dtype], default=None)
+        return [p for p in parameters if not p.dim() or p.dtype != largest or not p.is_floating_point()]
+
+    def _in_optimizers(self, pairs: dict[int, tuple[Any, Any]]) -> None:
+        """Replace the whole weights in the optimizers by the sharded ones, including their state."""
+        for optimizer in self.context.optimizers:
+            for group in optimizer.param_groups:
+                group["params"][:] = [pairs[id(p)][1] if id(p) in pairs else p for p in group["params"]]
+                if len({self.holds(p) for p in group["params"]}) > 1 and group.get("fused"):
+                    group["fused"] = False  # one kernel cannot take both kinds
+            remembered = list(optimizer.state.items())
+            optimizer.state.clear()  # keep the order
+            for p, state in remembered:
+                divided = pairs[id(p)][1] if id(p) in pairs else None
+                optimizer.state[p if divided is None else divided] = (
+                    state if divided is None else self.part_of_state(state, divided)
+                )
+
+    def part_of_state(self, state: dict[str, Any], divided: Any) -> dict[str, Any]:
+        """The optimizer state of a weight, sharded like it; values of another shape stay whole."""
+        tensor = self.torch.Tensor
+        return {
+            name: self.mixing.part_of(value, divided)
+            if isinstance(value, tensor)
+            and value.dim()
+            and value.shape == divided.shape
+            and not self.holds(value)
+            else value
+            for name, value in state.items()
+        }
+
+    # -- what to shard, and over which ranks -----------------------------------------------------------------
+
+    def _refuse(self, root: Any) -> None:
+        for name, p in root.named_parameters():
+            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+                raise CannotDivide(
+                    f"the script has registered a hook on the gradient of {name}, which a sharded weight does not support"
+                )
+        if any(isinstance(module, self.torch.jit.ScriptModule) for module in root.modules()):
+            raise CannotDivide("its model is a compiled script (torch.jit), whose weights cannot be sharded")
+
+    def _blocks(self, root: Any) -> list[Any]:
+        """Blocks that share no weight with modules outside them; shared weights belong to the root."""
+        holders: dict[int, set[int]] = {}
+        for module in root.modules():
+            for p in module._parameters.values():
+                if p is not None:
+                    holders.setdefault(id(p), set()).add(id(module))
+        blocks = []
+        for block in self.blocks_of(root):
+            inside = {id(module) for module in block.modules()}
+            if all(holders[id(p)] <= inside for p in block.parameters()):
+                blocks.append(block)
+        return blocks
+
+    def _mesh(self, device_type: str) -> Any:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if device_type == "cpu":
+            _give_back()
+        here, ranks = self.here, self.torch.arange(self.here.world_size)
+        if (
+            self.over == ALL
+            or here.local_world_size >= here.world_size
+            or here.local_world_size < FEWEST
+            or here.world_size % here.local_world_size
+        ):
+            return DeviceMesh(device_type, ranks, mesh_dim_names=("shard",))
+        return DeviceMesh(
+            device_type, ranks.view(-1, here.local_world_size), mesh_dim_names=("replicate", "shard")
+        )
+
+    @staticmethod
+    def _state(module: Any) -> Any:
+        from torch.distributed._composable_state import _get_module_state
+
+        return _get_module_state(module)
+
+    def _groups(self, module: Any) -> list[Any]:
+        """Groups of weights that are gathered together.
+
+        The attribute is named differently if FSDP2 has one per module.
+        """
+        state = self._state(module)
+        groups = getattr(state, "_fsdp_param_groups", None)
+        return (
+            list(groups)
+            if groups is not None
+            else [group for group in [getattr(state, "_fsdp_param_group", None)] if group is not None]
+        )
+
+    def groups_in(self, module: Any) -> Iterator[Any]:
+        for part in module.modules():
+            yield from self._groups(part)
+
+    # -- a model that is called in pieces --------------------------------------------------------------------
+
+    def _open_pieces(self, root: Any) -> None:
+        """Gather the weights also for a layer called outside its sharded module (``model.decoder(z)``)."""
+        for module in root.modules():
+            groups = [] if module in self.open else self._groups(module)
+            self.open.add(module)
+            holders: Iterable[Any] = {
+                id(held): held
+                for group in groups
+                for each in group.fsdp_params
+                for held in (each._module_info.module, *each._module_info.shared_modules)
+            }.values()
+            for held in holders:
+                if held is not module:
+                    self._hooks.append(
+                        held.register_forward_pre_hook(
+                            self._piece_begins(self._state(module), groups), with_kwargs=True
+                        )
+                    )
+                    self._hooks.append(
+                        held.register_forward_hook(self._piece_ends(self._state(module)), always_call=True)
+                    )
+
+    def _piece_begins(self, state: Any, groups: list[Any]) -> Any:
+        def begins(module: Any, args: Any, kwargs: Any) -> Any:
+            if not any(group.is_sharded for group in groups):
+                return None
+            self.opened.append(module)
+            return state._pre_forward(module, args, kwargs)
+
+        return begins
+
+    def _piece_ends(self, state: Any) -> Any:
+        def ends(module: Any, args: Any, output: Any) -> Any:
+            if not self.opened or self.opened[-1] is not module:
+                return None
+            self.opened.pop()
+            return state._post_forward(module, args, self._views_end(module, args, output))
+
+        return ends
+
+    def _views_end(self, module: Any, args: Any, output: Any) -> Any:
+        """Clone output views. FSDP2 detects the backward pass by a hook on a module's output.
+
+        A view loses the hook when a script changes it in place.
+        """
+        from torch.utils._pytree import tree_map_only
+
+        return tree_map_only(
+            self.torch.Tensor, lambda t: t.clone() if t.requires_grad and t._base is not None else t, output
+        )
+
+    def _close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+def _give_back() -> None:
+    """Return the memory of freed tensors to the system.
+
+    glibc keeps blocks below a threshold, and raises it when a larger one is freed. Weights gathered block by
+    block then fragment the memory: twice the size of the sharded weights. Setting the threshold fixes it.
+    """
+    try:
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
+    except (OSError, AttributeError):
+        pass  # another C library

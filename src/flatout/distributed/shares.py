@@ -1,0 +1,103 @@
+"""Split a batch between the ranks.
+
+Each rank takes consecutive samples; the first ranks take one more if the split is uneven. Every rank draws
+the batches of the whole program in the plain run's order and fetches only its own samples. If a batch has
+fewer samples than ranks, every rank computes all of it. It then counts on rank 0 alone, so that no rank is
+without a batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class BatchShare:
+    """Samples ``start`` to ``stop`` of a batch of ``samples``.
+
+    ``weight``: its part of a mean over the batch; the weights of all ranks add up to 1.
+    """
+
+    samples: int
+    start: int
+    stop: int
+    weight: float
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+def share(samples: int, rank: int, world: int) -> BatchShare:
+    """The share of a batch for ``rank`` of ``world``."""
+    if samples < world:
+        return BatchShare(samples, 0, samples, 1.0 if rank == 0 else 0.0)
+    each, more = divmod(samples, world)
+    start = rank * each + min(rank, more)
+    stop = start + each + (rank < more)
+    return BatchShare(samples, start, stop, (stop - start) / samples)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The location of a share's samples in a shape: ``each`` entries per sample along ``dim``."""
+
+    dim: int
+    each: int
+    share: BatchShare
+
+    @classmethod
+    def of(cls, shape: Sequence[int], share: BatchShare) -> Rows | None:
+        """The first dimension if its size matches, else the only one that matches.
+
+        Otherwise the first one, if samples were flattened into it (heads, tokens).
+        """
+        # The rule of agent/batches.batch_dimension plus one case; the package distributed may not import agent.
+        found = [dim for dim, size in enumerate(shape) if size == share.size]
+        if found and (found[0] == 0 or len(found) == 1):
+            return cls(found[0], 1, share)
+        if not found and shape and share.size > 1 and shape[0] and shape[0] % share.size == 0:
+            return cls(0, shape[0] // share.size, share)
+        return None
+
+    def whole(self, shape: Sequence[int]) -> list[int]:
+        return [self.share.samples * self.each if dim == self.dim else size for dim, size in enumerate(shape)]
+
+    def of_the_share(self, tensor: Any) -> Any:
+        return tensor.narrow(self.dim, self.share.start * self.each, self.share.size * self.each)
+
+
+class DividedBatches:
+    """Replaces the sampler of a DataLoader's iterator."""
+
+    def __init__(self, batches: Any, rank: int, world: int) -> None:
+        self.batches, self.rank, self.world = batches, rank, world
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> DividedIterator:
+        return DividedIterator(iter(self.batches), self.rank, self.world)
+
+
+class DividedIterator:
+    """``drawn``: the shares of batches that were drawn and not yet consumed.
+
+    Workers prefetch and deliver in order.
+    """
+
+    def __init__(self, batches: Iterator[Any], rank: int, world: int) -> None:
+        self.batches, self.rank, self.world = batches, rank, world
+        self.drawn: deque[BatchShare] = deque()
+
+    def __iter__(self) -> DividedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self.batches)
+        part = share(len(batch), self.rank, self.world)
+        self.drawn.append(part)
+        return batch[part.start : part.stop]

@@ -1,0 +1,49 @@
+"""Take fewer samples of captured steps if steps take seconds, because a replica runs each step many times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from flatout.guard.copies import mapped
+from flatout.measure.parity import tensors_in
+
+PLAYS = 17  # steps per judgement if steps are long
+LONGEST_PLAYS_S = 12.0  # beyond this time, only part of the samples is played
+FEWEST_SAMPLES = 16  # batch normalisation needs several
+
+
+def samples_played(size: int, step_ms: float) -> int:
+    """How many of ``size`` samples to play: all, or at most half if a whole step takes too long."""
+    kept = max(FEWEST_SAMPLES, math.ceil(size * 1000 * LONGEST_PLAYS_S / (PLAYS * max(step_ms, 1.0))))
+    return size if 2 * kept > size else kept
+
+
+def sliced(
+    steps: Sequence[list[dict[str, Any]]], step_ms: float, torch: Any
+) -> tuple[list[list[dict[str, Any]]], float]:
+    """The same steps with their first samples, as many as the step time allows, and the share taken.
+
+    The share is 1.0 if the steps stay whole. Inputs and output gradients must agree in the size of their
+    first dimension, the batch size. Scalars stay as they are.
+    """
+    tensors = [
+        tensor
+        for calls in steps
+        for call in calls
+        for tensor in tensors_in((call["args"], call["kwargs"], call["grads"]), torch)
+    ]
+    sizes = {tensor.shape[0] for tensor in tensors if tensor.dim()}
+    size = next(iter(sizes), 0)
+    kept = samples_played(size, step_ms)
+    if len(sizes) != 1 or kept == size:
+        return list(steps), 1.0
+
+    def first(thing: Any) -> Any:
+        return mapped(thing, lambda tensor: tensor[:kept] if tensor.dim() else tensor, torch)
+
+    return [
+        [{**call, **{name: first(call[name]) for name in ("args", "kwargs", "grads")}} for call in calls]
+        for calls in steps
+    ], kept / size

@@ -1,0 +1,268 @@
+"""Runs captured steps again on fresh copies of modules and optimizers: plainly, under levers, or in float64.
+
+After the updates, every play repeats its first step. It starts from the weights of ``sharpen``, which trains
+a copy on that step alone until the network is as confident as late in a training, or else from the starting
+weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from flatout.agent.applier import Applier
+from flatout.agent.ledger import Ledger
+from flatout.guard.copies import (
+    CopiedContext,
+    adam,
+    held_by,
+    in_double,
+    mapped,
+    outside_gradients,
+    rates_of,
+    set_random_state,
+    size_of,
+)
+from flatout.guard.float32_draws import float32_draws
+from flatout.measure.parity import tensors_in
+from flatout.schema.plan import Choice
+
+UPDATE_STEPS = 16  # enough to show a step that is skipped, or a state that is reset, now and then
+CLIPPED = 0.5  # share of the total gradient norm
+RESULTS, ROOM = 24, 0.5  # results of all plays, in model sizes; the share of free device memory for them
+
+
+@dataclass
+class StepResults:
+    """The results of a play, by step.
+
+    These are the outputs of the roots, the gradients of all parameters and the changes of all buffers.
+    ``updates`` is how far the optimizers moved each parameter. ``clipped`` is the size of each gradient of
+    the first step after clipping. ``later`` is that step once more, after the updates.
+    """
+
+    outputs: list[list[Any]] = field(default_factory=list)
+    gradients: list[list[Any]] = field(default_factory=list)
+    moves: list[list[Any]] = field(default_factory=list)
+    updates: list[Any] = field(default_factory=list)
+    clipped: list[float] = field(default_factory=list)
+    later: StepResults | None = None
+    failure: str = ""
+
+
+class StepReplayer:
+    """Plays captured steps.
+
+    ``frozen`` holds the copies of (root modules, optimizers) from which every play starts. ``stepped`` holds
+    the positions of the optimizers that step.
+    """
+
+    def __init__(self, context: Any, applier: Applier, frozen: Any, stepped: Sequence[int]) -> None:
+        self.context, self.torch, self.applier, self.frozen, self.stepped = (
+            context,
+            context.torch,
+            applier,
+            frozen,
+            stepped,
+        )
+        self._same_gradients: list[list[Any]] = []
+        self._on_host = _crowded(context, self.torch)
+        self._later = held_by(frozen[0])  # weights and buffers at the start of the later step
+
+    def play(
+        self,
+        steps: Sequence[list[dict[str, Any]]],
+        choices: Sequence[Choice] = (),
+        double: bool = False,
+        nudge: float = 0.0,
+    ) -> StepResults:
+        """Play the steps. ``nudge`` moves every weight by up to this share.
+
+        The first play must be the plain one: its gradients are the input of every optimizer.
+        """
+        roots, optimizers = copy.deepcopy(self.frozen)
+        if double:
+            in_double(roots, optimizers, self.torch)
+        if nudge:
+            perturb_weights([p for root in roots for p in root.parameters()], nudge, self.torch)
+        undo, failure = self._apply(CopiedContext(self.context, roots, optimizers), choices)
+        played = StepResults(failure=failure)
+        try:
+            if not failure:
+                with float32_draws(self.torch) if double else nullcontext():
+                    self._steps(roots, steps, double, played)
+                self._same_gradients = self._same_gradients or played.gradients
+                if not nudge:
+                    self._clip(roots, played)
+                    self._update(roots, optimizers, played)
+                if not nudge and not double:
+                    played.later = self.play_later(roots, steps)
+        finally:
+            for take_off in reversed(undo):
+                take_off()
+        return played
+
+    def sharpen(self, step: list[dict[str, Any]], updates: int) -> None:
+        """Train a copy on one step alone with Adam-like updates.
+
+        Later steps start from there, unless it is not finite.
+        """
+        roots = copy.deepcopy(self.frozen[0])
+        parameters = [p for root in roots for p in root.parameters() if p.requires_grad]
+        rates = rates_of(parameters)
+        moments = [[self.torch.zeros_like(p), self.torch.zeros_like(p)] for p in parameters]
+        for at in range(1, updates + 1):
+            self._one_step(roots, parameters, step, False, StepResults())
+            for p, rate, moment in zip(parameters, rates, moments, strict=True):
+                if p.grad is not None:
+                    adam(p, p.grad, rate, moment, at, self.torch)
+        held = [tensor.detach() for tensor in held_by(roots)]
+        if all(bool(tensor.isfinite().all()) for tensor in held):
+            self._later = held
+
+    def play_later(
+        self, roots: list[Any] | None, steps: Sequence[list[dict[str, Any]]], nudge: float = 0.0
+    ) -> StepResults:
+        """Play the first step from the later weights, on a fresh copy if ``roots`` is None.
+
+        ``nudge`` as in ``play``.
+        """
+        roots = copy.deepcopy(self.frozen[0]) if roots is None else roots
+        self._load(roots)
+        if nudge:
+            perturb_weights([p for root in roots for p in root.parameters()], nudge, self.torch)
+        played = StepResults()
+        self._steps(roots, steps[:1], False, played)
+        return played
+
+    def _load(self, roots: list[Any]) -> None:
+        """Load in place, so that code compiled by a lever for these modules stays valid."""
+        with self.torch.no_grad():
+            for held, later in zip(held_by(roots), self._later, strict=True):
+                held.copy_(later)
+
+    def _steps(
+        self, roots: list[Any], steps: Sequence[list[dict[str, Any]]], double: bool, played: StepResults
+    ) -> None:
+        parameters = [p for root in roots for p in root.parameters() if p.requires_grad]
+        for calls in steps:
+            self._one_step(roots, parameters, calls, double, played)
+
+    def _apply(self, stage: CopiedContext, choices: Sequence[Choice]) -> tuple[list[Callable[[], None]], str]:
+        undo: list[Callable[[], None]] = []
+        for choice in choices:
+            lever = self.applier.lever(choice)
+            if lever is None or lever.apply is None:
+                continue
+            ledger = Ledger()
+            try:
+                undo.append(lever.apply(stage, choice.value, ledger))
+            except Exception as error:
+                ledger.restore()
+                return undo, f"{choice.name}: {type(error).__name__}: {str(error)[:160]}"
+        return undo, ""
+
+    def _one_step(
+        self,
+        roots: list[Any],
+        parameters: list[Any],
+        calls: list[dict[str, Any]],
+        double: bool,
+        played: StepResults,
+    ) -> None:
+        buffers = [b for root in roots for b in root.buffers() if b.is_floating_point()]
+        before = [b.detach().clone() for b in buffers]
+        for p in parameters:
+            p.grad = None
+        played.outputs.append(
+            [out for call in calls for out in self._one_call(roots[call["root"]], call, double)]
+        )
+        played.gradients.append([None if p.grad is None else self._kept(p.grad) for p in parameters])
+        after = [b for root in roots for b in root.buffers() if b.is_floating_point()]
+        played.moves.append([a.detach().double() - b.double() for a, b in zip(after, before, strict=True)])
+
+    def _one_call(self, root: Any, call: dict[str, Any], double: bool) -> list[Any]:
+        torch = self.torch
+        set_random_state(self.context, call["random"])
+        convert = (lambda t: t.double() if t.is_floating_point() else t) if double else (lambda t: t)
+        args, kwargs = mapped(call["args"], convert, torch), mapped(call["kwargs"], convert, torch)
+        device, dtype, enabled = call["autocast"]
+        with torch.autocast(device, dtype=dtype, enabled=enabled and not double):
+            outputs = list(tensors_in(root(*args, **kwargs), torch))
+        if "outside" not in call:
+            call["outside"] = outside_gradients(outputs, call["grads"], torch)
+        pairs = [
+            (outputs[at], grad)
+            for at, grad in sorted(call["outside"].items())
+            if at < len(outputs) and outputs[at].requires_grad
+        ]
+        if pairs:
+            torch.autograd.backward([o for o, _ in pairs], [g.to(o.dtype).reshape(o.shape) for o, g in pairs])
+        return [self._kept(o) for o in outputs if o.is_floating_point()]
+
+    def _kept(self, tensor: Any) -> Any:
+        return tensor.detach().to("cpu", copy=True) if self._on_host else tensor.detach().clone()
+
+    def _clip(self, roots: list[Any], played: StepResults) -> None:
+        """Clip the gradients of the plain play by torch's function, in case the program clips.
+
+        It is called by the name that a lever may replace.
+        """
+        parameters = [p for root in roots for p in root.parameters() if p.requires_grad]
+        for p, grad in zip(parameters, self._same_gradients[0], strict=True):
+            p.grad = None if grad is None else grad.to(p.device, p.dtype, copy=True)
+        whole = math.sqrt(sum(size_of(p.grad) ** 2 for p in parameters if p.grad is not None))
+        self.torch.nn.utils.clip_grad_norm_(parameters, CLIPPED * whole)
+        played.clipped = [size_of(p.grad) for p in parameters if p.grad is not None]
+
+    def _update(self, roots: list[Any], optimizers: list[Any], played: StepResults) -> None:
+        """Step every optimizer on the gradients of the plain play, one after another and repeatedly."""
+        torch = self.torch
+        parameters = [p for root in roots for p in root.parameters() if p.requires_grad]
+        stepping = [optimizers[at] for at in self.stepped]
+        if not stepping or any(needs_closure(optimizer) for optimizer in stepping):
+            return
+        before = [p.detach().to(torch.float64, copy=True) for p in parameters]
+        for at in range(UPDATE_STEPS):
+            for p, grad in zip(parameters, self._same_gradients[at % len(self._same_gradients)], strict=True):
+                p.grad = None if grad is None else grad.to(p.device, p.dtype, copy=True)
+                if p.grad is not None and p.dim() == 4 and p.is_contiguous(memory_format=torch.channels_last):
+                    p.grad = p.grad.contiguous(memory_format=torch.channels_last)
+            for optimizer in stepping:
+                optimizer.step()
+        played.updates = [
+            None if p.grad is None else self._kept(p.detach().double() - b)
+            for p, b in zip(parameters, before, strict=True)
+        ]
+
+
+def _crowded(context: Any, torch: Any) -> bool:
+    """Whether the results of the plays would fill the device while the program occupies it."""
+    if context.device_type != "cuda":
+        return False
+    free, _ = torch.cuda.mem_get_info(context.device)
+    return bool(RESULTS * sum(p.numel() * p.element_size() for p in context.parameters) > ROOM * free)
+
+
+def perturb_weights(parameters: Sequence[Any], share: float, torch: Any) -> None:
+    """Move every weight by up to this share, each time by the same draws.
+
+    The program's random state does not change.
+    """
+    draw = torch.Generator("cpu").manual_seed(0)
+    with torch.no_grad():
+        for p in (p for p in parameters if p.is_floating_point()):
+            p.mul_(
+                1 + share * (2 * torch.rand(p.shape, generator=draw, device="cpu") - 1).to(p.device, p.dtype)
+            )
+
+
+def needs_closure(optimizer: Any) -> bool:
+    """Whether the step requires a closure, as LBFGS does; others accept one."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty

@@ -1,0 +1,204 @@
+"""Do the loss curves of two runs agree: at the start, and within the spread of the seeds?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from flatout.schema.records import TrialRecord
+from flatout.schema.session import GuardCheck
+
+WINDOWS = 8
+CURVE_LIMIT = 2.0  # two independent runs of one script are 1.41 apart on this scale
+SHIFT_LIMIT = 1.0
+START_STEPS = 8  # later, a sound lever's rounding may be amplified, and the spread of seeds is the scale
+START_LIMIT = 0.04
+ROUNDING_GROWTH = 30.0  # in a smooth network, the first losses moved by up to 3 times the gradient error
+LOSS_RESOLUTION = 2.0**-20  # float32 sums a loss to about 2^-22
+TINY = 1e-300
+
+
+def aligned(plain: TrialRecord, tuned: TrialRecord) -> tuple[list[float], list[float]]:
+    length = min(len(plain.losses), len(tuned.losses))
+    return [float.fromhex(x) for x in plain.losses[:length]], [
+        float.fromhex(x) for x in tuned.losses[:length]
+    ]
+
+
+def finite_losses(curves: Sequence[tuple[list[float], list[float]]]) -> GuardCheck:
+    bad = [
+        at
+        for p, t in curves
+        for at, (x, y) in enumerate(zip(p, t, strict=True))
+        if math.isfinite(x) and not math.isfinite(y)
+    ]
+    return GuardCheck(
+        "finite",
+        not bad,
+        f"loss {bad[0]} is not finite, but the plain program's is"
+        if bad
+        else "every loss is finite if the plain one is",
+    )
+
+
+def start_check(
+    plain: Sequence[TrialRecord],
+    tuned: Sequence[TrialRecord],
+    replica: dict[str, Any],
+    perturbed: Sequence[TrialRecord],
+    growth: float,
+) -> list[GuardCheck]:
+    """Compare the losses of the first steps, pair by pair, with the spread of the seeds at the same steps.
+
+    In a smooth network they cannot differ by more than the gradient error that the replica measured. With
+    kinks (ReLU, max-pooling), or without a replica, they may differ by a small share of the spread.
+    """
+    perturbed = [s for s in perturbed if any(s.seed == p.seed for p in plain)]
+    counts = [sum(step <= START_STEPS for step in p.loss_steps) for p in plain]
+    curves = [
+        (p[:n], t[:n])
+        for n, (p, t) in zip(counts, (aligned(p, t) for p, t in zip(plain, tuned, strict=True)), strict=True)
+    ]
+    length = min(len(p) for p, _ in curves)
+    everything = [x for p, t in curves for x in (*p[:length], *t[:length])]
+    unit = max(map(abs, everything), default=0.0)
+    if not 0 < unit < math.inf:
+        return []
+    one, other = (
+        [[x / unit for x in side[:length]] for side in sides] for sides in zip(*curves, strict=True)
+    )
+    distance = _rms([y - x for p, t in zip(one, other, strict=True) for x, y in zip(p, t, strict=True)])
+    if distance == 0:
+        return [GuardCheck("start", True, "the first losses coincide", 0.0, START_LIMIT)]
+    spread, scale = _scale(one)
+    if spread == 0:
+        return [GuardCheck("start", False, "the first losses differ, and the plain program's are constant")]
+    limit, error = (
+        START_LIMIT,
+        next((c["value"] for c in replica.get("checks", ()) if c["name"] == "gradient"), None),
+    )
+    if replica.get("smooth") and error is not None:
+        limit = min(
+            limit, ROUNDING_GROWTH * error + LOSS_RESOLUTION * _rms([x for p in one for x in p]) / spread
+        )
+    value = distance / spread
+    if value > limit and perturbed:
+        return [
+            _carried(
+                plain, tuned, perturbed, length, limit * spread * unit, growth, f"{value:.2g} of {scale}"
+            )
+        ]
+    return [
+        GuardCheck(
+            "start",
+            value <= limit,
+            f"the losses of the first {START_STEPS} steps differ by {value:.2g} of {scale}",
+            value,
+            limit,
+        )
+    ]
+
+
+def _carried(
+    plain: Sequence[TrialRecord],
+    tuned: Sequence[TrialRecord],
+    perturbed: Sequence[TrialRecord],
+    length: int,
+    least: float,
+    growth: float,
+    apart: str,
+) -> GuardCheck:
+    """Whether the first losses diverge no faster than those of the plain program perturbed in the last place.
+
+    A large step on a young network amplifies one rounding to a tenth of the loss within three steps. A defect
+    of a lever shows at once; its rounding grows as rounding does. Distances up to ``least`` are accepted
+    anyway.
+    """
+    # One seed may amplify rounding a hundred times as fast as another.
+    seeds, moved = {p.seed: p for p in plain}, {s.seed for s in perturbed}
+    mine = _growth([aligned(p, t) for p, t in zip(plain, tuned, strict=True) if p.seed in moved], length)
+    rounding = _growth([aligned(seeds[s.seed], s) for s in perturbed], length)
+    unit = max((abs(float.fromhex(x)) for p in plain for x in p.losses[:length]), default=1.0)
+    ratios = [
+        m / max(r + LOSS_RESOLUTION * unit, TINY)
+        for m, r in zip(mine, rounding, strict=False)
+        if not m <= least
+    ]
+    worst = max(
+        (ratio if ratio == ratio else math.inf for ratio in ratios), default=0.0 if rounding else math.inf
+    )  # NaN: no measure
+    why = f"the losses of the first {START_STEPS} steps differ by {apart}; at most {worst:.2g} times the growth of one rounding in this program"
+    return GuardCheck("start", worst <= growth, why, worst, growth)
+
+
+def _growth(curves: Sequence[tuple[list[float], list[float]]], length: int) -> list[float]:
+    """Root mean square distance up to each of the first losses, over all runs."""
+    return [
+        _rms([y - x for p, t in curves for x, y in zip(p[:at], t[:at], strict=True)])
+        for at in range(1, length + 1)
+    ]
+
+
+def curves_within_spread(curves: Sequence[tuple[list[float], list[float]]]) -> GuardCheck:
+    """Compare windows of tuned and plain loss curves, relative to the spread of the plain seeds."""
+    length = min(len(p) for p, _ in curves)
+    # If the plain program's own loss is not finite, there is nothing to compare with.
+    length = min([length, *(at for p, _ in curves for at, x in enumerate(p) if not math.isfinite(x))])
+    plain, tuned = ([side[:length] for side in sides] for sides in zip(*curves, strict=True))
+    unit = max((abs(x) for curve in (*plain, *tuned) for x in curve), default=0.0)
+    if not length or unit == 0:
+        return GuardCheck(
+            "curve",
+            True,
+            "the loss curves coincide" if length else "the plain program's loss is not finite from the start",
+            0.0,
+            CURVE_LIMIT,
+        )
+    if not unit < math.inf:
+        return GuardCheck("curve", False, "the loss curve is not finite")
+    plain, tuned = ([_windows(curve, unit) for curve in side] for side in (plain, tuned))
+    gaps = [y - x for p, t in zip(plain, tuned, strict=True) for x, y in zip(p, t, strict=True)]
+    distance, shift = _rms(gaps), abs(sum(gaps) / len(gaps))
+    if distance == 0:
+        return GuardCheck("curve", True, "the loss curves coincide", 0.0, CURVE_LIMIT)
+    spread, scale = _scale(plain)
+    if spread == 0:
+        return GuardCheck("curve", False, "the loss curves differ, and the plain program's is constant")
+    value, moved = distance / spread, shift / spread
+    why = f"the loss curves differ by {value:.2g} of {scale}, with a mean shift of {moved:.2g}"
+    return GuardCheck(
+        "curve",
+        value <= CURVE_LIMIT and moved <= SHIFT_LIMIT,
+        why,
+        max(value, moved * CURVE_LIMIT / SHIFT_LIMIT),
+        CURVE_LIMIT,
+    )
+
+
+def _windows(curve: list[float], unit: float) -> list[float]:
+    """Means over at most WINDOWS windows, in units that keep the sums finite."""
+    count = min(WINDOWS, len(curve))
+    edges = [round(i * len(curve) / count) for i in range(count + 1)]
+    return [sum(x / unit for x in curve[a:b]) / (b - a) for a, b in pairwise(edges)]
+
+
+def _scale(plain: list[list[float]]) -> tuple[float, str]:
+    """Root mean square over positions of the standard deviation over seeds, and its description."""
+    variances = []
+    for values in zip(*plain, strict=True) if len(plain) > 1 else ():
+        mean = sum(values) / len(values)
+        variances.append(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
+    spread = math.sqrt(sum(variances) / len(variances)) if variances else 0.0
+    if spread:
+        return spread, "the spread of the program's own seeds"
+    # One seed, or a program that ignores the seed: its own movement is the only scale.
+    moves = [abs(b - a) for curve in plain for a, b in pairwise(curve)]
+    return (
+        sum(moves) / len(moves) / 2 if moves else 0.0
+    ), "half of the loss's own movement (no spread of seeds was measured)"
+
+
+def _rms(values: Sequence[float]) -> float:
+    return math.sqrt(sum(v * v for v in values) / len(values)) if values else 0.0

@@ -1,0 +1,271 @@
+"""The guard's step replica: runs training steps again plainly, under the levers, and in float64.
+
+The replica records a few steps of a running script: a copy of the root modules and optimizers, then for each
+step the inputs of each root's first forward, the random state, and the gradient that returns to each output.
+From these it repeats the steps without the script's code: forward, vector-Jacobian product, optimizer. It
+compares (`flatout.guard.rounding`)
+
+    outputs      the outputs of the root modules
+    gradient     of all parameters together, relative to the script's own gradient noise from batch to batch
+    parameters   the same for each parameter tensor: a small one may be wrong without showing in the total
+    clipping     the result of clip_grad_norm_ for the same gradients
+    update       the updates of the optimizers from the same gradients over some steps
+    buffers      the changes of running statistics
+    resolution   the significant bits of a loss that a root module computes
+    flushed      gradient elements that are zero although the plain ones are not
+    bits         gradient elements with fewer bits than half-precision products leave
+    saturated    elements of outputs and gradients that all equal one largest or smallest value
+    later ...    gradient and resolution of the first step once more, after the updates of the optimizers
+
+A root module that computes its own loss is first trained on one captured step. The network of the later step
+is then confident of its samples: only there do a vanishing gradient p - 1 and a saturated softmax show. For
+other modules the later step starts from the present weights, and a replica late in a training shows their
+effects.
+
+The replica does not repeat the script's code between forward and backward (its loss) or between backward and
+optimizer. The losses of the trials cover it. So a replica cannot detect a loss function outside the modules
+whose gradient vanishes late, nor a lever that breaks after more updates than the replica makes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.agent.applier import Applier
+from flatout.guard.batch_slices import sliced
+from flatout.guard.blame import narrowed
+from flatout.guard.captured_steps import StepReplayer, StepResults
+from flatout.guard.copies import clone, random_state, set_random_state
+from flatout.guard.rounding import HALF_NUDGE, NUDGE, check, compare, later, same
+from flatout.measure.clock import seconds
+from flatout.measure.parity import tensors_in
+from flatout.schema.plan import Choice
+
+STEPS = 4
+MOST_UPDATES = 64  # of sharpening
+FEWEST_UPDATES = 32
+SHARPENING_S = 4.0  # time for updates beyond FEWEST_UPDATES
+LONGEST_SHARPENING_S = 8.0  # no sharpening if FEWEST_UPDATES take longer
+STEPS_OF_A_LARGE_MODEL = 2  # also for slow models
+SLOW_MS = 1000.0
+LARGE = 100_000_000  # parameters; the gradients of all steps are held at once
+PATIENCE_STEPS = 12
+
+
+@dataclass
+class ReferencePlays:
+    """The plays without levers: plain, in float64, and with nudged weights.
+
+    ``later`` is the later step from weights nudged by half precision's last place. ``sure``: the network of
+    the later weights is confident of its samples.
+    """
+
+    replay: StepReplayer
+    plain: StepResults
+    double: StepResults
+    nudged: StepResults
+    later: StepResults
+    sure: bool
+
+
+class StepReplica:
+    """Records a few steps of the script, then judges. ``captured`` is True once it has enough."""
+
+    def __init__(
+        self, context: Any, applier: Applier, choices: Sequence[Choice], step_ms: float = 0.0
+    ) -> None:
+        self.context = context
+        self.torch = context.torch
+        self.applier = applier
+        self.choices = list(choices)
+        self.failure = ""
+        self._frozen: tuple[list[Any], list[Any]] | None = None
+        self._originals: list[Any] = []
+        self._optimizers: list[Any] = []
+        self._stepped: set[int] = set()
+        self._steps: dict[int, list[dict[str, Any]]] = {}
+        self._start = context.steps
+        self._reference: ReferencePlays | None = None
+        self._step_ms = step_ms
+        self._played: list[list[dict[str, Any]]] = []  # the captured steps, with ``_share`` of their samples
+        self._share = 1.0
+        self._wanted = (
+            STEPS_OF_A_LARGE_MODEL
+            if step_ms > SLOW_MS or sum(p.numel() for p in context.parameters) > LARGE
+            else STEPS
+        )
+
+    @property
+    def captured(self) -> bool:
+        """Checked at the end of each step."""
+        late = self.context.steps - self._start >= PATIENCE_STEPS
+        return (
+            bool(self.failure)
+            or late
+            or (len(self._steps) >= self._wanted and self.context.steps > max(self._steps))
+        )
+
+    # -- capturing -------------------------------------------------------------------------------------------
+
+    def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
+        step = self.context.steps
+        if self.context.divided is not None and self.context.divided.sharding is not None:
+            self.failure = "each rank holds a part of the weights, so no rank can run a step alone"  # nor copy them alone
+        if self.failure or (step not in self._steps and len(self._steps) >= self._wanted):
+            return
+        try:
+            if self._frozen is None:
+                self._originals, self._optimizers = self.context.roots, self.context.optimizers
+                self._frozen = copy.deepcopy(
+                    ([self.context.without_ranks(root) for root in self._originals], self._optimizers)
+                )
+            at = next((i for i, known in enumerate(self._originals) if known is root), None)
+            calls = self._steps.setdefault(step, [])
+            if at is not None and all(call["root"] != at for call in calls):
+                calls.append(
+                    {
+                        "root": at,
+                        "args": clone(args, self.torch),
+                        "kwargs": clone(kwargs, self.torch),
+                        "random": random_state(self.context),
+                        "autocast": self._autocast(),
+                        "grads": {},
+                        "open": True,
+                    }
+                )
+        except Exception as error:
+            self.failure = (
+                f"a step of this program cannot be copied ({type(error).__name__}: {str(error)[:120]})"
+            )
+
+    def forward_end(self, root: Any, output: Any) -> None:
+        call = next(
+            (
+                c
+                for c in self._steps.get(self.context.steps, ())
+                if c["open"] and self._originals[c["root"]] is root
+            ),
+            None,
+        )
+        if call is None:
+            return
+        call["open"] = False
+        for at, tensor in enumerate(tensors_in(output, self.torch)):
+            if tensor.requires_grad:
+                tensor.register_hook(
+                    lambda grad, at=at, call=call: call["grads"].__setitem__(at, grad.detach().clone())
+                )
+
+    def optimizer_begin(self, optimizer: Any) -> None:
+        """Record which optimizers step; the others make no update."""
+        at = next((i for i, known in enumerate(self._optimizers) if known is optimizer), None)
+        if at is not None:
+            self._stepped.add(at)
+
+    def _autocast(self) -> tuple[str, Any, bool]:
+        device = self.context.device_type
+        return device, self.torch.get_autocast_dtype(device), self.torch.is_autocast_enabled(device)
+
+    # -- judging ---------------------------------------------------------------------------------------------
+
+    def judge_and_narrow(self) -> dict[str, Any]:
+        """The verdict on all choices, and which of them to leave out (`flatout.guard.blame.narrowed`)."""
+        return narrowed(self.judge, self.choices)
+
+    def judge(self, choices: Sequence[Choice] | None = None, bitwise: bool = False) -> dict[str, Any]:
+        """The answer of `flatout.guard.rounding.compare`, or ``{"failure": sentence}``.
+
+        ``choices``: those of other levers. ``bitwise``: no bit may differ, if two plain plays agree in every
+        bit.
+        """
+        if choices is not None:
+            self.choices = list(choices)
+        steps = [calls for _, calls in sorted(self._steps.items()) if any(call["grads"] for call in calls)]
+        if not self.failure and len(steps) < 2:
+            self.failure = "no root module of this program received a gradient in consecutive steps"
+        if self.failure:
+            return {"failure": self.failure}
+        asleep, self.context.asleep = self.context.asleep, True
+        state = random_state(self.context)
+        try:
+            with self.context.divided.alone() if self.context.divided is not None else nullcontext():
+                return self._judge(steps, bitwise)
+        except Exception as error:
+            return {"failure": f"the replica of a step failed ({type(error).__name__}: {str(error)[:200]})"}
+        finally:
+            set_random_state(self.context, state)
+            self.context.asleep = asleep
+
+    def _judge(self, steps: list[list[dict[str, Any]]], bitwise: bool) -> dict[str, Any]:
+        if self._reference is None:
+            self._played, self._share = sliced(steps, self._step_ms, self.torch)
+            try:
+                self._reference = self._plain_plays(self._played)
+            except Exception:  # a module that rejects fewer samples
+                if self._share == 1.0:
+                    raise
+                self._played, self._share = steps, 1.0
+                self._reference = self._plain_plays(self._played)
+        reference, steps = self._reference, self._played
+        try:
+            levers = reference.replay.play(steps, self.choices)
+        except (
+            self.torch.OutOfMemoryError
+        ):  # the compared copies need memory too: this says nothing of the levers
+            return {"failure": "there is too little memory to run a step again next to the program"}
+        except Exception as error:  # the plain play has just succeeded
+            levers = StepResults(failure=f"{type(error).__name__}: {str(error)[:160]}")
+        if levers.failure:
+            return {
+                "checks": [
+                    check(
+                        "levers", 1.0, 0.0, f"a step of the program fails under the levers: {levers.failure}"
+                    )
+                ]
+            }
+        if bitwise:
+            found = same(reference.plain, levers, self.torch)
+            if found["passed"] or same(reference.plain, reference.replay.play(steps), self.torch)["passed"]:
+                return {"checks": [found]}
+            # The plain step is not repeatable (sums by atomic additions), so the comparison allows for
+            # rounding.
+        found = compare(reference.plain, levers, reference.double, reference.nudged, self.torch, self._share)
+        found["checks"] += later(reference.plain, levers, reference.later, reference.sure, self.torch)
+        return found
+
+    def _plain_plays(self, steps: list[list[dict[str, Any]]]) -> ReferencePlays:
+        """The plays without levers, shared by all judged levers."""
+        replay = StepReplayer(self.context, self.applier, self._frozen, sorted(self._stepped))
+        updates = self._updates(replay, steps)
+        if updates:
+            replay.sharpen(steps[0], updates)
+        plain = replay.play(steps)
+        try:
+            double = replay.play(steps[:1], double=True)
+        except Exception:  # the forward pass fixes a dtype: no float64 reference
+            double = StepResults()
+        nudged = replay.play(steps[:1], nudge=NUDGE)
+        return ReferencePlays(
+            replay, plain, double, nudged, replay.play_later(None, steps, HALF_NUDGE), updates > 0
+        )
+
+    def _updates(self, replay: StepReplayer, steps: list[list[dict[str, Any]]]) -> int:
+        """How many sharpening updates the time allows.
+
+        It is 0 if no root module computes the loss, which is then unknown.
+        """
+        replay.play_later(None, steps)
+        if self._wanted < STEPS or any(grad.dim() for call in steps[0] for grad in call["outside"].values()):
+            return 0
+        start = seconds()
+        replay.play_later(None, steps)
+        step_s = max(seconds() - start, 1e-6)
+        return (
+            0
+            if FEWEST_UPDATES * step_s > LONGEST_SHARPENING_S
+            else max(FEWEST_UPDATES, min(MOST_UPDATES, int(SHARPENING_S / step_s)))
+        )

@@ -1,0 +1,345 @@
+"""How far two plays of the same steps may differ and still be the same maths with other rounding.
+
+There is no fixed tolerance. The scales come from the program: the error of plain float32 against float64, and
+the difference between the gradients of two batches. The limits of sound half precision were measured on sound
+levers (autocast, TF32-like products, channels_last, compile, other threads) over nine networks, from a linear
+model to ResNet-50. The figures are next to the constants.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from flatout.guard.captured_steps import StepResults
+from flatout.guard.resolution import fineness
+from flatout.measure.parity import relative_distance
+
+# bfloat16's unit in the last place. Noise of that size on every gradient: 1.1e-3 to 1.7e-3; 8-bit gradients:
+# from 1e-2.
+HALF_UNIT = 2.0**-8
+# For networks where float32 has almost no error. Sound: up to 0.0032 (a linear model, bfloat16); 4-bit
+# weights: from 0.016.
+OUTPUT_UNIT = 2.0**-7
+# Half precision's unit over float32's. Sound: up to 4.2e4 times float32's own error; 4-bit weights: from 6e4.
+HALF_OF_FLOAT32 = 2.0**16
+OUTPUT_CAP = 0.15  # share of the outputs' spread. Sound: up to 0.058 (MobileNetV3, bfloat16)
+# Kinks (ReLU, max-pooling) turn an error e of the outputs into about sqrt(e) of the gradient. Sound: up to
+# 6.5 sqrt(e) (ResNet-50, bfloat16); a race on one tensor 25 to 1,200, gradients of eight bits 25 to 65.
+KINKS = 10.0
+# Share of the distance between two batches. Sound: up to 0.52 (ResNet-50, bfloat16, at its start); 4-bit
+# weights there: 1.6.
+NOISE_CAP = 0.75
+SAME_MATHS = 20.0  # an optimizer's arithmetic: multiple of plain float32's own error,
+SAME_MATHS_MORE = 0.02  # but at most this much more
+FLOOR = 1e-5
+HALF_NUDGE = 2.0**-9  # share of every weight: bfloat16 rounds by up to this
+NUDGE = 2.0**-11  # share of every weight, to measure the response of the gradient
+# A network is smooth if the gradient responds to a nudge in proportion to the outputs. Without kinks: 0.7 to
+# 2 times; with kinks: 11 to 100 times.
+SMOOTH = 5.0
+# Changes of running statistics follow from the activations. Sound: an error up to 5.4 times that of the
+# outputs (a CNN, bfloat16); running statistics in bfloat16: from 9e4 times.
+MOVES = 256.0
+# Multiple of the gradient's response to half precision's last place in every weight. Sound: up to 3.4 times
+# (a GPT, bfloat16).
+SURE = 10.0
+USABLE_ANSWER = 0.5
+CHANCE = 2.0  # standard deviations of the cosine of two independent vectors
+USABLE_REFERENCE = 1e-2  # beyond this, float32 and float64 drew other random numbers, or the maths is chaotic
+
+
+def compare(
+    plain: StepResults,
+    levers: StepResults,
+    double: StepResults,
+    nudged: StepResults,
+    torch: Any,
+    share: float = 1.0,
+) -> dict[str, Any]:
+    """``{"checks": [{name, value, limit, passed, why}], "noise": float, "smooth": bool}``.
+
+    ``nudged`` holds only the first step, ``double`` that or nothing. ``smooth``: the losses of the levers'
+    first steps cannot differ from the plain ones by more than the measured gradient error. ``share``: the
+    share of the batch's samples that was played. The gradients of whole batches are closer to each other by
+    its square root, and so are those on both sides of a kink, and errors that differ from sample to sample.
+    """
+    if (
+        double.gradients
+        and not relative_distance(plain.gradients[0], double.gradients[0], torch) <= USABLE_REFERENCE
+    ):
+        double = StepResults()
+    noise = _noise(plain.gradients, torch) * math.sqrt(share)
+    outputs, error = _outputs(plain, levers, double)
+    kinks = max(HALF_UNIT, KINKS * math.sqrt(error / share))
+    checks = [
+        outputs,
+        _gradient(plain, levers, double, noise, kinks, share, torch),
+        _parameters(plain, levers, double, kinks, share, torch),
+    ]
+    if plain.updates:
+        checks.append(_updates(plain, levers, double, torch))
+    clipping = max(
+        (abs(x - y) / y for x, y in zip(levers.clipped, plain.clipped, strict=True) if y), default=0.0
+    )
+    checks.append(
+        check(
+            "clipping",
+            clipping,
+            FLOOR,
+            f"gradients after clip_grad_norm_ differ by {clipping:.2g} (relative) from those of the plain step",
+        )
+    )
+    if all(any(bool((move != 0).any()) for move in moves) for moves in plain.moves):
+        checks.append(_buffers(plain, levers, double, max(HALF_UNIT, MOVES * error), share, torch))
+    answer = max(
+        (_of_spread(a, b) for a, b in zip(nudged.outputs[0], plain.outputs[0], strict=True)), default=0.0
+    )
+    smooth = relative_distance(nudged.gradients[0], plain.gradients[0], torch) <= SMOOTH * answer
+    return {"checks": checks, "noise": noise, "smooth": smooth}
+
+
+def later(
+    plain: StepResults, levers: StepResults, nudged: StepResults, sure: bool, torch: Any
+) -> list[dict[str, Any]]:
+    """Whether half precision stays in the products: checks of the captured steps, and of the later step.
+
+    There the gradient may differ from the plain one by little more than if half precision's last place moves
+    every weight (``nudged``).
+    """
+    checks = [check(*found) for found in fineness(plain, levers, torch)]
+    one, other = plain.later, levers.later
+    if one is None or other is None:
+        return checks
+    answer = _worst(one.gradients, nudged.gradients, torch)
+    if not answer <= USABLE_ANSWER:
+        return checks
+    when = "once the network is confident of these samples" if sure else "after some more updates"
+    error, limit = _worst(one.gradients, other.gradients, torch), max(KINKS * HALF_UNIT, SURE * answer)
+    why = f"{when}, the gradient differs by {error:.2g} (relative) from the plain one; half precision's last place in every weight moves it by {answer:.2g}"
+    return [
+        *checks,
+        check("later gradient", error, limit, why),
+        *(
+            check(f"later {name}", value, most, f"{when}, {why}")
+            for name, value, most, why in fineness(one, other, torch)
+        ),
+    ]
+
+
+def _worst(plain: Sequence[list[Any]], other: Sequence[list[Any]], torch: Any) -> float:
+    return max(relative_distance(x, y, torch) for x, y in zip(other, plain, strict=True))
+
+
+def same(plain: StepResults, levers: StepResults, torch: Any) -> dict[str, Any]:
+    """Whether outputs, gradients, updates and buffer changes are equal, bit by bit."""
+
+    def equal(a: Any, b: Any) -> bool:
+        return a is b or (a is not None and b is not None and torch.equal(a, b))
+
+    apart = [
+        what
+        for what in ("outputs", "gradients", "moves", "updates")
+        if not all(
+            equal(a, b)
+            for a, b in zip(_flat(getattr(plain, what)), _flat(getattr(levers, what)), strict=True)
+        )
+    ]
+    why = (
+        f"{' and '.join(apart)} differ from those of the plain step"
+        if apart
+        else "every bit equals that of the plain step"
+    )
+    return check("bitwise", float(len(apart)), 0.0, why)
+
+
+def _flat(played: Any) -> list[Any]:
+    return [tensor for each in played for tensor in (each if isinstance(each, list) else [each])]
+
+
+def check(name: str, value: float, limit: float, why: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "value": value if math.isfinite(value) else None,
+        "limit": limit,
+        "passed": value <= limit,
+        "why": why,
+    }
+
+
+def _outputs(plain: StepResults, levers: StepResults, double: StepResults) -> tuple[dict[str, Any], float]:
+    """The check, and the largest error over steps and outputs, as a share of the output's own spread."""
+    reference = [*(double.outputs or plain.outputs[:1]), *plain.outputs[1:]]
+    own = max((_of_spread(a, b) for a, b in zip(plain.outputs[0], reference[0], strict=True)), default=0.0)
+    error = max(
+        (
+            _of_spread(a, b)
+            for x, y in zip(levers.outputs, reference, strict=True)
+            for a, b in zip(x, y, strict=True)
+        ),
+        default=0.0,
+    )
+    limit = min(OUTPUT_CAP, max(OUTPUT_UNIT, HALF_OF_FLOAT32 * own)) if double.outputs else OUTPUT_CAP
+    return check(
+        "outputs",
+        error,
+        limit,
+        f"the outputs differ by {error:.2g} (of their spread) from {_name(double)}{_own(double, own)}",
+    ), error
+
+
+def _of_spread(x: Any, y: Any) -> float:
+    """The distance relative to the spread.
+
+    Infinities of a mask must match in place; they do not count otherwise.
+    """
+    if x.shape != y.shape or not bool((x.isfinite() == y.isfinite()).all()):
+        return math.inf
+    x, y = x.double()[y.isfinite()], y.double()[y.isfinite()]
+    away, spread = float((x - y).norm()), float((y - y.mean() if y.numel() > 1 else y).norm())
+    return away / spread if spread else (0.0 if away == 0 else math.inf)
+
+
+def _gradient(
+    plain: StepResults,
+    levers: StepResults,
+    double: StepResults,
+    noise: float,
+    kinks: float,
+    share: float,
+    torch: Any,
+) -> dict[str, Any]:
+    reference = [*(double.gradients or plain.gradients[:1]), *plain.gradients[1:]]
+    own = relative_distance(plain.gradients[0], reference[0], torch)
+    error = max(relative_distance(x, y, torch) for x, y in zip(levers.gradients, reference, strict=True))
+    errors = [
+        [_minus(x, y) for x, y in zip(ours, theirs, strict=True)]
+        for ours, theirs in zip(levers.gradients, reference, strict=True)
+    ]
+    noise /= _in_whole_batch(errors, share)
+    limit = max(_same_maths(own), min(NOISE_CAP * noise, kinks))
+    return check(
+        "gradient",
+        error,
+        limit,
+        f"the relative gradient error against {_name(double)} is {error:.2g}{_own(double, own)}; "
+        f"batches differ by {noise:.2g}",
+    )
+
+
+def _parameters(
+    plain: StepResults, levers: StepResults, double: StepResults, kinks: float, share: float, torch: Any
+) -> dict[str, Any]:
+    worst = (-1.0, 0.0, kinks, 0.0)
+    for at in range(len(plain.gradients[0])):
+        mine, other = ([grads[at] for grads in played.gradients] for played in (plain, levers))
+        own = relative_distance(mine[:1], [double.gradients[0][at]], torch) if double.gradients else 0.0
+        size = _size(mine)
+        if (
+            size == 0.0 or own > USABLE_REFERENCE
+        ):  # a gradient of pure rounding (a bias before a normalisation)
+            continue
+        noise = (
+            math.sqrt(share * len(mine) / (2 * len(mine) - 2))
+            * _size([_minus(a, b) for a, b in pairwise(mine)])
+            / size
+        )
+        errors = [_minus(a, b) for a, b in zip(other, mine, strict=True)]
+        error = _size(errors) / size
+        noise /= _in_whole_batch([[each] for each in errors], share)
+        limit = max(_same_maths(own), min(NOISE_CAP * noise, kinks))
+        if not error / limit <= worst[0]:
+            worst = (error / limit, error, limit, noise)
+    return check(
+        "parameters",
+        worst[1],
+        worst[2],
+        f"the gradient of the worst parameter differs by {worst[1]:.2g} (relative) from the plain one; "
+        f"between batches it differs by {worst[3]:.2g}",
+    )
+
+
+def _in_whole_batch(errors: Sequence[Sequence[Any]], share: float) -> float:
+    """The error of a whole batch as a multiple of the error of a ``share`` of it.
+
+    ``errors``: those of each step, per parameter. Errors that differ from sample to sample shrink with the
+    square root of the number of samples. What two steps have in common does not: it is their mean product,
+    less what independent errors of as many elements have in common by chance.
+    """
+    squares = [sum(float(e.double().square().sum()) for e in step if e is not None) for step in errors]
+    total = sum(squares) / len(squares)
+    if share == 1.0 or len(errors) < 2 or not 0.0 < total < math.inf:
+        return 1.0
+    products = [
+        sum(float((a * b).sum()) for a, b in zip(one, other, strict=True) if a is not None and b is not None)
+        for one, other in pairwise(errors)
+    ]
+    elements = sum(e.numel() for e in errors[0] if e is not None)
+    common = sum(products) / len(products) / total - CHANCE / math.sqrt(max(1, elements))
+    return math.sqrt(share + (1.0 - share) * min(1.0, max(0.0, common)))
+
+
+def _updates(plain: StepResults, levers: StepResults, double: StepResults, torch: Any) -> dict[str, Any]:
+    worst = (-1.0, 0.0, FLOOR)
+    for at, moved in enumerate(plain.updates):
+        if moved is None:
+            continue
+        reference = double.updates[at] if double.updates else moved
+        limit = _same_maths(relative_distance([moved], [reference], torch))
+        error = relative_distance([levers.updates[at]], [reference], torch)
+        if not error / limit <= worst[0]:
+            worst = (error / limit, error, limit)
+    return check(
+        "update",
+        worst[1],
+        worst[2],
+        f"from the same gradients, the relative update error against {_name(double)} is {worst[1]:.2g}",
+    )
+
+
+def _buffers(
+    plain: StepResults, levers: StepResults, double: StepResults, cap: float, share: float, torch: Any
+) -> dict[str, Any]:
+    error = max(relative_distance(x, y, torch) for x, y in zip(levers.moves, plain.moves, strict=True))
+    cap = min(cap, NOISE_CAP * _noise(plain.moves, torch) * math.sqrt(share))
+    own = relative_distance(plain.moves[0], double.moves[0], torch) if double.moves else None
+    limit = max(FLOOR, cap if own is None else min(cap, max(HALF_UNIT, HALF_OF_FLOAT32 * own)))
+    return check(
+        "buffers",
+        error,
+        limit,
+        f"running statistics differ by {error:.2g} (relative) from those of the plain step",
+    )
+
+
+def _noise(steps: list[list[Any]], torch: Any) -> float:
+    """The distance between gradients of two batches at the same weights.
+
+    It is the median over adjacent batches, divided by the square root of two.
+    """
+    found = sorted(relative_distance(a, b, torch) / math.sqrt(2) for a, b in pairwise(steps))
+    return found[len(found) // 2]
+
+
+def _same_maths(own: float) -> float:
+    return max(FLOOR, min(SAME_MATHS * own, own + SAME_MATHS_MORE))
+
+
+def _minus(a: Any, b: Any) -> Any:
+    if a is None or b is None:
+        return b if a is None else a
+    return a.double() - b.double()
+
+
+def _size(tensors: Sequence[Any]) -> float:
+    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors if t is not None))
+
+
+def _name(double: StepResults) -> str:
+    return "float64" if double.gradients else "the plain step (float64 is not comparable here)"
+
+
+def _own(double: StepResults, own: float) -> str:
+    return f", plain float32 {own:.2g}" if double.gradients else ""

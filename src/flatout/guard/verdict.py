@@ -1,0 +1,228 @@
+"""The guard's verdict: do these records show the same training?
+
+Pure functions over records; nothing runs here.
+
+    EXACT      losses and weights equal those of the plain run with the same seed, bit for bit
+    ROUNDING   the step replica passes (flatout.guard.replica). The first losses equal those of the plain run
+               up to rounding, or diverge no faster than those of the plain program with weights perturbed in
+               the last place. The loss curves stay within the spread of the script's own runs with other seeds
+    PRECISION  the same, with the last place of half precision
+    RESAMPLED  the batches have the same distribution (flatout.guard.distribution), and the loss curves stay
+               within that spread
+
+For every effect, the losses must have the resolution of the plain program's: a loss in half precision has
+only 8 or 11 significant bits. A script that is not repeatable is judged by the loss curves alone, and the
+verdict says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from flatout.guard.distribution import same_distribution
+from flatout.guard.loss_curves import START_STEPS, aligned, curves_within_spread, finite_losses, start_check
+from flatout.guard.resolution import SHORT_SHARE, coarseness
+from flatout.schema.enums import Effect
+from flatout.schema.records import TrialRecord
+from flatout.schema.session import GuardCheck, GuardRecord
+
+FEWEST_LOSSES = 2
+FEWEST_FIRST_LOSSES = 8
+# Share of every weight: four units in float32's last place, about the total rounding of one step.
+PERTURBATION = 2.0**-21
+HALF_PERTURBATION = 2.0**-9  # bfloat16 rounds by up to this share, in every product (flatout.guard.perturb)
+# How much further than the perturbed plain program a sound lever may diverge, over all seeds and over one
+# seed, where chance counts. Sound: up to 7.7 times (channels_last, ResNet-18 with a large step); broken: from
+# 60.
+PERTURBED_GROWTH, PERTURBED_GROWTH_ALONE = 10.0, 30.0
+# Sound: up to 2.9 times (bfloat16, Adadelta with a rate of 1.0); broken: from 12.
+HALF_GROWTH, HALF_GROWTH_ALONE = 6.0, 10.0
+
+
+def judge(
+    effect: Effect,
+    plain: Sequence[TrialRecord],
+    tuned: Sequence[TrialRecord],
+    replica: dict[str, Any] | None = None,
+    again: TrialRecord | None = None,
+    perturbed: Sequence[TrialRecord] = (),
+    late: dict[str, Any] | None = None,
+) -> GuardRecord:
+    """Compare runs seed by seed: ``plain[i]`` and ``tuned[i]`` had the same seed.
+
+    ``effect`` is the widest of the Plan's levers. ``replica`` is the answer of a step replica, and ``late``
+    that of one after a stretch of training. ``again`` is a second plain run with the first seed, which shows
+    whether the script is repeatable. ``perturbed`` are plain runs perturbed by ``perturbation_for(effect)`` from the
+    first step (flatout.guard.perturb). They show how fast this program amplifies rounding. Raises ValueError
+    on empty input.
+    """
+    if not plain or len(plain) != len(tuned):
+        raise ValueError("the guard needs as many tuned runs as plain ones, and at least one")
+    curves = [aligned(p, t) for p, t in zip(plain, tuned, strict=True)]
+    record = GuardRecord(
+        "failed",
+        "",
+        seeds=[p.seed or 0 for p in plain],
+        plain_losses=[p for p, _ in curves],
+        tuned_losses=[t for _, t in curves],
+    )
+    checks = record.checks
+    shortest = min(len(p) for p, _ in curves)
+    if shortest < FEWEST_LOSSES:
+        record.verdict, record.why = (
+            "not checked",
+            f"only {shortest} losses were recorded, too few to compare",
+        )
+        return record
+    repeatable = again is None or repeats_itself(plain[0], again)
+    checks += [finite_losses(curves), _resolution(curves)]
+    if effect is Effect.EXACT and repeatable:
+        checks += [_bitwise_losses(plain, tuned), _bitwise_weights(plain, tuned)]
+    else:
+        if effect.rank < Effect.RESAMPLED.rank and repeatable:
+            checks += _same_batches(plain, tuned)
+        if effect is Effect.RESAMPLED:
+            checks += same_distribution(list(zip(plain, tuned, strict=True)))
+        elif repeatable:
+            checks += start_check(
+                plain, tuned, replica or {}, perturbed, _most_growth(effect, alone=len(perturbed) == 1)
+            )
+        checks += [*_info(replica), *_info(late, "late ", "after a stretch of training ")]
+        checks.append(curves_within_spread(curves))
+    failed = [c for c in checks if not c.passed]
+    if failed:
+        record.why = "; ".join(c.why for c in failed)
+        return record
+    if effect is Effect.EXACT and repeatable:
+        record.verdict = "same"
+        record.why = f"losses and weights are bitwise equal to those of the plain program ({shortest} losses, {_count(len(plain), 'seed')})"
+        return record
+    record.verdict = "equivalent"
+    record.why = f"the loss stays within the spread of the program's own seeds ({shortest} losses, {_count(len(plain), 'seed')})"
+    if not repeatable:
+        record.why += (
+            "; the program is not repeatable even with one seed, so only this weaker comparison is possible"
+        )
+    elif replica is not None and "checks" in replica:
+        record.why = next((c.why for c in checks if c.name == "gradient"), "") + "; " + record.why
+    elif replica is not None:
+        record.why += f"; the gradient could not be checked: {replica.get('failure', 'no answer')}"
+    return record
+
+
+def needs_perturbed_runs(found: GuardRecord) -> bool:
+    """Whether only the first losses fail: perturbed runs of the plain program then decide."""
+    return [check.name for check in found.checks if not check.passed] == ["start"]
+
+
+def perturbation_for(effect: Effect) -> float:
+    """How far to perturb a plain run to show how this program amplifies a lever's rounding."""
+    return HALF_PERTURBATION if effect is Effect.PRECISION else PERTURBATION
+
+
+def start_agrees(
+    effect: Effect, plain: TrialRecord, alone: TrialRecord, perturbed: Sequence[TrialRecord] = ()
+) -> GuardCheck | None:
+    """Whether the first losses of one lever agree with the plain run of the same seed.
+
+    This narrows down which lever of a rejected plan is to blame. ``perturbed``: plain runs moved by
+    ``perturbation_for(effect)``; one with this seed is enough. Returns None if nothing can be decided: fewer than
+    ``FEWEST_FIRST_LOSSES`` losses, no perturbed run, losses of the plain run that are not finite, or a lever
+    that draws other batches.
+    """
+    curve = aligned(plain, alone)
+    length = min(sum(step <= START_STEPS for step in plain.loss_steps), len(curve[0]))
+    first = (curve[0][:length], curve[1][:length])
+    perturbed = [each for each in perturbed if each.seed == plain.seed]
+    if (
+        length < FEWEST_FIRST_LOSSES
+        or effect.rank >= Effect.RESAMPLED.rank
+        or not all(map(math.isfinite, first[0]))
+    ):
+        return None
+    for found in (finite_losses([first]), _resolution([first])):
+        if not found.passed:
+            return found
+    if effect is Effect.EXACT:
+        return _bitwise_losses([plain], [alone])
+    if not perturbed:
+        return None
+    return next(iter(start_check([plain], [alone], {}, perturbed, _most_growth(effect, alone=True))), None)
+
+
+def _most_growth(effect: Effect, alone: bool = False) -> float:
+    if effect is Effect.PRECISION:
+        return HALF_GROWTH_ALONE if alone else HALF_GROWTH
+    return PERTURBED_GROWTH_ALONE if alone else PERTURBED_GROWTH
+
+
+def _info(replica: dict[str, Any] | None, prefix: str = "", when: str = "") -> list[GuardCheck]:
+    return [
+        GuardCheck(prefix + c["name"], c["passed"], when + c["why"], c["value"], c["limit"])
+        for c in (replica or {}).get("checks", ())
+    ]
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def repeats_itself(plain: TrialRecord, again: TrialRecord) -> bool:
+    """Whether a second plain run with the same seed has the same losses and weights, as far as both ran."""
+    length = min(len(plain.losses), len(again.losses))
+    return plain.losses[:length] == again.losses[:length] and _bitwise_weights([plain], [again]).passed
+
+
+def _resolution(curves: Sequence[tuple[list[float], list[float]]]) -> GuardCheck:
+    plain, tuned = (coarseness(side) for side in zip(*curves, strict=True))
+    why = f"{tuned:.0%} of the losses have only the digits of half precision or repeat another loss; {plain:.0%} of the plain program's"
+    return GuardCheck("resolution", tuned - plain <= SHORT_SHARE, why, max(0.0, tuned - plain), SHORT_SHARE)
+
+
+def _bitwise_losses(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord]) -> GuardCheck:
+    for p, t in zip(plain, tuned, strict=True):
+        for at, (x, y) in enumerate(zip(p.losses, t.losses, strict=False)):
+            if x != y:
+                return GuardCheck(
+                    "losses",
+                    False,
+                    f"loss {at} is {float.fromhex(y):.9g}, and {float.fromhex(x):.9g} in the plain program (seed {p.seed})",
+                )
+    return GuardCheck("losses", True, "every loss is bitwise equal")
+
+
+def _bitwise_weights(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord]) -> GuardCheck:
+    seen = 0
+    for p, t in zip(plain, tuned, strict=True):
+        for step, digest in p.weights_digests.items():
+            if step in t.weights_digests:
+                seen += 1
+                if t.weights_digests[step] != digest:
+                    return GuardCheck(
+                        "weights",
+                        False,
+                        f"the weights after step {step} differ from the plain program's (seed {p.seed})",
+                    )
+    return GuardCheck(
+        "weights",
+        True,
+        f"the weights are bitwise equal after {seen} common steps"
+        if seen
+        else "no common step recorded weights",
+    )
+
+
+def _same_batches(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord]) -> list[GuardCheck]:
+    if not plain[0].context.get("loaders"):
+        return []  # without a loader, inputs may depend on the model (a GAN, a policy)
+    for p, t in zip(plain, tuned, strict=True):
+        for at, (x, y) in enumerate(zip(p.batch_hashes, t.batch_hashes, strict=False)):
+            if x != y:
+                return [
+                    GuardCheck(
+                        "batches", False, f"batch {at} differs from the plain program's (seed {p.seed})"
+                    )
+                ]
+    return [GuardCheck("batches", True, "every batch is bitwise equal")]

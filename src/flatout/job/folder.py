@@ -1,0 +1,225 @@
+"""Paths of a job folder, and atomic reading and writing of its files.
+
+.flatout/<job>/            0700
+    session.json           every record of the session
+    unfinished.json        the same of an interrupted session, while session.json is that of a finished one
+    flatout.toml           the Plan
+    report.html
+    profile.json           record of `flatout profile`, next to profile.html
+    trials/<n>/            one measured run: spec.json, result.json, stdout.log, stderr.log, saved/
+    trials/handed_on/      samples shared by the programs of a search, while it runs
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from flatout.job.trust import distrusted
+from flatout.schema.errors import StorageError
+
+FOLDER = ".flatout"  # in the working directory; holds the folders of jobs, and a .gitignore of its own
+MOST_BYTES = 1 << 26  # maximum size of a record; the largest seen had 3 MB
+HANDED_ON = "handed_on"
+MOST_VALUES = 1 << 21  # a value of three characters takes up to 100 bytes in memory
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file atomically: temporary file, fsync, rename.
+
+    A reader sees the old or the new file, never a part.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as out:
+                out.write(text)
+                out.flush()
+                os.fsync(out.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {path}: {error.strerror}. Free some space, or name another folder with --job."
+        ) from error
+
+
+def write_json(path: Path, data: Any) -> None:
+    write_whole(path, json.dumps(data, indent=1, sort_keys=False) + "\n")
+
+
+def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
+    """Return the text of a regular file.
+
+    Raises OSError, also for a pipe, a device or a file above ``most_bytes``, and ValueError if it is not
+    UTF-8.
+    """
+    handle = os.open(
+        path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+    )  # does not block on a pipe without a writer
+    with os.fdopen(handle, "rb") as file:
+        about = os.fstat(handle)
+        if not stat.S_ISREG(about.st_mode) or about.st_size > most_bytes:
+            raise OSError(0, "not a regular file, or too large", str(path))
+        return file.read(most_bytes).decode("utf-8")
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file, or None if it is missing, not JSON, or larger than any record."""
+    try:
+        text = read_text(path)
+        return json.loads(text) if values_in(text.encode()) <= MOST_VALUES else None
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def values_in(text: bytes | bytearray) -> int:
+    """Return an upper bound of the number of values in JSON text, without parsing it."""
+    return text.count(b",") + text.count(b"[") + text.count(b"{")
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the JSON objects of a file with one per line, or [] without a file.
+
+    Incomplete lines are skipped.
+    """
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            found.append(record)
+    return found
+
+
+class JobFolder:
+    """Paths of one job."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def make(self) -> JobFolder:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if why := distrusted(
+                self.path, whose=self.path.absolute().parent.parent
+            ):  # the owner of the project folder is trusted
+                raise StorageError(
+                    f"the records in {self.path} are not trusted: {why}. Name another folder with --job DIR."
+                )
+            self.path.chmod(0o700)
+            self.trials.mkdir(exist_ok=True)
+            if self.path.parent.name == FOLDER and not (ignored := self.path.parent / ".gitignore").exists():
+                ignored.write_text("*\n", encoding="utf-8")
+        except OSError as error:
+            raise StorageError(
+                f"cannot create the folder {self.path}: {error.strerror}. Name a writable folder with --job DIR."
+            ) from error
+        return self
+
+    @property
+    def session(self) -> Path:
+        return self.path / "session.json"
+
+    @property
+    def unfinished(self) -> Path:
+        return self.path / "unfinished.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "flatout.toml"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile.json"
+
+    @property
+    def profile_page(self) -> Path:
+        return self.path / "profile.html"
+
+    @property
+    def ranks(self) -> Path:
+        return self.path / "ranks.json"
+
+    @property
+    def trials(self) -> Path:
+        return self.path / "trials"
+
+    @property
+    def handed_on(self) -> Path:
+        """Return the `TrialFolder.handed_on` of its trials."""
+        return self.trials / HANDED_ON
+
+    def new_trial(self) -> TrialFolder:
+        """Create the folder of the next free number. ``mkdir`` ensures that two sessions never share one."""
+        number = 1 + max((int(p.name) for p in self.trials.glob("*") if p.name.isdigit()), default=0)
+        while True:
+            try:
+                (self.trials / str(number)).mkdir(parents=True)
+                return TrialFolder(self.trials / str(number))
+            except FileExistsError:
+                number += 1
+            except OSError as error:
+                raise StorageError(
+                    f"cannot create a folder in {self.trials}: {error.strerror}. Name another folder with --job DIR."
+                ) from error
+
+
+class TrialFolder:
+    """Paths of one trial."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def spec(self) -> Path:
+        return self.path / "spec.json"
+
+    @property
+    def result(self) -> Path:
+        return self.path / "result.json"
+
+    @property
+    def stdout(self) -> Path:
+        return self.path / "stdout.log"
+
+    @property
+    def stderr(self) -> Path:
+        return self.path / "stderr.log"
+
+    @property
+    def saved(self) -> Path:
+        """Return the folder that receives the files a trial writes, instead of the user's folders."""
+        return self.path / "saved"
+
+    @property
+    def info(self) -> Path:
+        """Return the file with the instructions of the measured rank to the others, and their steps."""
+        return self.path / "options.json"
+
+    def of_rank(self, rank: int) -> Path:
+        """Return the file with the recordings of a rank that is not measured."""
+        return self.path / f"rank{rank}.json"
+
+    @property
+    def handed_on(self) -> Path:
+        """Return the folder in which the programs of a search share cached samples while the search runs."""
+        return self.path.parent / HANDED_ON
+
+    @property
+    def claim(self) -> Path:
+        """Return the file that the measured process of the program creates."""
+        return self.path / "claim"

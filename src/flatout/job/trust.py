@@ -1,0 +1,86 @@
+"""Check ownership and write permissions of files.
+
+A file that anyone could have written must not decide what runs.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import stat
+from pathlib import Path
+
+from flatout.schema.errors import StorageError
+
+ROOT = 0
+
+
+def distrusted(path: Path | str, whose: Path | None = None, group: bool = False) -> str:
+    """Return why ``path`` is not trusted: another user owns it, or anyone can write to it.
+
+    The result is "" if it is trusted or missing. The owner of ``whose`` (for example, the script) is trusted
+    with ``path`` too, because that user already controls what runs. With ``group``, write permission of a
+    group is not trusted either, except for the user's own group.
+    """
+    try:
+        about = os.stat(path)
+    except OSError:
+        return ""
+    if about.st_uid not in {ROOT, os.geteuid(), *_owner(whose)}:
+        return f"it belongs to {_name(about.st_uid)}"
+    if about.st_mode & stat.S_IWOTH and not about.st_mode & stat.S_ISVTX:
+        return "anyone can write to it"
+    if group and about.st_mode & stat.S_IWGRP and not _own_group(about.st_gid):
+        return "a group can write to it"
+    return ""
+
+
+def private_folder(path: Path) -> Path:
+    """Return a folder that only this user owns, created if missing.
+
+    Raises StorageError if it belongs to somebody else or cannot be created.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            pass
+        about = os.lstat(path)
+        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
+            raise StorageError(
+                f"{path} belongs to {_name(about.st_uid)}, so its content is not trusted. Remove it, or name another folder with TMPDIR."
+            )
+        if stat.S_IMODE(about.st_mode) != 0o700:
+            os.chmod(path, 0o700)
+    except OSError as error:
+        raise StorageError(
+            f"cannot create the folder {path}: {error.strerror}. Name another folder with TMPDIR."
+        ) from error
+    return path
+
+
+def _owner(path: Path | None) -> set[int]:
+    try:
+        return set() if path is None else {os.stat(path).st_uid}
+    except OSError:
+        return set()
+
+
+def _name(user: int) -> str:
+    try:
+        return f"the user {pwd.getpwuid(user).pw_name}"
+    except KeyError:
+        return f"the user {user}"
+
+
+def _own_group(group: int) -> bool:
+    """Return whether this is the user's own group.
+
+    Many systems give each user a private group of the same name.
+    """
+    try:
+        return grp.getgrgid(group).gr_name == pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return False

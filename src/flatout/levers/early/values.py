@@ -1,0 +1,30 @@
+"""Values that a program reads from tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class ReadValue:
+    """A value that the script reads."""
+
+    reads: int = 0
+    unread: int = 0  # copies since the last read
+
+
+def names_the_host(args: tuple, kwargs: dict) -> bool:
+    """Whether ``tensor.to`` only requests a blocking copy in host memory."""
+    if kwargs.keys() - {"device", "non_blocking"} or kwargs.get("non_blocking") or len(args) > 1:
+        return False
+    return str(args[0] if args else kwargs.get("device")) == "cpu"
+
+
+def tensors_in(nest: Any) -> Iterator[Any]:
+    if isinstance(nest, (list, tuple)):
+        for part in nest:
+            yield from tensors_in(part)
+    elif hasattr(nest, "untyped_storage"):
+        yield nest

@@ -1,0 +1,231 @@
+"""Puts a Loop together from its settings, and takes it apart again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from flatout.guard.captured_steps import needs_closure
+from flatout.loop.autoplan import Autoplan, effects_of
+from flatout.loop.finite import LossMonitor
+from flatout.loop.gradient import Gradient
+from flatout.loop.levers import Levers, plan_of
+from flatout.loop.loop_state import LoopState, storable
+from flatout.loop.memory import MicroBatches
+from flatout.loop.opened import measured, opened
+from flatout.loop.pipeline_parallel import Pipeline, PipelineParallel
+from flatout.loop.precision import Precision
+from flatout.loop.rank_group import company_of
+from flatout.loop.ranks import ranks_of
+from flatout.loop.resumed import Resumed
+from flatout.loop.saving import LoopCheckpointing
+from flatout.loop.settings import AUTO, LoopSettings
+from flatout.loop.sizing import Sizer
+from flatout.loop.step import Rate
+from flatout.loop.tensor_parallel import TensorParallel, refused
+from flatout.loop.training import Training
+from flatout.loop.update import Update
+from flatout.schema.enums import Effect
+from flatout.schema.errors import LoopError
+from flatout.schema.plan import Plan
+
+
+class LoopAssembly:
+    """The parts of a Loop: ranks, precision, micro-batches, gradient, update, levers, checkpoints."""
+
+    def _assemble(
+        self,
+        model: Any,
+        optimizer: Any,
+        loss_fn: Callable[[Any, Any], Any],
+        loader: Iterable[Any],
+        settings: LoopSettings,
+    ) -> None:
+        import torch
+
+        self.torch, self._settings = torch, settings
+        self.model, self.optimizer, self.loss_fn, self.loader = model, optimizer, loss_fn, loader
+        self.epochs, self.steps, self.effective_batch = (
+            settings.epochs,
+            settings.steps,
+            settings.effective_batch,
+        )
+        self.scheduler, self.clip, self.metrics = settings.scheduler, settings.clip, settings.metrics
+        self.parameters = _parameters(optimizer)
+        self.device = self.parameters[0].device
+        self._divided = self._divide() if settings.parallel is not None else None
+        plan = settings.plan if settings.plan == AUTO else plan_of(settings.plan)
+        self._make_training()
+        self._saving = self._open_checkpoints()
+        if plan == AUTO and self._saving is not None and self._saving.plan is not None:
+            plan = Plan.from_toml(self._saving.plan)  # the earlier run has tuned already
+        self._plan_levers(plan)
+        self.index = 0
+        self.epoch = 0
+        self._rate = Rate()
+        self.resumed: Resumed | None = None
+        if self._saving is not None:
+            self.resumed = self._resume(self._saving)
+        self._extras = self._around_a_step()
+
+    def _divide(self) -> TensorParallel | PipelineParallel:
+        """Split the model over the ranks."""
+        settings, kind = self._settings, type(self.model).__name__
+        refused(
+            plan=(settings.plan, (None,)),
+            micro_batch=(settings.micro_batch if settings.micro_batch == AUTO else None, (None,)),
+            precision=(settings.precision, ("float32", "tf32")),
+            model=(kind, {kind} - {"DistributedDataParallel", "DataParallel"}),
+        )
+        parts = self.torch, self.model, self.optimizer, settings.parallel, self.device
+        if isinstance(settings.parallel, Pipeline):
+            divided: TensorParallel | PipelineParallel = PipelineParallel(
+                *parts, settings.reduction, settings.on_nan == "stop"
+            )
+        else:
+            divided = TensorParallel(*parts)
+        self.parameters = _parameters(self.optimizer)
+        return divided
+
+    def _make_training(self) -> None:
+        torch, settings, model = self.torch, self._settings, self.model
+        self._ranks = ranks_of(torch, model) if self._divided is None else None
+        rejoin = self._ranks is not None and self._ranks.rejoin is not None
+        self.precision = Precision(
+            torch, settings.precision, model, self.optimizer, self.device, self.parameters, rejoin
+        )
+        training = Training(
+            torch,
+            model,
+            model.module if rejoin else model,
+            self.optimizer,
+            self.loss_fn,
+            self.parameters,
+            self.device,
+            self.precision,
+            self._ranks,
+            self._divided,
+        )
+        self.micro_batches = MicroBatches(settings.largest_micro_batch)
+        agreed = self._ranks.slowest if self._ranks is not None else list
+        self._sizer = (
+            Sizer(torch, self.device, self.micro_batches, agreed) if settings.micro_batch == AUTO else None
+        )
+        stops = settings.on_nan == "stop" and self.precision.scaler is None
+        self._gradient = Gradient(
+            training,
+            self.micro_batches,
+            self.metrics,
+            settings.reduction,
+            settings.allow_inexact,
+            LossMonitor(torch, self.device) if stops else None,
+        )
+        self._update = Update(training, settings.clip)
+
+    def _open_checkpoints(self) -> LoopCheckpointing | None:
+        settings = self._settings
+        if settings.checkpoint_dir is None or measured():
+            return None
+        storable(self.model)
+        company = company_of(self.torch, self.model)
+        folder = opened(Path(settings.checkpoint_dir), settings.from_scratch, company)
+        return LoopCheckpointing(self.torch, folder, settings.save_every, settings.on_drift, company)
+
+    def _plan_levers(self, plan: Plan | str | None) -> None:
+        self._plan = plan if isinstance(plan, Plan) else Plan()
+        self._levers = (
+            Levers(self.torch, self._plan, self.model, self.optimizer, self.loss_fn, self.loader)
+            if plan == AUTO or self._plan.choices
+            else None
+        )
+        self._autoplan = self._tuned_by(self._settings.effects) if plan == AUTO else None
+        self._late = self._levers if self._plan.choices else None  # until the first step is done
+        if self._late is not None:
+            self.loader = self._late.early(self.loader)
+
+    def _resume(self, saving: LoopCheckpointing) -> Resumed | None:
+        divided = self._divided
+        kept = LoopState(
+            self,
+            self._gradient,
+            self._update,
+            self._sizer,
+            self._settings.extra_state,
+            divided.stage if isinstance(divided, PipelineParallel) else None,
+        )
+        settings = self._settings.for_drift(self.model, self.optimizer)
+        return saving.attach(self, kept, settings, shares_out=divided is None)
+
+    def _tuned_by(self, effects: str | None) -> Autoplan:
+        if self._ranks is not None or self.precision.masters is not None:
+            why = (
+                "the ranks of one training" if self._ranks is not None else "an optimizer with master weights"
+            )
+            raise LoopError(
+                f'plan="auto" cannot check levers under {why}. Run `flatout tune COMMAND...` and pass the plan that it writes.'
+            )
+        assert self._levers is not None
+        return Autoplan(
+            self._levers.context,
+            self._levers.applier,
+            self.model,
+            self.optimizer,
+            self.device,
+            effects_of(effects or Effect.PRECISION),
+        )
+
+    def close(self) -> None:
+        """Restore the model, the optimizer, the loader and torch's flags where possible.
+
+        The Loop stays usable, without the levers, the master weights and the precision setting. It closes its
+        checkpoint folder as well.
+        """
+        if self._autoplan is not None:
+            self._autoplan.take_off()
+        if self._levers is not None:
+            self._levers.take_off()
+        if self.precision.masters is not None:
+            self.parameters[:] = [self.precision.masters.own_of(p) for p in self.parameters]
+        self.precision.close()
+        if self._saving is not None:
+            self._saving.leave()
+        if self._ranks is not None:
+            self._ranks.close()
+
+    @property
+    def tuning(self) -> bool:
+        """Whether the Loop is still tuning levers."""
+        return self._autoplan is not None and self._autoplan.found is None
+
+    @property
+    def sizing(self) -> bool:
+        """Whether the Loop is still trying sizes of micro-batches."""
+        return self._sizer is not None and self._sizer.found is None
+
+    def _around_a_step(self) -> bool:
+        return (
+            self._ranks is not None
+            or self._late is not None
+            or self.precision.masters is not None
+            or self.sizing
+            or self.tuning
+        )
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    if not hasattr(optimizer, "param_groups"):
+        raise LoopError(
+            f"optimizer is a {type(optimizer).__name__}. Pass a torch.optim optimizer, made from model.parameters()."
+        )
+    if needs_closure(optimizer):
+        raise LoopError(
+            f"{type(optimizer).__name__} runs forward and backward several times per step, which a Loop does not support. Call "
+            "optimizer.step(closure) in your own loop."
+        )
+    found = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    if not found:
+        raise LoopError(
+            "no parameter of the optimizer requires a gradient, so there is nothing to train. Set requires_grad=True."
+        )
+    return list(found.values())

@@ -1,0 +1,114 @@
+"""The settings of a Loop, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flatout.loop.accumulation import HOW
+from flatout.loop.pipeline_parallel import Pipeline
+from flatout.loop.reduction import MEAN, SUM
+from flatout.schema.errors import LoopError
+from flatout.schema.plan import Plan
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """The keywords of `flatout.Loop`, which explains them. Raises LoopError for an invalid one."""
+
+    plan: Plan | str | Path | None
+    effects: str | None
+    epochs: int
+    steps: int | None
+    effective_batch: int | None
+    micro_batch: int | str | None
+    reduction: str | None
+    scheduler: Any
+    clip: float | None
+    precision: str
+    metrics: Mapping[str, str]
+    on_nan: str
+    parallel: Mapping[str, Any] | Pipeline | None
+    allow_inexact: bool
+    checkpoint_dir: str | Path | None
+    save_every: int | None
+    extra_state: Mapping[str, Any]
+    from_scratch: bool
+    on_drift: str
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "steps", "effective_batch", "micro_batch", "save_every"):
+            _check_positive(name, getattr(self, name), AUTO if name == "micro_batch" else None)
+        if self.clip is not None and not self.clip > 0:
+            raise LoopError(
+                f"clip={self.clip!r} is not positive and would stop all training. Give the maximum norm of the gradient, or remove clip."
+            )
+        for name, allowed in (
+            ("reduction", (MEAN, SUM, None)),
+            ("on_nan", ("stop", "ignore")),
+            ("on_drift", ("warn", "stop")),
+        ):
+            if (value := getattr(self, name)) not in allowed:
+                *most, last = (f'"{one}"' if one is not None else "None" for one in allowed)
+                raise LoopError(f"{name}={value!r} is not supported. Use {', '.join(most)} or {last}.")
+        if strange := {name: how for name, how in self.metrics.items() if how not in HOW}:
+            raise LoopError(
+                f"metrics={strange!r} is not supported. Combine the values of micro-batches with one of {', '.join(HOW)}."
+            )
+        if self.effects is not None and self.plan != AUTO:
+            raise LoopError(
+                f'effects={self.effects!r} applies only to plan="auto". Remove effects, or use plan="auto".'
+            )
+        self._check_checkpoints()
+
+    def _check_checkpoints(self) -> None:
+        if self.checkpoint_dir is None and (
+            self.save_every is not None or self.extra_state or self.from_scratch
+        ):
+            raise LoopError(
+                'save_every=, extra_state= and from_scratch= need a folder for checkpoints. Name one: checkpoint_dir="checkpoints".'
+            )
+        if strange := {
+            name: type(thing).__name__
+            for name, thing in self.extra_state.items()
+            if not hasattr(thing, "load_state_dict")
+        }:
+            raise LoopError(
+                f"extra_state={strange!r} cannot be stored. Each object needs state_dict and load_state_dict."
+            )
+
+    @property
+    def largest_micro_batch(self) -> int | None:
+        return None if isinstance(self.micro_batch, str) else self.micro_batch
+
+    def for_drift(self, model: Any, optimizer: Any) -> dict[str, Any]:
+        """The settings that a resumed training must share with the checkpoint."""
+        return {
+            "model": type(getattr(model, "module", model)).__name__,
+            "optimizer": type(optimizer).__name__,
+            "scheduler": type(self.scheduler).__name__,
+            "precision": self.precision,
+            "clip": self.clip,
+            "effective batch": self.effective_batch,
+            "micro-batch": self.micro_batch,
+            "parallel": _spelled(self.parallel),
+        }
+
+
+def _check_positive(name: str, value: Any, also: str | None) -> None:
+    if value is None and name != "epochs" or value is not None and value == also:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise LoopError(
+            f"{name}={value!r} is not a whole number from 1" + ("." if name == "epochs" else ", or None.")
+        )
+
+
+def _spelled(parallel: Mapping[str, Any] | Pipeline | None) -> str | None:
+    if isinstance(parallel, Mapping):
+        return ", ".join(f"{name}: {type(style).__name__}" for name, style in parallel.items())
+    return str(parallel) if parallel is not None else None

@@ -1,0 +1,76 @@
+"""Small questions about expressions of a script."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from flatout.probe.names import FUNCTIONS
+
+if TYPE_CHECKING:
+    pass
+
+
+def iterated(node: ast.expr) -> ast.expr:
+    """Return the iterable behind wrappers: ``loader`` in ``enumerate(tqdm(loader), 1)``."""
+    while isinstance(node, ast.Call) and node.args:
+        name = (
+            node.func.id
+            if isinstance(node.func, ast.Name)
+            else node.func.attr
+            if isinstance(node.func, ast.Attribute)
+            else ""
+        )
+        if name not in ("enumerate", "tqdm", "trange", "iter", "islice", "track", "prange", "progress_bar"):
+            break
+        node = node.args[0]
+    return node
+
+
+def is_given(call: ast.Call, name: str, value: object) -> bool:
+    """Return whether a call has this constant as a keyword."""
+    return any(
+        k.arg == name and isinstance(k.value, ast.Constant) and k.value.value is value for k in call.keywords
+    )
+
+
+def returns(function: ast.AST) -> list[ast.expr]:
+    """Return the expressions of a function's own return statements."""
+    if isinstance(function, ast.Lambda):
+        return [function.body]
+    found, waiting = [], list(getattr(function, "body", []))
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Return) and node.value is not None:
+            found.append(node.value)
+        if not isinstance(node, (*FUNCTIONS, ast.ClassDef, ast.Lambda)):
+            waiting += [
+                child
+                for child in ast.iter_child_nodes(node)
+                if isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case))
+            ]
+    return found
+
+
+def is_static(function: ast.AST) -> bool:
+    return any(
+        isinstance(d, ast.Name) and d.id == "staticmethod" for d in getattr(function, "decorator_list", [])
+    )
+
+
+def flat(targets: list[ast.expr]) -> Iterator[ast.expr]:
+    for target in targets:
+        if isinstance(target, (ast.Tuple, ast.List)):
+            yield from flat(target.elts)
+        else:
+            yield target
+
+
+def dotted_path(statement: ast.Assign | ast.AnnAssign, attribute: str) -> tuple[int, ...]:
+    for target in statement.targets if isinstance(statement, ast.Assign) else [statement.target]:
+        if isinstance(target, (ast.Tuple, ast.List)):
+            for index, each in enumerate(target.elts):
+                if isinstance(each, ast.Attribute) and each.attr == attribute:
+                    return (index,)
+    return ()

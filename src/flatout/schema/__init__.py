@@ -1,0 +1,47 @@
+"""Shared types of flatout: plans, levers, facts, records, errors, paths of a job folder.
+
+Runs in: every process.
+Imports: the standard library only; writing a Plan also imports tomlkit.
+Start with: plan.py (Plan, Choice), lever.py (Lever), records.py (measurements).
+"""
+
+from flatout.schema.enums import Effect, Moment, Origin, Status
+from flatout.schema.errors import (
+    FlatoutError,
+    NothingMeasured,
+    PlanError,
+    ProgramFailed,
+    ProgramNotFound,
+    StorageError,
+    TrialFailed,
+    UsageError,
+)
+from flatout.schema.facts import Facts, Gpu
+from flatout.schema.lever import Lever, Options, Skip, Undo, Value
+from flatout.schema.plan import Choice, Plan, diff, spell
+
+__all__ = [
+    "Choice",
+    "Effect",
+    "Facts",
+    "FlatoutError",
+    "Gpu",
+    "Lever",
+    "Moment",
+    "NothingMeasured",
+    "Options",
+    "Origin",
+    "Plan",
+    "PlanError",
+    "ProgramFailed",
+    "ProgramNotFound",
+    "Skip",
+    "Status",
+    "StorageError",
+    "TrialFailed",
+    "Undo",
+    "UsageError",
+    "Value",
+    "diff",
+    "spell",
+]

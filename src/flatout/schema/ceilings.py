@@ -1,0 +1,83 @@
+"""Measured performance ceilings of a machine, the basis of rooflines.
+
+The suffix of a name gives its unit: per second (FLOPs, bytes) or seconds. An unavailable figure has no value
+and a note that says why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from flatout.schema.records import Record
+
+CEILINGS_SCHEMA = 1
+
+# In the order in which they are measured and shown. "tf32" is float32 data multiplied by Tensor Cores.
+MATMUL_DTYPES = ("float32", "tf32", "bfloat16", "float16", "float64")
+NAMES = (
+    *(f"matmul_{dtype}_flops" for dtype in MATMUL_DTYPES),  # a multiplication and an addition are two
+    "memory_bytes_per_s",  # read and written together, the better of copy and triad
+    "memory_copy_bytes_per_s",  # a = b
+    "memory_triad_bytes_per_s",  # a = b + scalar * c
+    "host_to_device_pinned_bytes_per_s",
+    "host_to_device_pageable_bytes_per_s",
+    "disk_read_bytes_per_s",
+    "loader_start_s",  # from iter(loader) with one worker to its first batch
+    "all_reduce_bytes_per_s",  # of the tensor, between two processes
+)
+
+
+@dataclass
+class Ceiling(Record):
+    """One measured ceiling.
+
+    ``value`` is the best of ``n`` repetitions for a rate and their median for a time. ``low`` and ``high``
+    are the quartiles. ``value`` is None if the benchmark did not run; ``note`` says why.
+
+    ``device`` is "cpu" or "cuda". ``note`` also holds conditions: sizes, threads, whether the page cache was
+    bypassed.
+    """
+
+    name: str
+    device: str
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    n: int = 0
+    note: str = ""
+
+
+@dataclass
+class CeilingsRecord(Record):
+    key: str  # of the machine, see measure/ceilings.machine_key
+    schema: int = CEILINGS_SCHEMA
+    created: str = ""
+    flatout: str = ""
+    machine: dict[str, Any] = field(default_factory=dict)
+    threads: int = 0  # per operation, as chosen by torch
+    busy_cores: float | None = None  # cores used by other processes just before
+    ceilings: list[Ceiling] = field(default_factory=list)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> CeilingsRecord:
+        """Read a record. Raises TypeError for JSON of another shape."""
+        record = super().from_json(data)
+        if not isinstance(record.ceilings, list):
+            raise TypeError("ceilings must be a list")
+        record.ceilings = [c if isinstance(c, Ceiling) else Ceiling.from_json(c) for c in record.ceilings]
+        return record
+
+    def values(self, device: str) -> dict[str, float]:
+        """Return the figures of a device by name.
+
+        Host figures (disk, loader, all-reduce) are included for every device. If both have a name, the device
+        wins.
+        """
+        found: dict[str, float] = {}
+        for each in sorted(self.ceilings, key=lambda c: c.device == device):
+            if each.value is not None and (
+                each.device == device or not each.name.startswith(("matmul_", "memory_"))
+            ):
+                found[each.name] = each.value
+        return found

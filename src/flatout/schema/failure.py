@@ -1,0 +1,147 @@
+"""Record of a failure, filled from the text of a traceback or from the objects of the failing process.
+
+It holds no data of the program: of tensors only shape, dtype and device, and of integer tensors the smallest
+and the largest entry. Those two are enough to identify a label or an index out of range.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from flatout.schema.findings import SourceLocation
+from flatout.schema.records import Record
+
+
+@dataclass
+class TensorSeen(Record):
+    """A tensor, under its name in the source.
+
+    ``low`` and ``high`` are set for small integer tensors on the CPU.
+    """
+
+    name: str
+    shape: list[int]
+    dtype: str  # without "torch."
+    device: str
+    requires_grad: bool = False
+    low: int | None = None
+    high: int | None = None
+    where_low: list[int] = field(default_factory=list)  # the index of that entry
+    where_high: list[int] = field(default_factory=list)
+
+    def sentence(self) -> str:
+        size = "x".join(map(str, self.shape)) if self.shape else "scalar"
+        return f"{self.name}: {size} {self.dtype} on {self.device}"
+
+
+@dataclass
+class FrameSeen(Record):
+    """One stack frame.
+
+    ``mine`` marks the user's own code: not the standard library, not an installed package.
+    """
+
+    file: str
+    line: int
+    function: str = ""
+    text: str = ""
+    mine: bool = False
+    tensors: list[TensorSeen] = field(default_factory=list)
+
+    def place(self) -> SourceLocation:
+        return SourceLocation(
+            self.file, self.line, 0, "" if self.function == "<module>" else self.function, self.text
+        )
+
+
+@dataclass
+class ExceptionRecord(Record):
+    """One exception of a chain.
+
+    ``names`` are its class names, most derived first. ``frames`` run from the outermost to the raising frame.
+    ``link`` is the relation to the next exception of the chain: ``cause`` (raise ... from), ``context``
+    (raised while handling it) or ``carried`` (its text came from another process, inside the message of the
+    next).
+    """
+
+    type: str
+    names: list[str] = field(default_factory=list)
+    message: str = ""
+    notes: list[str] = field(default_factory=list)
+    frames: list[FrameSeen] = field(default_factory=list)
+    link: str = ""
+
+    @property
+    def own(self) -> FrameSeen | None:
+        """Return the innermost frame of the user's own code."""
+        return next((frame for frame in reversed(self.frames) if frame.mine), None)
+
+    @property
+    def raised_by_user(self) -> bool:
+        """Return whether a ``raise`` or ``assert`` of the user raised it.
+
+        Then the message is the user's, not torch's.
+        """
+        last = self.frames[-1] if self.frames else None
+        return (
+            last is not None
+            and last.mine
+            and last.text.startswith(("raise ", "assert ", "raise(", "assert("))
+        )
+
+
+@dataclass
+class ModuleSeen(Record):
+    """The innermost nn.Module whose forward was running.
+
+    ``path`` starts at the outermost module, under its variable name in the user's code.
+    """
+
+    path: str
+    kind: str
+    parameters: dict[str, list[int]] = field(default_factory=dict)
+
+
+@dataclass
+class FailureRecord(Record):
+    """The failure of one process.
+
+    ``chain`` starts with the first exception and ends with the one that ended the program. ``around`` are
+    nearby lines of the log. ``memory`` is in bytes. ``facts`` are single values about the process.
+    """
+
+    chain: list[ExceptionRecord] = field(default_factory=list)
+    around: list[str] = field(default_factory=list)
+    live: bool = False
+    rank: int | None = None
+    world_size: int | None = None
+    module: ModuleSeen | None = None
+    batch: int | None = None  # number of batches the loader had returned, minus one
+    signal: int | None = None
+    memory: dict[str, int] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> FailureRecord:
+        """Read a record. Raises TypeError for JSON of another shape."""
+        record = super().from_json(data)
+        record.module = ModuleSeen.from_json(data["module"]) if data.get("module") else None
+        record.chain = [ExceptionRecord.from_json(thrown) for thrown in data.get("chain", ())]
+        for thrown, raw in zip(record.chain, data.get("chain", ()), strict=True):
+            thrown.frames = [FrameSeen.from_json(frame) for frame in raw.get("frames", ())]
+            for frame, seen in zip(thrown.frames, raw.get("frames", ()), strict=True):
+                frame.tensors = [TensorSeen.from_json(tensor) for tensor in seen.get("tensors", ())]
+        return record
+
+    @property
+    def own(self) -> FrameSeen | None:
+        """Return the innermost frame of the user's own code, from the first exception that has one."""
+        return next((frame for thrown in self.chain if (frame := thrown.own)), None)
+
+    @property
+    def tensors(self) -> list[TensorSeen]:
+        """Return the tensors of all frames, innermost frame first."""
+        return [
+            tensor for thrown in self.chain for frame in reversed(thrown.frames) for tensor in frame.tensors
+        ]

@@ -1,0 +1,62 @@
+"""Findings of the diagnosis, as JSON records.
+
+The code of a rule never changes and is never reused. Prefixes: FL for a training program (static or
+measured), FD for the machine, FE for an error. The code, the name and the page are public; the implementation
+may change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from flatout.schema.records import Ratio, Record
+
+
+class Severity(StrEnum):
+    """The cost of a problem. Findings are shown in the order of the members."""
+
+    FATAL = "the program ends"
+    WRONG = "wrong result"
+    TIME = "wasted time"
+    MEMORY = "wasted memory"
+    FRAGILE = "fragile"  # works here and now, but may break
+
+
+@dataclass
+class SourceLocation(Record):
+    """A place in the user's source. Lines and columns count from 1; column 0 means the whole line."""
+
+    file: str
+    line: int
+    column: int = 0
+    function: str = ""
+    text: str = ""  # the line itself, stripped
+    indent: int = 0  # number of characters stripped before the line
+
+    def sentence(self) -> str:
+        return f"{self.file}:{self.line}" + (f" in {self.function}" if self.function else "")
+
+
+@dataclass
+class Finding(Record):
+    """One finding.
+
+    ``said`` is one sentence with the figures. ``evidence`` are further lines, most important first. ``fix``
+    is the fix, as lines of code or one command. ``levers`` are the levers that apply the fix without editing
+    the script. ``predicted`` is the speed-up measured by a what-if, which ``how`` names. ``measured`` is the
+    speed-up of a lever.
+    """
+
+    rule: str
+    name: str
+    severity: str
+    said: str
+    place: SourceLocation | None = None
+    evidence: list[str] = field(default_factory=list)
+    fix: str = ""
+    levers: list[str] = field(default_factory=list)
+    predicted: Ratio | None = None
+    how: str = ""
+    measured: Ratio | None = None
+    others: list[SourceLocation] = field(default_factory=list)  # further places with the same problem

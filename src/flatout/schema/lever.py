@@ -1,0 +1,104 @@
+"""The Lever type: a frozen value with two functions. A lever never prints, times, or reads another lever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.facts import Facts
+
+Undo = Callable[[], None]
+Value = bool | int | float | str | dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The values of a lever worth trying, likely best first.
+
+    ``effect`` is a smaller effect than the lever declares, for this program. For example, more loader workers
+    are RESAMPLED, but EXACT with a dataset that draws no random numbers.
+    """
+
+    values: tuple[Value, ...]
+    effect: Effect | None = None
+
+    def value_for(self, asked: Value) -> Value:
+        """Return the requested value.
+
+        If it is only ``true`` and not a value of the lever, return the first value.
+        """
+        return self.values[0] if asked is True and not any(value is True for value in self.values) else asked
+
+
+@dataclass(frozen=True)
+class Skip:
+    """The reason why a lever does not apply, as a sentence for the user."""
+
+    reason: str
+
+
+def _nothing_in_environment(facts: Facts, value: Value) -> Mapping[str, str]:
+    return {}
+
+
+def _anything(value: Value) -> None:
+    pass
+
+
+def _float32(value: Value) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Lever:
+    """One optimisation.
+
+    * ``name`` is the file name and reads after "with".
+    * ``moment`` is when it acts, in the order of a run.
+    * ``effect`` is the most that it may change in any program, and so what the guard requires. Options may
+      name a smaller effect for one program.
+    * ``applies(facts, context)`` returns Options or Skip. ``context`` is the `TrainingContext` of
+      agent/training_context.py: "recorded facts" there lists what a lever can read.
+    * ``apply(context, value, ledger)`` applies the lever and returns its Undo.
+    * ``environment`` replaces ``apply`` for a PROCESS lever: the variables to start the program with.
+    * ``live`` levers can be switched between two steps, in the thread that trains. A setting that belongs to a
+      thread (torch.set_flush_denormal) then misses all other threads, old and new.
+    * ``check(value)`` raises TypeError with a sentence for an invalid value, as far as this does not need the
+      program.
+    * ``saves_memory`` levers trade speed for memory: the search tries them only under a memory limit.
+    * ``after`` are levers that act before this one. A test checks that they come first in the table.
+    * ``excludes`` are levers that the search does not combine with this one.
+    * ``needs`` are levers without which this one has no effect.
+    * ``half(value)`` says what a PRECISION lever computes or sends in fewer bits, for the verdict: "bfloat16
+      products".
+    * ``known_bad(context, value, ledger)`` is a broken variant that the guard must reject.
+    * ``code(value)`` returns the lines that a user would write to get the lever without flatout.
+    * ``page`` is the docstring of its file, which ``flatout levers NAME`` shows.
+    """
+
+    name: str
+    moment: Moment
+    effect: Effect
+    applies: Callable[[Facts, Any], Options | Skip]
+    code: Callable[[Value], str]
+    apply: Callable[[Any, Value, Any], Undo] | None = None
+    environment: Callable[[Facts, Value], Mapping[str, str]] = _nothing_in_environment
+    live: bool = False
+    warms_up: bool = (
+        False  # the first steps after switching it on are slow, a cost that later steps must recover
+    )
+    known_bad: Callable[[Any, Value, Any], Undo] | None = None
+    after: tuple[str, ...] = ()
+    excludes: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    saves_memory: bool = False
+    check: Callable[[Value], Any] = _anything
+    half: Callable[[Value], str] = _float32
+    page: str = ""
+
+    @property
+    def of_one_process(self) -> bool:
+        """Return whether it needs one process that fetches all samples and calls the model as in the script."""
+        return self.moment is Moment.LOADER or self.warms_up

@@ -1,0 +1,226 @@
+"""Records of `flatout doctor`: the machine snapshot and the checks.
+
+A machine snapshot keeps texts as found (files of /proc, output of programs, tracebacks). So a snapshot of another
+machine is checked like this one. A value that is not available is absent or None, never invented: a check
+must be able to tell "none" from "not checked".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from flatout.schema.records import Record
+from flatout.schema.shapes import MISFIT, fitted
+
+SNAPSHOT_SCHEMA = 1
+
+
+class Verdict(StrEnum):
+    """Outcome of a check. Checks are shown in the order of the members."""
+
+    PROBLEM = "problem"  # training will not start, not use the GPU, or die
+    WARNING = "warning"  # it costs time or breaks under load
+    NOTE = "note"  # worth knowing; may be intended
+    UNSEEN = "not seen"  # could not be checked
+    OK = "ok"
+
+
+@dataclass
+class CommandResult(Record):
+    """Result of running a program. ``code`` is None if the program is missing or timed out."""
+
+    command: list[str]
+    code: int | None = None
+    out: str = ""
+    err: str = ""
+    there: bool = True
+    timed_out: bool = False
+
+    @property
+    def said(self) -> str:
+        return f"{self.out}\n{self.err}".strip()
+
+
+@dataclass
+class Disk(Record):
+    """Space of the file system below a path, in bytes. ``writable`` is whether this user may write there."""
+
+    path: str
+    total_bytes: int
+    free_bytes: int
+    free_files: int | None = None
+    writable: bool | None = None
+
+
+@dataclass
+class MachineSnapshot(Record):
+    """Snapshot of a machine.
+
+    * ``files`` are texts by absolute path, or None if unreadable.
+    * ``folders`` are the names in a folder.
+    * ``environment`` has only the relevant variables.
+    * ``python`` describes this interpreter.
+    * ``packages`` are the installed distributions as [name, version, folder].
+    * ``torch`` is the output of a child that imported torch, as far as it got.
+    * ``libraries`` are the CUDA libraries on LD_LIBRARY_PATH by folder.
+    * ``preloads`` is whether each file of LD_PRELOAD exists.
+    """
+
+    schema: int = SNAPSHOT_SCHEMA
+    flatout: str = ""
+    created: str = ""
+    working_folder: str = ""
+    home_cache: str = ""
+    temporary_folder: str = ""
+    files: dict[str, str | None] = field(default_factory=dict)
+    folders: dict[str, list[str] | None] = field(default_factory=dict)
+    environment: dict[str, str] | None = None
+    python: dict[str, Any] = field(default_factory=dict)
+    packages: list[list[str]] | None = None
+    torch: dict[str, Any] = field(default_factory=dict)
+    runs: dict[str, CommandResult] = field(default_factory=dict)
+    disks: dict[str, Disk] = field(default_factory=dict)
+    libraries: dict[str, list[str]] | None = None
+    preloads: dict[str, bool] | None = None
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> MachineSnapshot:
+        """Read a snapshot.
+
+        Parts of another shape count as missing. Raises TypeError if the JSON is not a snapshot.
+        """
+        kept = fitted(data, SHAPE)
+        if kept is MISFIT or data.get("schema") != SNAPSHOT_SCHEMA:
+            raise TypeError(f"expected a table with the schema {SNAPSHOT_SCHEMA}")
+        kept["packages"] = (
+            [each for each in kept["packages"] if len(each) == 3] if "packages" in kept else None
+        )
+        kept["runs"] = {
+            name: CommandResult.from_json(run)
+            for name, run in kept.get("runs", {}).items()
+            if run.get("command")
+        }
+        kept["disks"] = {
+            name: Disk.from_json(disk)
+            for name, disk in kept.get("disks", {}).items()
+            if {"path", "total_bytes", "free_bytes"} <= set(disk)
+        }
+        return super().from_json(kept)
+
+    def text(self, path: str) -> str | None:
+        """Return the text of a file, or None if it is missing or was not read."""
+        return self.files.get(path)
+
+    def variable(self, name: str) -> str | None:
+        return (self.environment or {}).get(name)
+
+    def distribution(self, name: str) -> str | None:
+        """Return the version of an installed distribution: the first on the path, as for an import."""
+        return next((version for found, version, _ in self.packages or () if found == name), None)
+
+    @property
+    def pci_nvidia(self) -> bool | None:
+        """Return whether the PCI bus has an NVIDIA display device, or None if the bus is not readable."""
+        devices = self.folders.get("/sys/bus/pci/devices")
+        if devices is None:
+            return None
+        for name in devices:
+            kind = self.text(f"/sys/bus/pci/devices/{name}/class") or ""
+            if (
+                self.text(f"/sys/bus/pci/devices/{name}/vendor") or ""
+            ).strip() == "0x10de" and kind.startswith("0x03"):
+                return True
+        return False
+
+
+NONE = type(None)
+_STAGES: dict[str, dict[str, Any]] = {
+    "found": {"origin": (str, NONE), "places": [str], "compiled": [str]},
+    "imported": {"import_s": float, "file": (str, NONE)},
+    "import failed": {"kind": str, "message": str, "traceback": str},
+    "build": {"version": str, "cuda": (str, NONE), "hip": (str, NONE), "debug": bool},
+    "host": {
+        "threads": int,
+        "interop_threads": int,
+        "capability": str,
+        "mkl": bool,
+        "mkldnn": bool,
+        "openmp": bool,
+    },
+    "libraries": {"loaded": [str]},
+    "numpy": {"version": (str, NONE), "works": bool, "why": str},
+    "cuda": {
+        "available": bool,
+        "archs": [str],
+        "cudnn": (int, NONE),
+        "nccl": (str, NONE),
+        "computes": bool,
+        "devices": [{"name": str, "capability": [int], "memory_bytes": int, "bfloat16": bool}],
+    },
+}
+SHAPE: dict[str, Any] = {
+    "schema": int,
+    "flatout": str,
+    "created": str,
+    "working_folder": str,
+    "home_cache": str,
+    "temporary_folder": str,
+    "files": {str: (str, NONE)},
+    "folders": {str: [str]},
+    "environment": {str: str},
+    "packages": [[str]],
+    "libraries": {str: [str]},
+    "preloads": {str: bool},
+    "python": {
+        "version": str,
+        "implementation": str,
+        "executable": str,
+        "machine": str,
+        "prefix": str,
+        "base_prefix": str,
+        "user_site": str,
+        "user_site_used": bool,
+        "path": [str],
+        "free_threaded": bool,
+        "dev_mode": bool,
+        "libc": [str],
+        "cpu_count": int,
+        "header": bool,
+        "root": bool,
+        "torch_requires": [str],
+        "soabi": (str, NONE),
+    },
+    "torch": {name: {**stage, "raised": str, "warnings": [str]} for name, stage in _STAGES.items()},
+    "runs": {
+        str: {"command": [str], "code": (int, NONE), "out": str, "err": str, "there": bool, "timed_out": bool}
+    },
+    "disks": {
+        str: {
+            "path": str,
+            "total_bytes": int,
+            "free_bytes": int,
+            "free_files": (int, NONE),
+            "writable": (bool, NONE),
+        }
+    },
+}
+
+
+@dataclass
+class CheckResult(Record):
+    """One check.
+
+    ``seen`` is a sentence with the observed values. ``fix`` is the command that fixes it, or "" if nothing
+    is wrong.
+    """
+
+    code: str
+    name: str
+    theme: str
+    verdict: str
+    seen: str
+    why: str = ""
+    fix: str = ""
+    evidence: list[str] = field(default_factory=list)

@@ -1,0 +1,228 @@
+"""The Plan: a frozen, ordered set of choices, and the only configuration type of flatout.
+
+On disk it is TOML. tomlkit writes it, with the evidence as comments. The standard library reads it, so a
+program that runs under a Plan never needs tomlkit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flatout.schema.enums import Origin
+from flatout.schema.errors import PlanError
+from flatout.schema.lever import Value
+
+PLAN_SCHEMA = 1
+MAX_PLAN_BYTES = 64 * 1024  # tomllib needs quadratic time for a.a.a.a...: 74 s for 100 kB
+DOTTED = re.compile(r"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){33}""")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A lever with its value, its origin and, if measured, its evidence."""
+
+    name: str
+    value: Value
+    origin: Origin = Origin.USER
+    evidence: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "value": self.value,
+            "origin": self.origin.value,
+            "evidence": self.evidence,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Choices by lever.
+
+    ``made_for`` describes what the Plan was tuned on: command, script digest, machine, versions.
+    """
+
+    choices: tuple[Choice, ...] = ()
+    made_for: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = [choice.name for choice in self.choices]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise PlanError(f"the plan names {', '.join(twice)} twice: keep one line of each")
+
+    def __iter__(self) -> Iterator[Choice]:
+        return iter(self.choices)
+
+    def __len__(self) -> int:
+        return len(self.choices)
+
+    def get(self, name: str) -> Choice | None:
+        return next((choice for choice in self.choices if choice.name == name), None)
+
+    def with_choice(self, choice: Choice) -> Plan:
+        kept = tuple(c for c in self.choices if c.name != choice.name)
+        return Plan((*kept, choice), self.made_for)
+
+    def without(self, name: str) -> Plan:
+        return Plan(tuple(c for c in self.choices if c.name != name), self.made_for)
+
+    def on_top_of(self, base: Plan) -> Plan:
+        """Return the choices of ``base`` overridden by these."""
+        names = {choice.name for choice in self.choices}
+        return Plan((*(c for c in base.choices if c.name not in names), *self.choices), self.made_for)
+
+    @property
+    def digest(self) -> str:
+        """Return twelve hex digits that depend only on names and values, not on order, origin or evidence."""
+        body = json.dumps(sorted((c.name, c.value) for c in self.choices), sort_keys=True)
+        return hashlib.sha256(body.encode()).hexdigest()[:12]
+
+    def describe(self) -> str:
+        return ", ".join(spell(c.name, c.value) for c in self.choices) or "plain"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"choices": [c.to_json() for c in self.choices], "made_for": dict(self.made_for)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        choices = [
+            Choice(c["name"], c["value"], Origin(c["origin"]), c.get("evidence", "")) for c in data["choices"]
+        ]
+        return cls(tuple(choices), data.get("made_for", {}))
+
+    def to_toml(self) -> str:
+        import tomlkit
+
+        document = tomlkit.document()
+        document.add(
+            tomlkit.comment("Written by `flatout tune`. `flatout plan` shows it with the equivalent code.")
+        )
+        document["schema"] = PLAN_SCHEMA
+        if self.made_for:
+            document["made_for"] = dict(self.made_for)
+        levers = tomlkit.table()
+        for choice in self.choices:
+            entry = tomlkit.table()
+            if choice.evidence:
+                entry.add(tomlkit.comment("".join(c if c.isprintable() else " " for c in choice.evidence)))
+            entry["value"] = choice.value
+            entry["origin"] = choice.origin.value
+            if choice.evidence:
+                entry["evidence"] = choice.evidence
+            levers[choice.name] = entry
+        document["levers"] = levers
+        return tomlkit.dumps(document)
+
+    @classmethod
+    def from_toml(cls, text: str, source: str = "the plan") -> Plan:
+        """Read a Plan.
+
+        A lever is ``name = value``, or a table with ``value``, ``origin`` and ``evidence``.
+        """
+        if len(text) > MAX_PLAN_BYTES:
+            raise PlanError(
+                f"{source} is {len(text):,} characters long; a plan is never that large. Is it the right file?"
+            )
+        try:
+            if DOTTED.search(text):  # tomllib needs quadratic memory for dotted keys: a gigabyte for 60 kB
+                raise ValueError("a key has too many parts")
+            data = tomllib.loads(text)
+        except (ValueError, RecursionError) as error:  # ValueError: also for a number of thousands of digits
+            raise PlanError(
+                f"{source} is not valid TOML ({error}). Fix it, or delete it and run `flatout tune` again."
+            ) from None
+        schema = data.get("schema", PLAN_SCHEMA)
+        if schema != PLAN_SCHEMA:
+            raise PlanError(
+                f"{source} has schema {schema!r}; this flatout reads schema {PLAN_SCHEMA}. Run `flatout tune` again."
+            )
+        levers, made_for = data.get("levers", {}), data.get("made_for", {})
+        if not isinstance(levers, dict) or not isinstance(made_for, dict):
+            raise PlanError(
+                f"{source}: [levers] and [made_for] must be tables. `flatout plan --template` prints a template."
+            )
+        strange = [key for key in data if key not in ("schema", "levers", "made_for")]
+        if strange:  # a lever outside of [levers] would be ignored silently
+            raise PlanError(
+                f"{source} has the unknown key {strange[0][:40]!r}; levers belong below [levers]. `flatout plan --template` prints a template."
+            )
+        return cls(tuple(_choices(levers, source)), made_for)
+
+
+def _choices(levers: Mapping[str, Any], source: str) -> Iterable[Choice]:
+    for name, entry in levers.items():
+        origin, evidence, value = Origin.FILE, "", entry
+        if isinstance(entry, dict) and "value" in entry:
+            value, evidence = entry["value"], entry.get("evidence", "")
+            try:
+                origin = Origin(entry.get("origin", "file"))
+            except ValueError:
+                raise PlanError(
+                    f"{source}: {name} has the unknown origin {entry['origin']!r}; use one of {', '.join(Origin)}."
+                ) from None
+        if not is_value(value) or not isinstance(evidence, str):
+            raise PlanError(
+                f"{source}: the value of {name} is {value!r}; use true, a number, a string, or a table of these."
+            )
+        yield Choice(name, value, origin, evidence)
+
+
+def is_value(value: Any) -> bool:
+    """Return whether this is a value for a lever: a boolean, a number, a string, or a table of these."""
+    if isinstance(value, dict):
+        return all(
+            isinstance(key, str) and isinstance(item, (bool, int, float, str)) for key, item in value.items()
+        )
+    return isinstance(value, (bool, int, float, str))
+
+
+def spell(name: str, value: Value) -> str:
+    """Format a choice for users: ``channels_last`` · ``threads=1`` · ``loader(workers=2)``."""
+    if value is True:
+        return name
+    if isinstance(value, dict):
+        return f"{name}({', '.join(f'{k}={v}' for k, v in value.items())})"
+    return f"{name}={value}"
+
+
+def as_option(choice: Choice) -> str:
+    """Format a choice for the command line: ``NAME=VALUE``, with the value in TOML.
+
+    JSON strings, numbers and booleans are valid TOML.
+    """
+    value = choice.value
+    pairs = (
+        (f"{json.dumps(key)} = {json.dumps(item)}" for key, item in value.items())
+        if isinstance(value, dict)
+        else ()
+    )
+    text = f"{{{', '.join(pairs)}}}" if isinstance(value, dict) else json.dumps(value)
+    return f"{choice.name}={text}"
+
+
+def diff(a: Plan, b: Plan) -> list[str]:
+    """Return the changes from ``a`` to ``b``, one line per lever.
+
+    Lines read ``+ added``, ``- removed`` or ``~ changed``.
+    """
+    lines = []
+    for name in dict.fromkeys([c.name for c in a] + [c.name for c in b]):
+        old, new = a.get(name), b.get(name)
+        if old is None and new is not None:
+            lines.append(f"+ {spell(name, new.value)}")
+        elif new is None and old is not None:
+            lines.append(f"- {spell(name, old.value)}")
+        elif (
+            old is not None
+            and new is not None
+            and json.dumps(old.value, sort_keys=True) != json.dumps(new.value, sort_keys=True)
+        ):  # True is not 1
+            lines.append(f"~ {spell(name, old.value)} -> {spell(name, new.value)}")
+    return lines

@@ -1,0 +1,194 @@
+"""Records passed between measuring and rendering. They are JSON, and the file on disk is the interface.
+
+Times are milliseconds unless a name says otherwise. A *tick* is the unit of measurement: one optimizer cycle,
+or one backward pass if a cycle has many (LBFGS) and lasts seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from types import UnionType
+from typing import Any, Self, get_args, get_origin, get_type_hints
+
+CONFIDENCE = 0.95  # of every interval
+QUANTILE = 1.96  # of the normal law, at that level
+NOT_SLOWER = 0.98  # a plan with a median gain is kept if the low end of its interval is at least this
+PHASES = (
+    "data",
+    "copy",
+    "forward",
+    "backward",
+    "exchange",
+    "optimizer",
+    "other",
+)  # exchange: exposed exchange of gradients with other ranks
+
+
+class Record:
+    """Base class of records, with conversion to and from JSON.
+
+    Annotations of fields name nested records. Unknown keys are ignored, so that an older flatout can show a
+    newer record.
+    """
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)  # type: ignore[call-overload,no-any-return]
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """Read a record. Raises TypeError or AttributeError for JSON of another shape."""
+        kinds = _kinds(cls)  # type: ignore[arg-type]  # a class is hashable
+        return cls(**{key: _revived(kinds[key], value, key) for key, value in data.items() if key in kinds})
+
+
+@dataclass
+class ProgramRecord(Record):
+    """Command, versions and outcome of a flatout command on a program.
+
+    A subclass sets its own ``schema`` number.
+    """
+
+    command: list[str]
+    cwd: str
+    schema: int = 0
+    flatout: str = ""
+    created: str = ""
+    status: str = "running"  # running | done | failed
+    message: str = ""
+    device: str = "cpu"
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@cache
+def _kinds(record: type[Record]) -> dict[str, Any]:
+    return get_type_hints(record)
+
+
+def _revived(kind: Any, value: Any, key: str) -> Any:
+    """Convert ``value`` to the annotated type ``kind``.
+
+    Tables become records, also in lists and in tables of them.
+    """
+    if get_origin(kind) is UnionType:
+        kind = next((one for one in get_args(kind) if _holds_records(one)), None)
+    if value is None or isinstance(value, Record) or not _holds_records(kind):
+        return value
+    container = get_origin(kind) or dict
+    if not isinstance(value, container):
+        raise TypeError(
+            f"{key} must be a {'list' if container is list else 'table'}, not {type(value).__name__}"
+        )
+    if container is list:
+        return [_revived(get_args(kind)[0], each, key) for each in value]
+    if get_origin(kind) is dict:
+        return {name: _revived(get_args(kind)[1], each, key) for name, each in value.items()}
+    return kind.from_json(value)
+
+
+def _holds_records(kind: Any) -> bool:
+    if get_origin(kind) in (list, dict):
+        return _holds_records(get_args(kind)[-1])
+    return isinstance(kind, type) and issubclass(kind, Record)
+
+
+@dataclass
+class Ratio(Record):
+    """How many times as fast B is as A, with an interval of the level ``CONFIDENCE``.
+
+    ``n`` is the number of pairs or blocks.
+    """
+
+    median: float
+    low: float
+    high: float
+    n: int
+
+    def against(self, factor: float) -> Ratio:
+        """Return the ratio of the same B to a baseline that is ``factor`` times as fast as A."""
+        return Ratio(self.median / factor, self.low / factor, self.high / factor, self.n)
+
+    @property
+    def certain(self) -> bool:
+        """Return whether the whole interval is a gain."""
+        return self.low > 1.0
+
+    @property
+    def chance(self) -> float:
+        """Return the approximate probability that B is faster at all.
+
+        The lower half of the interval is taken as a normal distribution of the logarithm.
+        """
+        if not 0 < self.low < self.median:
+            return float(self.median > 1.0)
+        return 0.5 * math.erfc(
+            -QUANTILE * math.log(self.median) / math.log(self.median / self.low) / math.sqrt(2)
+        )
+
+    def sentence(self) -> str:
+        return f"{self.median:.2f}x ({self.low:.2f}-{self.high:.2f}, n={self.n})"
+
+
+@dataclass
+class PhaseTime(Record):
+    """One phase of a step: median and quartiles over the measured steps, and its share of the mean step."""
+
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    share: float
+
+
+@dataclass
+class TrialRecord(Record):
+    """Result of one trial: its ``result.json``.
+
+    ``status`` is one of:
+
+    * ``finished``: stopped by flatout
+    * ``ended``: the program ended by itself
+    * ``failed``: it raised, or exited with an error code
+    * ``broken``: an internal error of flatout
+    * ``hung``
+    * ``unattached``
+
+    ``losses`` are hexadecimal floats, one per backward pass since the start, including the warm-up.
+    ``loss_steps`` is the step of each.
+    """
+
+    status: str
+    reason: str = ""
+    exit_code: int | None = None
+    steps: int = 0
+    warmup_steps: int = 0
+    warmup_ms: float = 0.0
+    unit: str = "step"
+    step_ms: float | None = None
+    step_ms_list: list[float] = field(default_factory=list)
+    samples_per_step: float | None = None
+    samples_per_s: float | None = None
+    phases: dict[str, Any] = field(default_factory=dict)
+    losses: list[str] = field(default_factory=list)
+    loss_steps: list[int] = field(default_factory=list)
+    batch_hashes: list[str] = field(default_factory=list)
+    batch_statistics: list[list[float]] = field(default_factory=list)
+    draws: list[list[list[float]]] = field(
+        default_factory=list
+    )  # a few samples fetched repeatedly: by round, by sample
+    weights_digests: dict[str, str] = field(default_factory=dict)
+    peak_memory_bytes: int | None = None
+    device: str = "cpu"
+    seed: int | None = None
+    plan: dict[str, Any] = field(default_factory=dict)
+    applied: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+    context: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    log_tail: str = ""
+
+    @property
+    def last_line(self) -> str:
+        """Return the last line of the reason or of the output, without a full stop."""
+        lines = (self.reason or self.log_tail).strip().splitlines()
+        return lines[-1].strip().rstrip(".")[:300] if lines else self.status

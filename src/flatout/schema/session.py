@@ -1,0 +1,234 @@
+"""The record of a search: every measurement of one session."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from flatout.schema.records import Ratio, Record
+
+SESSION_SCHEMA = 1
+
+
+@dataclass
+class LeverRecord(Record):
+    """Outcome of one lever in a session.
+
+    ``ratio`` is against the plain program, or None if nothing was measured.
+    """
+
+    name: str
+    value: Any
+    status: str
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    n: int = 0
+    reason: str = ""
+    effect: str = ""
+    how: str = ""  # "live" (switched inside one process) or "processes" (fresh processes, interleaved)
+
+
+@dataclass
+class GuardCheck(Record):
+    """One check of the guard: what was compared, the value, and the limit that it must stay below."""
+
+    name: str
+    passed: bool
+    why: str
+    value: float | None = None
+    limit: float | None = None
+
+
+@dataclass
+class GuardRecord(Record):
+    """Verdict of the guard, with its reason.
+
+    ``verdict`` is ``same`` (bitwise), ``equivalent``, ``failed`` or ``not checked``; ``why`` explains it.
+    ``plain_losses`` and ``tuned_losses`` hold one curve per seed, aligned by position. ``seeds`` names them.
+    """
+
+    verdict: str
+    why: str
+    checks: list[GuardCheck] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    plain_losses: list[list[float]] = field(default_factory=list)
+    tuned_losses: list[list[float]] = field(default_factory=list)
+
+
+@dataclass
+class ProgramFigures(Record):
+    """Figures of the plain program, or of the program under the best Plan."""
+
+    plan: dict[str, Any] = field(default_factory=dict)
+    step_ms: float | None = None
+    samples_per_s: float | None = None
+    unit: str = "step"
+    phases: dict[str, Any] = field(default_factory=dict)
+    peak_memory_bytes: int | None = None
+    warmup_ms: float = 0.0
+    steps: int = 0
+
+
+@dataclass
+class ComparisonRecord(Record):
+    """One comparison: a Plan against the plain program or another Plan."""
+
+    plan: str
+    against: str
+    how: str
+    ratio: float | None
+    low: float | None
+    high: float | None
+    n: int
+    note: str = ""
+    seconds: float = 0.0
+    host: str = ""  # remote machines that measured it
+
+
+@dataclass
+class TimeMemoryPoint(Record):
+    """One point of the frontier of time and memory.
+
+    ``ratio`` is against the first point. It is None for that point, and if nothing could be measured.
+    ``peak_bytes`` is the peak of all tensors in a steady step. ``chosen`` marks the chosen plan.
+    """
+
+    plan: str
+    peak_bytes: int | None = None
+    ratio: Ratio | None = None
+    fits: bool = False
+    chosen: bool = False
+    note: str = ""
+
+
+@dataclass
+class Prediction(Record):
+    """Prediction of a profile's finding, and the measured ratio of its fastest lever.
+
+    ``measured`` is None if none was measured.
+    """
+
+    rule: str
+    name: str
+    predicted: Ratio
+    how: str = ""
+    lever: str = ""
+    measured: Ratio | None = None
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Prediction:
+        record = super().from_json(data)
+        record.predicted = (
+            record.predicted if isinstance(record.predicted, Ratio) else Ratio.from_json(record.predicted)
+        )
+        record.measured = (
+            Ratio.from_json(record.measured) if isinstance(record.measured, dict) else record.measured
+        )
+        return record
+
+
+@dataclass
+class RankPace(Record):
+    """Step of one rank.
+
+    Times are medians of the whole step, of the waits for data, of its own work, and of the exchange that was
+    not hidden. ``samples`` and ``elements`` are means: its samples, and the elements that it passes to the
+    model.
+    """
+
+    rank: int
+    host: str
+    step_ms: float
+    data_ms: float
+    compute_ms: float
+    exchange_ms: float
+    samples: float
+    elements: float
+
+
+@dataclass
+class RanksRecord(Record):
+    """Comparison of a program as ``procs`` ranks with the same program as one process.
+
+    ``ratio`` is how many times as fast the ranks are. ``sent_bytes`` is what a rank contributes to the
+    exchange per step. ``lost_ms`` of a step are spent waiting for the slowest rank. ``imbalance`` names that
+    rank and the cause, if relevant.
+    """
+
+    procs: int
+    division: dict[str, Any] = field(default_factory=dict)
+    gpus: bool = False
+    shards: bool = False  # each rank keeps a part of the weights
+    one_process_ms: float | None = None
+    ratio: Ratio | None = None
+    sent_bytes: float = 0.0
+    lost_ms: float = 0.0
+    imbalance: str = ""
+    paces: list[RankPace] = field(default_factory=list)
+    why_not: str = ""  # reason for a missing comparison or recording
+
+
+@dataclass
+class NamedRecord(Record):
+    """A lever that changes what is learned, tried because the user named it.
+
+    ``ratio`` is against the plain program. The losses of both start from the same seed.
+    """
+
+    plan: str
+    ratio: Ratio | None = None
+    plain_losses: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    why_not: str = ""
+
+
+@dataclass
+class SessionRecord(Record):
+    """Everything that one `flatout tune` learned. Saved after every comparison as ``session.json``."""
+
+    command: list[str]
+    cwd: str
+    key: dict[str, Any]
+    schema: int = SESSION_SCHEMA
+    flatout: str = ""
+    created: str = ""  # ISO 8601, UTC
+    status: str = "running"  # running | done | failed
+    message: str = ""  # the verdict in one sentence
+    budget_s: float = 0.0
+    spent_s: float = 0.0
+    effects: list[str] = field(default_factory=list)
+    baseline: ProgramFigures = field(default_factory=ProgramFigures)
+    best: ProgramFigures = field(default_factory=ProgramFigures)
+    speedup: Ratio | None = None
+    noise_floor: Ratio | None = None
+    disturbance: str = ""  # load by other programs meanwhile, if relevant
+    undecided: bool = (
+        False  # the plain program stays for lack of time or of an idle machine, not because nothing is faster
+    )
+    obstacle: str = ""  # what prevents a larger speed-up, with the command that helps
+    guard: GuardRecord = field(default_factory=lambda: GuardRecord("not checked", "nothing was chosen yet"))
+    levers: list[LeverRecord] = field(default_factory=list)
+    comparisons: list[ComparisonRecord] = field(default_factory=list)
+    blocks: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # measured blocks: process, levers on, at_s, window of ticks, ms, host
+    payback_steps: int | None = None
+    memory_limit_bytes: int | None = None  # as requested
+    frontier: list[TimeMemoryPoint] = field(
+        default_factory=list
+    )  # time against memory, in measured order; the first is the reference
+    ranks: RanksRecord | None = None  # if the program was tuned as several ranks
+    named: list[NamedRecord] = field(default_factory=list)
+    predictions: list[Prediction] = field(default_factory=list)  # of the profile that the search started from
+    machine: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    context: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> SessionRecord:
+        """Read a record. Raises TypeError or AttributeError for JSON of another shape."""
+        record = super().from_json(data)
+        if not isinstance(record.command, list) or not isinstance(record.key, dict):
+            raise TypeError("command must be a list and key a table")
+        return record

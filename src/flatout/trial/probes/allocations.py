@@ -1,0 +1,103 @@
+"""The base of the memory probes: records the allocations of some ticks."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from flatout.measure.clock import HostClock
+from flatout.measure.parity import tensors_in
+from flatout.trial.probes.probe import Probe
+
+MARK = "flatout: the recording begins"
+CUDA_BLOCK_BYTES = 512  # kMinBlockSize of torch's CUDACachingAllocator
+
+
+class AllocationRecorder(Probe):
+    """A probe that records the allocations of its ticks with torch's profiler.
+
+    ``record`` runs after a tick, never in ``begin``. A tick ends inside an operator (``Optimizer.step`` is
+    one). An operator that began under one recording writes its end into that recording even after it is
+    freed, if another one runs by then (torch 2.14).
+    """
+
+    def begin(self) -> None:
+        self.clock = HostClock()
+        self.ends: list[int] = []
+
+    def record(self) -> None:
+        self.profile = self.torch.profiler.profile(activities=self.around.activities(), profile_memory=True)
+        self.profile.start()
+        self.ledger.call("profiler", self.profile.stop)
+        self.began = self.clock.mark()
+        with self.torch.profiler.record_function(MARK):
+            pass
+
+    def tick(self) -> None:
+        self.ends.append(self.clock.mark())
+
+    def events(self) -> list[Any]:
+        return list(self.profile.profiler.kineto_results.events())
+
+    def later_ns(self, events: list[Any]) -> int:
+        """Return the recording's clock minus ours."""
+        return next((event.start_ns() - self.began for event in events if event.name() == MARK), 0)
+
+    def known(self) -> dict[str, list[Any]]:
+        """Return the tensors that are expected to stay alive."""
+        every = {id(p): p for root in self.context.roots for p in root.parameters()} | {
+            id(p): p for p in self.context.parameters
+        }
+        return {
+            "parameters": list(every.values()),
+            "gradients": [p.grad for p in every.values() if p.grad is not None],
+            "buffers": [b for root in self.context.roots for b in root.buffers()],
+            "optimizer state": [
+                v
+                for o in self.context.optimizers
+                for state in o.state.values()
+                for v in tensors_in(state, self.torch)
+            ],
+        }
+
+    def in_use(self) -> int:
+        """Return the bytes of all tensors known to Python, frozen ones too; on CUDA, of the allocator."""
+        if self.context.device_type == "cuda":
+            return int(self.torch.cuda.memory_allocated(self.context.device))
+        tensor_class = self.torch.Tensor
+        storages = {}
+        frozen = gc.get_freeze_count()  # frozen objects (lever gc_pause) are in no list
+        if frozen:
+            gc.unfreeze()
+        objects = gc.get_objects()
+        if frozen:
+            gc.freeze()
+        for thing in objects:
+            if (
+                issubclass(type(thing), tensor_class)
+                and thing.device.type == self.context.device_type
+                and thing.layout == self.torch.strided
+            ):
+                storage = thing.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        return sum(storages.values())
+
+
+def block_bytes(tensors: list[Any]) -> int:
+    """Return the bytes of CUDA allocator blocks of some tensors; the four bytes of a loss take a block."""
+    sizes = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in tensors
+        if t.device.type == "cuda"
+    }
+    return sum(-(-size // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES for size in sizes.values())
+
+
+def storage_bytes(tensors: Any, device_type: str) -> int:
+    """Return the bytes of the storages of some tensors, each counted once."""
+    places = {}
+    for tensor in tensors:
+        if tensor is not None and tensor.device.type == device_type and str(tensor.layout) == "torch.strided":
+            storage = tensor.untyped_storage()
+            places[storage.data_ptr()] = storage.nbytes()
+    return sum(places.values())

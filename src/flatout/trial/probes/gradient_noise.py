@@ -1,0 +1,184 @@
+"""A probe for gradient noise: records the gradients of successive batches while the weights are frozen.
+
+A backward pass is recorded by what it adds to the gradients, before they are clipped, unscaled or averaged.
+The passes between two batches of the loader belong to one batch; without a loader, the passes of one step do.
+So accumulated micro-batches count separately, and several losses of one batch count together. Buffers
+(running statistics) and the scale of a GradScaler are restored at the end; a scheduler has advanced.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+from flatout.guard.suspended_optimizer import suspend_optimizer
+from flatout.measure.load import available_bytes
+from flatout.measure.noise_scale import FEWEST_GROUPS
+from flatout.measure.parity import digest, tensors_in
+from flatout.trial.probes.probe import Probe, ProbeUnavailable
+
+MOST_GROUPS = 64
+SPARE = 0.25  # of the free memory, for gradients
+COLUMNS = 2**20  # of the gradients, multiplied at once
+
+
+class GradientNoiseProbe(Probe):
+    """Records ``ticks`` steps; returns products and squares for `flatout.measure.noise_scale`."""
+
+    def begin(self) -> None:
+        self._refuse()
+        self.step = self.context.steps
+        self.parameters = self.context.parameters
+        bytes_each = 4 * sum(p.numel() for p in self.parameters)
+        self.most_groups = min(MOST_GROUPS, int(SPARE * available_bytes() // max(1, bytes_each)))
+        if self.most_groups < FEWEST_GROUPS:
+            raise ProbeUnavailable(
+                f"{FEWEST_GROUPS} gradients of this model, {FEWEST_GROUPS * bytes_each / 2**30:.1f} GiB, do not fit into the memory that is free"
+            )
+        self.a_group = math.ceil(self.ticks * max(1, self.context.backwards_in_last_step) / self.most_groups)
+        self.open: Any = None  # what the current batch has added so far
+        self.before: list[Any] = []
+        self.sizes: list[int] = []  # of the last two fetched batches
+        self.usual = 0
+        self.from_loader = False
+        self.not_finite = 0
+        self._begin_again()
+        self.weights = digest(self.parameters, self.torch)
+        self._keep_buffers()
+        for scaler in self.context.scalers:
+            self.ledger.call(
+                "the scale of the GradScaler", partial(scaler.load_state_dict, scaler.state_dict())
+            )
+        for optimizer in self.context.optimizers:
+            suspend_optimizer(self.torch, optimizer, self.ledger)
+
+    def _begin_again(self) -> None:
+        self.sums: list[Any] = []  # of the gradients of a group
+        self.counts: list[int] = []  # gradients in each group
+        self.squares: list[float] = []  # the sum of their squared lengths
+
+    def _refuse(self) -> None:
+        context, ranks = self.context, self.torch.distributed
+        if ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1:
+            raise ProbeUnavailable(
+                "the program has several ranks, whose weights cannot be frozen together; run it with one"
+            )
+        if not context.optimizers:
+            raise ProbeUnavailable(
+                "the program updates its parameters without an optimizer object, so they cannot be frozen"
+            )
+        if len(context.optimizers) > 1:
+            raise ProbeUnavailable(
+                f"the program has {len(context.optimizers)} optimizers: each has its own noise scale, and the gradients of one loss may "
+                "also reach the parameters of another"
+            )
+        if context.closure_steps and context.backwards_in_last_step > 1:
+            raise ProbeUnavailable(
+                "the optimizer runs forward and backward several times inside one step, and moves the weights in between"
+            )
+        if len(context.scalers) > 1:
+            raise ProbeUnavailable(
+                "the program has several GradScalers, and the scale of a gradient is unknown"
+            )
+
+    def _keep_buffers(self) -> None:
+        buffers = [buffer for root in self.context.roots for buffer in root.buffers()]
+        kept = [buffer.detach().clone() for buffer in buffers]
+
+        def put_back() -> None:
+            with self.torch.no_grad():
+                for buffer, value in zip(buffers, kept, strict=True):
+                    buffer.copy_(value)
+
+        self.ledger.call("buffers", put_back)
+
+    # -- recording ----------------------------------------------------------------------------------------------------------
+
+    def data_end(self, loader: Any, batch: Any) -> None:
+        self.from_loader = True
+        self._close()
+        first = next(tensors_in(batch, self.torch), None)
+        self.sizes = [*self.sizes[-1:], len(first) if first is not None and first.dim() else 0]
+
+    def backward_begin(self, losses: tuple) -> None:
+        self.before = [p.grad.detach().clone() if p.grad is not None else None for p in self.parameters]
+
+    def backward_end(self) -> None:
+        scale = next((float(scaler.get_scale()) for scaler in self.context.scalers), 1.0)
+        parts = []
+        for parameter, before in zip(self.parameters, self.before, strict=True):
+            now = parameter.grad
+            if now is None:
+                parts.append(self.torch.zeros(parameter.numel(), device="cpu"))
+                continue
+            added = now.detach() if before is None else now.detach() - before
+            added = added.to_dense() if added.layout != self.torch.strided else added
+            parts.append(added.reshape(-1).to("cpu", self.torch.float32))
+        self.before = []
+        whole = self.torch.cat(parts).div_(scale)
+        self.open = whole if self.open is None else self.open.add_(whole)
+
+    def tick(self) -> None:
+        if not self.from_loader:
+            self._close()
+
+    def _close(self) -> None:
+        """Finish the current batch.
+
+        A batch of unusual size, the last of an epoch, is skipped with its adjacent batches, because scripts
+        that prefetch are one batch behind.
+        """
+        whole, self.open = self.open, None
+        if whole is None:
+            return
+        if max(self.sizes, default=0) > self.usual:  # the batches so far were the last of an epoch
+            self.usual = max(self.sizes)
+            self._begin_again()
+        if any(size != self.usual for size in self.sizes):
+            return
+        square = float(self.torch.linalg.vector_norm(whole, dtype=self.torch.float64)) ** 2
+        if not math.isfinite(square):
+            self.not_finite += 1
+            return
+        if self.counts and self.counts[-1] < self.a_group:
+            self.sums[-1].add_(whole)
+            self.counts[-1] += 1
+            self.squares[-1] += square
+        elif len(self.counts) < self.most_groups:
+            self.sums.append(whole)
+            self.counts.append(1)
+            self.squares.append(square)
+
+    # -- the end --------------------------------------------------------------------------------------------------------
+
+    def end(self) -> dict[str, Any]:
+        if not self.from_loader:
+            self._close()
+        super().end()
+        if digest(self.parameters, self.torch) != self.weights:
+            raise ProbeUnavailable("the program changes its weights outside its optimizer")
+        full = [at for at, count in enumerate(self.counts) if count == self.a_group]
+        if len(full) < FEWEST_GROUPS:
+            lost = f", and {self.not_finite} were not finite" if self.not_finite else ""
+            raise ProbeUnavailable(
+                f"{self.ticks} steps gave gradients of {sum(self.counts)} whole batches of one size{lost}; "
+                f"at least {FEWEST_GROUPS * self.a_group} are needed"
+            )
+        sums = [self.sums[at].div_(self.a_group) for at in full]
+        products = self.torch.zeros(len(sums), len(sums), dtype=self.torch.float64, device="cpu")
+        for start in range(0, sums[0].numel(), COLUMNS):
+            columns = self.torch.stack([each[start : start + COLUMNS] for each in sums]).double()
+            products += columns @ columns.T
+        trains = self.context.training_loader
+        batch = (
+            self.context.loaders[trains]["batch_size"] if trains is not None and self.from_loader else None
+        )
+        return {
+            "step": self.step,
+            "batch": batch,
+            "gradients": self.a_group * len(full),
+            "products": products.tolist(),
+            "squares": [self.squares[at] / self.a_group for at in full],
+            "not_finite": self.not_finite,
+        }

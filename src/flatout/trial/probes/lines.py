@@ -1,0 +1,97 @@
+"""Times the script's own lines between the phases of a step."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from functools import wraps
+from typing import Any
+
+from flatout.agent.frames import Line, is_users, place_of
+from flatout.measure.line_timer import LineTimer
+from flatout.measure.statistics import median
+from flatout.trial.probes.probe import Probe
+
+OTHER_PROCESSES = 3  # lines; a loop of a few lines counts as one place
+PLACES = 3
+
+
+class LineProbe(Probe):
+    """Times lines except in data waits, forward and backward passes, optimizer steps and ``zero_grad``.
+
+    A line with one of these calls is left out entirely: the rest of the line takes little time, and tracing
+    it has a cost.
+    """
+
+    def begin(self) -> None:
+        self.timer = LineTimer(is_users)
+        self.recorded: list[Counter[Line]] = []
+        self.phases: set[Line] = set()  # lines on which a phase begins
+        self.timer.__enter__()
+        self.timer.adopt(sys._getframe(1))
+        self.ledger.call("tracing of lines", lambda: self.timer.__exit__())
+        for owner in (self.torch.optim.Optimizer, self.torch.nn.Module):
+            self.ledger.set(owner, "zero_grad", self._as_a_phase(owner.zero_grad))
+
+    def _as_a_phase(self, zero_grad: Any) -> Any:
+        def zero_grad_left_out(*args: Any, **kwargs: Any) -> None:
+            self._phase()
+            zero_grad(*args, **kwargs)
+            self.timer.paused = False
+
+        return wraps(zero_grad)(zero_grad_left_out)
+
+    def tick(self) -> None:
+        self.timer.paused = False  # a step may end without its own backward pass
+        self.recorded.append(Counter(self.timer.ns))
+        self.timer.ns.clear()
+
+    def data_begin(self, loader: Any) -> None:
+        self._phase()
+
+    def data_end(self, loader: Any, batch: Any) -> None:
+        self.timer.paused = False
+
+    def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
+        self._phase()
+
+    def backward_begin(self, losses: tuple) -> None:
+        self._phase()
+
+    def backward_end(self) -> None:
+        self.timer.paused = False
+
+    def optimizer_begin(self, optimizer: Any) -> None:
+        self._phase()
+
+    def optimizer_end(self, optimizer: Any) -> None:
+        self.timer.paused = False
+
+    def _phase(self) -> None:
+        self.timer.paused = True
+        if self.timer.line is not None:
+            self.phases.add(self.timer.line)
+
+    def end(self) -> dict[str, Any]:
+        super().end()
+        whole = sum(self.recorded, Counter())
+        for line in self.phases:
+            del whole[line]
+        if not whole:
+            return {"between": None}
+        top = whole.most_common(1)[0][0]
+        near = sorted(
+            (line for line in whole if line[0] is top[0] and abs(line[1] - top[1]) <= OTHER_PROCESSES),
+            key=lambda line: -whole[line],
+        )
+        # The median over the steps ignores rare events, such as a validation or a checkpoint.
+        ns = median([sum(tick[line] for line in near) for tick in self.recorded])
+        return {
+            "between": {
+                "calls": 1.0,
+                "ms": ns / 1e6,
+                "places": [
+                    place.to_json() for line in near[:PLACES] if (place := place_of(line)) is not None
+                ],
+            }
+        }

@@ -1,0 +1,71 @@
+"""The base of all probes.
+
+A probe only slows its own ticks; phases and step times come from undisturbed ticks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.agent.ledger import Ledger
+from flatout.agent.listener import Listener
+
+
+@dataclass
+class ProbeContext:
+    """What a probe may use.
+
+    ``outside()`` lets it write where the program may not; ``ours()`` returns the tensors that flatout keeps.
+    """
+
+    torch: Any
+    context: Any
+    outside: Callable[[], AbstractContextManager[Any]]
+    ours: Callable[[], list[Any]] = list
+
+    @property
+    def on_device(self) -> bool:
+        return bool(self.context.device_type != "cpu")
+
+    def activities(self) -> list[Any]:
+        kinds = self.torch.profiler.ProfilerActivity
+        return [kinds.CPU, *([kinds.CUDA] if self.context.device_type == "cuda" else [])]
+
+
+class ProbeUnavailable(Exception):
+    """A probe does not work with this program; the message is a sentence without a full stop."""
+
+
+class Probe(Listener):
+    """The base of all probes.
+
+    ``begin`` and ``end`` run between two ticks, ``tick`` after each. ``end`` must undo everything in any
+    case.
+    """
+
+    def __init__(self, around: ProbeContext, requested: dict[str, Any]) -> None:
+        self.around, self.requested = around, requested
+        self.torch, self.context = around.torch, around.context
+        self.ticks = int(requested.get("ticks", 1))
+        self.ledger = Ledger()
+
+    def begin(self) -> None: ...
+    def tick(self) -> None: ...
+
+    def end(self) -> dict[str, Any]:
+        self.ledger.restore()
+        return {}
+
+    def last_words(self) -> dict[str, Any] | None:
+        """Return what is known when the program fails, if it is useful. Nothing needs to be undone."""
+        return None
+
+    def end_quietly(self) -> None:
+        """Undo what can be undone after a failure."""
+        try:
+            self.ledger.restore()
+        except RuntimeError:
+            pass  # only the first failure counts

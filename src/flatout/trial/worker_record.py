@@ -1,0 +1,181 @@
+"""The state and the record of a worker: what a trial has measured so far."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from flatout.agent.applier import Applier, Outcome
+from flatout.agent.bootstrap import say
+from flatout.agent.file_sandbox import FileSandbox
+from flatout.agent.ledger import Ledger
+from flatout.agent.listener import Listener
+from flatout.agent.training_context import TrainingContext
+from flatout.guard.replica import StepReplica
+from flatout.guard.sample_draws import SampleDrawProbe
+from flatout.job.folder import TrialFolder, write_json
+from flatout.measure.clock import HostClock, seconds
+from flatout.measure.load import peak_bytes
+from flatout.measure.phases import PhaseRecorder
+from flatout.measure.statistics import block_ms
+from flatout.schema.enums import Moment
+from flatout.schema.records import TrialRecord
+from flatout.trial.channel import Channel, Hangup
+from flatout.trial.monitor import ProgramMonitor
+from flatout.trial.probes.active import ActiveProbe
+from flatout.trial.probes.probe import ProbeContext
+from flatout.trial.rank_sync import RankSync
+from flatout.trial.recorder import TrainingRecorder
+from flatout.trial.spec import TrialSpec, levers
+
+
+class WorkerRecord(Listener):
+    """Holds what was measured, and talks to the parent."""
+
+    wants_phases = True
+
+    def __init__(self, spec: TrialSpec, torch: Any) -> None:
+        self.spec = spec
+        self.torch = torch
+        self.folder = TrialFolder(Path(spec.folder))
+        self.ledger = Ledger()
+        self.context = TrainingContext(torch, self, self.ledger)
+        self.applier = Applier(levers(spec.table), spec.facts, self.context)
+        self.sandbox = FileSandbox(str(self.folder.saved), self.ledger)
+        if self.folder.handed_on.is_dir():
+            from flatout.data.shared_samples import SharedSamples
+
+            self.context.handed_on = SharedSamples(
+                self.folder.handed_on, self.sandbox.overlay.looking, seconds
+            )
+        self.notes = TrainingRecorder(torch, self.context)
+        self.draws = SampleDrawProbe(torch)
+        self.open_losses: tuple[Any, ...] = ()
+        self.drawn: list[list[list[float]]] = []
+        self.replica: StepReplica | None = None
+        self.peak_bytes: int | None = None  # measured before a replica
+        self.watch: ProgramMonitor | None = None
+        self.listening = ActiveProbe(
+            ProbeContext(torch, self.context, self.sandbox.overlay.looking, self.notes.kept)
+        )
+        self.ranks = RankSync(self.folder, self.listening, self.sandbox.overlay.looking)
+        self.channel: Channel | None = None
+        self.owner = os.getpid()
+        self.claimed: bool | None = None  # None until the first step
+        self.unit = "step"
+        self.clock: Any = HostClock()
+        self.phases = PhaseRecorder(self.clock)
+        self.started_s = seconds()
+        self.first_backward_s: float | None = None
+        self.warm = False
+        self.fewest_ticks = 1
+        self.warmup_steps = 0
+        self.warmup_ms = 0.0
+        self.ticks_ms: list[float] = []
+        self.waits_ms: list[float] = []  # for data, during the warm-up
+        self.tick_start: Any = None
+        self.block: list[tuple[Any, Any]] = []
+        self.block_samples = 0
+        self.block_left = 0
+        self.block_until_s = 0.0
+        self.measured: list[float] = []
+        self.measured_samples = 0
+        self.written = False
+        self.stopping = False
+        self.late_done = False
+
+    def _pass_on(self, event: str, *what: Any) -> None:
+        """Pass an event on to the monitor and the open probe."""
+        for other in (self.watch, self.listening.probe):
+            if other is not None:
+                getattr(other, event)(*what)
+
+    def _next_command(self) -> dict[str, Any]:
+        if self.channel is None:
+            return {"do": "finish"}
+        try:
+            return self.channel.receive()
+        except Hangup:
+            os._exit(1)  # the parent is gone, so the trial is useless
+
+    def _answer(self, message: dict[str, Any]) -> None:
+        if self.channel is not None:
+            try:
+                self.channel.send(message)
+            except Hangup:
+                os._exit(1)
+
+    def _claim(self) -> None:
+        try:
+            if not self.ranks.measurable:
+                raise FileExistsError("rank 0 is the one")
+            os.close(os.open(self.folder.claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            self.claimed = True
+        except OSError:
+            self.claimed = False
+            self.phases.forget()
+
+    def record(self, status: str, reason: str) -> TrialRecord:
+        outcomes = [
+            Outcome(c, True)
+            for c in self.spec.plan
+            if (lv := self.applier.table.get(c.name)) and lv.moment is Moment.PROCESS
+        ]
+        outcomes += self.applier.outcomes
+        step_ms = block_ms(self.measured) if self.measured else None
+        notes = self.notes
+        per_step = (
+            self.measured_samples / len(self.measured)
+            if self.measured and self.measured_samples and self.unit == "step"
+            else None
+        )
+        if per_step and self.context.divided is not None:
+            per_step *= self.context.divided.whole_of_seen
+        return TrialRecord(
+            status=status,
+            reason=reason,
+            steps=len(self.measured),
+            warmup_steps=self.warmup_steps,
+            warmup_ms=self.warmup_ms,
+            unit=self.unit,
+            step_ms=step_ms,
+            step_ms_list=self.measured,
+            samples_per_step=per_step,
+            samples_per_s=per_step / step_ms * 1000 if per_step and step_ms else None,
+            phases={name: phase.to_json() for name, phase in self.phases.summary().items()},
+            losses=notes.losses(),
+            loss_steps=notes.loss_steps,
+            batch_hashes=notes.batch_hashes,
+            batch_statistics=notes.batch_statistics,
+            draws=self.drawn,
+            weights_digests=notes.weights_digests,
+            peak_memory_bytes=self._peak_bytes(),
+            device=self.context.device_type,
+            seed=self.spec.seed,
+            plan=self.spec.plan.to_json(),
+            applied=[o.to_json() for o in outcomes if o.applied],
+            skipped=[
+                *(o.to_json() for o in outcomes if not o.applied),
+                *({"name": n, "reason": r} for n, r in self.context.reports),
+            ],
+            context=self.context.describe(),
+            versions={"python": sys.version.split()[0], "torch": str(self.torch.__version__)},
+        )
+
+    def _peak_bytes(self) -> int:
+        return peak_bytes(self.torch, self.context.device) if self.peak_bytes is None else self.peak_bytes
+
+    def write_record(self, status: str, reason: str) -> None:
+        if not self.written:
+            self.written = True
+            with self.sandbox.overlay.looking():  # the record is written outside the overlay
+                write_json(self.folder.result, self.record(status, reason).to_json())
+            self.sandbox.leave()
+
+    def _last_words(self, status: str, reason: str) -> None:
+        try:
+            self.write_record(status, reason)
+        except Exception as error:
+            say(f"could not write the trial's record ({type(error).__name__}: {error})")

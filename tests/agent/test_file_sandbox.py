@@ -1,0 +1,520 @@
+# ruff: noqa: SIM115 - scripts do open files in passing
+"""A trial leaves no files behind: every way of writing a file works in the file sandbox, and the folder stays
+unchanged.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import logging
+import logging.handlers
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from flatout.agent.file_sandbox import FileSandbox
+from flatout.agent.ledger import Ledger
+
+torch = pytest.importorskip("torch")
+
+OLD = "what the person had\n"
+
+
+def contents(folder: Path) -> dict[str, object]:
+    """Names, content, links and times of everything below a folder."""
+    found: dict[str, object] = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        found[name] = (
+            os.readlink(path)
+            if path.is_symlink()
+            else "folder"
+            if path.is_dir()
+            else (path.read_bytes(), path.stat().st_mtime_ns)
+        )
+    return found
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The user's folder, with files in it; the system's temporary folder is another one."""
+    work, system = tmp_path / "work", tmp_path / "tmp"
+    for folder in (work / "runs" / "old", work / "empty", system):
+        folder.mkdir(parents=True)
+    for name in ("log.txt", "model.pt", "runs/old/events"):
+        (work / name).write_text(OLD)
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(tempfile, "tempdir", str(system))
+    return work
+
+
+@pytest.fixture
+def sandbox(here, tmp_path):
+    """A file sandbox in this process, removed when the test ends."""
+    ledger = Ledger()
+    (tmp_path / "trial").mkdir()
+    made = FileSandbox(str(tmp_path / "trial" / "saved"), ledger)
+    made.install(torch)
+    before = contents(here)
+
+    def leave():
+        ledger.restore()
+        made.leave()
+
+    try:
+        yield made
+    finally:
+        leave()
+    assert contents(here) == before
+
+
+# Each way writes as a script would, and checks the result.
+# --------------------------------------------------------------
+
+
+def new_text():
+    with open("new.txt", "w") as file:
+        file.write("a")
+    assert Path("new.txt").read_text() == "a"
+    assert os.path.exists("new.txt")
+    assert Path("new.txt").exists()
+    assert os.path.getsize("new.txt") == Path("new.txt").stat().st_size == os.stat("new.txt").st_size == 1
+
+
+def overwriting():
+    Path("log.txt").write_text("new")
+    assert open("log.txt").read() == "new"
+
+
+def appending():
+    for word in ("one\n", "two\n"):
+        with open("log.txt", "a") as file:
+            file.write(word)
+    assert open("log.txt").read() == OLD + "one\ntwo\n"
+
+
+def changing_in_place():
+    with open("log.txt", "r+") as file:
+        file.write("WHAT")
+    assert open("log.txt").read() == "WHAT" + OLD[4:]
+    assert Path("model.pt").read_text() == OLD
+
+
+def exclusive():
+    with open("fresh.txt", "x") as file:
+        file.write("a")
+    with pytest.raises(FileExistsError):
+        open("fresh.txt", "x")
+    with pytest.raises(FileExistsError):
+        open("log.txt", "x")
+
+
+def absolute_and_relative_names_are_one_file():
+    with open("a.txt", "w") as file:
+        file.write("a")
+    assert open(os.path.abspath("a.txt")).read() == "a"
+    assert open("runs/../a.txt").read() == "a"
+    assert open(b"a.txt").read() == "a"
+
+
+def torch_save():
+    torch.save({"x": torch.ones(2)}, "model.pt")
+    assert torch.load("model.pt")["x"].tolist() == [1, 1]
+    torch.save(torch.zeros(1), Path("runs") / "last.pt")
+    assert torch.load(Path("runs/last.pt")).item() == 0
+
+
+def numpy_save():
+    numpy = pytest.importorskip("numpy")
+    numpy.save("a.npy", numpy.ones(3))
+    numpy.savez("b.npz", x=numpy.ones(2))
+    assert numpy.load("a.npy").sum() == 3
+    assert numpy.load("b.npz")["x"].sum() == 2
+
+
+def other_writers():
+    with open("a.json", "w") as file:
+        json.dump([1], file)
+    with open("a.csv", "w", newline="") as file:
+        csv.writer(file).writerow([1, 2])
+    with open("a.pkl", "wb") as file:
+        pickle.dump([1], file)
+    with gzip.open("a.gz", "wt") as file:
+        file.write("x")
+    with zipfile.ZipFile("a.zip", "w") as file:
+        file.writestr("x", "y")
+    assert gzip.open("a.gz", "rt").read() == "x"
+    assert zipfile.ZipFile("a.zip").read("x") == b"y"
+    assert pickle.loads(Path("a.pkl").read_bytes()) == json.loads(Path("a.json").read_text()) == [1]
+
+
+def logging_to_files():
+    logger = logging.getLogger("test_shelter")
+    handlers = [
+        logging.FileHandler("log.txt"),
+        logging.handlers.RotatingFileHandler("rotating.log", maxBytes=40, backupCount=2),
+    ]
+    for handler in handlers:
+        logger.addHandler(handler)
+    for at in range(6):
+        logger.warning("a line of some length %d", at)
+    for handler in handlers:
+        logger.removeHandler(handler)
+        handler.close()
+    assert open("log.txt").read().startswith(OLD)
+    assert "length 5" in open("rotating.log").read()
+
+
+def new_folders():
+    os.makedirs("out/a/b", exist_ok=True)
+    Path("out/c").mkdir()
+    with open("out/a/b/x.txt", "w") as file:
+        file.write("a")
+    assert os.path.isdir("out/a/b")
+    assert open("out/a/b/x.txt").read() == "a"
+
+
+def copies():
+    with open("best.txt", "w") as file:
+        file.write("best")
+    shutil.copyfile("best.txt", "copy1.txt")
+    shutil.copy("best.txt", "copy2.txt")
+    shutil.copy2("best.txt", "runs")
+    shutil.copy2("log.txt", "copy3.txt")
+    assert [open(name).read() for name in ("copy1.txt", "copy2.txt", "runs/best.txt", "copy3.txt")] == [
+        "best",
+        "best",
+        "best",
+        OLD,
+    ]
+
+
+def moves():
+    with open("a.txt", "w") as file:
+        file.write("a")
+    os.rename("a.txt", "b.txt")
+    shutil.move("b.txt", "c.txt")
+    Path("c.txt").rename("d.txt")
+    os.replace("d.txt", "model.pt")
+    assert open("model.pt").read() == "a"
+    assert not os.path.exists("a.txt")
+    assert not os.path.exists("d.txt")
+
+
+def moving_what_was_there():
+    os.rename("model.pt", "previous.pt")
+    assert open("previous.pt").read() == OLD
+    assert not os.path.exists("model.pt")
+    shutil.move("log.txt", "runs/log.txt")
+    assert open("runs/log.txt").read() == OLD
+
+
+def removing_what_was_there():
+    os.remove("model.pt")
+    Path("log.txt").unlink()
+    assert not os.path.exists("model.pt")
+    assert not Path("log.txt").exists()
+    with pytest.raises(FileNotFoundError):
+        open("model.pt")
+    with open("model.pt", "w") as file:
+        file.write("again")
+    assert open("model.pt").read() == "again"
+
+
+def removing_what_it_wrote():
+    with open("a.txt", "w") as file:
+        file.write("a")
+    os.unlink("a.txt")
+    assert not os.path.exists("a.txt")
+    with pytest.raises(FileNotFoundError):
+        open("a.txt")
+    with pytest.raises(FileNotFoundError):
+        os.remove("never there")
+
+
+def beginning_with_an_empty_folder():
+    """Removes the old runs, creates the folder again, writes into it."""
+    shutil.rmtree("runs")
+    os.makedirs("runs", exist_ok=True)
+    with open("runs/events", "w") as file:
+        file.write("a")
+    assert open("runs/events").read() == "a"
+    shutil.rmtree("never there", ignore_errors=True)
+
+
+def removing_folders():
+    os.mkdir("mine")
+    os.rmdir("mine")
+    os.rmdir("empty")
+    with open("runs/x", "w") as file:
+        file.write("x")
+    os.makedirs("tree/of/mine")
+    with open("tree/of/mine/x", "w") as file:
+        file.write("x")
+    shutil.rmtree("tree")
+
+
+def atomic_checkpoint():
+    """Written next to the old file under a temporary name, then renamed over it."""
+    handle, name = tempfile.mkstemp(dir=".")
+    with os.fdopen(handle, "wb") as file:
+        torch.save(torch.ones(1), file)
+    os.replace(name, "model.pt")
+    assert torch.load("model.pt").item() == 1
+    with tempfile.NamedTemporaryFile("w", dir="runs", delete=False) as other:
+        other.write("b")
+    os.rename(other.name, "log.txt")
+    assert open("log.txt").read() == "b"
+
+
+def checkpoint_by_way_of_the_temporary_folder():
+    handle, name = tempfile.mkstemp()
+    with os.fdopen(handle, "w") as file:
+        file.write("a")
+    shutil.move(name, "model.pt")
+    assert open("model.pt").read() == "a"
+
+
+def temporary_files_and_folders():
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "a").write_text("a")
+        os.mkdir(Path(folder, "b"))
+        Path(folder, "b", "c").write_text("c")
+        assert Path(folder, "a").read_text() == "a"
+    assert not os.path.exists(folder)
+    with tempfile.NamedTemporaryFile("w+") as file:
+        file.write("a")
+        file.seek(0)
+        assert file.read() == "a"
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        Path(folder, "a").write_text("a")
+        assert Path(folder, "a").read_text() == "a"
+
+
+def low_level():
+    handle = os.open("raw.bin", os.O_WRONLY | os.O_CREAT, 0o600)
+    os.write(handle, b"a")
+    os.close(handle)
+    assert open("raw.bin", "rb").read() == b"a"
+    Path("touched").touch()
+    assert Path("touched").exists()
+    Path("log.txt").touch()
+
+
+def links():
+    with open("a.txt", "w") as file:
+        file.write("a")
+    if os.path.lexists("latest"):
+        os.remove("latest")
+    os.symlink("a.txt", "latest")
+
+
+def reading_only():
+    assert open("log.txt").read() == OLD
+    assert Path("runs/old/events").read_text() == OLD
+    assert sorted(os.listdir(".")) == ["empty", "log.txt", "model.pt", "runs"]
+    with pytest.raises(FileNotFoundError):
+        open("nothing")
+    assert not os.path.exists("nothing")
+
+
+def errors_of_the_script_stay_its_own():
+    with pytest.raises(FileNotFoundError):
+        open("no/such/folder/x", "w")
+    with pytest.raises(IsADirectoryError):
+        open("runs", "w")
+    with pytest.raises(FileNotFoundError):
+        torch.load("nothing.pt")
+    with pytest.raises(FileExistsError):
+        os.mkdir("runs")
+    with pytest.raises((ValueError, TypeError)):
+        open("a.txt", "q")
+
+
+def devices_and_descriptors():
+    with open(os.devnull, "w") as file:
+        file.write("a")
+    read, write = os.pipe()
+    with open(write, "w") as file:
+        file.write("a")
+    with open(read) as file:
+        assert file.read() == "a"
+
+
+WAYS = [
+    new_text,
+    overwriting,
+    appending,
+    changing_in_place,
+    exclusive,
+    absolute_and_relative_names_are_one_file,
+    torch_save,
+    numpy_save,
+    other_writers,
+    logging_to_files,
+    new_folders,
+    copies,
+    moves,
+    moving_what_was_there,
+    removing_what_was_there,
+    removing_what_it_wrote,
+    beginning_with_an_empty_folder,
+    removing_folders,
+    atomic_checkpoint,
+    checkpoint_by_way_of_the_temporary_folder,
+    temporary_files_and_folders,
+    low_level,
+    links,
+    reading_only,
+    errors_of_the_script_stay_its_own,
+    devices_and_descriptors,
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_without_a_sandbox_the_script_works(way, here):
+    """The file sandbox must do what Python does by itself. Each way asserts its result."""
+    assert way() is None
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_it_works_and_nothing_is_left_behind(way, sandbox):
+    """The fixture compares the folder before and after."""
+    assert way() is None
+    assert sandbox.ledger.entries()
+
+
+def test_the_temporary_folder_is_empty_again_where_the_script_cleans_up(sandbox, tmp_path):
+    temporary_files_and_folders()
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_project_below_the_temporary_folder_is_sandboxed_too(tmp_path, monkeypatch):
+    """Some users do keep projects in /tmp."""
+    work = tmp_path / "project"
+    work.mkdir()
+    (work / "model.pt").write_text(OLD)
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ledger = Ledger()
+    FileSandbox(str(work / ".flatout" / "job" / "trials" / "1" / "saved"), ledger).install(torch)
+    try:
+        Path("model.pt").write_text("new")
+        Path("other.pt").write_text("new")
+        Path(tempfile.gettempdir(), "elsewhere").write_text("x")
+        assert Path("model.pt").read_text() == "new"
+    finally:
+        ledger.restore()
+    assert Path("model.pt").read_text() == OLD
+    assert not Path("other.pt").exists()
+    assert (tmp_path / "elsewhere").read_text() == "x"
+
+
+def test_two_files_of_one_name_do_not_collide(sandbox):
+    for folder in ("runs", "empty"):
+        Path(folder, "same.txt").write_text(folder)
+    assert [Path(folder, "same.txt").read_text() for folder in ("runs", "empty")] == ["runs", "empty"]
+
+
+@pytest.mark.processes
+def test_a_forked_child_reads_what_its_parent_wrote_and_does_not_overwrite_it(sandbox):
+    Path("a.txt").write_text("parent")
+    child = os.fork()
+    if child == 0:
+        good = Path("a.txt").read_text() == "parent"
+        Path("b.txt").write_text("child")
+        os._exit(0 if good and Path("b.txt").read_text() == "child" else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    Path("c.txt").write_text("parent")
+    assert Path("a.txt").read_text() == "parent"
+    assert Path("c.txt").read_text() == "parent"
+
+
+def test_leaving_restores_python(here, tmp_path):
+    import builtins
+    import io
+
+    names = [
+        (builtins, "open"),
+        (io, "open"),
+        (torch, "save"),
+        (torch, "load"),
+        (os, "mkdir"),
+        (os, "rename"),
+        (os, "replace"),
+        (os, "remove"),
+        (os, "unlink"),
+        (os.path, "exists"),
+        (os.path, "isfile"),
+        (os.path, "getsize"),
+        (os, "open"),
+        (os, "stat"),
+        (os, "rmdir"),
+    ]
+    before = [getattr(owner, name) for owner, name in names]
+    ledger = Ledger()
+    FileSandbox(str(tmp_path / "saved"), ledger).install(torch)
+    assert [getattr(owner, name) for owner, name in names] != before
+    ledger.restore()
+    assert [getattr(owner, name) for owner, name in names] == before
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_a_whole_trial_leaves_nothing_behind(flatout, script, tmp_path):
+    """A real trial in its own process: checkpoints, logs, folders, an appended and an overwritten file."""
+    (tmp_path / "tmp").mkdir()
+    work = flatout.folder
+    (work / "log.txt").write_text(OLD)
+    (work / "model.pt").write_text(OLD)
+    script("""
+import os, logging
+import torch
+logging.basicConfig(filename="log.txt", level=logging.INFO)
+os.makedirs("checkpoints", exist_ok=True)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(100000):
+    optimizer.zero_grad()
+    loss = model(torch.randn(8, 4)).square().mean()
+    loss.backward()
+    optimizer.step()
+    if step < 5:
+        logging.info("step %d", step)
+        torch.save(model.state_dict(), "model.pt")
+        torch.save(model.state_dict(), f"checkpoints/{step}.pt")
+        model.load_state_dict(torch.load("model.pt"))
+        print("read back", open("log.txt").read().count("step"), flush=True)
+""")
+    before = contents(work)
+    done = flatout(
+        "trial",
+        "--steps",
+        "5",
+        "--out",
+        str(tmp_path / "record.json"),
+        "python",
+        "train.py",
+        env={"TMPDIR": str(tmp_path / "tmp")},
+    )
+    assert done.code == 0, done.err
+    assert "read back 5" in done.out
+    assert contents(work) == before
+    assert json.loads((tmp_path / "record.json").read_text())["status"] == "finished"
+    assert done.left == []
+
+
+@pytest.mark.processes
+def test_the_tests_hold_in_plain_python():
+    """The sandbox of this file runs in the test's own interpreter; a fresh interpreter has none."""
+    code = "import builtins, io; assert builtins.open is io.open"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,161 @@
+"""Device synchronisations and call counters: recorded with their line, with torch restored afterwards."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+
+import pytest
+
+from flatout.agent.call_counters import CallCounters
+from flatout.agent.frames import is_users
+from flatout.agent.ledger import Ledger
+from flatout.agent.synchronisations import FUNCTIONS, METHODS, SyncRecorder
+
+torch = pytest.importorskip("torch")
+
+
+def ticking():
+    """A clock that advances by a microsecond each time it is read."""
+    now = [0]
+
+    def read() -> int:
+        now[0] += 1000
+        return now[0]
+
+    return read
+
+
+@pytest.fixture
+def synchronisations():
+    ledger = Ledger()
+    observed = SyncRecorder(torch, ledger, "cpu", ticking(), lambda: False)
+    observed.install()
+    yield observed
+    ledger.restore()
+
+
+def here() -> int:
+    return inspect.currentframe().f_back.f_lineno
+
+
+def test_each_kind_is_recorded_once_with_its_line(synchronisations):
+    x = torch.arange(4.0)
+    asked = {}
+    x.sum().item()
+    asked["item", here() - 1] = 1
+    bool(x.sum() > 1)
+    asked["item", here() - 1] = 1
+    x.tolist()
+    asked["item", here() - 1] = 1
+    f"{x.sum():.2f}"
+    asked["print", here() - 1] = 1
+    str(x)
+    asked["print", here() - 1] = 1
+    x.numpy()
+    asked["numpy", here() - 1] = 1
+    x[x > 1]
+    asked["nonzero", here() - 1] = 1
+    torch.where(x > 1)
+    asked["nonzero", here() - 1] = 1
+    torch.equal(x, x)
+    asked["compare", here() - 1] = 1
+    x.allclose(x)
+    asked["compare", here() - 1] = 1
+    for _ in range(3):
+        float(x[0])
+        asked["item", here() - 1] = 3
+    x.to(torch.float64), x[1], torch.where(x > 1, x, x)  # none of these waits
+    found = synchronisations.seen(1)
+    assert {(c.kind, c.place.line): c.calls for c in found} == asked
+    assert {c.place.file for c in found} == {__file__}
+    assert all(c.ms > 0 for c in found)
+    assert {c.place.function for c in found} == {"test_each_kind_is_recorded_once_with_its_line"}
+
+
+def test_torchs_reads_of_its_own_host_tensors_do_not_count(synchronisations):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert synchronisations.seen(1) == []
+
+
+def test_the_loader_is_left_out():
+    ledger = Ledger()
+    observed = SyncRecorder(torch, ledger, "cpu", ticking(), lambda: True)
+    observed.install()
+    torch.ones(()).item()
+    ledger.restore()
+    assert observed.seen(1) == []
+
+
+def test_where_the_model_is_on_a_device_tensors_of_the_host_do_not_count():
+    ledger = Ledger()
+    observed = SyncRecorder(torch, ledger, "xpu", ticking(), lambda: False)
+    observed.install()
+    torch.ones(()).item()
+    ledger.restore()
+    assert observed.seen(1) == []
+
+
+def test_a_copy_to_a_device_has_its_kind():
+    ledger = Ledger()
+    observed = SyncRecorder(torch, ledger, "meta", ticking(), lambda: False)
+    observed.install()
+    for _ in range(2):
+        torch.ones(8).to("meta", non_blocking=True)
+    torch.ones(8).to("meta")
+    torch.tensor([1.0, 2.0], device="meta")
+    ledger.restore()
+    found = [
+        (c.calls, c.sized_bytes, c.pinned, c.non_blocking)
+        for c in sorted(observed.seen(1), key=lambda c: c.place.line)
+    ]
+    assert found == [(2, 64, False, True), (1, 32, False, False), (1, 8, False, False)]
+    assert {c.kind for c in observed.seen(1)} == {"to device"}
+
+
+def test_torch_is_restored():
+    before = {name: getattr(torch.Tensor, name) for name in (*METHODS, "to", "cuda", "__getitem__")} | {
+        name: getattr(torch, name) for name in FUNCTIONS
+    }
+    own = set(vars(torch.Tensor))
+    ledger = Ledger()
+    SyncRecorder(torch, ledger, "cpu", ticking(), lambda: False).install()
+    CallCounters(torch, ledger, ticking()).install()
+    assert torch.Tensor.item is not before["item"]
+    ledger.restore()
+    after = {name: getattr(torch.Tensor, name) for name in (*METHODS, "to", "cuda", "__getitem__")} | {
+        name: getattr(torch, name) for name in FUNCTIONS
+    }
+    assert before == after
+    assert set(vars(torch.Tensor)) == own
+
+
+def test_calls_are_counted_with_their_place():
+    ledger = Ledger()
+    counters = CallCounters(torch, ledger, ticking())
+    counters.install()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
+        gc.collect()
+    ledger.restore()
+    seen = counters.seen(steps=2)
+    assert {name: event_of["calls"] for name, event_of in seen.items()} == {
+        "make_optimizer": 0.5,
+        "zero_grad": 2.0,
+        "zero_grad_to_zero": 2.0,
+        "gc_collect": 2.0,
+    }
+    assert seen["gc_collect"]["places"][0]["text"] == "gc.collect()"
+    assert seen["gc_collect"]["ms"] > 0
+
+
+@pytest.mark.parametrize("file", ["<string>", torch.__file__, gc.__name__, inspect.__file__, ""])
+def test_whose_file(file):
+    assert not is_users(file) or file == "gc"
+    assert is_users(__file__)

@@ -1,0 +1,918 @@
+"""The training context on real loops of every kind finds the steps and the objects, and the program is
+unaffected.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import warnings
+import weakref
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+from flatout.agent.ledger import Ledger  # noqa: E402
+
+CYCLES = 5
+
+
+def network(inplace=True):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 12), nn.ReLU(inplace=inplace), nn.Linear(12, 1))
+
+
+def batches(count=CYCLES, size=16):
+    source = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        x = torch.randn(size, 6, generator=source)
+        yield x, x.sum(1, keepdim=True)
+
+
+# Each program trains CYCLES steps and answers its modules, so that their weights can be compared. ------------------
+
+
+def steps(out, model, optimizer, data):
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        out.append(loss.item())
+    return [model]
+
+
+def plain(out):
+    model = network()
+    return steps(out, model, torch.optim.Adam(model.parameters(), lr=0.01), batches())
+
+
+def with_a_loader(out):
+    model = network()
+    data = [(x[0], y[0]) for x, y in batches(CYCLES * 4, 1)]
+    loader = torch.utils.data.DataLoader(
+        data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(2)
+    )
+    return steps(out, model, torch.optim.SGD(model.parameters(), lr=0.01), loader)
+
+
+def next_batch_between_forward_and_backward(out):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    torch.manual_seed(3)
+    x = torch.randn(8, 6)
+    for _ in range(CYCLES):
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        x = torch.randn(8, 6)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        out.append(loss.item())
+    return [model]
+
+
+def no_optimizer(out):
+    model = network()
+    for x, y in batches(CYCLES + 1):
+        model.zero_grad()
+        loss = functional.mse_loss(model(x), y)
+        loss.backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.01 * p.grad
+        out.append(loss.item())
+    return [model]
+
+
+def closure(out):
+    model = network()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    for x, y in batches():
+
+        def again(x=x, y=y):
+            optimizer.zero_grad()
+            loss = functional.mse_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        out.append(float(optimizer.step(again)))
+    return [model]
+
+
+def gan(out, n_critic=1):
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(2, 6), network()
+    of_generator = torch.optim.Adam(generator.parameters(), lr=0.01)
+    of_critic = torch.optim.Adam(critic.parameters(), lr=0.01)
+    torch.manual_seed(4)
+    for x, _ in batches():
+        for _ in range(n_critic):
+            of_critic.zero_grad()
+            real = functional.softplus(-critic(x)).mean()
+            real.backward()
+            fake = functional.softplus(critic(generator(torch.randn(16, 2)).detach())).mean()
+            fake.backward()
+            of_critic.step()
+        of_generator.zero_grad()
+        loss = functional.softplus(-critic(generator(torch.randn(16, 2)))).mean()
+        loss.backward()
+        of_generator.step()
+        out.append(loss.item())
+    return [generator, critic]
+
+
+def critic_steps_more_often(out):
+    return gan(out, n_critic=4)
+
+
+def one_optimizer_a_parameter(out):
+    """Stepped and zeroed inside the backward pass, to save the gradients' memory."""
+    model = network()
+    optimizers = {p: torch.optim.SGD([p], lr=0.01) for p in model.parameters()}
+
+    def step(p):
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    for x, y in batches():
+        loss = functional.mse_loss(model(x), y)
+        loss.backward()
+        out.append(loss.item())
+    return [model]
+
+
+def accumulation(out):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for at, (x, y) in enumerate(batches(CYCLES * 3)):
+        loss = functional.mse_loss(model(x), y) / 3
+        loss.backward()
+        if at % 3 == 2:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        out.append(loss.item())
+    return [model]
+
+
+def grad_scaler(out):
+    """Enabled on the CPU; one loss is infinite, so the scaler skips one step."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for at, (x, y) in enumerate(batches()):
+        optimizer.zero_grad()
+        loss = functional.mse_loss(model(x), y) * (float("inf") if at == 2 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        out.append(loss.item())
+    assert scaler.get_scale() == 2.0**9
+    return [model]
+
+
+def grad_scaler_switched_off(out):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for x, y in batches():
+        loss = functional.mse_loss(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        out.append(loss.item())
+    return [model]
+
+
+def double_backward(out):
+    model = network(inplace=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches():
+        x.requires_grad_()
+        optimizer.zero_grad()
+        prediction = model(x)
+        (slope,) = torch.autograd.grad(prediction.sum(), x, create_graph=True)
+        loss = functional.mse_loss(prediction, y) + slope.square().mean()
+        loss.backward()
+        optimizer.step()
+        out.append(loss.item())
+    return [model]
+
+
+def backward_with_create_graph(out):
+    model = network(inplace=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    for x, y in batches():
+        loss = functional.mse_loss(model(x), y)
+        loss.backward(create_graph=True)
+        penalty = sum(p.grad.square().sum() for p in model.parameters())
+        optimizer.zero_grad()
+        (penalty * 0.1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        out.append(loss.item())
+    return [model]
+
+
+class WithItsLoss(nn.Module):
+    """A batch is a dictionary, the loss a module attribute, and the output a dictionary that contains the
+    loss.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+        self.criterion = nn.MSELoss()
+
+    def forward(self, *, batch):
+        return {"loss": self.criterion(self.net(batch["x"]), batch["y"])}
+
+
+def loss_on_the_module(out):
+    model = WithItsLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = model(batch={"x": x, "y": y})["loss"]
+        loss.backward()
+        optimizer.step()
+        out.append(loss.item())
+    return [model]
+
+
+def evaluation_in_between(out):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches():
+        model.eval()
+        with torch.no_grad():
+            for _ in range(3):
+                out.append(functional.mse_loss(model(x), y).item())
+        model.train()
+        optimizer.zero_grad()
+        loss = functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+    return [model]
+
+
+class Duck:
+    """Has the interface of an optimizer, without being one."""
+
+    def __init__(self, parameters):
+        self.param_groups = [{"params": list(parameters), "lr": 0.01}]
+
+    def zero_grad(self):
+        for p in self.param_groups[0]["params"]:
+            p.grad = None
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p -= self.param_groups[0]["lr"] * p.grad
+
+
+def duck_typed_optimizer(out):
+    model = network()
+    optimizer = Duck(model.parameters())
+    for x, y in batches(CYCLES + 1):
+        optimizer.zero_grad()
+        loss = functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        out.append(loss.item())
+    return [model]
+
+
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper whose step calls the step of an inner optimizer."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def wrapper_optimizer(out):
+    model = network()
+    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=0.01))
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        out.append(loss.item())
+    return [model]
+
+
+def optimizer_made_again(out):
+    model = network()
+    for at, (x, y) in enumerate(batches()):
+        if at % 2 == 0:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01 / (at + 1))
+        optimizer.zero_grad()
+        loss = functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        out.append(loss.item())
+    return [model]
+
+
+def with_a_scheduler(out):
+    """A scheduler wraps ``optimizer.step`` in the instance."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=CYCLES)
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        out.append(loss.item())
+    return [model]
+
+
+def autocast_of_its_own(out):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = functional.mse_loss(model(x).float(), y)
+        loss.backward()
+        optimizer.step()
+        out.append(loss.item())
+    return [model]
+
+
+def several_losses_at_once(out):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches():
+        optimizer.zero_grad()
+        first, second = functional.mse_loss(model(x), y), functional.l1_loss(model(x), y)
+        torch.autograd.backward([first, second])
+        optimizer.step()
+        out.append(first.item() + second.item())
+    return [model]
+
+
+def gradients_asked_for_by_hand(out):
+    """autograd.grad: no backward pass is ever called."""
+    model = network(inplace=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches():
+        loss = functional.mse_loss(model(x), y)
+        for p, grad in zip(
+            model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
+        ):
+            p.grad = grad
+        optimizer.step()
+        out.append(loss.item())
+    return [model]
+
+
+def reentrant_checkpoint(out):
+    """Calls backward inside the backward pass."""
+    from torch.utils.checkpoint import checkpoint
+
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = functional.mse_loss(checkpoint(model, x.requires_grad_(), use_reentrant=True), y)
+        loss.backward()
+        optimizer.step()
+        out.append(loss.item())
+    return [model]
+
+
+def checkpointed_parts(out):
+    """Parts of the model run again by themselves in the backward pass."""
+    from torch.utils.checkpoint import checkpoint
+
+    model = network()
+    model.forward = lambda x: model[1:](checkpoint(model[0], x, use_reentrant=False))
+    return steps(out, model, torch.optim.SGD(model.parameters(), lr=0.01), batches())
+
+
+def scripted(out):
+    """A ScriptModule has hooks, but no methods to set them."""
+    model = torch.jit.script(network())
+    return steps(out, model, torch.optim.SGD(model.parameters(), lr=0.01), batches())
+
+
+def sharpness_aware(out):
+    """An optimizer that never steps itself, on the parameter groups of one that does."""
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    class Sam(torch.optim.Optimizer):
+        def __init__(self, groups):
+            super().__init__(groups, {})
+
+    sam = Sam(inner.param_groups)
+    for x, y in batches():
+        for move in (lambda: None, inner.step):
+            sam.zero_grad()
+            loss = functional.mse_loss(model(x), y)
+            loss.backward()
+            move()
+        out.append(loss.item())
+    return [model]
+
+
+PROGRAMS = [
+    plain,
+    reentrant_checkpoint,
+    with_a_loader,
+    next_batch_between_forward_and_backward,
+    no_optimizer,
+    closure,
+    gan,
+    critic_steps_more_often,
+    one_optimizer_a_parameter,
+    accumulation,
+    grad_scaler,
+    grad_scaler_switched_off,
+    double_backward,
+    backward_with_create_graph,
+    loss_on_the_module,
+    evaluation_in_between,
+    duck_typed_optimizer,
+    wrapper_optimizer,
+    optimizer_made_again,
+    with_a_scheduler,
+    autocast_of_its_own,
+    several_losses_at_once,
+    gradients_asked_for_by_hand,
+    checkpointed_parts,
+    scripted,
+    sharpness_aware,
+]
+
+
+def trained(program):
+    """Losses and weights, bit for bit."""
+    out = []
+    models = program(out)
+    return [v.hex() for v in out], [p.detach().clone() for m in models for p in m.parameters()]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
+def test_the_steps_are_found_and_nothing_changes(program, enter):
+    losses, weights = trained(program)
+    context, probe = enter()
+    observed_losses, observed_weights = trained(program)
+    assert observed_losses == losses
+    assert all(torch.equal(a, b) for a, b in zip(weights, observed_weights, strict=True))
+    assert context.steps == CYCLES
+    assert probe.observed.count("step") == CYCLES
+    # Every start has an end.
+    for phase in ("forward", "backward", "optimizer"):
+        assert probe.observed.count(phase) == probe.observed.count("/" + phase)
+    assert len(probe.losses) == probe.observed.count("backward") == context.backwards
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        (plain, {"roots": ["Sequential"], "boundaries": "optimizer", "backwards_per_step": 1}),
+        (no_optimizer, {"roots": ["Sequential"], "optimizers": [], "boundaries": "backward"}),
+        (duck_typed_optimizer, {"optimizers": [], "boundaries": "backward"}),
+        (closure, {"closure_steps": True, "boundaries": "optimizer"}),
+        (gan, {"backwards_per_step": 3, "boundaries": "optimizer"}),
+        (accumulation, {"backwards_per_step": 3}),
+        (reentrant_checkpoint, {"backwards_per_step": 1}),
+        (checkpointed_parts, {"roots": ["Sequential"]}),
+        (scripted, {"roots": ["RecursiveScriptModule"]}),
+        (sharpness_aware, {"backwards_per_step": 2}),
+        (loss_on_the_module, {"roots": ["WithItsLoss"]}),
+        (with_a_loader, {"device": "cpu", "parameters": 97, "dtypes": ["torch.float32"]}),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_the_objects_found(program, expected, enter):
+    context, _ = enter()
+    models = program(
+        []
+    )  # they exist while they are described; the optimizers are gone, but the boundaries keep them
+    gc.collect()
+    described = context.describe()
+    assert {k: described[k] for k in expected} == expected
+    assert described["parameters"] >= sum(p.numel() for m in models for p in m.parameters()) / 2
+
+
+def test_live_objects_are_described_while_they_live(enter):
+    context, _ = enter()
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = Lookahead(inner)
+    for x, y in batches(2):
+        functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    assert context.roots == [model]
+    assert context.optimizers == [optimizer]
+    assert context.parameters == list(model.parameters())
+    assert context.has_layer("Linear")
+    assert not context.has_layer("Conv")
+    assert not context.in_pieces
+
+
+def test_a_loss_without_parameters_is_not_a_root(enter):
+    context, _ = enter()
+    model, criterion = network(), nn.MSELoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(2):
+        criterion(model(x), y).backward()
+        optimizer.step()
+    assert context.roots == [model]
+    assert context.loss_modules == [criterion]
+
+
+@pytest.mark.parametrize(
+    ("program", "flag"),
+    [
+        (autocast_of_its_own, "autocast_seen"),
+        (backward_with_create_graph, "create_graph_seen"),
+        (double_backward, "create_graph_seen"),
+        (closure, "closure_steps"),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_facts_for_levers(program, flag, enter):
+    """Compiled functions cannot be differentiated twice, whether by backward or by autograd.grad; and similar
+    facts.
+    """
+    context, _ = enter()
+    plain([])
+    assert not getattr(context, flag)
+    context, _ = enter()
+    program([])
+    assert getattr(context, flag)
+
+
+def test_scalers_that_are_switched_on(enter):
+    context, _ = enter()
+    scalers = [torch.amp.GradScaler("cpu", enabled=enabled) for enabled in (True, False)]
+    for scaler in scalers:
+        scaler.scale(torch.ones(1, requires_grad=True).sum()).backward()
+    assert context.scalers == scalers[:1]
+
+
+def test_a_compiled_model_is_detected(enter):
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        filters = len(warnings.filters)
+        context, _ = enter()
+        model = torch.compile(network(), backend="eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for x, y in batches(3):
+            functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        assert len(warnings.filters) == filters
+    assert [str(w.message) for w in warned if "global hooks" in str(w.message)] == []
+    assert context.compiled_by_script
+    assert context.steps == 3
+
+
+def test_the_unscaled_loss_is_observed(enter):
+    _, probe = enter()
+    out = []
+    grad_scaler(out)
+    assert [loss.item() for loss in probe.losses] == out
+
+
+def test_the_loader_is_described_as_the_script_asked(enter):
+    context, probe = enter()
+    with_a_loader([])
+    loader = context.loaders[0]
+    assert (
+        loader["dataset"],
+        loader["length"],
+        loader["batch_size"],
+        loader["num_workers"],
+        loader["iterable"],
+    ) == ("list", CYCLES * 4, 4, 0, False)
+    assert len(probe.batches) == CYCLES
+
+
+def test_an_endless_sampler_is_never_counted(enter):
+    class Endless(torch.utils.data.Dataset):
+        def __len__(self):
+            return 10**13
+
+        def __getitem__(self, at):
+            return torch.zeros(2)
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            while True:
+                yield torch.zeros(2)
+
+    context, probe = enter()
+    first = torch.utils.data.DataLoader(Endless(), batch_size=2, sampler=iter(range(10**13)))
+    second = torch.utils.data.DataLoader(Stream(), batch_size=2)
+    next(iter(first)), next(iter(second))
+    assert [(d["length"], d["iterable"]) for d in context.loaders] == [(None, False), (None, True)]
+    assert len(probe.batches) == 2
+
+
+def test_a_wrong_loader_gets_torchs_own_error(enter):
+    enter()
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        torch.utils.data.DataLoader([1], no_such_argument=1)
+    with pytest.raises(ValueError, match="batch_size"):
+        torch.utils.data.DataLoader([1], batch_size=-1)
+
+
+def test_evaluation_is_not_taken_for_training(enter):
+    _, probe = enter()
+    evaluation_in_between([])
+    assert probe.observed.count("forward") == CYCLES
+
+
+def test_a_model_called_in_pieces_is_reported(enter):
+    context, _ = enter()
+    layers = [nn.Linear(4, 4) for _ in range(20)]
+    optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.01)
+    for _ in range(2):
+        x = torch.randn(3, 4)
+        for layer in layers:
+            x = layer(x)
+        x.sum().backward()
+        optimizer.step()
+    assert context.in_pieces
+    assert context.steps == 2
+
+
+def test_an_error_in_the_program_is_its_own(enter):
+    """The forward raises once, the optimizer once; the script catches both and continues."""
+    context, _ = enter()
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        model(torch.zeros(2, 5))
+
+    def closure():
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        optimizer.step(closure)
+    for x, y in batches(3):
+        functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    assert context.steps == 3
+    assert context.roots == [model]
+
+
+# -- checkpoints of the script contain nothing of flatout ---------------------------------------------------------------
+
+
+class WithStateOfItsOwn(nn.Module):
+    """Many libraries return their whole dictionary from __getstate__."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x):
+        return self.net(x)
+
+    def __getstate__(self):
+        return self.__dict__.copy()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [network, WithItsLoss, WithStateOfItsOwn],
+    ids=["Sequential", "with its loss", "with __getstate__"],
+)
+@pytest.mark.parametrize("wrapped", [False, True], ids=["listened to", "under a lever"])
+def test_saving_and_copying_a_model_in_training(enter, make, wrapped):
+    context, _ = enter()
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    keys = list(model.state_dict())
+    names = [name for name, _ in model.named_modules()]
+
+    def step(trained):
+        for x, y in batches(2):
+            loss = (
+                trained(batch={"x": x, "y": y})["loss"]
+                if make is WithItsLoss
+                else functional.mse_loss(trained(x), y)
+            )
+            loss.backward()
+            optimizer.step()
+
+    step(model)
+    if wrapped:
+        context.wrap_forward(
+            model, lambda forward: lambda *args, **kwargs: forward(*args, **kwargs), context.ledger
+        )
+        step(model)
+    whole = io.BytesIO()
+    torch.save(model, whole)
+    assert b"flatout" not in whole.getvalue()
+    assert b"flatout" not in pickle.dumps(model)
+    whole.seek(0)
+    loaded = torch.load(whole, weights_only=False)
+    copied = copy.deepcopy(model)
+    for other in (loaded, copied):
+        assert type(other) is type(model)
+        assert not other._forward_hooks
+        assert not other._forward_pre_hooks
+        assert "forward" not in vars(other)
+        assert list(other.state_dict()) == keys
+        assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
+    assert list(model.state_dict()) == keys
+    assert [name for name, _ in model.named_modules()] == names
+    before, steps = [p.clone() for p in loaded.parameters()], context.steps
+    step(model)  # the original is still observed, the copies are not touched
+    assert context.steps == steps + 2
+    assert all(torch.equal(a, b) for a, b in zip(before, loaded.parameters(), strict=True))
+
+
+def test_a_copy_has_its_own_forward(enter):
+    """A flatout wrapper lives in the instance; if it were copied, the copy would compute with the original's
+    weights.
+    """
+    context, _ = enter()
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(2):
+        functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    context.wrap_forward(
+        model, lambda forward: lambda *args, **kwargs: forward(*args, **kwargs), context.ledger
+    )
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    assert other(torch.ones(1, 6)).item() == 0
+    assert model(torch.ones(1, 6)).item() != 0
+
+
+def test_hooks_of_the_script_are_saved_with_the_model(enter):
+    enter()
+    model = network()
+    model.register_forward_hook(_noted)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(2):
+        functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    other = pickle.loads(pickle.dumps(model))
+    assert list(other._forward_hooks.values()) == [_noted]
+
+
+def _noted(module, args, output):
+    return None
+
+
+def test_the_optimizer_is_saved_as_it_is(enter):
+    plain_model, model = network(), None
+    enter()
+    model = network()
+    states = []
+    for each in (plain_model, model):
+        optimizer = torch.optim.Adam(each.parameters())
+        for x, y in batches(2):
+            functional.mse_loss(each(x), y).backward()
+            optimizer.step()
+        states.append(pickle.dumps(optimizer))
+        copy.deepcopy(optimizer).step()
+    assert b"flatout" not in states[1]
+
+
+# -- attaching keeps nothing alive and leaves nothing behind ---------------------------------------------------------
+
+
+def test_models_and_optimizers_are_not_kept_alive(enter):
+    context, probe = enter()
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, y in batches(3):
+        functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    held = [weakref.ref(model), weakref.ref(optimizer)]
+    del model, optimizer
+    probe.losses.clear()
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]
+    assert context.roots == []
+    assert context.optimizers == []
+
+
+def test_leaving_restores_torch(enter):
+    from torch.nn.modules import module as modules
+    from torch.optim import optimizer as optimizers
+
+    def look():
+        return [
+            torch.autograd.backward,
+            torch.optim.Optimizer.__init__,
+            torch.utils.data.DataLoader.__init__,
+            torch.amp.GradScaler.step,
+            torch.amp.GradScaler.scale,
+            torch.distributions.Distribution.__init__,
+            vars(nn.Module).get("__reduce_ex__"),
+            torch.autograd.grad,
+            torch.utils.data.dataloader._BaseDataLoaderIter.__next__,
+            len(modules._global_forward_hooks),
+            len(modules._global_forward_pre_hooks),
+            len(optimizers._global_optimizer_pre_hooks),
+            len(optimizers._global_optimizer_post_hooks),
+        ]
+
+    before = look()
+    context, _ = enter()
+    plain([])
+    assert look() != before
+    assert context.ledger.entries()
+    context.ledger.restore()
+    assert look() == before
+
+
+def test_looking_for_roots_ends_after_two_steps(enter):
+    """Global forward hooks cost a quarter of a forward pass of small layers."""
+    from torch.nn.modules import module as modules
+
+    before = len(modules._global_forward_hooks)
+    enter()
+    assert len(modules._global_forward_hooks) == before + 1
+    plain([])
+    assert len(modules._global_forward_hooks) == before
+
+
+def test_at_rest_nothing_is_observed_and_training_continues(enter):
+    context, probe = enter()
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def train():
+        for x, y in batches(3):
+            functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+
+    train()
+    observed = len(probe.observed)
+    context.rest()
+    train()
+    assert len(probe.observed) == observed
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_a_loader_rule_chooses_arguments(enter):
+    context, _ = enter()
+    ledger = Ledger()
+    context.change_loaders(lambda dataset, arguments: {**arguments, "batch_size": 2}, ledger)
+    assert [len(b) for b in torch.utils.data.DataLoader([1, 2, 3, 4], 4)] == [2, 2]
+    ledger.restore()
+    assert [len(b) for b in torch.utils.data.DataLoader([1, 2, 3, 4], 4)] == [4]
+
+
+@pytest.mark.parametrize(
+    ("item", "random"),
+    [
+        (lambda at: torch.tensor(at), False),
+        (lambda at: torch.rand(1), True),
+        (lambda at: __import__("random").random(), True),
+        (lambda at: __import__("numpy").random.rand(), True),
+        (lambda at: 1 / 0, True),
+    ],
+    ids=["no", "torch", "random", "numpy", "broken"],
+)
+def test_whether_a_data_set_draws_random_numbers(enter, item, random):
+    import random as rng
+
+    pytest.importorskip("numpy")
+
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, at):
+            return item(at)
+
+    context, _ = enter()
+    data = Data()
+    torch.utils.data.DataLoader(data)
+    before = torch.get_rng_state(), rng.getstate()
+    assert context.data_is_random() is random
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert rng.getstate() == before[1]

@@ -1,0 +1,409 @@
+"""Random pipelines of known and unknown transforms of both families, compared with the plain loader.
+
+Each random transform is also tested with other seeds than torchvision's: the results must have the same
+distribution.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("torchvision")
+
+from feeding import AT_ONCE, BATCHED, LAZILY, Images, difference, run
+from PIL import Image
+from shapes import Loop, Views
+from torch.utils.data import DataLoader
+from torchvision import transforms as v1
+from torchvision.transforms import InterpolationMode as Mode
+from torchvision.transforms import v2
+
+from flatout.data.images import stack
+from flatout.data.lowering import READERS, lower
+from flatout.data.operation import ImageShape
+
+PIPELINES = 130
+taken: list[bool] = []  # whether each pipeline ran on batches
+
+
+class Mine:
+    """The script's own callable, which uses random numbers."""
+
+    def __call__(self, image):
+        return (
+            image
+            if torch.rand(1) < 0.5
+            else image.transpose(Image.Transpose.ROTATE_180)
+            if hasattr(image, "getbands")
+            else image.flip(-1)
+        )
+
+
+class Numpys:
+    def __call__(self, image):
+        return (
+            image
+            if np.random.rand() < 0.5
+            else (image.rotate(90) if hasattr(image, "getbands") else image.clone())
+        )
+
+
+p = st.sampled_from([0.0, 0.3, 0.5, 1.0])
+fills = st.sampled_from([0, 7, (1, 2, 3)])
+modes = st.sampled_from(["constant", "edge", "reflect", "symmetric"])
+kinds = st.sampled_from([Mode.NEAREST, Mode.BILINEAR, Mode.BICUBIC])
+some = st.floats(0.0, 0.6)
+
+
+@st.composite
+def known(draw, family):
+    """A transform that flatout recognises, with parameters of any kind."""
+    t = family
+    return draw(
+        st.sampled_from(
+            [
+                lambda: t.RandomHorizontalFlip(draw(p)),
+                lambda: t.RandomVerticalFlip(draw(p)),
+                lambda: t.Pad(
+                    draw(st.sampled_from([1, (1, 2), (0, 1, 2, 3)])),
+                    fill=draw(fills),
+                    padding_mode=draw(modes),
+                ),
+                lambda: t.RandomCrop(
+                    draw(st.integers(4, 12)),
+                    padding=draw(st.sampled_from([None, 2, (1, 3)])),
+                    pad_if_needed=draw(st.booleans()),
+                    fill=draw(fills),
+                    padding_mode=draw(modes),
+                ),
+                lambda: t.CenterCrop(draw(st.integers(4, 18))),
+                lambda: t.Resize(draw(st.sampled_from([6, (7, 9), 15])), interpolation=draw(kinds)),
+                lambda: t.RandomResizedCrop(draw(st.integers(5, 12)), interpolation=draw(kinds)),
+                lambda: t.RandomRotation(
+                    draw(st.sampled_from([5, 180])),
+                    interpolation=draw(st.sampled_from([Mode.NEAREST, Mode.BILINEAR])),
+                ),
+                lambda: t.RandomAffine(
+                    20, translate=(0.2, 0.1), scale=(0.8, 1.2), shear=draw(st.sampled_from([None, 10]))
+                ),
+                lambda: t.ColorJitter(draw(some), draw(some), draw(some), draw(st.sampled_from([0, 0.2]))),
+                lambda: t.RandomGrayscale(draw(p)),
+                lambda: t.Grayscale(draw(st.sampled_from([1, 3]))),
+                lambda: t.RandomInvert(draw(p)),
+                lambda: t.RandomPosterize(draw(st.integers(1, 7)), p=draw(p)),
+                lambda: t.RandomSolarize(draw(st.sampled_from([100, 0.5])), p=draw(p)),
+                lambda: t.RandomEqualize(draw(p)),
+                lambda: t.RandomAutocontrast(draw(p)),
+                lambda: t.RandomAdjustSharpness(2, draw(p)),
+                lambda: t.RandomApply([t.RandomHorizontalFlip(0.5), t.RandomInvert(0.5)], p=0.6),
+                lambda: t.RandomOrder([t.RandomHorizontalFlip(0.5), t.RandomVerticalFlip(0.5)]),
+                lambda: t.RandomChoice([t.RandomHorizontalFlip(0.5), t.RandomInvert(0.5)]),
+            ]
+        )
+    )()
+
+
+@st.composite
+def unknown(draw, family):
+    t = family
+    return draw(
+        st.sampled_from(
+            [
+                lambda: t.Lambda(lambda image: image),
+                lambda: Mine(),
+                lambda: Numpys(),
+                lambda: t.GaussianBlur(3),
+                lambda: t.AutoAugment(),
+                lambda: t.RandAugment(),
+                lambda: t.TrivialAugmentWide(),
+                lambda: t.ElasticTransform(5.0),
+                lambda: t.RandomPerspective(0.3),
+            ]
+        )
+    )()
+
+
+@st.composite
+def of_floats(draw, family):
+    t = family
+    return draw(
+        st.sampled_from(
+            [
+                lambda: t.Normalize([0.4, 0.5, 0.6], [0.2, 0.25, 0.3], inplace=draw(st.booleans())),
+                lambda: t.Normalize([0.5], [0.25]),
+                lambda: t.RandomErasing(draw(p), value=draw(st.sampled_from([0, 1.5, "random"]))),
+                lambda: t.RandomHorizontalFlip(draw(p)),
+                lambda: t.RandomCrop(6, padding=2),
+                lambda: t.ConvertImageDtype(torch.float64),
+                lambda: t.Lambda(torch.flatten),
+                lambda: t.Lambda(lambda x: x * 2),
+                lambda: t.ColorJitter(0.4),
+                lambda: Mine(),
+            ]
+        )
+    )()
+
+
+@st.composite
+def pipelines(draw):
+    """Steps, and the kind of image that enters them."""
+    family = draw(st.sampled_from([v1, v2]))
+    source = draw(
+        st.sampled_from(
+            ["RGB", "RGB", "RGB", "RGB", "L", "RGBA", "P", "1", "I;16", "array", "bytes", "floats", "tv"]
+        )
+    )
+    one = st.one_of(known(family), known(family), known(family), unknown(family))
+    steps = draw(st.lists(one, max_size=3))
+    if source in ("RGB", "L", "RGBA", "P", "1", "I;16", "array"):
+        if family is v1:
+            steps.append(draw(st.sampled_from([v1.ToTensor, v1.ToTensor, v1.PILToTensor]))())
+        else:
+            steps += draw(
+                st.sampled_from(
+                    [
+                        [v2.ToTensor()],
+                        [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)],
+                        [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)],
+                        [v2.ToImage(), v2.ToDtype(torch.float32), v2.ToPureTensor()],
+                    ]
+                )
+            )
+    elif source != "floats":
+        steps.append(
+            v1.ConvertImageDtype(torch.float32)
+            if family is v1
+            else v2.ToDtype(torch.float32, scale=draw(st.booleans()))
+        )
+    steps += draw(st.lists(of_floats(family), max_size=2))
+    steps = steps or [family.RandomHorizontalFlip(0.5)]
+    transform = (
+        family.Compose(steps)
+        if draw(st.integers(0, 4))
+        else family.Compose([family.Compose(steps[:2]), *steps[2:]])
+    )
+    return (
+        transform,
+        source,
+        draw(st.integers(8, 17)),
+        draw(st.integers(8, 17)),
+        draw(st.sampled_from([False, False, False, True])),
+    )
+
+
+def images_of(source, height, width, mixed):
+    make = np.random.RandomState(height * 31 + width)
+    found = []
+    for at in range(11):
+        array = make.randint(0, 256, (height + (at % 3 if mixed else 0), width, 3), dtype=np.uint8)
+        if source == "array":
+            found.append(array)
+        elif source in ("bytes", "floats", "tv"):
+            tensor = torch.from_numpy(array).permute(2, 0, 1).contiguous()
+            found.append(
+                tensor / 255
+                if source == "floats"
+                else __import__("torchvision").tv_tensors.Image(tensor)
+                if source == "tv"
+                else tensor
+            )
+        else:
+            image = Image.fromarray(array)
+            found.append(
+                image.convert("L").convert("I").convert("I;16") if source == "I;16" else image.convert(source)
+            )
+    return found
+
+
+def called(manner, transform):
+    """Called by the script's own object: unchanged, twice, or step by step."""
+    steps = transform.transforms
+    parts = [type(transform)(steps[:2]), *steps[2:]]
+    return {"alone": transform, "views": Views(transform), "steps": Loop(steps), "parts": Loop(parts)}[manner]
+
+
+@pytest.mark.slow
+@settings(max_examples=PIPELINES)
+@given(
+    pipelines(),
+    st.sampled_from(["alone", "views", "steps", "parts"]),
+    st.sampled_from(
+        [
+            (BATCHED,),
+            (BATCHED,),
+            (LAZILY,),
+            (BATCHED, LAZILY),
+            (BATCHED, AT_ONCE),
+            (("batched_transforms", "light"),),
+        ]
+    ),
+)
+def test_any_pipeline_is_bitwise_the_plain_one_or_rejected_with_a_reason(drawn, manner, levers):
+    transform, *kind = drawn
+    asked = called(manner, transform)
+
+    def program():
+        found = []
+        taking = iter(DataLoader(Images(asked, images_of(*kind)), 4))
+        for _ in range(3):
+            try:
+                found += [next(taking), torch.rand(1)]
+            except Exception as error:  # an invalid pipeline fails as the plain one does
+                found.append(f"{type(error).__name__}: {error}")
+        return found
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain, plain_end, _ = run(program)
+        fed, end, said = run(program, *levers)
+    assert difference(plain, fed) == ""
+    assert end == plain_end
+    assert all(len(sentence.split()) >= 4 for _, sentence in said)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            lower(transform, images_of(*kind)[:2])
+        except Exception:
+            taken.append(False)
+        else:
+            taken.append(True)
+
+
+@pytest.mark.slow
+def test_many_of_them_ran_on_batches():
+    """Without this the test above shows nothing: rejecting everything would pass it."""
+    assert len(taken) >= 100
+    assert sum(taken) > len(taken) / 3, f"{sum(taken)} of {len(taken)}"
+
+
+# -- the distributions of random transforms -------------------------------------------------------------------------------
+
+ROWS = 10_000
+FARTHEST = (
+    2.7 * (2 / ROWS) ** 0.5
+)  # two samples of one distribution are farther apart once in a million times
+RANDOM = {
+    "RandomHorizontalFlip": lambda t: t.RandomHorizontalFlip(0.3),
+    "RandomVerticalFlip": lambda t: t.RandomVerticalFlip(0.7),
+    "RandomCrop": lambda t: t.RandomCrop((4, 5), padding=1),
+    "RandomResizedCrop": lambda t: t.RandomResizedCrop((4, 4)),
+    "RandomErasing": lambda t: t.RandomErasing(0.6, value=0),
+    "ColorJitter": lambda t: t.ColorJitter(0.4, 0.3, 0.2),
+    "RandomGrayscale": lambda t: t.RandomGrayscale(0.4),
+    "RandomInvert": lambda t: t.RandomInvert(0.4),
+    "RandomSolarize": lambda t: t.RandomSolarize(128, p=0.4),
+    "RandomAutocontrast": lambda t: t.RandomAutocontrast(0.4),
+    "RandomRotation": lambda t: t.RandomRotation(40),
+    "RandomAffine": lambda t: t.RandomAffine(20, translate=(0.3, 0.2), scale=(0.7, 1.3)),
+    "RandomApply": lambda t: t.RandomApply([t.RandomHorizontalFlip(0.5), t.RandomInvert(0.5)], p=0.4),
+    "RandomOrder": lambda t: v2.RandomOrder([t.RandomHorizontalFlip(0.5), t.RandomSolarize(128, p=0.5)]),
+    "RandomChoice": lambda t: v2.RandomChoice(
+        [t.RandomHorizontalFlip(0.5), t.RandomInvert(0.9)], p=[0.2, 0.8]
+    ),
+    "RandomAdjustSharpness": lambda t: t.RandomAdjustSharpness(2, 0.4),
+    "RandomPosterize": lambda t: t.RandomPosterize(3, p=0.4),
+    "RandomEqualize": lambda t: t.RandomEqualize(0.4),
+}
+
+
+def distances(a, b):
+    """Kolmogorov-Smirnov: the largest distance between the empirical distributions of any of the columns [N,
+    K].
+    """
+    farthest = 0.0
+    for x, y in zip(a.T, b.T, strict=True):
+        every = np.sort(np.concatenate([x, y]))
+        farthest = max(
+            farthest,
+            np.abs(
+                np.searchsorted(np.sort(x), every, "right") - np.searchsorted(np.sort(y), every, "right")
+            ).max()
+            / len(x),
+        )
+    return farthest
+
+
+def looks(batch):
+    """Positions, flips and values as a few numbers per row: sums with uneven weights, the mean, the spread.
+    [N, 5]
+    """
+    flat = batch.flatten(1).double()
+    weights = torch.randn(flat.shape[1], 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    return (
+        torch.cat([flat @ weights, flat.mean(1, keepdim=True), flat.std(1, keepdim=True)], 1)
+        .round(decimals=5)
+        .numpy()
+    )
+
+
+def tiny():
+    return torch.rand(3, 6, 7, generator=torch.Generator().manual_seed(2))
+
+
+def ours(transform, image, seed, rows=ROWS):
+    lowered = lower(transform, [image, image])
+    assert lowered.start == 0
+    assert lowered.tail == ()
+    images = stack([image])
+    numbers = lowered.draw(ImageShape(*images.shape[1:]), rows, torch.Generator().manual_seed(seed))
+    return lowered.run(images.expand(rows, *images.shape[1:]), numbers)
+
+
+def test_every_recognised_random_transform_has_its_distribution_tested():
+    assert {name[3:] for name in READERS if name[3:].startswith(("Random", "Color"))} == set(RANDOM)
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", RANDOM)
+def test_the_distribution_is_torchvisions(name):
+    """The seeds differ on both sides, so nothing depends on equal random numbers."""
+    image = (
+        tiny()
+        if name == "RandomErasing"
+        else Image.fromarray(tiny().mul(255).byte().permute(1, 2, 0).contiguous().numpy())
+    )
+    transform = RANDOM[name](v1)
+    torch.manual_seed(77)
+    if name == "RandomErasing":
+        theirs = torch.stack([transform(image) for _ in range(ROWS)])
+    else:
+        theirs = torch.from_numpy(np.stack([transform(image) for _ in range(ROWS)])).permute(0, 3, 1, 2)
+        transform = v1.Compose([transform, v1.PILToTensor()])
+    found = ours(transform, image, 1234)
+    assert found.shape == theirs.shape
+    assert distances(looks(theirs), looks(found)) < FARTHEST
+    spread = theirs.double().std(0).clamp(min=1e-3) / ROWS**0.5
+    assert ((theirs.double().mean(0) - found.double().mean(0)).abs() < 8 * spread).all()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda t: t.RandomHorizontalFlip(0.25),
+        lambda t: t.RandomHorizontalFlip(0.0),
+        lambda t: t.RandomVerticalFlip(0.3),
+    ],
+    ids=["less often", "never", "other axis"],
+)
+def test_another_distribution_is_detected(spoil):
+    image = Image.fromarray(tiny().mul(255).byte().permute(1, 2, 0).contiguous().numpy())
+    law, other = (
+        v1.Compose([transform, v1.PILToTensor()]) for transform in (v1.RandomHorizontalFlip(0.3), spoil(v1))
+    )
+    assert distances(looks(ours(law, image, 1)), looks(ours(other, image, 2))) > FARTHEST
+
+
+def test_every_position_of_a_window_is_as_frequent_as_any_other():
+    image = torch.arange(30, dtype=torch.uint8).view(1, 5, 6)
+    corners = ours(v1.RandomCrop((3, 4)), image, 5)[:, 0, 0, 0].long()
+    counts = torch.bincount(corners, minlength=30).double()
+    assert (counts > 0).sum() == 9
+    expected = ROWS / 9
+    chi_squared = ((counts[counts > 0] - expected) ** 2 / expected).sum()
+    assert chi_squared < 40  # 8 degrees of freedom: once in 300,000 times

@@ -1,0 +1,100 @@
+"""Samples that one program of a search has kept reach the next one, but never samples of another data set."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from flatout.data.feed import Feed
+from flatout.data.keeping import PROVED, CacheBudget, CacheOptions, spread
+from flatout.data.shared_samples import CHECKED, SharedSamples
+
+LENGTH = 3000
+
+
+class Numbers(Dataset):
+    """``asked`` lists all fetched indices."""
+
+    def __init__(self, changed=()):
+        self.rows = torch.randn(LENGTH, 3, generator=torch.Generator().manual_seed(0))
+        self.rows[list(changed)] += 1.0
+
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, index):
+        asked.append(index)
+        return self.rows[index].clone(), index % 7
+
+
+asked: list[int] = []
+
+
+def kept(dataset, folder):
+    """The store of a program that keeps all samples before its first batch, and the number of samples it
+    fetched.
+    """
+    asked.clear()
+    feed = Feed(DataLoader(dataset, batch_size=10))
+    feed.keep = CacheOptions(
+        CacheBudget(2**24), ahead=True, handed_on=SharedSamples(folder, nullcontext, time.monotonic)
+    )
+    feed.prepare()
+    assert feed.store is not None, feed.refusal or feed.keeps_nothing
+    assert feed.store.full
+    return feed.store, len(asked)
+
+
+def holds(store, dataset):
+    return torch.equal(store.columns[0], dataset.rows) and store.columns[1].tolist() == [
+        index % 7 for index in range(LENGTH)
+    ]
+
+
+def test_the_next_program_fetches_only_a_few_samples(tmp_path):
+    store, fetched = kept(Numbers(), tmp_path)
+    assert fetched >= LENGTH
+    again, fetched = kept(Numbers(), tmp_path)
+    assert fetched < CHECKED + 4 * PROVED
+    assert holds(store, Numbers())
+    assert holds(again, Numbers())
+
+
+@pytest.mark.parametrize(
+    "at",
+    [spread(LENGTH, PROVED)[3], spread(LENGTH, CHECKED)[100]],
+    ids=["among the proven", "among the checked"],
+)
+def test_another_data_set_is_fetched_whole(tmp_path, at):
+    kept(Numbers(), tmp_path)
+    store, fetched = kept(Numbers(changed=[at]), tmp_path)
+    assert fetched >= LENGTH
+    assert holds(store, Numbers(changed=[at]))
+
+
+@pytest.mark.parametrize("content", [b"", b"half of a file"])
+def test_a_truncated_file_is_ignored(tmp_path, content):
+    kept(Numbers(), tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(content)
+    store, fetched = kept(Numbers(), tmp_path)
+    assert fetched >= LENGTH
+    assert holds(store, Numbers())
+
+
+def test_random_samples_are_not_handed_on(tmp_path):
+    class Noisy(Numbers):
+        def __getitem__(self, index):
+            return self.rows[index] + torch.rand(3), index
+
+    feed = Feed(DataLoader(Noisy(), batch_size=10))
+    feed.keep = CacheOptions(
+        CacheBudget(2**24), ahead=True, handed_on=SharedSamples(tmp_path, nullcontext, time.monotonic)
+    )
+    feed.prepare()
+    assert feed.store is None
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,147 @@
+"""Which calls a recorder gets, in which thread, and for how long."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+pytest.importorskip("torchvision")
+
+from feeding import pil_images
+from torchvision import transforms as v1
+from torchvision.transforms import v2
+
+from flatout.agent.ledger import Ledger
+from flatout.data.deferred import collate_deferred
+from flatout.data.intercept import INTERCEPTION, recording
+
+IMAGE = pil_images(1)[0]
+
+
+class Listing:
+    """Does what the transform does, and records it."""
+
+    def __init__(self):
+        self.calls, self.seeded = [], 0
+
+    def call(self, transform, image, plain):
+        self.calls.append(type(transform).__name__)
+        return plain(transform, image)
+
+    def reseeded(self):
+        self.seeded += 1
+
+
+class Mine(v1.RandomCrop):
+    pass
+
+
+class Around(v1.Compose):
+    def __call__(self, image):
+        return super().__call__(image)
+
+
+@pytest.fixture
+def ledger():
+    found = Ledger()
+    yield found
+    found.restore()
+
+
+def shown(program):
+    recorder = Listing()
+    with recording(recorder):
+        program()
+    return recorder.calls
+
+
+@pytest.mark.parametrize(
+    ("program", "names"),
+    [
+        (lambda: v1.ToTensor()(IMAGE), ["ToTensor"]),
+        (lambda: v1.RandomHorizontalFlip()(IMAGE), ["RandomHorizontalFlip"]),
+        (lambda: v2.Compose([v2.ToImage()])(IMAGE), ["Compose", "ToImage"]),
+        (lambda: v1.Compose([v1.RandomCrop(3), v1.ToTensor()])(IMAGE), ["Compose", "RandomCrop", "ToTensor"]),
+        (lambda: Around([v1.RandomCrop(3), v1.ToTensor()])(IMAGE), ["RandomCrop", "ToTensor"]),
+        (lambda: Mine(3)(IMAGE), []),
+        (lambda: v2.RandomCrop(3)(IMAGE, IMAGE), []),
+        (lambda: v1.RandomCrop(3)(img=IMAGE), []),
+        (lambda: v1.functional.hflip(IMAGE), []),
+        (lambda: torch.nn.Sequential(v1.RandomCrop(3))(IMAGE), ["RandomCrop"]),
+        (lambda: torch.nn.Linear(2, 2)(torch.ones(2)), []),
+    ],
+    ids=[
+        "class",
+        "module",
+        "version 2",
+        "compose",
+        "around",
+        "subclass",
+        "two images",
+        "by name",
+        "function",
+        "sequential",
+        "layer",
+    ],
+)
+def test_calls_of_one_image_by_transforms_of_torchvisions_own(program, names, ledger):
+    assert shown(program) == []
+    INTERCEPTION.hold(ledger)
+    assert shown(program) == names
+    ledger.restore()
+    assert shown(program) == []
+
+
+def test_only_calls_of_the_threads_own_recorder(ledger):
+    INTERCEPTION.hold(ledger)
+    recorder = Listing()
+    with recording(recorder):
+        other = threading.Thread(target=lambda: v1.ToTensor()(IMAGE))
+        other.start()
+        other.join()
+        with recording(None):
+            v1.ToTensor()(IMAGE)
+        assert recorder.calls == []
+        v1.ToTensor()(IMAGE)
+    v1.ToTensor()(IMAGE)
+    assert recorder.calls == ["ToTensor"]
+
+
+def test_seeding_is_announced(ledger):
+    before = torch.manual_seed
+    INTERCEPTION.hold(ledger)
+    recorder = Listing()
+    with recording(recorder):
+        torch.manual_seed(1)
+        torch.random.manual_seed(1)
+        torch.set_rng_state(torch.get_rng_state())
+        with torch.random.fork_rng():
+            pass
+        torch.rand(1)
+    torch.manual_seed(1)
+    assert recorder.seeded == 4
+    ledger.restore()
+    assert torch.manual_seed is before
+
+
+def test_everything_is_restored_with_the_last_holder(ledger):
+    from torch.utils.data._utils.collate import default_collate_fn_map
+
+    before, collation = dict(vars(v1.Compose)), dict(default_collate_fn_map)
+    other = Ledger()
+    INTERCEPTION.hold(ledger)
+    INTERCEPTION.hold(other)
+    assert collate_deferred in default_collate_fn_map.values()
+    ledger.restore()
+    assert shown(lambda: v1.ToTensor()(IMAGE)) == ["ToTensor"]
+    other.restore()
+    assert dict(vars(v1.Compose)) == before
+    assert dict(default_collate_fn_map) == collation
+
+
+def test_an_error_passes_unchanged(ledger):
+    INTERCEPTION.hold(ledger)
+    with pytest.raises(TypeError, match="should be PIL Image"), recording(Listing()):
+        v1.ToTensor()("no image")

@@ -1,0 +1,98 @@
+"""The random numbers of deferred calls are those of the same calls made one by one, whatever their order and
+kind.
+"""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flatout.data.choose import OneOf, RandomBranch
+from flatout.data.draws import Numbers
+from flatout.data.journal import DrawJournal, numbers_of
+from flatout.data.operation import ImageShape, row_of, rows_together
+from flatout.data.operations import Flip, Pad, Window
+
+SHAPE = ImageShape(3, 11, 13)
+KINDS = [
+    (Pad(1, 1, 1, 1), Window(8, 9), Flip(-1, 0.5)),
+    (Flip(-1, 0.3),),
+    (Window(6, 6, apart_axes=True), Flip(-2, 0.5), Flip(-1, 0.5)),
+    (OneOf(((Flip(-1, 0.5),), (Flip(-2, 0.5),)), (0.4, 0.6)), Flip(-1, 0.5)),
+    (RandomBranch((Flip(-1, 0.5), Flip(-2, 0.5)), 0.5),),
+]
+calls = st.lists(st.integers(0, len(KINDS) - 1), min_size=1, max_size=12)
+
+
+def plain(order, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [row_of(KINDS[kind], SHAPE, Numbers(generator)) for kind in order], generator.get_state()
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    return len(a) == len(b) and all(map(same, a, b)) if isinstance(a, (list, tuple)) else a == b
+
+
+@settings(max_examples=120)
+@given(
+    pattern=calls,
+    repeated=st.integers(1, 5),
+    at_once=st.booleans(),
+    pick=st.randoms(use_true_random=False),
+    seed=st.integers(0, 999),
+)
+def test_numbers_are_those_of_the_calls_one_by_one(pattern, repeated, at_once, pick, seed):
+    order = pattern * repeated
+    rows, end = plain(order, seed)
+    torch.manual_seed(seed)
+    journal = DrawJournal(at_once)
+    draws = [journal.add(KINDS[kind], SHAPE) for kind in order]
+    journal.settle()
+    assert journal.in_order
+    assert torch.equal(torch.get_rng_state(), end)
+    for kind in set(order):
+        mine = [at for at, each in enumerate(order) if each == kind]
+        pick.shuffle(mine)
+        taken = mine[: pick.randint(1, len(mine))]
+        assert same(
+            numbers_of([draws[at] for at in taken]),
+            rows_together(KINDS[kind], [rows[at] for at in taken], SHAPE),
+        )
+
+
+def test_a_random_number_in_between_is_detected():
+    for between in (lambda: torch.rand(1), lambda: torch.manual_seed(3)):
+        journal = DrawJournal(at_once=False)
+        journal.add(KINDS[0], SHAPE)
+        between()
+        journal.settle()
+        assert not journal.in_order
+
+
+def test_a_random_number_before_the_first_call_does_not_count():
+    journal = DrawJournal(at_once=False)
+    torch.rand(1)
+    journal.add(KINDS[0], SHAPE)
+    journal.add(KINDS[0], SHAPE)
+    journal.settle()
+    torch.rand(1)
+    journal.add(KINDS[0], SHAPE)
+    journal.settle()
+    assert journal.in_order
+
+
+def test_seeding_interrupts_a_pending_call():
+    journal = DrawJournal(at_once=False)
+    journal.interrupt()
+    assert journal.in_order
+    journal.add(KINDS[0], SHAPE)
+    journal.interrupt()
+    journal.settle()
+    assert not journal.in_order
+    at_once = DrawJournal(at_once=True)
+    at_once.add(KINDS[0], SHAPE)
+    at_once.interrupt()
+    assert at_once.in_order

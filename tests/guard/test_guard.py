@@ -1,0 +1,526 @@
+"""The judge of records: what it must never accept, what it must never reject, and the reasons it gives."""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from flatout.guard.resolution import significant_bits
+from flatout.guard.verdict import judge, needs_perturbed_runs, perturbation_for, start_agrees
+from flatout.schema.enums import Effect
+from flatout.schema.records import TrialRecord
+
+EFFECTS = st.sampled_from([Effect.EXACT, Effect.ROUNDING, Effect.PRECISION, Effect.RESAMPLED])
+LOADER = {"loaders": [{"dataset": "D"}]}
+
+
+def record(losses: list[float], seed: int = 0, **more: Any) -> TrialRecord:
+    return TrialRecord(
+        "finished",
+        losses=[x.hex() for x in losses],
+        loss_steps=list(range(len(losses))),
+        seed=seed,
+        weights_digests={"1": f"{seed}a", "2": f"{seed}b"},
+        **more,
+    )
+
+
+def curve(
+    seed: int, steps: int = 60, noise: float = 0.1, of: Callable[[int], float] = lambda t: 2.0 * 0.97**t
+) -> list[float]:
+    draw = random.Random(seed)
+    return [of(t) + noise * draw.gauss(0, 1) for t in range(steps)]
+
+
+def seeds(change: Callable[[int, float], float] = lambda t, x: x, count: int = 3) -> list[TrialRecord]:
+    """Runs of one program with several seeds; ``change(step, loss)`` is the effect of a lever after the first
+    step.
+    """
+    return [
+        record([x if t == 0 else change(t, x) for t, x in enumerate(curve(seed))], seed)
+        for seed in range(count)
+    ]
+
+
+def smooth(error: float) -> dict[str, Any]:
+    return {
+        "checks": [{"name": "gradient", "passed": True, "why": "g", "value": error, "limit": 1.0}],
+        "noise": 1.0,
+        "smooth": True,
+    }
+
+
+def names(found: Any, passed: bool) -> set[str]:
+    return {check.name for check in found.checks if check.passed is passed}
+
+
+# -- laws -----------------------------------------------------------------------------------------------------------------
+
+finite_losses = st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=2, max_size=30)
+any_losses = st.lists(st.floats(), min_size=2, max_size=30)
+
+
+@given(EFFECTS, st.lists(finite_losses, min_size=1, max_size=3))
+def test_identical_finite_records_are_always_accepted(effect, curves):
+    runs = [record(losses, seed) for seed, losses in enumerate(curves)]
+    verdict = judge(effect, runs, runs).verdict
+    assert verdict == ("same" if effect is Effect.EXACT else "equivalent")
+
+
+@given(EFFECTS, st.lists(finite_losses, min_size=1, max_size=3), st.data())
+def test_a_loss_that_is_not_finite_where_the_plain_one_is_never_passes(effect, curves, data):
+    plain = [record(losses, seed) for seed, losses in enumerate(curves)]
+    shortest = min(map(len, curves))
+    which, at = data.draw(st.integers(0, len(curves) - 1)), data.draw(st.integers(0, shortest - 1))
+    broken = list(curves[which])
+    broken[at] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+    tuned = [record(broken if seed == which else losses, seed) for seed, losses in enumerate(curves)]
+    assert judge(effect, plain, tuned).verdict == "failed"
+
+
+@given(EFFECTS, any_losses, any_losses)
+def test_every_record_gets_a_verdict_and_a_sentence(effect, a, b):
+    found = judge(effect, [record(a)], [record(b)])
+    assert found.verdict in ("same", "equivalent", "failed", "not checked")
+    assert found.why
+    assert all(check.why for check in found.checks)
+
+
+@given(st.lists(finite_losses, min_size=1, max_size=3), st.data())
+def test_one_differing_bit_breaks_an_exact_claim(curves, data):
+    plain = [record(losses, seed) for seed, losses in enumerate(curves)]
+    which, at = (
+        data.draw(st.integers(0, len(curves) - 1)),
+        data.draw(st.integers(0, min(map(len, curves)) - 1)),
+    )
+    moved = math.nextafter(curves[which][at], math.inf)
+    assume(math.isfinite(moved))
+    tuned = [
+        record([*losses[:at], moved, *losses[at + 1 :]] if seed == which else losses, seed)
+        for seed, losses in enumerate(curves)
+    ]
+    found = judge(Effect.EXACT, plain, tuned)
+    assert found.verdict == "failed"
+    assert "losses" in names(found, passed=False)
+
+
+@given(st.floats(1e-6, 1e6), st.sampled_from([Effect.ROUNDING, Effect.RESAMPLED]))
+def test_the_unit_of_the_loss_does_not_matter(unit, effect):
+    def verdict(scale: float) -> str:
+        def scaled(runs: list[TrialRecord]) -> list[TrialRecord]:
+            return [record([float.fromhex(x) * scale for x in run.losses], run.seed or 0) for run in runs]
+
+        return judge(effect, scaled(seeds()), scaled(seeds(lambda t, x: x * 1.3))).verdict
+
+    assert verdict(unit) == verdict(1.0)
+
+
+def test_nothing_to_compare_is_an_error():
+    for plain, tuned in (([], []), (seeds(), []), ([], seeds()), (seeds(count=2), seeds(count=3))):
+        with pytest.raises(ValueError, match="at least one"):
+            judge(Effect.ROUNDING, plain, tuned)
+
+
+def test_hardly_any_losses_are_not_judged():
+    found = judge(Effect.EXACT, [record([1.0])], [record([1.0])])
+    assert found.verdict == "not checked"
+    assert "too few" in found.why
+
+
+# -- exact ----------------------------------------------------------------------------------------------------------------
+
+
+def test_other_weights_break_an_exact_claim_though_every_loss_agrees():
+    tuned = [replace(run, weights_digests={**run.weights_digests, "2": "other"}) for run in seeds()]
+    found = judge(Effect.EXACT, seeds(), tuned)
+    assert names(found, passed=False) == {"weights"}
+    assert "after step 2" in found.why
+
+
+def test_a_nondeterministic_program_gets_a_message_and_is_judged_by_its_curves():
+    again = record(curve(17))
+    found = judge(Effect.EXACT, seeds(), seeds(lambda t, x: x * (1 + 1e-6)), again=again)
+    assert found.verdict == "equivalent"
+    assert "is not repeatable" in found.why
+    assert judge(Effect.EXACT, seeds(), seeds(lambda t, x: x + 3.0), again=again).verdict == "failed"
+
+
+def test_nondeterministic_weights_rule_out_a_bitwise_comparison_even_if_losses_repeat():
+    """Atomic additions sum in a different order each time; a loss need not show it at once."""
+    again = replace(seeds()[0], weights_digests={"1": "0a", "2": "rounded otherwise"})
+    tuned = [
+        replace(run, weights_digests={"1": f"{run.seed}a", "2": "and otherwise again"}) for run in seeds()
+    ]
+    found = judge(Effect.EXACT, seeds(), tuned, again=again)
+    assert found.verdict == "equivalent"
+    assert "is not repeatable" in found.why
+
+
+# -- rounding -------------------------------------------------------------------------------------------------------------
+
+
+def test_rounding_that_grows_slowly_passes():
+    found = judge(Effect.ROUNDING, seeds(), seeds(lambda t, x: x + 1e-7 * 1.2**t), smooth(1e-6))
+    assert found.verdict == "equivalent"
+    assert {"start", "curve", "gradient"} <= names(found, passed=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t, x: x * 64 / 63,  # a mean over n - 1
+        lambda t, x: 0.9 * x + 0.23,  # label smoothing
+        lambda t, x: x + (0.05 if t > 2 else 0.0),  # a broken step
+    ],
+)
+def test_a_loss_that_is_wrong_from_the_start_fails(change):
+    for replica in (None, smooth(1e-6)):
+        assert "start" in names(judge(Effect.ROUNDING, seeds(), seeds(change), replica), passed=False)
+
+
+def test_in_a_smooth_network_the_first_losses_must_be_explained_by_the_gradient():
+    small = seeds(lambda t, x: x + 1e-3)
+    assert judge(Effect.ROUNDING, seeds(), small, smooth(1e-3)).verdict == "equivalent"
+    assert names(judge(Effect.ROUNDING, seeds(), small, smooth(1e-7)), passed=False) == {"start"}
+    kinks = {**smooth(1e-7), "smooth": False}
+    assert judge(Effect.ROUNDING, seeds(), small, kinks).verdict == "equivalent"
+
+
+def chaotic(start: float, growth: float = 30.0) -> Callable[[int, float], float]:
+    """Rounding that grows to a tenth of the loss within four steps, as a large step on a young network
+    causes.
+    """
+    return lambda t, x: x + 0.3 * math.tanh(start * growth**t / 0.3) * math.sin(37 * t)
+
+
+def test_chaos_from_the_start_is_measured_by_the_perturbed_program():
+    kinks, tuned = {**smooth(1e-7), "smooth": False}, seeds(chaotic(3e-7))
+    assert names(judge(Effect.ROUNDING, seeds(), tuned, kinks), passed=False) == {"start"}
+    perturbed = seeds(chaotic(1e-7))[:2]
+    found = judge(Effect.ROUNDING, seeds(), tuned, kinks, perturbed=perturbed)
+    assert found.verdict == "equivalent"
+    assert "one rounding" in next(check.why for check in found.checks if check.name == "start")
+    # A program that amplifies rounding less, or more slowly, is no excuse.
+    for calm in (seeds(), seeds(lambda t, x: x + 1e-7 * 1.2**t), seeds(chaotic(1e-7, growth=4.0))):
+        assert names(judge(Effect.ROUNDING, seeds(), tuned, kinks, perturbed=calm[:2]), passed=False) == {
+            "start"
+        }
+
+
+@pytest.mark.parametrize(
+    "change", [lambda t, x: x * 64 / 63, lambda t, x: 0.9 * x + 0.23, lambda t, x: x + 0.02 * t]
+)
+def test_chaos_does_not_excuse_an_immediate_difference(change):
+    kinks = {**smooth(1e-7), "smooth": False}
+    found = judge(Effect.ROUNDING, seeds(), seeds(change), kinks, perturbed=seeds(chaotic(1e-7))[:2])
+    assert "start" in names(found, passed=False)
+
+
+def test_a_seed_is_compared_with_its_own_perturbed_run():
+    """One seed amplifies rounding a hundred times as much as another; a run of a third seed
+    excuses nothing.
+    """
+    kinks = {**smooth(1e-7), "smooth": False}
+    tuned = [seeds(chaotic(start))[seed] for seed, start in enumerate((3e-7, 3e-5))]
+    plain, perturbed = seeds(count=2), seeds(chaotic(1e-7))
+    assert judge(Effect.ROUNDING, plain, tuned, kinks, perturbed=perturbed[:1]).verdict == "equivalent"
+    assert names(judge(Effect.ROUNDING, plain, tuned, kinks, perturbed=perturbed[1:2]), passed=False) == {
+        "start"
+    }
+    assert names(judge(Effect.ROUNDING, plain, tuned, kinks, perturbed=perturbed[2:]), passed=False) == {
+        "start"
+    }
+
+
+# -- half precision -------------------------------------------------------------------------------------------------------
+
+
+def bfloat16(x: float) -> float:
+    """Rounded to 8 significant bits."""
+    return (
+        x
+        if x == 0 or not math.isfinite(x)
+        else math.ldexp(round(math.ldexp(math.frexp(x)[0], 8)), math.frexp(x)[1] - 8)
+    )
+
+
+def float32(x: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", x))[0])
+
+
+@given(st.integers(1, 2**24 - 1), st.integers(-100, 100), st.sampled_from([-1.0, 1.0]))
+def test_significant_bits_are_those_of_the_integer_mantissa(mantissa, exponent, sign):
+    odd = mantissa
+    while odd % 2 == 0:
+        odd //= 2
+    assert significant_bits(sign * math.ldexp(mantissa, exponent)) == odd.bit_length()
+
+
+def test_zero_and_infinity_have_no_significant_bits():
+    assert [significant_bits(x) for x in (0.0, -0.0, math.inf, math.nan)] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("effect", [Effect.ROUNDING, Effect.PRECISION, Effect.RESAMPLED])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t, x: bfloat16(x),
+        lambda t, x: bfloat16(x) if t % 3 == 0 else x,  # one of three losses of a step
+        lambda t, x: bfloat16(x) / 7,  # divided for accumulation: all bits are set, and values repeat
+    ],
+)
+def test_a_loss_in_half_precision_fails_whatever_the_effect(change, effect):
+    long = [record([float32(x) for x in curve(seed, 300, of=lambda t: 1.5)], seed) for seed in range(3)]
+    tuned = [
+        record([change(t, float.fromhex(x)) for t, x in enumerate(run.losses)], run.seed or 0) for run in long
+    ]
+    found = judge(effect, long, tuned, perturbed=long[:2])
+    assert "resolution" in names(found, passed=False)
+    assert "half precision" in found.why
+
+
+@pytest.mark.parametrize(
+    "short",
+    [
+        lambda x: float(x > 0.5),  # wrong or right
+        lambda x: float(round(100 * x)),
+        lambda x: round(64 * x) / 64,  # a share of a batch
+        lambda x: max(0.0, x - 1.0),  # a margin that is kept, or the loss itself
+    ],
+)
+def test_losses_with_few_bits_in_the_plain_program_may_have_few_bits(short):
+    plain = [record([short(x) for x in curve(seed)], seed) for seed in range(3)]
+    tuned = [
+        record([short(x + 0.004 * (-1) ** t) for t, x in enumerate(curve(seed))], seed) for seed in range(3)
+    ]
+    assert "resolution" in names(judge(Effect.PRECISION, plain, tuned), passed=True)
+
+
+def test_the_first_losses_of_half_precision_are_measured_in_its_own_ulp():
+    assert perturbation_for(Effect.PRECISION) > 1000 * perturbation_for(Effect.ROUNDING)
+    kinks, tuned = {**smooth(1e-7), "smooth": False}, seeds(chaotic(3e-4))
+    found = judge(Effect.PRECISION, seeds(), tuned, kinks)
+    assert needs_perturbed_runs(found)
+    assert (
+        judge(Effect.PRECISION, seeds(), tuned, kinks, perturbed=seeds(chaotic(1e-4))[:2]).verdict
+        == "equivalent"
+    )
+    # The program's amplification of float32's last place does not excuse it.
+    assert names(
+        judge(Effect.PRECISION, seeds(), tuned, kinks, perturbed=seeds(chaotic(1e-7))[:2]), passed=False
+    ) == {"start"}
+
+
+@pytest.mark.parametrize(
+    "change", [lambda t, x: x * 64 / 63, lambda t, x: 0.9 * x + 0.23, lambda t, x: x + 0.02 * t]
+)
+def test_half_precision_does_not_excuse_an_immediate_difference(change):
+    kinks = {**smooth(1e-7), "smooth": False}
+    found = judge(
+        Effect.PRECISION, seeds(), seeds(change), kinks, perturbed=seeds(chaotic(1e-4, growth=1.5))[:2]
+    )
+    assert "start" in names(found, passed=False)
+
+
+def test_a_rejection_by_a_late_replica_is_final_and_called_late():
+    wrong = {
+        "checks": [
+            {"name": "gradient", "passed": False, "why": "the gradient is gone", "value": 1.0, "limit": 0.5}
+        ]
+    }
+    found = judge(Effect.PRECISION, seeds(), seeds(), smooth(1e-3), late=wrong)
+    assert names(found, passed=False) == {"late gradient"}
+    assert "after a stretch of training the gradient is gone" in found.why
+    assert (
+        judge(Effect.PRECISION, seeds(), seeds(), smooth(1e-3), late={"failure": "it took too long"}).verdict
+        == "equivalent"
+    )
+
+
+# -- one lever alone ------------------------------------------------------------------------------------------------------
+
+
+def single_lever(effect: Effect, change: Callable[[int, float], float]) -> Any:
+    return start_agrees(effect, seeds()[0], seeds(change)[0], seeds(chaotic(1e-5))[:2])
+
+
+def test_a_sound_lever_alone_is_not_blamed():
+    for effect in (Effect.ROUNDING, Effect.PRECISION):
+        found = single_lever(effect, chaotic(5e-5))
+        assert found is not None
+        assert found.passed
+        assert found.name == "start"
+    assert single_lever(Effect.EXACT, lambda t, x: x).passed
+
+
+@pytest.mark.parametrize(
+    ("effect", "change", "seen_by"),
+    [
+        (Effect.ROUNDING, lambda t, x: x * 64 / 63, "start"),
+        (Effect.PRECISION, lambda t, x: 0.9 * x + 0.23, "start"),
+        (Effect.PRECISION, lambda t, x: bfloat16(x), "resolution"),
+        (Effect.PRECISION, lambda t, x: math.nan, "finite"),
+        (Effect.EXACT, lambda t, x: x + 1e-9, "losses"),
+    ],
+)
+def test_a_broken_lever_alone_is_blamed(effect, change, seen_by):
+    found = single_lever(effect, change)
+    assert found is not None
+    assert not found.passed
+    assert found.name == seen_by
+
+
+def test_without_evidence_on_one_lever_none_is_blamed():
+    plain, wrong = seeds()[0], seeds(lambda t, x: 2 * x)[0]
+    perturbed = seeds(chaotic(1e-4))
+    assert start_agrees(Effect.RESAMPLED, plain, wrong, perturbed) is None
+    assert start_agrees(Effect.PRECISION, plain, wrong) is None
+    assert start_agrees(Effect.PRECISION, plain, wrong, perturbed[1:]) is None  # of other seeds
+    short = replace(wrong, losses=wrong.losses[:7], loss_steps=wrong.loss_steps[:7])
+    assert start_agrees(Effect.PRECISION, plain, short, perturbed) is None
+    diverged = record([math.nan, *curve(0)[1:]])
+    assert start_agrees(Effect.PRECISION, diverged, wrong, perturbed) is None
+
+
+@given(any_losses, any_losses, any_losses, EFFECTS)
+def test_every_record_of_one_lever_gives_a_check_or_none(a, b, c, effect):
+    found = start_agrees(effect, record(a), record(b), [record(c)])
+    assert found is None or found.why
+
+
+def test_chaos_after_the_start_is_measured_by_the_seeds():
+    def late(t: int, x: float) -> float:
+        return x + (0.1 * math.sin(37 * t) if t > 12 else 0.0)
+
+    assert judge(Effect.ROUNDING, seeds(), seeds(late)).verdict == "equivalent"
+    assert "curve" in names(
+        judge(Effect.ROUNDING, seeds(), seeds(lambda t, x: x + (0.5 if t > 12 else 0.0))), passed=False
+    )
+
+
+def test_other_batches_fail_where_there_is_a_loader():
+    plain = [replace(run, context=LOADER, batch_hashes=["a", "b"]) for run in seeds()]
+    tuned = [replace(run, context=LOADER, batch_hashes=["a", "c"]) for run in seeds()]
+    found = judge(Effect.ROUNDING, plain, tuned)
+    assert names(found, passed=False) == {"batches"}
+    assert "batch 1" in found.why
+
+
+def test_a_rejection_by_the_replica_is_final():
+    wrong = {
+        "checks": [
+            {"name": "update", "passed": False, "why": "the update is off", "value": 2.0, "limit": 1e-3}
+        ]
+    }
+    found = judge(Effect.ROUNDING, seeds(), seeds(), wrong)
+    assert found.verdict == "failed"
+    assert "the update is off" in found.why
+
+
+def test_a_missing_replica_is_reported():
+    found = judge(Effect.ROUNDING, seeds(), seeds(), {"failure": "no module was called"})
+    assert found.verdict == "equivalent"
+    assert "no module was called" in found.why
+
+
+def test_one_seed_alone_is_measured_by_its_own_movement():
+    plain = [record(curve(1))]
+    assert judge(Effect.ROUNDING, plain, [record([x + 1e-5 for x in curve(1)])]).verdict == "equivalent"
+    assert judge(Effect.ROUNDING, plain, [record([x + 1.0 for x in curve(1)])]).verdict == "failed"
+
+
+def test_a_loss_that_never_moves_may_not_move_under_levers():
+    flat = [record([0.5] * 20, seed) for seed in range(3)]
+    assert (
+        judge(Effect.ROUNDING, flat, [record([0.5] * 19 + [0.6], seed) for seed in range(3)]).verdict
+        == "failed"
+    )
+
+
+def test_a_program_that_diverges_by_itself_is_compared_until_then():
+    def run(end: float, shift: float = 0.0) -> list[TrialRecord]:
+        return [record([x + shift for x in curve(seed)] + [end], seed) for seed in range(3)]
+
+    assert judge(Effect.ROUNDING, run(math.nan), run(math.nan)).verdict == "equivalent"
+    assert judge(Effect.ROUNDING, run(math.nan), run(1.0)).verdict == "equivalent"
+    assert judge(Effect.ROUNDING, run(math.nan), run(math.nan, shift=2.0)).verdict == "failed"
+
+
+# -- resampled ------------------------------------------------------------------------------------------------------------
+
+
+def samples(
+    seed: int, draw_seed: int, flip: bool = True, brighter: float = 0.0, count: int = 640
+) -> dict[str, Any]:
+    """Statistics of batches, and repeated samples, of a data set with a random flip and a random
+    brightness.
+    """
+    order, draw = random.Random(seed), random.Random(1000 * seed + draw_seed)
+
+    def fetch(sample: random.Random) -> list[float]:
+        mean, side = sample.gauss(0, 1), sample.gauss(0, 1)
+        return [
+            mean + brighter + 0.1 * draw.gauss(0, 1),
+            1 + 0.1 * sample.random(),
+            side * (draw.choice((-1, 1)) if flip else 1),
+            sample.gauss(0, 1),
+        ]
+
+    return {
+        "context": LOADER,
+        "batch_statistics": [fetch(random.Random(order.random())) for _ in range(count)],
+        "draws": [[fetch(random.Random(image)) for image in range(8)] for _ in range(24)],
+    }
+
+
+def resampled(draw_seed: int, **change: Any) -> list[TrialRecord]:
+    return [replace(run, **samples(run.seed or 0, draw_seed, **change)) for run in seeds()]
+
+
+def test_other_samples_from_the_same_distribution_pass():
+    found = judge(Effect.RESAMPLED, resampled(1), resampled(2))
+    assert found.verdict == "equivalent"
+    assert {"distribution", "shift", "draws"} <= names(found, passed=True)
+
+
+def test_a_data_set_without_random_numbers_matches_itself():
+    assert judge(Effect.RESAMPLED, resampled(1, flip=False), resampled(1, flip=False)).verdict == "equivalent"
+
+
+@pytest.mark.parametrize(
+    ("change", "seen_by"),
+    [
+        ({"brighter": 0.5}, {"distribution", "shift", "draws"}),
+        ({"brighter": 0.04}, {"shift"}),  # a constant that is slightly wrong, sample by sample
+        ({"flip": False}, {"draws"}),  # a missing flip over a symmetric population
+    ],
+)
+def test_another_distribution_fails(change, seen_by):
+    assert names(judge(Effect.RESAMPLED, resampled(1), resampled(2, **change)), passed=False) >= seen_by
+
+
+def test_a_transform_drawn_once_per_batch_does_not_count_as_many_samples():
+    def run(draw_seed: int) -> list[TrialRecord]:
+        found = []
+        for plain in seeds():
+            draw = random.Random(100 * (plain.seed or 0) + draw_seed)
+            mixes = [draw.gauss(0, 1) for _ in range(12)]  # one random number for each batch of 64
+            found.append(
+                replace(
+                    plain,
+                    context=LOADER,
+                    batch_statistics=[[mixes[at // 64], 1.0, 0.0, 0.0] for at in range(12 * 64)],
+                )
+            )
+        return found
+
+    found = [judge(Effect.RESAMPLED, run(1), run(other)) for other in range(2, 22)]
+    assert all("shift" in names(one, passed=True) for one in found)

@@ -1,0 +1,148 @@
+"""Records: JSON both ways, tolerant of the fields of a newer flatout."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.facts import Facts, Gpu
+from flatout.schema.lever import Lever
+from flatout.schema.records import PhaseTime, Ratio, TrialRecord
+from flatout.schema.session import (
+    ComparisonRecord,
+    GuardCheck,
+    GuardRecord,
+    LeverRecord,
+    ProgramFigures,
+    SessionRecord,
+)
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+ratios = st.builds(Ratio, finite, finite, finite, st.integers(0, 99))
+levers = st.builds(
+    LeverRecord,
+    st.text(),
+    st.one_of(st.booleans(), st.integers(), st.dictionaries(st.text(), st.integers(), max_size=2)),
+    st.text(),
+    st.none() | finite,
+    st.none() | finite,
+    st.none() | finite,
+    st.integers(0, 9),
+    st.text(),
+)
+guards = st.builds(
+    GuardRecord,
+    st.text(),
+    st.text(),
+    st.lists(st.builds(GuardCheck, st.text(), st.booleans(), st.text(), st.none() | finite), max_size=2),
+)
+comparisons = st.builds(
+    ComparisonRecord,
+    st.text(),
+    st.text(),
+    st.text(),
+    st.none() | finite,
+    st.none() | finite,
+    st.none() | finite,
+    st.integers(),
+)
+sessions = st.builds(
+    SessionRecord,
+    st.lists(st.text()),
+    st.text(),
+    st.dictionaries(st.text(), st.text(), max_size=2),
+    speedup=st.none() | ratios,
+    noise_floor=st.none() | ratios,
+    guard=guards,
+    levers=st.lists(levers, max_size=2),
+    comparisons=st.lists(comparisons, max_size=2),
+    baseline=st.builds(ProgramFigures, step_ms=st.none() | finite),
+    payback_steps=st.none() | st.integers(0),
+)
+
+
+@given(sessions)
+def test_session_through_a_file(session):
+    assert SessionRecord.from_json(json.loads(json.dumps(session.to_json()))) == session
+
+
+@given(sessions)
+def test_unknown_keys_are_ignored_everywhere(session):
+    data = json.loads(json.dumps(session.to_json()))
+    for place in (data, data["guard"], data["baseline"], *data["levers"], *data["comparisons"]):
+        place["of a newer flatout"] = {"x": [1]}
+    assert SessionRecord.from_json(data) == session
+
+
+def test_trial_through_a_file():
+    record = TrialRecord(
+        "finished",
+        steps=3,
+        step_ms=1.5,
+        losses=[(0.1).hex()],
+        weights_digests={"1": "ab"},
+        phases={"forward": PhaseTime(1, 1, 2, 0.5).to_json()},
+    )
+    assert TrialRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
+
+
+def test_facts_through_a_file():
+    facts = Facts(
+        cpu="x",
+        cores=4,
+        cpu_flags=("avx2",),
+        gpus=(Gpu("H200", 2**37, (9, 0)),),
+        versions={"torch": "2.14.1"},
+        environment={"A": "b"},
+    )
+    assert Facts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
+    assert facts.cuda
+    assert not Facts().cuda
+
+
+def test_effects_are_ordered_from_exact_to_changed_maths():
+    assert [e.value for e in sorted(Effect, key=lambda e: e.rank)] == [
+        "exact",
+        "rounding",
+        "precision",
+        "resampled",
+        "changes_math",
+    ]
+    assert [m.value for m in Moment] == ["process", "import", "loader", "model", "optimizer", "step"]
+
+
+def test_a_lever_is_frozen():
+    import dataclasses
+
+    assert dataclasses.fields(Lever)
+    assert Lever.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+def test_a_ratio_says_how_sure_it_is():
+    assert Ratio(1.344, 1.2, 1.5, 6).sentence() == "1.34x (1.20-1.50, n=6)"
+
+
+@given(st.floats(0.1, 10.0), st.floats(0.1, 10.0))
+def test_a_ratio_against_something_faster_is_smaller(median, factor):
+    ratio = Ratio(median, 0.9 * median, 1.1 * median, 5)
+    other = ratio.against(factor)
+    assert math.isclose(other.median * factor, median)
+    assert other.low <= other.median <= other.high
+    assert other.n == 5
+
+
+@given(st.tuples(*[st.floats(0.01, 100.0)] * 3).map(sorted))
+def test_the_chance_of_being_faster(edges):
+    low, median, high = edges
+    ratio = Ratio(median, low, high, 6)
+    assert 0.0 <= ratio.chance <= 1.0
+    if ratio.certain:
+        assert ratio.chance >= 0.97
+    if ratio.median < 1.0:
+        assert ratio.chance < 0.5
+    later = Ratio(ratio.median * 1.1, ratio.low * 1.1, ratio.high * 1.1, ratio.n)
+    assert later.chance >= ratio.chance
