@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from flatout.render import formatting, summary
+from flatout.render import before_after, formatting, summary
 from flatout.render.svg import Scale, element, ratio_scale, ratio_ticks, round_ticks
 from flatout.schema.records import Ratio
 
@@ -98,7 +98,7 @@ def test_payback(recorded, steps, warm, expected):
 
 def test_bars_add_up_to_the_step(recorded):
     session = recorded("session")
-    assert sum(part.ms for part in summary.parts(session.baseline)) == pytest.approx(
+    assert sum(part.ms for part in before_after.parts(session.baseline)) == pytest.approx(
         session.baseline.step_ms, rel=0.01
     )
 
@@ -106,8 +106,8 @@ def test_bars_add_up_to_the_step(recorded):
 def test_where_the_plain_program_stays_there_is_no_tuned_side(recorded):
     session = recorded("session")
     session.speedup, session.best = None, session.baseline  # what the tuner writes when nothing won
-    rows = summary.before_after(session)
-    assert not summary.both_sides(rows)
+    rows = before_after.before_after(session)
+    assert not before_after.both_sides(rows)
     assert [row.plain for row in rows][:2] == ["413 ms", "310 samples/s"]
 
 

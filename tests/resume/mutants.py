@@ -79,8 +79,8 @@ check(
 check(
     "ended",
     "a program does not end before it comes to its save",
-    "flatout.checkpoint.exact_resume",
-    "if replay.going:",
+    "session",
+    "if self.replaying:",
     "if False:",
     "leaves_early",
 )
@@ -301,7 +301,7 @@ check(
 check(
     "sources",
     "its sources have not changed",
-    "flatout.checkpoint.exact_resume",
+    "choice",
     "if changed:",
     "if False:",
     "helper_changes_meanwhile",

@@ -12,11 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from flatout.checkpoint.exact_resume import ResumeRanks, newest_of_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupted import SITE
 
+from flatout.checkpoint.resume.choice import newest_of_all
+from flatout.checkpoint.resume.ranks import ResumeRanks
 from flatout.checkpoint.save_schedule import AHEAD, SaveSchedule
 
 torch = pytest.importorskip("torch")
@@ -148,11 +149,11 @@ def test_ranks_resume_from_the_newest_checkpoints_of_one_moment(tmp_path, monkey
     (manifest,) = folder.glob("rank-1/step-00000012/manifest.json")
     content = json.loads(manifest.read_text())
     monkeypatch.setattr(sys, "orig_argv", ["python", *content["metadata"]["program"]])
-    assert newest_of_all(folder, ranks)[0].step == 12
+    assert newest_of_all(ranks)[0].step == 12
     (group,) = content["metadata"]["ranks"]["met"]
     content["metadata"]["ranks"]["met"][group] += 1
     manifest.write_text(json.dumps(content))
-    save, why_not = newest_of_all(folder, ranks)
+    save, why_not = newest_of_all(ranks)
     assert (
         save.step < 12
         if save is not None

@@ -22,7 +22,8 @@ from flatout.schema.run_request import RunRequest
 class Checkpointing(Protocol):
     """What a run that keeps checkpoints adds. ``listener`` gets the events of every step."""
 
-    listener: Listener
+    @property
+    def listener(self) -> Listener: ...
 
     @property
     def replaying(self) -> bool:

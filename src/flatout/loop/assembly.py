@@ -78,14 +78,16 @@ class LoopAssembly:
             precision=(settings.precision, ("float32", "tf32")),
             model=(kind, {kind} - {"DistributedDataParallel", "DataParallel"}),
         )
-        parts = self.torch, self.model, self.optimizer, settings.parallel, self.device
-        if isinstance(settings.parallel, Pipeline):
+        torch, model, optimizer, parallel = self.torch, self.model, self.optimizer, settings.parallel
+        assert parallel is not None
+        if isinstance(parallel, Pipeline):
+            stops = settings.on_nan == "stop"
             divided: TensorParallel | PipelineParallel = PipelineParallel(
-                *parts, settings.reduction, settings.on_nan == "stop"
+                torch, model, optimizer, parallel, self.device, settings.reduction, stops
             )
         else:
-            divided = TensorParallel(*parts)
-        self.parameters = _parameters(self.optimizer)
+            divided = TensorParallel(torch, model, optimizer, parallel, self.device)
+        self.parameters = _parameters(optimizer)
         return divided
 
     def _make_training(self) -> None:

@@ -100,7 +100,7 @@ class LoopSettings:
 
 
 def _check_positive(name: str, value: Any, also: str | None) -> None:
-    if value is None and name != "epochs" or value is not None and value == also:
+    if (value is None and name != "epochs") or (value is not None and value == also):
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise LoopError(

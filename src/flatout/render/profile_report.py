@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.render import formatting, machine, profile_charts
+from flatout.render import formatting, machine, memory_charts, profile_charts
 from flatout.render import profile_summary as story
 from flatout.render.page import environment
 from flatout.schema.findings import Finding, Severity
@@ -159,9 +159,9 @@ def _memory(memory: MemorySeen, cwd: str) -> dict[str, Any]:
         said.append(f"of {formatting.size(memory.reserved_bytes)} reserved")
     return {
         "said": formatting.sentence(", ".join(said)),
-        "bar": profile_charts.peak_bar(memory),
-        "kinds": list(profile_charts.kinds_present(memory)),
-        "areas": profile_charts.memory_areas(memory),
+        "bar": memory_charts.peak_bar(memory),
+        "kinds": list(memory_charts.kinds_present(memory)),
+        "areas": memory_charts.memory_areas(memory),
         "modules": [
             (formatting.one_line(name, 120), formatting.size(amount))
             for name, amount in sorted(memory.by_module.items(), key=lambda m: -m[1])[:12]
@@ -179,5 +179,5 @@ def _growth(leak: MemoryGrowth, unit: str, cwd: str) -> dict[str, Any]:
     return {
         "leaking": leak.leaking,
         "said": formatting.sentence(said),
-        "line": profile_charts.growth_line(leak),
+        "line": memory_charts.growth_line(leak),
     }

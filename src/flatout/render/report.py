@@ -11,7 +11,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from flatout.render import charts, formatting, machine, ranks_summary, summary
+from flatout.render import before_after, charts, formatting, machine, ranks_summary, summary
 from flatout.render.curves import loss_curves, remarks
 from flatout.render.frontier import frontier_plot
 from flatout.render.page import environment
@@ -38,10 +38,10 @@ def report_html(session: SessionRecord) -> str:
 
 
 def _context(session: SessionRecord) -> dict[str, Any]:
-    baseline, best = summary.parts(session.baseline), summary.parts(summary.tuned_side(session))
+    baseline, best = before_after.parts(session.baseline), before_after.parts(before_after.tuned_side(session))
     ordered = summary.levers_in_order(session)
     curves = loss_curves(session.guard.plain_losses, session.guard.tuned_losses)
-    rows = summary.before_after(session)
+    rows = before_after.before_after(session)
     return {
         "headline": summary.headline(session),
         "outcome": summary.outcome(session),
@@ -50,7 +50,7 @@ def _context(session: SessionRecord) -> dict[str, Any]:
         "command": formatting.shell(session.command),
         "dateline": [part for part in (formatting.day(session.created), machine.device(session)) if part],
         "rows": rows,
-        "both": summary.both_sides(rows),
+        "both": before_after.both_sides(rows),
         "next": summary.next_step(session),
         "bars": charts.step_bars(baseline, best),
         "sides": [name for name, shown in (("plain", baseline), ("tuned", best)) if shown],
@@ -106,7 +106,7 @@ def _ranks(session: SessionRecord) -> dict[str, Any] | None:
 
 
 def _phase_rows(
-    plain: Iterable[summary.PhasePart], tuned: Iterable[summary.PhasePart]
+    plain: Iterable[before_after.PhasePart], tuned: Iterable[before_after.PhasePart]
 ) -> list[dict[str, str]]:
     """Return one row per phase, with the same number of decimals. Phases that took no time are left out."""
     before, after = {p.phase: p for p in plain}, {p.phase: p for p in tuned}
@@ -137,11 +137,11 @@ def _phase_rows(
     return rows
 
 
-def _median(part: summary.PhasePart | None, decimals: int) -> str:
+def _median(part: before_after.PhasePart | None, decimals: int) -> str:
     return formatting.NOTHING if part is None or part.median_ms is None else f"{part.median_ms:,.{decimals}f}"
 
 
-def _quartiles(part: summary.PhasePart | None, decimals: int) -> str:
+def _quartiles(part: before_after.PhasePart | None, decimals: int) -> str:
     if part is None or part.low_ms is None or part.high_ms is None:
         return ""
     return f"{part.low_ms:,.{decimals}f}–{part.high_ms:,.{decimals}f}"
@@ -222,7 +222,7 @@ def _positive(value: object) -> bool:
 
 def _lever_row(lever: LeverRecord) -> dict[str, str]:
     measured = (
-        summary.with_interval(lever.ratio, lever.low, lever.high, lever.n)
+        before_after.with_interval(lever.ratio, lever.low, lever.high, lever.n)
         if formatting.drawable(lever.ratio) is not None
         else ""
     )
@@ -257,7 +257,7 @@ def _comparison_row(comparison: ComparisonRecord) -> dict[str, str]:
         "against": formatting.one_line(comparison.against, 200),
         "how": HOW.get(comparison.how, formatting.one_line(comparison.how, 60))
         + (f", on {formatting.one_line(comparison.host, 200)}" if comparison.host else ""),
-        "ratio": summary.with_interval(comparison.ratio, comparison.low, comparison.high, comparison.n)
+        "ratio": before_after.with_interval(comparison.ratio, comparison.low, comparison.high, comparison.n)
         if formatting.drawable(comparison.ratio) is not None
         else formatting.NOTHING,
         "seconds": formatting.duration(comparison.seconds)

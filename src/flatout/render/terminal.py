@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flatout.render import ranks_summary, summary
+from flatout.render import before_after, ranks_summary, summary
 from flatout.render.formatting import (
     NOTHING,
     drawable,
@@ -134,8 +134,8 @@ def section(table: RenderableType | None) -> list[RenderableType]:
 
 
 def _before_after(session: SessionRecord) -> Table | None:
-    rows = summary.before_after(session)
-    both = summary.both_sides(rows)
+    rows = before_after.before_after(session)
+    both = before_after.both_sides(rows)
     table = table_of("", "plain", "tuned", "change") if both else table_of("", "plain")
     for column in table.columns[1:3]:
         column.justify = "right"

@@ -96,7 +96,7 @@ class ClockHooks:
 
         return imports
 
-    def dated(self, name: str) -> Any:
+    def _dated(self, name: str) -> Any:
         if name not in self._dates:
             self._dates[name] = dated(getattr(datetime, name), DATES[name], self.value_log)
         return self._dates[name]

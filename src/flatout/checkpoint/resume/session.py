@@ -186,7 +186,8 @@ class ExactSession:
 
     def at_resume_point(self, through_s: float, trained_s: float) -> None:
         os.environ.pop(FETCHES, None)
-        assert self.save is not None and self.meta is not None
+        assert self.save is not None
+        assert self.meta is not None
         differs = drift(self.meta.surroundings, surroundings(self.torch))
         if differs:  # the program has made its own settings by now
             self.refuse(f"the environment differs from that of {self.save.path.name}: {'; '.join(differs)}")
