@@ -107,7 +107,7 @@ check(
 check(
     "threads",
     "what another thread reads from a clock is not the program's way",
-    "value_hooks",
+    "recorded_clock",
     """            or threading.get_ident() != value_log.main
         ):
             return self._really(*args, **kwargs)""",
@@ -185,7 +185,7 @@ check(
 check(
     "complete",
     "all objects can be looked through",
-    "resume_point",
+    "saved_world",
     'unsound = [] if world.complete else ["it holds more objects than can be inspected"]',
     "unsound = []",
     "more_than_can_be_looked_through",
@@ -226,7 +226,7 @@ check(
 check(
     "read_again",
     "a file that was read has not changed",
-    "files",
+    "replayed_files",
     "if stood != stands:",
     "if False:",
     "numbers_change_meanwhile",

@@ -12,7 +12,6 @@ from flatout.diagnose.profiled_program import ProfileOptions
 from flatout.diagnose.profiling import Profiling
 from flatout.diagnose.scale_prediction import (
     STEPS,
-    Telling,
     half_the_batch,
     predict_points,
     take_profile,
@@ -23,6 +22,7 @@ from flatout.probe.machine import look
 from flatout.schema.errors import UsageError
 from flatout.schema.profile import ProfileRecord
 from flatout.schema.scale import STRATEGIES, ScaleRecord, read_devices, read_link
+from flatout.trial.blocks import Watcher
 
 # Cost of further devices beyond the transfers. ResNet-50 takes 97 ms on one V100 and 103 ms on two, whose
 # gradients need 0.9 ms (pytorch, benchmarks/distributed/ddp). bench/scaling.py compares its predictions with
@@ -178,7 +178,9 @@ def command(
                     f"--second {second} is not a profile at another batch size. Run `flatout profile` with another one."
                 )
         elif scaling == "strong" and fixed is None and profile is None:
-            record.second = half_the_batch(asked, found, record, budget, stage)
+            record.second = half_the_batch(
+                asked.command, asked.folder, asked.facts, found, record, budget, Telling(stage)
+            )
         record.overhead = (
             overhead
             if overhead is not None
@@ -258,6 +260,14 @@ class OfProfile(Measurement):
         self.name, self.facts = "scale", look()
         self.folder = writable(JobFolder(job or profile.resolve().parent), job is not None)
         self.header = {**header(seen.command, self.facts), "cwd": seen.cwd}
+
+
+class Telling(Watcher):
+    def __init__(self, stage: object) -> None:
+        self.tell = stage
+
+    def stage(self, name: str, detail: str = "") -> None:
+        self.tell(name, detail)  # type: ignore[operator]
 
 
 def _measured(asked: Measurement, budget: float, stage: object) -> ProfileRecord:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from flatout.cli.options.measurement import Measurement
+from flatout.job.folder import JobFolder
+from flatout.launch.command import Command
 from flatout.measure.clock import seconds
 from flatout.measure.links import Fabric
 from flatout.measure.scaling import FIXED_SHARE, Workload, evenly, predict, scaled
 from flatout.schema.errors import NothingMeasured
+from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.profile import ProfileRecord
 from flatout.schema.records import PHASES, PhaseTime
@@ -15,14 +17,6 @@ from flatout.trial.blocks import Watcher
 from flatout.trial.parent import Trial, measure
 
 STEPS = 40
-
-
-class Telling(Watcher):
-    def __init__(self, stage: object) -> None:
-        self.tell = stage
-
-    def stage(self, name: str, detail: str = "") -> None:
-        self.tell(name, detail)  # type: ignore[operator]
 
 
 def timing_of(profile: ProfileRecord) -> Timing:
@@ -78,7 +72,13 @@ def take_profile(record: ScaleRecord, profile: ProfileRecord, path: str) -> None
 
 
 def half_the_batch(
-    asked: Measurement, profile: ProfileRecord, record: ScaleRecord, budget: float, stage: object
+    command: Command,
+    folder: JobFolder,
+    facts: Facts,
+    profile: ProfileRecord,
+    record: ScaleRecord,
+    budget_s: float,
+    watcher: Watcher,
 ) -> Timing | None:
     """Measure the program with half its batch, to learn how its time depends on the batch size.
 
@@ -91,10 +91,10 @@ def half_the_batch(
             "half the batch could not be measured: the program builds its batches itself, or each has a single sample"
         )
         return None
-    Telling(stage).stage("measuring", f"half the batch, {size // 2}")
+    watcher.stage("measuring", f"half the batch, {size // 2}")
     choice = Choice("batch_size", {"size": size // 2, "loader": loader})
-    with Trial(asked.command, asked.folder.new_trial(), Plan((choice,)), asked.facts) as trial:
-        half = measure(trial, STEPS, seconds() + 600 + budget)
+    with Trial(command, folder.new_trial(), Plan((choice,)), facts) as trial:
+        half = measure(trial, STEPS, seconds() + 600 + budget_s)
     if not half.step_ms or not half.phases or not half.samples_per_step or half.skipped:
         record.notes.append(
             f"half the batch could not be measured: {half.reason or 'the program did not train with it'}"

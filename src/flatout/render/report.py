@@ -38,7 +38,10 @@ def report_html(session: SessionRecord) -> str:
 
 
 def _context(session: SessionRecord) -> dict[str, Any]:
-    baseline, best = before_after.parts(session.baseline), before_after.parts(before_after.tuned_side(session))
+    baseline, best = (
+        before_after.parts(session.baseline),
+        before_after.parts(before_after.tuned_side(session)),
+    )
     ordered = summary.levers_in_order(session)
     curves = loss_curves(session.guard.plain_losses, session.guard.tuned_losses)
     rows = before_after.before_after(session)
