@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -287,6 +288,98 @@ def test_no_package_hides_in_a_single_file():
     assert {path.name for path in HOME.iterdir() if path.suffix == ".py"} == {"__init__.py", "__main__.py"}
     rooms = {path.name for path in HOME.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert rooms <= set(NUMBER)
+
+
+def run_time_imports(name: str, source: str) -> set[str]:
+    """The files that a file imports at any time, except for type checking only."""
+    tree = ast.parse(source)
+    for node in list(ast.walk(tree)):
+        if isinstance(node, ast.If) and _spelled(node.test).endswith("TYPE_CHECKING"):
+            node.body = [ast.Pass()]
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flatout."):
+            path = "/".join((node.module or "").split(".")[1:])
+            found |= {f"{path}.py"} | {f"{path}/{alias.name}.py" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {"/".join(alias.name.split(".")[1:]) + ".py" for alias in node.names}
+    return found & set(FILES)
+
+
+def test_no_file_imports_itself_in_a_circle():
+    graph = {name: run_time_imports(name, (HOME / name).read_text(encoding="utf-8")) for name in FILES}
+    assert cycles(graph) == []
+
+
+LONGEST_FILE, LONGEST_FUNCTION = 350, 60
+
+
+def sizes(name: str, source: str) -> list[str]:
+    """Files and functions that are too long. Signature and docstring of a function do not count."""
+    found = []
+    if (lines := source.count("\n")) > LONGEST_FILE:
+        found.append(f"{name}: {lines} lines; split it at a concept, at most {LONGEST_FILE}")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+            lines = (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
+            if lines > LONGEST_FUNCTION:
+                found.append(f"{name}: {node.name} has {lines} lines, at most {LONGEST_FUNCTION}")
+    return found
+
+
+def test_files_and_functions_are_short():
+    assert [line for name in FILES for line in sizes(name, (HOME / name).read_text(encoding="utf-8"))] == []
+
+
+def test_long_files_and_functions_are_found():
+    function = "def f():\n" + '    "A docstring."\n' * 1 + "    x = 1\n" * (LONGEST_FUNCTION + 1)
+    assert sizes("a.py", function) == [
+        f"a.py: f has {LONGEST_FUNCTION + 1} lines, at most {LONGEST_FUNCTION}"
+    ]
+    assert len(sizes("a.py", "x = 1\n" * (LONGEST_FILE + 1))) == 1
+    assert run_time_imports("cli/run.py", "def f():\n    from flatout.cli import tune") == {"cli/tune.py"}
+    guarded = "if TYPE_CHECKING:\n    from flatout.cli.tune import tune"
+    assert run_time_imports("cli/run.py", guarded) == set()
+
+
+def first_lines(room: str) -> dict[str, str]:
+    """The paragraphs of a package's docstring that begin with a word and a colon."""
+    text = ast.get_docstring(ast.parse((HOME / room / "__init__.py").read_text(encoding="utf-8"))) or ""
+    return {
+        paragraph.partition(":")[0]: " ".join(paragraph.partition(":")[2].split())
+        for paragraph in text.replace("\nImports:", "\n\nImports:")
+        .replace("\nStart with:", "\n\nStart with:")
+        .split("\n\n")
+    }
+
+
+@pytest.mark.parametrize("room", sorted(NUMBER))
+def test_a_package_says_who_runs_it_and_what_it_imports(room):
+    lines = first_lines(room)
+    assert lines.get("Runs in"), room
+    assert lines.get("Start with"), room
+    allowed = MAY_IMPORT[room]
+    named = {word for word in re.findall(r"\w+", lines["Imports"]) if word in NUMBER}
+    if lines["Imports"].startswith("all packages but"):
+        named = set(NUMBER) - named - {room}
+    assert named == allowed, (room, lines["Imports"])
+
+
+def test_the_table_of_packages_is_true():
+    """docs/explanation/architecture.md lists every package with its number and what it may import."""
+    page = HOME.parents[1] / "docs" / "explanation" / "architecture.md"
+    rows = {
+        cells[1].strip("`"): cells
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == 5 and cells[0].isdigit()
+    }
+    assert set(rows) == set(NUMBER)
+    for room, (number, _, _, _, allowed) in rows.items():
+        named = set(re.findall(r"`(\w+)`", allowed))
+        if allowed.startswith("all but"):
+            named = set(NUMBER) - named - {room}
+        assert (int(number), named & set(NUMBER)) == (NUMBER[room], MAY_IMPORT[room]), room
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
-"""Attaches to the script and observes its training.
+"""Everything that enters the user's program: start-up hook, training context, ledger, applier, crash report.
 
 Importing this package patches nothing; only the ledger patches, on request.
 
 Runs in: the user's program, in each of its Python processes, and flatout.Loop.
-Imports: plan.
-Start with: site/sitecustomize.py and bootstrap.py (entry), training_context.py, listener.py, ledger.py.
+Imports: schema, job, levers, measure, render.
+Start with: site/sitecustomize.py and bootstrap.py (start), entry.py and attached.py (a real run),
+training_context.py and program_view.py (what is known of the program), applier.py, ledger.py.
 """

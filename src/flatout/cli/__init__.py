@@ -1,7 +1,8 @@
-"""The command line. Only this package prints or exits; each command has its own file.
+"""The command line: one command per file. Only this package prints or exits, apart from a few start-up files.
 
-Runs in: the terminal. In the user's program: attached.py, exact_resume.py, live_line.py and
-crash_explanation.py. On other nodes: agent.py and remote_comparison.py.
+Options that several commands share, and what they do with them, are in options/.
+
+Runs in: the terminal.
 Imports: all packages but loop; click and rich.
-Start with: main.py, run.py, tune.py.
+Start with: main.py, run.py, tune.py, options/arguments.py.
 """

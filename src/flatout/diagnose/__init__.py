@@ -1,8 +1,8 @@
-"""Turns source, profiles and exceptions into Findings.
+"""Turns source, profiles and exceptions into Findings, and profiles into predictions.
 
 To add a rule, add one file in rules/ and one line to its table.
 
-Runs in: the flatout command; in the user's program after a crash.
-Imports: plan, probe, levers, measure, trial, engine, launch.
+Runs in: the flatout command; in the user's program after a crash (crash_explanation.py).
+Imports: schema, job, agent, guard, launch, measure, probe, trial.
 Start with: rule.py (Rule), kind.py (FailureKind), profiling.py (Profiling), doctor/check.py (MachineCheck).
 """

@@ -1,6 +1,8 @@
-"""Applies a Plan to a training context in a fixed order, guards it, and keeps checkpoints. Imports no lever.
+"""Does the tuned program learn the same? Replays steps, compares distributions and curves, gives a verdict.
 
-Runs in: the user's program, and flatout.Loop; the guard's verdict in the flatout command.
-Imports: plan, capture, measure, state.
-Start with: applier.py (Applier), guard.py (verdict), replica.py (StepReplica), rescue.py (Rescue).
+Imports no lever.
+
+Runs in: the user's program, and flatout.Loop; the verdict in the flatout command.
+Imports: schema, agent, measure.
+Start with: verdict.py (judge), replica.py (StepReplica), rounding.py (the limits), blame.py.
 """

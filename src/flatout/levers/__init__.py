@@ -1,7 +1,7 @@
 """The levers: one optimisation per file, and the table that lists them in the order in which they act.
 
 Runs in: the user's program (applies, apply), flatout.Loop, and the flatout command (the table, environment).
-Imports: plan, pipeline, kernels, saved, ranks.
+Imports: schema, job, data, distributed, kernels.
 Start with: schema/lever.py (Lever), then tf32.py. To add a lever, add one file, and two lines here.
 """
 

@@ -1,6 +1,6 @@
 """One measured run of a program: its folder, its worker inside the program, and its parent outside.
 
-Runs in: the user's program (worker, probes) and the flatout command (parent).
-Imports: all packages with the numbers 0 to 2 (tests/test_arrows.py).
-Start with: parent.py (Trial), worker.py (Worker and its commands), probes.py.
+Runs in: the user's program (worker*.py, probes/, memory_prediction.py) and the flatout command (parent.py).
+Imports: schema, job, agent, data, distributed, guard, launch, measure.
+Start with: parent.py (Trial), worker.py (Worker), worker_commands.py, probes/.
 """

@@ -1,6 +1,6 @@
 """Searches for the best plan: measures levers and chooses between plans.
 
-Runs in: the flatout command; comparisons also on other nodes (remote_worker.py).
-Imports: plan, levers, measure, trial, engine, launch, numpy.
+Runs in: the flatout command; comparisons also on other nodes (remote_comparison.py).
+Imports: schema, job, guard, launch, levers, measure, probe, trial, numpy.
 Start with: search.py (the stages), comparison.py (how programs are compared), effects.py (the regression).
 """

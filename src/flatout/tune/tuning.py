@@ -76,9 +76,8 @@ class Tuning:
         self.fitted: Fitted | None = None
         self.processes = 0
         self.length_ticks: int | None = None  # of the program, once it was observed to finish by itself
-        self.own_failure: TrialRecord | None = (
-            None  # of the program, where the plain one fails in the same way
-        )
+        # of the program, where the plain one fails in the same way
+        self.own_failure: TrialRecord | None = None
         self.warm_ticks = 0  # ticks until the steps are steady
         self.once_s = 0.0  # time to fetch a whole data set first; later programs of the search reuse it
         self.furthest_plain = 0  # the last tick that the plain program reached
@@ -339,17 +338,9 @@ class Tuning:
         host: str = "",
     ) -> None:
         self.watcher.comparison(plan, ratio, note)
-        comparison = ComparisonRecord(
-            plan, against, how, None, None, None, 0, note, round(seconds() - start_s, 1), host
-        )
-        if ratio is not None:
-            comparison.ratio, comparison.low, comparison.high, comparison.n = (
-                ratio.median,
-                ratio.low,
-                ratio.high,
-                ratio.n,
-            )
-        self.session.comparisons.append(comparison)
+        found = (ratio.median, ratio.low, ratio.high, ratio.n) if ratio is not None else (None, None, None, 0)
+        took_s = round(seconds() - start_s, 1)
+        self.session.comparisons.append(ComparisonRecord(plan, against, how, *found, note, took_s, host))
         self.save()
 
     def save(self) -> None:

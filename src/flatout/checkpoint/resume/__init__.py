@@ -3,6 +3,6 @@
 A replay runs the script's control flow again, on fake tensors without values, up to the step of a checkpoint.
 
 Runs in: the user's program.
-Imports: plan, capture, state, torch.
-Start with: script_replay.py (ScriptReplay), value_log.py, fake_operators.py, resume_point.py.
+Imports: schema, job, agent, data, measure, torch.
+Start with: session.py (ExactSession), script_replay.py (ScriptReplay), value_log.py, fake_operators.py, resume_point.py.
 """

@@ -1,6 +1,4 @@
-"""Defer logits until something reads them.
-
-This lets an unmodified model compute its loss without them.
+"""Defer logits until something reads them, so that an unmodified model computes its loss without them.
 
 ``linear(x, weight, bias)`` returns a tensor without memory that records how to compute it. Views of its
 leading axes, slices, copies and casts are such tensors again. ``F.cross_entropy`` of one becomes
