@@ -15,7 +15,7 @@ from typing import Any
 
 from provenance import ROOT, markdown_table, read_result, some_or_all, stamp, write_result
 
-sys.path.insert(0, str(ROOT / "tests" / "replay"))
+sys.path.insert(0, str(ROOT / "tests" / "resume"))
 from interrupted import Programs, live
 from mutants import CHECKS, Check
 from traps import TRAPS

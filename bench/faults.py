@@ -25,7 +25,7 @@ from typing import Any
 
 from provenance import ROOT, markdown_table, stamp, write_result
 
-sys.path.insert(0, str(ROOT / "tests" / "state"))
+sys.path.insert(0, str(ROOT / "tests" / "checkpoint"))
 
 import torch
 from corrupting import KINDS, OF_ONE_FILE

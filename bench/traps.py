@@ -16,7 +16,7 @@ from typing import Any
 
 from provenance import ROOT, markdown_table, read_result, some_or_all, stamp, write_result
 
-sys.path.insert(0, str(ROOT / "tests" / "replay"))
+sys.path.insert(0, str(ROOT / "tests" / "resume"))
 from interrupted import BEFORE_ITS_NEXT_SAVE, ONCE, TWICE, Programs, live
 from traps import TRAPS, Trap
 

@@ -9,7 +9,7 @@ import pytest
 from cards import needed, on_cards
 
 pytestmark = [needed(), pytest.mark.timeout(200), pytest.mark.processes]
-SWITCHING = Path(__file__).parents[1] / "ranks" / "ddp_switching.py"
+SWITCHING = Path(__file__).parents[1] / "distributed" / "ddp_switching.py"
 
 
 def test_ranks_on_cards_switch_together(tmp_path):

@@ -147,6 +147,8 @@ def before_start(table: Sequence[Lever], plan: Plan, facts: Facts) -> tuple[dict
             choice = replace(choice, value=answer.value_for(choice.value))
             variables |= lever.environment(facts, choice.value)
             outcomes.append(Outcome(choice, True))
+        except LookupError as error:  # the value is not available here
+            outcomes.append(Outcome(choice, False, str(error)))
         except Exception as error:
             outcomes.append(Outcome(choice, False, _failed(error)))
     return variables, outcomes

@@ -56,28 +56,25 @@ class Tuning:
     elsewhere: RemoteNodes | None = None  # remote machines that run independent comparisons at the same time
 
     def __post_init__(self) -> None:
-        self.start_s = seconds() - self.session.spent_s
-        self.budget_s = self.goal.budget_s or USUAL_BUDGET_S
+        self.start_s, self.budget_s = seconds() - self.session.spent_s, self.goal.budget_s or USUAL_BUDGET_S
         self.interleaver = Interleaver(self.command, self.job, self.facts, self.base, self.alone)
         self.candidates: dict[str, Candidate] = {}
         self.start_cost_s = 5.0  # from the start of a program until its steps are steady
         self.copies = 9  # how many copies of the program fit into memory at once
         self.observed: Trial | None = None
         self.first_plain: TrialRecord | None = None
-        # Plain runs, by the size of the perturbation of their weights
-        self.perturbed: dict[float, list[TrialRecord]] = {}
-        # The plain program exceeds the limit, so a plan that fits is adopted even if it is slower
-        self.must_fit = False
+        self.perturbed: dict[
+            float, list[TrialRecord]
+        ] = {}  # plain runs, by the perturbation of their weights
+        self.must_fit = False  # the plain program exceeds the limit, so a slower plan that fits is adopted
         self.disturbance = Disturbance(self.facts.cores)
-        # The measurements: blocks of each program, their active factors, and the model fitted to them.
         self.space = Space((), frozenset(), {}, frozenset())
         self.choices: dict[str, Choice] = {}  # by factor key
         self.blocks: list[TimedBlock] = []
         self.fitted: Fitted | None = None
         self.processes = 0
         self.length_ticks: int | None = None  # of the program, once it was observed to finish by itself
-        # of the program, where the plain one fails in the same way
-        self.own_failure: TrialRecord | None = None
+        self.own_failure: TrialRecord | None = None  # of the program, where the plain one fails the same way
         self.warm_ticks = 0  # ticks until the steps are steady
         self.once_s = 0.0  # time to fetch a whole data set first; later programs of the search reuse it
         self.furthest_plain = 0  # the last tick that the plain program reached

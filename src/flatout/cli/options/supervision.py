@@ -16,7 +16,7 @@ from flatout.render.formatting import shell
 from flatout.schema.errors import UsageError
 
 RESTARTS, GRACE_S = 20, 10.0
-HOME = Path(__file__).resolve().parents[2]
+HOME = Path(__file__).resolve().parents[3]
 
 
 def options(duration: click.ParamType) -> Callable[[Callable], Callable]:
