@@ -16,8 +16,8 @@ def narrowed(judge: Judge, choices: Sequence[Choice]) -> dict[str, Any]:
     ``choices``: the most valuable first. The answer is that of ``judge``, and also
 
         alone    the reason for each lever that fails by itself
-        wrong    the reason for each lever to leave out: these, and if the others still fail together, the
-                 least valuable ones, until the rest passes
+        wrong    the reason for each lever to leave out: these, and each that fails together with more
+                 valuable ones
         rest     the verdict on the rest; None if nothing was left out or nothing is left
     """
     known: dict[tuple[str, ...], dict[str, Any]] = {}
@@ -33,8 +33,13 @@ def narrowed(judge: Judge, choices: Sequence[Choice]) -> dict[str, Any]:
     if failure(answer) and len(choices) > 1:
         alone = {choice.name: why for choice in choices if (why := failure(verdict([choice])))}
     wrong, rest = dict(alone), [choice for choice in choices if choice.name not in alone]
-    while rest and (why := failure(verdict(rest))):
-        wrong[rest.pop().name] = why
+    if rest and failure(verdict(rest)):
+        others, rest = rest, []
+        for choice in others:
+            if why := failure(verdict([*rest, choice])):
+                wrong[choice.name] = why
+            else:
+                rest.append(choice)
     return {**answer, "alone": alone, "wrong": wrong, "rest": verdict(rest) if rest and wrong else None}
 
 

@@ -218,7 +218,7 @@ def _gradient(
         [_minus(x, y) for x, y in zip(ours, theirs, strict=True)]
         for ours, theirs in zip(levers.gradients, reference, strict=True)
     ]
-    noise /= _in_whole_batch(errors, share)
+    noise /= in_whole_batch(errors, share)
     limit = max(_same_maths(own), min(NOISE_CAP * noise, kinks))
     return check(
         "gradient",
@@ -248,7 +248,7 @@ def _parameters(
         )
         errors = [_minus(a, b) for a, b in zip(other, mine, strict=True)]
         error = _size(errors) / size
-        noise /= _in_whole_batch([[each] for each in errors], share)
+        noise /= in_whole_batch([[each] for each in errors], share)
         limit = max(_same_maths(own), min(NOISE_CAP * noise, kinks))
         if not error / limit <= worst[0]:
             worst = (error / limit, error, limit, noise)
@@ -261,7 +261,7 @@ def _parameters(
     )
 
 
-def _in_whole_batch(errors: Sequence[Sequence[Any]], share: float) -> float:
+def in_whole_batch(errors: Sequence[Sequence[Any]], share: float) -> float:
     """The error of a whole batch as a multiple of the error of a ``share`` of it.
 
     ``errors``: those of each step, per parameter. Errors that differ from sample to sample shrink with the

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from flatout.schema.records import Ratio
 from flatout.tune.mixed_model import Component, Group, PosteriorPart, solve
 from flatout.tune.one_thread import np
 from flatout.tune.space import Factor as Factor
@@ -284,3 +285,7 @@ def _quantile(q: float, weights: Array, means: Array, sds: Array) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if _below(middle, weights, means, sds) < q else (low, middle)
     return (low + high) / 2
+
+
+def ratio_of(estimate: Estimate, n: int) -> Ratio:
+    return Ratio(estimate.median, estimate.low, estimate.high, n)

@@ -20,7 +20,7 @@ from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.candidates import Candidate, in_order
 from flatout.tune.comparison import ProgramResult, Row
 from flatout.tune.disturbance import Disturbance
-from flatout.tune.effects import Estimate, Fitted, Space, TimedBlock, fit
+from flatout.tune.effects import Fitted, Space, TimedBlock, fit, ratio_of
 from flatout.tune.goal import LONGER_BUDGET_S, USUAL_BUDGET_S, Goal, only
 from flatout.tune.interleaver import Interleaver, RunningCandidate
 from flatout.tune.limits import (
@@ -334,9 +334,11 @@ class Tuning:
         against: str = "plain",
         host: str = "",
     ) -> None:
-        self.watcher.comparison(plan, ratio, note)
-        found = (ratio.median, ratio.low, ratio.high, ratio.n) if ratio is not None else (None, None, None, 0)
+        found: tuple[float | None, float | None, float | None, int] = (None, None, None, 0)
+        if ratio is not None:
+            found = ratio.median, ratio.low, ratio.high, ratio.n
         took_s = round(seconds() - start_s, 1)
+        self.watcher.comparison(plan, ratio, note)
         self.session.comparisons.append(ComparisonRecord(plan, against, how, *found, note, took_s, host))
         self.save()
 
@@ -344,7 +346,3 @@ class Tuning:
         self.session.spent_s = round(self.spent_s, 1)
         self.session.levers = [candidate.record() for candidate in self.candidates.values()]
         self.save_session(self.session)
-
-
-def ratio_of(estimate: Estimate, n: int) -> Ratio:
-    return Ratio(estimate.median, estimate.low, estimate.high, n)
