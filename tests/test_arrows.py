@@ -131,7 +131,10 @@ def imported(tree: ast.AST, name: str) -> list[tuple[int, str, bool]]:
 
 
 def _outside_functions(node: ast.AST) -> list[ast.AST]:
+    """The nodes that run when the file is loaded."""
     found = [node]
+    if isinstance(node, ast.If) and _spelled(node.test).endswith("TYPE_CHECKING"):
+        return found
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             found += _outside_functions(child)
@@ -452,6 +455,7 @@ def test_a_broken_rule_is_detected(name, source, words):
     ("name", "source"),
     [
         ("guard/verdict.py", "def f():\n    import torch"),
+        ("guard/verdict.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
         ("kernels/softmax.py", "import torch"),
         ("measure/clock.py", "import time"),
         ("launch/process.py", "import subprocess"),

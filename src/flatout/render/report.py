@@ -47,7 +47,7 @@ def _context(session: SessionRecord) -> dict[str, Any]:
     rows = before_after.before_after(session)
     return {
         "headline": summary.headline(session),
-        "outcome": summary.outcome(session),
+        "outcome": session.outcome,
         "message": summary.message(session),
         "details": summary.details(session),
         "command": formatting.shell(session.command),

@@ -7,7 +7,6 @@ running gives a shorter summary that says so.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from flatout.render.before_after import with_interval
 from flatout.render.formatting import (
@@ -28,24 +27,15 @@ from flatout.render.formatting import (
     times,
 )
 from flatout.schema.enums import Status
-from flatout.schema.records import NOT_SLOWER, Ratio
+from flatout.schema.records import Ratio
 from flatout.schema.session import (
     GuardRecord,
     LeverRecord,
     NamedRecord,
+    SessionOutcome,
     SessionRecord,
     TimeMemoryPoint,
 )
-
-
-class SessionOutcome(StrEnum):
-    FASTER = "faster"
-    CHANGED = "changed"  # faster, but the guard rejected the results
-    FITS = "fits"  # the plan fits into the memory limit, the plain program does not
-    UNCHANGED = "unchanged"
-    RUNNING = "running"
-    FAILED = "failed"
-
 
 MAX_DETAILS = 3000
 
@@ -61,26 +51,6 @@ GUARD_WORDS = {
     "failed": "failed",
     "not checked": "not checked",
 }
-
-
-def outcome(session: SessionRecord) -> SessionOutcome:
-    if session.status in ("failed", "running"):
-        return SessionOutcome(session.status)
-    if session.speedup is not None and _too_large(session):
-        return SessionOutcome.FITS
-    if not _gain(session):
-        return SessionOutcome.UNCHANGED
-    return SessionOutcome.CHANGED if session.guard.verdict == "failed" else SessionOutcome.FASTER
-
-
-def _too_large(session: SessionRecord) -> bool:
-    """Return whether the plain program exceeds the memory limit."""
-    return bool(
-        session.memory_limit_bytes
-        and session.frontier
-        and session.frontier[0].peak_bytes
-        and not session.frontier[0].fits
-    )
 
 
 def frontier(session: SessionRecord) -> list[TimeMemoryPoint]:
@@ -116,21 +86,13 @@ def frontier_rows(session: SessionRecord) -> list[tuple[str, str, str, str]]:
     return rows
 
 
-def _gain(session: SessionRecord) -> float | None:
-    """Return the median speed-up if it exceeds 1 and its interval excludes a relevant slowdown."""
-    if session.speedup is None:
-        return None
-    median, low = drawable(session.speedup.median), drawable(session.speedup.low)
-    return median if median is not None and median > 1 and (low is None or low >= NOT_SLOWER) else None
-
-
 def headline(session: SessionRecord) -> str:
     """Return the verdict in a few words: ``1.31 times as fast, same results``."""
-    gain = _gain(session)
+    gain = session.gain
     low = drawable(session.speedup.low) if session.speedup else None
     likely = "probably " if low is not None and low <= 1 else ""
     fast = f"{likely}{times(gain)[:-1]} times as fast, {RESULTS.get(session.guard.verdict, RESULTS['not checked'])}"
-    match outcome(session):
+    match session.outcome:
         case SessionOutcome.FAILED:
             return "The tuning failed"
         case SessionOutcome.RUNNING:
@@ -140,12 +102,10 @@ def headline(session: SessionRecord) -> str:
             return f"Fits into {size(session.memory_limit_bytes)}, at {speed} times the speed, {RESULTS.get(session.guard.verdict, RESULTS['not checked'])}"
         case SessionOutcome.FASTER | SessionOutcome.CHANGED:
             return fast[0].upper() + fast[1:]
+        case SessionOutcome.UNDECIDED:
+            return "No verdict is possible now"
         case _:
-            return (
-                "No verdict is possible now"
-                if session.undecided
-                else "No faster plan found: run the program as it is"
-            )
+            return "No faster plan found: run the program as it is"
 
 
 def message(session: SessionRecord) -> str:
@@ -233,7 +193,7 @@ def guard_sentence(guard: GuardRecord) -> str:
 
 def payback_sentence(session: SessionRecord) -> str:
     """Return the step at which the tuned program overtakes the plain one, with the reason."""
-    if not _gain(session) or session.guard.verdict == "failed":
+    if not session.gain or session.guard.verdict == "failed":
         return ""
     extra_ms = (drawable(session.best.warmup_ms) or 0.0) - (drawable(session.baseline.warmup_ms) or 0.0)
     before, after = drawable(session.baseline.step_ms), drawable(session.best.step_ms)
@@ -271,7 +231,7 @@ def next_step(session: SessionRecord) -> Next:
     with_ranks = (
         "" if ranks is None else f"--gpus {ranks.procs} " if ranks.gpus else f"--procs {ranks.procs} "
     )
-    match outcome(session):
+    match session.outcome:
         case SessionOutcome.FASTER | SessionOutcome.FITS:
             return Next("Run the real job under this plan:", f"flatout run {with_ranks}{command}")
         case SessionOutcome.RUNNING:

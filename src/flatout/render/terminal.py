@@ -29,7 +29,7 @@ from flatout.render.formatting import (
 )
 from flatout.schema.enums import Status
 from flatout.schema.plan import Plan
-from flatout.schema.session import LeverRecord, SessionRecord
+from flatout.schema.session import LeverRecord, SessionOutcome, SessionRecord
 
 STYLES = {"applied": "bold green", "rejected": "bold red", "skipped": "bold"}
 ORIGINS = {
@@ -39,17 +39,17 @@ ORIGINS = {
     "file": "from the plan file",
 }
 OUTCOMES = {
-    summary.SessionOutcome.FASTER: "bold green",
-    summary.SessionOutcome.FITS: "bold green",
-    summary.SessionOutcome.FAILED: "bold red",
-    summary.SessionOutcome.CHANGED: "bold red",
+    SessionOutcome.FASTER: "bold green",
+    SessionOutcome.FITS: "bold green",
+    SessionOutcome.FAILED: "bold red",
+    SessionOutcome.CHANGED: "bold red",
 }
 
 
 def session_tables(session: SessionRecord) -> RenderableType:
     """Return the output of `flatout tune` and `flatout report`."""
     lines: list[RenderableType] = [
-        Text(summary.headline(session), style=OUTCOMES.get(summary.outcome(session), "bold"))
+        Text(summary.headline(session), style=OUTCOMES.get(session.outcome, "bold"))
     ]
     message = summary.message(session)
     if message:

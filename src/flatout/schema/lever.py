@@ -60,7 +60,7 @@ class Lever:
     * ``effect`` is the most that it may change in any program, and so what the guard requires. Options may
       name a smaller effect for one program.
     * ``applies(facts, context)`` returns Options or Skip. ``context`` is the `TrainingContext` of
-      agent/training_context.py: "recorded facts" there lists what a lever can read.
+      schema/program.py, which lists what a lever can read. It is None before a program runs.
     * ``apply(context, value, ledger)`` applies the lever and returns its Undo.
     * ``environment`` replaces ``apply`` for a PROCESS lever: the variables to start the program with.
     * ``live`` levers can be switched between two steps, in the thread that trains. A setting that belongs to a

@@ -105,6 +105,12 @@ class Ratio(Record):
     high: float
     n: int
 
+    @property
+    def usable(self) -> bool:
+        """Whether all numbers are positive and of a size that a measurement can have; a file may hold anything."""
+        numbers = (self.median, self.low, self.high)
+        return all(type(number) in (int, float) and 0 <= number < 1e30 for number in numbers)
+
     def against(self, factor: float) -> Ratio:
         """Return the ratio of the same B to a baseline that is ``factor`` times as fast as A."""
         return Ratio(self.median / factor, self.low / factor, self.high / factor, self.n)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
-from flatout.schema.records import Ratio, Record
+from flatout.schema.records import NOT_SLOWER, Ratio, Record
 
 SESSION_SCHEMA = 1
 
@@ -183,6 +184,16 @@ class NamedRecord(Record):
     why_not: str = ""
 
 
+class SessionOutcome(StrEnum):
+    RUNNING = "running"
+    FAILED = "failed"
+    FASTER = "faster"  # the plan is faster, and the guard accepts its results
+    CHANGED = "changed"  # faster, but the guard rejected the results
+    FITS = "fits"  # the plan fits into the memory limit, the plain program does not
+    UNDECIDED = "undecided"  # the plain program stays: no time, or no idle machine, for a verdict
+    UNCHANGED = "unchanged"  # the plain program stays: nothing is faster beyond the noise
+
+
 @dataclass
 class SessionRecord(Record):
     """Everything that one `flatout tune` learned. Saved after every comparison as ``session.json``."""
@@ -224,6 +235,33 @@ class SessionRecord(Record):
     machine: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     context: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def too_large(self) -> bool:
+        """Whether the plain program exceeds the memory limit."""
+        first = self.frontier[0] if self.frontier else None
+        return bool(self.memory_limit_bytes and first is not None and first.peak_bytes and not first.fits)
+
+    @property
+    def gain(self) -> float | None:
+        """The median speed-up if it exceeds 1 and its interval excludes a relevant slowdown."""
+        if self.speedup is None or not self.speedup.usable:
+            return None
+        return self.speedup.median if self.speedup.median > 1 and self.speedup.low >= NOT_SLOWER else None
+
+    @property
+    def outcome(self) -> SessionOutcome:
+        if self.status in ("failed", "running"):
+            return SessionOutcome(self.status)
+        if self.speedup is not None and self.too_large:
+            return SessionOutcome.FITS
+        if self.gain is None:
+            return SessionOutcome.UNDECIDED if self.undecided else SessionOutcome.UNCHANGED
+        return SessionOutcome.CHANGED if self.guard.verdict == "failed" else SessionOutcome.FASTER
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, and the ``outcome``, for readers of the file."""
+        return {**super().to_json(), "outcome": self.outcome}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> SessionRecord:

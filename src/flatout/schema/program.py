@@ -1,0 +1,129 @@
+"""What levers, guard and diagnosis may ask of a running program, and the only way in which they may change it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FrameType, ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch import device as Device
+    from torch.nn import Module
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
+
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Ledger(Protocol):
+    """Changes objects of others, so that every change can be undone (`flatout.agent.ledger`)."""
+
+    def set(self, owner: Any, name: str, value: Any, *, new: bool = False) -> Any:
+        """Set an attribute; return the value it replaced. ``new``: it may be missing."""
+
+    def set_flag(self, owner: Any, name: str, value: Any) -> None:
+        """Set a flag through its setter."""
+
+    def set_item(self, owner: Any, key: Any, value: Any) -> None:
+        """Set an item of a dictionary."""
+
+    def call(self, title: str, undo: Callable[[], None]) -> None:
+        """Record a change made by a call, with the function that undoes it."""
+
+    def mark(self) -> int:
+        """The number of changes so far."""
+
+    def restore(self, mark: int = 0) -> None:
+        """Undo everything since ``mark``, last first."""
+
+
+class TrainingContext(Protocol):
+    """The live objects of a training script, and facts about its steps (`flatout.agent.training_context`)."""
+
+    torch: ModuleType
+    steps: int  # completed optimizer cycles
+    backwards: int
+    backwards_in_last_step: int
+    optimizer_events: int
+    closure_steps: bool  # a step runs forward and backward several times
+    autocast_seen: bool  # in a forward pass of the first step that a backward pass followed
+    anomaly_seen: bool
+    create_graph_seen: bool
+    compiled_by_script: bool
+    distributions_seen: bool
+    threads_at_import: int
+    asleep: bool  # True stops the observation of steps
+    reports: list[tuple[str, str]]  # messages of levers after they were applied
+    handed_on: Any  # where the runs of a search pass on their cached samples
+    divided: Any  # the state of `data_parallel`, for levers that act through it; None in one process
+    graph_passes: list[Any]  # graph passes of levers, before `compile` compiles the graph
+    uncompiled: list[Any]  # modules that `compile` excludes
+    boundaries: Any
+
+    @property
+    def roots(self) -> list[Module]:
+        """Outermost trainable modules called with gradients enabled, in the order first seen."""
+
+    @property
+    def optimizers(self) -> list[Optimizer]: ...
+    @property
+    def loss_modules(self) -> list[Module]: ...
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Every trainable parameter, without duplicates."""
+
+    @property
+    def scalers(self) -> list[Any]:
+        """The enabled GradScalers of the script."""
+
+    @property
+    def device(self) -> Device:
+        """The device of the first parameter."""
+
+    @property
+    def device_type(self) -> str: ...
+    @property
+    def in_pieces(self) -> bool:
+        """Whether the script calls parts of its model separately."""
+
+    @property
+    def ddp_modules(self) -> list[Module]: ...
+    @property
+    def looks_for_roots(self) -> bool:
+        """Whether hooks run around every module's forward."""
+
+    @property
+    def loaders(self) -> list[dict[str, Any]]:
+        """The arguments that the script passed to each DataLoader, and those that it got."""
+
+    @property
+    def training_loader(self) -> int | None: ...
+    @property
+    def loaders_that_train(self) -> list[int]: ...
+    @property
+    def live_loaders(self) -> list[DataLoader]: ...
+    @property
+    def training_loaders(self) -> list[DataLoader]: ...
+    def number_of_loader(self, loader: DataLoader) -> int | None: ...
+    def first_loader_like(self, loader: DataLoader) -> int | None: ...
+    def way_of_loader(self, dataset: Any, arguments: dict[str, Any]) -> tuple[Any, ...]: ...
+    def data_is_random(self) -> bool: ...
+    def change_loaders(
+        self, change: Callable[[Any, dict[str, Any]], dict[str, Any]], ledger: Ledger
+    ) -> None: ...
+    def feed_loaders(self, rule: Any, ledger: Ledger) -> None: ...
+    def made_again(self, loader: DataLoader, ledger: Ledger) -> DataLoader: ...
+    def samples_in(self, batch: Any, asked: int | None = None) -> int | None: ...
+    def rows_of(self, batch: Any, samples: int, start: int, stop: int) -> Any: ...
+    def has_layer(self, *names: str) -> bool: ...
+    def without_ranks(self, root: Module) -> Module: ...
+    def without_scale(self, loss: Tensor) -> Tensor: ...
+    def without_hooks(self, held: dict[str, Any], is_ours: Callable[[Any], bool]) -> dict[str, Any]: ...
+    def compiler_off(self) -> str: ...
+    def variables_of(self, frame: FrameType, always: bool = False) -> dict[str, Any]: ...
+    def report(self, lever: str, sentence: str) -> None: ...
+    def wrap_forward(self, root: Module, wrapper: Wrapper, ledger: Ledger) -> Callable[[], None]:
+        """Replace ``root.forward``; the returned function removes the wrapper."""
+
+    def describe(self) -> dict[str, Any]: ...
