@@ -46,6 +46,7 @@ from flatout.schema.plan import Choice, Plan
 from flatout.schema.session import RanksRecord, SessionRecord
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.trial.reference_run import ENTRY
+from flatout.trial.spec import TrialOptions
 from flatout.tune.goal import Goal
 from flatout.tune.ranks import SHARE, beside_one_process
 from flatout.tune.rehearsal import LEVER, Rehearsal, Rehearsed
@@ -71,10 +72,7 @@ def course(command: Command, plan: Plan, job: JobFolder, facts: Facts, seed: int
         job.new_trial(),
         plan,
         facts,
-        seed=seed,
-        reseed=True,
-        entry=ENTRY,
-        requested={"steps": STEPS, "seconds": SECONDS},
+        TrialOptions(seed=seed, reseed=True, entry=ENTRY, requested={"steps": STEPS, "seconds": SECONDS}),
     ) as trial:
         return [float.fromhex(loss) for loss in trial.wait_ready(seconds() + TIMEOUT_S)["losses"]]
 

@@ -52,6 +52,7 @@ from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import TrialRecord
 from flatout.schema.session import GuardRecord
 from flatout.trial.parent import ProgramGone, Trial, measure
+from flatout.trial.spec import TrialOptions
 
 SEEDS = (0, 1, 2)
 TIMEOUT_S = 600.0
@@ -117,10 +118,7 @@ class Bed:
             TrialFolder(folder),
             plan,
             self.facts,
-            seed,
-            reseed=True,
-            table="guard_levers:TABLE",
-            perturbation=perturbation,
+            TrialOptions(seed, reseed=True, table="guard_levers:TABLE", perturbation=perturbation),
         )
 
     def record(

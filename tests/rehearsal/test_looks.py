@@ -17,6 +17,7 @@ from flatout.measure.clock import seconds
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice, Plan
 from flatout.trial.parent import Trial
+from flatout.trial.spec import TrialOptions
 
 pytestmark = [needed(), pytest.mark.processes]
 GAN = str(PROGRAMS / "gan.py")
@@ -71,7 +72,11 @@ def test_memory_and_time_are_those_of_the_models_card_without_our_own_use(tmp_pa
     (tmp_path / "train.py").write_text(BESIDE_A_FULL_CARD)
     command = understand([sys.executable, "train.py", GAN, "--device", "cuda:1"])
     with Trial(
-        command, TrialFolder(tmp_path / "trial"), Plan(), Facts(), table="flatout.diagnose.what_ifs:TABLE"
+        command,
+        TrialFolder(tmp_path / "trial"),
+        Plan(),
+        Facts(),
+        TrialOptions(table="flatout.diagnose.what_ifs:TABLE"),
     ) as trial:
         assert trial.wait_ready(seconds() + LIMIT_S)["copies"] >= 3  # its own card, which is almost empty
         before = trial.ask({"do": "record"}, seconds() + LIMIT_S)["record"]["peak_memory_bytes"]

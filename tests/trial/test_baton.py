@@ -18,6 +18,7 @@ from flatout.measure.statistics import median
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice, Plan
 from flatout.trial.parent import ProgramGone, Trial
+from flatout.trial.spec import TrialOptions
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
@@ -88,7 +89,7 @@ def begin(tmp_path, monkeypatch):
                 TrialFolder(tmp_path / "trial"),
                 plan or Plan(),
                 Facts(),
-                table="levers_of_test:TABLE",
+                TrialOptions(table="levers_of_test:TABLE"),
             )
         )
         return begun[-1].start(), (

@@ -434,6 +434,7 @@ def test_a_perturbed_program_starts_like_the_plain_one_and_diverges_after_the_fi
     from flatout.schema.plan import Plan
     from flatout.trial.parent import Trial
     from flatout.trial.parent import measure as run
+    from flatout.trial.spec import TrialOptions
 
     script(by_hand)
     monkeypatch.chdir(flatout.folder)
@@ -445,7 +446,7 @@ def test_a_perturbed_program_starts_like_the_plain_one_and_diverges_after_the_fi
             TrialFolder(tmp_path / str(at)),
             Plan(),
             look(),
-            perturbation=perturbation,
+            TrialOptions(perturbation=perturbation),
         ) as trial:
             losses.append([float.fromhex(x) for x in run(trial, 4, seconds() + 60).losses[:8]])
     plain, perturbed, again = losses

@@ -18,6 +18,7 @@ from flatout.launch.command import understand
 from flatout.measure.clock import seconds
 from flatout.probe.machine import look, oom_kills
 from flatout.trial.parent import Trial, measure
+from flatout.trial.spec import TrialOptions
 
 
 @click.command(context_settings=PROGRAM)
@@ -60,7 +61,7 @@ def command(
     choose(device, cmd, "trial")
     folder = TrialFolder(Path(tempfile.mkdtemp(prefix="flatout-trial-")))
     kills = oom_kills()
-    with Trial(cmd, folder, plan, look(), seed, show=True) as trial:
+    with Trial(cmd, folder, plan, look(), TrialOptions(seed, show=True)) as trial:
         record = measure(trial, steps, seconds() + timeout)
     if out is not None:
         write_whole(out, json.dumps(record.to_json(), indent=1) + "\n")

@@ -23,6 +23,7 @@ from flatout.schema.profile import (
 from flatout.schema.records import PhaseTime, TrialRecord
 from flatout.trial.blocks import PREFETCHED_BATCHES, BlockTimer, Watcher
 from flatout.trial.parent import ProgramGone, Trial
+from flatout.trial.spec import TrialOptions
 
 TABLE = "flatout.diagnose.what_ifs:TABLE"
 START_S = 600.0  # until the steps are steady
@@ -67,7 +68,7 @@ class ProfiledProgram:
     def _enter(self) -> Trial:
         start_s = seconds()
         trial = self.trial = Trial(
-            self.command, self.job.new_trial(), Plan(), self.facts, table=TABLE, watch=True
+            self.command, self.job.new_trial(), Plan(), self.facts, TrialOptions(table=TABLE, watch=True)
         )
         trial.start()
         ready = trial.wait_ready(start_s + START_S)

@@ -6,7 +6,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import TrialRecord
 from flatout.trial.channel import Channel, Hangup
 from flatout.trial.process_environment import process_environment
-from flatout.trial.spec import ENTRY, TABLE, TrialSpec
+from flatout.trial.spec import PLAIN, TrialOptions, TrialSpec
 
 POLL_S = 0.2
 NEVER_TRAINED = "it did not finish a training step"
@@ -45,31 +45,9 @@ class Trial:
         folder: TrialFolder,
         plan: Plan,
         facts: Facts,
-        seed: int | None = 0,
-        show: bool = False,
-        reseed: bool = False,
-        table: str = TABLE,
-        perturbation: float = 0.0,
-        watch: bool = False,
-        entry: str = ENTRY,
-        requested: Mapping[str, Any] | None = None,
+        options: TrialOptions = PLAIN,
     ) -> None:
-        self.command, self.folder, self.plan, self.facts, self.seed, self.show, self.reseed = (
-            command,
-            folder,
-            plan,
-            facts,
-            seed,
-            show,
-            reseed,
-        )
-        self.table, self.perturbation, self.watch, self.entry, self.requested = (
-            table,
-            perturbation,
-            watch,
-            entry,
-            dict(requested or {}),
-        )
+        self.command, self.folder, self.plan, self.facts, self.options = command, folder, plan, facts, options
         self.ready: dict[str, Any] = {}
         self.training = False  # a process of it has finished its first backward pass
         self.attached = False  # a process of it has imported torch
@@ -95,31 +73,25 @@ class Trial:
             self._listener.listen(64)
             self._listener.settimeout(0)
             spec = TrialSpec(
-                str(self.folder.path.resolve()),
-                str(address),
-                self.plan,
-                self.facts,
-                self.seed,
-                self.reseed,
-                table=self.table,
-                perturbation=self.perturbation,
-                watch=self.watch,
-                entry=self.entry,
-                requested=self.requested,
+                **vars(self.options),
+                folder=str(self.folder.path.resolve()),
+                address=str(address),
+                plan=self.plan,
+                facts=self.facts,
             )
             write_json(self.folder.spec, spec.to_json())
         except OSError as error:
             raise StorageError(f"cannot prepare a trial in {self.folder.path}: {error.strerror}") from None
-        extra = {**QUIET, **process_environment(self.plan, self.facts, self.table)}
-        if self.seed is not None and "PYTHONHASHSEED" not in os.environ:
-            extra["PYTHONHASHSEED"] = str(self.seed)
+        extra = {**QUIET, **process_environment(self.plan, self.facts, self.options.table)}
+        if self.options.seed is not None and "PYTHONHASHSEED" not in os.environ:
+            extra["PYTHONHASHSEED"] = str(self.options.seed)
         self.started_s = seconds()
         self._program = ProgramRun(
             self.command.argv,
             attached(self.folder.spec.resolve(), extra),
             self.folder.stdout,
             self.folder.stderr,
-            self.show,
+            self.options.show,
         )
         return self
 
@@ -317,7 +289,7 @@ class Trial:
             status=status,
             reason=reason,
             exit_code=code,
-            seed=self.seed,
+            seed=self.options.seed,
             plan=self.plan.to_json(),
             log_tail=self.log_tail(),
         )

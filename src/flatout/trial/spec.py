@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from importlib import import_module
 from typing import Any
 
@@ -15,53 +16,43 @@ TABLE = "flatout.levers:TABLE"
 
 
 @dataclass(frozen=True)
-class TrialSpec:
-    """The options of a trial.
+class TrialOptions:
+    """How a trial runs. ``seed`` None leaves the program's randomness alone; ``show`` shows its output.
 
-    ``address`` is the parent's socket; ``seed`` None leaves the program's randomness alone. ``perturbation``
-    perturbs rounding from the first step on, by this share (flatout.guard.perturb), to see how far the
-    program amplifies it.
+    ``perturbation`` perturbs rounding from the first step on, by this share (flatout.guard.perturb), to see
+    how far the program amplifies it.
     """
 
-    folder: str
-    address: str
-    plan: Plan = field(default_factory=Plan)
-    facts: Facts = field(default_factory=Facts)
     seed: int | None = 0
+    show: bool = False
     reseed: bool = False  # add the seed to the program's own seeds, so that another seed gives another run
     entry: str = ENTRY
     perturbation: float = 0.0
     sandbox: bool = True
     watch: bool = False  # also monitor loaders, garbage collection and call counters, for a profile
     table: str = TABLE  # "module:NAME" of the lever table of the Plan
-    requested: dict[str, Any] = field(default_factory=dict)  # options of a different entry
+    requested: Mapping[str, Any] = field(default_factory=dict)  # options of a different entry
+
+
+PLAIN = TrialOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialSpec(TrialOptions):
+    """A trial, for the program. ``address`` is the parent's socket."""
+
+    folder: str
+    address: str
+    plan: Plan = field(default_factory=Plan)
+    facts: Facts = field(default_factory=Facts)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            **{k: v for k, v in asdict(self).items() if k not in ("plan", "facts")},
-            "plan": self.plan.to_json(),
-            "facts": self.facts.to_json(),
-        }
+        return {**asdict(self), "plan": self.plan.to_json(), "facts": self.facts.to_json()}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TrialSpec:
-        names = (
-            "folder",
-            "address",
-            "seed",
-            "reseed",
-            "entry",
-            "perturbation",
-            "sandbox",
-            "watch",
-            "table",
-            "requested",
-        )
-        return cls(
-            **{n: data[n] for n in names},
-            plan=Plan.from_json(data["plan"]),
-            facts=Facts.from_json(data["facts"]),
-        )
+        given = {each.name: data[each.name] for each in fields(cls)}
+        return cls(**{**given, "plan": Plan.from_json(data["plan"]), "facts": Facts.from_json(data["facts"])})
 
 
 def levers(table: str) -> tuple[Lever, ...]:

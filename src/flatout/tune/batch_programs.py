@@ -12,6 +12,7 @@ from flatout.schema.enums import Origin
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice, Plan
 from flatout.trial.parent import ProgramGone, Trial
+from flatout.trial.spec import TrialOptions
 from flatout.tune.batch_visit import TIMEOUT_S, BatchTrial, DidNotRun, did_not_run
 from flatout.tune.gone import why_gone
 
@@ -43,7 +44,7 @@ class Programs:
 
     def own(self) -> Trial:
         """Return the program as it is, not started yet."""
-        return Trial(self.command, self.job.new_trial(), Plan(), self.facts, seed=self.seed)
+        return Trial(self.command, self.job.new_trial(), Plan(), self.facts, TrialOptions(seed=self.seed))
 
     def enter(self, size: int) -> BatchTrial:
         """Return a program at this size, steady and paused. Raises DidNotRun."""
@@ -54,7 +55,7 @@ class Programs:
                 (Choice("batch_size", {"size": size, "loader": self.record.loader or 0}, Origin.TUNER),)
             )
         )
-        trial = Trial(self.command, self.job.new_trial(), plan, self.facts, seed=self.seed)
+        trial = Trial(self.command, self.job.new_trial(), plan, self.facts, TrialOptions(seed=self.seed))
         start_s = seconds()
         try:
             trial.start()

@@ -19,6 +19,7 @@ from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice, Plan
 from flatout.trial.blocks import BlockTimer
 from flatout.trial.parent import ProgramGone, Trial
+from flatout.trial.spec import TrialOptions
 
 SETTLE_TICKS = 3  # of ranks, which first agree on the layout and size of their messages
 MOST_ROUNDS = 1000  # when the clock ends a pair
@@ -69,7 +70,11 @@ class Interleaver(BlockTimer):
             else (self.command, plan.on_top_of(self.base))
         )
         trial = Trial(
-            command, self.job.new_trial(), under, self.facts, seed, reseed=True, perturbation=perturbation
+            command,
+            self.job.new_trial(),
+            under,
+            self.facts,
+            TrialOptions(seed, reseed=True, perturbation=perturbation),
         )
         self.running.append(trial)
         try:

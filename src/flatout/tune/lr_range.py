@@ -20,6 +20,7 @@ from flatout.schema.facts import Facts
 from flatout.schema.lr_range import OWN, LrPoint, LrRange, LrRecord, LrTraining, OptimizerOption
 from flatout.schema.plan import Plan
 from flatout.trial.parent import ProgramGone, Trial
+from flatout.trial.spec import TrialOptions
 from flatout.tune.gone import why_not
 
 START_S = 600.0  # until the steps are steady
@@ -157,7 +158,9 @@ class Ranging:
     def _one_program(
         self, name: str, listen: Callable[[Trial, dict[str, Any]], dict[str, Any]]
     ) -> dict[str, Any]:
-        with Trial(self.command, self.job.new_trial(), Plan(), self.facts, seed=self.seed) as trial:
+        with Trial(
+            self.command, self.job.new_trial(), Plan(), self.facts, TrialOptions(seed=self.seed)
+        ) as trial:
             try:
                 self.stage("starting", f"{name}: the program as it is, until its steps are steady")
                 ready = trial.wait_ready(seconds() + START_S)

@@ -18,6 +18,7 @@ from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import TrialRecord
 from flatout.trial.memory_prediction import ENTRY
 from flatout.trial.parent import ProgramGone, Trial
+from flatout.trial.spec import TrialOptions
 from flatout.tune.gone import program_failed
 
 START_S = 600.0  # until the first batch
@@ -151,9 +152,7 @@ class Forecast:
             self.job.new_trial(),
             Plan(),
             self.facts,
-            seed=self.question.seed,
-            entry=ENTRY,
-            requested={"cuda": self.question.cuda},
+            TrialOptions(seed=self.question.seed, entry=ENTRY, requested={"cuda": self.question.cuda}),
         )
         trial.start()
         self.ready = trial.wait_ready(seconds() + START_S)
@@ -253,7 +252,7 @@ class Forecast:
         deadline_s = seconds() + self.question.budget_s
         try:
             with Trial(
-                self.command, self.job.new_trial(), plan, self.facts, seed=self.question.seed
+                self.command, self.job.new_trial(), plan, self.facts, TrialOptions(seed=self.question.seed)
             ) as trial:
                 ready = trial.wait_ready(deadline_s)
                 if len(plan) and not ready["applied"]:

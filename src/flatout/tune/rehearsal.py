@@ -33,6 +33,7 @@ from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import Record, TrialRecord
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.trial.reference_run import BY_GROUP, ENTRY, STEPS
+from flatout.trial.spec import TrialOptions
 from flatout.tune.already_parallel import how, meant, missing
 from flatout.tune.gone import program_failed
 from flatout.tune.sharding import ALWAYS, AUTO, NEVER, choices, ran_out, verdict
@@ -213,9 +214,7 @@ class Rehearsal:
             self.job.new_trial(),
             plan,
             self.facts,
-            seed=self.seed,
-            entry=ENTRY,
-            requested={"last_places": last_places},
+            TrialOptions(seed=self.seed, entry=ENTRY, requested={"last_places": last_places}),
         ) as trial:
             return trial.wait_ready(seconds() + START_S)
 
