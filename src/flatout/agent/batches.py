@@ -11,7 +11,7 @@ from typing import Any
 DEPTH = 6  # of nested containers
 
 
-def rebuilt(thing: Any, of: Callable[[Any], Any]) -> Any:
+def rebuilt(thing: object, of: Callable[[Any], Any]) -> Any:
     """Return the same container with ``of`` applied to its contents; anything else unchanged."""
     if isinstance(thing, tuple) and hasattr(thing, "_fields"):
         return type(thing)(*(of(value) for value in thing))
@@ -34,7 +34,7 @@ def rebuilt(thing: Any, of: Callable[[Any], Any]) -> Any:
     return thing
 
 
-def tensors_of(thing: Any, depth: int = 0) -> Iterator[Any]:
+def tensors_of(thing: object, depth: int = 0) -> Iterator[Any]:
     if hasattr(thing, "untyped_storage"):
         yield thing
     elif depth < DEPTH:
@@ -48,7 +48,7 @@ def tensors_of(thing: Any, depth: int = 0) -> Iterator[Any]:
             yield from tensors_of(part, depth + 1)
 
 
-def samples_in(batch: Any, asked: int | None) -> int | None:
+def samples_in(batch: object, asked: int | None) -> int | None:
     """Return the number of samples in a batch; None if no tensor has a dimension.
 
     It is the number that the loader was asked for, if a tensor has a dimension of this size. Otherwise it is
@@ -101,7 +101,7 @@ def rows(batch: Any, samples: int, start: int, stop: int) -> Any:
     return of(batch)
 
 
-def _one_a_sample(thing: Any, samples: int) -> bool:
+def _one_a_sample(thing: object, samples: int) -> bool:
     """Whether a list has one entry per sample, rather than tensors that hold all samples."""
     if not isinstance(thing, (list, tuple)) or len(thing) != samples or hasattr(thing, "_fields"):
         return False

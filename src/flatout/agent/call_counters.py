@@ -8,10 +8,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.frames import Line, place_of, users_line
 from flatout.agent.ledger import Ledger
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 
 @dataclass
@@ -22,7 +26,7 @@ class _Counter:
 
 
 class CallCounters:
-    def __init__(self, torch: Any, ledger: Ledger, now_ns: Callable[[], int]) -> None:
+    def __init__(self, torch: ModuleType, ledger: Ledger, now_ns: Callable[[], int]) -> None:
         self.torch, self.ledger, self.now_ns = torch, ledger, now_ns
         self._seen: dict[str, _Counter] = {}
 
@@ -64,7 +68,7 @@ class CallCounters:
 
     def _counted(self, name: str, really: Callable) -> Callable:
         @wraps(really)
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def counted(*args: object, **kwargs: object) -> Any:
             start = self.now_ns()
             try:
                 return really(*args, **kwargs)
@@ -75,7 +79,7 @@ class CallCounters:
 
     def _zeroed(self, really: Callable) -> Callable:
         @wraps(really)
-        def zeroed(optimizer: Any, set_to_none: bool = True) -> Any:
+        def zeroed(optimizer: Optimizer, set_to_none: bool = True) -> Any:
             start = self.now_ns()
             try:
                 return really(optimizer, set_to_none)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 VARIABLES = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
 COMPILED = "_torchdynamo_orig_callable"  # attribute of every callable from torch.compile, unless disable=True
@@ -26,12 +29,12 @@ def compiler_off() -> str:
     )
 
 
-def is_compiled(module: Any) -> bool:
+def is_compiled(module: Module) -> bool:
     """Whether torch.compile, being enabled, compiles this module or one inside it."""
     return any(map(_has_compiled_code, module.modules())) and not compiler_off()
 
 
-def _has_compiled_code(module: Any) -> bool:
+def _has_compiled_code(module: Module) -> bool:
     if type(module).__name__ == "OptimizedModule":  # torch.compile(module)
         return True
     # module.compile(), and module.forward = torch.compile(module.forward)

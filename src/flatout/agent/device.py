@@ -17,9 +17,10 @@ import gc
 import inspect
 import os
 import sys
+from collections.abc import Callable
 from functools import partial, wraps
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.bootstrap import AfterImport, say
 from flatout.agent.cuda_checks import ACCELERATORS, ASKS
@@ -30,6 +31,9 @@ from flatout.agent.host_answers import host_answers, zero
 from flatout.agent.ledger import Ledger
 from flatout.job.claims import speaks_first
 from flatout.job.rank_environment import this_rank
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 OF_A_MODULE = ("memory", "random", "streams")  # submodules of torch.cuda that export the same functions again
 
@@ -171,21 +175,21 @@ class Redirection(TensorRedirection):
             return
         only = None if self.on_host else [self.target]
 
-        def replicas(really: Any) -> Any:
+        def replicas(really: Callable[..., Any]) -> Any:
             return wraps(really)(
                 lambda wrapper, module, device_ids=None, output_device=None, *args, **kwargs: really(
                     wrapper, module, only, None, *args, **kwargs
                 )
             )
 
-        def ranks(really: Any) -> Any:
+        def ranks(really: Callable[..., Any]) -> Any:
             return wraps(really)(
                 lambda wrapper, module, device_ids=None, output_device=None, *args, **kwargs: really(
                     wrapper, module, device_ids and only, None, *args, **kwargs
                 )
             )
 
-        def once(really: Any) -> Any:
+        def once(really: Callable[..., Any]) -> Any:
             return wraps(really)(
                 lambda module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None: (
                     really(module, inputs, only, None, dim, module_kwargs)
@@ -209,9 +213,9 @@ class Redirection(TensorRedirection):
     def _install_extensions(self) -> None:
         """Report built CUDA extensions: they cannot be redirected, and their failure is silent."""
 
-        def built(really: Any) -> Any:
+        def built(really: Callable[..., Any]) -> Any:
             @wraps(really)
-            def build(*args: Any, **kwargs: Any) -> Any:
+            def build(*args: object, **kwargs: object) -> Any:
                 given = inspect.signature(really).bind(*args, **kwargs).arguments
                 sources = given.get("sources") or ()
                 if given.get("cuda_sources") or any(
@@ -225,7 +229,7 @@ class Redirection(TensorRedirection):
 
             return build
 
-        def wrap(module: Any) -> None:
+        def wrap(module: Module) -> None:
             for name in ("load", "load_inline"):
                 self._set(module, name, built)
 
@@ -288,7 +292,7 @@ class Redirection(TensorRedirection):
                     break
         return found
 
-    def _answer_by_index(self, module: Any) -> None:
+    def _answer_by_index(self, module: Module) -> None:
         """On one of several cards, redirect every device number, and calls without a number, to this card."""
         for owner in (module, *(getattr(module, name, None) for name in OF_A_MODULE), self.torch.accelerator):
             for name, really in list(vars(owner).items()) if owner is not None else ():
@@ -298,7 +302,7 @@ class Redirection(TensorRedirection):
         self._set(module.Stream, "__new__", lambda really: staticmethod(self._takes(really, at=1)))
         module._lazy_call(partial(module.set_device, self.target))
 
-    def _by_index(self, really: Any) -> Any:
+    def _by_index(self, really: Callable[..., Any]) -> Any:
         """Wrap ``really`` to redirect its argument ``device``, if it has one.
 
         Its own module means the card that it names.
@@ -310,19 +314,19 @@ class Redirection(TensorRedirection):
         redirected, module = self._takes(really, at=names.index(key), key=key), f"torch.{self.target.type}"
 
         @wraps(really)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> Any:
             return (
                 really if str(sys._getframe(1).f_globals.get("__name__")).startswith(module) else redirected
             )(*args, **kwargs)
 
         return call
 
-    def _asked(self, name: str, really: Any, of_target: bool) -> Any:
+    def _asked(self, name: str, really: Callable[..., Any], of_target: bool) -> Any:
         """Answer `is_available` and `device_count`: the truth for libraries, one device for the script."""
         counts = name == "device_count"
 
         @wraps(really)
-        def answer(*args: Any, **kwargs: Any) -> Any:
+        def answer(*args: object, **kwargs: object) -> Any:
             self._keep_visible()
             frame = sys._getframe(1)
             if not is_users(frame.f_code.co_filename) or (
@@ -344,7 +348,7 @@ def _own(answer: Any, really: Any) -> Any:
     if isinstance(answer, type):
         return type(answer.__name__, (answer,), {})
 
-    def own(*args: Any, **kwargs: Any) -> Any:
+    def own(*args: object, **kwargs: object) -> Any:
         return answer(*args, **kwargs)
 
     return wraps(really)(own) if callable(really) else own

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.cuda_checks import ACCELERATORS, CudaChecks
 from flatout.agent.ledger import Ledger
+
+if TYPE_CHECKING:
+    from torch import device as Device
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -21,7 +25,7 @@ class DeviceArguments:
     """
 
     def __init__(
-        self, torch: Any, asked: str, visible: str | None, ledger: Ledger, tell: Callable[[str], None]
+        self, torch: ModuleType, asked: str, visible: str | None, ledger: Ledger, tell: Callable[[str], None]
     ) -> None:
         self.torch, self.asked, self.visible, self.ledger, self.tell = torch, asked, visible, ledger, tell
         self.target = torch.device(asked)
@@ -31,7 +35,7 @@ class DeviceArguments:
         self.demands = CudaChecks()
         self._known: dict[Any, Any] = {}
 
-    def __call__(self, device: Any) -> Any:
+    def __call__(self, device: Device) -> Any:
         """Return the device for torch when the script passes ``device``: a device, name or number.
 
         Non-accelerators stay.
@@ -42,7 +46,7 @@ class DeviceArguments:
             self._known[device] = self._redirected(device)
         return self._known[device]
 
-    def _redirected(self, device: Any) -> Any:
+    def _redirected(self, device: Device) -> Any:
         self._keep_visible()
         kind, _, index = (
             f"{'cuda' if self.on_host else self.target.type}:{device}" if type(device) is int else str(device)
@@ -85,14 +89,14 @@ class DeviceArguments:
         self("cuda")
         return name.replace("torch.cuda.", "torch.")
 
-    def _set(self, owner: Any, name: str, change: Callable[[Any], Any]) -> None:
+    def _set(self, owner: object, name: str, change: Callable[[Any], Any]) -> None:
         """Patch an attribute; skip it if this torch lacks it, since then no script can use it."""
         if hasattr(owner, name):
             self.ledger.set(owner, name, change(getattr(owner, name)))
 
     def _takes(
         self,
-        really: Any,
+        really: Callable[..., Any],
         at: int | None = None,
         key: str = "device",
         change: Callable[[Any], Any] | None = None,
@@ -105,7 +109,7 @@ class DeviceArguments:
         change = change or self
 
         @wraps(really)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> Any:
             if kwargs:
                 if kwargs.get(key) is not None:
                     kwargs[key] = change(kwargs[key])

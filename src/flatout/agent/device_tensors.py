@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.device_arguments import DeviceArguments
 from flatout.agent.frames import is_users
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch import device as Device
 
 
 class TensorRedirection(DeviceArguments):
@@ -46,7 +51,7 @@ class TensorRedirection(DeviceArguments):
         )
         self.ledger.set(torch, "Generator", self._generators(torch.Generator))
 
-    def _moved(self, kind: str, moves: Any, really: Any) -> Any:
+    def _moved(self, kind: str, moves: Any, really: Callable[..., Any]) -> Any:
         """Wrap `Tensor.cuda` and similar methods."""
         if kind == self.target.type:
             return lambda tensor, device=None, *args, **kwargs: really(
@@ -55,8 +60,8 @@ class TensorRedirection(DeviceArguments):
 
         @wraps(really)
         def moved(
-            tensor: Any,
-            device: Any = None,
+            tensor: Tensor,
+            device: Device = None,
             non_blocking: bool = False,
             memory_format: Any = self.torch.preserve_format,
         ) -> Any:
@@ -69,11 +74,11 @@ class TensorRedirection(DeviceArguments):
 
         return moved
 
-    def _is_cuda(self, really: Any) -> property:
+    def _is_cuda(self, really: Callable[..., Any]) -> property:
         """Answer `Tensor.is_cuda`: yes on another accelerator, or if the script would end otherwise."""
         kind = self.target.type
 
-        def is_cuda(tensor: Any) -> bool:
+        def is_cuda(tensor: Tensor) -> bool:
             if really.__get__(tensor) or kind == "cuda":
                 return bool(really.__get__(tensor))
             frame = sys._getframe(1)
@@ -83,9 +88,9 @@ class TensorRedirection(DeviceArguments):
 
         return property(is_cuda)
 
-    def _default_device(self, really: Any) -> Any:
+    def _default_device(self, really: Callable[..., Any]) -> Any:
         @wraps(really)
-        def set_default_device(device: Any) -> None:
+        def set_default_device(device: Device) -> None:
             found = self(device)
             # a CPU default would slow down every call
             really(None if self.on_host and found is self.target and found is not device else found)
@@ -97,7 +102,7 @@ class TensorRedirection(DeviceArguments):
         redirected = self
 
         class Makes(type(really)):  # type: ignore[misc]
-            def __call__(cls, device: Any = "cpu") -> Any:
+            def __call__(cls, device: Device = "cpu") -> Any:
                 return really(redirected(device))
 
             def __instancecheck__(cls, thing: Any) -> bool:

@@ -14,11 +14,14 @@ import site
 import sys
 import sysconfig
 import traceback
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType, ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any
 
 from flatout.schema.facts import ASKED_DEVICE
 from flatout.schema.failure import ExceptionRecord, FailureRecord, FrameSeen, ModuleSeen, TensorSeen
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 MOST_FRAMES = 200
 MOST_TENSORS = 12
@@ -180,7 +183,7 @@ def _unravel(at: int, shape: list[int]) -> list[int]:
 # -- process state -----------------------------------------------------------------------------------------
 
 
-def _processes(record: FailureRecord, error: BaseException, torch: Any) -> None:
+def _processes(record: FailureRecord, error: BaseException, torch: ModuleType | None) -> None:
     for name, key in (("RANK", "rank"), ("WORLD_SIZE", "world_size")):
         value = os.environ.get(f"FLATOUT_{name}") or os.environ.get(name, "")
         if value.isdigit():
@@ -193,7 +196,7 @@ def _processes(record: FailureRecord, error: BaseException, torch: Any) -> None:
         record.facts["cuda"] = torch.version.cuda or ""
 
 
-def _memory(record: FailureRecord, error: BaseException, torch: Any) -> None:
+def _memory(record: FailureRecord, error: BaseException, torch: ModuleType | None) -> None:
     """Record the bytes on the device that the error names, or the fullest one, and what holds them.
 
     Asks only if CUDA is in use: asking would initialise it.
@@ -220,7 +223,7 @@ def _memory(record: FailureRecord, error: BaseException, torch: Any) -> None:
     }
     kept: dict[str, dict[int, int]] = {"parameters": {}, "gradients": {}, "optimizer state": {}}
 
-    def keep(kind: str, value: Any) -> None:
+    def keep(kind: str, value: object) -> None:
         if isinstance(value, torch.Tensor) and value.device == torch.device("cuda", device):
             storage = value.untyped_storage()
             kept[kind][storage.data_ptr()] = storage.nbytes()
@@ -237,7 +240,7 @@ def _memory(record: FailureRecord, error: BaseException, torch: Any) -> None:
     record.memory.update({kind: sum(storages.values()) for kind, storages in kept.items()})
 
 
-def _module(record: FailureRecord, error: BaseException, torch: Any) -> None:
+def _module(record: FailureRecord, error: BaseException, torch: ModuleType | None) -> None:
     """Record which layer was running, by its path in the outermost module on the stack."""
     if torch is None:
         return
@@ -262,7 +265,7 @@ def _root(error: BaseException) -> BaseException:
     return _chain(error)[-1][1]
 
 
-def _name_of(module: Any, trace: TracebackType | None) -> str:
+def _name_of(module: Module, trace: TracebackType | None) -> str:
     """Return the name of the module in the user's own frame."""
     for frame, _ in traceback.walk_tb(trace):
         if _is_mine(frame.f_code.co_filename):
@@ -272,7 +275,7 @@ def _name_of(module: Any, trace: TracebackType | None) -> str:
     return ""
 
 
-def _batch(record: FailureRecord, error: BaseException, torch: Any) -> None:
+def _batch(record: FailureRecord, error: BaseException, torch: ModuleType | None) -> None:
     """Record the number of the batch, if exactly one loader is in use."""
     loading = sys.modules.get("torch.utils.data.dataloader")
     if loading is None:
@@ -286,7 +289,7 @@ def _batch(record: FailureRecord, error: BaseException, torch: Any) -> None:
         record.batch = given[0] - 1
 
 
-def _forward_call(record: FailureRecord, error: BaseException, torch: Any) -> None:
+def _forward_call(record: FailureRecord, error: BaseException, torch: ModuleType | None) -> None:
     """Record the forward call of the failing operation; anomaly mode stores it in the graph."""
     named = NODE.search(str(error))
     if torch is None or named is None:

@@ -12,12 +12,16 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.known_values import KnownValues
 from flatout.agent.ledger import Ledger
 from flatout.agent.recurrent import by_layers, workspace_bytes
 from flatout.agent.workspaces import Workspaces
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Born = Callable[[int, bool], Any]  # (bytes, whether a real tensor owns it) -> handle of the block
 Gone = Callable[[Any], None]
@@ -34,7 +38,7 @@ class FakeExecution:
 
     def __init__(
         self,
-        torch: Any,
+        torch: ModuleType,
         ledger: Ledger,
         born: Born,
         gone: Gone,
@@ -69,7 +73,7 @@ class FakeExecution:
 
         class Counting(TorchDispatchMode):
             def __torch_dispatch__(
-                self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+                self, function: Callable[..., Any], types: object, args: object = (), kwargs: object = None
             ) -> Any:
                 return fake_execution._dispatched(function, args, kwargs or {})
 
@@ -131,7 +135,7 @@ class FakeExecution:
         with self.really():
             self.workspaces.learn()
 
-    def _shaped(self, function: Any, leaves: list[Any], rebuild: Any, values: Any) -> Any:
+    def _shaped(self, function: Any, leaves: list[Any], rebuild: Any, values: object) -> Any:
         """Return the result of an operator, without values.
 
         Raises torch's error if shapes depend on unknown values.
@@ -174,7 +178,7 @@ class FakeExecution:
                 return function(args[0], indices)
         raise NotImplementedError(f"the output shape of {function._schema.name} depends on values")
 
-    def _workspace(self, args: Any) -> Any:
+    def _workspace(self, args: object) -> Any:
         with self.really():
             size_bytes = workspace_bytes(self.torch, args)
         return self._empty((size_bytes,), self.torch.uint8)
@@ -185,7 +189,7 @@ class FakeExecution:
 
     # -- storages -------------------------------------------------------------------------------------------
 
-    def _fake(self, tensor: Any) -> Any:
+    def _fake(self, tensor: Tensor) -> Any:
         """Return the fake counterpart of a real tensor, the same one as long as the tensor lives."""
         fake = self._fakes.get(id(tensor))
         if fake is None:
@@ -204,13 +208,13 @@ class FakeExecution:
                 self._enter(fake.untyped_storage(), None)  # the real storage is counted already
         return fake
 
-    def count_real(self, tensor: Any) -> Any:
+    def count_real(self, tensor: Tensor) -> Any:
         """Return the block of a real tensor on the device; None if it has none there."""
         if tensor.device.type != self.device_type or tensor.layout != self.torch.strided:
             return None
         return self._count(tensor, real=True)
 
-    def block_of(self, tensor: Any) -> Any:
+    def block_of(self, tensor: Tensor) -> Any:
         """Return the block of a fake tensor; None for a real tensor or another device."""
         return (
             self._blocks.get(tensor.untyped_storage()._cdata)
@@ -218,7 +222,7 @@ class FakeExecution:
             else None
         )
 
-    def _count(self, tensor: Any, real: bool) -> Any:
+    def _count(self, tensor: Tensor, real: bool) -> Any:
         if tensor.layout != self.torch.strided or tensor.device.type != self.device_type:
             return None
         storage = tensor.untyped_storage()
@@ -238,7 +242,7 @@ class FakeExecution:
 
     # -- queries from Python --------------------------------------------------------------------------------
 
-    def _array(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def _array(self, tensor: Tensor, *args: object, **kwargs: object) -> Any:
         with self.really():
             value = self.known.of(tensor)
             return (
@@ -247,14 +251,14 @@ class FakeExecution:
                 else self.torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
             ).numpy()
 
-    def _formatted(self, tensor: Any, spec: str) -> str:
+    def _formatted(self, tensor: Tensor, spec: str) -> str:
         return format(tensor.detach().item() if tensor.dim() == 0 else repr(tensor), spec)
 
 
 def _or_stand_in(
     really: Callable[..., Any], stand_in: Callable[..., Any], fake_tensor: type
 ) -> Callable[..., Any]:
-    def ask(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def ask(tensor: Tensor, *args: object, **kwargs: object) -> Any:
         return (
             stand_in(tensor, *args, **kwargs)
             if isinstance(tensor, fake_tensor)

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial, wraps
+from types import ModuleType
 from typing import Any
 
 from flatout.agent.ledger import Ledger
@@ -30,7 +31,7 @@ class FileSandbox:
         self.ledger = ledger
         self.overlay = Overlay(folder)
 
-    def install(self, torch: Any) -> None:
+    def install(self, torch: ModuleType) -> None:
         self._install_open()
         self._install_torch(torch)
         for name in LOOKING:
@@ -61,13 +62,13 @@ class FileSandbox:
         """Remove the empty folders that the script made, and its temporary files."""
         tidy(self.folder)
 
-    def _wrap(self, owner: Any, name: str, does: Callable) -> None:
+    def _wrap(self, owner: object, name: str, does: Callable) -> None:
         really = getattr(owner, name, None)
         if really is None:
             return
 
         @wraps(really)
-        def sandboxed(*args: Any, **kwargs: Any) -> Any:
+        def sandboxed(*args: object, **kwargs: object) -> Any:
             if self.overlay.busy or not args:
                 return really(*args, **kwargs)
             return does(really, *args, **kwargs)
@@ -85,7 +86,9 @@ class FileSandbox:
     def _install_open(self) -> None:
         overlay = self.overlay
 
-        def open_(really: Any, file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
+        def open_(
+            really: Callable[..., Any], file: Any, mode: Any = "r", *args: object, **kwargs: object
+        ) -> Any:
             return really(
                 overlay.writing(file, mode) if set(str(mode)) & set("wax+") else overlay.reading(file),
                 mode,
@@ -93,7 +96,9 @@ class FileSandbox:
                 **kwargs,
             )
 
-        def open_low(really: Any, path: Any, flags: int, *args: Any, **kwargs: Any) -> Any:
+        def open_low(
+            really: Callable[..., Any], path: object, flags: int, *args: object, **kwargs: object
+        ) -> Any:
             if kwargs.get("dir_fd") is not None or not flags & WRITES:
                 return really(self._seen(path, kwargs), flags, *args, **kwargs)
             # temporary files are made like this, under a fresh name
@@ -113,7 +118,7 @@ class FileSandbox:
         self.ledger.set(io, "open", builtins.open)
         self._wrap(os, "open", open_low)
 
-    def _install_torch(self, torch: Any) -> None:
+    def _install_torch(self, torch: ModuleType) -> None:
         overlay = self.overlay
         for owner in (torch, sys.modules.get("torch.jit")):
             if owner is not None:
@@ -132,45 +137,47 @@ class FileSandbox:
 
     # -- inspecting and changing ----------------------------------------------------------------------------
 
-    def _seen(self, path: Any, kwargs: dict) -> Any:
+    def _seen(self, path: object, kwargs: dict) -> Any:
         return path if kwargs.get("dir_fd") is not None else self.overlay.reading(path)
 
-    def _access(self, really: Any, path: Any, *args: Any, **kwargs: Any) -> bool:
+    def _access(self, really: Callable[..., Any], path: object, *args: object, **kwargs: object) -> bool:
         try:
             return bool(really(self._seen(path, kwargs), *args, **kwargs))
         except FileNotFoundError:
             return False
 
-    def _change(self, really: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+    def _change(self, really: Callable[..., Any], path: object, *args: object, **kwargs: object) -> None:
         where = path if kwargs.get("dir_fd") is not None else self.overlay.changing(path)
         if where is not None:
             really(where, *args, **kwargs)
 
     # -- moving and removing --------------------------------------------------------------------------------
 
-    def _move(self, really: Any, src: Any, dst: Any, **kwargs: Any) -> None:
+    def _move(self, really: Callable[..., Any], src: Any, dst: Any, **kwargs: Any) -> None:
         if not self.overlay.move(_at(src, kwargs.get("src_dir_fd")), _at(dst, kwargs.get("dst_dir_fd"))):
             really(src, dst, **kwargs)
 
-    def _remove(self, really: Any, path: Any, *, dir_fd: int | None = None) -> None:
+    def _remove(self, really: Callable[..., Any], path: object, *, dir_fd: int | None = None) -> None:
         full = _at(path, dir_fd)
         # A listing still shows what the script removed earlier; with a folder descriptor, the script is
         # walking such a listing.
         if self.overlay.is_outside(full) or not self.overlay.remove(full, quiet=dir_fd is not None):
             really(path, dir_fd=dir_fd)
 
-    def _mkdir(self, really: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+    def _mkdir(self, really: Callable[..., Any], path: Any, *args: object, **kwargs: Any) -> None:
         full = _at(path, kwargs.get("dir_fd"))
         if not self.overlay.shows_again(full):
             really(path, *args, **kwargs)
             self.overlay.make(full)
 
-    def _rmdir(self, really: Any, path: Any, *, dir_fd: int | None = None) -> None:
+    def _rmdir(self, really: Callable[..., Any], path: object, *, dir_fd: int | None = None) -> None:
         full = _at(path, dir_fd)
         if self.overlay.is_outside(full) or not self.overlay.hide_folder(full):
             really(path, dir_fd=dir_fd)
 
-    def _symlink(self, really: Any, src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
+    def _symlink(
+        self, really: Callable[..., Any], src: Any, dst: Any, *args: object, **kwargs: object
+    ) -> None:
         where = self.overlay.writing(dst, "x")
         if where is not dst:  # the link lies elsewhere, so make its target absolute
             src = self.overlay.reading(

@@ -21,7 +21,8 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.bootstrap import AfterImport
 from flatout.agent.ledger import Ledger
@@ -47,6 +48,11 @@ from flatout.job.heartbeat import (
     TRAINING,
 )
 from flatout.schema.errors import NotFinite
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
 
 ON_NAN = "FLATOUT_ON_NAN"
 # a real-time signal; threads, debuggers and profilers use the first ones
@@ -99,7 +105,7 @@ class HeartbeatWriter:
 
     # -- hooks ----------------------------------------------------------------------------------------------
 
-    def _torch_is_there(self, torch: Any) -> None:
+    def _torch_is_there(self, torch: ModuleType) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         ledger, data = self.ledger, torch.utils.data
@@ -122,7 +128,7 @@ class HeartbeatWriter:
 
     # These three run in every step, so each write costs time. Any changing number is a sign of life.
 
-    def _stepped(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+    def _stepped(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         words = self.words
         words[STEPS if self.boundaries.optimizer_stepped(id(optimizer)) else HEARTBEATS] += 1
         words[PHASE] = TRAINING
@@ -131,7 +137,7 @@ class HeartbeatWriter:
         boundaries = self.boundaries
 
         @wraps(backward)
-        def hooked_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        def hooked_backward(tensors: Any, *args: object, **kwargs: object) -> Any:
             words, steps_here = self.words, not boundaries.optimizer_seen
             if steps_here and boundaries.forward_or_backward_begins():
                 words[STEPS] += 1
@@ -148,7 +154,7 @@ class HeartbeatWriter:
 
     def _beat_around_next(self, take: Callable) -> Callable:
         @wraps(take)
-        def hooked_next(iterator: Any) -> Any:
+        def hooked_next(iterator: object) -> Any:
             words = self.words
             before = words[PHASE]
             if before != OPENING:  # the first batch of an iterator waits for its workers
@@ -167,7 +173,7 @@ class HeartbeatWriter:
 
     def _note_workers(self, begin: Callable) -> Callable:
         @wraps(begin)
-        def iter_notes(loader: Any) -> Any:
+        def iter_notes(loader: DataLoader) -> Any:
             before = self.words[PHASE]
             self._beat(OPENING)
             iterator = begin(loader)
@@ -199,7 +205,7 @@ class HeartbeatWriter:
 
     def _beat_before_eval(self, switch: Callable) -> Callable:
         @wraps(switch)
-        def hooked_eval(module: Any) -> Any:
+        def hooked_eval(module: Module) -> Any:
             if self.words[STEPS]:
                 self._beat(EVALUATING)
             return switch(module)
@@ -208,7 +214,7 @@ class HeartbeatWriter:
 
     def _tell_of_save(self, save: Callable) -> Callable:
         @wraps(save)
-        def hooked_save(*args: Any, **kwargs: Any) -> Any:
+        def hooked_save(*args: object, **kwargs: object) -> Any:
             before = self.words[PHASE]
             if (
                 self.boundaries.forward_or_backward_begins()
@@ -226,7 +232,7 @@ class HeartbeatWriter:
 
     def _tell_of_load(self, load: Callable) -> Callable:
         @wraps(load)
-        def hooked_load(f: Any, *args: Any, **kwargs: Any) -> Any:
+        def hooked_load(f: Any, *args: object, **kwargs: object) -> Any:
             result = load(f, *args, **kwargs)
             try:  # a data file is older than the run; a file written since is a checkpoint
                 name = f if isinstance(f, (str, os.PathLike)) else f.name

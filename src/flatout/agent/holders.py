@@ -10,10 +10,13 @@ import types
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.frames import is_users, place_at
 from flatout.schema.findings import SourceLocation
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DEEPEST = 4  # limit of nested containers
 CONTAINERS = (list, dict, set, tuple, deque)
@@ -31,7 +34,7 @@ def most_common_holder(tensors: list[Any], ours: set[int]) -> tuple[str, SourceL
     return f"{kind} `{name}`" + (f" of {owner}" if owner else ""), putting_line(name, kind, files)
 
 
-def _holder(tensor: Any, ours: set[int]) -> Named | None:
+def _holder(tensor: Tensor, ours: set[int]) -> Named | None:
     """Return the named object that holds a tensor, through containers; ``ours``: flatout's containers."""
     things, kind, seen = [tensor], "variable", {id(tensor), *ours}
     for _ in range(DEEPEST):
@@ -61,7 +64,7 @@ def frames() -> Iterator[types.FrameType]:
             each = each.f_back
 
 
-def _name_in_frames(thing: Any, kind: str) -> Named | None:
+def _name_in_frames(thing: object, kind: str) -> Named | None:
     for frame in frames():
         for name, value in frame.f_locals.items():
             if value is thing:
@@ -70,7 +73,7 @@ def _name_in_frames(thing: Any, kind: str) -> Named | None:
     return None
 
 
-def _name_in_namespaces(thing: Any, kind: str) -> Named | None:
+def _name_in_namespaces(thing: object, kind: str) -> Named | None:
     """Find a global of a module, an attribute of an object, or a closure variable."""
     for referrer in gc.get_referrers(thing):
         if isinstance(referrer, dict):
@@ -107,7 +110,7 @@ def _name_in_namespaces(thing: Any, kind: str) -> Named | None:
     return None
 
 
-def attribute_of(owner: Any, name: str, kind: str) -> Named | None:
+def attribute_of(owner: object, name: str, kind: str) -> Named | None:
     if type(owner).__module__.partition(".")[0] == __name__.partition(".")[0]:
         return None  # flatout's own notes in a trial
     files = []
@@ -121,7 +124,7 @@ def attribute_of(owner: Any, name: str, kind: str) -> Named | None:
     return kind, f"self.{name}", type(owner).__name__, tuple(files)
 
 
-def _is_namespace(thing: Any) -> bool:
+def _is_namespace(thing: object) -> bool:
     return isinstance(thing, dict) and "__builtins__" in thing
 
 

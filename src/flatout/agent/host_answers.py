@@ -9,10 +9,13 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.frames import is_torch
+
+if TYPE_CHECKING:
+    from torch import device as Device
 
 NOTHING = (
     "synchronize",
@@ -51,18 +54,18 @@ ZERO = (
 COUNTS = ("memory_stats", "memory_stats_as_nested_dict", "host_memory_stats")
 
 
-def nothing(*args: Any, **kwargs: Any) -> None:
+def nothing(*args: object, **kwargs: object) -> None:
     """Do nothing: nothing is queued, cached or counted on the CPU."""
 
 
-def zero(*args: Any, **kwargs: Any) -> int:
+def zero(*args: object, **kwargs: object) -> int:
     return 0
 
 
 class Event:
     """A moment of the host clock: on the CPU, all earlier work is done when it is recorded."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         self._at_s = 0.0
 
     def record(self, stream: Any = None) -> None:
@@ -83,7 +86,7 @@ class Stream:
 
     cuda_stream = priority = 0
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
     def record_event(self, event: Any = None) -> Any:
@@ -97,7 +100,7 @@ class Stream:
     def __enter__(self) -> Stream:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
     wait_event = wait_stream = synchronize = nothing
@@ -106,13 +109,13 @@ class Stream:
 class Here:
     """A context that selects a device or a stream: there is only one, so it does nothing."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
     def __enter__(self) -> Any:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
 
@@ -123,7 +126,7 @@ class Runtime:
         return zero
 
 
-def host_answers(torch: Any) -> dict[str, Any]:
+def host_answers(torch: ModuleType) -> dict[str, Any]:
     """Return replacements by name for the functions and classes of `torch.cuda` and similar modules."""
     memory = tuple(
         os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") if name in os.sysconf_names else 0
@@ -143,7 +146,7 @@ def host_answers(torch: Any) -> dict[str, Any]:
             seeds.add(seed)
             torch.default_generator.manual_seed(seed)
 
-    def put_back(state: Any, device: Any = None) -> None:
+    def put_back(state: Any, device: Device = None) -> None:
         if state.shape == torch.get_rng_state().shape:  # the state of a card has another shape
             torch.set_rng_state(state)
 

@@ -10,7 +10,11 @@ from __future__ import annotations
 
 from itertools import zip_longest
 from math import prod
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_ELEMENTS = 2**18  # limit for values that are really computed
 ALL = ("all", "_is_all_true")  # such checks expect success; "any" checks for errors
@@ -31,7 +35,7 @@ JUNCTIONS = {
 class KnownValues:
     """Known values. ``of`` returns a real tensor or None. All methods run with dispatch modes off."""
 
-    def __init__(self, torch: Any) -> None:
+    def __init__(self, torch: ModuleType) -> None:
         from torch.utils.weak import WeakIdKeyDictionary
 
         self.torch = torch
@@ -39,13 +43,13 @@ class KnownValues:
         self._truths: Any = WeakIdKeyDictionary()  # boolean tensors: their most likely value
         self.guessed: set[str] = set()  # queries that were answered by a guess
 
-    def set(self, tensor: Any, value: Any) -> None:
+    def set(self, tensor: Tensor, value: object) -> None:
         self._values[tensor] = value
 
-    def of(self, tensor: Any) -> Any:
+    def of(self, tensor: Tensor) -> Any:
         return self._values.get(tensor)
 
-    def worth_keeping(self, tensor: Any) -> bool:
+    def worth_keeping(self, tensor: Tensor) -> bool:
         """Whether the value of a real tensor may matter: a single number, or not too many integers."""
         if tensor.layout != self.torch.strided or tensor.requires_grad or tensor.device.type != "cpu":
             return False
@@ -96,7 +100,7 @@ class KnownValues:
         )
         return few and elements <= (MOST_ELEMENTS if whole else 1)
 
-    def note(self, function: Any, leaves: list[Any], made: Any, values: Any) -> None:
+    def note(self, function: Any, leaves: list[Any], made: Any, values: object) -> None:
         """Remember the known tensors of an operator; ``values`` are theirs, if they were computed."""
         torch = self.torch
         several = isinstance(made, (list, tuple))
@@ -139,7 +143,7 @@ class KnownValues:
             return not asked[0]
         return asked[0] if name in SAME and asked else False
 
-    def number(self, tensor: Any) -> Any:
+    def number(self, tensor: Tensor) -> Any:
         """Return the single number of a tensor as a Python number."""
         value = self.of(tensor)
         if value is not None and value.numel() == 1:

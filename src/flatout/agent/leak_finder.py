@@ -11,10 +11,14 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.holders import Named, attribute_of, frames, most_common_holder, putting_line
 from flatout.schema.findings import SourceLocation
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_NODES = 5000  # limit of a walk over the autograd graph
 SUSPECTS = 4  # tensors whose holders are searched; each costs a walk over all objects
@@ -38,7 +42,7 @@ class LeakFinder:
     ``look`` is called a few times, some steps apart; ``found`` reports what grew in between.
     """
 
-    def __init__(self, torch: Any, owners: Iterable[Any] = ()) -> None:
+    def __init__(self, torch: ModuleType, owners: Iterable[Any] = ()) -> None:
         """``owners``: user objects whose attributes may grow, such as data sets."""
         self.torch = torch
         self._owners = [weakref.ref(owner) for owner in owners]
@@ -170,7 +174,7 @@ class LeakFinder:
         ]
         return max(chains, key=lambda pair: pair[0])[1] if chains else None
 
-    def _nodes(self, tensor: Any) -> int:
+    def _nodes(self, tensor: Tensor) -> int:
         """Count the nodes of the autograd graph below a tensor, up to a limit."""
         seen: set[Any] = set()
         todo = [tensor.grad_fn]

@@ -49,7 +49,7 @@ class Ledger:
         self._undo.append((f"{_title(owner)}.{name}", restore))
         return seen
 
-    def set_flag(self, owner: Any, name: str, value: Any) -> None:
+    def set_flag(self, owner: object, name: str, value: object) -> None:
         """Set a flag through its setter, which ``set`` bypasses: torch.backends' switches act there."""
         if not hasattr(owner, name):
             raise MissingTarget(f"{_title(owner)} has no attribute {name!r}")
@@ -102,7 +102,7 @@ def _known_to_script(function: Any, stand_in: Any) -> dict[int, str]:
     return table
 
 
-def _assign(owner: Any, name: str, value: Any) -> None:
+def _assign(owner: object, name: str, value: object) -> None:
     # nn.Module and Optimizer define their own __setattr__; a patch must bypass it.
     if isinstance(owner, type) or not hasattr(owner, "__dict__"):
         setattr(owner, name, value)
@@ -113,12 +113,12 @@ def _assign(owner: Any, name: str, value: Any) -> None:
             setattr(owner, name, value)
 
 
-def _remove(owner: Any, name: str) -> None:
+def _remove(owner: object, name: str) -> None:
     if isinstance(owner, type):
         delattr(owner, name)
     else:
         vars(owner).pop(name, None)
 
 
-def _title(owner: Any) -> str:
+def _title(owner: object) -> str:
     return getattr(owner, "__qualname__", None) or getattr(owner, "__name__", None) or type(owner).__name__

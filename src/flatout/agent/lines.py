@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from flatout.agent.frames import Line, users_line
@@ -24,7 +25,7 @@ class OperatorLines:
     ``now_ns``.
     """
 
-    def __init__(self, torch: Any, ledger: Ledger, now_ns: Callable[[], int]) -> None:
+    def __init__(self, torch: ModuleType, ledger: Ledger, now_ns: Callable[[], int]) -> None:
         self.torch, self.ledger, self.now_ns = torch, ledger, now_ns
         self.by_operator: dict[Key, list[Line | None]] = defaultdict(list)
         self.moments: list[tuple[int, Line | None]] = []

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import wraps
 from types import ModuleType
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from flatout.agent.attached import Attached, MakeCheckpointing
 from flatout.agent.bootstrap import say
@@ -23,6 +23,11 @@ from flatout.measure.clock import HostClock, seconds
 from flatout.measure.load import peak_bytes
 from flatout.render.formatting import duration, figure, size
 from flatout.schema.run_request import RunRequest
+
+if TYPE_CHECKING:
+    from torch import device as Device
+    from torch.nn import Module
+    from torch.optim import Optimizer
 
 EVERY_S = {True: 1.0, False: 30.0}  # in a terminal, and in a file
 
@@ -39,14 +44,14 @@ class StepCounters:
         self.samples_a_step = 0.0
         self._counted: int | None = None
 
-    def install(self, torch: Any, ledger: Ledger) -> None:
+    def install(self, torch: ModuleType, ledger: Ledger) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         ledger.call("optimizer step hook", register_optimizer_step_post_hook(self._stepped).remove)
         iterator = torch.utils.data.dataloader._BaseDataLoaderIter
         ledger.set(iterator, "__next__", self._waited(iterator.__next__))
 
-    def _stepped(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+    def _stepped(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         """Count a step; of several optimizers, only the first counts."""
         if self._counted is None:
             self._counted = id(optimizer)
@@ -57,7 +62,7 @@ class StepCounters:
         mark = HostClock.mark
 
         @wraps(take)
-        def next_counted(iterator: Any) -> Any:
+        def next_counted(iterator: object) -> Any:
             start = mark()
             try:
                 return take(iterator)
@@ -83,7 +88,7 @@ class MonitoredRun(Attached):
         self.samples = 0
         super().__init__(request, torch, checkpoints)
 
-    def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
+    def forward_begin(self, root: Module, args: tuple, kwargs: dict) -> None:
         """Count samples by the first tensor argument of the first root module."""
         first = next((value for value in (*args, *kwargs.values()) if hasattr(value, "shape")), None)
         if first is not None and len(first.shape) and root is self.context.roots[0]:
@@ -104,9 +109,9 @@ class LiveLine:
         self,
         stream: TextIO,
         counts: StepCounters,
-        torch: Any,
+        torch: ModuleType,
         known: Mapping[str, float],
-        device: Any,
+        device: Device,
         every_s: float | None = None,
     ) -> None:
         self.stream, self.counts, self.torch, self.known, self.device = stream, counts, torch, known, device
@@ -179,7 +184,7 @@ class LiveLine:
 class Machine:
     """Load of the process (psutil) and of the model's ``device`` (NVML, if that is a GPU)."""
 
-    def __init__(self, torch: Any, device: Any) -> None:
+    def __init__(self, torch: ModuleType, device: Device) -> None:
         import psutil
 
         self.torch, self.device = torch, device
@@ -211,7 +216,7 @@ class Machine:
         return said
 
 
-def _nvml(torch: Any, device: Any) -> tuple[Any, Any] | None:
+def _nvml(torch: ModuleType, device: Device) -> tuple[Any, Any] | None:
     """Return NVML and its handle of a device, found by UUID; None without NVML."""
     try:
         import pynvml

@@ -6,12 +6,16 @@ import random
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader, Dataset
 
 HUGE = 2**40  # limit: endless samplers report a huge length
 
 
-def draws_random_numbers(dataset: Any, torch: Any) -> bool:
+def draws_random_numbers(dataset: Dataset, torch: ModuleType) -> bool:
     """Whether fetching a sample draws random numbers or gives another result when repeated.
 
     Fetches two samples twice, and restores the generators.
@@ -49,7 +53,7 @@ def _alike(a: Any, b: Any) -> bool:
     return a is b or hasattr(a, "getbands") or type(a).__eq__ is object.__eq__ or bool(a == b)
 
 
-def arguments_of(loader: Any, torch: Any) -> dict[str, Any]:
+def arguments_of(loader: DataLoader, torch: ModuleType) -> dict[str, Any]:
     """Return the arguments to rebuild this DataLoader, without the samplers that it made for itself."""
     data = torch.utils.data
     asked: dict[str, Any] = {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
@@ -88,7 +92,7 @@ def arguments_of(loader: Any, torch: Any) -> dict[str, Any]:
     return asked
 
 
-def way_of(dataset: Any, asked: dict[str, Any]) -> tuple[Any, ...]:
+def way_of(dataset: Dataset, asked: dict[str, Any]) -> tuple[Any, ...]:
     """Return a key of loaders that the script treats as one, e.g. a new one for each epoch."""
     try:
         length = len(dataset)
@@ -101,14 +105,14 @@ def way_of(dataset: Any, asked: dict[str, Any]) -> tuple[Any, ...]:
     return (type(dataset), length, *plain, type(asked.get("sampler")), type(asked.get("batch_sampler")))
 
 
-def weakly(thing: Any) -> Callable[[], Any]:
+def weakly(thing: object) -> Callable[[], Any]:
     try:
         return weakref.ref(thing)
     except TypeError:  # e.g. a list: hold it strongly
         return lambda: thing
 
 
-def describe(loader: Any, dataset: Any, asked: dict[str, Any]) -> dict[str, Any]:
+def describe(loader: DataLoader, dataset: Dataset, asked: dict[str, Any]) -> dict[str, Any]:
     try:
         length: int | None = len(dataset)
     except Exception:
@@ -128,7 +132,7 @@ def describe(loader: Any, dataset: Any, asked: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def is_map_style(dataset: Any) -> bool:
+def is_map_style(dataset: Dataset) -> bool:
     """Whether samples are fetched by index; an IterableDataset inherits a raising ``__getitem__``."""
     return hasattr(dataset, "__getitem__") and not any(
         kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__

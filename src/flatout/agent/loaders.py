@@ -8,10 +8,10 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.frames import place_of, users_line
-from flatout.agent.ledger import Ledger
 from flatout.agent.loader_arguments import (
     arguments_of,
     describe,
@@ -20,6 +20,10 @@ from flatout.agent.loader_arguments import (
     way_of,
     weakly,
 )
+from flatout.schema.program import Ledger
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 
 class LoaderRule:
@@ -41,7 +45,7 @@ first. ``feed.begin(iterator)`` returns a replacement for the data set, or None 
 class Loaders:
     """Records the arguments that the script passed to each DataLoader, and the arguments that it got."""
 
-    def __init__(self, torch: Any) -> None:
+    def __init__(self, torch: ModuleType) -> None:
         self.torch = torch
         self.rules: list[LoaderRule] = []
         self.feed_rules: list[FeedRule] = []
@@ -71,7 +75,7 @@ class Loaders:
         signature = inspect.signature(init)
 
         @wraps(init)
-        def hooked_init(loader: Any, *args: Any, **kwargs: Any) -> None:
+        def hooked_init(loader: DataLoader, *args: object, **kwargs: object) -> None:
             try:
                 bound = signature.bind(loader, *args, **kwargs)
             except TypeError:
@@ -95,7 +99,9 @@ class Loaders:
             changed = rule.change(asked.get("dataset"), changed)
         return changed
 
-    def _note(self, loader: Any, asked: dict[str, Any], changed: dict[str, Any], place: Any = None) -> None:
+    def _note(
+        self, loader: DataLoader, asked: dict[str, Any], changed: dict[str, Any], place: Any = None
+    ) -> None:
         dataset = asked.get("dataset")
         self.alive[loader] = asked
         if self._dataset is None and is_map_style(dataset):
@@ -109,13 +115,13 @@ class Loaders:
             {**describe(loader, dataset, asked), "place": place.to_json() if place is not None else None}
         )
 
-    def meet(self, loader: Any) -> None:
+    def meet(self, loader: DataLoader) -> None:
         """Register a DataLoader that was made before flatout attached. Other objects are ignored."""
         if isinstance(loader, self.torch.utils.data.DataLoader):
             asked = arguments_of(loader, self.torch)
             self._note(loader, asked, asked)
 
-    def made_again(self, loader: Any, ledger: Ledger) -> Any:
+    def made_again(self, loader: DataLoader, ledger: Ledger) -> Any:
         """Return the DataLoader rebuilt according to the rules; feeds act on it from here on."""
         if loader not in self.alive:
             return loader
@@ -141,7 +147,7 @@ class Loaders:
         reset = iterator_class._reset
 
         @wraps(reset)
-        def hooked_reset(iterator: Any, loader: Any, first_iter: bool = False) -> None:
+        def hooked_reset(iterator: object, loader: DataLoader, first_iter: bool = False) -> None:
             if not first_iter and loader in self._made_persistent:
                 torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             reset(iterator, loader, first_iter)
@@ -183,7 +189,7 @@ class Loaders:
         take = iterator_class.__next__
 
         @wraps(take)
-        def hooked_next(iterator: Any) -> Any:
+        def hooked_next(iterator: object) -> Any:
             if context.asleep or not context.torch.is_grad_enabled():
                 return take(iterator)
             context.listener.data_begin(iterator)
@@ -201,7 +207,7 @@ class Loaders:
         begin = loader_class.__iter__
 
         @wraps(begin)
-        def hooked_iter(loader: Any) -> Any:
+        def hooked_iter(loader: DataLoader) -> Any:
             if context.asleep:
                 return begin(loader)
             context.listener.iterator_begin(loader)

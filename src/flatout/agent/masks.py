@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import Any
+from types import FrameType, ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.ledger import Ledger
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MASKS = "bool", "uint8"  # dtypes of masks, as opposed to indices
 Observer = Callable[[Callable[[], Any], Any, FrameType], Any]
 
 
 def observe_masks(
-    torch: Any,
+    torch: ModuleType,
     ledger: Ledger,
     observed: Observer,
     others: Callable[[Any, FrameType], None] = lambda found, frame: None,
@@ -36,7 +39,7 @@ def observe_masks(
     key = torch._C.DispatchKey.BackendSelect
     below = torch._C._dispatch_keyset_full_after(key)
 
-    def kernel(keys: Any, tensor: Any, indices: Sequence[Any]) -> Any:
+    def kernel(keys: Any, tensor: Tensor, indices: Sequence[Any]) -> Any:
         for each in indices:
             if each is not None and each.dtype in masks and not each.is_meta:
                 return observed(
@@ -51,7 +54,7 @@ def observe_masks(
     ledger.call("aten::index", library._destroy)
 
 
-def has_mask(index: Any) -> bool:
+def has_mask(index: object) -> bool:
     """Whether an index contains a mask, so that the number of results depends on values. Raises nothing."""
     if isinstance(index, (tuple, list)):
         return any(map(has_mask, index)) or (

@@ -5,10 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.ledger import Ledger
 from flatout.agent.steps import StepBoundaries
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 
 class Optimizers:
@@ -31,11 +34,11 @@ class Optimizers:
         """Report each outermost step to ``context``, until the ledger is restored."""
         from torch.optim import optimizer as torchs
 
-        def begins(optimizer: Any, args: tuple, kwargs: dict) -> None:
+        def begins(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
             if not context.asleep and self._begins(optimizer):
                 context.optimizer_begins(optimizer)
 
-        def ends(optimizer: Any, args: tuple, kwargs: dict) -> None:
+        def ends(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
             if not context.asleep and self._ends(optimizer):
                 context.optimizer_ends(optimizer)
 
@@ -45,30 +48,30 @@ class Optimizers:
 
     def _wrap_init(self, init: Callable, context: Any) -> Callable:
         @wraps(init)
-        def hooked_init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        def hooked_init(optimizer: Optimizer, *args: object, **kwargs: object) -> None:
             init(optimizer, *args, **kwargs)
             if not context.asleep:
                 self.meet(optimizer)
 
         return hooked_init
 
-    def meet(self, optimizer: Any) -> None:
+    def meet(self, optimizer: Optimizer) -> None:
         key = id(optimizer)
         boundaries, known = self._boundaries, self._known
 
-        def gone(_: Any) -> None:
+        def gone(_: object) -> None:
             boundaries.optimizer_gone(key)
             known.pop(key, None)
 
         known[key] = weakref.ref(optimizer, gone)
         boundaries.optimizer_made(key)
 
-    def _begins(self, optimizer: Any) -> bool:
+    def _begins(self, optimizer: Optimizer) -> bool:
         self._leaves(optimizer)  # a step that raised left its entry behind
         self._stepping.append(id(optimizer))
         return len(self._stepping) == 1
 
-    def _ends(self, optimizer: Any) -> bool:
+    def _ends(self, optimizer: Optimizer) -> bool:
         self._leaves(optimizer)
         if self._stepping:  # the inner optimizer of a wrapper: only the wrapper counts
             self._boundaries.optimizer_gone(id(optimizer))
@@ -78,11 +81,11 @@ class Optimizers:
             self.meet(optimizer)
         return True
 
-    def _leaves(self, optimizer: Any) -> None:
+    def _leaves(self, optimizer: Optimizer) -> None:
         if id(optimizer) in self._stepping:
             del self._stepping[self._stepping.index(id(optimizer)) :]
 
-    def wait_for_no_wrapper_of(self, optimizer: Any) -> None:
+    def wait_for_no_wrapper_of(self, optimizer: Optimizer) -> None:
         """Do not wait for a wrapper that shares the parameter groups: it may never step itself.
 
         SAM, for example, has two methods of its own, and its inner optimizer steps.

@@ -65,7 +65,7 @@ class Overlay:
         with self.looking():
             return os.path.join(os.path.realpath(folder), name)
 
-    def is_outside(self, path: Any) -> bool:
+    def is_outside(self, path: object) -> bool:
         """Whether a path is left alone: not a path, or a system, temporary, cache or trial path."""
         if not isinstance(path, (str, bytes, os.PathLike)):
             return True
@@ -74,7 +74,7 @@ class Overlay:
             return True
         return key.startswith(self._temporary) and not (self._project and key.startswith(self._project))
 
-    def _known(self, path: Any) -> str | None:
+    def _known(self, path: object) -> str | None:
         """Return the key of a path that the script has changed, else None; most need only the name."""
         if not self.moved or not isinstance(path, (str, bytes, os.PathLike)):
             return None
@@ -94,7 +94,7 @@ class Overlay:
 
     # -- reading and writing --------------------------------------------------------------------------------
 
-    def reading(self, path: Any) -> Any:
+    def reading(self, path: object) -> Any:
         """Return where the content lies. Raises FileNotFoundError for files that the script has removed."""
         key = self._known(path)
         if key is None:
@@ -104,7 +104,7 @@ class Overlay:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         return target
 
-    def writing(self, path: Any, mode: str) -> Any:
+    def writing(self, path: object, mode: str) -> Any:
         """Return where to write: the path itself if nothing may move or the script itself must fail."""
         if self.is_outside(path):
             return path
@@ -138,7 +138,7 @@ class Overlay:
         self._note(key, target)
         return target
 
-    def changing(self, path: Any) -> Any:
+    def changing(self, path: object) -> Any:
         """Return where to change a file's times, permissions or length; None to ignore the change."""
         if self.is_outside(path):
             return path
@@ -151,14 +151,14 @@ class Overlay:
                 return None
         return self.writing(path, "r+")
 
-    def create(self, path: Any) -> None:
+    def create(self, path: object) -> None:
         """Register a new file that was created in place, under a fresh name."""
         self.fresh.add(self.key(path))
         self._list("file", self.key(path))
 
     # -- folders --------------------------------------------------------------------------------------------
 
-    def shows_again(self, path: Any) -> bool:
+    def shows_again(self, path: object) -> bool:
         """Show a folder again that the script removed and now makes: it was there all the time."""
         key = self._known(path)
         if key is None or self.moved[key] is not None:
@@ -166,12 +166,12 @@ class Overlay:
         del self.moved[key]
         return True
 
-    def make(self, path: Any) -> None:
+    def make(self, path: object) -> None:
         if not self.is_outside(path):
             self.made.append(self.key(path))
             self._list("folder", self.made[-1])
 
-    def hide_folder(self, path: Any) -> bool:
+    def hide_folder(self, path: object) -> bool:
         """Remove a folder from view; False if it must really be removed. Raises as ``rmdir`` does."""
         key = self.key(path)
         self.reading(path)
@@ -195,7 +195,7 @@ class Overlay:
 
     # -- removing and moving --------------------------------------------------------------------------------
 
-    def remove(self, path: Any, quiet: bool = False) -> bool:
+    def remove(self, path: object, quiet: bool = False) -> bool:
         """Remove a file from view; False if it must really be removed. Raises as ``unlink`` does."""
         key = self.key(path)
         if key in self.fresh:

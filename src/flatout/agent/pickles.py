@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.ledger import Ledger
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 HOOKS = (
     "_forward_pre_hooks",
@@ -17,14 +21,14 @@ HOOKS = (
 BESIDES = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
-def keep_out_of_pickles(torch: Any, ledger: Ledger, owner: type) -> None:
+def keep_out_of_pickles(torch: ModuleType, ledger: Ledger, owner: type) -> None:
     """Filter the pickled state of modules: drop hooks bound to an ``owner``, and forwards marked ``flatout``.
 
     It patches ``__reduce_ex__`` instead of ``__getstate__``, which many classes define themselves.
     """
     usual = torch.nn.Module.__reduce_ex__
 
-    def reduce_without_ours(module: Any, protocol: Any) -> Any:
+    def reduce_without_ours(module: Module, protocol: Any) -> Any:
         answer = usual(module, protocol)
         if not isinstance(answer, tuple) or len(answer) < 3:
             return answer

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.batches import rows, samples_in
 from flatout.agent.compilers import compiler_off
 from flatout.agent.layers import layer_counts
-from flatout.agent.ledger import Ledger
 from flatout.agent.loader_arguments import way_of
 from flatout.agent.loaders import FeedRule, LoaderRule, Loaders
 from flatout.agent.names import variables_of
@@ -17,6 +17,12 @@ from flatout.agent.optimizers import Optimizers
 from flatout.agent.pickles import without_hooks
 from flatout.agent.scalers import Scalers
 from flatout.agent.steps import StepBoundaries
+from flatout.schema.program import Ledger
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.utils.data import DataLoader, Dataset
 
 ROOTS_THAT_MAKE_SENSE = 16  # with more root modules, the script calls its model in pieces
 
@@ -24,7 +30,7 @@ ROOTS_THAT_MAKE_SENSE = 16  # with more root modules, the script calls its model
 class ProgramView:
     """The live objects of a script, as weak references: attaching keeps no model or loader alive."""
 
-    def __init__(self, torch: Any) -> None:
+    def __init__(self, torch: ModuleType) -> None:
         self.torch = torch
         self.boundaries = StepBoundaries()
         self.steps = 0
@@ -98,7 +104,7 @@ class ProgramView:
         return len(self.roots) > ROOTS_THAT_MAKE_SENSE
 
     @staticmethod
-    def without_ranks(root: Any) -> Any:
+    def without_ranks(root: Module) -> Any:
         """Return the module inside a wrapper that averages gradients: one rank alone can call it."""
         return root.module if type(root).__name__ == "DistributedDataParallel" else root
 
@@ -164,26 +170,26 @@ class ProgramView:
             loader for loader in self.live_loaders if not train or self.first_loader_like(loader) in train
         ]
 
-    def number_of_loader(self, loader: Any) -> int | None:
+    def number_of_loader(self, loader: DataLoader) -> int | None:
         """Return the position of a DataLoader in ``loaders``; None if it was made before flatout attached."""
         return self._loaders.number.get(loader)
 
-    def first_loader_like(self, loader: Any) -> int | None:
+    def first_loader_like(self, loader: DataLoader) -> int | None:
         """Return the position of the first DataLoader made like this one, e.g. in an earlier epoch."""
         return self._loaders.alike.get(loader)
 
     @staticmethod
-    def way_of_loader(dataset: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
+    def way_of_loader(dataset: Dataset, arguments: dict[str, Any]) -> tuple[Any, ...]:
         """Return a key that loaders made alike have in common."""
         return way_of(dataset, arguments)
 
     @staticmethod
-    def samples_in(batch: Any, asked: int | None = None) -> int | None:
+    def samples_in(batch: object, asked: int | None = None) -> int | None:
         """Return the number of samples in a batch, or None; ``asked``: the batch size of its loader."""
         return samples_in(batch, asked)
 
     @staticmethod
-    def rows_of(batch: Any, samples: int, start: int, stop: int) -> Any:
+    def rows_of(batch: object, samples: int, start: int, stop: int) -> Any:
         """Return some samples of a batch."""
         return rows(batch, samples, start, stop)
 
@@ -191,7 +197,7 @@ class ProgramView:
     compiler_off = staticmethod(compiler_off)
     variables_of = staticmethod(variables_of)
 
-    def without_scale(self, loss: Any) -> Any:
+    def without_scale(self, loss: Tensor) -> Any:
         """Return the unscaled loss of a loss that a GradScaler has scaled; other losses unchanged."""
         return self._scalers.without_scale(loss)
 

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from flatout.agent.file_sandbox import FileSandbox
@@ -79,12 +80,12 @@ class RankFileSandbox(FileSandbox):
         self.overlay = Overlay(folder, keeps_temporary=True)
         self.folders = Folders(launch, rank)
 
-    def _mkdir(self, really: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+    def _mkdir(self, really: Callable[..., Any], path: object, *args: object, **kwargs: object) -> None:
         if kwargs.get("dir_fd") is not None or not self.overlay.shows_again(path):
             with self.overlay.looking():
                 self.folders.make(really, path, *args, **kwargs)
 
-    def _rmdir(self, really: Any, path: Any, *, dir_fd: int | None = None) -> None:
+    def _rmdir(self, really: Callable[..., Any], path: object, *, dir_fd: int | None = None) -> None:
         if dir_fd is None:
             self.overlay.hide_folder(path)
 
@@ -108,7 +109,7 @@ def launch_folder(here: RankEnvironment) -> str:
     return folder
 
 
-def keep_aside(torch: Any, launch: str, rank: int, ledger: Ledger) -> None:
+def keep_aside(torch: ModuleType, launch: str, rank: int, ledger: Ledger) -> None:
     """Redirect the files of a rank from here on; ``launch`` is the launch folder."""
     if rank:
         RankFileSandbox(launch, rank, ledger).install(torch)
@@ -116,7 +117,7 @@ def keep_aside(torch: Any, launch: str, rank: int, ledger: Ledger) -> None:
     folders, really = Folders(launch, rank), os.mkdir
 
     @wraps(really)
-    def make(path: Any, *args: Any, **kwargs: Any) -> None:
+    def make(path: object, *args: object, **kwargs: object) -> None:
         folders.make(really, path, *args, **kwargs)
 
     ledger.set(os, "mkdir", make)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import weakref
 from functools import wraps
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.ledger import Ledger
 
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
 
 class Scalers:
-    def __init__(self, torch: Any) -> None:
+    def __init__(self, torch: ModuleType) -> None:
         self.torch = torch
         self._seen: dict[int, weakref.ref[Any]] = {}
         self._unscaled: dict[int, tuple[weakref.ref[Any], Any]] = {}
@@ -22,7 +27,7 @@ class Scalers:
             scaler for ref in self._seen.values() if (scaler := ref()) is not None and scaler.is_enabled()
         ]
 
-    def without_scale(self, loss: Any) -> Any:
+    def without_scale(self, loss: Tensor) -> Any:
         """Return the unscaled loss of a scaled one; other losses are returned unchanged."""
         known = self._unscaled.get(id(loss)) if self._unscaled else None
         return known[1] if known is not None and known[0]() is loss else loss
@@ -32,7 +37,7 @@ class Scalers:
         scale, step = scaler_class.scale, scaler_class.step
 
         @wraps(scale)
-        def hooked_scale(scaler: Any, outputs: Any) -> Any:
+        def hooked_scale(scaler: Any, outputs: object) -> Any:
             scaled = scale(scaler, outputs)
             self._seen.setdefault(id(scaler), weakref.ref(scaler))
             if scaled is not outputs and isinstance(scaled, self.torch.Tensor):
@@ -40,7 +45,7 @@ class Scalers:
             return scaled
 
         @wraps(step)
-        def hooked_step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        def hooked_step(scaler: Any, optimizer: Optimizer, *args: object, **kwargs: object) -> Any:
             observed = context.optimizer_events
             result = step(scaler, optimizer, *args, **kwargs)
             # With infinite gradients the optimizer was not called, but the cycle has ended all the same.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import wraps
+from types import ModuleType
 from typing import Any
 
 from flatout.agent.ledger import Ledger
@@ -14,7 +15,7 @@ MAKE_THEMSELVES = ("SequentialLR", "ChainedScheduler", "ReduceLROnPlateau")
 
 
 class Schedulers:
-    def __init__(self, torch: Any, ledger: Ledger) -> None:
+    def __init__(self, torch: ModuleType, ledger: Ledger) -> None:
         self._seen: dict[int, weakref.ref[Any]] = {}
         module = torch.optim.lr_scheduler
         for kind in (
@@ -35,7 +36,7 @@ class Schedulers:
         seen = self._seen
 
         @wraps(init)
-        def hooked_init(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        def hooked_init(scheduler: Any, *args: object, **kwargs: object) -> None:
             init(scheduler, *args, **kwargs)
             key = id(scheduler)
             seen[key] = weakref.ref(scheduler, lambda _: seen.pop(key, None))

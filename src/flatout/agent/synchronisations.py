@@ -11,13 +11,16 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from types import FrameType
-from typing import Any
+from types import FrameType, ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.frames import Line, is_torch, place_of, users_line
 from flatout.agent.ledger import Ledger
 from flatout.agent.masks import observe_masks
 from flatout.schema.profile import SyncRecord
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 METHODS = {
     "item": "item",
@@ -66,7 +69,7 @@ class SyncRecorder:
 
     def __init__(
         self,
-        torch: Any,
+        torch: ModuleType,
         ledger: Ledger,
         device_type: str,
         now_ns: Callable[[], int],
@@ -118,7 +121,7 @@ class SyncRecorder:
 
     # -- wrappers -------------------------------------------------------------------------------------------
 
-    def _counts(self, tensor: Any, caller: Any) -> bool:
+    def _counts(self, tensor: Tensor, caller: Any) -> bool:
         if self._inside or not isinstance(tensor, self.torch.Tensor) or self.torch.compiler.is_compiling():
             return False
         if self.device_type != "cpu":
@@ -148,7 +151,7 @@ class SyncRecorder:
         kind: str,
         caller: Any,
         ns: int,
-        tensor: Any,
+        tensor: Tensor,
         pinned: bool | None = None,
         non_blocking: bool | None = None,
     ) -> None:
@@ -163,7 +166,7 @@ class SyncRecorder:
 
     def _observed(self, really: Callable, kind: str) -> Callable:
         @wraps(really)
-        def observed(tensor: Any = None, *args: Any, **kwargs: Any) -> Any:
+        def observed(tensor: Tensor = None, *args: object, **kwargs: object) -> Any:
             if tensor is None:
                 return really(*args, **kwargs)
             caller = sys._getframe(1)
@@ -173,7 +176,7 @@ class SyncRecorder:
 
         return observed
 
-    def _masked(self, really: Callable[[], Any], mask: Any, caller: FrameType) -> Any:
+    def _masked(self, really: Callable[[], Any], mask: Tensor, caller: FrameType) -> Any:
         """Record indexing with a mask: the number of results is only known once the mask is computed."""
         return (
             self._measure("nonzero", caller, really, (), {}, mask) if self._counts(mask, caller) else really()
@@ -181,7 +184,7 @@ class SyncRecorder:
 
     def _found(self, really: Callable) -> Callable:
         @wraps(really)
-        def found(condition: Any, *args: Any, **kwargs: Any) -> Any:
+        def found(condition: Any, *args: object, **kwargs: object) -> Any:
             if args or kwargs or not self._counts(condition, sys._getframe(1)):
                 return really(condition, *args, **kwargs)
             return self._measure("nonzero", sys._getframe(1), really, (condition,), {}, condition)
@@ -190,7 +193,7 @@ class SyncRecorder:
 
     def _moved(self, really: Callable) -> Callable:
         @wraps(really)
-        def moved(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        def moved(tensor: Tensor, *args: object, **kwargs: object) -> Any:
             if self._inside or self.torch.compiler.is_compiling():
                 return really(tensor, *args, **kwargs)
             start = self.now_ns()
@@ -210,7 +213,7 @@ class SyncRecorder:
         """Record tensor creation from Python values: on a device, a copy from memory that is not pinned."""
 
         @wraps(really)
-        def made(data: Any, *args: Any, **kwargs: Any) -> Any:
+        def made(data: object, *args: object, **kwargs: object) -> Any:
             start = self.now_ns()
             result = really(data, *args, **kwargs)
             if not self._inside and result.device.type != "cpu" and not isinstance(data, self.torch.Tensor):
@@ -221,7 +224,7 @@ class SyncRecorder:
 
     def _waited(self, really: Callable) -> Callable:
         @wraps(really)
-        def waited(*args: Any, **kwargs: Any) -> Any:
+        def waited(*args: object, **kwargs: object) -> Any:
             if self._inside:
                 return really(*args, **kwargs)
             return self._measure("synchronize", sys._getframe(1), really, args, kwargs)

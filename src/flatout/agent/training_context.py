@@ -17,19 +17,27 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.compilers import is_compiled
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Guarded, Listener
 from flatout.agent.pickles import keep_out_of_pickles
 from flatout.agent.program_view import ROOTS_THAT_MAKE_SENSE, ProgramView
+from flatout.schema.program import Ledger as AnyLedger
+from flatout.schema.program import Wrapper
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
 
 
 class TrainingContext(ProgramView):
     """The view of a running script, with the hooks that keep it up to date and send events to a listener."""
 
-    def __init__(self, torch: Any, listener: Listener, ledger: Ledger) -> None:
+    def __init__(self, torch: ModuleType, listener: Listener, ledger: Ledger) -> None:
         super().__init__(torch)
         self.listener: Listener = Guarded(listener)
         self.ledger = ledger
@@ -64,7 +72,7 @@ class TrainingContext(ProgramView):
         for loader in loaders:
             self._loaders.meet(loader)
 
-    def made_again(self, loader: Any, ledger: Ledger) -> Any:
+    def made_again(self, loader: DataLoader, ledger: AnyLedger) -> Any:
         """Return this DataLoader rebuilt by the rules, or itself if no rule applies.
 
         Feeds act on it from here on.
@@ -107,11 +115,11 @@ class TrainingContext(ProgramView):
             if compiled is not None:  # compiled by module.compile(), which includes the hooks
                 self.ledger.set(root, "_compiled_call_impl", self._called_from_outside(root, compiled))
 
-    def _called_from_outside(self, root: Any, compiled: Callable) -> Callable:
+    def _called_from_outside(self, root: Module, compiled: Callable) -> Callable:
         module = weakref.ref(root)
 
         @wraps(compiled)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> Any:
             self._root_begins(module(), args, kwargs)
             return compiled(*args, **kwargs)
 
@@ -163,7 +171,7 @@ class TrainingContext(ProgramView):
             # a list; typeshed declares a sequence
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
 
-    def _any_forward_begins(self, module: Any, args: tuple) -> None:
+    def _any_forward_begins(self, module: Module, args: tuple) -> None:
         self._depth += 1
         if self._depth > 1 or not self.torch.is_grad_enabled() or self.asleep:
             return
@@ -187,10 +195,10 @@ class TrainingContext(ProgramView):
             self._keep_out_of_pickles()
             self._root_begins(module, args, {})  # this call has run its own pre-hooks already
 
-    def _any_forward_ends(self, module: Any, args: tuple, output: Any) -> None:
+    def _any_forward_ends(self, module: Module, args: tuple, output: object) -> None:
         self._depth = max(0, self._depth - 1)
 
-    def _root_begins(self, module: Any, args: tuple, kwargs: dict) -> None:
+    def _root_begins(self, module: Module, args: tuple, kwargs: dict) -> None:
         torch = self.torch
         if self._unseen and torch.compiler.is_compiling():
             return
@@ -205,7 +213,7 @@ class TrainingContext(ProgramView):
         self.listener.forward_begin(module, args, kwargs)
         self._do_then()
 
-    def _root_ends(self, module: Any, args: tuple, output: Any) -> None:
+    def _root_ends(self, module: Module, args: tuple, output: object) -> None:
         if self._unseen:  # the end of a forward pass is not needed
             return
         if not self.asleep and self.torch.is_grad_enabled():
@@ -222,7 +230,7 @@ class TrainingContext(ProgramView):
         context = self
 
         @wraps(backward)
-        def hooked_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        def hooked_backward(tensors: Any, *args: object, **kwargs: object) -> Any:
             # reentrant checkpointing calls backward inside a backward pass
             if context.asleep or context._in_backward:
                 return backward(tensors, *args, **kwargs)
@@ -257,7 +265,7 @@ class TrainingContext(ProgramView):
         context = self
 
         @wraps(grad)
-        def hooked_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        def hooked_grad(outputs: object, inputs: object, *args: object, **kwargs: object) -> Any:
             context.create_graph_seen |= _creates_graph(args, kwargs)
             context._note_autocast()
             before, context._in_backward = context._in_backward, True
@@ -272,7 +280,7 @@ class TrainingContext(ProgramView):
         context = self
 
         @wraps(init)
-        def hooked_init(distribution: Any, *args: Any, **kwargs: Any) -> None:
+        def hooked_init(distribution: Any, *args: object, **kwargs: object) -> None:
             context.distributions_seen = True
             init(distribution, *args, **kwargs)
 
@@ -280,11 +288,11 @@ class TrainingContext(ProgramView):
 
     # -- optimizers and step boundaries ---------------------------------------------------------------------
 
-    def optimizer_begins(self, optimizer: Any) -> None:
+    def optimizer_begins(self, optimizer: Optimizer) -> None:
         self.listener.optimizer_begin(optimizer)
         self._do_then()
 
-    def optimizer_ends(self, optimizer: Any) -> None:
+    def optimizer_ends(self, optimizer: Optimizer) -> None:
         if not self.steps:
             self._optimizers.wait_for_no_wrapper_of(optimizer)
         self.optimizer_events += 1
@@ -292,7 +300,7 @@ class TrainingContext(ProgramView):
         if self.boundaries.optimizer_stepped(id(optimizer)):
             self._step_ended()
 
-    def optimizer_left_out(self, optimizer: Any) -> None:
+    def optimizer_left_out(self, optimizer: Optimizer) -> None:
         """End the cycle when a GradScaler found infinite gradients and did not call the optimizer."""
         if self.boundaries.optimizer_stepped(id(optimizer)):
             self._step_ended()
@@ -322,9 +330,7 @@ class TrainingContext(ProgramView):
 
     # -- wrapping the forward of a root module --------------------------------------------------------------
 
-    def wrap_forward(
-        self, root: Any, wrapper: Callable[[Callable], Callable], ledger: Ledger
-    ) -> Callable[[], None]:
+    def wrap_forward(self, root: Module, wrapper: Wrapper, ledger: AnyLedger) -> Callable[[], None]:
         """Replace ``root.forward`` by ``wrapper(root.forward)``; names, type and state_dict stay.
 
         The wrapper runs in training and evaluation. Returns a function that removes it (it must be the

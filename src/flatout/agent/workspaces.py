@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate
+from types import ModuleType
 from typing import Any
 
 FEW = (2, 4)
@@ -22,7 +23,7 @@ class Workspaces:
     ``of`` returns the bytes of a call, if known; ``learn`` runs the calls that were unknown.
     """
 
-    def __init__(self, torch: Any) -> None:
+    def __init__(self, torch: ModuleType) -> None:
         aten = torch.ops.aten
         self.torch = torch
         # the arguments with one sample per row
@@ -44,7 +45,7 @@ class Workspaces:
         fixed, each = self._lines[call]
         return max(0, round(fixed + each * samples))
 
-    def _spelled(self, arg: Any, has_samples: bool) -> Any:
+    def _spelled(self, arg: object, has_samples: bool) -> Any:
         return (
             self._described(arg, has_samples)
             if isinstance(arg, self.torch.Tensor)
@@ -53,7 +54,7 @@ class Workspaces:
             else arg
         )
 
-    def _described(self, arg: Any, has_samples: bool) -> Any:
+    def _described(self, arg: object, has_samples: bool) -> Any:
         """Describe a tensor as (shape without samples, has samples, dtype, channels last)."""
         if not isinstance(arg, self.torch.Tensor):
             return arg
@@ -98,7 +99,7 @@ class _Described(tuple):
     def __new__(cls, *parts: Any) -> _Described:
         return super().__new__(cls, parts)
 
-    def zeros(self, torch: Any, samples: int) -> Any:
+    def zeros(self, torch: ModuleType, samples: int) -> Any:
         shape, has_samples, dtype, last = self
         made = torch.zeros((samples, *shape) if has_samples else shape, dtype=dtype, device="cpu")
         return made.to(memory_format=torch.channels_last) if last else made

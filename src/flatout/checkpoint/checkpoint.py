@@ -6,6 +6,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from flatout.checkpoint.bounded import MOST_BYTES as MOST_STATE_BYTES
@@ -36,7 +37,7 @@ class Checkpoint:
     def step(self) -> int:
         return self.manifest.step
 
-    def read(self, torch: Any, name: str = "") -> Any:
+    def read(self, torch: ModuleType, name: str = "") -> Any:
         """The state written under ``name``. Raises SaveError."""
         state, tensors = files_of(name)
         if state not in self.manifest.files:

@@ -133,7 +133,7 @@ class CheckpointFolder:
     def __enter__(self) -> CheckpointFolder:
         return self.open()
 
-    def __exit__(self, *what: Any) -> None:
+    def __exit__(self, *what: object) -> None:
         self.close()
 
     def write(

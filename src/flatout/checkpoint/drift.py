@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 
-def surroundings(torch: Any, more: Mapping[str, Any] = {}) -> dict[str, Any]:
+def surroundings(torch: ModuleType, more: Mapping[str, Any] = {}) -> dict[str, Any]:
     """Everything besides its state that the bits of a training depend on.
 
     ``more``: values from the caller (length of the data, digest of the script, number of ranks). CUDA devices
@@ -46,5 +47,5 @@ def drift(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return "unknown" if value is None else str(value)[:120]

@@ -9,16 +9,20 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.ledger import Ledger
 from flatout.agent.training_context import TrainingContext
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 
 class EpochCounter:
     """``count`` is 0 if the script iterated over no DataLoader before the first step ended."""
 
-    def __init__(self, torch: Any, ledger: Ledger) -> None:
+    def __init__(self, torch: ModuleType, ledger: Ledger) -> None:
         self._begun: Counter[Any] = Counter()
         self._last: Any = None
         self._trains: Any = None
@@ -36,7 +40,7 @@ class EpochCounter:
 
     def _observed(self, begin: Callable) -> Callable:
         @wraps(begin)
-        def hooked_iter(loader: Any) -> Any:
+        def hooked_iter(loader: DataLoader) -> Any:
             way = self._ways.get(loader)
             if way is None:
                 way = self._ways[loader] = TrainingContext.way_of_loader(

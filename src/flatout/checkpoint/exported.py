@@ -18,6 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from flatout.checkpoint.random_states import as_set
@@ -35,7 +36,7 @@ class Exported:
     lines: list[str]
 
 
-def export(torch: Any, state: Mapping[str, Any], spelled: Mapping[str, str], folder: Path) -> Exported:
+def export(torch: ModuleType, state: Mapping[str, Any], spelled: Mapping[str, str], folder: Path) -> Exported:
     """Write ``state`` into a new folder. ``spelled``: the script's name of each object.
 
     Raises UsageError if the folder exists and is not empty, and StorageError.
@@ -58,12 +59,12 @@ def export(torch: Any, state: Mapping[str, Any], spelled: Mapping[str, str], fol
 
 
 def _write(
-    torch: Any, state: Mapping[str, Any], spelled: Mapping[str, str], made: Path, folder: Path
+    torch: ModuleType, state: Mapping[str, Any], spelled: Mapping[str, str], made: Path, folder: Path
 ) -> Exported:
     files: list[str] = []
     lines = ["import torch"]
 
-    def write(name: str, thing: Any) -> str:
+    def write(name: str, thing: object) -> str:
         file = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}.pt"
         torch.save(thing, made / file)
         files.append(file)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
     from flatout.checkpoint.loading import LoaderPosition
 
 INDICES, STATEFUL, ROWS, FETCHED = "indices", "state", "rows", "fetched"
@@ -38,7 +41,7 @@ class Order:
 
 
 @contextmanager
-def in_place(loader: Any, instead: dict[str, Any]) -> Iterator[None]:
+def in_place(loader: DataLoader, instead: dict[str, Any]) -> Iterator[None]:
     """Override attributes that a loader does not allow to set, while it makes an iterator."""
     own = vars(loader)
     before = {name: own[name] for name in instead}
@@ -49,7 +52,7 @@ def in_place(loader: Any, instead: dict[str, Any]) -> Iterator[None]:
         own.update(before)
 
 
-def kind_of(torch: Any, loader: Any) -> str:
+def kind_of(torch: ModuleType, loader: DataLoader) -> str:
     """How to find a position in this loader again."""
     if type(loader) in (list, tuple):
         return ROWS
@@ -62,7 +65,7 @@ def kind_of(torch: Any, loader: Any) -> str:
     return INDICES if own else FETCHED  # a subclass may iterate differently
 
 
-def samplers_of(loader: Any) -> list[Any]:
+def samplers_of(loader: DataLoader) -> list[Any]:
     found: list[Any] = []
     ways = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
     while ways:
@@ -73,7 +76,7 @@ def samplers_of(loader: Any) -> list[Any]:
     return found
 
 
-def things_of(loader: Any, kind: str) -> list[Any]:
+def things_of(loader: DataLoader, kind: str) -> list[Any]:
     """Objects that may hold a position: samplers, the data set, a custom loader."""
     if kind == ROWS:
         return []
@@ -83,7 +86,7 @@ def things_of(loader: Any, kind: str) -> list[Any]:
     return [thing for thing in found if hasattr(thing, "__dict__")]
 
 
-def has_state(thing: Any) -> bool:
+def has_state(thing: object) -> bool:
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
 
 

@@ -16,7 +16,8 @@ resume, a new process starts the epoch as before and skips the consumed batches:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.checkpoint.loader_kinds import (
     FETCHED,
@@ -34,6 +35,9 @@ from flatout.checkpoint.loader_kinds import (
 )
 from flatout.checkpoint.random_states import Interleaving, random_states, set_random_states
 from flatout.checkpoint.worker_state import BatchWithWorkerState, Find, WorkerStateCollate, changed, counters
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 SHAPE = {
     "kind": "loader",
@@ -56,7 +60,7 @@ class LoaderPosition:
     were fetched again to reach a position.
     """
 
-    def __init__(self, torch: Any, loader: Any, find: Find | None = None) -> None:
+    def __init__(self, torch: ModuleType, loader: DataLoader, find: Find | None = None) -> None:
         self.torch, self.loader, self._find = torch, loader, find
         self.kind = kind_of(torch, loader)
         self.workers = int(getattr(loader, "num_workers", 0) or 0) if self.kind in (INDICES, FETCHED) else 0

@@ -100,13 +100,13 @@ def _files(content: Mapping[str, Any]) -> dict[str, Stored]:
     return found
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     if type(value) is not int or value < 0:
         raise ValueError
     return value
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if type(value) is not str:
         raise ValueError
     return value

@@ -134,13 +134,13 @@ def _kept(data: Mapping[str, Any]) -> Kept:
     return Kept(kind, name, code, type_, _count(data.get("values")))
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     return value if type(value) is int else 0
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}

@@ -10,6 +10,7 @@ import random
 import sys
 from array import array
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 from flatout.schema.errors import SaveError
@@ -17,7 +18,7 @@ from flatout.schema.errors import SaveError
 KINDS = ("torch", "python", "numpy")
 
 
-def random_states(torch: Any, own: Sequence[Any] = (), devices: bool = True) -> dict[str, Any]:
+def random_states(torch: ModuleType, own: Sequence[Any] = (), devices: bool = True) -> dict[str, Any]:
     """The present states of the random generators.
 
     They are those of torch, Python, numpy if imported, CUDA devices if in use, and the generators ``own``.
@@ -36,7 +37,7 @@ def random_states(torch: Any, own: Sequence[Any] = (), devices: bool = True) -> 
     return found
 
 
-def set_random_states(torch: Any, states: dict[str, Any], own: Sequence[Any] = ()) -> list[str]:
+def set_random_states(torch: ModuleType, states: dict[str, Any], own: Sequence[Any] = ()) -> list[str]:
     """Restore states and return a sentence for each that could not be.
 
     Raises SaveError for invalid states.
@@ -57,7 +58,7 @@ def set_random_states(torch: Any, states: dict[str, Any], own: Sequence[Any] = (
         ) from None
 
 
-def _set(torch: Any, states: dict[str, Any], own: Sequence[Any]) -> list[str]:
+def _set(torch: ModuleType, states: dict[str, Any], own: Sequence[Any]) -> list[str]:
     random.setstate(_to_python(states["python"]))
     torch.default_generator.set_state(_tensor_of(torch, states["torch"]))
     said = []
@@ -87,7 +88,7 @@ def _set(torch: Any, states: dict[str, Any], own: Sequence[Any]) -> list[str]:
     return said
 
 
-def as_set(torch: Any, states: dict[str, Any]) -> dict[str, Any]:
+def as_set(torch: ModuleType, states: dict[str, Any]) -> dict[str, Any]:
     """The states in the types that torch.set_rng_state, random.setstate and numpy expect."""
     found: dict[str, Any] = {
         "torch": _tensor_of(torch, states["torch"]),
@@ -158,7 +159,7 @@ def _bytes_of(state: Any) -> bytes:
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 
-def _tensor_of(torch: Any, state: bytes) -> Any:
+def _tensor_of(torch: ModuleType, state: bytes) -> Any:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
@@ -181,7 +182,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _restored(value: Any) -> Any:
+def _restored(value: object) -> Any:
     if isinstance(value, dict) and "words" in value:
         import numpy
 

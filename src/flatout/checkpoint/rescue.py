@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.agent.ledger import Ledger
 from flatout.agent.signals import Signals
@@ -26,6 +26,12 @@ from flatout.checkpoint.saver import SHARE
 from flatout.checkpoint.training_state import TrainingState
 from flatout.checkpoint.values import Packed
 from flatout.measure.clock import seconds, sleep
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from flatout.schema.program import TrainingContext
 
 # How long a signal waits for the end of a step, and while an optimizer works, whose weights belong to no
 # step.
@@ -82,7 +88,7 @@ class Rescue(RescueWriter):
         self._declined = True
         self.leave()
 
-    def begin(self, context: Any) -> None:
+    def begin(self, context: TrainingContext) -> None:
         """Called when the first step has ended. Nothing is written before."""
         self.context, self.pid = context, os.getpid()
         self.epochs.first_step_ended()
@@ -95,7 +101,7 @@ class Rescue(RescueWriter):
 
     # -- observations in each step ---------------------------------------------------------------------------
 
-    def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
+    def forward_begin(self, root: Module, args: tuple, kwargs: dict) -> None:
         if not self._inside:
             self._step_begins()
 
@@ -110,12 +116,12 @@ class Rescue(RescueWriter):
             # A script without an optimizer changes its weights from here on, unobserved.
             self._updated |= self.context.boundaries.by_backward
 
-    def optimizer_begin(self, optimizer: Any) -> None:
+    def optimizer_begin(self, optimizer: Optimizer) -> None:
         if not self._inside:
             self._step_begins()
         self._updating = True
 
-    def optimizer_end(self, optimizer: Any) -> None:
+    def optimizer_end(self, optimizer: Optimizer) -> None:
         self._updating, self._updated = False, True
 
     def step_end(self) -> None:

@@ -9,6 +9,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from flatout.checkpoint.checkpoint import Checkpoint
@@ -59,7 +60,7 @@ class CheckpointWriter:
 
     def __init__(
         self,
-        torch: Any,
+        torch: ModuleType,
         saves: CheckpointFolder,
         kind: str,
         clocks: WriterClocks,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
+from types import ModuleType
 from typing import Any
 
 from flatout.schema.errors import SaveError
@@ -27,7 +28,7 @@ class Slice:
     offsets: tuple[int, ...]
 
 
-def is_divided(value: Any) -> bool:
+def is_divided(value: object) -> bool:
     module = sys.modules.get("torch.distributed.tensor")  # not imported: there are no DTensors
     return module is not None and isinstance(value, module.DTensor)
 
@@ -44,7 +45,7 @@ def slice_of(divided: Any) -> Slice | None:
     )
 
 
-def slices_in(state: Any) -> dict[Any, Any]:
+def slices_in(state: object) -> dict[Any, Any]:
     """A state reduced to its sharded tensors, under their keys and indices."""
     found = {}
     for key, value in _inside(state):
@@ -55,7 +56,9 @@ def slices_in(state: Any) -> dict[Any, Any]:
     return found
 
 
-def filled(torch: Any, state: Any, like: Callable[[Where], Any], parts: Iterable[Mapping[Any, Any]]) -> Any:
+def filled(
+    torch: ModuleType, state: object, like: Callable[[Where], Any], parts: Iterable[Mapping[Any, Any]]
+) -> Any:
     """``state`` with its tensors sharded as they are now. Raises SaveError if parts are missing.
 
     ``like(where)`` returns the live tensor at a place, or None. ``parts`` are the `slices_in` of the saved
@@ -80,7 +83,7 @@ def filled(torch: Any, state: Any, like: Callable[[Where], Any], parts: Iterable
 class _Hole:
     """The part of one tensor that this rank needs, filled piece by piece."""
 
-    def __init__(self, torch: Any, like: Any, shape: tuple[int, ...], dtype: Any) -> None:
+    def __init__(self, torch: ModuleType, like: Any, shape: tuple[int, ...], dtype: Any) -> None:
         self.torch, self.like = torch, like
         mine = slice_of(like) if is_divided(like) else None
         self.offsets = mine.offsets if mine is not None else (0,) * len(shape)
@@ -120,7 +123,7 @@ class _Hole:
         )
 
 
-def _hole(torch: Any, saved: Any, like: Callable[[Where], Any], where: Where) -> _Hole | None:
+def _hole(torch: ModuleType, saved: Any, like: Callable[[Where], Any], where: Where) -> _Hole | None:
     """None for a value that is used as saved."""
     if isinstance(saved, Slice):
         now = like(where)
@@ -140,7 +143,7 @@ def _inside(value: Any) -> Iterable[tuple[Any, Any]]:
     return enumerate(value) if type(value) in (list, tuple) else ()
 
 
-def _leaves(value: Any, where: Where) -> Iterable[tuple[Where, Any]]:
+def _leaves(value: object, where: Where) -> Iterable[tuple[Where, Any]]:
     if isinstance(value, Mapping) or type(value) in (list, tuple):
         for key, each in _inside(value):
             yield from _leaves(each, (*where, key))

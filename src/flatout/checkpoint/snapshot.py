@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 from flatout.checkpoint.values import Packed
@@ -10,7 +11,7 @@ from flatout.checkpoint.values import Packed
 class Snapshot:
     """Its memory is allocated once and reused. Call ``take`` only after the last copy has been read."""
 
-    def __init__(self, torch: Any) -> None:
+    def __init__(self, torch: ModuleType) -> None:
         self.torch = torch
         self._kept: dict[str, Any] = {}
         self._copied: Any = None

@@ -15,11 +15,15 @@ import json
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.checkpoint.bounded import from_json
 from flatout.checkpoint.disk import HashedFileReader, Stored, write_file
 from flatout.schema.errors import SaveError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SPELLED = {
     "float64": "F64",
@@ -75,7 +79,7 @@ def _parts(tensors: Mapping[str, Any]) -> Iterator[bytes | memoryview]:
         del here
 
 
-def _memory_of(tensor: Any) -> memoryview:
+def _memory_of(tensor: Tensor) -> memoryview:
     size = tensor.numel() * tensor.element_size()
     return (
         memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
@@ -84,7 +88,7 @@ def _memory_of(tensor: Any) -> memoryview:
     )
 
 
-def read_tensors(torch: Any, path: Path, stored: Stored) -> dict[str, Any]:
+def read_tensors(torch: ModuleType, path: Path, stored: Stored) -> dict[str, Any]:
     """Tensors on the host, by name. Raises SaveError if the file is invalid or is not the ``stored`` one."""
     try:
         with HashedFileReader(path) as file:
@@ -109,7 +113,7 @@ def read_tensors(torch: Any, path: Path, stored: Stored) -> dict[str, Any]:
         ) from None
 
 
-def _tensors_in(torch: Any, file: HashedFileReader) -> dict[str, Any]:
+def _tensors_in(torch: ModuleType, file: HashedFileReader) -> dict[str, Any]:
     length = bytearray(8)
     file.into(length)
     head_bytes = int.from_bytes(length, "little")
@@ -130,7 +134,7 @@ def _tensors_in(torch: Any, file: HashedFileReader) -> dict[str, Any]:
     return found
 
 
-def _empty(torch: Any, metadata: dict[str, Any], at: int, most_bytes: int) -> Any:
+def _empty(torch: ModuleType, metadata: dict[str, Any], at: int, most_bytes: int) -> Any:
     """Allocate the tensor that begins ``at``. Rejects gaps, overlaps and sizes beyond the file."""
     dtype, shape, (start, end) = (
         getattr(torch, NAMED[metadata["dtype"]]),

@@ -11,20 +11,25 @@ import re
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
-from typing import Any
+from types import FrameType, ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.names import names_of, spelled, visible
 from flatout.agent.schedulers import Schedulers
 from flatout.checkpoint.metadata import Kept
 from flatout.checkpoint.random_states import random_states
 
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from flatout.schema.program import TrainingContext
+
 WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
 NOT_A_NAME = re.compile(r"\W+")
 OWN_WAYS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 
 
-def unwrapped(module: Any) -> Any:
+def unwrapped(module: Module) -> Any:
     """The script's own module, inside the wrappers of torch."""
     while type(module).__name__ in WRAPPERS and type(module).__module__.startswith("torch."):
         module = getattr(module, WRAPPERS[type(module).__name__])
@@ -34,7 +39,7 @@ def unwrapped(module: Any) -> Any:
 class TrackedObject:
     """One object of the script. ``name`` is the name of its state, ``code`` its spelling in the script."""
 
-    def __init__(self, kind: str, thing: Any, name: str, code: str, gone: Callable[[], None]) -> None:
+    def __init__(self, kind: str, thing: object, name: str, code: str, gone: Callable[[], None]) -> None:
         self.kind, self.name, self.code, self.type = kind, name, code, type(thing).__name__
         self.ref: Callable[[], Any] = weakref.ref(thing, lambda _: self._ends(gone))
         self.parts: Any = None
@@ -60,7 +65,7 @@ class TrainingState:
     Calls ``gone`` when a module or an optimizer of the training dies. Its state is available until then.
     """
 
-    def __init__(self, context: Any, schedulers: Schedulers, gone: Callable[[], None]) -> None:
+    def __init__(self, context: TrainingContext, schedulers: Schedulers, gone: Callable[[], None]) -> None:
         self.context, self.torch, self.schedulers, self.gone = context, context.torch, schedulers, gone
         self.notes: dict[str, str] = {}  # place -> what a checkpoint cannot restore
         self.divided = False  # weights are sharded over several ranks
@@ -174,7 +179,7 @@ class TrainingState:
             and id(unwrapped(value)) in wanted
         ]
 
-    def _named(self, thing: Any, names: dict[int, str]) -> tuple[str, str]:
+    def _named(self, thing: object, names: dict[int, str]) -> tuple[str, str]:
         code = names.get(id(thing), "")
         taken = {held.name for held in self._held.values()} | {"random", "tensors"}
         stem = NOT_A_NAME.sub("_", code).strip("_") or spelled(type(thing).__name__)
@@ -246,18 +251,18 @@ def _outermost(modules: Iterable[Any]) -> list[Any]:
     return [module for module in once if id(module) not in parts]
 
 
-def _tree(module: Any) -> Iterator[Any]:
+def _tree(module: Module) -> Iterator[Any]:
     yield module
     for child in module._modules.values():
         if child is not None:
             yield from _tree(child)
 
 
-def _parameters(module: Any) -> Iterator[Any]:
+def _parameters(module: Module) -> Iterator[Any]:
     return (p for each in _tree(module) for p in each._parameters.values() if p is not None)
 
 
-def _layers(module: Any, prefix: str) -> Iterator[tuple[str, Any, Any, Any, Any]]:
+def _layers(module: Module, prefix: str) -> Iterator[tuple[str, Any, Any, Any, Any]]:
     """The prefix and the live dictionaries of each layer, in the order of ``state_dict``."""
     yield prefix, module._parameters, module._buffers, module._non_persistent_buffers_set, module._version
     for name, child in module._modules.items():
@@ -281,7 +286,7 @@ def _module_state(layers: list[tuple[str, Any, Any, Any, Any]]) -> dict[str, Any
     return {"state": state, "versions": versions}
 
 
-def _optimizer_state(torch: Any, groups: Any, state: Any) -> dict[str, Any]:
+def _optimizer_state(torch: ModuleType, groups: Any, state: Any) -> dict[str, Any]:
     """The state with the numbering of torch's ``Optimizer.state_dict``."""
     numbers: dict[int, int] = {}
     packed = []

@@ -8,6 +8,7 @@ import sys
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 from flatout.checkpoint.slices import Slice
@@ -27,7 +28,7 @@ ROWS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
 MADE_OF = {name: kind for kind, name in (PAIRS | ROWS).items()}
 
 
-def unpack(torch: Any, tree: Any, tensors: Mapping[str, Any]) -> Any:
+def unpack(torch: ModuleType, tree: Any, tensors: Mapping[str, Any]) -> Any:
     """Rebuild the state with new containers around ``tensors``.
 
     Raises SaveError for anything `pack` did not make.
@@ -49,7 +50,7 @@ def unpack(torch: Any, tree: Any, tensors: Mapping[str, Any]) -> Any:
         ) from None
 
 
-def _value_of(torch: Any, tree: Any, tensors: Mapping[str, Any], depth: int) -> Any:
+def _value_of(torch: ModuleType, tree: Any, tensors: Mapping[str, Any], depth: int) -> Any:
     if depth > DEEPEST + 1:
         raise ValueError("it is nested too deeply")
     if tree is None or type(tree) in (bool, int, float, str):
@@ -85,7 +86,7 @@ def _value_of(torch: Any, tree: Any, tensors: Mapping[str, Any], depth: int) -> 
     return _leaf_of(torch, kind, metadata, inside)
 
 
-def _leaf_of(torch: Any, kind: str, metadata: Any, inside: Callable[[Any], Any]) -> Any:
+def _leaf_of(torch: ModuleType, kind: str, metadata: Any, inside: Callable[[Any], Any]) -> Any:
     if kind == "float":
         return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[metadata]
     if kind == "int":
@@ -123,7 +124,7 @@ def _leaf_of(torch: Any, kind: str, metadata: Any, inside: Callable[[Any], Any])
     raise ValueError(f"unknown kind of value {kind!r}")
 
 
-def _tensor_of(torch: Any, metadata: dict[str, Any], tensors: Mapping[str, Any]) -> Any:
+def _tensor_of(torch: ModuleType, metadata: dict[str, Any], tensors: Mapping[str, Any]) -> Any:
     shape = metadata["shape"]
     order = metadata.get("order", list(range(len(shape))))
     if sorted(order) != list(range(len(shape))):
@@ -136,7 +137,7 @@ def _tensor_of(torch: Any, metadata: dict[str, Any], tensors: Mapping[str, Any])
     return found.permute([order.index(at) for at in range(len(order))])
 
 
-def _slice_of(torch: Any, metadata: dict[str, Any], tensors: Mapping[str, Any]) -> Slice:
+def _slice_of(torch: ModuleType, metadata: dict[str, Any], tensors: Mapping[str, Any]) -> Slice:
     local, shape, at = _tensor_of(torch, metadata["slice"], tensors), metadata["shape"], metadata["at"]
     if (
         not len(shape) == len(at) == local.dim()
@@ -147,7 +148,7 @@ def _slice_of(torch: Any, metadata: dict[str, Any], tensors: Mapping[str, Any]) 
     return Slice(local, tuple(shape), tuple(at))
 
 
-def _dtype(torch: Any, name: str) -> Any:
+def _dtype(torch: ModuleType, name: str) -> Any:
     found = getattr(torch, name) if type(name) is str and name.isidentifier() else None
     if type(found) is not torch.dtype:
         raise ValueError(f"there is no dtype {name!r}")

@@ -38,10 +38,14 @@ from array import array
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.checkpoint.slices import is_divided, slice_of
 from flatout.checkpoint.unpacking import DEEPEST, FACTORIES, PAIRS, ROWS, little, text_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MANY, LARGE_BYTES = 64, 4096
 WORD = 1 << 63
@@ -61,18 +65,18 @@ class Packed:
     left_out: dict[str, str] = field(default_factory=dict)
 
 
-def pack(torch: Any, state: Any) -> Packed:
+def pack(torch: ModuleType, state: object) -> Packed:
     return _Packer(torch).all_of(state)
 
 
 class _Packer:
-    def __init__(self, torch: Any) -> None:
+    def __init__(self, torch: ModuleType) -> None:
         self.torch = torch
         self.packed = Packed(None)
         self.known: dict[Any, str] = {}
         self.around: set[int] = set()  # the containers of the present value
 
-    def all_of(self, state: Any) -> Packed:
+    def all_of(self, state: object) -> Packed:
         self.packed.tree = self._of(state, "", 0)
         return self.packed
 
@@ -170,7 +174,7 @@ class _Packer:
                 pass  # torch does not have this dtype
         return {"array": [value.dtype.str, list(value.shape), text_of(value.tobytes())]}
 
-    def _tensor(self, tensor: Any, where: str) -> Any:
+    def _tensor(self, tensor: Tensor, where: str) -> Any:
         tensor = tensor.detach()
         if (
             tensor.layout is not self.torch.strided
@@ -224,7 +228,7 @@ class _Packer:
                 found.append([packed_key, packed])
         return found
 
-    def _missing(self, value: Any, where: str) -> dict[str, str]:
+    def _missing(self, value: object, where: str) -> dict[str, str]:
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         self.packed.left_out[where] = kind
         return {"missing": kind}

@@ -10,9 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.checkpoint.random_states import random_states, set_random_states
+
+if TYPE_CHECKING:
+    from torch import device as Device
 
 PLAIN = (bool, int, float, str, type(None))
 Find = Callable[[Any], "list[Any]"]
@@ -29,14 +33,14 @@ class BatchWithWorkerState:
     worker_state: dict[str, Any] | None
     said: list[str]
 
-    def pin_memory(self, device: Any = None) -> BatchWithWorkerState:
+    def pin_memory(self, device: Device = None) -> BatchWithWorkerState:
         """Called by a DataLoader that pins memory."""
         from torch.utils.data._utils.pin_memory import pin_memory
 
         return BatchWithWorkerState(pin_memory(self.batch, device), self.worker_state, self.said)
 
 
-def counters(thing: Any) -> dict[str, Any]:
+def counters(thing: object) -> dict[str, Any]:
     """The plain values that an object holds: an epoch number or a position, for example."""
     return {name: value for name, value in getattr(thing, "__dict__", {}).items() if type(value) in PLAIN}
 
@@ -112,7 +116,7 @@ class WorkerStateCollate:
             self._own = self.find((info.dataset, self.collate_fn)) if self.find is not None else []
         return self._own
 
-    def _go_on(self, torch: Any, info: Any) -> None:
+    def _go_on(self, torch: ModuleType, info: Any) -> None:
         worker_state = self.worker_states[info.id] if info.id < len(self.worker_states) else None
         if worker_state is not None:
             self._said = set_random_states(

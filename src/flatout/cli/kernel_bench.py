@@ -250,7 +250,7 @@ def _call(
     return both
 
 
-def _placed(value: Any, gpu: bool) -> Any:
+def _placed(value: object, gpu: bool) -> Any:
     import torch
 
     if isinstance(value, list):

@@ -132,7 +132,7 @@ def command(
     from_scratch: bool,
     device: str | None,
     words: tuple[str, ...],
-    **given: Any,
+    **given: object,
 ) -> int:
     """Find the fastest plan that keeps the program's results.
 

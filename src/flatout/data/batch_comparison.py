@@ -83,7 +83,7 @@ def _different_tensors(plain: Tensor, other: Tensor, apart: float, layout: bool)
     return "" if farthest <= apart * 1.001 else "its values differ from those of the single-image transforms"
 
 
-def _is_equal(plain: Any, other: Any) -> bool:
+def _is_equal(plain: object, other: object) -> bool:
     try:
         return bool(plain == other)
     except Exception:  # parts that do not support comparison

@@ -98,7 +98,7 @@ class BatchPrefetcher:
         return pin_memory(batch, iterator._pin_memory_device)
 
 
-def _fetched(fetcher: Any, index: Any) -> Any:
+def _fetched(fetcher: Any, index: object) -> Any:
     with _ONE_AT_A_TIME:
         return fetcher.fetch(index)
 

@@ -77,7 +77,7 @@ class DatasetState:
     Includes the contents of the lists, dictionaries, tensors and arrays that they hold.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
         self._left_bytes = LARGEST_BYTES
         self._large = [(thing, self._digest(thing)) for thing in _held_by(dataset) if not _is_small(thing)]
@@ -139,7 +139,7 @@ class DatasetState:
         return octets[:whole].view(torch.int64).view(-1, 256).sum(1).tolist(), odd
 
 
-def _attributes_of(dataset: Any) -> Iterator[dict[str, Any]]:
+def _attributes_of(dataset: Dataset) -> Iterator[dict[str, Any]]:
     """Yield the attributes of a data set, and of the data sets and other program objects that it holds."""
     seen: set[int] = set()
     waiting = [(dataset, 0)]
@@ -172,7 +172,7 @@ def _is_filled(cell: Any) -> bool:
         return False
 
 
-def _held_by(dataset: Any) -> Iterator[Any]:
+def _held_by(dataset: Dataset) -> Iterator[Any]:
     if isinstance(dataset, (list, dict)):
         yield dataset
     for held in _attributes_of(dataset):
@@ -182,7 +182,7 @@ def _held_by(dataset: Any) -> Iterator[Any]:
                     yield part
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     return (
         type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
     )  # a memory-mapped file is not read

@@ -191,7 +191,7 @@ def readers(read: Reader) -> dict[str, Reader]:
         ways = tuple(way_of([each], form) for each in transform.transforms)
         return AnyOrder(ways, apart(*ways))
 
-    def python_random(transform: Any, form: ImageForm) -> BatchOperation:
+    def python_random(transform: object, form: ImageForm) -> BatchOperation:
         raise NotBatchable(
             f"{type(transform).__name__} (v1) draws from Python's random, not from torch's generator"
         )

@@ -114,7 +114,7 @@ FLOAT_MEAN = 2.0**-20  # the summation order of a mean over an image depends on 
 
 
 def _jitter(v2: bool) -> Reader:
-    def read(transform: Any, form: ImageForm) -> BatchOperation:
+    def read(transform: object, form: ImageForm) -> BatchOperation:
         ranges = tuple(getattr(transform, name) for name in ("brightness", "contrast", "saturation", "hue"))
         floats = form.kind == "tensor" and form.dtype.is_floating_point and ranges[1] is not None
         return Jitter(shade_of(form, v2), ranges, FLOAT_MEAN if floats else 0.0)

@@ -57,7 +57,7 @@ def _asked(name: str) -> Any:
     """Return a property for attributes that torchvision's tensors read without ``__torch_function__``."""
     getter = vars(torch._C.TensorBase)[name].__get__
 
-    def answer(image: Any) -> Any:
+    def answer(image: object) -> Any:
         return _Deferred.__torch_function__(getter, (), (image,))
 
     return property(answer)
@@ -122,7 +122,7 @@ def pil_image_class() -> type:
             pending.recorder.look(self)
             return getattr(self, name)
 
-        def __setattr__(self, name: str, value: Any) -> None:
+        def __setattr__(self, name: str, value: object) -> None:
             vars(self)["pending"].recorder.look(self)
             Image.__setattr__(self, name, value)
 
@@ -154,7 +154,7 @@ def deferred(pending: Pending) -> Any:
     return image
 
 
-def is_deferred(thing: Any) -> bool:
+def is_deferred(thing: object) -> bool:
     return type(thing) in CLASSES
 
 
@@ -195,7 +195,7 @@ def collate_deferred(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Ten
     return found
 
 
-def deferred_in(thing: Any, depth: int = 0) -> Iterator[Any]:
+def deferred_in(thing: object, depth: int = 0) -> Iterator[Any]:
     """Yield the deferred images in nested lists, tuples and dictionaries."""
     if is_deferred(thing):
         yield thing

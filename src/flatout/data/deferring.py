@@ -43,7 +43,7 @@ class Deferring:
 
     # -- calls ----------------------------------------------------------------------------------------------
 
-    def call(self, transform: Any, image: Any, plain: Plain) -> Any:
+    def call(self, transform: object, image: object, plain: Plain) -> Any:
         work: DeferredWork | None = vars(image)["pending"] if type(image) in CLASSES else None
         pipeline = self._pipelines.of(work.pipeline if work is not None else None, transform)
         if pipeline is not None and pipeline.lowered is not None and (work is None or work.recorder is self):
@@ -59,7 +59,7 @@ class Deferring:
         with recording(None):
             return plain(transform, image)
 
-    def resume(self, pipeline: TransformPipeline, image: Any, done: int) -> Any:
+    def resume(self, pipeline: TransformPipeline, image: object, done: int) -> Any:
         """Return a call's result for an image after ``done`` steps: deferred if possible, otherwise real."""
         steps = pipeline.own_steps[done:]
         if pipeline.parent is not None and type(image) in CLASSES:
@@ -81,7 +81,7 @@ class Deferring:
             image = step(image)
         return image
 
-    def _put_off_again(self, pipeline: TransformPipeline, image: Any) -> Any:
+    def _put_off_again(self, pipeline: TransformPipeline, image: object) -> Any:
         """Call a transform on an image that another call deferred."""
         before: DeferredWork = vars(image)["pending"]
         out = pipeline.out(before.out)
@@ -141,7 +141,7 @@ class Deferring:
 
     # -- computing deferred images --------------------------------------------------------------------------
 
-    def look(self, image: Any) -> None:
+    def look(self, image: object) -> None:
         """Turn a deferred image into the real one, because the program accesses it."""
         work: DeferredWork = vars(image)["pending"]
         alive = self._alive() if self.collating else []

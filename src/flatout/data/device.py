@@ -179,7 +179,7 @@ class DevicePrefetcher:
             raise StopIteration
         return self._ready.popleft()
 
-    def _begin(self, batch: Any) -> None:
+    def _begin(self, batch: object) -> None:
         for at, tensor in enumerate(tensors_in(batch)):
             if at not in self._goes_to:
                 self._device_copies.notice(tensor, lambda device, at=at: self._goes_to.update({at: device}))  # type: ignore[misc]
@@ -193,7 +193,7 @@ class DevicePrefetcher:
                 self._device_copies.offer(tensor, device_copy, lane.mark())
 
 
-def tensors_in(batch: Any, depth: int = 0) -> Iterator[Tensor]:
+def tensors_in(batch: object, depth: int = 0) -> Iterator[Tensor]:
     """Yield the host tensors of a batch in order, from nested lists, tuples and dictionaries."""
     if isinstance(batch, Tensor):
         if batch.device.type == "cpu":
@@ -209,7 +209,7 @@ def return_device_copies(device_copies: DeviceCopies, ledger: Any) -> None:
     """Make ``tensor.to(device)`` and ``tensor.cuda()`` return device copies until the ledger is restored."""
     really_to, really_cuda = Tensor.to, Tensor.cuda
 
-    def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def to(tensor: Tensor, *args: object, **kwargs: object) -> Any:
         if not tensor.is_cuda and device_copies:
             device = device_of(args[0] if args else kwargs.get("device"))
             alone = len(args) <= 1 and kwargs.keys() <= {"device", "non_blocking"}
@@ -218,7 +218,7 @@ def return_device_copies(device_copies: DeviceCopies, ledger: Any) -> None:
                 return device_copy
         return really_to(tensor, *args, **kwargs)
 
-    def cuda(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def cuda(tensor: Tensor, *args: object, **kwargs: object) -> Any:
         if not tensor.is_cuda and device_copies:
             device = device_of(args[0] if args and args[0] is not None else kwargs.get("device") or "cuda")
             alone = len(args) <= 1 and kwargs.keys() <= {"device", "non_blocking"}

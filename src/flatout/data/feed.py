@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -41,6 +41,9 @@ from flatout.data.streams import (
     same_states,
     states,
 )
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader, Dataset
 
 
 class Feed(FeedStore):
@@ -124,7 +127,7 @@ class Feed(FeedStore):
         """Collate for the loader: nothing is left to do, except for the samples of a stream."""
         return batch if self._stream is None else self._stream.collated(batch)
 
-    def boxes(self, dataset: Any) -> Any:
+    def boxes(self, dataset: Dataset) -> Any:
         """Yield the samples of a stream."""
         self._begin_in_worker()
         if self._stream is None and self.following is not None:
@@ -208,7 +211,7 @@ class Feed(FeedStore):
             self.samples.remember()
         return batch
 
-    def _different(self, batch: Any, indices: Sequence[Any], start: Any, end: Any) -> str:
+    def _different(self, batch: object, indices: Sequence[Any], start: Any, end: Any) -> str:
         """Return how the new batch differs from the plain one. ``start`` and ``end`` are generator states."""
         following, why = self.following, ""
         for at_once in dict.fromkeys((following is not None and following.at_once, True)):
@@ -230,7 +233,7 @@ class Feed(FeedStore):
                 break
         return why
 
-    def _made(self, indices: Sequence[Any], dataset: Any) -> Any:
+    def _made(self, indices: Sequence[Any], dataset: Dataset) -> Any:
         rows = None
         if self.samples is not None:
             try:
@@ -298,7 +301,7 @@ def try_feeds(loaders: Iterable[Any], request: Callable[[Feed], None], ledger: A
     return feeds, feeds[0].useless if all(feed.useless for feed in feeds) else ""
 
 
-def _tried(loader: Any, request: Callable[[Feed], None]) -> Feed:
+def _tried(loader: DataLoader, request: Callable[[Feed], None]) -> Feed:
     feed = Feed(loader)
     request(feed)
     feed.prepare()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import default_collate
@@ -21,11 +21,14 @@ from flatout.data.source import cannot_feed, cannot_keep
 from flatout.data.store import Store
 from flatout.data.streaming import StreamFeed
 
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
 
 class FeedStore:
     """Holds kept samples."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: DataLoader) -> None:
         self.dataset = loader.dataset
         self.batched = self.light = False  # light: transforms with much arithmetic run on single images
         self.keep: CacheOptions | None = None

@@ -13,7 +13,7 @@ from flatout.data.changes import LIBRARIES
 DEEPEST = 8
 
 
-def inspection_copy(dataset: Any, depth: int = 0) -> Any:
+def inspection_copy(dataset: Dataset, depth: int = 0) -> Any:
     """Return a copy for inspection. Changes to its attributes, lists and dictionaries spare the original.
 
     Nested data sets and the program's own callable objects are copied too. The data itself is shared. An
@@ -40,7 +40,7 @@ def inspection_copy(dataset: Any, depth: int = 0) -> Any:
     return copy
 
 
-def _is_own(value: Any) -> bool:
+def _is_own(value: object) -> bool:
     """Return whether a value is a callable object of the program's own class, such as a transform wrapper."""
     kind = type(value)
     plain = (

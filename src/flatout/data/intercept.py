@@ -25,7 +25,7 @@ Plain = Callable[[Any, Any], Any]
 
 
 class Recorder(Protocol):
-    def call(self, transform: Any, image: Any, plain: Plain) -> Any:
+    def call(self, transform: object, image: object, plain: Plain) -> Any:
         """Return the result that the program gets instead of ``plain(transform, image)``."""
 
     def reseeded(self) -> None:
@@ -52,19 +52,19 @@ def recording(recorder: Recorder | None) -> Iterator[None]:
 class Keyword:
     """An albumentations transform as a function of an image: it takes ``image=`` and returns a dictionary."""
 
-    def __init__(self, transform: Any) -> None:
+    def __init__(self, transform: Callable[..., Any]) -> None:
         self.transform = transform
 
     def __call__(self, image: Any) -> Any:
         return self.transform(image=image)["image"]
 
 
-def as_step(transform: Any) -> Any:
+def as_step(transform: Callable[..., Any]) -> Callable[..., Any]:
     """Return the transform as a function of one image."""
     return Keyword(transform) if package_of(transform) == "albumentations" else transform
 
 
-def package_of(transform: Any) -> str:
+def package_of(transform: object) -> str:
     return type(transform).__module__.partition(".")[0]
 
 
@@ -157,7 +157,7 @@ def _is_albumentations(kind: type, package: str) -> bool:
 
 def _announced(seeding: Any) -> Any:
     @wraps(seeding)
-    def announced(*args: Any, **kwargs: Any) -> Any:
+    def announced(*args: object, **kwargs: object) -> Any:
         if HERE.recorder is not None:
             HERE.recorder.reseeded()
         return seeding(*args, **kwargs)

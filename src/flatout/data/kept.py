@@ -59,7 +59,7 @@ class SampleRecorder:
         self._calls: list[tuple[int, int]] = []
         self._why_not = ""
 
-    def call(self, transform: Any, image: Any, plain: Plain) -> Any:
+    def call(self, transform: object, image: object, plain: Plain) -> Any:
         parent, turn = _made_by(image)
         pipeline = self._pipelines.of(parent, transform)
         if pipeline is None:
@@ -80,7 +80,7 @@ class SampleRecorder:
     def reseeded(self) -> None:
         self._why_not = "the data set seeds torch's random generator itself"
 
-    def look(self, image: Any) -> None:
+    def look(self, image: object) -> None:
         """Record that the sample depends on an image whose random numbers are drawn with its batch."""
         work: DeferredWork = vars(image)["pending"]
         self._why_not = f"the data set looks at the images that {work.pipeline.name} returns"
@@ -95,13 +95,13 @@ class SampleRecorder:
                 self.look(image)
         return None
 
-    def sample(self, sample: Any) -> tuple[Any, tuple[Any, ...], ReplayProgram]:
+    def sample(self, sample: object) -> tuple[Any, tuple[Any, ...], ReplayProgram]:
         """Return the sample in its kept form. Raises Unknown if it cannot be kept."""
         if self._why_not:
             raise NotBatchable(self._why_not)
         results = 0
 
-        def kept(value: Any) -> Any:
+        def kept(value: object) -> Any:
             nonlocal results
             pipeline, turn = _made_by(value)
             results += pipeline is not None
@@ -112,7 +112,7 @@ class SampleRecorder:
             raise NotBatchable("the data set uses the results of its transforms in another way")
         return structure, tuple(self._sources), ReplayProgram(calls=tuple(self._calls))
 
-    def _begun(self, pipeline: TransformPipeline, image: Any) -> Any:
+    def _begun(self, pipeline: TransformPipeline, image: object) -> Any:
         lowered = pipeline.lowered
         key = id(image), *map(id, pipeline.steps[: pipeline.kept])
         if key not in self._known:
@@ -149,7 +149,7 @@ class SampleRecorder:
         return start
 
 
-def _made_by(value: Any) -> tuple[TransformPipeline | None, int]:
+def _made_by(value: object) -> tuple[TransformPipeline | None, int]:
     """Return the pipeline and index of the remaining call behind a value; None for every other value."""
     if type(value) is UnreadResult:
         return value.pipeline, value.turn

@@ -112,7 +112,7 @@ def flat(transform: Any) -> list[Any]:
     return [transform]
 
 
-def name_of(transform: Any) -> str:
+def name_of(transform: object) -> str:
     """Return a name such as ``v1.RandomCrop``, or "" if it is not torchvision's own transform."""
     kind = type(transform)
     module = kind.__module__
@@ -121,7 +121,7 @@ def name_of(transform: Any) -> str:
     return f"v1.{kind.__name__}" if module == "torchvision.transforms.transforms" else ""
 
 
-def read(transform: Any, form: ImageForm) -> Sequence[BatchOperation]:
+def read(transform: object, form: ImageForm) -> Sequence[BatchOperation]:
     """Return the operations of a transform. Raises Unknown with the reason."""
     name = name_of(transform)
     if name not in READERS:
@@ -152,7 +152,7 @@ READERS = {
 }
 
 
-def lower(transform: Any, images: Sequence[Any], light: bool = False, unfinished: bool = False) -> Lowered:
+def lower(transform: object, images: Sequence[Any], light: bool = False, unfinished: bool = False) -> Lowered:
     """Read a pipeline with a few input images. With ``light``, heavy transforms run on single images.
 
     With ``unfinished``, another transform call follows, so the last step may also return PIL images.
@@ -197,7 +197,7 @@ def lower(transform: Any, images: Sequence[Any], light: bool = False, unfinished
     return best
 
 
-def extended(before: Lowered, transform: Any, light: bool = False) -> Lowered:
+def extended(before: Lowered, transform: object, light: bool = False) -> Lowered:
     """Append the transform of another call. Steps that cannot run on a batch follow the operations.
 
     Raises Unknown if these steps could not receive a single image.

@@ -60,7 +60,7 @@ class CallObserver:
         self._made: dict[int, tuple[Any, TransformCall]] = {}
         self.calls: list[TransformCall] = []
 
-    def call(self, transform: Any, image: Any, plain: Plain) -> Any:
+    def call(self, transform: object, image: object, plain: Plain) -> Any:
         if self._counts[id(transform)] >= MOST_CALLS or not is_image(image):
             with recording(None):
                 return plain(transform, image)
@@ -87,7 +87,7 @@ class CallObserver:
         """Do nothing: each call is recorded with its generator states."""
 
 
-def is_image(thing: Any) -> bool:
+def is_image(thing: object) -> bool:
     return (
         isinstance(thing, Tensor)
         or hasattr(thing, "getbands")
@@ -191,7 +191,7 @@ class PipelineReader:
         self,
         number: int,
         parent: TransformPipeline | None,
-        transform: Any,
+        transform: object,
         lowered: Lowered | None,
         group: list[TransformCall],
     ) -> TransformPipeline:

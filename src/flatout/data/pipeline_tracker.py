@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import ConcatDataset
 
@@ -17,6 +17,9 @@ from flatout.data.operation import NotBatchable
 from flatout.data.pipelines import Pipelines, TransformPipeline
 from flatout.data.source import fetched, is_stream
 from flatout.data.streams import preserve_states, restore_states, states
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
 
 PROBED = 3  # samples, spread over the data set, used to read pipelines
 MOST_PARTS = 8  # parts of a ConcatDataset that are inspected at the start
@@ -160,7 +163,7 @@ class PipelineTracker:
 
 
 def learned(
-    dataset: Any, collate: Callable[[Any], Any], reading: PipelineReader, say: Callable[[str], None]
+    dataset: Dataset, collate: Callable[[Any], Any], reading: PipelineReader, say: Callable[[str], None]
 ) -> PipelineTracker:
     """Learn the pipelines of a data set, from a few samples if possible. Moves random generators."""
     INTERCEPTION.renew()

@@ -127,15 +127,15 @@ class Pipelines:
         self.found.append(pipeline)
         self._by_call[id(pipeline.parent), id(pipeline.transform)] = pipeline
 
-    def of(self, parent: TransformPipeline | None, transform: Any) -> TransformPipeline | None:
+    def of(self, parent: TransformPipeline | None, transform: object) -> TransformPipeline | None:
         """Return the pipeline of this transform on a plain image, or on a deferred result of ``parent``."""
         found = self._by_call.get((id(parent), id(transform)))
         return None if found is None or found.off else found
 
-    def meet(self, transform: Any) -> None:
+    def meet(self, transform: object) -> None:
         self._met[id(transform)] = transform
 
-    def is_new(self, transform: Any) -> bool:
+    def is_new(self, transform: object) -> bool:
         """Return whether the transform is new and may still be read."""
         return id(transform) not in self._met and len(self._met) < MOST
 
@@ -180,12 +180,12 @@ def _kind(step: Any) -> str:
     return f"{type(step).__module__}.{type(step).__qualname__}"
 
 
-def steps_of(transform: Any) -> tuple[Any, ...]:
+def steps_of(transform: object) -> tuple[Any, ...]:
     """Return the functions that a transform applies to an image, in order."""
     return tuple(as_step(step) for step in flat(transform))
 
 
-def parameters_of(transform: Any, read: Sequence[Any]) -> TransformState:
+def parameters_of(transform: object, read: Sequence[Any]) -> TransformState:
     """Return what must not change: the read steps, and the lists that hold them."""
     return TransformState(read, _containers(transform))
 

@@ -72,14 +72,14 @@ def normalize(transform: Any, form: ImageForm) -> BatchOperation:
     return Normalize(mean, deviation)
 
 
-def to_tensor(transform: Any, form: ImageForm) -> Sequence[BatchOperation]:
+def to_tensor(transform: object, form: ImageForm) -> Sequence[BatchOperation]:
     if form.kind == "tensor" or form.dtype != torch.uint8:
         raise NotBatchable("its input is not a byte image")
     return [ToTensor(), ScaleBytes(torch.get_default_dtype())]
 
 
 def to_bytes(tv: bool) -> Reader:
-    def read(transform: Any, form: ImageForm) -> BatchOperation:
+    def read(transform: object, form: ImageForm) -> BatchOperation:
         if form.kind == "tensor" and not tv:
             raise NotBatchable("its input is already a tensor")
         return ToTensor(tv)
@@ -87,7 +87,7 @@ def to_bytes(tv: bool) -> Reader:
     return read
 
 
-def to_pure_tensor(transform: Any, form: ImageForm) -> Sequence[BatchOperation]:
+def to_pure_tensor(transform: object, form: ImageForm) -> Sequence[BatchOperation]:
     return (ToTensor(),) if form.kind == "tensor" else ()
 
 
@@ -109,7 +109,7 @@ def convert(divide: bool) -> Reader:
     return read
 
 
-def nothing(transform: Any, form: ImageForm) -> Sequence[BatchOperation]:
+def nothing(transform: object, form: ImageForm) -> Sequence[BatchOperation]:
     return ()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from flatout.data.source import fetched
 from flatout.data.store import Store
 from flatout.data.streams import restore_states, same_states, states
 
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
 AT_A_TIME = 256  # samples fetched together when all are kept ahead
 WATCHED_CLOSELY = 64  # batches in which one kept sample is fetched again; later every eighth
 CHANGED = "samples are no longer kept: the script has changed its data set"
@@ -31,7 +34,7 @@ class KeptSamples:
     """
 
     def __init__(
-        self, dataset: Any, keep: CacheOptions, pipelines: Pipelines, shared: bool, own: Sequence[Any]
+        self, dataset: Dataset, keep: CacheOptions, pipelines: Pipelines, shared: bool, own: Sequence[Any]
     ) -> None:
         self.dataset = dataset
         self.pipelines = pipelines
@@ -62,7 +65,7 @@ class KeptSamples:
         for at in range(0, len(missing), AT_A_TIME):
             self._fill(missing[at : at + AT_A_TIME], self.dataset)
 
-    def rows(self, indices: Sequence[Any], dataset: Any) -> Tensor | None:
+    def rows(self, indices: Sequence[Any], dataset: Dataset) -> Tensor | None:
         """Return the rows of these samples, fetching missing ones; None if one of them has no row."""
         if self.contents is not None and self.contents.changed():
             raise NotBatchable(CHANGED)
@@ -98,7 +101,7 @@ class KeptSamples:
         if self._fetched:
             self.remember()
 
-    def _sample(self, dataset: Any, index: int) -> Any:
+    def _sample(self, dataset: Dataset, index: int) -> Any:
         self._fetched = True
         keeping = SampleRecorder(self.pipelines)
         try:
@@ -125,7 +128,7 @@ class KeptSamples:
             restore_states(before)
         return same
 
-    def _fill(self, indices: Sequence[int], dataset: Any) -> None:
+    def _fill(self, indices: Sequence[int], dataset: Dataset) -> None:
         before = states(self.own)
         try:
             samples = [self._sample(dataset, index) for index in indices]
@@ -136,7 +139,7 @@ class KeptSamples:
             restore_states(before)
             raise NotBatchable(f"samples are no longer kept: {why}") from why
 
-    def _watch(self, index: int, dataset: Any) -> None:
+    def _watch(self, index: int, dataset: Dataset) -> None:
         """Fetch one of the kept samples again, to detect changes."""
         before = states(self.own)
         try:
@@ -152,7 +155,7 @@ class KeptSamples:
 
 
 def opened(
-    dataset: Any, keep: CacheOptions, pipelines: Pipelines, shared: bool, own: Sequence[Any], raw: bool
+    dataset: Dataset, keep: CacheOptions, pipelines: Pipelines, shared: bool, own: Sequence[Any], raw: bool
 ) -> KeptSamples:
     """Open a store of samples with remaining calls, or (``raw``) as returned. Raises Unknown."""
     try:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.data.streams import WorkerStreams
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader, Dataset
 
 
 class FeedSource:
@@ -15,7 +18,9 @@ class FeedSource:
     With streams, the random numbers are those of loader workers.
     """
 
-    def __init__(self, dataset: Any, batch_of: Callable[[Any], Any], streams: WorkerStreams | None) -> None:
+    def __init__(
+        self, dataset: Dataset, batch_of: Callable[[Any], Any], streams: WorkerStreams | None
+    ) -> None:
         vars(self).update(_dataset=dataset, _batch_of=batch_of, _streams=streams)
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
@@ -32,7 +37,7 @@ class FeedSource:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         return self._dataset[index]
 
     def __getattr__(self, name: str) -> Any:  # for get_worker_info().dataset in a worker's init function
@@ -40,7 +45,7 @@ class FeedSource:
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         dataset = self._dataset
         type(dataset).__setattr__(dataset, name, value)  # type: ignore[call-arg]
 
@@ -50,7 +55,7 @@ class StreamSample:
 
     __slots__ = ("_sample",)
 
-    def __init__(self, sample: Any) -> None:
+    def __init__(self, sample: object) -> None:
         self._sample = sample
 
     def take(self) -> Any:
@@ -69,7 +74,7 @@ class StreamSource(FeedSource):
         return StreamSource, (self._dataset, self._batch_of, self._streams)
 
 
-def cannot_feed(loader: Any) -> str:
+def cannot_feed(loader: DataLoader) -> str:
     dataset = loader.dataset
     if is_pipe(dataset):
         return "the data set is a DataPipe, which torch iterates over differently"
@@ -78,7 +83,7 @@ def cannot_feed(loader: Any) -> str:
     return ""
 
 
-def cannot_keep(loader: Any) -> str:
+def cannot_keep(loader: DataLoader) -> str:
     """Return why samples of this loader cannot be kept by index, or an empty string."""
     if is_stream(loader.dataset):
         return "the data set is an IterableDataset, which yields its samples in its own order"
@@ -87,19 +92,19 @@ def cannot_keep(loader: Any) -> str:
     return ""
 
 
-def is_stream(dataset: Any) -> bool:
+def is_stream(dataset: Dataset) -> bool:
     """Return whether a data set is iterable-style. An IterableDataset inherits a raising ``__getitem__``."""
     return not hasattr(dataset, "__getitem__") or any(
         kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__
     )
 
 
-def is_pipe(dataset: Any) -> bool:
+def is_pipe(dataset: Dataset) -> bool:
     """Return whether a data set is a DataPipe, which its iterator shards."""
     return any(kind.__name__ in ("IterDataPipe", "MapDataPipe") for kind in type(dataset).__mro__)
 
 
-def fetched(dataset: Any, indices: Sequence[Any]) -> Any:
+def fetched(dataset: Dataset, indices: Sequence[Any]) -> Any:
     """Fetch samples from a map-style data set as torch's fetcher does."""
     together = getattr(dataset, "__getitems__", None)
     return together(indices) if together else [dataset[index] for index in indices]

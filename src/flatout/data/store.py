@@ -44,11 +44,11 @@ class Cell:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
-def template_of(sample: Any) -> tuple[Any, list[Cell]]:
+def template_of(sample: object) -> tuple[Any, list[Cell]]:
     """Return the sample with cells as values. Raises Unknown if a value cannot be kept exactly."""
     cells: list[Cell] = []
 
-    def cell(value: Any) -> Any:
+    def cell(value: object) -> Any:
         if isinstance(value, Constant):
             return value
         kind, tensor, detail = encoded(value)
@@ -110,7 +110,7 @@ def mapped(thing: Any, change: Callable[[Any], Any], depth: int = 0) -> Any:
     return change(thing)
 
 
-def values_of(sample: Any) -> list[Any]:
+def values_of(sample: object) -> list[Any]:
     found: list[Any] = []
     mapped(sample, found.append)
     return found
@@ -171,7 +171,7 @@ class Store:
     """
 
     def __init__(
-        self, sample: Any, length: int, budget_bytes: int, shared: bool, folder: str | None = None
+        self, sample: object, length: int, budget_bytes: int, shared: bool, folder: str | None = None
     ) -> None:
         self.template, self.cells = template_of(sample)
         self.row_bytes = sum(cell.row_bytes for cell in self.cells) + 1
@@ -227,7 +227,7 @@ class Store:
         """Move the columns to a device. All rows must be filled."""
         self.columns = [column.to(device) for column in self.columns]
 
-    def holds(self, index: int, sample: Any) -> bool:
+    def holds(self, index: int, sample: object) -> bool:
         """Return whether the row equals this sample, bit for bit."""
         try:
             columns = self._encode([sample])

@@ -6,13 +6,16 @@ It cannot be fetched twice, so its pipelines are read from the plain calls of th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.data.deferring import Deferring
 from flatout.data.intercept import recording
 from flatout.data.observing import CallObserver
 from flatout.data.pipeline_tracker import PipelineTracker
 from flatout.data.source import StreamSample
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
 
 
 class StreamFeed:
@@ -25,7 +28,7 @@ class StreamFeed:
         self._started = False
         following.at_once = True
 
-    def boxes(self, dataset: Any) -> Iterator[StreamSample]:
+    def boxes(self, dataset: Dataset) -> Iterator[StreamSample]:
         samples = iter(dataset)
         while True:
             with recording(self._recorder_now()):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader, Dataset
 
 DEEPEST = 6
 MANY = 64  # entries of longer lists are data
@@ -61,12 +64,12 @@ def preserve_states(own: Sequence[Any] = ()) -> Iterator[None]:
         restore_states(kept)
 
 
-def own_generators(thing: Any) -> list[Any]:
+def own_generators(thing: object) -> list[Any]:
     """Return the generators held by a data set or its transforms, or named by their code in its module."""
     found: dict[int, Any] = {}
     seen: set[int] = set()
 
-    def look(value: Any, depth: int) -> None:
+    def look(value: object, depth: int) -> None:
         if id(value) in seen or depth > DEEPEST or len(seen) > MOST:
             return
         seen.add(id(value))
@@ -102,7 +105,7 @@ def own_generators(thing: Any) -> list[Any]:
                     for part in list(vars(kind).values()):
                         look(getattr(part, "fget", None) or getattr(part, "__func__", part), depth + 1)
 
-    def look_at_code(function: Any, depth: int) -> None:
+    def look_at_code(function: Callable[..., Any], depth: int) -> None:
         for cell in function.__closure__ or ():
             try:
                 look(cell.cell_contents, depth + 1)
@@ -117,7 +120,7 @@ def own_generators(thing: Any) -> list[Any]:
     return list(found.values())
 
 
-def _is_generator(value: Any) -> bool:
+def _is_generator(value: object) -> bool:
     if isinstance(value, (torch.Generator, random.Random)):
         return getattr(value, "device", torch.device("cpu")).type == "cpu" and not isinstance(
             value, random.SystemRandom
@@ -150,7 +153,7 @@ class WorkerStreams:
     streams.
     """
 
-    def __init__(self, workers: int, base_seed: int, dataset: Any) -> None:
+    def __init__(self, workers: int, base_seed: int, dataset: Dataset) -> None:
         self.workers = workers
         self._dataset = dataset
         self._batch: int | None = None
@@ -188,7 +191,7 @@ def can_stand_in(workers: int, asked: int) -> bool:
     return workers < asked and (workers == 0 or asked % workers == 0)
 
 
-def seeds_itself(loader: Any) -> bool:
+def seeds_itself(loader: DataLoader) -> bool:
     """Return whether the draws of this DataLoader's workers cannot be reproduced for them."""
     return bool(loader.worker_init_fn is not None or loader.persistent_workers)
 

@@ -131,7 +131,7 @@ class Sharpen(Tone):
         return sharp.clamp_(0, 255).to(torch.uint8)
 
 
-def _arithmetic(transform: Any, form: ImageForm, v2: bool, floats: bool = True) -> str:
+def _arithmetic(transform: object, form: ImageForm, v2: bool, floats: bool = True) -> str:
     if form.kind == "pil" and form.mode in ("L", "RGB"):
         return "pil"
     if form.kind == "tensor" and (form.dtype == torch.uint8 or (floats and form.dtype == torch.float32)):
@@ -149,7 +149,7 @@ def _reader(v2: bool, change: Callable[[Any, ImageForm, bool], BatchOperation]) 
     return read
 
 
-def _invert(transform: Any, form: ImageForm, v2: bool) -> BatchOperation:
+def _invert(transform: object, form: ImageForm, v2: bool) -> BatchOperation:
     _arithmetic(transform, form, v2)
     return Invert()
 
@@ -171,11 +171,11 @@ def _solarize(transform: Any, form: ImageForm, v2: bool) -> BatchOperation:
     return Solarize(transform.threshold)
 
 
-def _autocontrast(transform: Any, form: ImageForm, v2: bool) -> BatchOperation:
+def _autocontrast(transform: object, form: ImageForm, v2: bool) -> BatchOperation:
     return Autocontrast(_arithmetic(transform, form, v2))
 
 
-def _equalize(transform: Any, form: ImageForm, v2: bool) -> BatchOperation:
+def _equalize(transform: object, form: ImageForm, v2: bool) -> BatchOperation:
     _arithmetic(transform, form, v2, floats=False)
     return Equalize()
 

@@ -6,6 +6,7 @@ It has its own process group, another launcher started it, or it is a single pro
 from __future__ import annotations
 
 import os
+from types import ModuleType
 from typing import Any
 
 ONLY_OURS = "this lever acts only on ranks that `flatout run --procs N` starts"
@@ -18,7 +19,7 @@ OUR_HOOK = "gradients sent by flatout"  # its name in torch
 ONE_PROCESS = "flatout started the program as one process; `flatout run --procs N` starts it as N ranks"
 
 
-def why_none(torch: Any, only: str = ONLY_OURS) -> str:
+def why_none(torch: ModuleType, only: str = ONLY_OURS) -> str:
     """Why ``data_parallel`` does not split this process. ``only``: the ranks on which the lever acts."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():

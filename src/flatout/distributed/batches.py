@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.division import CUT, INDEX, OWN, SplitSettings
 from flatout.distributed.draws import drawn_for_the_whole
@@ -13,17 +14,24 @@ from flatout.distributed.streams import HostStreams, Streams, offset
 from flatout.job.rank_environment import RankEnvironment
 from flatout.schema.errors import CannotDivide
 
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from flatout.schema.program import Ledger, TrainingContext
+
 
 class RankBatches:
     """``share`` is the part of the batch that this rank is computing; None before the first one."""
 
-    def __init__(self, torch: Any, context: Any, here: RankEnvironment, division: SplitSettings) -> None:
+    def __init__(
+        self, torch: ModuleType, context: TrainingContext, here: RankEnvironment, division: SplitSettings
+    ) -> None:
         self.torch, self.context, self.here, self.division = torch, context, here, division
         self.share: BatchShare | None = None
         self.inside = False  # in a forward pass of the model
         self.streams, self.host = Streams(torch, here.rank), HostStreams(here.rank)
 
-    def install(self, ledger: Any) -> None:
+    def install(self, ledger: Ledger) -> None:
         torch = self.torch
         base, loader_class = torch.utils.data.dataloader._BaseDataLoaderIter, torch.utils.data.DataLoader
         ledger.set(base, "__init__", self._wrap_iterator_init(base.__init__))
@@ -40,7 +48,7 @@ class RankBatches:
             mode.__enter__()
             ledger.call("dispatch mode", lambda: mode.__exit__(None, None, None))
 
-    def cut(self, batch: Any, samples: int | None = None) -> Any:
+    def cut(self, batch: object, samples: int | None = None) -> Any:
         """This rank's rows of a whole batch. Raises CannotDivide if there are none."""
         samples = samples if samples is not None else self.context.samples_in(batch)
         if samples is None:
@@ -52,7 +60,7 @@ class RankBatches:
         self.share = part = share(samples, self.here.rank, self.here.world_size)
         return self.context.rows_of(batch, samples, part.start, part.stop)
 
-    def _trains(self, loader: Any) -> bool:
+    def _trains(self, loader: DataLoader) -> bool:
         """Whether this loader trains. An evaluation runs without gradients, or uses another loader."""
         return (
             self.torch.is_grad_enabled()
@@ -100,7 +108,7 @@ class RankBatches:
         streams = self.streams
 
         @wraps(really)
-        def drawn_alike(*args: Any) -> Any:
+        def drawn_alike(*args: object) -> Any:
             with streams.common():
                 return really(*args)
 
@@ -110,7 +118,7 @@ class RankBatches:
         host, worker = self.host, self.torch.utils.data.get_worker_info
 
         @wraps(fetch)
-        def fetch_by_itself(fetcher: Any, index: Any) -> Any:
+        def fetch_by_itself(fetcher: Any, index: object) -> Any:
             if worker() is not None:  # its iterator seeds it, differently on each rank
                 return fetch(fetcher, index)
             with host.own():

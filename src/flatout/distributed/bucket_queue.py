@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.wire import GradientCodec, Sending
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class CannotExchange(RuntimeError):
@@ -33,7 +37,7 @@ class Traffic:
 class BucketQueue:
     """One exchange: call ``leave`` for each bucket, then ``arrive``. ``group``: of ranks, None for all."""
 
-    def __init__(self, torch: Any, wire: GradientCodec, group: Any = None) -> None:
+    def __init__(self, torch: ModuleType, wire: GradientCodec, group: Any = None) -> None:
         self.torch, self.wire, self.group = torch, wire, group
         self.sent_bytes = self.collectives = 0
         self._device = "cpu"
@@ -42,7 +46,7 @@ class BucketQueue:
     def __len__(self) -> int:
         return len(self._under_way)
 
-    def leave(self, flat: Any, parameters: Sequence[Any]) -> None:
+    def leave(self, flat: Tensor, parameters: Sequence[Any]) -> None:
         sending = self.wire.send(flat, parameters, self._start)
         self._device = flat.device.type
         with (
@@ -67,7 +71,7 @@ class BucketQueue:
                 waiting = further
         return means
 
-    def _start(self, tensor: Any) -> Any:
+    def _start(self, tensor: Tensor) -> Any:
         self.sent_bytes += tensor.numel() * tensor.element_size()
         self.collectives += 1
         return self.torch.distributed.all_reduce(tensor, group=self.group, async_op=True)
@@ -94,7 +98,7 @@ def buckets_of(parameters: Sequence[Any], most_bytes: int | None) -> list[list[i
     return found
 
 
-def packed(torch: Any, tensors: Sequence[Any]) -> Any:
+def packed(torch: ModuleType, tensors: Sequence[Any]) -> Any:
     """One flat tensor with a copy of each."""
     return (
         torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -103,7 +107,7 @@ def packed(torch: Any, tensors: Sequence[Any]) -> Any:
     )
 
 
-def unpacked(flat: Any, parameters: Sequence[Any]) -> list[Any]:
+def unpacked(flat: Tensor, parameters: Sequence[Any]) -> list[Any]:
     """Views of ``flat`` in the shapes of the parameters."""
     return [
         part.view(p.shape)

@@ -16,13 +16,16 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.division import ALL, CUT, DIVIDED, DOOR, INDEX, OWN, WHOLE
 from flatout.distributed.gradient_exchange import GradientExchange
 from flatout.distributed.normalisation import over_all_ranks
 from flatout.distributed.rendezvous import join
 from flatout.distributed.single_process import must_be_the_rank, one_device, one_process
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 NAME = "data_parallel"
 COUNTS = "counts that the script makes of training batches (right answers, samples) cover rank 0's share; with --whole-batches they cover whole batches"
@@ -55,7 +58,7 @@ class DataParallelScript(GradientExchange):
         open_calls = [0]
 
         @wraps(call)
-        def call_seen(module: Any, *args: Any, **kwargs: Any) -> Any:
+        def call_seen(module: Module, *args: object, **kwargs: object) -> Any:
             if not open_calls[0] and torch.is_grad_enabled() and not divided.in_backward:
                 divided._meet(module)
             open_calls[0] += 1
@@ -67,7 +70,7 @@ class DataParallelScript(GradientExchange):
         self.ledger.set(module_class, "__call__", call_seen)
         self.stop_searching = lambda: self.ledger.set(module_class, "__call__", call)
 
-    def _meet(self, module: Any) -> None:
+    def _meet(self, module: Module) -> None:
         """Handle a module's first forward pass; the other ranks are at the same point."""
         if (
             any(root() is module for root in self.roots)
@@ -100,11 +103,11 @@ class DataParallelScript(GradientExchange):
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.data.copy_(dense)
 
-    def _wrap_forward(self, module: Any, forward: Callable) -> Callable:
+    def _wrap_forward(self, module: Module, forward: Callable) -> Callable:
         divided, torch = self, self.torch
 
         @wraps(forward)
-        def forward_divided(*args: Any, **kwargs: Any) -> Any:
+        def forward_divided(*args: object, **kwargs: object) -> Any:
             if divided.depth:
                 return forward(*args, **kwargs)
             at_the_door = (
@@ -138,7 +141,7 @@ class DataParallelScript(GradientExchange):
 
         return forward_divided
 
-    def _evaluated(self, module: Any, forward: Callable, args: tuple, kwargs: dict) -> Any:
+    def _evaluated(self, module: Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
         self.depth += 1
         try:
             return self.evaluating(module, forward, args, kwargs)
@@ -157,7 +160,7 @@ class DataParallelScript(GradientExchange):
         divided = self
 
         @wraps(train)
-        def train_seen(module: Any, mode: bool = True) -> Any:
+        def train_seen(module: Module, mode: bool = True) -> Any:
             if not mode:
                 divided._before_evaluation()
             return train(module, mode)
@@ -179,7 +182,7 @@ class DataParallelScript(GradientExchange):
         divided, torch = self, self.torch
 
         @wraps(backward)
-        def backward_divided(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+        def backward_divided(tensors: Any, grad_tensors: Any = None, *args: object, **kwargs: object) -> Any:
             if divided.in_backward or not divided.joined or divided.batches.share is None:
                 return backward(tensors, grad_tensors, *args, **kwargs)
             losses = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)

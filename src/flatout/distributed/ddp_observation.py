@@ -5,11 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.bucket_queue import BucketQueue
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Parameter
+
     from flatout.distributed.script_ddp import ScriptDdp
 
 OBSERVED_PASSES = 4
@@ -23,7 +27,7 @@ def buffers_of(ddp: Any) -> list[tuple[Any, ...]]:
     ]
 
 
-def device_of(torch: Any, ddp: Any) -> Any:
+def device_of(torch: ModuleType, ddp: Any) -> Any:
     """The device for a flag exchanged by ranks.
 
     It is the host if the group supports it, to avoid a synchronisation.
@@ -34,7 +38,7 @@ def device_of(torch: Any, ddp: Any) -> Any:
 class Sending:
     """Sends the buckets of successive backward passes. torch waits for the result of ``leave``."""
 
-    def __init__(self, torch: Any, wire: Any, group: Any, parameters: int) -> None:
+    def __init__(self, torch: ModuleType, wire: Any, group: Any, parameters: int) -> None:
         self.torch, self.wire, self.group, self.parameters = torch, wire, group, parameters
         self.begin()
 
@@ -75,7 +79,7 @@ class Observed:
     def complete(self) -> bool:
         return not self._hooks
 
-    def _got(self, at: int, parameter: Any) -> None:
+    def _got(self, at: int, parameter: Parameter) -> None:
         self._orders[-1].append(at)
         self._gradients.append((at, weakref.ref(parameter.grad)))
 
@@ -103,7 +107,7 @@ HELD: weakref.WeakKeyDictionary[Any, ScriptDdp] = weakref.WeakKeyDictionary()
 _PATCHES: list[Any] = []  # a ledger, while any DistributedDataParallel is changed
 
 
-def patch(torch: Any, ledgers: Callable[[], Any]) -> None:
+def patch(torch: ModuleType, ledgers: Callable[[], Any]) -> None:
     if not _PATCHES:
         _PATCHES.append(ledgers())
         ddp = torch.nn.parallel.DistributedDataParallel
@@ -112,9 +116,9 @@ def patch(torch: Any, ledgers: Callable[[], Any]) -> None:
         _PATCHES[0].set(torch.Tensor, "detach_", _detach_(torch.Tensor.detach_))
 
 
-def _pre_forward(torch: Any, really: Callable) -> Callable:
+def _pre_forward(torch: ModuleType, really: Callable) -> Callable:
     @wraps(really)
-    def pre_forward(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
+    def pre_forward(ddp: Any, *inputs: object, **kwargs: object) -> Any:
         own = HELD.get(ddp)
         if own is None or torch.compiler.is_compiling():
             return really(ddp, *inputs, **kwargs)
@@ -140,7 +144,7 @@ def _register_comm_hook(really: Callable) -> Callable:
 
 def _detach_(really: Callable) -> Callable:
     @wraps(really)
-    def detach_(tensor: Any) -> Any:
+    def detach_(tensor: Tensor) -> Any:
         """A gradient that is a bucket view has nothing to detach, and torch raises an error for views."""
         return tensor if tensor._is_view() and not tensor.requires_grad else really(tensor)
 

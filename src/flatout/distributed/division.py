@@ -45,7 +45,7 @@ class SplitSettings:
     evaluation: str = WHOLE
 
     @classmethod
-    def read(cls, value: Any) -> SplitSettings:
+    def read(cls, value: object) -> SplitSettings:
         """Raises TypeError with a sentence if the value is invalid."""
         if not isinstance(value, Mapping) or not set(value) <= {*WORDS, "loaders"}:
             raise TypeError(

@@ -46,7 +46,7 @@ def drawn_for_the_whole(torch: Any, share_of: Callable[[], BatchShare | None]) -
     return Whole()
 
 
-def _shape(thing: Any, tensor_class: Any) -> list[int] | None:
+def _shape(thing: object, tensor_class: Any) -> list[int] | None:
     """The shape of a tensor that numbers are drawn into or for, or the requested sizes."""
     if isinstance(thing, tensor_class):
         return list(thing.shape) if thing.dim() else None
@@ -57,7 +57,7 @@ def _shape(thing: Any, tensor_class: Any) -> list[int] | None:
     )
 
 
-def _for_the_whole(thing: Any, shape: list[int], rows: Rows, tensor_class: Any) -> Any:
+def _for_the_whole(thing: object, shape: list[int], rows: Rows, tensor_class: Any) -> Any:
     """A tensor for all samples with this rank's part in place, or the sizes of one.
 
     Only this part matters for the result.

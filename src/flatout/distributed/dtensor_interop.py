@@ -11,7 +11,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flatout.schema.program import Ledger
 
 # Functions that return no tensor. torch 2.14 returns each rank's part of a partial sum, not the sum.
 SPOKEN = (
@@ -34,7 +40,7 @@ IN_PLACE = ("__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__")  # th
 
 
 class DTensorInterop:
-    def __init__(self, torch: Any, world: int, ledger: Any) -> None:
+    def __init__(self, torch: ModuleType, world: int, ledger: Ledger) -> None:
         from torch.distributed.tensor import DTensor
 
         self.torch, self.world, self.kind = torch, world, DTensor
@@ -43,7 +49,7 @@ class DTensorInterop:
         self.spoken = {getattr(tensor, name) for name in SPOKEN}
         mixing = self
 
-        def function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def function(cls: Any, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
             return mixing._called(func, args, kwargs or {})
 
         ledger.set(DTensor, "__torch_function__", classmethod(function))
@@ -52,10 +58,10 @@ class DTensorInterop:
 
     # -- sharded and whole tensors ---------------------------------------------------------------------------
 
-    def is_divided(self, thing: Any) -> bool:
+    def is_divided(self, thing: object) -> bool:
         return isinstance(thing, self.kind)
 
-    def whole(self, tensor: Any) -> Any:
+    def whole(self, tensor: Tensor) -> Any:
         """The whole tensor on every rank; a Parameter of a Parameter.
 
         Its gradient is averaged over ranks and sharded.
@@ -182,12 +188,12 @@ class DTensorInterop:
         return [answers[number] for number in range(len(first))] if answers else None
 
     @staticmethod
-    def _at(arg: Any, at: list[int], length: int) -> Any:
+    def _at(arg: object, at: list[int], length: int) -> Any:
         return (
             [arg[number] for number in at] if isinstance(arg, (list, tuple)) and len(arg) == length else arg
         )
 
-    def _stays_plain(self, thing: Any) -> bool:
+    def _stays_plain(self, thing: object) -> bool:
         """A tensor that is not sharded and not a mere number."""
         return (
             isinstance(thing, self.torch.Tensor)
@@ -195,7 +201,7 @@ class DTensorInterop:
             and (thing.dim() > 0 or thing.requires_grad)
         )
 
-    def _mixed(self, args: Any, kwargs: Any) -> bool:
+    def _mixed(self, args: object, kwargs: object) -> bool:
         from torch.utils._pytree import tree_leaves
 
         return any(map(self._stays_plain, tree_leaves((args, kwargs))))
@@ -205,18 +211,18 @@ class DTensorInterop:
 
         return tree_map_only(self.torch.Tensor, change, (tuple(args), kwargs))
 
-    def _printed(self, tensor: Any) -> str:
+    def _printed(self, tensor: Tensor) -> str:
         with self.torch.no_grad():
             return repr(self.whole(tensor))
 
-    def _copied(self, tensor: Any, memo: dict[int, Any]) -> Any:
+    def _copied(self, tensor: Tensor, memo: dict[int, Any]) -> Any:
         """``copy.deepcopy`` of a weight returns a whole one."""
         if id(tensor) not in memo:
             with self.torch.no_grad():
                 memo[id(tensor)] = copy.deepcopy(self.whole(tensor))
         return memo[id(tensor)]
 
-    def _entries_set(self, tensor: Any, where: Any, value: Any) -> None:
+    def _entries_set(self, tensor: Tensor, where: Any, value: object) -> None:
         """``weight[where] = value``: torch would write to a copy of the other ranks' rows."""
         with self.torch.no_grad():
             whole = self.whole(tensor).detach()

@@ -9,10 +9,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.gathering import put_together
 from flatout.distributed.shares import Rows, share
+
+if TYPE_CHECKING:
+    from torch import device as Device
+    from torch.nn import Module
+
+    from flatout.schema.program import TrainingContext
 
 NAME = "data_parallel"
 STAYS_WHOLE = (
@@ -22,11 +29,11 @@ ROUNDING = 1e-3  # relative to a tensor's largest number; dependence between sam
 
 
 class Evaluating:
-    def __init__(self, torch: Any, context: Any, here: Any) -> None:
+    def __init__(self, torch: ModuleType, context: TrainingContext, here: Any) -> None:
         self.torch, self.context, self.here = torch, context, here
         self._divides: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
-    def __call__(self, module: Any, forward: Callable, args: tuple, kwargs: dict) -> Any:
+    def __call__(self, module: Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
         """The result of ``forward``; the other ranks are at the same point with the same arguments."""
         samples = next(
             (
@@ -59,7 +66,7 @@ class Evaluating:
         )
 
     def _tried(
-        self, module: Any, forward: Callable, args: tuple, kwargs: dict, samples: int, whole: Any
+        self, module: Module, forward: Callable, args: tuple, kwargs: dict, samples: int, whole: Any
     ) -> bool:
         """A joint decision: no rank enters a collective if one of them cannot."""
         from torch.utils._pytree import tree_leaves
@@ -84,7 +91,7 @@ class Evaluating:
             device,
         )
 
-    def _alike(self, a: Any, b: Any) -> bool:
+    def _alike(self, a: object, b: object) -> bool:
         if not isinstance(a, self.torch.Tensor):
             return type(a) is type(b)
         if not isinstance(b, self.torch.Tensor) or a.shape != b.shape or a.dtype != b.dtype:
@@ -94,7 +101,7 @@ class Evaluating:
         largest = float(b.abs().max()) if b.numel() else 0.0
         return bool(self.torch.allclose(a, b, rtol=0.0, atol=ROUNDING * largest, equal_nan=True))
 
-    def _all(self, here: bool, device: Any) -> bool:
+    def _all(self, here: bool, device: Device) -> bool:
         """Whether it is true on all ranks. Only NCCL needs the flag on the model's device."""
         flag = self.torch.tensor(
             [float(here)], device=device if "nccl" in str(self.torch.distributed.get_backend()) else "cpu"

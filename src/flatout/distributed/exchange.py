@@ -20,7 +20,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.bucket_queue import (
     BucketQueue,
@@ -33,6 +34,10 @@ from flatout.distributed.bucket_queue import (
 from flatout.distributed.wire import TransportSettings
 from flatout.job.rank_environment import RankEnvironment
 
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Parameter
+
 WATCHED_PASSES = 2  # no bucket leaves early in these: check for gradients that arrive twice
 
 
@@ -44,7 +49,7 @@ class Exchange:
 
     def __init__(
         self,
-        torch: Any,
+        torch: ModuleType,
         here: RankEnvironment,
         parameters: Sequence[Any],
         in_parts: bool,
@@ -92,7 +97,7 @@ class Exchange:
             self.parameters[at].grad = gradient
         self.aside.clear()
 
-    def _arrives(self, at: int, parameter: Any) -> None:
+    def _arrives(self, at: int, parameter: Parameter) -> None:
         self.arrived[at] += 1
         number = self.bucket_of[at]
         if self.arrived[at] > 1:
@@ -185,7 +190,7 @@ class Exchange:
             ]
         )
 
-    def _taken(self, bucket: Sequence[int], flat: Any, used: Any) -> None:
+    def _taken(self, bucket: Sequence[int], flat: Tensor, used: Any) -> None:
         for at, part in zip(bucket, unpacked(flat, [self.parameters[at] for at in bucket]), strict=True):
             parameter = self.parameters[at]
             if at in self.aside:

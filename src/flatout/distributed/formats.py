@@ -11,7 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from flatout.schema.program import Ledger
 
 STATE_PREFIX = "__composable_api"  # prefix of fully_shard's attributes in a module
 MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
@@ -25,7 +32,7 @@ class Formats:
     ``sharding`` knows which weights are sharded.
     """
 
-    def __init__(self, torch: Any, sharding: Any, ledger: Any) -> None:
+    def __init__(self, torch: ModuleType, sharding: Any, ledger: Ledger) -> None:
         self.torch, self.sharding, self.mixing = torch, sharding, sharding.mixing
         self.depth = 0  # of recursive calls through submodules
         module, optimizer, clip = torch.nn.Module, torch.optim.Optimizer, torch.nn.utils.clip_grad
@@ -43,7 +50,7 @@ class Formats:
         formats = self
 
         @wraps(really)
-        def state_dict(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        def state_dict(owner: object, *args: object, **kwargs: object) -> Any:
             formats.depth += 1
             try:
                 found = really(owner, *args, **kwargs)
@@ -72,7 +79,9 @@ class Formats:
         formats = self
 
         @wraps(really)
-        def load_state_dict(module: Any, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        def load_state_dict(
+            module: Module, state_dict: Any, strict: bool = True, assign: bool = False
+        ) -> Any:
             divided = any(map(formats.sharding.holds, module.parameters()))
             return really(
                 module, state_dict, strict, assign and not divided
@@ -84,7 +93,7 @@ class Formats:
         formats = self
 
         @wraps(really)
-        def load_state_dict(optimizer: Any, state_dict: Any) -> Any:
+        def load_state_dict(optimizer: Optimizer, state_dict: Any) -> Any:
             own = [p for group in optimizer.param_groups for p in group["params"]]
             numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
             if len(own) != len(numbers) or not any(map(formats.sharding.holds, own)):
@@ -101,7 +110,7 @@ class Formats:
         formats = self
 
         @wraps(really)
-        def apply(module: Any, *args: Any, **kwargs: Any) -> Any:
+        def apply(module: Module, *args: object, **kwargs: object) -> Any:
             formats.depth += 1
             try:
                 result = really(module, *args, **kwargs)
@@ -120,7 +129,7 @@ class Formats:
         formats = self
 
         @wraps(really)
-        def reduce_without_ranks(module: Any, protocol: Any) -> Any:
+        def reduce_without_ranks(module: Module, protocol: Any) -> Any:
             answer = really(module, protocol)
             if not isinstance(answer, tuple) or len(answer) < 3 or not isinstance(answer[2], dict):
                 return answer
@@ -142,7 +151,7 @@ class Formats:
         formats = self
 
         @wraps(really)
-        def plain(*args: Any, **kwargs: Any) -> Any:
+        def plain(*args: object, **kwargs: object) -> Any:
             norm = really(*args, **kwargs)
             return formats.mixing.whole(norm) if formats.sharding.holds(norm) else norm
 

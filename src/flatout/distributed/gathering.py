@@ -7,20 +7,26 @@ samples. This requires a model that treats its samples independently.
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.shares import BatchShare, Rows, share
 from flatout.schema.errors import CannotDivide
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def put_together(torch: Any, output: Any, part: BatchShare, world: int) -> Any:
+    from flatout.schema.program import TrainingContext
+
+
+def put_together(torch: ModuleType, output: object, part: BatchShare, world: int) -> Any:
     """``output`` with the rows of all ranks in each tensor.
 
     Raises CannotDivide for a value without rows per sample, such as a loss.
     """
     from torch.utils._pytree import tree_map_only
 
-    def of(tensor: Any) -> Any:
+    def of(tensor: Tensor) -> Any:
         rows = Rows.of(list(tensor.shape), part)
         if rows is None and tensor.requires_grad:
             raise CannotDivide(
@@ -31,12 +37,12 @@ def put_together(torch: Any, output: Any, part: BatchShare, world: int) -> Any:
     return tree_map_only(torch.Tensor, of, output)
 
 
-def _of_all_ranks(torch: Any, tensor: Any, rows: Rows, world: int) -> Any:
+def _of_all_ranks(torch: Any, tensor: Tensor, rows: Rows, world: int) -> Any:
     sizes = [share(rows.share.samples, rank, world).size * rows.each for rank in range(world)]
 
     class Together(torch.autograd.Function):
         @staticmethod
-        def forward(context: Any, mine: Any) -> Any:
+        def forward(context: TrainingContext, mine: Any) -> Any:
             first = mine.detach().movedim(rows.dim, 0).contiguous()
             padded = (
                 torch.cat([first, first.new_zeros((max(sizes) - len(first), *first.shape[1:]))])
@@ -49,7 +55,7 @@ def _of_all_ranks(torch: Any, tensor: Any, rows: Rows, world: int) -> Any:
             return whole.movedim(0, rows.dim)
 
         @staticmethod
-        def backward(context: Any, gradient: Any) -> Any:
+        def backward(context: TrainingContext, gradient: Tensor) -> Any:
             return rows.of_the_share(gradient)
 
     return Together.apply(tensor)

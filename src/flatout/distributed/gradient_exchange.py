@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.batches import RankBatches
 from flatout.distributed.division import CUT, DOOR, INDEX, SUM, WHOLE, SplitSettings
@@ -15,6 +16,11 @@ from flatout.distributed.gathering import put_together
 from flatout.distributed.wire import TransportSettings
 from flatout.job.rank_environment import RankEnvironment
 
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+    from flatout.schema.program import Ledger, TrainingContext
+
 SEARCHING_STEPS = 3  # steps in which to look for modules that train
 
 
@@ -22,7 +28,12 @@ class GradientExchange:
     """Chooses and closes exchanges."""
 
     def __init__(
-        self, torch: Any, context: Any, here: RankEnvironment, division: SplitSettings, ledger: Any
+        self,
+        torch: ModuleType,
+        context: TrainingContext,
+        here: RankEnvironment,
+        division: SplitSettings,
+        ledger: Ledger,
     ) -> None:
         self.torch, self.context, self.here, self.division, self.ledger = (
             torch,
@@ -76,7 +87,7 @@ class GradientExchange:
             name: cut(each, samples) for name, each in kwargs.items()
         }
 
-    def _behind_the_door(self, output: Any) -> Any:
+    def _behind_the_door(self, output: object) -> Any:
         part = self.batches.share
         if self.division.batches != WHOLE or part is None or part.size == part.samples:
             return output
@@ -172,7 +183,7 @@ class GradientExchange:
             self.everything = shows, list({id(p): p for p in found if not self._is_sharded(p)}.values())
         return self.everything[1]
 
-    def _is_sharded(self, parameter: Any) -> bool:
+    def _is_sharded(self, parameter: Parameter) -> bool:
         """Whether sharding averages its gradient."""
         return self.sharding is not None and bool(self.sharding.holds(parameter))
 

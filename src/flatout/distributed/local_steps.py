@@ -24,7 +24,8 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.bucket_queue import (
     BucketQueue,
@@ -35,6 +36,12 @@ from flatout.distributed.bucket_queue import (
     unpacked,
 )
 from flatout.distributed.rounds import OUTER, LocalSgdSettings, Outer
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+    from torch.optim import Optimizer
+
+    from flatout.schema.program import Ledger, TrainingContext
 
 NAME = "local_sgd"
 SYNCHRONOUS = 2  # steps: the first runs without levers, the second agrees on the transport
@@ -65,7 +72,7 @@ class LocalSteps:
             threading.get_ident(),
         )  # loader workers and saving threads must not communicate
 
-    def install(self, ledger: Any) -> None:
+    def install(self, ledger: Ledger) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         torch, module = self.torch, self.torch.nn.Module
@@ -87,7 +94,7 @@ class LocalSteps:
             self._begin_again()
         return self.apart
 
-    def _stepped(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+    def _stepped(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         if self._elsewhere() or not self.divided.joined:
             return
         self.moved = True
@@ -190,7 +197,7 @@ class LocalSteps:
 
     def _met_before(self, really: Callable) -> Callable:
         @wraps(really)
-        def when_met(*args: Any, **kwargs: Any) -> Any:
+        def when_met(*args: object, **kwargs: object) -> Any:
             self.meet()
             return really(*args, **kwargs)
 
@@ -200,7 +207,7 @@ class LocalSteps:
         """Loaded weights do not count as progress of a round."""
 
         @wraps(really)
-        def put_back(*args: Any, **kwargs: Any) -> Any:
+        def put_back(*args: object, **kwargs: object) -> Any:
             self.meet()
             try:
                 return really(*args, **kwargs)
@@ -235,20 +242,20 @@ class StepBoundaryTracker:
     Used because the hooks of `TrainingContext` stop after the first steps.
     """
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: TrainingContext) -> None:
         self.context, self.boundaries = context, type(context.boundaries)()
         self._known: dict[int, Any] = {}
 
-    def ended(self, optimizer: Any) -> bool:
+    def ended(self, optimizer: Optimizer) -> bool:
         for each in (*self.context.optimizers, optimizer):
             if id(each) not in self._known:
                 self._meet(each)
         return bool(self.boundaries.optimizer_stepped(id(optimizer)))
 
-    def _meet(self, optimizer: Any) -> None:
+    def _meet(self, optimizer: Optimizer) -> None:
         key, known, boundaries = id(optimizer), self._known, self.boundaries
 
-        def gone(_: Any) -> None:
+        def gone(_: object) -> None:
             boundaries.optimizer_gone(key)
             known.pop(key, None)
 
@@ -256,7 +263,7 @@ class StepBoundaryTracker:
         boundaries.optimizer_made(key)
 
 
-def _wide(torch: Any, parameter: Any) -> Any:
+def _wide(torch: ModuleType, parameter: Parameter) -> Any:
     """The parameter in a precision that keeps small progress."""
     return (
         parameter.detach().float()

@@ -6,10 +6,17 @@ uneven shares.
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+    from flatout.schema.program import Ledger, TrainingContext
 
 
-def over_all_ranks(torch: Any, root: Any, ledger: Any) -> int:
+def over_all_ranks(torch: ModuleType, root: Module, ledger: Ledger) -> int:
     """Make every batch normalisation of ``root`` that trains use the statistics of all ranks.
 
     Returns their number.
@@ -45,7 +52,7 @@ def _forward_of(torch: Any, module: Any, really: Any) -> Any:
     return forward
 
 
-def _note(torch: Any, module: Any, mean: Any, variance: Any) -> None:
+def _note(torch: ModuleType, module: Module, mean: Any, variance: Any) -> None:
     """Update the running statistics as torch does."""
     if not module.track_running_stats or module.running_mean is None:
         return
@@ -61,13 +68,13 @@ def _sum_of_ranks(torch: Any) -> Any:
 
     class Sum(torch.autograd.Function):
         @staticmethod
-        def forward(context: Any, x: Any) -> Any:
+        def forward(context: TrainingContext, x: Any) -> Any:
             x = x.clone()
             torch.distributed.all_reduce(x)
             return x
 
         @staticmethod
-        def backward(context: Any, gradient: Any) -> Any:
+        def backward(context: TrainingContext, gradient: Tensor) -> Any:
             gradient = gradient.clone()
             torch.distributed.all_reduce(gradient)
             return gradient

@@ -21,9 +21,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.wire import CodecKind, PlainCodec, Sending, Start, wide
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Parameter
 
 SEED = 714
 SAVING = 2.0  # as torch's min_compression_rate
@@ -39,7 +44,9 @@ class PowerSGD:
 
     lossy = remembers = True
 
-    def __init__(self, torch: Any, world: int, rank: int, after: int = AFTER, saving: float = SAVING) -> None:
+    def __init__(
+        self, torch: ModuleType, world: int, rank: int, after: int = AFTER, saving: float = SAVING
+    ) -> None:
         from torch.utils.weak import WeakTensorKeyDictionary
 
         self.torch, self.world, self.rank, self.after, self.saving = torch, world, rank, after, saving
@@ -48,7 +55,7 @@ class PowerSGD:
         self.errors: Any = WeakTensorKeyDictionary()  # the part that this rank has not sent yet
         self._draw = random.Random(SEED)  # equal on every rank; the program's own random numbers are not used
 
-    def send(self, flat: Any, parameters: Sequence[Any], start: Start) -> Sending:
+    def send(self, flat: Tensor, parameters: Sequence[Any], start: Start) -> Sending:
         done = self.passes[parameters[0]] = self.passes.get(parameters[0], 0) + 1
         pieces = [
             flat[begin : begin + p.numel()] for p, begin in zip(parameters, _begins(parameters), strict=True)
@@ -83,13 +90,13 @@ class PowerSGD:
             piece.copy_(mean)
         return flat
 
-    def _saves(self, parameter: Any) -> bool:
+    def _saves(self, parameter: Parameter) -> bool:
         if parameter.dim() < 2:
             return False
         n, m = parameter.shape[0], parameter.numel() // max(1, parameter.shape[0])
         return bool((n + m) * min(n, m, self.rank) * self.saving < n * m)
 
-    def _query(self, parameter: Any, matrix: Any) -> Any:
+    def _query(self, parameter: Parameter, matrix: Any) -> Any:
         if parameter not in self.queries:
             columns = min(*matrix.shape, self.rank)
             drawn = [[self._draw.gauss(0.0, 1.0) for _ in range(columns)] for _ in range(matrix.shape[1])]
@@ -106,7 +113,7 @@ def way(rank: int, after: int) -> CodecKind:
 class _Packed:
     """Tensors concatenated in ``flat``; ``parts`` are its views in their shapes."""
 
-    def __init__(self, torch: Any, tensors: Sequence[Any]) -> None:
+    def __init__(self, torch: ModuleType, tensors: Sequence[Any]) -> None:
         self.flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         sizes = [tensor.numel() for tensor in tensors]
         self.parts = [

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from flatout.distributed.single_process import for_ourselves
 from flatout.job.rank_environment import RENDEZVOUS, RankEnvironment
 
+if TYPE_CHECKING:
+    from torch import device as Device
+
+    from flatout.schema.program import Ledger
+
 TIMEOUT_S = 1800.0  # torch's default: a rank may evaluate for long before it arrives
 
 
-def join(torch: Any, here: RankEnvironment, device: Any, ledger: Any) -> None:
+def join(torch: ModuleType, here: RankEnvironment, device: Device, ledger: Ledger) -> None:
     """Create the process group for tensors on the model's ``device``.
 
     Hide it from the script: a script that asks whether there are ranks would start to parallelise itself.
@@ -24,7 +30,7 @@ def join(torch: Any, here: RankEnvironment, device: Any, ledger: Any) -> None:
     ledger.set(distributed, "is_initialized", lambda: False)
 
 
-def _backend_of_cuda(torch: Any, here: RankEnvironment, place: Any, device: Any) -> str:
+def _backend_of_cuda(torch: ModuleType, here: RankEnvironment, place: Any, device: Device) -> str:
     """NCCL needs one device per rank; ranks that share a device use gloo."""
     if not torch.distributed.is_nccl_available():
         return "gloo"
@@ -33,7 +39,7 @@ def _backend_of_cuda(torch: Any, here: RankEnvironment, place: Any, device: Any)
     return "cpu:gloo,cuda:nccl" if len(devices) == here.world_size else "gloo"
 
 
-def store(torch: Any, where: RankEnvironment, timeout_s: float) -> Any:
+def store(torch: ModuleType, where: RankEnvironment, timeout_s: float) -> Any:
     """The torch store for the rendezvous of ``where``.
 
     Raises DistError if it is unreachable within the timeout.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 AVERAGE, NESTEROV = "average", "nesterov"
@@ -29,7 +30,7 @@ class LocalSgdSettings:
     warmup: int = 0
 
     @classmethod
-    def read(cls, value: Any) -> LocalSgdSettings:
+    def read(cls, value: object) -> LocalSgdSettings:
         """Raises TypeError with a sentence if the value is invalid."""
         names = ("every", "outer", "overlap", "warmup")
         if not isinstance(value, Mapping) or not set(value) <= set(names):
@@ -57,7 +58,7 @@ class Outer:
     become the mean of the ranks' weights.
     """
 
-    def __init__(self, torch: Any, rate: float, momentum: float) -> None:
+    def __init__(self, torch: ModuleType, rate: float, momentum: float) -> None:
         self.torch, self.rate, self.momentum = torch, rate, momentum
         self._speed: list[Any] = []
 

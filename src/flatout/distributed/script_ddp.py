@@ -20,11 +20,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.absent import OUR_HOOK, why_left_alone
 from flatout.distributed.ddp_observation import HELD, Observed, Sending, buffers_of, device_of, patch
 from flatout.distributed.wire import CodecKind
+
+if TYPE_CHECKING:
+    from flatout.schema.program import Ledger, TrainingContext
 
 KEEPS = "the script keeps gradients of earlier passes, which the next pass would overwrite"
 CHANGES = "the order in which parameters get their gradients differs between passes"
@@ -43,7 +46,7 @@ class DdpSettings:
 AS_IT_IS = DdpSettings()
 
 
-def change(context: Any, ledger: Any, **wanted: Any) -> None:
+def change(context: TrainingContext, ledger: Ledger, **wanted: Any) -> None:
     """Apply the settings to every DistributedDataParallel of the script from the next exchange on.
 
     Raises LookupError.
@@ -65,7 +68,7 @@ class ScriptDdp:
     ``gave_way``: the script has registered its own hook.
     """
 
-    def __init__(self, context: Any, ddp: Any, ledgers: Callable[[], Any]) -> None:
+    def __init__(self, context: TrainingContext, ddp: Any, ledgers: Callable[[], Any]) -> None:
         self.torch, self.context, self._ledgers = context.torch, context, ledgers
         self.wanted = self.now = AS_IT_IS
         self.gave_way = False

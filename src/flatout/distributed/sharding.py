@@ -11,12 +11,18 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.dtensor_interop import DTensorInterop
 from flatout.distributed.formats import Formats
 from flatout.job.rank_environment import RankEnvironment
 from flatout.schema.errors import CannotDivide
+
+if TYPE_CHECKING:
+    from torch.nn import Module, Parameter
+
+    from flatout.schema.program import Ledger, TrainingContext
 
 NAME = "sharding"
 NODE, ALL = "node", "all"
@@ -31,7 +37,13 @@ class Sharding:
     """
 
     def __init__(
-        self, torch: Any, context: Any, here: RankEnvironment, over: str, blocks_of: Any, ledger: Any
+        self,
+        torch: ModuleType,
+        context: TrainingContext,
+        here: RankEnvironment,
+        over: str,
+        blocks_of: Any,
+        ledger: Ledger,
     ) -> None:
         self.torch, self.context, self.here, self.over, self.blocks_of, self.ledger = (
             torch,
@@ -50,11 +62,11 @@ class Sharding:
         self._hooks: list[Any] = []
         ledger.call("hooks of pieces", self._close)
 
-    def holds(self, parameter: Any) -> bool:
+    def holds(self, parameter: Parameter) -> bool:
         """Whether this weight is sharded."""
         return self.mixing.is_divided(parameter)
 
-    def shard(self, root: Any) -> None:
+    def shard(self, root: Module) -> None:
         """Shard the weights of a module. Raises CannotDivide.
 
         The other ranks are at the same point with equal weights.
@@ -74,7 +86,7 @@ class Sharding:
 
     # -- one module ------------------------------------------------------------------------------------------
 
-    def _shard_one(self, module: Any) -> None:
+    def _shard_one(self, module: Module) -> None:
         from torch.distributed.fsdp import fully_shard
 
         kind = type(module)
@@ -151,7 +163,7 @@ class Sharding:
 
     # -- what to shard, and over which ranks -----------------------------------------------------------------
 
-    def _refuse(self, root: Any) -> None:
+    def _refuse(self, root: Module) -> None:
         for name, p in root.named_parameters():
             if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
                 raise CannotDivide(
@@ -160,7 +172,7 @@ class Sharding:
         if any(isinstance(module, self.torch.jit.ScriptModule) for module in root.modules()):
             raise CannotDivide("its model is a compiled script (torch.jit), whose weights cannot be sharded")
 
-    def _blocks(self, root: Any) -> list[Any]:
+    def _blocks(self, root: Module) -> list[Any]:
         """Blocks that share no weight with modules outside them; shared weights belong to the root."""
         holders: dict[int, set[int]] = {}
         for module in root.modules():
@@ -192,12 +204,12 @@ class Sharding:
         )
 
     @staticmethod
-    def _state(module: Any) -> Any:
+    def _state(module: Module) -> Any:
         from torch.distributed._composable_state import _get_module_state
 
         return _get_module_state(module)
 
-    def _groups(self, module: Any) -> list[Any]:
+    def _groups(self, module: Module) -> list[Any]:
         """Groups of weights that are gathered together.
 
         The attribute is named differently if FSDP2 has one per module.
@@ -210,13 +222,13 @@ class Sharding:
             else [group for group in [getattr(state, "_fsdp_param_group", None)] if group is not None]
         )
 
-    def groups_in(self, module: Any) -> Iterator[Any]:
+    def groups_in(self, module: Module) -> Iterator[Any]:
         for part in module.modules():
             yield from self._groups(part)
 
     # -- a model that is called in pieces --------------------------------------------------------------------
 
-    def _open_pieces(self, root: Any) -> None:
+    def _open_pieces(self, root: Module) -> None:
         """Gather the weights also for a layer called outside its sharded module (``model.decoder(z)``)."""
         for module in root.modules():
             groups = [] if module in self.open else self._groups(module)
@@ -256,7 +268,7 @@ class Sharding:
 
         return ends
 
-    def _views_end(self, module: Any, args: Any, output: Any) -> Any:
+    def _views_end(self, module: Module, args: object, output: object) -> Any:
         """Clone output views. FSDP2 detects the backward pass by a hook on a module's output.
 
         A view loses the hook when a script changes it in place.

@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Rows:
     def whole(self, shape: Sequence[int]) -> list[int]:
         return [self.share.samples * self.each if dim == self.dim else size for dim, size in enumerate(shape)]
 
-    def of_the_share(self, tensor: Any) -> Any:
+    def of_the_share(self, tensor: Tensor) -> Any:
         return tensor.narrow(self.dim, self.share.start * self.each, self.share.size * self.each)
 
 

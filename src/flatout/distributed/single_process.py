@@ -7,12 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.schema.errors import CannotDivide
 
+if TYPE_CHECKING:
+    from torch.nn import Module
 
-def one_device(torch: Any, ledger: Any) -> None:
+    from flatout.schema.program import Ledger
+
+
+def one_device(torch: ModuleType, ledger: Ledger) -> None:
     """From now on ``nn.DataParallel`` computes on one device.
 
     That is the first visible device of those that the script names. It then passes its input through, and
@@ -23,7 +29,7 @@ def one_device(torch: Any, ledger: Any) -> None:
 
     @wraps(init)
     def init_on_one_device(
-        self: Any, module: Any, device_ids: Any = None, output_device: Any = None, dim: int = 0
+        self: Any, module: Module, device_ids: Any = None, output_device: Any = None, dim: int = 0
     ) -> None:
         if torch.cuda.is_available():
             named = [
@@ -37,7 +43,7 @@ def one_device(torch: Any, ledger: Any) -> None:
     ledger.set(kind, "__init__", init_on_one_device)
 
 
-def one_process(torch: Any, ledger: Any) -> None:
+def one_process(torch: ModuleType, ledger: Ledger) -> None:
     """From now on the script cannot create its own ranks: N ranks would each start N."""
     distributed = torch.distributed
     if not distributed.is_available():
@@ -45,7 +51,7 @@ def one_process(torch: Any, ledger: Any) -> None:
     really = distributed.init_process_group
 
     @wraps(really)
-    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+    def init_process_group(*args: object, **kwargs: object) -> Any:
         raise CannotDivide(
             "the script parallelises itself (it calls torch.distributed.init_process_group): remove --procs"
         )
@@ -55,14 +61,14 @@ def one_process(torch: Any, ledger: Any) -> None:
         ledger.set(owner, "init_process_group", init_process_group)
 
 
-def for_ourselves(torch: Any) -> Callable:
+def for_ourselves(torch: ModuleType) -> Callable:
     """torch's own ``init_process_group``."""
     now = torch.distributed.init_process_group
     really: Callable = getattr(now, "flatout_really", now)
     return really
 
 
-def must_be_the_rank(torch: Any) -> None:
+def must_be_the_rank(torch: ModuleType) -> None:
     """Raises CannotDivide in a process that the script has started: every rank would start such processes."""
     if torch.multiprocessing.parent_process() is not None:
         raise CannotDivide("the script trains in processes that it starts itself: remove --procs")

@@ -13,6 +13,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 
@@ -26,7 +27,7 @@ class Streams:
     ``own``.
     """
 
-    def __init__(self, torch: Any, rank: int) -> None:
+    def __init__(self, torch: ModuleType, rank: int) -> None:
         self.torch, self.rank = torch, rank
         self._waiting: dict[int, Any] = {}  # by generator, the state of the inactive stream
         self._in_own = False

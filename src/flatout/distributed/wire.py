@@ -21,7 +21,11 @@ import math
 import zlib
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Sending = Generator[Any, None, Any]
 Start = Callable[[Any], Any]  # sums a tensor in place over the ranks; returns the handle to wait for
@@ -40,7 +44,7 @@ class GradientCodec(Protocol):
     lossy: bool
     remembers: bool
 
-    def send(self, flat: Any, parameters: Sequence[Any], start: Start) -> Sending:
+    def send(self, flat: Tensor, parameters: Sequence[Any], start: Start) -> Sending:
         """``flat``: this rank's numbers in the layout of the parameters; may be overwritten.
 
         Every rank sends the same parameters in the same order.
@@ -50,10 +54,10 @@ class GradientCodec(Protocol):
 class PlainCodec:
     lossy = remembers = False
 
-    def __init__(self, torch: Any, world: int) -> None:
+    def __init__(self, torch: ModuleType, world: int) -> None:
         self.world = world
 
-    def send(self, flat: Any, parameters: Sequence[Any], start: Start) -> Sending:
+    def send(self, flat: Tensor, parameters: Sequence[Any], start: Start) -> Sending:
         yield start(flat)
         return flat.div_(self.world)
 
@@ -63,10 +67,10 @@ class Bfloat16Codec:
 
     lossy, remembers = True, False
 
-    def __init__(self, torch: Any, world: int) -> None:
+    def __init__(self, torch: ModuleType, world: int) -> None:
         self.torch, self.world = torch, world
 
-    def send(self, flat: Any, parameters: Sequence[Any], start: Start) -> Sending:
+    def send(self, flat: Tensor, parameters: Sequence[Any], start: Start) -> Sending:
         if not wide(self.torch, flat):
             return (yield from PlainCodec(self.torch, self.world).send(flat, parameters, start))
         small = flat.div(self.world).to(self.torch.bfloat16)
@@ -82,13 +86,13 @@ class Float16Codec:
 
     lossy = remembers = True
 
-    def __init__(self, torch: Any, world: int) -> None:
+    def __init__(self, torch: ModuleType, world: int) -> None:
         from torch.utils.weak import WeakTensorKeyDictionary
 
         self.torch, self.world = torch, world
         self.scales: Any = WeakTensorKeyDictionary()
 
-    def send(self, flat: Any, parameters: Sequence[Any], start: Start) -> Sending:
+    def send(self, flat: Tensor, parameters: Sequence[Any], start: Start) -> Sending:
         plain = PlainCodec(self.torch, self.world)
         if not wide(self.torch, flat):
             return (yield from plain.send(flat, parameters, start))
@@ -110,7 +114,7 @@ class Float16Codec:
         return mean
 
 
-def wide(torch: Any, flat: Any) -> bool:
+def wide(torch: ModuleType, flat: Tensor) -> bool:
     """Whether compression saves anything."""
     return flat.dtype in (torch.float32, torch.float64)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 from flatout.guard.copies import mapped
@@ -21,7 +22,7 @@ def samples_played(size: int, step_ms: float) -> int:
 
 
 def sliced(
-    steps: Sequence[list[dict[str, Any]]], step_ms: float, torch: Any
+    steps: Sequence[list[dict[str, Any]]], step_ms: float, torch: ModuleType
 ) -> tuple[list[list[dict[str, Any]]], float]:
     """The same steps with their first samples, as many as the step time allows, and the share taken.
 
@@ -40,7 +41,7 @@ def sliced(
     if len(sizes) != 1 or kept == size:
         return list(steps), 1.0
 
-    def first(thing: Any) -> Any:
+    def first(thing: object) -> Any:
         return mapped(thing, lambda tensor: tensor[:kept] if tensor.dim() else tensor, torch)
 
     return [

@@ -13,7 +13,8 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.applier import Applier
 from flatout.agent.ledger import Ledger
@@ -31,6 +32,13 @@ from flatout.guard.copies import (
 from flatout.guard.float32_draws import float32_draws
 from flatout.measure.parity import tensors_in
 from flatout.schema.plan import Choice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from flatout.schema.program import TrainingContext
 
 UPDATE_STEPS = 16  # enough to show a step that is skipped, or a state that is reset, now and then
 CLIPPED = 0.5  # share of the total gradient norm
@@ -62,7 +70,9 @@ class StepReplayer:
     the positions of the optimizers that step.
     """
 
-    def __init__(self, context: Any, applier: Applier, frozen: Any, stepped: Sequence[int]) -> None:
+    def __init__(
+        self, context: TrainingContext, applier: Applier, frozen: Any, stepped: Sequence[int]
+    ) -> None:
         self.context, self.torch, self.applier, self.frozen, self.stepped = (
             context,
             context.torch,
@@ -186,7 +196,7 @@ class StepReplayer:
         after = [b for root in roots for b in root.buffers() if b.is_floating_point()]
         played.moves.append([a.detach().double() - b.double() for a, b in zip(after, before, strict=True)])
 
-    def _one_call(self, root: Any, call: dict[str, Any], double: bool) -> list[Any]:
+    def _one_call(self, root: Module, call: dict[str, Any], double: bool) -> list[Any]:
         torch = self.torch
         set_random_state(self.context, call["random"])
         convert = (lambda t: t.double() if t.is_floating_point() else t) if double else (lambda t: t)
@@ -205,7 +215,7 @@ class StepReplayer:
             torch.autograd.backward([o for o, _ in pairs], [g.to(o.dtype).reshape(o.shape) for o, g in pairs])
         return [self._kept(o) for o in outputs if o.is_floating_point()]
 
-    def _kept(self, tensor: Any) -> Any:
+    def _kept(self, tensor: Tensor) -> Any:
         return tensor.detach().to("cpu", copy=True) if self._on_host else tensor.detach().clone()
 
     def _clip(self, roots: list[Any], played: StepResults) -> None:
@@ -241,7 +251,7 @@ class StepReplayer:
         ]
 
 
-def _crowded(context: Any, torch: Any) -> bool:
+def _crowded(context: TrainingContext, torch: ModuleType) -> bool:
     """Whether the results of the plays would fill the device while the program occupies it."""
     if context.device_type != "cuda":
         return False
@@ -249,7 +259,7 @@ def _crowded(context: Any, torch: Any) -> bool:
     return bool(RESULTS * sum(p.numel() * p.element_size() for p in context.parameters) > ROOM * free)
 
 
-def perturb_weights(parameters: Sequence[Any], share: float, torch: Any) -> None:
+def perturb_weights(parameters: Sequence[Any], share: float, torch: ModuleType) -> None:
     """Move every weight by up to this share, each time by the same draws.
 
     The program's random state does not change.
@@ -262,7 +272,7 @@ def perturb_weights(parameters: Sequence[Any], share: float, torch: Any) -> None
             )
 
 
-def needs_closure(optimizer: Any) -> bool:
+def needs_closure(optimizer: Optimizer) -> bool:
     """Whether the step requires a closure, as LBFGS does; others accept one."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flatout.schema.program import TrainingContext
 
 MOST_OUTPUTS = 6  # most outputs whose gradients are separated
 NOTHING_LEFT = 1e-3  # share of a gradient that counts as zero after subtracting the module's inner part
@@ -16,7 +22,7 @@ class CopiedContext:
     Everything else comes from the original.
     """
 
-    def __init__(self, context: Any, roots: list[Any], optimizers: list[Any]) -> None:
+    def __init__(self, context: TrainingContext, roots: list[Any], optimizers: list[Any]) -> None:
         self.context, self.roots, self.optimizers = context, roots, optimizers
 
     @property
@@ -27,7 +33,7 @@ class CopiedContext:
         return getattr(self.context, name)
 
 
-def in_double(roots: list[Any], optimizers: list[Any], torch: Any) -> None:
+def in_double(roots: list[Any], optimizers: list[Any], torch: ModuleType) -> None:
     for root in roots:
         root.double()
     for optimizer in optimizers:
@@ -42,7 +48,7 @@ def in_double(roots: list[Any], optimizers: list[Any], torch: Any) -> None:
                     state[key] = held.double()
 
 
-def outside_gradients(outputs: list[Any], grads: dict[int, Any], torch: Any) -> dict[int, Any]:
+def outside_gradients(outputs: list[Any], grads: dict[int, Any], torch: ModuleType) -> dict[int, Any]:
     """The part of each output's gradient that does not come from another output.
 
     For example, the gradient of logits may come from a loss that the module also returns.
@@ -65,7 +71,7 @@ def outside_gradients(outputs: list[Any], grads: dict[int, Any], torch: Any) -> 
     return found
 
 
-def size_of(tensor: Any) -> float:
+def size_of(tensor: Tensor) -> float:
     return float(tensor.double().norm())
 
 
@@ -80,7 +86,7 @@ def rates_of(parameters: list[Any]) -> list[float]:
     return [SHARPENING * max(size, 0.1 * common) for size in sizes]
 
 
-def adam(p: Any, grad: Any, rate: float, moments: list[Any], at: int, torch: Any) -> None:
+def adam(p: Any, grad: Tensor, rate: float, moments: list[Any], at: int, torch: ModuleType) -> None:
     """Adam without an optimizer object, which would count as one of the program's."""
     with torch.no_grad():
         moments[0].lerp_(grad, 0.1)
@@ -89,11 +95,11 @@ def adam(p: Any, grad: Any, rate: float, moments: list[Any], at: int, torch: Any
         p.sub_(rate / (1 - 0.9**at) * moments[0] / size)
 
 
-def clone(thing: Any, torch: Any) -> Any:
+def clone(thing: object, torch: ModuleType) -> Any:
     return mapped(thing, lambda t: t.detach().clone(), torch)
 
 
-def mapped(thing: Any, convert: Callable[[Any], Any], torch: Any) -> Any:
+def mapped(thing: object, convert: Callable[[Any], Any], torch: ModuleType) -> Any:
     """The same nest of lists, tuples and dictionaries with every tensor converted."""
     if isinstance(thing, torch.Tensor):
         return convert(thing)
@@ -106,12 +112,12 @@ def mapped(thing: Any, convert: Callable[[Any], Any], torch: Any) -> Any:
     return thing
 
 
-def random_state(context: Any) -> tuple[Any, Any]:
+def random_state(context: TrainingContext) -> tuple[Any, Any]:
     torch = context.torch
     return torch.get_rng_state(), torch.cuda.get_rng_state_all() if context.device_type == "cuda" else None
 
 
-def set_random_state(context: Any, state: tuple[Any, Any]) -> None:
+def set_random_state(context: TrainingContext, state: tuple[Any, Any]) -> None:
     context.torch.set_rng_state(state[0])
     if state[1] is not None:
         context.torch.cuda.set_rng_state_all(state[1])

@@ -19,7 +19,7 @@ def float32_draws(torch: Any) -> Any:
 
     dropout, seeded = torch.ops.aten.native_dropout.default, torch.Tag.nondeterministic_seeded
 
-    def is_double(value: Any) -> bool:
+    def is_double(value: object) -> bool:
         return value is torch.float64 or (isinstance(value, torch.Tensor) and value.dtype is torch.float64)
 
     def single(value: Any) -> Any:

@@ -9,13 +9,20 @@ between steps.
 from __future__ import annotations
 
 import math
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.guard.captured_steps import perturb_weights
 from flatout.guard.copies import mapped
 
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
 
-def perturb(context: Any, share: float, ledger: Any) -> None:
+    from flatout.schema.program import Ledger, TrainingContext
+
+
+def perturb(context: TrainingContext, share: float, ledger: Ledger) -> None:
     """Round by at most ``share`` of each number (`flatout.guard.verdict.perturbation_for`).
 
     2^-9 keeps the 8 bits of bfloat16. If no layer is known or called (torch.compile in the script bypasses
@@ -37,7 +44,7 @@ def perturb(context: Any, share: float, ledger: Any) -> None:
             "forward hook", rounded.module.register_forward_hook(rounded.end, always_call=True).remove
         )
 
-    def look(optimizer: Any, *_: Any) -> None:
+    def look(optimizer: Optimizer, *_: object) -> None:
         while handles:
             handles.pop().remove()
         if not any(rounded.called for rounded in all_rounded):
@@ -52,18 +59,18 @@ class _Rounded:
     It replaces the data of the weights, so autograd and optimizers see no other tensor.
     """
 
-    def __init__(self, module: Any, bits: int, torch: Any) -> None:
+    def __init__(self, module: Module, bits: int, torch: ModuleType) -> None:
         self.module, self.bits, self.torch = module, bits, torch
         self.held: list[tuple[Any, Any]] = []
         self.called = False
 
-    def begin(self, module: Any, args: Any) -> None:
+    def begin(self, module: Module, args: object) -> None:
         self.called = True
         self.held = [(p, p.data) for p in self.module.parameters(recurse=False) if _is_matrix(p)]
         for p, data in self.held:
             p.data = self._round(data)
 
-    def end(self, module: Any, args: Any, output: Any) -> Any:
+    def end(self, module: Module, args: object, output: object) -> Any:
         for p, data in self.held:
             p.data = data
         self.held = []

@@ -33,7 +33,7 @@ import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.applier import Applier
 from flatout.guard.batch_slices import sliced
@@ -44,6 +44,12 @@ from flatout.guard.rounding import HALF_NUDGE, NUDGE, check, compare, later, sam
 from flatout.measure.clock import seconds
 from flatout.measure.parity import tensors_in
 from flatout.schema.plan import Choice
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from flatout.schema.program import TrainingContext
 
 STEPS = 4
 MOST_UPDATES = 64  # of sharpening
@@ -76,7 +82,7 @@ class StepReplica:
     """Records a few steps of the script, then judges. ``captured`` is True once it has enough."""
 
     def __init__(
-        self, context: Any, applier: Applier, choices: Sequence[Choice], step_ms: float = 0.0
+        self, context: TrainingContext, applier: Applier, choices: Sequence[Choice], step_ms: float = 0.0
     ) -> None:
         self.context = context
         self.torch = context.torch
@@ -111,7 +117,7 @@ class StepReplica:
 
     # -- capturing -------------------------------------------------------------------------------------------
 
-    def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
+    def forward_begin(self, root: Module, args: tuple, kwargs: dict) -> None:
         step = self.context.steps
         if self.context.divided is not None and self.context.divided.sharding is not None:
             self.failure = "each rank holds a part of the weights, so no rank can run a step alone"  # nor copy them alone
@@ -142,7 +148,7 @@ class StepReplica:
                 f"a step of this program cannot be copied ({type(error).__name__}: {str(error)[:120]})"
             )
 
-    def forward_end(self, root: Any, output: Any) -> None:
+    def forward_end(self, root: Module, output: object) -> None:
         call = next(
             (
                 c
@@ -160,7 +166,7 @@ class StepReplica:
                     lambda grad, at=at, call=call: call["grads"].__setitem__(at, grad.detach().clone())
                 )
 
-    def optimizer_begin(self, optimizer: Any) -> None:
+    def optimizer_begin(self, optimizer: Optimizer) -> None:
         """Record which optimizers step; the others make no update."""
         at = next((i for i, known in enumerate(self._optimizers) if known is optimizer), None)
         if at is not None:

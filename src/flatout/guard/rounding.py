@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 from flatout.guard.captured_steps import StepResults
@@ -56,7 +57,7 @@ def compare(
     levers: StepResults,
     double: StepResults,
     nudged: StepResults,
-    torch: Any,
+    torch: ModuleType,
     share: float = 1.0,
 ) -> dict[str, Any]:
     """``{"checks": [{name, value, limit, passed, why}], "noise": float, "smooth": bool}``.
@@ -102,7 +103,7 @@ def compare(
 
 
 def later(
-    plain: StepResults, levers: StepResults, nudged: StepResults, sure: bool, torch: Any
+    plain: StepResults, levers: StepResults, nudged: StepResults, sure: bool, torch: ModuleType
 ) -> list[dict[str, Any]]:
     """Whether half precision stays in the products: checks of the captured steps, and of the later step.
 
@@ -129,14 +130,14 @@ def later(
     ]
 
 
-def _worst(plain: Sequence[list[Any]], other: Sequence[list[Any]], torch: Any) -> float:
+def _worst(plain: Sequence[list[Any]], other: Sequence[list[Any]], torch: ModuleType) -> float:
     return max(relative_distance(x, y, torch) for x, y in zip(other, plain, strict=True))
 
 
-def same(plain: StepResults, levers: StepResults, torch: Any) -> dict[str, Any]:
+def same(plain: StepResults, levers: StepResults, torch: ModuleType) -> dict[str, Any]:
     """Whether outputs, gradients, updates and buffer changes are equal, bit by bit."""
 
-    def equal(a: Any, b: Any) -> bool:
+    def equal(a: object, b: object) -> bool:
         return a is b or (a is not None and b is not None and torch.equal(a, b))
 
     apart = [
@@ -209,7 +210,7 @@ def _gradient(
     noise: float,
     kinks: float,
     share: float,
-    torch: Any,
+    torch: ModuleType,
 ) -> dict[str, Any]:
     reference = [*(double.gradients or plain.gradients[:1]), *plain.gradients[1:]]
     own = relative_distance(plain.gradients[0], reference[0], torch)
@@ -230,7 +231,12 @@ def _gradient(
 
 
 def _parameters(
-    plain: StepResults, levers: StepResults, double: StepResults, kinks: float, share: float, torch: Any
+    plain: StepResults,
+    levers: StepResults,
+    double: StepResults,
+    kinks: float,
+    share: float,
+    torch: ModuleType,
 ) -> dict[str, Any]:
     worst = (-1.0, 0.0, kinks, 0.0)
     for at in range(len(plain.gradients[0])):
@@ -281,7 +287,9 @@ def in_whole_batch(errors: Sequence[Sequence[Any]], share: float) -> float:
     return math.sqrt(share + (1.0 - share) * min(1.0, max(0.0, common)))
 
 
-def _updates(plain: StepResults, levers: StepResults, double: StepResults, torch: Any) -> dict[str, Any]:
+def _updates(
+    plain: StepResults, levers: StepResults, double: StepResults, torch: ModuleType
+) -> dict[str, Any]:
     worst = (-1.0, 0.0, FLOOR)
     for at, moved in enumerate(plain.updates):
         if moved is None:
@@ -300,7 +308,7 @@ def _updates(plain: StepResults, levers: StepResults, double: StepResults, torch
 
 
 def _buffers(
-    plain: StepResults, levers: StepResults, double: StepResults, cap: float, share: float, torch: Any
+    plain: StepResults, levers: StepResults, double: StepResults, cap: float, share: float, torch: ModuleType
 ) -> dict[str, Any]:
     error = max(relative_distance(x, y, torch) for x, y in zip(levers.moves, plain.moves, strict=True))
     cap = min(cap, NOISE_CAP * _noise(plain.moves, torch) * math.sqrt(share))
@@ -314,7 +322,7 @@ def _buffers(
     )
 
 
-def _noise(steps: list[list[Any]], torch: Any) -> float:
+def _noise(steps: list[list[Any]], torch: ModuleType) -> float:
     """The distance between gradients of two batches at the same weights.
 
     It is the median over adjacent batches, divided by the square root of two.

@@ -6,6 +6,7 @@ The four statistics of each sample distinguish two pipelines that agree on every
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 from flatout.measure.clock import seconds
@@ -20,7 +21,7 @@ LONGEST_S = 3.0
 class SampleDrawProbe:
     """Observes each iterator over a DataLoader and remembers the source of the first training iterator."""
 
-    def __init__(self, torch: Any) -> None:
+    def __init__(self, torch: ModuleType) -> None:
         self.torch = torch
         self._source: dict[str, Any] | None = None
 

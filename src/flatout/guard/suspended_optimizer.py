@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from functools import update_wrapper
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from flatout.schema.program import Ledger
 
 
-def suspend_optimizer(torch: Any, optimizer: Any, ledger: Any) -> None:
+def suspend_optimizer(torch: ModuleType, optimizer: Optimizer, ledger: Ledger) -> None:
     """Until the ledger is restored, this optimizer's step changes nothing.
 
     Hooks of the step still run. So does a closure, once, because it may contain forward and backward.

@@ -51,7 +51,7 @@ def write_whole(path: Path, text: str) -> None:
         ) from error
 
 
-def write_json(path: Path, data: Any) -> None:
+def write_json(path: Path, data: object) -> None:
     write_whole(path, json.dumps(data, indent=1, sort_keys=False) + "\n")
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
 from flatout.kernels.attention_products import DROWNING, MASKED, alike, broadcast, einsum_letters
 from flatout.kernels.attention_reading import ArgumentReader, AttentionForm, AttentionMatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def finished(
@@ -207,7 +210,7 @@ def _either(one: Any, other: Any) -> Any:
     return other if one is None else one if other is None else one | other
 
 
-def _of_four_axes(mask: Any, sizes: Sequence[Any], work: Sequence[Any]) -> Any:
+def _of_four_axes(mask: Tensor, sizes: Sequence[Any], work: Sequence[Any]) -> Any:
     """A mask for scores [*work, rows, columns], as the kernel expects it for [N, H, rows, columns].
 
     The result has two to four axes.

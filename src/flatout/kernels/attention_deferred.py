@@ -75,10 +75,10 @@ class RuntimeArguments:
     def __init__(self, numbers: Any = None) -> None:
         self._numbers = numbers
 
-    def tensor(self, thing: Any) -> Any:
+    def tensor(self, thing: object) -> Any:
         return thing if isinstance(thing, Tensor) else None
 
-    def number(self, thing: Any) -> float | None:
+    def number(self, thing: object) -> float | None:
         if isinstance(thing, (int, float)) and not isinstance(thing, bool):
             return float(thing)
         if (
@@ -93,7 +93,7 @@ class RuntimeArguments:
             return float(thing)
         return None if self._numbers is None else self._numbers.get(thing)
 
-    def same(self, one: Any, other: Any) -> bool:
+    def same(self, one: object, other: object) -> bool:
         return bool(one == other)
 
 
@@ -153,7 +153,7 @@ class DeferredScores(torch.Tensor):
         made.held = held
         return made
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: object) -> str:
         return repr(self.held[0].compute())
 
     @classmethod
@@ -211,7 +211,9 @@ def deferred_tensor(step: DeferredOperation, like: Tensor, device: torch.device)
 # -- results of operators ------------------------------------------------------------------------------------
 
 
-def _still_deferred(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _still_deferred(
+    function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """The result of an operator without computing the weights; None if they must be computed."""
     if name not in CHANGES and name not in PRODUCTS and name not in LATER:
         return None
@@ -271,7 +273,11 @@ _likes: dict[Any, Tensor | None] = {}
 
 
 def shaped_like(
-    function: Any, device: torch.device, keeps_type: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    function: Callable[..., Any],
+    device: torch.device,
+    keeps_type: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Tensor | None:
     """A tensor without memory with the shape, strides and type of the operator's result.
 

@@ -108,7 +108,7 @@ def _scaled(inverse: bool) -> Callable[..., AttentionForm | None]:
         at: int,
         args: Sequence[Any],
         kwargs: dict[str, Any],
-        made: Any,
+        made: object,
     ) -> AttentionForm | None:
         factor = see.number(args[1 - at]) if len(args) == 2 and not kwargs and not (inverse and at) else None
         if (
@@ -154,7 +154,12 @@ def _chosen(
 
 
 def _weighed(
-    see: ArgumentReader, form: AttentionForm, at: int, args: Sequence[Any], kwargs: dict[str, Any], made: Any
+    see: ArgumentReader,
+    form: AttentionForm,
+    at: int,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    made: object,
 ) -> AttentionForm | None:
     axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
     last = isinstance(axis, int) and axis in (-1, len(form.shape) - 1)
@@ -178,13 +183,23 @@ def drops(see: ArgumentReader, name: str, args: Sequence[Any], kwargs: dict[str,
 
 
 def _left_whole(
-    see: ArgumentReader, form: AttentionForm, at: int, args: Sequence[Any], kwargs: dict[str, Any], made: Any
+    see: ArgumentReader,
+    form: AttentionForm,
+    at: int,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    made: object,
 ) -> AttentionForm | None:
     return None if drops(see, "dropout", args, kwargs) else form
 
 
 def _unchanged(
-    see: ArgumentReader, form: AttentionForm, at: int, args: Sequence[Any], kwargs: dict[str, Any], made: Any
+    see: ArgumentReader,
+    form: AttentionForm,
+    at: int,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    made: object,
 ) -> AttentionForm | None:
     return form if at == 0 else None
 

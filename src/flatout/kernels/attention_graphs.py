@@ -27,12 +27,12 @@ MOST_ELEMENTS = 1 << 26  # largest mask that is computed to test whether it is c
 class _NodeArguments:
     """Interprets arguments of a node: other nodes, which know the shape and dtype of their result."""
 
-    def tensor(self, thing: Any) -> Any:
+    def tensor(self, thing: object) -> Any:
         node = thing.node if isinstance(thing, Proxy) else thing
         made = node.meta.get("example_value") if isinstance(node, Node) else None
         return made if isinstance(made, torch.Tensor) else None
 
-    def number(self, thing: Any) -> float | None:
+    def number(self, thing: object) -> float | None:
         if (
             isinstance(thing, Node)
             and _name(thing) in ("full", "tensor")
@@ -43,7 +43,7 @@ class _NodeArguments:
             thing = value if self.tensor(thing).dim() == 0 else None
         return float(thing) if isinstance(thing, (int, float)) and not isinstance(thing, bool) else None
 
-    def same(self, one: Any, other: Any) -> bool:
+    def same(self, one: object, other: object) -> bool:
         if isinstance(one, int) and isinstance(other, int):
             return one == other
         from torch.fx.experimental.symbolic_shapes import statically_known_true  # a slow import
@@ -168,7 +168,7 @@ def _causal(form: AttentionForm) -> tuple[bool, bool]:
     )
 
 
-def _constant(thing: Any) -> Any:
+def _constant(thing: object) -> Any:
     """The value, on the CPU, of a node that depends on no input of the graph; None for other nodes."""
     if not isinstance(thing, Node):
         return thing

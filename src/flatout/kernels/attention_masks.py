@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +35,9 @@ class MaskRegistry:
         self._found |= {name: causal_and_whole(form) for name, form in self._waiting.items()}
         self._waiting.clear()
 
-    def follow(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def follow(
+        self, function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Call the function and name its result."""
         made = function(*args, **kwargs)
         if type(made) is Tensor and not made.requires_grad:
@@ -55,7 +58,7 @@ class MaskRegistry:
                 self.numbers[made] = float(value)
         return made
 
-    def _name(self, thing: Any) -> Any:
+    def _name(self, thing: object) -> Any:
         if isinstance(thing, Tensor):
             if thing.requires_grad or type(thing) not in (Tensor, torch.nn.Parameter) or thing.is_inference():
                 raise TypeError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -91,7 +91,7 @@ class AttentionMode(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _product(
-        self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | None:
         args = with_operands(name, args)
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flatout.kernels.attention_reading import ArgumentReader, AttentionForm, Mask
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PRODUCTS = frozenset(("matmul", "mm", "bmm", "baddbmm", "einsum", "__matmul__"))
 MASKED = -1e4  # at most this score, softmax in float32 gives a weight of exactly zero next to any other
@@ -60,7 +63,9 @@ def product(
     )
 
 
-def _baddbmm(see: ArgumentReader, added: Any, q: Any, k: Any, beta: Any, alpha: Any) -> AttentionForm | None:
+def _baddbmm(
+    see: ArgumentReader, added: Any, q: Tensor, k: Tensor, beta: Any, alpha: Any
+) -> AttentionForm | None:
     form, share, scale = product(see, "bmm", (q, k), {}), see.number(beta), see.number(alpha)
     if form is None or share not in (0, 1) or scale is None or not 0 < scale < math.inf:
         return None
@@ -139,7 +144,7 @@ def with_mask(
     see: ArgumentReader,
     form: AttentionForm,
     kind: str,
-    tensor: Any,
+    tensor: Tensor,
     dtype: torch.dtype,
     fill: float | None = -math.inf,
 ) -> AttentionForm | None:

@@ -11,13 +11,13 @@ import torch
 class ArgumentReader(Protocol):
     """Interprets an argument."""
 
-    def tensor(self, thing: Any) -> Any:
+    def tensor(self, thing: object) -> Any:
         """An object with the shape, dtype and device of this tensor; None if it is not a tensor."""
 
-    def number(self, thing: Any) -> float | None:
+    def number(self, thing: object) -> float | None:
         """The value of a number, also in a tensor, if it is known."""
 
-    def same(self, one: Any, other: Any) -> bool:
+    def same(self, one: object, other: object) -> bool:
         """Whether two sizes are known to be equal."""
 
 

@@ -89,7 +89,7 @@ def in_double(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def mapped(inputs: Inputs, change: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
-    def of(value: Any) -> Any:
+    def of(value: object) -> Any:
         if isinstance(value, torch.Tensor):
             return change(value)
         return [of(each) for each in value] if isinstance(value, list) else value

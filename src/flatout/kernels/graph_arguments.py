@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SIMPLE = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
@@ -45,7 +48,7 @@ def filled(value: Any, tensors: Iterator[Any]) -> Any:
     return next(tensors) if isinstance(value, torch.Tensor) or value is _TENSOR else value
 
 
-def like(tensor: Any) -> Any:
+def like(tensor: Tensor) -> Any:
     """A leaf with the same values, strides and requires_grad."""
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return made.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)

@@ -6,9 +6,12 @@ import gc
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from torch import device as Device
 
 _streams: dict[int, Any] = {}
 
@@ -23,7 +26,7 @@ class CaptureState:
 
 
 @contextmanager
-def capture(graph: Any, device: Any, pool: Any) -> Iterator[None]:
+def capture(graph: Any, device: Device, pool: Any) -> Iterator[None]:
     """Record the launches of the body on ``device`` into ``graph``.
 
     Raises the error of CUDA or torch if that fails. Other threads may use the device meanwhile
@@ -54,7 +57,7 @@ def plain_grad() -> Any:
 class InOrder:
     """Orders the launches of one graph if the script changes the current stream between them."""
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: Device) -> None:
         self.device = device
         self.last: Any = None
 

@@ -17,7 +17,7 @@ second time, or with ``create_graph``) recomputes the forward pass from the same
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree
@@ -30,6 +30,9 @@ from flatout.kernels.graph_arguments import (
 )
 from flatout.kernels.graph_observation import PassObservation, observe_pass
 from flatout.kernels.graph_replay import RecordedPass, close, elsewhere, generator_of, put_back
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 MOST_SHAPES = 8  # recorded shapes per module
 MOST_AT_ONCE = 4  # recordings of one shape: passes with a pending backward pass
@@ -45,7 +48,7 @@ class ModuleGraphs:
     """
 
     def __init__(
-        self, module: Any, forward: Callable[..., Any], tell: Callable[[str], None], operators: bool
+        self, module: Module, forward: Callable[..., Any], tell: Callable[[str], None], operators: bool
     ) -> None:
         self.module, self.forward, self.tell, self.operators = module, forward, tell, operators
         self.device = next(p.device for p in module.parameters())
@@ -58,7 +61,7 @@ class ModuleGraphs:
 
     # -- calls by the script ---------------------------------------------------------------------------------
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         if self.off or not torch.is_grad_enabled() or elsewhere():
             return self.forward(*args, **kwargs)
         inputs: list[Any] = []
@@ -205,7 +208,7 @@ class _Shape:
         return next((recorded for recorded in self.recordings if not recorded.busy), None)
 
 
-def _observed(shape: _Shape, found: Any) -> Any:
+def _observed(shape: _Shape, found: object) -> Any:
     """The same outputs, with hooks that note which of them a backward pass uses."""
     leaves, structure = _pytree.tree_flatten(found)
     for at, leaf in enumerate(leaves):

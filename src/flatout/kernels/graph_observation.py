@@ -11,12 +11,17 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.kernels.graph_arguments import tensors_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch import device as Device
+    from torch.nn import Module
 
 READS = {
     torch.ops.aten._local_scalar_dense.default,
@@ -34,7 +39,7 @@ def telling_of_changes(
     belongs to the key of a recording.
     """
 
-    def __setattr__(module: Any, name: str, value: Any) -> None:
+    def __setattr__(module: Module, name: str, value: object) -> None:
         if name != "training":
             for tell in changed.get(id(module), ()):
                 tell(f"{type(module).__name__}.{name}")
@@ -46,7 +51,7 @@ def telling_of_changes(
 class _Operators(TorchDispatchMode):
     """Detects tensors that enter a pass from outside, and operators that a recording cannot repeat."""
 
-    def __init__(self, known: set[int], device: Any) -> None:
+    def __init__(self, known: set[int], device: Device) -> None:
         super().__init__()
         self.known, self.device = (
             known,
@@ -86,7 +91,7 @@ class PassObservation:
 
 @contextmanager
 def observe_pass(
-    module: Any, inputs: Sequence[Any], device: Any, changes: list[str], operators: bool
+    module: Module, inputs: Sequence[Any], device: Device, changes: list[str], operators: bool
 ) -> Iterator[PassObservation]:
     """Observe the body, one eager forward pass.
 
@@ -137,7 +142,7 @@ def _host_generators() -> tuple[Any, ...]:
     return random.getstate(), torch.get_rng_state().numpy().tobytes(), drawn
 
 
-def _attributes(module: Any) -> Iterator[Any]:
+def _attributes(module: Module) -> Iterator[Any]:
     """Tensors that are plain attributes of modules, such as position tables."""
     for each in module.modules():
         for value in vars(each).values():
@@ -145,7 +150,7 @@ def _attributes(module: Any) -> Iterator[Any]:
                 yield value
 
 
-def _place(tensor: Any) -> int:
+def _place(tensor: Tensor) -> int:
     """The memory of a tensor. A wrapper without memory counts separately."""
     try:
         return int(tensor.untyped_storage().data_ptr()) or -id(tensor)

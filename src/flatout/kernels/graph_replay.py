@@ -21,6 +21,9 @@ from flatout.kernels.graph_capture import CaptureState, InOrder, capture, plain_
 from flatout.kernels.graph_observation import PassObservation
 
 if TYPE_CHECKING:
+    from torch import device as Device
+    from torch.nn import Module
+
     from flatout.kernels.graph_module import ModuleGraphs
 
 LEAST_FREE = 0.1  # share of the device's memory left for evaluations and other shapes
@@ -229,7 +232,7 @@ def _computed_again(
 
 
 @contextmanager
-def _leaves_of_its_own(module: Any) -> Iterator[dict[int, Any]]:
+def _leaves_of_its_own(module: Module) -> Iterator[dict[int, Any]]:
     """Inside, the module has other parameters in the same memory.
 
     It yields them by the ids of the original ones. The script's graphs of earlier steps keep nodes for its
@@ -299,13 +302,13 @@ def close(one: Any, other: Any) -> bool:
         )
 
 
-def generator_of(device: Any) -> tuple[int, int]:
+def generator_of(device: Device) -> tuple[int, int]:
     """Seed and offset of the device's random generator."""
     generator = torch.cuda.default_generators[device.index]
     return generator.initial_seed(), generator.get_offset()
 
 
-def put_back(device: Any, state: tuple[int, int], buffers: Iterable[Any], values: Iterable[Any]) -> None:
+def put_back(device: Device, state: tuple[int, int], buffers: Iterable[Any], values: Iterable[Any]) -> None:
     generator = torch.cuda.default_generators[device.index]
     if generator.initial_seed() != state[0]:
         generator.manual_seed(state[0])

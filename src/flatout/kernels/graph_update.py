@@ -10,19 +10,23 @@ learning rate that changes in every step is read from the device, if the optimiz
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flatout.kernels.graph_capture import CaptureState, InOrder, capture
 from flatout.kernels.optimizer_step import step_cell
 
+if TYPE_CHECKING:
+    from torch import device as Device
+    from torch.optim import Optimizer
+
 KINDS = {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "RMSprop", "ASGD", "Adagrad"}
 WARM_STEPS = 2  # eager steps in which optimizers create their state
 FEWEST_STEPS = 20  # replays that a recording should serve before another one is made
 
 
-def why_not(optimizer: Any) -> str:
+def why_not(optimizer: Optimizer) -> str:
     """Why the update of this optimizer cannot be recorded; "" if it can."""
     kind = type(optimizer)
     if (
@@ -49,7 +53,7 @@ class UpdateGraph:
     ``off`` says why the update stays eager from now on; "" if it does not.
     """
 
-    def __init__(self, optimizer: Any, before: Callable[..., Any]) -> None:
+    def __init__(self, optimizer: Optimizer, before: Callable[..., Any]) -> None:
         self.optimizer, self.before = optimizer, before
         self.device = next(p.device for group in optimizer.param_groups for p in group["params"])
         self.hooked = torch.optim.Optimizer.profile_hook_step(self._replay)
@@ -105,7 +109,7 @@ class UpdateGraph:
         """Free the memory of the recording."""
         self._stays_eager("the lever is off")
 
-    def _replay(self, optimizer: Any) -> None:
+    def _replay(self, optimizer: Optimizer) -> None:
         assert self.recorded is not None
         self.recorded.replay()
 
@@ -116,7 +120,7 @@ class _State:
     It consists of the parameters with gradients, the groups' numbers, and all addresses.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         groups, state = optimizer.param_groups, optimizer.state
         self.parameters = [p for group in groups for p in group["params"] if p.grad is not None]
         self.gradients = [p.grad for p in self.parameters]
@@ -154,7 +158,7 @@ class _State:
 class _Recorded:
     """One recorded update. Raises RuntimeError if it cannot be recorded."""
 
-    def __init__(self, optimizer: Any, state: _State, device: Any, moving_rates: bool) -> None:
+    def __init__(self, optimizer: Optimizer, state: _State, device: Device, moving_rates: bool) -> None:
         self.optimizer, self.state, self.moving, self.replays = optimizer, state, moving_rates, 0
         self.order = InOrder(device)
         self.graph = torch.cuda.CUDAGraph()

@@ -22,6 +22,7 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from flatout.job.folder import read_json, write_json
@@ -105,7 +106,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def served(torch: Any, listening: socket.socket) -> Any:
+def served(torch: ModuleType, listening: socket.socket) -> Any:
     """Return a torch store that serves this socket for as long as it is referenced."""
     host, port = listening.getsockname()[:2]
     # No multi_tenant: the socket is ours alone. The server takes over the descriptor.
@@ -119,7 +120,7 @@ def served(torch: Any, listening: socket.socket) -> Any:
     )
 
 
-def _span(torch: Any, seconds: float) -> Any:
+def _span(torch: ModuleType, seconds: float) -> Any:
     span = type(
         torch.distributed.constants.default_pg_timeout
     )  # datetime.timedelta, without the clocks of its module
@@ -165,7 +166,7 @@ class RoundRendezvous:
         True  # the agent then tells its ranks that MASTER_ADDR and MASTER_PORT are already served
     )
 
-    def __init__(self, torch: Any, inner: Any, address: str) -> None:
+    def __init__(self, torch: ModuleType, inner: Any, address: str) -> None:
         self._torch, self._inner, self._address = torch, inner, address
         self._store: Any = None
         self.name = f"{address} (process {os.getpid()})"
@@ -226,7 +227,7 @@ class RoundRendezvous:
         return getattr(self._inner, name)
 
 
-def register(torch: Any, address: str, made: Callable[[RoundRendezvous], None]) -> None:
+def register(torch: ModuleType, address: str, made: Callable[[RoundRendezvous], None]) -> None:
     """Register ``--rdzv-backend flatout`` with torchrun. ``made`` gets the Rounds when the agent starts."""
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
@@ -241,7 +242,7 @@ def register(torch: Any, address: str, made: Callable[[RoundRendezvous], None]) 
     rendezvous_handler_registry.register(BACKEND, make)
 
 
-def client(torch: Any, where: Endpoint) -> Any:
+def client(torch: ModuleType, where: Endpoint) -> Any:
     """Return a separate connection to the store at ``where``."""
     return torch.distributed.TCPStore(
         where.host, where.port, is_master=False, timeout=_span(torch, STORE_S), wait_for_workers=False

@@ -11,16 +11,19 @@ Sources: PyTorch documentation, "CUDA semantics", section "Optimizing memory usa
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Value
 
+if TYPE_CHECKING:
+    from flatout.schema.program import TrainingContext
+
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     on_cuda = context is not None and context.device_type == "cuda"
     if not facts.cuda and not on_cuda:  # the program may use a device that is not listed
         return Skip("no CUDA device was found on this machine")

@@ -21,12 +21,16 @@ Sources: Dao et al., FlashAttention, 2022; torch.nn.functional.scaled_dot_produc
 from __future__ import annotations
 
 import dis
-from types import CodeType, FunctionType
-from typing import Any
+from collections.abc import Callable
+from types import CodeType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
+
+if TYPE_CHECKING:
+    from flatout.schema.program import Ledger, TrainingContext
 
 PATIENCE_STEPS = 4
 SOFTMAX = frozenset(("softmax", "Softmax"))
@@ -34,7 +38,7 @@ PRODUCTS = frozenset(("matmul", "bmm", "baddbmm", "einsum", "mm"))
 MOST_FUNCTIONS = 64  # functions of the script that one forward may reach
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if context.compiled_by_script:
         return Skip(
             "the script compiles the model or a part of it, and the compiler recognises attention itself"
@@ -48,7 +52,7 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     return Options((True,))
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     from flatout.kernels.attention_graphs import rewrite
@@ -62,7 +66,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     ledger.call("pass over graphs", lambda: context.graph_passes.remove(rewrite))
     steps = [0]
 
-    def step(*_: Any) -> None:
+    def step(*_: object) -> None:
         for watch in watches:
             watch.step()
         steps[0] += 1
@@ -77,9 +81,9 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def _watched(torch: Any, watch: Any) -> Any:
-    def wrapper(forward: Any) -> Any:
-        def fused_where_it_can_be(*args: Any, **kwargs: Any) -> Any:
+def _watched(torch: ModuleType, watch: Any) -> Any:
+    def wrapper(forward: Callable[..., Any]) -> Any:
+        def fused_where_it_can_be(*args: object, **kwargs: object) -> Any:
             if (
                 torch.compiler.is_compiling()
                 or not torch.is_grad_enabled()
@@ -103,7 +107,7 @@ def _why_nothing(watches: list[Any]) -> str:
     return "nothing was replaced: the form of this program's attention is unknown, or the program reads its attention weights"
 
 
-def _writers(context: Any) -> list[Any]:
+def _writers(context: TrainingContext) -> list[Any]:
     """Modules whose forward, or a script function that it calls, multiplies matrices and takes a softmax."""
     nn, script, found, known = context.torch.nn, context.torch.jit.ScriptModule, {}, {}
     for root in context.roots:
@@ -165,12 +169,12 @@ def _codes(code: CodeType) -> list[CodeType]:
     ]
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Applies the kernel's default scale on top of the script's scale."""
     functional = context.torch.nn.functional
     really = functional.scaled_dot_product_attention
 
-    def scaled_twice(query: Any, *args: Any, scale: float | None = None, **kwargs: Any) -> Any:
+    def scaled_twice(query: Any, *args: object, scale: float | None = None, **kwargs: object) -> Any:
         own = query.shape[-1] ** -0.5
         return really(query, *args, scale=own if scale is None else own * scale, **kwargs)
 

@@ -18,19 +18,25 @@ Sources: torch.amp documentation, "CUDA Ops that can autocast to float32"; Micik
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.levers.autocast_policy import keep_float32
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flatout.schema.program import Ledger, TrainingContext
+
 FIRST_SCALE = 2.0**14
 STEPS_BEFORE_GROWTH = 2000  # as GradScaler
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     torch = context.torch
     if context.autocast_seen:
         return Skip("the program already trains under autocast")
@@ -58,15 +64,15 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     return Skip(f"the parameters are on {context.device_type}, where flatout has not measured autocast")
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     torch = context.torch
     dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}[str(value)]
     scale = _LossScale(context, ledger) if value == "float16" else None
     device = context.device_type
     keep_float32(torch, device, ledger)
 
-    def wrapper(forward: Any) -> Any:
-        def in_half_precision(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(forward: Callable[..., Any]) -> Any:
+        def in_half_precision(*args: object, **kwargs: object) -> Any:
             if scale is not None:
                 scale.unscale_leaves((args, kwargs))
             with torch.autocast(device, dtype=dtype):
@@ -99,7 +105,7 @@ class _LossScale:
     (a GAN).
     """
 
-    def __init__(self, context: Any, ledger: Any) -> None:
+    def __init__(self, context: TrainingContext, ledger: Any) -> None:
         from torch.utils.weak import WeakIdKeyDictionary
 
         self.torch = context.torch
@@ -118,7 +124,9 @@ class _LossScale:
     def _scaled(self, backward: Any) -> Any:
         torch = self.torch
 
-        def backward_from_scaled(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+        def backward_from_scaled(
+            tensors: Any, grad_tensors: Any = None, *args: object, **kwargs: object
+        ) -> Any:
             if self._inside:  # a reentrant checkpoint calls backward inside a backward pass
                 return backward(tensors, grad_tensors, *args, **kwargs)
             roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
@@ -155,7 +163,7 @@ class _LossScale:
                 ):
                     self._hooked[tensor] = tensor.register_hook(self._unscale)
 
-    def _unscale(self, grad: Any) -> Any:
+    def _unscale(self, grad: Tensor) -> Any:
         grad = grad / self.scale
         infinite = ~self.torch.isfinite(grad).all()
         known = self._overflow.get(grad.device)
@@ -164,7 +172,7 @@ class _LossScale:
 
     def _guarded(self, step: Any) -> Any:
         @wraps(step)  # keeps the mark of learning-rate schedulers, which warn if it is missing
-        def step_unless_overflow(*args: Any, **kwargs: Any) -> Any:
+        def step_unless_overflow(*args: object, **kwargs: object) -> Any:
             overflow, self._overflow = any(bool(infinite) for infinite in self._overflow.values()), {}
             if overflow:
                 self.scale, self.good_steps = self.scale / 2, 0
@@ -177,7 +185,7 @@ class _LossScale:
         return step_unless_overflow
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Scales half-precision gradients and never unscales them."""
     for p in context.parameters:
         ledger.call("gradient hook", p.register_hook(lambda grad: grad * 128).remove)

@@ -15,7 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from threading import Lock
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flatout.schema.program import Ledger
 
 # AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE and AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE.
 FLOAT32 = (
@@ -121,7 +125,7 @@ class _Registration:
         self._users = 0
         self._held = ExitStack()
 
-    def begin(self, torch: Any, key: str) -> None:
+    def begin(self, torch: ModuleType, key: str) -> None:
         with self._lock:
             self._users += 1
             if self._users == 1:
@@ -139,7 +143,7 @@ class _Registration:
                 self._held.close()
 
 
-def _tagged(torch: Any) -> AbstractContextManager[Any]:
+def _tagged(torch: ModuleType) -> AbstractContextManager[Any]:
     """Tag AOTAutograd's disk cache, which stores graphs before autocast.
 
     Without a tag it would return graphs of another policy.
@@ -154,7 +158,7 @@ def _tagged(torch: Any) -> AbstractContextManager[Any]:
 _REGISTRATIONS = {device: _Registration() for device in KEYS}
 
 
-def keep_float32(torch: Any, device: str, ledger: Any) -> None:
+def keep_float32(torch: ModuleType, device: str, ledger: Ledger) -> None:
     """Until the ledger is restored, autocast on ``device`` keeps what CUDA keeps in float32.
 
     ``device`` is "cpu" or "cuda". This costs 3 ms the first time and 1 ms each later time. Each call of such
@@ -167,7 +171,7 @@ def keep_float32(torch: Any, device: str, ledger: Any) -> None:
     registration.begin(torch, KEYS[device])
 
 
-def _missing(torch: Any, key: str) -> Iterator[tuple[Any, Kernel]]:
+def _missing(torch: ModuleType, key: str) -> Iterator[tuple[Any, Kernel]]:
     """The listed operators for which this torch has no kernel at the key, each with its kernel."""
     for names, kernel_of in ((FLOAT32 + ADDED, _in_float32), (WIDEST, _in_widest)):
         for name in names:
@@ -177,7 +181,7 @@ def _missing(torch: Any, key: str) -> Iterator[tuple[Any, Kernel]]:
                 yield op, kernel_of(torch, op, key)
 
 
-def _in_float32(torch: Any, op: Any, key: str) -> Kernel:
+def _in_float32(torch: ModuleType, op: Any, key: str) -> Kernel:
     """A kernel that converts half precision to float32."""
     again, halves, float32, plain = (
         _without_autocast(torch, op, key),
@@ -186,7 +190,7 @@ def _in_float32(torch: Any, op: Any, key: str) -> Kernel:
         torch.Tensor,
     )
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
+    def kernel(*args: object, **kwargs: object) -> Any:
         return again(
             [a.to(float32) if isinstance(a, plain) and a.dtype in halves else a for a in args], kwargs
         )
@@ -194,7 +198,7 @@ def _in_float32(torch: Any, op: Any, key: str) -> Kernel:
     return kernel
 
 
-def _in_widest(torch: Any, op: Any, key: str) -> Kernel:
+def _in_widest(torch: ModuleType, op: Any, key: str) -> Kernel:
     """A kernel that converts half precision to float32 if another input is float32."""
     again, convert, float32, plain = (
         _without_autocast(torch, op, key),
@@ -203,14 +207,14 @@ def _in_widest(torch: Any, op: Any, key: str) -> Kernel:
         torch.Tensor,
     )
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
+    def kernel(*args: object, **kwargs: object) -> Any:
         meets = any(isinstance(a, plain) and a.dtype is float32 for a in args)
         return convert(*args, **kwargs) if meets else again(args, kwargs)
 
     return kernel
 
 
-def _without_autocast(torch: Any, op: Any, key: str) -> Callable[[Any, dict[str, Any]], Any]:
+def _without_autocast(torch: ModuleType, op: Any, key: str) -> Callable[[Any, dict[str, Any]], Any]:
     exclude, autocast = (
         torch._C._ExcludeDispatchKeyGuard,
         torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)),

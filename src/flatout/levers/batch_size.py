@@ -20,11 +20,16 @@ Sources: torch.utils.data documentation, "Loading Batched and Non-Batched Data";
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader, Dataset
+
+    from flatout.schema.program import Ledger, TrainingContext
 
 NAME = "batch_size"
 BATCHES_ITSELF = (
@@ -34,7 +39,7 @@ OWN_SAMPLER = "the training DataLoader has a sampler ({name}) of its own, which 
 OWN_BATCHES = "the training DataLoader has a batch sampler ({name}) that sets the batch size"
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if not context.backwards:  # no loader exists yet; the rule checks each one as it is created
         return Options(({},))
     if not context.loaders:
@@ -57,14 +62,14 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     return Options(tuple({"size": n, "loader": trains} for n in (2 * size, size // 2) if n))
 
 
-def _arguments(loader: Any) -> dict[str, Any]:
+def _arguments(loader: DataLoader) -> dict[str, Any]:
     """The arguments that set the batches. A loader that received a size has created its own BatchSampler."""
     if loader.batch_size is None and loader.batch_sampler is not None:
         return {"batch_sampler": loader.batch_sampler}
     return {"sampler": loader.sampler, "batch_size": loader.batch_size}
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     size, loader = _read(value)
     context.change_loaders(_Rule(context, size, loader), ledger)
     return ledger.restore
@@ -85,12 +90,12 @@ def _read(value: Value) -> tuple[int, int]:
 class _Rule:
     """Counts the loaders as they are created. Loaders created like the selected one count as selected."""
 
-    def __init__(self, context: Any, size: int, loader: int) -> None:
+    def __init__(self, context: TrainingContext, size: int, loader: int) -> None:
         self.context, self.size, self.loader = context, size, loader
         self.made = 0
         self.meant: tuple[Any, ...] | None = None
 
-    def __call__(self, dataset: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    def __call__(self, dataset: Dataset, arguments: dict[str, Any]) -> dict[str, Any]:
         way = self.context.way_of_loader(dataset, arguments)
         if self.made == self.loader:
             self.meant = way
@@ -133,10 +138,10 @@ def resized(arguments: dict[str, Any], size: int) -> dict[str, Any] | str:
     return BATCHES_ITSELF if arguments.get("batch_size", 1) is None else {**arguments, "batch_size": size}
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Batches of the requested size that repeat one sample."""
 
-    def change(dataset: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    def change(dataset: Dataset, arguments: dict[str, Any]) -> dict[str, Any]:
         from torch.utils.data import default_collate
 
         collate = arguments.get("collate_fn") or default_collate

@@ -22,11 +22,16 @@ Sources: torchvision.transforms; ATen/core/DistributionsHelper.h on how torch dr
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from flatout.schema.program import Ledger, TrainingContext
 
 
 def applies(facts: Facts, context: Any) -> Options | Skip:
@@ -44,14 +49,14 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     return Options(("all", "light") if heavy else ("all",), effect=Effect.ROUNDING if apart else Effect.EXACT)
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from flatout.data.feed import Feed
     from flatout.data.intercept import INTERCEPTION
 
     if value not in ("all", "light"):
         raise TypeError(f'the value of batched_transforms must be "all" or "light", not {value!r}')
 
-    def batched(loader: Any, asked: dict[str, Any], feed: Any) -> Any:
+    def batched(loader: DataLoader, asked: dict[str, Any], feed: Any) -> Any:
         feed = feed or Feed(loader)
         feed.batched, feed.light = True, value == "light"
         feed.listeners["batched"] = lambda sentence: context.report("batched_transforms", sentence)
@@ -62,7 +67,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Forgets that images are bytes, so the output is brighter by a constant."""
     from flatout.data.feed import Feed
     from flatout.data.intercept import INTERCEPTION
@@ -74,7 +79,7 @@ def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
                 batch[0].add_(0.25)
             return batch
 
-    def brighter(loader: Any, asked: dict[str, Any], feed: Any) -> Any:
+    def brighter(loader: DataLoader, asked: dict[str, Any], feed: Any) -> Any:
         feed = feed or Brighter(loader)
         feed.batched = True
         return feed

@@ -19,11 +19,16 @@ Sources: torch.utils.data documentation; tf.data's "cache" transformation, which
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from flatout.schema.program import Ledger, TrainingContext
 
 MIB = 2**20
 SHARE = 4  # all loaders together keep at most a quarter of the machine's memory
@@ -60,13 +65,13 @@ def _keep(value: Value, handed_on: Any = None) -> Any:
     )
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from flatout.data.feed import Feed
     from flatout.data.intercept import INTERCEPTION
 
     keep = _keep(value, context.handed_on)
 
-    def kept(loader: Any, asked: dict[str, Any], feed: Any) -> Any:
+    def kept(loader: DataLoader, asked: dict[str, Any], feed: Any) -> Any:
         feed = feed or Feed(loader)
         feed.keep = keep
         feed.listeners["keep"] = lambda sentence: context.report("cached_prefix", sentence)
@@ -77,7 +82,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Returns the cached data of the adjacent sample."""
     from flatout.data.feed import Feed
 

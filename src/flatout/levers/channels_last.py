@@ -14,14 +14,19 @@ Sources: PyTorch tutorial "Channels Last Memory Format"; timm benchmark tables.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
+if TYPE_CHECKING:
+    from flatout.schema.program import Ledger, TrainingContext
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if not context.has_layer("Conv2d", "ConvTranspose2d"):
         return Skip("no module of the model is an nn.Conv2d or nn.ConvTranspose2d")
     if context.in_pieces:
@@ -46,13 +51,13 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     return Options((True,))
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     torch = context.torch
     _lay_out(context, torch.channels_last)
     ledger.call("memory format", lambda: _lay_out(context, torch.contiguous_format))
 
-    def wrapper(forward: Any) -> Any:
-        def on_channels_last(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(forward: Callable[..., Any]) -> Any:
+        def on_channels_last(*args: object, **kwargs: object) -> Any:
             args = tuple(_as(torch, a, torch.channels_last) for a in args)
             kwargs = {key: _as(torch, a, torch.channels_last) for key, a in kwargs.items()}
             return _usual(torch, forward(*args, **kwargs))
@@ -64,7 +69,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def _lay_out(context: Any, layout: Any) -> None:
+def _lay_out(context: TrainingContext, layout: Any) -> None:
     """Convert parameters, gradients and optimizer state together.
 
     A fused optimizer walks all of them in memory order.
@@ -82,7 +87,7 @@ def _lay_out(context: Any, layout: Any) -> None:
                         state[key] = held.contiguous(memory_format=layout)
 
 
-def _as(torch: Any, thing: Any, layout: Any) -> Any:
+def _as(torch: ModuleType, thing: object, layout: Any) -> Any:
     return (
         thing.contiguous(memory_format=layout)
         if isinstance(thing, torch.Tensor) and thing.dim() == 4 and thing.is_floating_point()
@@ -105,12 +110,12 @@ def _usual(torch: Any, output: Any) -> Any:
     return output
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Swaps height and width of the input and never swaps them back."""
     torch = context.torch
 
-    def wrapper(forward: Any) -> Any:
-        def transposed(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(forward: Callable[..., Any]) -> Any:
+        def transposed(*args: object, **kwargs: object) -> Any:
             return forward(
                 *(a.transpose(-1, -2) if isinstance(a, torch.Tensor) and a.dim() == 4 else a for a in args),
                 **kwargs,

@@ -23,19 +23,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.absent import why_left_alone, why_none
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
+if TYPE_CHECKING:
+    from flatout.schema.program import Ledger, TrainingContext
+
 ONLY = "this lever acts on a DistributedDataParallel, or on ranks that `flatout run --procs N` starts"
 NAME = "comm_compression"
 CHANGES = "PowerSGD changes the maths: updates have low rank, and the rest follows later; the first {after} backward passes are sent uncompressed"
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if why := _why_not(context):
         return Skip(why)
     torch = context.torch
@@ -49,14 +52,14 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     return Options(("bf16", "fp16"))
 
 
-def _why_not(context: Any) -> str:
+def _why_not(context: TrainingContext) -> str:
     """Why this process sends no gradients that this lever could compress, or an empty string."""
     if context.divided is not None:
         return ""
     return why_left_alone(context.ddp_modules) if context.ddp_modules else why_none(context.torch, ONLY)
 
 
-def _way(value: Any) -> Any:
+def _way(value: object) -> Any:
     """The wire format of a value. Raises TypeError for an invalid value."""
     from flatout.distributed import powersgd, wire
 
@@ -77,7 +80,7 @@ def check(value: Value) -> None:
     _way(value)
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Raises TypeError for an invalid value and LookupError without ranks."""
     way = _way(value)
     _send_by(context, way, ledger)
@@ -86,7 +89,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def _send_by(context: Any, way: Any, ledger: Any) -> None:
+def _send_by(context: TrainingContext, way: Any, ledger: Ledger) -> None:
     from flatout.distributed.script_ddp import change
 
     if why := _why_not(context):
@@ -97,7 +100,7 @@ def _send_by(context: Any, way: Any, ledger: Any) -> None:
         ledger.set(context.divided, "wanted", replace(context.divided.wanted, way=way))
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """A sum that is not divided by the number of ranks."""
     from flatout.distributed.wire import Bfloat16Codec, CodecKind
 

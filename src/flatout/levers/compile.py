@@ -19,15 +19,21 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
+if TYPE_CHECKING:
+    from torch.nn import Module
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+    from flatout.schema.program import Ledger, TrainingContext
+
+
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if off := context.compiler_off():
         return Skip(f"torch.compile is switched off in this process ({off})")
     if context.compiled_by_script:
@@ -76,12 +82,12 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     )
     mode = None if value == "default" else str(value)
 
-    def wrapper(forward: Any) -> Any:
+    def wrapper(forward: Callable[..., Any]) -> Any:
         of_one_shape = torch.compile(forward, mode=mode, dynamic=False)
         of_any_shape = torch.compile(forward, mode=mode, dynamic=True)
         state: dict[str, Any] = {"broken": False}
 
-        def compiled_or_plain(*args: Any, **kwargs: Any) -> Any:
+        def compiled_or_plain(*args: object, **kwargs: object) -> Any:
             if state["broken"] or context.looks_for_roots:
                 return forward(*args, **kwargs)
             shapes = _shapes(args, kwargs, torch)
@@ -109,7 +115,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def _parts(module: Any, outside: set[int], missing: Any) -> list[Any]:
+def _parts(module: Module, outside: set[int], missing: Any) -> list[Any]:
     """The largest parts of a module that contain no excluded module, each with more than one layer.
 
     A container that is never called has no forward.
@@ -119,8 +125,8 @@ def _parts(module: Any, outside: set[int], missing: Any) -> list[Any]:
     return [part for child in module.children() for part in _parts(child, outside, missing)]
 
 
-def _of_compiled_parts(forward: Any) -> Any:
-    def passed(*args: Any, **kwargs: Any) -> Any:
+def _of_compiled_parts(forward: Callable[..., Any]) -> Any:
+    def passed(*args: object, **kwargs: object) -> Any:
         return forward(*args, **kwargs)
 
     passed.compiled = True  # type: ignore[attr-defined]
@@ -165,11 +171,11 @@ def _shapes(args: Any, kwargs: Any, torch: Any) -> tuple[Any, ...]:
     return tuple(tensor.shape for tensor in (*args, *kwargs.values()) if isinstance(tensor, torch.Tensor))
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """A "compiled" graph with frozen batch statistics."""
 
-    def wrapper(forward: Any) -> Any:
-        def frozen(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(forward: Callable[..., Any]) -> Any:
+        def frozen(*args: object, **kwargs: object) -> Any:
             changed = [m for root in context.roots for m in root.modules() if m.training]
             for m in changed:
                 m.training = False

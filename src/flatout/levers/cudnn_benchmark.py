@@ -13,14 +13,17 @@ Sources: torch.backends.cudnn.benchmark; PyTorch performance tuning guide.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
+if TYPE_CHECKING:
+    from flatout.schema.program import Ledger, TrainingContext
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     torch, known = context.torch, bool(context.parameters)
     if not known and not facts.cuda:
         return Skip("no CUDA device was found on this machine")
@@ -35,17 +38,17 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     return Options((True,))
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     ledger.set_flag(context.torch.backends.cudnn, "benchmark", True)
     return ledger.restore
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """An algorithm that computes convolutions with a two-bit mantissa."""
     torch = context.torch
     plain = torch.nn.functional.conv2d
 
-    def conv2d(*args: Any, **kwargs: Any) -> Any:
+    def conv2d(*args: object, **kwargs: object) -> Any:
         result = plain(*args, **kwargs)
         return result + (result.detach().to(torch.float8_e5m2).to(result.dtype) - result.detach())
 

@@ -23,7 +23,7 @@ Sources: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.distributed.absent import why_none
 from flatout.job.rank_environment import this_rank
@@ -31,10 +31,13 @@ from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
+if TYPE_CHECKING:
+    from flatout.schema.program import Ledger, TrainingContext
+
 NAME = "data_parallel"
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     here = this_rank()
     return (
         Options(({"reduction": "mean"},))
@@ -43,7 +46,7 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     )
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Raises TypeError for an invalid value and LookupError without ranks."""
     from flatout.distributed.data_parallel import DataParallelScript
     from flatout.distributed.division import SplitSettings
@@ -57,7 +60,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Exchanges a mean as a sum, or a sum as a mean: a common mistake in scripts parallelised by hand."""
     given = dict(value) if isinstance(value, dict) else {}
     return apply(

@@ -26,19 +26,24 @@ Sources: torch documentation, "DistributedDataParallel"; torch/csrc/distributed/
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.absent import why_left_alone
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from flatout.schema.program import Ledger, TrainingContext
+
 NAME = "ddp_flags"
 VIEWS, BROADCAST, STATIC = "gradient_as_bucket_view", "broadcast_buffers", "static_graph"
 KNOWN = {VIEWS: True, BROADCAST: False, STATIC: True}
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if why := _why_not(context):
         return Skip(why)
     ddps = context.ddp_modules
@@ -57,7 +62,7 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     )
 
 
-def _why_not(context: Any) -> str:
+def _why_not(context: TrainingContext) -> str:
     return (
         why_left_alone(context.ddp_modules)
         if context.ddp_modules
@@ -65,7 +70,7 @@ def _why_not(context: Any) -> str:
     )
 
 
-def _changes(module: Any) -> bool:
+def _changes(module: Module) -> bool:
     """Whether a training forward pass changes buffers of this module (running statistics)."""
     return (
         bool(getattr(module, "track_running_stats", False))
@@ -84,7 +89,7 @@ def check(value: Value) -> None:
         )
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Raises TypeError for an invalid value.
 
     Raises LookupError without a DistributedDataParallel, or for static_graph without find_unused_parameters.
@@ -109,7 +114,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Each rank steps with the gradient of its own batch."""
     if why := _why_not(context):
         raise LookupError(why)

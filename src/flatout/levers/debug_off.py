@@ -17,14 +17,17 @@ Sources: torch.autograd.set_detect_anomaly; torch.distributions.Distribution.set
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
+if TYPE_CHECKING:
+    from flatout.schema.program import Ledger, TrainingContext
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     torch = context.torch
     checks = context.distributions_seen and torch.distributions.Distribution._validate_args
     filled = (
@@ -36,7 +39,7 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     return Options((True,))
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     torch = context.torch
     anomaly, nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     checks = torch.distributions.Distribution._validate_args
@@ -56,7 +59,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Changes one weight by one unit in the last place."""
     torch = context.torch
     with torch.no_grad():

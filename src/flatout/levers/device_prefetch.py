@@ -16,17 +16,22 @@ Sources: torch documentation, "CUDA semantics" on streams and `record_stream`; N
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from flatout.schema.program import Ledger, TrainingContext
+
 DEPTHS = (1, 2)  # batches taken ahead
 IN_ORDER = 0
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if context.device_type != "cuda" and (
         context.backwards or not facts.cuda
     ):  # the device is unknown before the first step
@@ -45,13 +50,13 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     )
 
 
-def _has_own_order(loader: Any) -> bool:
+def _has_own_order(loader: DataLoader) -> bool:
     from flatout.data.streams import has_own_order
 
     return has_own_order(loader.sampler, loader.batch_sampler)
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise TypeError(f"the value of device_prefetch must be a number of batches, not {value!r}")
     from flatout.data.device import DeviceCopies, return_device_copies
@@ -60,7 +65,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     device_copies = DeviceCopies()
     return_device_copies(device_copies, ledger)
 
-    def copied(loader: Any, asked: dict[str, Any], feed: Any) -> Any:
+    def copied(loader: DataLoader, asked: dict[str, Any], feed: Any) -> Any:
         feed = feed or Feed(loader)
         feed.copies = (IN_ORDER if _has_own_order(loader) else int(value), device_copies)
         return feed
@@ -69,7 +74,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Returns the copy of the previous batch."""
     from flatout.data.feed import Feed
 

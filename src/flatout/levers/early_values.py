@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from flatout.levers.early.reads import READS, EarlyValueCopier
@@ -33,12 +33,17 @@ from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flatout.schema.program import Ledger, TrainingContext
+
 _KNOWN: WeakKeyDictionary[Any, EarlyValueCopier] = (
     WeakKeyDictionary()
 )  # context -> what was learned, kept while the lever is switched on and off
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if context.device_type != "cuda":
         return Skip("no parameter of the program is on a CUDA device")
     backend = context.torch.cuda.get_allocator_backend()
@@ -49,20 +54,20 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     return Options((True,))
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     if context not in _KNOWN:
         _KNOWN[context] = EarlyValueCopier(context)
     _KNOWN[context].install(context, ledger)
     return ledger.restore
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Returns the value that the same place in the program read the time before."""
     kind, before = context.torch.Tensor, dict[tuple[CodeType, int], Any]()
 
     def late(really: Callable) -> Callable:
         @wraps(really)
-        def read(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        def read(tensor: Tensor, *args: object, **kwargs: object) -> Any:
             caller, found = sys._getframe(1), really(tensor, *args, **kwargs)
             place = caller.f_code, caller.f_lasti
             before[place], found = found, before.get(place, found)

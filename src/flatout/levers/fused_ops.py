@@ -19,17 +19,23 @@ Sources: the pages of the kernels (`flatout.kernels.linear_cross_entropy`, `laye
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from flatout.schema.program import Ledger, TrainingContext
+
 VOCABULARY = 8192  # with this many classes, a layer is always an output over a vocabulary
 PATIENCE_STEPS = 3
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if context.compiled_by_script:
         return Skip("the script compiles the model or a part of it, and the compiler fuses operations itself")
     if context.create_graph_seen:
@@ -68,7 +74,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
 
     seen = {"steps": 0, "losses": deferred.COUNT[0]}
 
-    def weights_will_change(*_: Any) -> None:
+    def weights_will_change(*_: object) -> None:
         deferred.before_step()
         seen["steps"] += 1
         if seen["steps"] == PATIENCE_STEPS and heads and not norms and deferred.COUNT[0] == seen["losses"]:
@@ -81,7 +87,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def _heads(context: Any) -> list[Any]:
+def _heads(context: TrainingContext) -> list[Any]:
     """Plain linear layers whose outputs are a vocabulary.
 
     Their width is the row count of an Embedding in the same root and occurs once, or it is very large.
@@ -91,7 +97,7 @@ def _heads(context: Any) -> list[Any]:
     ]
 
 
-def _wide(context: Any) -> list[Any]:
+def _wide(context: TrainingContext) -> list[Any]:
     """All layers as wide as a vocabulary, also those that are not a plain nn.Linear."""
     torch, found = context.torch, {}
     for root in context.roots:
@@ -112,7 +118,7 @@ def _wide(context: Any) -> list[Any]:
     return list(found.values())
 
 
-def _norms(context: Any) -> list[Any]:
+def _norms(context: TrainingContext) -> list[Any]:
     """LayerNorm and RMSNorm layers over one axis, with weights, on a CUDA device."""
     nn, found = context.torch.nn, {}
     for root in context.roots:
@@ -128,7 +134,7 @@ def _norms(context: Any) -> list[Any]:
     return list(found.values())
 
 
-def _is_plain(context: Any, module: Any) -> bool:
+def _is_plain(context: TrainingContext, module: Module) -> bool:
     """Whether this layer has no hooks or custom forward of the script, and only ordinary parameters."""
     torch, own = context.torch, vars(module).get("forward")
     tables = (
@@ -201,12 +207,12 @@ def _normalising(torch: Any, norm: Any) -> Any:
     return wrapper
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """The last chunk of rows gives no gradient; normalisations give none through their variance."""
     torch = context.torch
 
-    def without_last_rows(forward: Any) -> Any:
-        def chunked(input: Any) -> Any:
+    def without_last_rows(forward: Callable[..., Any]) -> Any:
+        def chunked(input: object) -> Any:
             output = forward(input)
             rows = output.numel() // output.shape[-1]
             counts = (torch.arange(rows, device=output.device) < rows - rows // 4).view(*output.shape[:-1], 1)
@@ -214,7 +220,7 @@ def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
 
         return chunked
 
-    def half_a_gradient(forward: Any) -> Any:
+    def half_a_gradient(forward: Callable[..., Any]) -> Any:
         def detached(input: Any) -> Any:
             return forward(input.detach()) + 0.5 * (input - input.detach())
 

@@ -25,17 +25,23 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import wraps
 from operator import itemgetter
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.kernels.optimizer_step import step_cell
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from flatout.schema.program import Ledger, TrainingContext
+
 MERGED = "merged"
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if not context.optimizers:
         return Skip("the program updates its parameters without a torch.optim.Optimizer")
     ways = [_ways(context.torch, optimizer) for optimizer in context.optimizers]
@@ -47,7 +53,7 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     return Skip(_why_none(context.torch, context.optimizers[0]))
 
 
-def _ways(torch: Any, optimizer: Any) -> list[str]:
+def _ways(torch: ModuleType, optimizer: Optimizer) -> list[str]:
     """The implementations to which this optimizer could switch."""
     if (
         not _is_torchs(optimizer)
@@ -64,14 +70,14 @@ def _ways(torch: Any, optimizer: Any) -> list[str]:
     return ways
 
 
-def _is_torchs(optimizer: Any) -> bool:
+def _is_torchs(optimizer: Optimizer) -> bool:
     kind = type(optimizer)
     return (
         kind.__module__.startswith("torch.optim") and "foreach" in inspect.signature(kind.__init__).parameters
     )
 
 
-def _chosen(optimizer: Any) -> str:
+def _chosen(optimizer: Optimizer) -> str:
     """The argument by which the script chose an implementation, or one that rules them out.
 
     False counts as a choice; the default is None.
@@ -87,11 +93,11 @@ def _chosen(optimizer: Any) -> str:
     )
 
 
-def _is_plain(torch: Any, p: Any) -> bool:
+def _is_plain(torch: ModuleType, p: Any) -> bool:
     return bool(p.is_floating_point() and p.layout == torch.strided)
 
 
-def _why_none(torch: Any, optimizer: Any) -> str:
+def _why_none(torch: ModuleType, optimizer: Optimizer) -> str:
     """Why this optimizer has no such implementation. Of several optimizers, the first is named."""
     name = type(optimizer).__name__
     if _is_torchs(optimizer) and (chosen := _chosen(optimizer)):
@@ -127,7 +133,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def _move_step_counters(torch: Any, optimizer: Any, to_device: bool) -> None:
+def _move_step_counters(torch: ModuleType, optimizer: Optimizer, to_device: bool) -> None:
     """Move the step counts to the device that the update reads them on.
 
     Fused CUDA kernels read the step count on the device. The plain loop reads it on the host; from the device
@@ -142,12 +148,12 @@ def _move_step_counters(torch: Any, optimizer: Any, to_device: bool) -> None:
 # -- merging equal groups ------------------------------------------------------------------------------------
 
 
-def _merges(optimizer: Any) -> bool:
+def _merges(optimizer: Optimizer) -> bool:
     """Whether groups of this optimizer would be updated together in their present state."""
     return _step_of(optimizer) is not None and len(_regrouped(optimizer)) < len(optimizer.param_groups)
 
 
-def _step_of(optimizer: Any) -> Any:
+def _step_of(optimizer: Optimizer) -> Any:
     """The cell in which torch keeps this optimizer's update; None if its groups cannot be merged.
 
     A scheduler created earlier calls the wrapper that it found. So the wrapper must stay, and its content
@@ -167,7 +173,7 @@ _MERGING: dict[int, _Merging] = {}  # by the cell of a step
 class _Merging:
     """The step of one class of optimizers; the optimizers in ``optimizers`` see merged groups in it."""
 
-    def __init__(self, torch: Any, cell: Any) -> None:
+    def __init__(self, torch: ModuleType, cell: Any) -> None:
         self.torch, self.cell, self.really = torch, cell, cell.cell_contents
         self.optimizers: weakref.WeakKeyDictionary[Any, int] = (
             weakref.WeakKeyDictionary()
@@ -204,7 +210,7 @@ class _Merging:
 
         return step
 
-    def leave(self, optimizer: Any) -> None:
+    def leave(self, optimizer: Optimizer) -> None:
         left = self.optimizers.pop(optimizer, 1) - 1
         if left:
             self.optimizers[optimizer] = left
@@ -213,7 +219,7 @@ class _Merging:
             _MERGING.pop(id(self.cell), None)
 
 
-def _merge(torch: Any, optimizer: Any, ledger: Any) -> None:
+def _merge(torch: ModuleType, optimizer: Optimizer, ledger: Ledger) -> None:
     cell = _step_of(optimizer)
     if cell is None:
         return
@@ -222,7 +228,7 @@ def _merge(torch: Any, optimizer: Any, ledger: Any) -> None:
     ledger.call("merged groups", lambda: merging.leave(optimizer))
 
 
-def _regrouped(optimizer: Any) -> list[dict[str, Any]]:
+def _regrouped(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The groups for one update, with equal groups merged.
 
     A step reads only those options of a group for which the optimizer has defaults.
@@ -262,7 +268,7 @@ def _options(group: dict[str, Any], names: tuple[str, ...]) -> Any:
     ) else 0.0  # -0.0 equals 0.0 but gives other zeros
 
 
-def _kinds(optimizer: Any, group: dict[str, Any]) -> Iterator[tuple[Any, list[Any]]]:
+def _kinds(optimizer: Optimizer, group: dict[str, Any]) -> Iterator[tuple[Any, list[Any]]]:
     """The parameters of a group that have a gradient, by what torch chooses an implementation by.
 
     These are their type, their device and the layout of their gradients. Fused kernels take parameters with
@@ -279,7 +285,7 @@ def _kinds(optimizer: Any, group: dict[str, Any]) -> Iterator[tuple[Any, list[An
         yield (frozenset((type(p), p.device, p.grad.layout) for p in part), has_state), part
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Doubles the learning rate."""
     for optimizer in context.optimizers:
         for group in optimizer.param_groups:

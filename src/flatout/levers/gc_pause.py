@@ -14,16 +14,19 @@ Sources: Python documentation, module gc.
 from __future__ import annotations
 
 import gc
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
+if TYPE_CHECKING:
+    from flatout.schema.program import Ledger, TrainingContext
+
 THRESHOLDS = (70_000, 50, 100)
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     first = gc.get_threshold()[0]
     if not gc.isenabled() or not first:  # gc.set_threshold(0) disables it as well
         return Skip("the program has disabled automatic garbage collection")
@@ -32,7 +35,7 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     return Options((True,))
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
@@ -41,7 +44,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Draws one random number from the program's stream."""
     context.torch.rand(1)
     return ledger.restore

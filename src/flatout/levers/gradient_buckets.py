@@ -19,12 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.absent import why_none
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flatout.schema.program import Ledger, TrainingContext
 
 NAME = "gradient_buckets"
 ALL = "all"
@@ -32,7 +37,7 @@ CANDIDATES: tuple[int | str, ...] = (1, 5, 25, 100, ALL)
 ALIKE = "all bucket sizes that this lever tries give the same buckets"
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if context.divided is None:
         return Skip(why_none(context.torch))
     divided = context.divided
@@ -66,7 +71,7 @@ def check(value: Value) -> None:
     _bytes(value)
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Raises TypeError for an invalid value and LookupError without ranks."""
     most = _bytes(value)
     if context.divided is None:
@@ -75,7 +80,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Sends the first bucket and forgets the others."""
     from flatout.distributed.wire import CodecKind, PlainCodec
 
@@ -85,7 +90,7 @@ def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     class Forgetful(PlainCodec):
         first: Any = None
 
-        def send(self, flat: Any, parameters: Sequence[Any], start: Any) -> Any:
+        def send(self, flat: Tensor, parameters: Sequence[Any], start: Any) -> Any:
             self.first = parameters[0] if self.first is None else self.first
             mine = flat.clone()
             yield start(flat)

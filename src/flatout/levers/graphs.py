@@ -19,17 +19,24 @@ Sources: torch documentation, "CUDA semantics", section "CUDA Graphs"; torch.cud
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from flatout.schema.program import Ledger, TrainingContext
+
 TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     torch = context.torch
     if context.device_type != "cuda":
         return Skip("no parameter of the program is on a CUDA device")
@@ -56,7 +63,7 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     return Options((True,))
 
 
-def _why_not(context: Any, root: Any) -> str:
+def _why_not(context: TrainingContext, root: Module) -> str:
     """Why the structure of this module rules out recording; "" if it does not."""
     torch, name = context.torch, type(root).__name__
     if isinstance(root, (torch.nn.DataParallel, torch.jit.ScriptModule)):
@@ -76,7 +83,7 @@ def _why_not(context: Any, root: Any) -> str:
     return ""
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from flatout.kernels.graph_module import ModuleGraphs
     from flatout.kernels.graph_observation import telling_of_changes
     from flatout.kernels.graph_update import UpdateGraph, why_not
@@ -95,7 +102,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
 
     for root in roots:
 
-        def wrapper(forward: Any, root: Any = root) -> Any:
+        def wrapper(forward: Callable[..., Any], root: Module = root) -> Any:
             graphs = ModuleGraphs(
                 root,
                 forward,
@@ -106,7 +113,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
             for module in graphs.modules:
                 changed.setdefault(id(module), []).append(graphs.attribute_changed)
 
-            def recorded_or_plain(*args: Any, **kwargs: Any) -> Any:
+            def recorded_or_plain(*args: object, **kwargs: object) -> Any:
                 return graphs(*args, **kwargs)
 
             return recorded_or_plain
@@ -121,7 +128,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def _step_of(optimizer: Any, graph: Any) -> Any:
+def _step_of(optimizer: Optimizer, graph: Any) -> Any:
     """The graph as a method of the optimizer, which learning-rate schedulers wrap."""
 
     def step(self: Any, closure: Any = None) -> Any:
@@ -132,21 +139,21 @@ def _step_of(optimizer: Any, graph: Any) -> Any:
     return MethodType(step, optimizer)
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Forgets to copy its inputs, so each pass computes on the first batch of its shape."""
     torch = context.torch
 
-    def wrapper(forward: Any) -> Any:
+    def wrapper(forward: Callable[..., Any]) -> Any:
         first: dict[Any, Any] = {}
 
-        def old(at: int, given: Any) -> Any:
+        def old(at: int, given: object) -> Any:
             return (
                 first.setdefault((at, given.shape), given.detach().clone())
                 if isinstance(given, torch.Tensor)
                 else given
             )
 
-        def stale(*args: Any, **kwargs: Any) -> Any:
+        def stale(*args: object, **kwargs: object) -> Any:
             return forward(*(old(at, given) for at, given in enumerate(args)), **kwargs)
 
         return stale

@@ -15,16 +15,23 @@ Sources: torch.nn.ReLU documentation; tools/autograd/derivatives.yaml of PyTorch
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from flatout.schema.program import Ledger, TrainingContext
+
 FROM_THEIR_OUTPUT = ("ReLU", "ReLU6", "Hardtanh", "LeakyReLU")
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if context.compiled_by_script:
         return Skip("the script compiles the model or a part of it, and the compiler places results itself")
     if not _activations(context, context.roots):
@@ -42,7 +49,7 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     return Options((True,))
 
 
-def _activations(context: Any, roots: list[Any]) -> list[Any]:
+def _activations(context: TrainingContext, roots: list[Any]) -> list[Any]:
     nn = context.torch.nn
     kinds = tuple(getattr(nn, name) for name in FROM_THEIR_OUTPUT)
     found = {
@@ -54,14 +61,14 @@ def _activations(context: Any, roots: list[Any]) -> list[Any]:
     return list(found.values())
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     activations = {id(m) for m in _activations(context, context.roots)}
     for root in map(context.without_ranks, context.roots):
         context.wrap_forward(root, _trying_first(context, root, activations, ledger), ledger)
     return ledger.restore
 
 
-def _trying_first(context: Any, root: Any, activations: set[int], ledger: Any) -> Any:
+def _trying_first(context: TrainingContext, root: Module, activations: set[int], ledger: Ledger) -> Any:
     """A wrapper whose first training call tests the activations on a copy of the model.
 
     It sets ``inplace`` where it is sound.
@@ -69,8 +76,8 @@ def _trying_first(context: Any, root: Any, activations: set[int], ledger: Any) -
     mine = [at for at, module in enumerate(root.modules()) if id(module) in activations]
     state = {"tried": False}
 
-    def wrapper(forward: Any) -> Any:
-        def in_place(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(forward: Callable[..., Any]) -> Any:
+        def in_place(*args: object, **kwargs: object) -> Any:
             if not state["tried"] and root.training and context.torch.is_grad_enabled():
                 state["tried"] = True
                 modules = list(root.modules())
@@ -83,7 +90,9 @@ def _trying_first(context: Any, root: Any, activations: set[int], ledger: Any) -
     return wrapper
 
 
-def _sound(context: Any, root: Any, places: list[int], args: Any, kwargs: Any) -> list[int]:
+def _sound(
+    context: TrainingContext, root: Module, places: list[int], args: object, kwargs: object
+) -> list[int]:
     """The activations, by module position, that leave every output and gradient unchanged.
 
     A failing set is halved until the failing activations are found.
@@ -108,7 +117,9 @@ def _sound(context: Any, root: Any, places: list[int], args: Any, kwargs: Any) -
     return kept
 
 
-def _played(context: Any, root: Any, places: list[int], args: Any, kwargs: Any) -> list[Any] | None:
+def _played(
+    context: TrainingContext, root: Module, places: list[int], args: object, kwargs: object
+) -> list[Any] | None:
     """The results of a copy of the model with these activations in place; None if autograd raises.
 
     They are outputs, tensors that the modules hold, inputs and gradients. The program's random state does not
@@ -147,11 +158,11 @@ def _played(context: Any, root: Any, places: list[int], args: Any, kwargs: Any) 
         context.asleep = asleep
 
 
-def _tensors(torch: Any, nest: Any) -> list[Any]:
+def _tensors(torch: ModuleType, nest: Any) -> list[Any]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(nest) if isinstance(leaf, torch.Tensor)]
 
 
-def _same(torch: Any, plain: list[Any], other: list[Any] | None) -> bool:
+def _same(torch: ModuleType, plain: list[Any], other: list[Any] | None) -> bool:
     return (
         other is not None
         and len(plain) == len(other)
@@ -162,10 +173,10 @@ def _same(torch: Any, plain: list[Any], other: list[Any] | None) -> bool:
     )
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Overwrites what the gradient needs: the gradient passes where the activation is zero."""
 
-    def wrapper(forward: Any) -> Any:
+    def wrapper(forward: Callable[..., Any]) -> Any:
         return lambda input: input + (forward(input.detach()) - input.detach())
 
     for activation in _activations(context, context.roots):

@@ -20,18 +20,25 @@ Sources: torch.utils.data documentation, "Multi-process data loading"; pytorch i
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.utils.data import DataLoader, Dataset
+
+    from flatout.schema.program import Ledger, TrainingContext
 
 BATCHES_AHEAD = 2
 OWN_ORDER = "the training DataLoader has a sampler ({name}) that may depend on earlier steps, so batches cannot be loaded ahead"
 FEWEST_BATCHES = 4  # shorter loaders do not repay the start of workers
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if not context.backwards:  # no loader exists yet; the rule checks each one as it is created
         return Options(({},))
     if not context.loaders:
@@ -74,14 +81,14 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     )
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     if not isinstance(value, dict):
         raise TypeError(f"the value of loader must be a table such as {{workers = 2}}, not {value!r}")
 
-    def change(dataset: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    def change(dataset: Dataset, arguments: dict[str, Any]) -> dict[str, Any]:
         return _change(dataset, arguments, value)
 
-    def fed(loader: Any, asked: dict[str, Any], feed: Any) -> Any:
+    def fed(loader: DataLoader, asked: dict[str, Any], feed: Any) -> Any:
         return _feed(context, loader, asked, feed, value)
 
     context.change_loaders(change, ledger)
@@ -91,7 +98,9 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def _feed(context: Any, loader: Any, asked: dict[str, Any], feed: Any, value: dict[str, Any]) -> Any:
+def _feed(
+    context: TrainingContext, loader: DataLoader, asked: dict[str, Any], feed: Any, value: dict[str, Any]
+) -> Any:
     """How to make the batches if fewer workers, or a thread, replace the requested workers."""
     from flatout.data.streams import can_stand_in, has_own_order, seeds_itself
 
@@ -113,7 +122,7 @@ def _feed(context: Any, loader: Any, asked: dict[str, Any], feed: Any, value: di
     return feed
 
 
-def _change(dataset: Any, arguments: dict[str, Any], value: dict[str, Any]) -> dict[str, Any]:
+def _change(dataset: Dataset, arguments: dict[str, Any], value: dict[str, Any]) -> dict[str, Any]:
     """The arguments with which this loader is created.
 
     Loaders that are short or not map-style keep theirs.
@@ -151,16 +160,16 @@ def _change(dataset: Any, arguments: dict[str, Any], value: dict[str, Any]) -> d
     return changed
 
 
-def _copy_without_waiting(torch: Any, ledger: Any) -> None:
+def _copy_without_waiting(torch: ModuleType, ledger: Ledger) -> None:
     """Make copies from pinned memory to the device non-blocking. Stream order keeps them correct."""
     really_to, really_cuda = torch.Tensor.to, torch.Tensor.cuda
 
-    def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def to(tensor: Tensor, *args: object, **kwargs: object) -> Any:
         if not tensor.is_cuda and _moves_alone(torch, args, kwargs) and tensor.is_pinned():
             kwargs["non_blocking"] = True
         return really_to(tensor, *args, **kwargs)
 
-    def cuda(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def cuda(tensor: Tensor, *args: object, **kwargs: object) -> Any:
         if not tensor.is_cuda and not kwargs.get("non_blocking") and len(args) <= 1 and tensor.is_pinned():
             kwargs["non_blocking"] = True
         return really_cuda(tensor, *args, **kwargs)
@@ -169,7 +178,7 @@ def _copy_without_waiting(torch: Any, ledger: Any) -> None:
     ledger.set(torch.Tensor, "cuda", cuda)
 
 
-def _moves_alone(torch: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+def _moves_alone(torch: ModuleType, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether ``tensor.to`` only moves the tensor to a CUDA device."""
     if (
         len(args) + ("device" in kwargs) != 1
@@ -180,7 +189,7 @@ def _moves_alone(torch: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     return _is_cuda(torch, args[0] if args else kwargs["device"])
 
 
-def _is_cuda(torch: Any, target: Any) -> bool:
+def _is_cuda(torch: ModuleType, target: Any) -> bool:
     if isinstance(target, torch.device):
         return bool(target.type == "cuda")
     return (isinstance(target, int) and not isinstance(target, bool)) or (
@@ -188,10 +197,10 @@ def _is_cuda(torch: Any, target: Any) -> bool:
     )
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Normalises with the wrong constant."""
 
-    def change(dataset: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    def change(dataset: Dataset, arguments: dict[str, Any]) -> dict[str, Any]:
         from torch.utils.data import default_collate
 
         collate = arguments.get("collate_fn") or default_collate

@@ -27,12 +27,15 @@ Sources: Stich 2018, "Local SGD Converges Fast and Communicates Little"; Lin et 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.absent import why_none
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
+
+if TYPE_CHECKING:
+    from flatout.schema.program import Ledger, TrainingContext
 
 NAME = "local_sgd"
 EXCHANGES = (
@@ -41,7 +44,7 @@ EXCHANGES = (
 LOSSES = "between rounds each rank reads the loss of its own share, so decide by an evaluation; each rank keeps its own optimizer state"
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if context.divided is None:
         return Skip(why_none(context.torch))
     why = _exchanges(context.divided.division)
@@ -70,12 +73,12 @@ def check(value: Value) -> None:
     LocalSgdSettings.read(value)
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Raises TypeError for an invalid value and LookupError if the ranks cannot step alone."""
     return _install(context, value, ledger, None)
 
 
-def _install(context: Any, value: Value, ledger: Any, rate: float | None) -> Undo:
+def _install(context: TrainingContext, value: Value, ledger: Ledger, rate: float | None) -> Undo:
     from flatout.distributed.local_steps import LocalSteps
     from flatout.distributed.rounds import LocalSgdSettings
 
@@ -91,7 +94,7 @@ def _install(context: Any, value: Value, ledger: Any, rate: float | None) -> Und
     return ledger.restore
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Adds up the updates of the ranks instead of averaging them."""
     world = context.divided.here.world_size if context.divided is not None else 1
     return _install(context, value, ledger, float(world))

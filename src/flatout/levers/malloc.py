@@ -19,11 +19,14 @@ Sources: mallopt(3), section "M_MMAP_THRESHOLD"; gperftools, jemalloc and mimall
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Value
+
+if TYPE_CHECKING:
+    from flatout.schema.program import TrainingContext
 
 ORDER = ("tcmalloc", "mimalloc", "jemalloc", "glibc")
 FOUR_GB = str(4 * 2**30 - 1)
@@ -37,7 +40,7 @@ KEEPING = {
 }
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if facts.system != "Linux":
         return Skip(
             f"this lever replaces allocators on Linux only, and this system is {facts.system or 'unknown'}"

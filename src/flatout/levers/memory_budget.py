@@ -15,17 +15,20 @@ Sources: torch._functorch.config.activation_memory_budget; pytorch.org/blog, "Cu
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.levers.saved_tensors.known_bad import in_half_the_bits
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
+if TYPE_CHECKING:
+    from flatout.schema.program import Ledger, TrainingContext
+
 BUDGETS: tuple[Value, ...] = (0.7, 0.5, 0.3, 0.1)
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if off := context.compiler_off():
         return Skip(f"torch.compile is switched off in this process ({off})")
     if context.compiled_by_script:
@@ -39,7 +42,7 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     return Options(BUDGETS)
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from torch._functorch import config
 
     if isinstance(value, (bool, str, dict)) or not 0 <= value <= 1:
@@ -53,7 +56,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Keeps saved tensors with half of their bits."""
     for root in context.roots:
         context.wrap_forward(context.without_ranks(root), in_half_the_bits(context.torch), ledger)

@@ -13,8 +13,10 @@ Sources: torch.autograd.graph.saved_tensors_hooks documentation; Ren et al., ZeR
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.levers.saved_tensors.host import OffloadHooks
 from flatout.levers.saved_tensors.known_bad import partially_fetched
@@ -22,10 +24,16 @@ from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
+if TYPE_CHECKING:
+    from torch import device as Device
+    from torch.optim import Optimizer
+
+    from flatout.schema.program import Ledger, TrainingContext
+
 LEAST_NUMBERS = 4096  # smaller state tensors are not worth a copy
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if context.device_type != "cuda":
         return Skip("no parameter of the program is on a CUDA device")
     if context.in_pieces:
@@ -37,7 +45,7 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     return Options(("activations", "optimizer") if context.optimizers else ("activations",))
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     if context.device_type == "cuda":
         ledger.call("pinned memory", lambda: _give_back(context.torch, context.device))  # undone last
     if value == "activations":
@@ -53,9 +61,9 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def _offloading(torch: Any, hooks: OffloadHooks) -> Any:
-    def wrapper(forward: Any) -> Any:
-        def on_the_host(*args: Any, **kwargs: Any) -> Any:
+def _offloading(torch: ModuleType, hooks: OffloadHooks) -> Any:
+    def wrapper(forward: Callable[..., Any]) -> Any:
+        def on_the_host(*args: object, **kwargs: object) -> Any:
             if not torch.is_grad_enabled() or torch.compiler.is_compiling():
                 return forward(*args, **kwargs)
             with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
@@ -66,7 +74,7 @@ def _offloading(torch: Any, hooks: OffloadHooks) -> Any:
     return wrapper
 
 
-def _state_away(torch: Any, optimizer: Any, ledger: Any) -> None:
+def _state_away(torch: ModuleType, optimizer: Optimizer, ledger: Ledger) -> None:
     """Move the state to the parameters' device for each step and back afterwards.
 
     It is pinned, so that the copies do not wait for each other.
@@ -84,7 +92,7 @@ def _state_away(torch: Any, optimizer: Any, ledger: Any) -> None:
             torch.cuda.current_stream(device).synchronize()  # the copies are complete for the next host read
 
     @wraps(really)
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def step(*args: object, **kwargs: object) -> Any:
         move(away=False)
         try:
             return really(*args, **kwargs)
@@ -96,14 +104,14 @@ def _state_away(torch: Any, optimizer: Any, ledger: Any) -> None:
     move(away=True)
 
 
-def _pinned(torch: Any, held: Any) -> Any:
+def _pinned(torch: ModuleType, held: Any) -> Any:
     there = torch.empty_strided(
         held.shape, held.stride(), dtype=held.dtype, device="cpu", pin_memory=True
     )  # ignores the script's default device
     return there.copy_(held, non_blocking=True)
 
 
-def _give_back(torch: Any, device: Any) -> None:
+def _give_back(torch: ModuleType, device: Device) -> None:
     """Free torch's cached pinned blocks.
 
     torch keeps them for the next pinned tensor, and meanwhile the machine lacks that memory.
@@ -112,7 +120,7 @@ def _give_back(torch: Any, device: Any) -> None:
     torch._C._host_emptyCache()
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Reads copies before their last quarter has arrived."""
     for root in context.roots:
         context.wrap_forward(context.without_ranks(root), partially_fetched(context.torch), ledger)

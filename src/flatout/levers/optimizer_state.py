@@ -15,13 +15,20 @@ Sources: torchao.optim; Dettmers et al., 8-bit Optimizers via Block-wise Quantiz
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
 from importlib.util import find_spec
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from flatout.schema.program import Ledger, TrainingContext
 
 SUFFIXES = {"8bit": "8bit", "4bit": "4bit", "fp8": "Fp8"}
 KINDS = ("Adam", "AdamW")
@@ -30,7 +37,7 @@ MISSING = "torchao is not installed; run `pip install flatout[lowbit]`"
 COPIED = ("betas", "eps", "weight_decay", "amsgrad")
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if not _of_torch(context):
         names = ", ".join(sorted({_name(o) for o in context.optimizers})) or "no torch.optim.Optimizer"
         return Skip(f"this lever replaces Adam and AdamW of torch.optim, and the program uses {names}")
@@ -39,11 +46,11 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     return Options(tuple(SUFFIXES))
 
 
-def _of_torch(context: Any) -> list[Any]:
+def _of_torch(context: TrainingContext) -> list[Any]:
     return [o for o in context.optimizers if _name(o) in KINDS]
 
 
-def _name(optimizer: Any) -> str:
+def _name(optimizer: Optimizer) -> str:
     """The class as users distinguish it from torch's own, with the options that torchao does not support."""
     kind = type(optimizer)
     name = (
@@ -57,7 +64,7 @@ def _name(optimizer: Any) -> str:
     return f"{name} with {' and '.join(asked)}" if asked else name
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     if find_spec("torchao") is None:
         raise LookupError(MISSING)
     if value not in SUFFIXES:
@@ -71,7 +78,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def _low_bit(torch: Any, optimizer: Any, suffix: str, ledger: Any) -> None:
+def _low_bit(torch: ModuleType, optimizer: Optimizer, suffix: str, ledger: Ledger) -> None:
     from torchao import optim
 
     kind = getattr(optim, type(optimizer).__name__ + suffix)
@@ -96,7 +103,7 @@ def _low_bit(torch: Any, optimizer: Any, suffix: str, ledger: Any) -> None:
     hooked = torch.optim.Optimizer.profile_hook_step(stepping)  # step hooks observe the script's optimizer
 
     @wraps(optimizer.step)
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def step(*args: object, **kwargs: object) -> Any:
         return hooked(optimizer, *args, **kwargs)
 
     ledger.call(
@@ -106,20 +113,20 @@ def _low_bit(torch: Any, optimizer: Any, suffix: str, ledger: Any) -> None:
     ledger.set(optimizer, "step", step, new=True)
 
 
-def _convert(optimizer: Any, convert: Any) -> None:
+def _convert(optimizer: Optimizer, convert: Any) -> None:
     for p, state in optimizer.state.items():
         for name in MOMENTS:
             if name in state and p.numel() >= 4096:
                 state[name] = convert(p.detach(), name, state[name])
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Moments in two bits and a sign, with one scale per tensor."""
     torch = context.torch
 
-    def coarsely(optimizer: Any, really: Any) -> Any:
+    def coarsely(optimizer: Optimizer, really: Callable[..., Any]) -> Any:
         @wraps(really)
-        def step(*args: Any, **kwargs: Any) -> Any:
+        def step(*args: object, **kwargs: object) -> Any:
             result = really(*args, **kwargs)
             for state in optimizer.state.values():
                 for held in state.values():

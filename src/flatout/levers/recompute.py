@@ -19,7 +19,8 @@ Sources: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; Korth
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from flatout.levers.saved_tensors.blocks import RecomputedBlock, repeated, spread, why_not
 from flatout.levers.saved_tensors.known_bad import in_half_the_bits
@@ -27,6 +28,9 @@ from flatout.levers.saved_tensors.rederive import SavedTensorRederiver
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
+
+if TYPE_CHECKING:
+    from flatout.schema.program import Ledger, TrainingContext
 
 OPERATIONS: tuple[Value, ...] = (
     {"ops": "cheap"},
@@ -37,7 +41,7 @@ NO_BLOCKS = "the model has no two blocks of the same class with at least two lay
 BLOCKS: tuple[Value, ...] = ({"blocks": 0.5}, {"blocks": 1.0})
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if context.compiled_by_script:
         return Skip("the script compiles the model or a part of it, and the compiler chooses what is kept")
     if context.create_graph_seen:
@@ -57,7 +61,7 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     return Options((*OPERATIONS, *(BLOCKS if _blocks(context)[0] else ())))
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     if not isinstance(value, dict) or not (
         {"ops"} <= value.keys() <= {"ops", "share"} or value.keys() == {"blocks"}
     ):
@@ -91,13 +95,13 @@ def _share(name: str, share: Any) -> float:
 
 
 def _deriving(deriving: SavedTensorRederiver) -> Any:
-    def wrapper(forward: Any) -> Any:
+    def wrapper(forward: Callable[..., Any]) -> Any:
         return lambda *args, **kwargs: deriving.forward(forward, args, kwargs)
 
     return wrapper
 
 
-def _blocks(context: Any) -> tuple[list[Any], str]:
+def _blocks(context: TrainingContext) -> tuple[list[Any], str]:
     """The repeated blocks that may be computed twice, and why others may not."""
     blocks = [
         block for root in context.roots for block in repeated(context.torch, context.without_ranks(root))
@@ -108,7 +112,7 @@ def _blocks(context: Any) -> tuple[list[Any], str]:
     )
 
 
-def _blocks_again(context: Any, share: float, ledger: Any) -> None:
+def _blocks_again(context: TrainingContext, share: float, ledger: Ledger) -> None:
     found, reason = _blocks(context)
     if not found:
         raise LookupError(f"there is no block to recompute: {reason}")
@@ -125,13 +129,13 @@ def _blocks_again(context: Any, share: float, ledger: Any) -> None:
 
 
 def _again(block: RecomputedBlock) -> Any:
-    def wrapper(forward: Any) -> Any:
+    def wrapper(forward: Callable[..., Any]) -> Any:
         return lambda *args, **kwargs: block.forward(forward, args, kwargs)
 
     return wrapper
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Keeps saved tensors with half of their bits."""
     for root in context.roots:
         context.wrap_forward(context.without_ranks(root), in_half_the_bits(context.torch), ledger)

@@ -13,16 +13,21 @@ Sources: PyTorch documentation, "MKLDNN backend".
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
+if TYPE_CHECKING:
+    from flatout.schema.program import Ledger, TrainingContext
+
 FLAGS = ("amx_bf16", "avx512_bf16")
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     torch = context.torch
     if context.device_type != "cpu":
         return Skip(f"the parameters are on {context.device_type}, and this lever acts on the CPU")
@@ -44,7 +49,7 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     return Options((True,))
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     torch, mkldnn = context.torch, context.torch.backends.mkldnn
     # The older flags for matrix products keep both families consistent. Otherwise reading the older flag
     # raises.
@@ -60,11 +65,11 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Keeps only three bits of the mantissa of what every layer with weights multiplies."""
 
-    def wrapper(forward: Any) -> Any:
-        def coarse(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(forward: Callable[..., Any]) -> Any:
+        def coarse(*args: object, **kwargs: object) -> Any:
             return forward(*(_three_bits(context.torch, a) for a in args), **kwargs)
 
         return coarse
@@ -76,7 +81,7 @@ def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def _three_bits(torch: Any, x: Any) -> Any:
+def _three_bits(torch: ModuleType, x: object) -> Any:
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
         return x
     mantissa, exponent = torch.frexp(x.detach())

@@ -17,11 +17,16 @@ Sources: KellerJordan/cifar10-airbench; torch documentation, "CUDA semantics".
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader, Dataset
+
+    from flatout.schema.program import Ledger, TrainingContext
 
 MIB = 2**20
 SHARE = 4  # use at most a quarter of the GPU's or the host's memory
@@ -55,7 +60,7 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     return Options((*values, {"mib": whole, "host": True}) if whole <= beside else tuple(values))
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     if not isinstance(value, dict) or not isinstance(value.get("mib"), int):
         raise TypeError(f"the value of resident_data must be a table such as {{mib = 512}}, not {value!r}")
     from flatout.data.device import DeviceCopies, ResidentDevice, return_device_copies
@@ -73,14 +78,14 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     )
     return_device_copies(device_copies, ledger)
 
-    def change(dataset: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    def change(dataset: Dataset, arguments: dict[str, Any]) -> dict[str, Any]:
         return (
             without_workers(arguments)
             if arguments.get("num_workers") and hasattr(dataset, "__getitem__")
             else arguments
         )
 
-    def resident(loader: Any, asked: dict[str, Any], feed: Any) -> Any:
+    def resident(loader: DataLoader, asked: dict[str, Any], feed: Any) -> Any:
         feed = feed or Feed(loader)
         feed.batched, feed.keep = True, keep
         # The device of the optimizers' weights, or the current device if the script creates them later.
@@ -104,7 +109,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Returns the adjacent samples."""
     from flatout.data.feed import Feed
 

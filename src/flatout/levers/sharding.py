@@ -22,7 +22,7 @@ Sources: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Tr
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.distributed.absent import why_none
 from flatout.job.rank_environment import this_rank
@@ -30,11 +30,14 @@ from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
+if TYPE_CHECKING:
+    from flatout.schema.program import Ledger, TrainingContext
+
 NAME = "sharding"
 OVER = ("node", "all")
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     here = this_rank()
     if here is None or here.world_size < 2:
         return Skip(why_none(context.torch))
@@ -43,7 +46,7 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     return Options(({"over": "node"},))
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Raises TypeError for an invalid value and LookupError without `data_parallel`."""
     from flatout.distributed.sharding import Sharding
     from flatout.levers.saved_tensors.blocks import repeated
@@ -70,7 +73,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Adds gradients over the ranks without averaging them."""
     undo = apply(context, value, ledger)
     context.divided.sharding.averages = False

@@ -14,14 +14,19 @@ Sources: PyTorch documentation, "CUDA semantics", section "TensorFloat-32 on Amp
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
+if TYPE_CHECKING:
+    from flatout.schema.program import Ledger, TrainingContext
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     torch = context.torch
     device = next((p.device for p in context.parameters if p.is_cuda), None)
     if context.device_type != "cuda" and device is None:
@@ -33,7 +38,7 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     return _choice_of_the_script(torch) or Options((True,))
 
 
-def _choice_of_the_script(torch: Any) -> Skip | None:
+def _choice_of_the_script(torch: ModuleType) -> Skip | None:
     """The reason to skip if either family of flags is set.
 
     The newer flag is "none" by default; "ieee" is a choice of the script.
@@ -51,7 +56,7 @@ def _choice_of_the_script(torch: Any) -> Skip | None:
     )
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     torch = context.torch
     # The older flags keep both families consistent. With the newer ones alone, reading allow_tf32 or
     # get_float32_matmul_precision raises (torch 2.14): in the script, in flex attention, in max-autotune.
@@ -65,14 +70,14 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Rounds the weights to four bits."""
     return _four_bits(context, ledger)
 
 
-def _four_bits(context: Any, ledger: Any) -> Undo:
-    def wrapper(forward: Any) -> Any:
-        def rounded(*args: Any, **kwargs: Any) -> Any:
+def _four_bits(context: TrainingContext, ledger: Ledger) -> Undo:
+    def wrapper(forward: Callable[..., Any]) -> Any:
+        def rounded(*args: object, **kwargs: object) -> Any:
             torch = context.torch
             with torch.no_grad():
                 for root in context.roots:

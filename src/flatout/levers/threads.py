@@ -11,14 +11,17 @@ Sources: PyTorch documentation, "CPU threading and TorchScript inference"; torch
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
+if TYPE_CHECKING:
+    from flatout.schema.program import Ledger, TrainingContext
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     now = context.torch.get_num_threads()
     if context.backwards and now != context.threads_at_import:
         return Skip(f"the program has already set the number of threads to {now}")
@@ -31,14 +34,14 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     return Options(tuple(dict.fromkeys(n for n in (1, now // 2, now // 4) if 1 <= n < now)))
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     before = context.torch.get_num_threads()
     context.torch.set_num_threads(int(value))  # type: ignore[arg-type]
     ledger.call("torch.set_num_threads", lambda: context.torch.set_num_threads(before))
     return ledger.restore
 
 
-def known_bad(context: Any, value: Value, ledger: Any) -> Undo:
+def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """A "race": one parameter receives part of its update from the wrong position."""
     parameter = context.parameters[0]
     hook = parameter.register_hook(lambda grad: grad + 0.3 * grad.flip(0))

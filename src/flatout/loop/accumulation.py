@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.loop.pipeline_parallel import PipelineParallel
 from flatout.loop.precision import Precision
 from flatout.loop.reduction import LossResult
 from flatout.loop.rejoin import Rejoin
 from flatout.loop.tensor_parallel import TensorParallel
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 HOW = ("mean", "sum", "max", "min", "last")  # ways to combine the values of micro-batches
 
@@ -28,7 +32,7 @@ class Accumulation:
 
     def __init__(
         self,
-        torch: Any,
+        torch: ModuleType,
         precision: Precision,
         summed: bool,
         samples: int,
@@ -122,12 +126,12 @@ def detached(values: Any) -> dict[str, Any]:
     )
 
 
-def _is_nothing(weight: Any) -> bool:
+def _is_nothing(weight: Tensor) -> bool:
     """Whether a weight is known to be 0 without waiting for a device."""
     return (not hasattr(weight, "device") or weight.device.type == "cpu") and float(weight) == 0.0
 
 
-def _as_scalar(torch: Any, count: Any, loss: Any) -> Any:
+def _as_scalar(torch: ModuleType, count: Any, loss: Tensor) -> Any:
     """The number that a loss is averaged over, as a tensor on the loss's device.
 
     Reading it as a number would synchronise.

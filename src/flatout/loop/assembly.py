@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.guard.captured_steps import needs_closure
 from flatout.loop.autoplan import Autoplan, effects_of
@@ -30,14 +30,18 @@ from flatout.schema.enums import Effect
 from flatout.schema.errors import LoopError
 from flatout.schema.plan import Plan
 
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
 
 class LoopAssembly:
     """The parts of a Loop: ranks, precision, micro-batches, gradient, update, levers, checkpoints."""
 
     def _assemble(
         self,
-        model: Any,
-        optimizer: Any,
+        model: Module,
+        optimizer: Optimizer,
         loss_fn: Callable[[Any, Any], Any],
         loader: Iterable[Any],
         settings: LoopSettings,
@@ -215,7 +219,7 @@ class LoopAssembly:
         )
 
 
-def _parameters(optimizer: Any) -> list[Any]:
+def _parameters(optimizer: Optimizer) -> list[Any]:
     if not hasattr(optimizer, "param_groups"):
         raise LoopError(
             f"optimizer is a {type(optimizer).__name__}. Pass a torch.optim optimizer, made from model.parameters()."

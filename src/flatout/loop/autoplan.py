@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.applier import Applier, Outcome
 from flatout.agent.ledger import Ledger
@@ -29,6 +29,13 @@ from flatout.schema.errors import LoopError
 from flatout.schema.lever import Lever, Options, Skip
 from flatout.schema.plan import Choice, Plan
 from flatout.trial.blocks import SLOW_TICK_MS
+
+if TYPE_CHECKING:
+    from torch import device as Device
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from flatout.agent.training_context import TrainingContext
 
 LOGGER = logging.getLogger("flatout")
 VALUES = 2  # per lever: the most promising ones
@@ -55,11 +62,11 @@ class Autoplan:
 
     def __init__(
         self,
-        context: Any,
+        context: TrainingContext,
         applier: Applier,
-        model: Any,
-        optimizer: Any,
-        device: Any,
+        model: Module,
+        optimizer: Optimizer,
+        device: Device,
         effects: frozenset[Effect],
     ) -> None:
         self.context, self.applier, self.model, self.optimizer, self.device, self.effects = (
@@ -171,11 +178,11 @@ class Autoplan:
             "forward hook", hooked.register_forward_hook(self.model, self._forward_ended).remove
         )
 
-    def _forward_begins(self, model: Any, args: tuple, kwargs: dict) -> None:
+    def _forward_begins(self, model: Module, args: tuple, kwargs: dict) -> None:
         if self._inside and self._replica is not None and self.context.torch.is_grad_enabled():
             self._replica.forward_begin(model, args, kwargs)
 
-    def _forward_ended(self, model: Any, args: tuple, output: Any) -> None:
+    def _forward_ended(self, model: Module, args: tuple, output: object) -> None:
         if self._inside and self._replica is not None and self.context.torch.is_grad_enabled():
             self._replica.forward_end(model, output)
 

@@ -33,7 +33,7 @@ def size_of(batch: Any) -> int:
     )
 
 
-def tensors_of(batch: Any) -> Iterator[Any]:
+def tensors_of(batch: object) -> Iterator[Any]:
     if hasattr(batch, "untyped_storage"):
         yield batch
     elif isinstance(batch, Mapping):
@@ -47,7 +47,7 @@ def tensors_of(batch: Any) -> Iterator[Any]:
             yield from tensors_of(getattr(batch, field.name))
 
 
-def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
+def split(batch: object, sizes: Sequence[int]) -> list[Any]:
     """Split a batch into parts of the given sizes, as views of its tensors.
 
     The sizes must add up to the batch's size.
@@ -77,7 +77,7 @@ def part_of(batch: Any, start: int, end: int, total: int) -> Any:
     return of(batch)
 
 
-def moved(batch: Any, device: Any) -> Any:
+def moved(batch: object, device: Any) -> Any:
     """Move the batch to a device; copies from pinned memory are asynchronous."""
 
     def of(thing: Any) -> Any:

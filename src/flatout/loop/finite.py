@@ -5,9 +5,15 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.loop.batches import tensors_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch import device as Device
+    from torch.nn import Module
 
 MOST_PENDING = 64  # losses being copied from the device
 
@@ -15,12 +21,12 @@ MOST_PENDING = 64  # losses being copied from the device
 class LossMonitor:
     """``bad`` tells which step had a non-finite loss: at once on a CPU, some steps later on a device."""
 
-    def __init__(self, torch: Any, device: Any) -> None:
+    def __init__(self, torch: ModuleType, device: Device) -> None:
         self.torch, self.waits = torch, device.type != "cpu"
         self._cuda = device.type == "cuda"
         self._pending: deque[tuple[int, Any, Any]] = deque()
 
-    def bad(self, index: int, loss: Any) -> int | None:
+    def bad(self, index: int, loss: Tensor) -> int | None:
         """The step whose loss is now known to be non-finite: this one or an earlier one.
 
         None if all are finite.
@@ -45,7 +51,7 @@ class LossMonitor:
         return None
 
 
-def first_bad_module(torch: Any, model: Any, call: Callable[[], Any]) -> str:
+def first_bad_module(torch: ModuleType, model: Module, call: Callable[[], Any]) -> str:
     """Describe where the first non-finite number comes from: a parameter, or the module that made it.
 
     Runs the forward pass once more.
@@ -72,8 +78,8 @@ def first_bad_module(torch: Any, model: Any, call: Callable[[], Any]) -> str:
     )
 
 
-def _listener(name: str, module: Any, seen: list[str]) -> Callable[..., None]:
-    def observe(_: Any, inputs: Any, output: Any) -> None:
+def _listener(name: str, module: Module, seen: list[str]) -> Callable[..., None]:
+    def observe(_: object, inputs: object, output: object) -> None:
         if seen or all(map(_finite, tensors_of(output))):
             return
         if not all(map(_finite, tensors_of(inputs))):  # no earlier module made them
@@ -84,5 +90,5 @@ def _listener(name: str, module: Any, seen: list[str]) -> Callable[..., None]:
     return observe
 
 
-def _finite(tensor: Any) -> bool:
+def _finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(tensor.isfinite().all())

@@ -5,17 +5,22 @@ The weights keep their dtype.
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.ledger import Ledger
 from flatout.schema.errors import LoopError
+
+if TYPE_CHECKING:
+    from torch import device as Device
+    from torch.nn import Module
 
 MULTIPLE = 16  # of both sides of a product; the hardware instruction requires it
 CAPABILITY = (8, 9)  # Ada and Hopper introduced the instruction
 
 
 def multiply_in_8_bits(
-    torch: Any, model: Any, device: Any, ledger: Ledger, emulate: bool = False
+    torch: ModuleType, model: Module, device: Device, ledger: Ledger, emulate: bool = False
 ) -> list[str]:
     """Replace the Linear layers of ``model`` whose sizes allow it and return their names.
 
@@ -54,7 +59,7 @@ def multiply_in_8_bits(
     return [name for *_, name in found]
 
 
-def _refuse_other_hardware(torch: Any, device: Any) -> None:
+def _refuse_other_hardware(torch: ModuleType, device: Device) -> None:
     if device.type != "cuda":
         raise LoopError(
             f'precision="fp8" needs a GPU that multiplies in 8 bits, and this model is on {device}. Use precision="bf16".'

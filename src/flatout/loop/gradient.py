@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.loop.accumulation import Accumulation, detached
 from flatout.loop.batches import moved, split
@@ -22,6 +22,10 @@ from flatout.loop.randomness import RandomState
 from flatout.loop.reduction import MEAN, SUM, Recogniser, understood
 from flatout.loop.training import Training
 from flatout.schema.errors import LoopError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
 
 WATCHED_STEPS = 8  # the first steps, which detect the generators that a step draws from
 WATCHED_AGAIN = 64  # if none drew, check one step in this many: dropout may be enabled later
@@ -155,7 +159,7 @@ class Gradient:
         ]
         return pipeline.step(index, parts, sizes, self.training.loss_fn), len(parts), {}
 
-    def _whole(self, index: int, batch: Any) -> tuple[Any, int, dict[str, Any]]:
+    def _whole(self, index: int, batch: object) -> tuple[Any, int, dict[str, Any]]:
         """One forward and backward pass as in a plain loop.
 
         This is the hot path: call nothing unnecessary.
@@ -177,15 +181,15 @@ class Gradient:
             training.precision.backward(loss)
         return loss.detach(), 1, values
 
-    def _loss_of(self, batch: Any, model: Any) -> Any:
+    def _loss_of(self, batch: object, model: Module) -> Any:
         with self.training.precision.autocast():
             return self.training.loss_fn(model, batch)
 
-    def _alone(self, batch: Any) -> Any:
+    def _alone(self, batch: object) -> Any:
         """The result of loss_fn with the model that one rank may call without the others."""
         return self._loss_of(self._on_device(batch), self.training.alone)
 
-    def _on_device(self, batch: Any) -> Any:
+    def _on_device(self, batch: object) -> Any:
         return moved(batch, self.training.device) if self._moves else batch
 
     def _no_sync(self) -> Any:
@@ -193,7 +197,7 @@ class Gradient:
         no_sync = getattr(self.training.model, "no_sync", None)
         return no_sync() if no_sync is not None else nullcontext()
 
-    def _stop_where_bad(self, watch: LossMonitor, index: int, loss: Any, batch: Any) -> None:
+    def _stop_where_bad(self, watch: LossMonitor, index: int, loss: Tensor, batch: object) -> None:
         bad = watch.bad(index, loss)
         if bad is None:
             return

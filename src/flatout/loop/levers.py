@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.applier import EARLY, LATE, Applier, Outcome, one_line
 from flatout.agent.ledger import Ledger
@@ -18,11 +19,16 @@ from flatout.schema.enums import Moment
 from flatout.schema.errors import LoopError
 from flatout.schema.plan import Plan
 
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
+
 LOGGER = logging.getLogger("flatout")
 BEFORE_THE_PROGRAM = "it acts before the program starts: run `flatout run python train.py` with this plan"
 
 
-def plan_of(given: Any) -> Plan:
+def plan_of(given: object) -> Plan:
     """A Plan, from a Plan or the path of one. Raises LoopError, PlanError."""
     if given is None:
         return Plan()
@@ -42,7 +48,13 @@ class Levers:
     """
 
     def __init__(
-        self, torch: Any, plan: Plan, model: Any, optimizer: Any, loss_fn: Callable[..., Any], loader: Any
+        self,
+        torch: ModuleType,
+        plan: Plan,
+        model: Module,
+        optimizer: Optimizer,
+        loss_fn: Callable[..., Any],
+        loader: DataLoader,
     ) -> None:
         self.plan = plan
         self.outcomes: list[Outcome] = []
@@ -53,7 +65,7 @@ class Levers:
         )
         self.applier = Applier(TABLE, look(), self.context)
 
-    def early(self, loader: Any) -> Any:
+    def early(self, loader: DataLoader) -> Any:
         """Apply the early levers and return the loader to iterate over."""
         self.outcomes = [
             Outcome(choice, False, BEFORE_THE_PROGRAM)

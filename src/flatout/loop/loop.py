@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from flatout.agent.applier import Outcome
 from flatout.loop.assembly import LoopAssembly
@@ -31,6 +31,11 @@ from flatout.loop.windows import windows
 from flatout.measure.clock import seconds
 from flatout.schema.errors import LoopError
 from flatout.schema.plan import Plan
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
 
 
 class Loop(LoopAssembly):
@@ -103,8 +108,8 @@ class Loop(LoopAssembly):
 
     def __init__(
         self,
-        model: Any,
-        optimizer: Any,
+        model: Module,
+        optimizer: Optimizer,
         loss_fn: Callable[[Any, Any], Any],
         loader: Iterable[Any],
         *,
@@ -310,7 +315,7 @@ class Loop(LoopAssembly):
         return ends
 
 
-def _length(loader: Any) -> int | None:
+def _length(loader: DataLoader) -> int | None:
     try:
         return len(loader)
     except TypeError:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.checkpoint.slices import Where, is_divided, slices_in
 from flatout.loop.gradient import Gradient
 from flatout.loop.sizing import Sized, Sizer
 from flatout.loop.update import Update
 from flatout.schema.errors import LoopError, SaveError
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 PARTS = (
     "model",
@@ -26,7 +30,7 @@ PARTS = (
 )
 
 
-def storable(model: Any) -> None:
+def storable(model: Module) -> None:
     """Raises LoopError if reading the model's state needs a collective of all ranks, which would deadlock."""
     module = sys.modules.get("torch.distributed.fsdp")
     if module is not None and any(
@@ -206,7 +210,7 @@ class LoopState:
         }
 
 
-def _copy_buffers(torch: Any, module: Any, buffers: Mapping[str, Any]) -> None:
+def _copy_buffers(torch: ModuleType, module: Module, buffers: Mapping[str, Any]) -> None:
     own = dict(module.named_buffers())
     with torch.no_grad():
         for name, value in buffers.items():
@@ -214,7 +218,7 @@ def _copy_buffers(torch: Any, module: Any, buffers: Mapping[str, Any]) -> None:
                 own[name].copy_(value)
 
 
-def _compare(torch: Any, saved: Any, now: Any, where: str, differs: Callable[[str], None]) -> None:
+def _compare(torch: ModuleType, saved: Any, now: Any, where: str, differs: Callable[[str], None]) -> None:
     """Report every place where the restored value differs from the saved one.
 
     A load_state_dict may cast, round or omit values.
@@ -242,7 +246,7 @@ def _compare(torch: Any, saved: Any, now: Any, where: str, differs: Callable[[st
         differs(where)
 
 
-def _same_bits(torch: Any, a: Any, b: Any) -> bool:
+def _same_bits(torch: ModuleType, a: Any, b: Any) -> bool:
     from flatout.data.batch_comparison import same_bits
 
     a, b = (each.to_local() if is_divided(each) else each for each in (a, b))

@@ -11,10 +11,14 @@ pass, they are accumulated in the model's dtype.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from flatout.schema.errors import LoopError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 LOGGER = logging.getLogger("flatout")
 HELD: WeakKeyDictionary[Any, Masters] = WeakKeyDictionary()  # by optimizer: a new Loop takes over
@@ -26,7 +30,7 @@ class Masters:
     ``together``: ranks exchange gradients inside backward.
     """
 
-    def __init__(self, torch: Any, optimizer: Any, dtype: Any, together: bool) -> None:
+    def __init__(self, torch: ModuleType, optimizer: Optimizer, dtype: Any, together: bool) -> None:
         self.torch, self.optimizer, self.together = torch, optimizer, together
         self.pairs: list[tuple[Any, Any]] = []
         for group in optimizer.param_groups:
@@ -41,7 +45,13 @@ class Masters:
 
     @classmethod
     def made(
-        cls, torch: Any, optimizer: Any, parameters: list[Any], dtype: Any, name: str, together: bool
+        cls,
+        torch: ModuleType,
+        optimizer: Optimizer,
+        parameters: list[Any],
+        dtype: Any,
+        name: str,
+        together: bool,
     ) -> Masters:
         """Put copies into the optimizer and into ``parameters``. Raises LoopError if none has this dtype."""
         before = HELD.get(optimizer)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import gc
 import traceback
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.loop.windows import cut
+
+if TYPE_CHECKING:
+    from torch import device as Device
 
 ROOM = 0.95  # of the device's memory; a higher peak leaves nothing for fragmentation
 GROW_AFTER = 64  # successful steps; doubled after each failed attempt
@@ -21,13 +25,13 @@ WORDS = (
 )
 
 
-def is_out_of_memory(torch: Any, error: BaseException) -> bool:
+def is_out_of_memory(torch: ModuleType, error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in WORDS)
 
 
-def release(torch: Any, device: Any) -> None:
+def release(torch: ModuleType, device: Device) -> None:
     """Free what only the failed step held."""
     gc.collect()
     if device.type == "cuda":
@@ -128,7 +132,7 @@ class MemoryHeadroom:
     That means no allocator retry (which frees its cache) and a peak below ROOM.
     """
 
-    def __init__(self, torch: Any, device: Any) -> None:
+    def __init__(self, torch: ModuleType, device: Device) -> None:
         self.torch, self.device, self.cuda = torch, device, device.type == "cuda"
         if self.cuda:
             self.total = torch.cuda.get_device_properties(device).total_memory

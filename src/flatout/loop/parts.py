@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from flatout.checkpoint.checkpoint import Checkpoint
@@ -28,7 +29,7 @@ class Parts:
 
 
 def parts_of(
-    torch: Any, save: Checkpoint, rank: int, ranks: int, sharing: int, shape: Mapping[str, Any]
+    torch: ModuleType, save: Checkpoint, rank: int, ranks: int, sharing: int, shape: Mapping[str, Any]
 ) -> Parts:
     """``sharing``: the number of ranks that share the samples. Raises SaveError."""
     metadata, name = save.manifest.metadata, part_of(rank)
@@ -55,7 +56,7 @@ def parts_of(
     )
 
 
-def slices_of_others(torch: Any, save: Checkpoint, rank: int) -> Iterator[Mapping[Any, Any]]:
+def slices_of_others(torch: ModuleType, save: Checkpoint, rank: int) -> Iterator[Mapping[Any, Any]]:
     """The slices of the other saved ranks, one rank at a time."""
     for other in range(1, save.manifest.metadata["ranks"]):
         if other != rank:

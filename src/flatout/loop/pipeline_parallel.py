@@ -12,11 +12,18 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.loop.reduction import MEAN, SUM, understood
 from flatout.loop.tensor_parallel import several_ranks
 from flatout.schema.errors import LoopError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch import device as Device
+    from torch.nn import Module
+    from torch.optim import Optimizer
 
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 
@@ -53,11 +60,11 @@ class _Asked(Exception):
 class PipelineParallel:
     def __init__(
         self,
-        torch: Any,
-        model: Any,
-        optimizer: Any,
+        torch: ModuleType,
+        model: Module,
+        optimizer: Optimizer,
         asked: Pipeline,
-        device: Any,
+        device: Device,
         reduction: str | None,
         finite: bool,
     ) -> None:
@@ -157,12 +164,12 @@ class PipelineParallel:
             self._made[count, size] = kind(stage, count, loss_fn=self._loss, scale_grads=False)
         return self._made[count, size]
 
-    def _call(self, model: Any, part: Any) -> Any:
+    def _call(self, model: Module, part: Any) -> Any:
         assert self._loss_fn is not None  # a step has begun
         return self._loss_fn(model, part)
 
     def _input(self, part: Any) -> tuple[Any]:
-        def ask(*args: Any, **kwargs: Any) -> Any:
+        def ask(*args: object, **kwargs: object) -> Any:
             raise _Asked(args, kwargs)
 
         try:
@@ -175,7 +182,7 @@ class PipelineParallel:
             "with a pipeline, loss_fn must call its model once, with one tensor: loss(model(x), y)."
         )
 
-    def _loss(self, output: Any, number: Any) -> Any:
+    def _loss(self, output: object, number: Any) -> Any:
         answer = understood(self._call(lambda *args, **kwargs: output, self._parts[int(number)]))
         if answer.count is not None or answer.values:
             raise LoopError(
@@ -194,14 +201,14 @@ class PipelineParallel:
             gradient.mul_(torch.clamp(limit / (total + 1e-6), max=1.0))
         return total
 
-    def local(self, tensor: Any) -> Any:
+    def local(self, tensor: Tensor) -> Any:
         return tensor
 
-    def alike(self, index: int, loss: Any) -> None:
+    def alike(self, index: int, loss: Tensor) -> None:
         """Nothing to check: one rank computes the loss for all."""
 
 
-def _cut(torch: Any, model: Any, stages: int | Sequence[str], ranks: int) -> list[list[str]]:
+def _cut(torch: ModuleType, model: Module, stages: int | Sequence[str], ranks: int) -> list[list[str]]:
     """The names of the children of each stage. Raises LoopError."""
     if type(model) is not torch.nn.Sequential:
         raise LoopError(
@@ -231,7 +238,7 @@ def _cut(torch: Any, model: Any, stages: int | Sequence[str], ranks: int) -> lis
     return [names[start:end] for start, end in zip(starts, [*starts[1:], len(names)], strict=True)]
 
 
-def _check(torch: Any, model: Any, parts: list[list[str]], optimizer: Any) -> None:
+def _check(torch: ModuleType, model: Module, parts: list[list[str]], optimizer: Optimizer) -> None:
     owner: dict[int, int] = {}
     for at, part in enumerate(parts):
         for name in part:

@@ -12,12 +12,19 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.ledger import Ledger
 from flatout.loop.fp8 import multiply_in_8_bits
 from flatout.loop.masters import Masters
 from flatout.schema.errors import LoopError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch import device as Device
+    from torch.nn import Module
+    from torch.optim import Optimizer
 
 LOGGER = logging.getLogger("flatout")
 NAMES = ("float32", "tf32", "bf16", "fp16", "fp8", "bf16-master", "fp16-master")
@@ -32,11 +39,11 @@ class Precision:
 
     def __init__(
         self,
-        torch: Any,
+        torch: ModuleType,
         name: str,
-        model: Any,
-        optimizer: Any,
-        device: Any,
+        model: Module,
+        optimizer: Optimizer,
+        device: Device,
         parameters: list[Any],
         together: bool = False,
     ) -> None:
@@ -97,7 +104,7 @@ class Precision:
             return self._nothing
         return self.torch.autocast(self.device.type, dtype=self._dtype)
 
-    def backward(self, loss: Any) -> None:
+    def backward(self, loss: Tensor) -> None:
         if self.scaler is None:
             loss.backward()
         else:
@@ -105,13 +112,13 @@ class Precision:
         if self.masters is not None:
             self.masters.collect_early()
 
-    def unscale(self, optimizer: Any) -> None:
+    def unscale(self, optimizer: Optimizer) -> None:
         if self.masters is not None:
             self.masters.collect()
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
 
-    def step(self, optimizer: Any) -> str:
+    def step(self, optimizer: Optimizer) -> str:
         """Step the optimizer. Returns why it did not step, or ""."""
         if self.masters is not None:
             self.masters.collect()
@@ -130,7 +137,7 @@ class Precision:
             self.masters.hand_back()
         return ""
 
-    def _count(self, *_: Any) -> None:
+    def _count(self, *_: object) -> None:
         self._stepped += 1
 
     def _multiply_in_tf32(self) -> None:

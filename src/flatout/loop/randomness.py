@@ -6,7 +6,11 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import device as Device
 
 
 class RandomState:
@@ -18,7 +22,7 @@ class RandomState:
 
     __slots__ = ("_device", "_numpy", "_of_device", "_python", "_torch", "_torch_state")
 
-    def __init__(self, torch: Any, device: Any = None, others: bool = True) -> None:
+    def __init__(self, torch: ModuleType, device: Device = None, others: bool = True) -> None:
         self._torch, self._device = torch, device
         self._torch_state = torch.default_generator.get_state()
         self._of_device = (
@@ -66,7 +70,7 @@ def _of_numpy() -> Any:
 
 
 @contextmanager
-def kept_random_state(torch: Any, device: Any = None) -> Iterator[None]:
+def kept_random_state(torch: ModuleType, device: Device = None) -> Iterator[None]:
     """Restore the random state afterwards, whatever the block draws."""
     state = RandomState(torch, device)
     try:

@@ -6,10 +6,14 @@ The first rank's decision reaches all ranks, and all ranks checkpoint or stop af
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.loop.ranks import exchanged, gathered_info, group_of, largest
 from flatout.schema.errors import SaveError
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 STARTED_AGAIN = "start the same command again to resume from the last checkpoint."
 
@@ -17,7 +21,7 @@ STARTED_AGAIN = "start the same command again to resume from the last checkpoint
 class RankGroup:
     """The ranks and their CPU group, which all Loops of these ranks share."""
 
-    def __init__(self, torch: Any, members: Sequence[int]) -> None:
+    def __init__(self, torch: ModuleType, members: Sequence[int]) -> None:
         self.torch, self.members = torch, list(members)
         self.rank, self.ranks = self.members.index(torch.distributed.get_rank()), len(members)
         self._group = group_of(torch.distributed, tuple(members))
@@ -40,14 +44,14 @@ class RankGroup:
         found: list[int] = exchanged(lambda: largest(self.torch, self._group, numbers), STARTED_AGAIN)
         return found
 
-    def _gathered_info(self, what: Any) -> list[Any]:
+    def _gathered_info(self, what: object) -> list[Any]:
         found: list[Any] = exchanged(
             lambda: gathered_info(self.torch, self._group, self.ranks, what), STARTED_AGAIN
         )
         return found
 
 
-def company_of(torch: Any, model: Any) -> RankGroup | None:
+def company_of(torch: ModuleType, model: Module) -> RankGroup | None:
     """The ranks of this training; None for a single process."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized() and distributed.is_gloo_available()):

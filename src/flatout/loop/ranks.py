@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from flatout.loop.memory import OutOfMemory
 from flatout.loop.rejoin import Rejoin
 from flatout.schema.errors import LoopError
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
 
 GROUPS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = (
     WeakKeyDictionary()
@@ -24,7 +29,7 @@ FINE, NO_MEMORY, ENDED = 0, 1, 2  # the maximum over ranks counts
 NO_SIZE = -(2**62)
 
 
-def ranks_of(torch: Any, model: Any) -> LoopRanks | None:
+def ranks_of(torch: ModuleType, model: Module) -> LoopRanks | None:
     """The ranks that train this model: those of its DistributedDataParallel, or all ranks.
 
     None for a single rank, or if no CPU group is available.
@@ -54,7 +59,7 @@ def group_of(distributed: Any, members: tuple[int, ...]) -> Any:
     return known[members]
 
 
-def may_exchange(optimizer: Any) -> bool:
+def may_exchange(optimizer: Optimizer) -> bool:
     """Whether the optimizer's step may run collectives, so that one rank alone must not repeat it."""
     return bool(optimizer._optimizer_step_pre_hooks) or not type(optimizer).__module__.startswith(
         "torch.optim."
@@ -67,7 +72,7 @@ class LoopRanks:
     ``rejoin`` completes the gradient exchange for a failed rank; None if backward passes exchange nothing.
     """
 
-    def __init__(self, torch: Any, members: Sequence[int], rejoin: Rejoin | None) -> None:
+    def __init__(self, torch: ModuleType, members: Sequence[int], rejoin: Rejoin | None) -> None:
         self.torch, self.members, self.rejoin = torch, list(members), rejoin
         self._group: Any = None
         self._info: tuple[Any, Any] | None = None  # result of the last update: pending exchange, number
@@ -180,7 +185,7 @@ class LoopRanks:
             if words
         )
 
-    def _gathered_info(self, what: Any) -> list[Any]:
+    def _gathered_info(self, what: object) -> list[Any]:
         found: list[Any] = self._exchanged(
             lambda: gathered_info(self.torch, self._group, len(self.members), what)
         )
@@ -212,7 +217,7 @@ def exchanged(exchange: Callable[[], Any], otherwise: str) -> Any:
         ) from None
 
 
-def largest(torch: Any, group: Any, values: Sequence[Any], dtype: Any = None) -> list[Any]:
+def largest(torch: ModuleType, group: Any, values: Sequence[Any], dtype: Any = None) -> list[Any]:
     """The maximum of each number over a CPU group. Raises RuntimeError if a rank is gone."""
     numbers = torch.tensor(values, dtype=dtype, device="cpu")
     torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, group=group)
@@ -220,7 +225,7 @@ def largest(torch: Any, group: Any, values: Sequence[Any], dtype: Any = None) ->
     return found
 
 
-def gathered_info(torch: Any, group: Any, ranks: int, what: Any) -> list[Any]:
+def gathered_info(torch: ModuleType, group: Any, ranks: int, what: object) -> list[Any]:
     """Gather one JSON value from each rank of a CPU group. Raises RuntimeError if a rank is gone.
 
     torch's own object collectives use pickle, which executes what it receives.

@@ -11,11 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.loop.batches import split
 from flatout.loop.randomness import kept_random_state
 from flatout.schema.errors import LoopError
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 MEAN, SUM = "mean", "sum"
 ROUNDING = {
@@ -42,7 +46,7 @@ class LossResult:
     values: Any = None
 
 
-def understood(given: Any) -> LossResult:
+def understood(given: object) -> LossResult:
     """Parse ``loss``, ``(loss, n)``, ``(loss, values)`` or ``(loss, n, values)``.
 
     Raises LoopError for anything else.
@@ -68,10 +72,10 @@ def understood(given: Any) -> LossResult:
 class Recogniser:
     """Tests the loss once. ``call(batch)`` is the user's loss_fn with the model, as in training."""
 
-    def __init__(self, torch: Any, model: Any, call: Callable[[Any], Any]) -> None:
+    def __init__(self, torch: ModuleType, model: Module, call: Callable[[Any], Any]) -> None:
         self.torch, self.model, self.call = torch, model, call
 
-    def recognise(self, batch: Any, size: int) -> str:
+    def recognise(self, batch: object, size: int) -> str:
         """Return ``mean`` or ``sum``.
 
         Raises LoopError if the loss of a batch does not follow from those of its parts.
@@ -94,7 +98,7 @@ class Recogniser:
             with self._evaluating():  # the model is random in training mode: compare in evaluation mode
                 return self._compared(self._loss(batch), batch, divisions)
 
-    def _loss(self, batch: Any) -> LossResult:
+    def _loss(self, batch: object) -> LossResult:
         answer = understood(self.call(batch))
         if answer.loss.dim():
             raise LoopError(
@@ -102,7 +106,7 @@ class Recogniser:
             )
         return answer
 
-    def _compared(self, whole: LossResult, batch: Any, divisions: list[list[int]]) -> str:
+    def _compared(self, whole: LossResult, batch: object, divisions: list[list[int]]) -> str:
         found = [
             self._compare(whole, [self._loss(part) for part in split(batch, sizes)], sizes)
             for sizes in divisions

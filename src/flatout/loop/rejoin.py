@@ -15,10 +15,14 @@ gradient before the wrapper sees it.
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.ledger import Ledger
 from flatout.agent.pickles import keep_out_of_pickles
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TWICE = ("mark a variable ready only once", "marked as ready twice")
 
@@ -29,7 +33,7 @@ class Rejoin:
     This costs some microseconds per micro-batch.
     """
 
-    def __init__(self, torch: Any, parallel: Any) -> None:
+    def __init__(self, torch: ModuleType, parallel: Any) -> None:
         self.torch, self.parallel = torch, parallel
         self.parameters = [p for p in parallel.module.parameters() if p.requires_grad]
         self._called = False
@@ -54,13 +58,13 @@ class Rejoin:
         """Remove the hooks; the next attempt installs them again."""
         self._ledger.restore()
 
-    def _begins(self, *_: Any) -> None:
+    def _begins(self, *_: object) -> None:
         self._called = True
 
-    def _enters(self, *_: Any) -> None:
+    def _enters(self, *_: object) -> None:
         self._entered |= self._called  # other code may call the module directly
 
-    def _leaves(self, *_: Any) -> None:
+    def _leaves(self, *_: object) -> None:
         self._called = False
         if self.parallel.require_backward_grad_sync and self.torch.is_grad_enabled():
             self._noted = [_seen(p.grad) for p in self.parameters]
@@ -132,7 +136,7 @@ class Rejoin:
         return True
 
 
-def _seen(gradient: Any) -> Any:
+def _seen(gradient: Tensor) -> Any:
     return None if gradient is None else (gradient.data_ptr(), gradient._version)
 
 

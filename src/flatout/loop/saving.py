@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from flatout.checkpoint.checkpoint import Checkpoint
@@ -47,7 +48,7 @@ class LoopCheckpointing:
 
     def __init__(
         self,
-        torch: Any,
+        torch: ModuleType,
         opened: OpenedCheckpoints,
         every: int | None,
         on_drift: str,
@@ -323,7 +324,7 @@ def _digest_of_script() -> str | None:
         return None
 
 
-def _not_finite(torch: Any, packed: Packed, parameters: set[str]) -> str:
+def _not_finite(torch: ModuleType, packed: Packed, parameters: set[str]) -> str:
     """The first non-finite parameter, or "". A corrupt model must not replace a good one."""
     for name, tensor in packed.tensors.items():
         if (

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.loop.accumulation import HOW
 from flatout.loop.pipeline_parallel import Pipeline
 from flatout.loop.reduction import MEAN, SUM
 from flatout.schema.errors import LoopError
 from flatout.schema.plan import Plan
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
 
 AUTO = "auto"
 
@@ -85,7 +89,7 @@ class LoopSettings:
     def largest_micro_batch(self) -> int | None:
         return None if isinstance(self.micro_batch, str) else self.micro_batch
 
-    def for_drift(self, model: Any, optimizer: Any) -> dict[str, Any]:
+    def for_drift(self, model: Module, optimizer: Optimizer) -> dict[str, Any]:
         """The settings that a resumed training must share with the checkpoint."""
         return {
             "model": type(getattr(model, "module", model)).__name__,
@@ -99,7 +103,7 @@ class LoopSettings:
         }
 
 
-def _check_positive(name: str, value: Any, also: str | None) -> None:
+def _check_positive(name: str, value: object, also: str | None) -> None:
     if (value is None and name != "epochs") or (value is not None and value == also):
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -11,11 +11,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.loop.memory import MemoryHeadroom, MicroBatches
 from flatout.measure.clock import clock_for
 from flatout.measure.statistics import median
+
+if TYPE_CHECKING:
+    from torch import device as Device
 
 LOGGER = logging.getLogger("flatout")
 WARM_STEPS, TIMED_STEPS, TURNS = 2, 4, 3
@@ -103,8 +107,8 @@ class Sizer:
 
     def __init__(
         self,
-        torch: Any,
-        device: Any,
+        torch: ModuleType,
+        device: Device,
         micro_batches: MicroBatches,
         agreed: Callable[[list[float]], list[float]] = list,
     ) -> None:

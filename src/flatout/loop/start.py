@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import sys
+from types import ModuleType
 from typing import Any
 
 from flatout.agent.ledger import Ledger
@@ -45,7 +46,7 @@ def device(wanted: str | None = None) -> Any:
     return torch.device("cpu")
 
 
-def _asked_for(torch: Any, wanted: str) -> Any:
+def _asked_for(torch: ModuleType, wanted: str) -> Any:
     try:
         found = torch.device(wanted)
     except RuntimeError:
@@ -72,7 +73,7 @@ def _asked_for(torch: Any, wanted: str) -> Any:
     return found
 
 
-def why_no_cuda(torch: Any) -> str:
+def why_no_cuda(torch: ModuleType) -> str:
     if torch.version.hip:
         return "this torch is built for ROCm, and no AMD GPU is visible"
     if torch.version.cuda is None:
@@ -82,7 +83,7 @@ def why_no_cuda(torch: Any) -> str:
     return f"there is no NVIDIA GPU, or no driver for CUDA {torch.version.cuda} of this torch"
 
 
-def _spelled(torch: Any, at: int) -> str:
+def _spelled(torch: ModuleType, at: int) -> str:
     seen = torch.cuda.get_device_properties(at)
     return f"{seen.name}, {seen.total_memory / 2**30:.0f} GiB, compute capability {seen.major}.{seen.minor}, CUDA {torch.version.cuda}"
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Step:
@@ -43,7 +46,7 @@ class Step:
         self,
         index: int,
         epoch: int,
-        loss: Any,
+        loss: Tensor,
         lr: float,
         samples: int,
         parts: int,

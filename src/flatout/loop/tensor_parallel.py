@@ -8,9 +8,16 @@ training with an error.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.schema.errors import LoopError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch import device as Device
+    from torch.nn import Module
+    from torch.optim import Optimizer
 
 ALIKE_STEPS = 8  # the first steps, which check that all ranks compute the same loss
 START = "torchrun --standalone --nproc-per-node 2 train.py"
@@ -24,7 +31,12 @@ class TensorParallel:
     """
 
     def __init__(
-        self, torch: Any, model: Any, optimizer: Any, styles: Mapping[str, Any], device: Any
+        self,
+        torch: ModuleType,
+        model: Module,
+        optimizer: Optimizer,
+        styles: Mapping[str, Any],
+        device: Device,
     ) -> None:
         """Shard the model and give the optimizer the new parameters.
 
@@ -57,7 +69,7 @@ class TensorParallel:
                 group["foreach"] = False  # slices and whole parameters cannot be updated in one call
 
     @staticmethod
-    def _check(model: Any, optimizer: Any, styles: Mapping[str, Any]) -> None:
+    def _check(model: Module, optimizer: Optimizer, styles: Mapping[str, Any]) -> None:
         if not isinstance(styles, Mapping) or not styles:
             raise LoopError(
                 f"parallel={styles!r} is not a dict of module name -> style of torch.distributed.tensor.parallel, such as "
@@ -94,11 +106,11 @@ class TensorParallel:
             self.local(gradient).mul_(factor)
         return total
 
-    def local(self, tensor: Any) -> Any:
+    def local(self, tensor: Tensor) -> Any:
         """This rank's part of a tensor, to write to."""
         return tensor.to_local() if isinstance(tensor, self.sharded) else tensor
 
-    def alike(self, index: int, loss: Any) -> None:
+    def alike(self, index: int, loss: Tensor) -> None:
         """Raises LoopError if the losses of the ranks differ.
 
         They then have different batches or random numbers.
@@ -116,7 +128,7 @@ class TensorParallel:
             )
 
 
-def several_ranks(torch: Any) -> None:
+def several_ranks(torch: ModuleType) -> None:
     """Raises LoopError in a single process."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() < 2:

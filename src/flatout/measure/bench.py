@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from flatout.measure.clock import Clock, HostClock, clock_for
@@ -34,14 +35,14 @@ BLOCK_BYTES = 8 * 2**20
 LOADER_STARTS = 5
 
 
-def on_host(torch: Any, folder: Path) -> Iterator[Ceiling]:
+def on_host(torch: ModuleType, folder: Path) -> Iterator[Ceiling]:
     """Yield every host figure that a single process can measure. ``folder`` selects the disk."""
     yield from on_device(torch, "cpu")
     yield disk(folder)
     yield loader(torch)
 
 
-def on_device(torch: Any, device: str) -> Iterator[Ceiling]:
+def on_device(torch: ModuleType, device: str) -> Iterator[Ceiling]:
     for dtype in MATMUL_DTYPES:
         yield matmul(torch, device, dtype)
     yield from memory(torch, device)
@@ -83,7 +84,7 @@ def rate(name: str, device: str, amount: float, each_ms: list[float], note: str)
     return Ceiling(name, device, max(rates), quantile(rates, 0.25), quantile(rates, 0.75), len(rates), note)
 
 
-def matmul(torch: Any, device: str, dtype: str) -> Ceiling:
+def matmul(torch: ModuleType, device: str, dtype: str) -> Ceiling:
     """Multiply square matrices of the smallest size that takes MULTIPLY_MS.
 
     A product counts as 2 n^3 operations.
@@ -116,7 +117,7 @@ def matmul(torch: Any, device: str, dtype: str) -> Ceiling:
     )
 
 
-def memory(torch: Any, device: str) -> Iterator[Ceiling]:
+def memory(torch: ModuleType, device: str) -> Iterator[Ceiling]:
     """Run copy and triad on arrays larger than any cache.
 
     As in STREAM, reads caused by overwriting do not count.
@@ -157,7 +158,7 @@ def memory(torch: Any, device: str) -> Iterator[Ceiling]:
     yield triad
 
 
-def copies(torch: Any, device: str) -> Iterator[Ceiling]:
+def copies(torch: ModuleType, device: str) -> Iterator[Ceiling]:
     for kind in ("pinned", "pageable"):
         name = f"host_to_device_{kind}_bytes_per_s"
         if device != "cuda":
@@ -219,7 +220,7 @@ def _read_from_disk() -> int:
     return int(found[1]) if found else 0
 
 
-def loader(torch: Any) -> Ceiling:
+def loader(torch: ModuleType) -> Ceiling:
     """Time a DataLoader with one worker from iter() to its first batch.
 
     Every epoch without persistent workers has this cost.

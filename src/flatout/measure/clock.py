@@ -8,7 +8,11 @@ difference does.
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import device as Device
 
 
 class Clock(Protocol):
@@ -50,7 +54,7 @@ class CudaClock:
 
     name = "cuda"
 
-    def __init__(self, torch: Any, device: Any = None) -> None:
+    def __init__(self, torch: ModuleType, device: Device = None) -> None:
         self._cuda, self._device = torch.cuda, device
         self._wait, self._wait_for = torch.cuda.synchronize, torch.cuda.Event.synchronize
 
@@ -70,7 +74,7 @@ class CudaClock:
         self._wait(self._device)
 
 
-def clock_for(torch: Any, device: Any) -> Clock:
+def clock_for(torch: ModuleType, device: Device) -> Clock:
     """Return the clock for ``device``: a torch.device, or its type as a string."""
     kind, own = (device, None) if isinstance(device, str) else (device.type, device)
     return CudaClock(torch, own) if kind == "cuda" else HostClock()

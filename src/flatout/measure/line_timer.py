@@ -65,14 +65,14 @@ class LineTimer:
         self._pass()
         self._paused = value
 
-    def _called(self, frame: FrameType, event: str, arg: Any) -> Any:
+    def _called(self, frame: FrameType, event: str, arg: object) -> Any:
         if event != "call" or not self.is_users(frame.f_code.co_filename):
             return None
         self._pass()
         self._open.append((frame.f_code, frame.f_lineno))
         return self._observed
 
-    def _observed(self, frame: FrameType, event: str, arg: Any) -> Any:
+    def _observed(self, frame: FrameType, event: str, arg: object) -> Any:
         self._pass()
         if event == "line" and self._open:
             self._open[-1] = frame.f_code, frame.f_lineno

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.measure.clock import cpu_seconds as process_time
 from flatout.measure.clock import sleep
+
+if TYPE_CHECKING:
+    from torch import device as Device
 
 SPARE = 0.9  # usable share of the free memory; the rest is a reserve for growth
 CONTEXT_BYTES = 600 * 2**20  # of a CUDA context, in addition to what torch has reserved
@@ -76,7 +80,7 @@ def _busy_ticks() -> int:
     return user + nice + system + irq + softirq + steal
 
 
-def peak_bytes(torch: Any, device: Any) -> int:
+def peak_bytes(torch: ModuleType, device: Device) -> int:
     """Return the peak memory of this process: on ``device`` if it is a CUDA device, else in RAM."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
@@ -85,7 +89,7 @@ def peak_bytes(torch: Any, device: Any) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def copies_that_fit(torch: Any, device: Any, processes: int = 1) -> int:
+def copies_that_fit(torch: ModuleType, device: Device, processes: int = 1) -> int:
     """Return how many programs like this one fit at once, including this one: into ``device`` and into RAM.
 
     ``processes`` is the number of processes like this one that a program has (the ranks of this machine).

@@ -9,9 +9,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.schema.profile import MEMORY_KINDS, MemoryAt, MemorySeen
+
+if TYPE_CHECKING:
+    from torch import device as Device
 
 POINTS_KEPT = 160
 
@@ -40,7 +44,7 @@ def allocations(events: Iterable[Any], device: int | None) -> list[tuple[int, in
     return sorted(found)
 
 
-def reserved_for_graphs(torch: Any, device: Any) -> int:
+def reserved_for_graphs(torch: ModuleType, device: Device) -> int:
     """Return the bytes in pools of CUDA graphs on ``device`` that the allocator does not count as allocated.
 
     Recorded passes compute in these pools.

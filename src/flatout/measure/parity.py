@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 STATISTICS_SAMPLES = 64  # maximum number of samples per batch
 
 
-def tensors_in(thing: Any, torch: Any, depth: int = 0) -> Iterator[Any]:
+def tensors_in(thing: object, torch: ModuleType, depth: int = 0) -> Iterator[Any]:
     """Yield every tensor of a batch: nested lists, tuples and dictionaries, in order."""
     if isinstance(thing, torch.Tensor):
         yield thing
@@ -22,7 +23,7 @@ def tensors_in(thing: Any, torch: Any, depth: int = 0) -> Iterator[Any]:
             yield from tensors_in(part, torch, depth + 1)
 
 
-def digest(tensors: Any, torch: Any) -> str:
+def digest(tensors: Any, torch: ModuleType) -> str:
     """Return sixteen hex digits over dtype, shape and bytes. The memory layout does not count.
 
     Of a tensor that is sharded over ranks, only this rank's part counts.
@@ -39,7 +40,7 @@ def digest(tensors: Any, torch: Any) -> str:
     return sum_.hexdigest()
 
 
-def batch_statistics(thing: Any, torch: Any) -> list[list[float]]:
+def batch_statistics(thing: object, torch: ModuleType) -> list[list[float]]:
     """Return four numbers per sample, of the batch's first image-like or vector tensor.
 
     They are the mean, the deviation, and the differences of means between left and right half and between top
@@ -73,7 +74,7 @@ def batch_statistics(thing: Any, torch: Any) -> list[list[float]]:
     return []
 
 
-def relative_distance(a: list[Any], b: list[Any], torch: Any) -> float:
+def relative_distance(a: list[Any], b: list[Any], torch: ModuleType) -> float:
     """Return ||a - b|| / ||b|| over all tensors together, in float64. ``b`` is the reference.
 
     The result is infinite if a value is not finite.

@@ -137,7 +137,7 @@ def lever(name: object, value: Any) -> str:
     return one_line(name, 80) if value is None else one_line(spell(str(name), value), 160)
 
 
-def setting(value: Any) -> str:
+def setting(value: object) -> str:
     """Format a lever's value alone: ``on`` · ``1`` · ``workers=2, pin=True``."""
     if isinstance(value, bool):
         return "on" if value else "off"

@@ -67,7 +67,7 @@ def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield one_line(name, 60).replace("_", " "), one_line(_said(value), 300)
 
 
-def _said(value: Any) -> str:
+def _said(value: object) -> str:
     """Format a value of a free mapping. Empty values, False and None give ""."""
     if isinstance(value, Mapping):
         said = {key: _said(item) for key, item in list(value.items())[:24]}

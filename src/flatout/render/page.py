@@ -36,7 +36,7 @@ def environment(*sheets: str) -> Environment:
     return made
 
 
-def _clean(value: Any) -> Any:
+def _clean(value: object) -> Any:
     """Clean a value for the page. Markup was cleaned when it was built.
 
     The home folder becomes ``~``, because pages are shared and must not reveal user names.

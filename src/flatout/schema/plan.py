@@ -174,7 +174,7 @@ def _choices(levers: Mapping[str, Any], source: str) -> Iterable[Choice]:
         yield Choice(name, value, origin, evidence)
 
 
-def is_value(value: Any) -> bool:
+def is_value(value: object) -> bool:
     """Return whether this is a value for a lever: a boolean, a number, a string, or a table of these."""
     if isinstance(value, dict):
         return all(

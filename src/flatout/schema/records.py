@@ -87,7 +87,7 @@ def _revived(kind: Any, value: Any, key: str) -> Any:
     return kind.from_json(value)
 
 
-def _holds_records(kind: Any) -> bool:
+def _holds_records(kind: object) -> bool:
     if get_origin(kind) in (list, dict):
         return _holds_records(get_args(kind)[-1])
     return isinstance(kind, type) and issubclass(kind, Record)

@@ -6,19 +6,25 @@ random generators and the data set's own state.
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.frames import is_users, place_of
 from flatout.measure.clock import HostClock, seconds
 from flatout.measure.line_timer import LineTimer
 from flatout.measure.statistics import median
 
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from flatout.schema.program import TrainingContext
+
 BATCHES = 6
 LONGEST_S = 2.0
 LOADERS = 4
 
 
-def fetches(torch: Any, context: Any) -> list[dict[str, Any]]:
+def fetches(torch: ModuleType, context: TrainingContext) -> list[dict[str, Any]]:
     """Return the place of each live loader, its milliseconds a batch, and its slowest line with its share."""
     found = []
     context.asleep = True
@@ -35,7 +41,7 @@ def fetches(torch: Any, context: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _fetch(torch: Any, loader: Any) -> dict[str, Any]:
+def _fetch(torch: ModuleType, loader: DataLoader) -> dict[str, Any]:
     kinds = torch.utils.data.dataloader._DatasetKind
     fetcher = kinds.create_fetcher(
         loader._dataset_kind, loader.dataset, loader._auto_collation, loader.collate_fn, loader.drop_last

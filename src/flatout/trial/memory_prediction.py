@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from functools import partial, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.batches import resized, samples_in
 from flatout.agent.fake_execution import FakeExecution
@@ -26,6 +26,11 @@ from flatout.measure.memory_blocks import (
 from flatout.measure.parity import tensors_in
 from flatout.trial.spec import TrialSpec
 from flatout.trial.tracked_step import TrackedStep
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
 
 ENTRY = "flatout.trial.memory_prediction:attach"
 STEPS = 2  # the first one creates the optimizer's state
@@ -58,7 +63,7 @@ class MemoryPredictor(TrackedStep):
         take, begin = iterator_class.__next__, loader_class.__iter__
 
         @wraps(take)
-        def next_pretended(iterator: Any) -> Any:
+        def next_pretended(iterator: object) -> Any:
             training = self.torch.is_grad_enabled() and not self.context.asleep
             if self.pretended is None:
                 batch = take(iterator)
@@ -76,7 +81,7 @@ class MemoryPredictor(TrackedStep):
             return batch
 
         @wraps(begin)
-        def iter_pretended(loader: Any) -> Any:
+        def iter_pretended(loader: DataLoader) -> Any:
             if self.pretended is None:
                 return begin(loader)
             with self.pretended.really():
@@ -85,7 +90,7 @@ class MemoryPredictor(TrackedStep):
         self.ledger.set(iterator_class, "__next__", next_pretended)
         self.ledger.set(loader_class, "__iter__", iter_pretended)
 
-    def _again(self, iterator: Any) -> Any:
+    def _again(self, iterator: object) -> Any:
         """Return the batch of this iterator, in the requested size, without memory."""
         self.batches_given += 1
         if self.batches_given > MOST_BATCHES:
@@ -96,7 +101,7 @@ class MemoryPredictor(TrackedStep):
 
     # -- entering -------------------------------------------------------------------------------------------------------
 
-    def _enter(self, batch: Any = None, iterator: Any = None) -> None:
+    def _enter(self, batch: object = None, iterator: Any = None) -> None:
         """Count what is alive, and stop computing from here on."""
         if iterator is not None:
             loader = next(
@@ -150,12 +155,12 @@ class MemoryPredictor(TrackedStep):
 
     # -- the program's events -------------------------------------------------------------------------------------------
 
-    def data_begin(self, loader: Any) -> None: ...
-    def data_end(self, loader: Any, batch: Any) -> None: ...
-    def forward_end(self, root: Any, output: Any) -> None: ...
-    def optimizer_begin(self, optimizer: Any) -> None: ...
+    def data_begin(self, loader: DataLoader) -> None: ...
+    def data_end(self, loader: DataLoader, batch: object) -> None: ...
+    def forward_end(self, root: Module, output: object) -> None: ...
+    def optimizer_begin(self, optimizer: Optimizer) -> None: ...
 
-    def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
+    def forward_begin(self, root: Module, args: tuple, kwargs: dict) -> None:
         if self.pretended is None:
             self._enter()
         if id(root) not in self.names:
@@ -178,7 +183,7 @@ class MemoryPredictor(TrackedStep):
             ):  # a step may have hundreds of passes, which all take the same memory
                 self._step_done("backward")
 
-    def optimizer_end(self, optimizer: Any) -> None:
+    def optimizer_end(self, optimizer: Optimizer) -> None:
         if self.pretended is not None:
             self._are(
                 [v for state in optimizer.state.values() for v in tensors_in(state, self.torch)],

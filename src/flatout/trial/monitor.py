@@ -8,7 +8,8 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.call_counters import CallCounters
 from flatout.agent.frames import Line, place_of, users_line
@@ -21,13 +22,19 @@ from flatout.schema.profile import LoaderSeen
 from flatout.trial.compiled import compiled
 from flatout.trial.settings import settings
 
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.utils.data import DataLoader
+
+    from flatout.schema.program import TrainingContext
+
 FEW_CALLS = 64  # enough to know where the model is called
 
 
 class ProgramMonitor(Listener):
     """Monitors the program; ``summary`` covers the time since ``start_window`` or the whole run."""
 
-    def __init__(self, torch: Any, context: Any, ledger: Ledger) -> None:
+    def __init__(self, torch: ModuleType, context: TrainingContext, ledger: Ledger) -> None:
         self.torch, self.context = torch, context
         self.clock = HostClock()
         self.counters = CallCounters(torch, ledger, self.clock.mark)
@@ -64,20 +71,20 @@ class ProgramMonitor(Listener):
             self._pauses_ms.append(self.clock.elapsed_ms(self._collecting, self.clock.mark()))
             self._collecting = None
 
-    def iterator_begin(self, loader: Any) -> None:
+    def iterator_begin(self, loader: DataLoader) -> None:
         self._beginning = self.clock.mark()
 
-    def iterator_end(self, loader: Any, iterator: Any) -> None:
+    def iterator_end(self, loader: DataLoader, iterator: object) -> None:
         number = self.context.number_of_loader(loader)
         if number is not None and self._beginning is not None:
             self._begun[number] += 1
             self._of[id(iterator)] = number, self._beginning, False
             self._workers[number] = [worker.pid for worker in getattr(iterator, "_workers", ())]
 
-    def data_begin(self, iterator: Any) -> None:
+    def data_begin(self, iterator: object) -> None:
         self._waiting = self.clock.mark()
 
-    def data_end(self, iterator: Any, batch: Any) -> None:
+    def data_end(self, iterator: object, batch: object) -> None:
         known = self._of.get(id(iterator))
         if known is None or self._waiting is None:
             return
@@ -89,7 +96,7 @@ class ProgramMonitor(Listener):
             self._started_ms.setdefault(number, []).append(self.clock.elapsed_ms(began, now))
             self._of[id(iterator)] = number, began, True
 
-    def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
+    def forward_begin(self, root: Module, args: tuple, kwargs: dict) -> None:
         self._in_evaluation = None if root.training else self.clock.mark()
         if self._called.total() < FEW_CALLS:
             self._called[users_line(sys._getframe(1))] += 1
@@ -98,7 +105,7 @@ class ProgramMonitor(Listener):
         if self._walked.total() < FEW_CALLS:
             self._walked[users_line(sys._getframe(1))] += 1
 
-    def forward_end(self, root: Any, output: Any) -> None:
+    def forward_end(self, root: Module, output: object) -> None:
         if self._in_evaluation is not None:
             self._evaluated[users_line(sys._getframe(1))] += 1
             self._evaluated_ms += self.clock.elapsed_ms(self._in_evaluation, self.clock.mark())

@@ -63,7 +63,7 @@ class Trial:
     def __enter__(self) -> Trial:
         return self.start()
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def start(self) -> Trial:

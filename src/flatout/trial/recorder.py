@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.measure import parity
+
+if TYPE_CHECKING:
+    from flatout.schema.program import TrainingContext
 
 HASHED_BATCHES = 32
 KEPT_LOSSES = 100_000
@@ -12,7 +16,7 @@ DIGEST_STEPS = (1, 2, 4, 8, 16, 32)  # the weights are digested after these step
 
 
 class TrainingRecorder:
-    def __init__(self, torch: Any, context: Any) -> None:
+    def __init__(self, torch: ModuleType, context: TrainingContext) -> None:
         self.torch = torch
         self.context = context
         self.loss_steps: list[int] = []
@@ -40,7 +44,7 @@ class TrainingRecorder:
             for part in (loss if isinstance(loss, list) else [loss])
         ]
 
-    def batch(self, batch: Any, describe: bool) -> None:
+    def batch(self, batch: object, describe: bool) -> None:
         """Record a batch of a DataLoader. Describing it costs time, so it is limited to the warm-up."""
         self.from_loader = True
         first = next(parity.tensors_in(batch, self.torch), None)

@@ -13,13 +13,19 @@ import multiprocessing
 import os
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.single_process import one_device
 from flatout.guard.captured_steps import perturb_weights
 from flatout.measure.clock import seconds
 from flatout.trial.spec import TrialSpec
 from flatout.trial.worker import Worker
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
 
 ENTRY = "flatout.trial.reference_run:attach"
 SKETCH = 64
@@ -36,7 +42,7 @@ def attach(job: dict[str, Any]) -> None:
 
 
 class ReferenceRun(Worker):
-    def __init__(self, spec: TrialSpec, torch: Any) -> None:
+    def __init__(self, spec: TrialSpec, torch: ModuleType) -> None:
         super().__init__(spec, torch)
         self.losses: list[float] = []
         self.gradients: list[list[float]] = []
@@ -50,7 +56,7 @@ class ReferenceRun(Worker):
         one_device(self.torch, self.ledger)
         super().attach()
 
-    def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
+    def forward_begin(self, root: Module, args: tuple, kwargs: dict) -> None:
         last_places = self.spec.requested.get("last_places", 0.0)
         if last_places and root not in self.perturbed:
             self.perturbed.add(root)
@@ -73,7 +79,7 @@ class ReferenceRun(Worker):
         if not self.context.steps and len(self.losses) >= PASSES and self.context.closure_steps:
             self._tell()
 
-    def optimizer_begin(self, optimizer: Any) -> None:
+    def optimizer_begin(self, optimizer: Optimizer) -> None:
         if not self.context.steps and not self.gradients:
             self._sketch()
 
@@ -158,7 +164,7 @@ def _bytes(tensors: Iterable[Any]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def sketched(torch: Any, gradient: Any) -> list[float]:
+def sketched(torch: ModuleType, gradient: Tensor) -> list[float]:
     """Return ``SKETCH`` sums over a gradient, or all of a small one; empty without a gradient."""
     if gradient is None:
         return []

@@ -5,7 +5,13 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from flatout.schema.program import TrainingContext
 
 OF_AN_OPTIMIZER = (
     "lr",
@@ -19,7 +25,7 @@ OF_AN_OPTIMIZER = (
 )
 
 
-def settings(torch: Any, context: Any) -> dict[str, Any]:
+def settings(torch: ModuleType, context: TrainingContext) -> dict[str, Any]:
     """Return the settings as JSON, without those that this version of torch does not report."""
     modules = [module for root in context.roots for module in root.modules()]
     found: dict[str, Any] = {
@@ -59,14 +65,14 @@ def settings(torch: Any, context: Any) -> dict[str, Any]:
     return found
 
 
-def _gradients(context: Any) -> list[int]:
+def _gradients(context: TrainingContext) -> list[int]:
     """Bytes of each gradient, in the order expected of the backward pass: modules in reverse."""
     known = {id(p): p for root in context.roots for p in root.parameters() if p.requires_grad}
     known.update({id(p): p for p in context.parameters if id(p) not in known})
     return [p.numel() * p.element_size() for p in reversed(known.values())]
 
 
-def _optimizer(optimizer: Any) -> dict[str, Any]:
+def _optimizer(optimizer: Optimizer) -> dict[str, Any]:
     group = optimizer.param_groups[0] if optimizer.param_groups else {}
     info = {
         name: group[name]

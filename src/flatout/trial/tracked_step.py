@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.batches import tensors_of
 from flatout.agent.fake_execution import FakeExecution
@@ -18,13 +19,17 @@ from flatout.measure.parity import tensors_in
 from flatout.trial.spec import TrialSpec
 from flatout.trial.worker import Worker
 
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
 HELD = "held by the program"
 
 
 class TrackedStep(Worker):
     """Tracks storages of a step by module."""
 
-    def __init__(self, spec: TrialSpec, torch: Any) -> None:
+    def __init__(self, spec: TrialSpec, torch: ModuleType) -> None:
         super().__init__(spec, torch)
         self.simulated = False  # sizes as of torch's CUDA allocator although the program is on the CPU
         self.blocks = MemoryBlockTracker()
@@ -45,7 +50,7 @@ class TrackedStep(Worker):
         # Iterator -> its first batch
         self._repeated: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
-    def _input(self, tensor: Any, dimension: int | None, samples: int) -> Any:
+    def _input(self, tensor: Tensor, dimension: int | None, samples: int) -> Any:
         """Return a tensor of the batch without memory.
 
         Integers keep their values, because shapes may depend on them.
@@ -109,7 +114,7 @@ class TrackedStep(Worker):
 
         self.ledger.call("gradients and optimizer state", put_back)
 
-    def _count_what_lives(self, batch: Any) -> None:
+    def _count_what_lives(self, batch: object) -> None:
         """Count every tensor on the device by its purpose.
 
         The data set of a program that runs on the CPU is not part of a simulated device.
@@ -162,12 +167,12 @@ class TrackedStep(Worker):
             if block is not None:
                 block.kind = kind
 
-    def _module_begins(self, module: Any, args: Any) -> None:
+    def _module_begins(self, module: Module, args: object) -> None:
         if not self.open:
             self.outermost = self.blocks.events
         self.open.append(self.names.get(id(module)) or type(module).__name__)
 
-    def _module_ends(self, module: Any, args: Any, output: Any) -> None:
+    def _module_ends(self, module: Module, args: object, output: object) -> None:
         if self.open:
             self.open.pop()
         if not self.open:

@@ -26,7 +26,7 @@ import os
 import random
 import sys
 import traceback
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.applier import EARLY, LATE
 from flatout.agent.rank_environment import die_with_parent
@@ -40,6 +40,11 @@ from flatout.trial.channel import Channel, Hangup
 from flatout.trial.monitor import ProgramMonitor
 from flatout.trial.spec import TrialSpec
 from flatout.trial.worker_commands import StopTrial, WorkerCommands
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
 
 TICKS_OF_A_COMPILER = 4  # shapes, train and eval, graph recording: each may cost one
 CLOSURE_PASSES = 4  # after this many backward passes and CLOSURE_S in one optimizer step, a pass is a tick
@@ -90,23 +95,23 @@ class Worker(WorkerCommands):
                 ),
             )
 
-    def iterator_begin(self, loader: Any) -> None:
+    def iterator_begin(self, loader: DataLoader) -> None:
         self._pass_on("iterator_begin", loader)
 
-    def iterator_end(self, loader: Any, iterator: Any) -> None:
+    def iterator_end(self, loader: DataLoader, iterator: object) -> None:
         self._pass_on("iterator_end", loader, iterator)
 
-    def data_begin(self, loader: Any) -> None:
+    def data_begin(self, loader: DataLoader) -> None:
         self._pass_on("data_begin", loader)
         self.phases.begin("data")
 
-    def data_end(self, loader: Any, batch: Any) -> None:
+    def data_end(self, loader: DataLoader, batch: object) -> None:
         self.phases.end("data")
         self._pass_on("data_end", loader, batch)
         self.draws.observe(loader)
         self.notes.batch(batch, describe=not self.warm)
 
-    def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
+    def forward_begin(self, root: Module, args: tuple, kwargs: dict) -> None:
         self.phases.begin("forward")
         self._pass_on("forward_begin", root, args, kwargs)
         if not self.warm:
@@ -114,7 +119,7 @@ class Worker(WorkerCommands):
         if self.replica is not None:
             self.replica.forward_begin(root, args, kwargs)
 
-    def forward_end(self, root: Any, output: Any) -> None:
+    def forward_end(self, root: Module, output: object) -> None:
         self.phases.end("forward")
         self._pass_on("forward_end", root, output)
         if self.replica is not None:
@@ -159,13 +164,13 @@ class Worker(WorkerCommands):
         self.phases.end("exchange")
         self._pass_on("exchange_end", traffic)
 
-    def optimizer_begin(self, optimizer: Any) -> None:
+    def optimizer_begin(self, optimizer: Optimizer) -> None:
         if self.replica is not None:
             self.replica.optimizer_begin(optimizer)
         self._pass_on("optimizer_begin", optimizer)
         self.phases.begin("optimizer")
 
-    def optimizer_end(self, optimizer: Any) -> None:
+    def optimizer_end(self, optimizer: Optimizer) -> None:
         self.phases.end("optimizer")
         self._pass_on("optimizer_end", optimizer)
 

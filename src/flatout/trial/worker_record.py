@@ -86,7 +86,7 @@ class WorkerRecord(Listener):
         self.stopping = False
         self.late_done = False
 
-    def _pass_on(self, event: str, *what: Any) -> None:
+    def _pass_on(self, event: str, *what: object) -> None:
         """Pass an event on to the monitor and the open probe."""
         for other in (self.watch, self.listening.probe):
             if other is not None:

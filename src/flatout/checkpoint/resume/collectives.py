@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
@@ -24,6 +24,9 @@ from torch.utils import _pytree as pytree
 from flatout.agent.ledger import Ledger
 from flatout.checkpoint.resume.fake_operators import FakeOperators
 from flatout.checkpoint.resume.value_log import ValueLog
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 CALLED = 7  # an event
 # Methods of a process group, in all versions of torch; each writes to its first argument.
@@ -112,7 +115,7 @@ class Collectives:
         value_log = self.value_log
 
         @wraps(really)
-        def meet(group: Any, *args: Any, **kwargs: Any) -> Any:
+        def meet(group: Any, *args: object, **kwargs: object) -> Any:
             if not value_log.observes:
                 return really(group, *args, **kwargs)
             value_log.event(CALLED)
@@ -134,7 +137,7 @@ class Collectives:
 
     def _info_of_one(self, really: Callable) -> Callable:
         @wraps(really)
-        def tell(group: Any, *args: Any, **kwargs: Any) -> Any:
+        def tell(group: Any, *args: object, **kwargs: object) -> Any:
             if self.value_log.observes:
                 self._why_not["its ranks use point-to-point communication"] = None
             return really(group, *args, **kwargs)
@@ -148,7 +151,7 @@ class Collectives:
         """
 
         @wraps(really)
-        def register(module: Any, state: object, hook: Callable) -> None:
+        def register(module: Module, state: object, hook: Callable) -> None:
             if state is not None and not isinstance(state, torch.distributed.ProcessGroup):
                 self._why_not["its DistributedDataParallel communication hook has state"] = None
             self._hooks[module] = state, hook
@@ -158,7 +161,7 @@ class Collectives:
 
     def _by_itself(self, really: Callable) -> Callable:
         @wraps(really)
-        def forward(module: Any, *inputs: Any, **kwargs: Any) -> Any:
+        def forward(module: Module, *inputs: object, **kwargs: object) -> Any:
             if not any(ref() is module for ref in self._wrappers):
                 self._wrappers.append(weakref.ref(module))
             if not self.value_log.going:

@@ -10,7 +10,7 @@ at the resume point.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -65,12 +65,12 @@ class FakeOperators(FakeResults):
 
     # -- answering a function -------------------------------------------------------------------------------
 
-    def _way_of(self, func: Any) -> Way:
+    def _way_of(self, func: Callable[..., Any]) -> Way:
         """Return how calls of a function are answered from here on."""
         way = self._ways[func] = self._found_way(func, name_of(func))
         return way
 
-    def _found_way(self, func: Any, name: str) -> Way:
+    def _found_way(self, func: Callable[..., Any], name: str) -> Way:
         special = self._special.get(name.removeprefix("get "))
         if name == "data.__set__":
             return self._data_set
@@ -113,7 +113,7 @@ class FakeOperators(FakeResults):
 
         return way
 
-    def _indexed(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _indexed(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         if not has_mask(args[1]):
             if _has_order(args[1]):
                 self.taken(None, sys._getframe(2))
@@ -126,7 +126,7 @@ class FakeOperators(FakeResults):
         )
         return found
 
-    def _of_packed(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _of_packed(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Answer a recurrent network.
 
         For packed sequences it returns one output per row, and hidden states like its inputs.
@@ -167,7 +167,7 @@ class FakeOperators(FakeResults):
         else:
             target.data = value
 
-    def _values_read(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _values_read(self, name: str, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         if name == "__deepcopy__":  # with the memo of copies
             return ReplayTensor(args[0].meta) if type(args[0]) is ReplayTensor else func(*args)
         if any(is_without(arg) for arg in args):
@@ -176,7 +176,7 @@ class FakeOperators(FakeResults):
 
     # -- in-place functions ---------------------------------------------------------------------------------
 
-    def _in_place(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _in_place(self, name: str, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Answer an in-place function: it returns the tensor it writes to."""
         found = kwargs.get("out")
         if found is None:
@@ -186,7 +186,13 @@ class FakeOperators(FakeResults):
         )
 
     def _written(
-        self, name: str, func: Any, targets: Iterable[Any], args: tuple, kwargs: dict[str, Any], result: Any
+        self,
+        name: str,
+        func: Callable[..., Any],
+        targets: Iterable[Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+        result: Any,
     ) -> Any:
         targets = list(targets)
         others = [each for each in (*args, *kwargs.values()) if not any(each is target for target in targets)]
@@ -204,7 +210,7 @@ class FakeOperators(FakeResults):
             self._swap(result, ReplayTensor(metas[0], result.sources))
         return result
 
-    def _many(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _many(self, name: str, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Answer a function of lists of tensors; names that end in ``_`` write to all lists that they may."""
         if kwargs.get("out") is not None:
             return self._in_place(name, func, args, kwargs)
@@ -222,7 +228,7 @@ class FakeOperators(FakeResults):
     # -- other functions ------------------------------------------------------------------------------------
 
 
-def _has_order(index: Any) -> bool:
+def _has_order(index: object) -> bool:
     """Whether an index selects rows by a list of their numbers."""
     return any(
         isinstance(each, list) or getattr(each, "ndim", 0) > 0
@@ -230,7 +236,7 @@ def _has_order(index: Any) -> bool:
     )
 
 
-def _any_place(index: Any) -> Any:
+def _any_place(index: object) -> Any:
     """Replace a 0-dim integer tensor index by 0: the shape does not depend on its value."""
     if isinstance(index, tuple):
         return tuple(map(_any_place, index))

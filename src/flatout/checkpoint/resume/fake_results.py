@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
@@ -19,6 +19,9 @@ from flatout.checkpoint.resume.gradient_sources import ById, GradFn, GradientSou
 from flatout.checkpoint.resume.operator_names import (
     COLLECTIVE,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Refuse = Callable[[str], NoReturn]
 Way = Callable[[tuple, dict[str, Any]], Any]
@@ -59,7 +62,9 @@ class FakeResults:
             ),
         }
 
-    def answered(self, func: Any, args: tuple, kwargs: dict[str, Any], has_gradient: bool = True) -> Any:
+    def answered(
+        self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any], has_gradient: bool = True
+    ) -> Any:
         """Return the result of a function as fake tensors that know their gradient sources."""
         try:
             key: Any = (
@@ -94,7 +99,9 @@ class FakeResults:
             spec,
         )
 
-    def _asked(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], Any, bool]:
+    def _asked(
+        self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[list[Any], Any, bool]:
         """Ask torch for the result of a function on such arguments."""
         if self._fake is None:
             from torch._subclasses.fake_tensor import FakeTensorMode
@@ -104,7 +111,7 @@ class FakeResults:
         try:
             with torch.no_grad(), self._fake:
 
-                def faked(value: Any) -> Any:
+                def faked(value: object) -> Any:
                     if not isinstance(value, torch.Tensor):
                         return value
                     size, stride, dtype, device = meta_of(value)
@@ -146,43 +153,43 @@ class FakeResults:
                 self.memory.add(target.untyped_storage().data_ptr())
             self._swap(target, ReplayTensor(meta_of(target), sources))
 
-    def _swap(self, target: Any, other: Any) -> None:
+    def _swap(self, target: Any, other: object) -> None:
         try:
             torch.utils.swap_tensors(target, other)
         except RuntimeError:  # weakly referenced: it stays real, and the resume point detects the change
             with torch.no_grad():
                 target.detach().zero_()
 
-    def _requires_grad(self, tensor: Any) -> bool:
+    def _requires_grad(self, tensor: Tensor) -> bool:
         return bool(tensor.sources) if type(tensor) is ReplayTensor else tensor.requires_grad
 
-    def _requires_grad_(self, tensor: Any, requires_grad: bool = True) -> Any:
+    def _requires_grad_(self, tensor: Tensor, requires_grad: bool = True) -> Any:
         if type(tensor) is ReplayTensor:
             tensor.sources = frozenset((ById(tensor),)) if requires_grad else NOWHERE
             return tensor
         return tensor.requires_grad_(requires_grad)
 
-    def _grad_fn(self, tensor: Any) -> Any:
+    def _grad_fn(self, tensor: Tensor) -> Any:
         if type(tensor) is not ReplayTensor:
             return tensor.grad_fn
         return GradFn() if tensor.sources else None
 
-    def _hook(self, tensor: Any, hook: Any) -> Any:
+    def _hook(self, tensor: Tensor, hook: Any) -> Any:
         if type(tensor) is not ReplayTensor:
             return tensor.register_hook(hook)
         return Handle()
 
     def _backward(
         self,
-        tensor: Any,
-        gradient: Any = None,
+        tensor: Tensor,
+        gradient: Tensor = None,
         retain_graph: Any = None,
         create_graph: bool = False,
-        inputs: Any = None,
+        inputs: object = None,
     ) -> None:
         torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
-    def _to(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def _to(self, tensor: Tensor, *args: object, **kwargs: object) -> Any:
         func = (
             torch.Tensor.to
             if not (args and isinstance(args[0], str) and args[0].startswith("torch."))
@@ -195,7 +202,7 @@ class FakeResults:
             return tensor
         return found
 
-    def _from_values(self, data: Any, *args: Any, **kwargs: Any) -> Any:
+    def _from_values(self, data: object, *args: object, **kwargs: object) -> Any:
         """Build a fake tensor: `torch.tensor` would read the list elements itself."""
         if isinstance(data, torch.Tensor):
             return self.answered(torch.as_tensor, (data, *args), kwargs)
@@ -214,7 +221,7 @@ def _casts() -> Any:
     )
 
 
-def name_of(func: Any) -> str:
+def name_of(func: Callable[..., Any]) -> str:
     if str(getattr(func, "__module__", "")).startswith("torch.distributed"):
         return COLLECTIVE
     name = getattr(func, "__name__", "")

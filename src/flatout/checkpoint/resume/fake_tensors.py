@@ -7,10 +7,14 @@ operation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch import device as Device
 
 NOWHERE: frozenset[Any] = frozenset()
 
@@ -35,17 +39,19 @@ class ReplayTensor(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Callable[..., Any], types: object, args: object = (), kwargs: object = None
+    ) -> Any:
         """Handle an operation that bypassed the mode: from C++, or after the resume point."""
         return ReplayTensor.reached(func, args, kwargs or {})
 
     @staticmethod
-    def reached(func: Any, args: Any, kwargs: Any) -> Any:
+    def reached(func: Callable[..., Any], args: object, kwargs: object) -> Any:
         """Answer, or do not return; the replay sets this method."""
         raise RuntimeError(f"{func} of a tensor that has no values")
 
 
-def meta_of(tensor: Any) -> tuple[Any, ...]:
+def meta_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return the meta of a tensor; for a sparse one that of its dense form, since its results are dense."""
     size = tuple(tensor.size())
     return (
@@ -61,7 +67,7 @@ def dense(shape: list[int], dtype: str, device: str) -> Any:
     return whole(tuple(shape), getattr(torch, dtype), torch.device(device))
 
 
-def whole(size: tuple[int, ...], dtype: Any, device: Any) -> Any:
+def whole(size: tuple[int, ...], dtype: Any, device: Device) -> Any:
     """Return a contiguous fake tensor."""
     return ReplayTensor((size, without_gaps(size), dtype, device))
 
@@ -93,7 +99,7 @@ def trains(value: Any, depth: int = 3) -> bool:
     return kind is dict and depth > 0 and any(trains(each, depth - 1) for each in value.values())
 
 
-def is_without(value: Any, depth: int = 3) -> bool:
+def is_without(value: object, depth: int = 3) -> bool:
     """Whether the value is or contains a fake tensor."""
     if type(value) is ReplayTensor:
         return True
@@ -102,7 +108,7 @@ def is_without(value: Any, depth: int = 3) -> bool:
     return type(value) is dict and depth > 0 and any(is_without(each, depth - 1) for each in value.values())
 
 
-def tensors_in(value: Any) -> Iterator[Any]:
+def tensors_in(value: object) -> Iterator[Any]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

@@ -87,7 +87,7 @@ class Files(ReplayedFiles):
 
     def _looked_for(self, really: Callable) -> Callable:
         @wraps(really)
-        def stat(path: Any, *args: Any, **kwargs: Any) -> Any:
+        def stat(path: object, *args: object, **kwargs: object) -> Any:
             key = None if kwargs or isinstance(path, int) else self._observes(path)
             if key is not None and len(self.looked) < READS:
                 self.looked.add(key)
@@ -95,7 +95,7 @@ class Files(ReplayedFiles):
 
         return stat
 
-    def _observes(self, path: Any) -> str | None:
+    def _observes(self, path: object) -> str | None:
         """Return the canonical name of a file of the script; None for a file that is not tracked."""
         if (
             not self.value_log.observes
@@ -108,7 +108,7 @@ class Files(ReplayedFiles):
 
     def _opened(self, really: Callable) -> Callable:
         @wraps(really)
-        def hooked_open(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
+        def hooked_open(file: Any, mode: Any = "r", *args: object, **kwargs: object) -> Any:
             key = self._observes(file)
             if key is None:
                 return really(file, mode, *args, **kwargs)
@@ -128,7 +128,7 @@ class Files(ReplayedFiles):
         """Wrap a function with effects outside the process. ``always``: also before training."""
 
         @wraps(really)
-        def reach(*args: Any, **kwargs: Any) -> Any:
+        def reach(*args: object, **kwargs: object) -> Any:
             if self.value_log.observes and (self.value_log.steps or always):
                 self._why_not[why] = None
             return really(*args, **kwargs)
@@ -138,7 +138,12 @@ class Files(ReplayedFiles):
     def _mapped(self, really: Callable) -> Callable:
         @wraps(really)
         def mapped(
-            kind: Any, filename: Any, dtype: Any = "uint8", mode: str = "r+", *args: Any, **kwargs: Any
+            kind: object,
+            filename: Any,
+            dtype: Any = "uint8",
+            mode: str = "r+",
+            *args: object,
+            **kwargs: object,
         ) -> Any:
             if self.value_log.observes and mode not in ("r", "c", "readonly", "copyonwrite"):
                 self._why_not["it modifies part of a file in place"] = None
@@ -154,7 +159,7 @@ class Files(ReplayedFiles):
         """Discard files that are written during a replay."""
 
         @wraps(really)
-        def dump(obj: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        def dump(obj: Any, file: Any, *args: object, **kwargs: object) -> None:
             if not (self.value_log.going and self.value_log.observes and file in self._open):
                 really(obj, file, *args, **kwargs)
 
@@ -162,7 +167,7 @@ class Files(ReplayedFiles):
 
     def _folder_made(self, really: Callable) -> Callable:
         @wraps(really)
-        def mkdir(path: Any, *args: Any, **kwargs: Any) -> None:
+        def mkdir(path: object, *args: object, **kwargs: object) -> None:
             key = self._observes(path) if kwargs.get("dir_fd") is None else None
             really(path, *args, **kwargs)
             if key is not None:
@@ -172,7 +177,7 @@ class Files(ReplayedFiles):
 
     def _renamed(self, really: Callable) -> Callable:
         @wraps(really)
-        def rename(src: Any, dst: Any, **kwargs: Any) -> None:
+        def rename(src: Any, dst: Any, **kwargs: object) -> None:
             key = self._observes(dst)
             if key is not None:
                 self._writes(key, "w")
@@ -184,7 +189,7 @@ class Files(ReplayedFiles):
 
     def _saved(self, really: Callable) -> Callable:
         @wraps(really)
-        def save(*args: Any, **kwargs: Any) -> Any:
+        def save(*args: object, **kwargs: object) -> Any:
             f = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
             key = self._observes(f) if isinstance(f, (str, os.PathLike)) else None
             if key is not None:
@@ -203,7 +208,7 @@ class Files(ReplayedFiles):
 
     def _loaded(self, really: Callable) -> Callable:
         @wraps(really)
-        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+        def load(f: Any, *args: object, **kwargs: object) -> Any:
             key = self._observes(f) if isinstance(f, (str, os.PathLike)) else None
             if key is not None:
                 self._read(key)
@@ -323,7 +328,7 @@ class Files(ReplayedFiles):
         self.install()
 
 
-def is_library(path: Any) -> bool:
+def is_library(path: object) -> bool:
     text = os.fsdecode(os.fspath(path)) if isinstance(path, (str, bytes, os.PathLike)) else ""
     return (
         text.startswith((sys.prefix, sys.base_prefix))

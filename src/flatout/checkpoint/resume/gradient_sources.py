@@ -7,11 +7,14 @@ gradients.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flatout.checkpoint.resume.fake_tensors import NOWHERE, ReplayTensor, meta_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_UNIONS = 4096
 
@@ -32,7 +35,7 @@ class GradientSources:
                 found = self.union(found, self.of(each))
         return found
 
-    def comes_from(self, found: Any, given: Iterable[Any]) -> Any:
+    def comes_from(self, found: object, given: Iterable[Any]) -> Any:
         """Add the gradient sources of the inputs to the fake tensors in the result."""
         sources = self.of(list(given)) if torch.is_grad_enabled() else NOWHERE
         for each in (
@@ -85,7 +88,7 @@ class ById:
 
     __slots__ = ("key", "tensor")
 
-    def __init__(self, tensor: Any) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.key = tensor, id(tensor)
 
     def __hash__(self) -> int:
@@ -100,7 +103,7 @@ class GradFn:
 
     next_functions = ()
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: object) -> None:
         return None
 
     def name(self) -> str:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import sys
 import zlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flatout.checkpoint.resume.reachable_state import ReachableState
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class InitialTensors:
@@ -34,11 +37,11 @@ class InitialTensors:
             if sys.getrefcount(self._versions[key][0]) <= 2:  # the tuple and the call
                 del self._versions[key]
 
-    def forget(self, tensor: Any) -> None:
+    def forget(self, tensor: Tensor) -> None:
         """Stop tracking a tensor: it has been replaced."""
         self._versions.pop(id(tensor), None)
 
-    def unchanged(self, tensor: Any) -> bool:
+    def unchanged(self, tensor: Tensor) -> bool:
         known = self._versions.get(id(tensor))
         return (
             known is not None
@@ -47,7 +50,7 @@ class InitialTensors:
             and tensor._version == known[1]
         )
 
-    def digest(self, tensor: Any, from_scratch: bool) -> int:
+    def digest(self, tensor: Tensor, from_scratch: bool) -> int:
         """Return a digest of the bytes. Without ``from_scratch``, it is the cached digest and a sample of the bytes."""
         key = id(tensor), tensor._version
         found = self._digests.get(key)
@@ -61,15 +64,15 @@ def living() -> list[Any]:
     return [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
 
 
-def digest_of(tensor: Any) -> int:
+def digest_of(tensor: Tensor) -> int:
     return zlib.crc32(bytes_of(tensor.detach()))
 
 
-def bytes_of(tensor: Any) -> Any:
+def bytes_of(tensor: Tensor) -> Any:
     tensor = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(tensor.unsqueeze(-1).view(torch.uint8).flatten().numpy()) if tensor.numel() else b""
 
 
-def few(tensor: Any) -> Any:
+def few(tensor: Tensor) -> Any:
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach()[:1].reshape(-1)
     return bytes(bytes_of(flat[:: max(1, flat.numel() // 1024)]))

@@ -25,7 +25,7 @@ class Listings:
 
     def _listed(self, really: Callable) -> Callable:
         @wraps(really)
-        def listdir(path: Any = None) -> Any:
+        def listdir(path: object = None) -> Any:
             return [name for name in really(path) if not self.hides(path, name)]
 
         return listdir
@@ -54,7 +54,7 @@ class Entries:
     def __enter__(self) -> Any:
         return self
 
-    def __exit__(self, *what: Any) -> None:
+    def __exit__(self, *what: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -45,6 +45,11 @@ from flatout.checkpoint.resume.users_objects import (
     spelled_name,
     users_modules,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
 
 MOST_THINGS = 200_000
 DEEPEST = 24
@@ -152,7 +157,7 @@ class _Walk:
         self._digest, self._marks = 0, ""
         self._leaves: list[str] = []
 
-    def variable(self, path: str, name: str, value: Any, users: bool = True) -> None:
+    def variable(self, path: str, name: str, value: object, users: bool = True) -> None:
         if name.startswith("__") or isinstance(value, CLOSED):
             return
         self._digest, self._marks, self._leaves = 0, "", []
@@ -171,7 +176,7 @@ class _Walk:
                 self._marks += f"{mark & 0xFFFF:04x}"
                 self._leaves.append(f"`{path}` is {value[:SHOWN]} now")
 
-    def _visit(self, path: str, value: Any, users: bool, depth: int) -> None:
+    def _visit(self, path: str, value: object, users: bool, depth: int) -> None:
         kind = type(value)
         if kind in PLAIN:
             self._note(path, spelled_name(value), users)
@@ -184,7 +189,7 @@ class _Walk:
         if visit is not None:
             visit(path, value, users, depth + 1)
 
-    def _way_of(self, value: Any) -> Callable[[str, Any, bool, int], None] | None:
+    def _way_of(self, value: object) -> Callable[[str, Any, bool, int], None] | None:
         if isinstance(value, torch.Tensor):
             return self._tensor
         if isinstance(value, torch.nn.Module):
@@ -213,10 +218,10 @@ class _Walk:
             return self._class if is_users_class(value) else None
         return self._object
 
-    def _tensor(self, path: str, tensor: Any, users: bool, depth: int) -> None:
+    def _tensor(self, path: str, tensor: Tensor, users: bool, depth: int) -> None:
         self.world.tensors[path] = tensor
 
-    def _module(self, path: str, module: Any, users: bool, depth: int) -> None:
+    def _module(self, path: str, module: Module, users: bool, depth: int) -> None:
         own = is_users_class(type(module))
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
@@ -229,7 +234,7 @@ class _Walk:
             if name not in OF_MODULES:
                 self._visit(f"{path}.{name}", value, users and (own or name == "training"), depth)
 
-    def _optimizer(self, path: str, optimizer: Any, users: bool, depth: int) -> None:
+    def _optimizer(self, path: str, optimizer: Optimizer, users: bool, depth: int) -> None:
         self.world.optimizers[path] = optimizer
         for at, group in enumerate(optimizer.param_groups):
             for name, value in group.items():
@@ -265,7 +270,7 @@ class _Walk:
         if len(values) <= LONG and all(map(is_plain, values)):
             self._note(path, repr(sorted(map(spelled_name, values))), users)
 
-    def _function(self, path: str, function: Any, users: bool, depth: int) -> None:
+    def _function(self, path: str, function: Callable[..., Any], users: bool, depth: int) -> None:
         if not is_users(function.__code__.co_filename):
             return
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
@@ -282,7 +287,7 @@ class _Walk:
             for name, value in variables_of(generator.gi_frame, always=True).items():
                 self._visit(f"{path}.{name}", value, users, depth)
 
-    def _class(self, path: str, kind: Any, users: bool, depth: int) -> None:
+    def _class(self, path: str, kind: object, users: bool, depth: int) -> None:
         for name, value in list(vars(kind).items()):
             if not name.startswith("__") and not isinstance(
                 value, (types.FunctionType, property, classmethod, staticmethod, types.MemberDescriptorType)

@@ -24,7 +24,7 @@ class RecordedClock:
         self._really, self._value_log = really, value_log
         self.__name__, self.__doc__ = really.__name__, really.__doc__
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         value_log = self._value_log
         frame = sys._getframe(1)
         if (

@@ -16,6 +16,8 @@ from flatout.checkpoint.loader_kinds import in_place
 from flatout.checkpoint.resume.fake_tensors import ReplayTensor
 
 if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
     from flatout.checkpoint.resume.replayed_loaders import ReplayedLoaders
 
 BEGAN = 1  # an event; the output of a sampler is a different one
@@ -24,7 +26,7 @@ BEGAN = 1  # an event; the output of a sampler is a different one
 class ReplayedIterator(_BaseDataLoaderIter):
     """Iterator of a DataLoader with workers during a replay: its sampler runs as far ahead as usual."""
 
-    def __init__(self, batches: ReplayedLoaders, loader: Any) -> None:
+    def __init__(self, batches: ReplayedLoaders, loader: DataLoader) -> None:
         self.batches, self.loader = batches, weakref.ref(loader)
         self.ahead = loader.prefetch_factor * loader.num_workers
         self.worker_states: list[Any] = [None] * loader.num_workers
@@ -32,7 +34,7 @@ class ReplayedIterator(_BaseDataLoaderIter):
         super().__init__(loader)
         self._start(loader)
 
-    def _start(self, loader: Any) -> None:
+    def _start(self, loader: DataLoader) -> None:
         super()._reset(loader, True)
         self.given, self._asked = 0, deque[Any]()
         self._since_first: deque[Any] = deque(maxlen=loader.num_workers)  # the last batches returned
@@ -45,7 +47,7 @@ class ReplayedIterator(_BaseDataLoaderIter):
         except StopIteration:
             pass
 
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+    def _reset(self, loader: DataLoader, first_iter: bool = False) -> None:
         """Start another epoch of persistent workers."""
         if self.real is not None:
             self.real._reset(loader, first_iter)
@@ -145,7 +147,7 @@ def made_batch(metadata: Any) -> Any:
     return made if kind == "list" else tuple(made)
 
 
-def order_of(index: Any) -> int:
+def order_of(index: object) -> int:
     """Hash the output of a sampler.
 
     None and other objects are excluded: their hashes differ between processes.

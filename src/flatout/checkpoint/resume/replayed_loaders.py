@@ -102,7 +102,7 @@ class ReplayedLoaders:
         value_log = self.value_log
 
         @wraps(really)
-        def take(iterator: Any) -> Any:
+        def take(iterator: object) -> Any:
             if value_log.observes:
                 self.begins()
             return really(iterator)
@@ -114,7 +114,7 @@ class ReplayedLoaders:
         value_log = self.value_log
 
         @wraps(really)
-        def hooked_fetch(fetcher: Any, index: Any) -> Any:
+        def hooked_fetch(fetcher: Any, index: object) -> Any:
             if not value_log.observes:
                 return really(fetcher, index)
             if value_log.going and by_index:
@@ -132,7 +132,7 @@ class ReplayedLoaders:
 
     # -- shapes of batches ----------------------------------------------------------------------------------
 
-    def _note(self, batch: Any) -> int:
+    def _note(self, batch: object) -> int:
         """Log the number of a batch's shape, and the shape itself when it is new."""
         metas = metas_of(batch)
         number = FETCHED if metas is None else self._numbers.get(metas)
@@ -183,7 +183,7 @@ class ReplayedLoaders:
 
     def _begins_again(self, really: Callable) -> Callable:
         @wraps(really)
-        def reset(iterator: Any, loader: Any, first_iter: bool = False) -> None:
+        def reset(iterator: Any, loader: DataLoader, first_iter: bool = False) -> None:
             if not first_iter and "flatout_given" in vars(iterator):
                 iterator.flatout_given = 0
             really(iterator, loader, first_iter)
@@ -215,7 +215,7 @@ class ReplayedLoaders:
         value_log = self.value_log
 
         @wraps(really)
-        def get_iterator(loader: Any) -> Any:
+        def get_iterator(loader: DataLoader) -> Any:
             if (
                 not (value_log.going and value_log.observes)
                 or not loader.num_workers

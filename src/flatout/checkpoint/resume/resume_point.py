@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import zlib
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
@@ -27,6 +27,10 @@ from flatout.checkpoint.resume.initial_tensors import InitialTensors, bytes_of, 
 from flatout.checkpoint.resume.reachable_state import ReachableState
 from flatout.checkpoint.resume.sample_orders import DRAWN
 from flatout.checkpoint.resume.saved_world import USUAL, weights_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
 
 SHOWN = 4
 
@@ -152,7 +156,7 @@ class ResumePoint:
                 f"no variable leads to {len(others)} tensors (of shape {shapes}{_more(others)}), so the checkpoint does not hold their values"
             )
 
-    def _was_written_to(self, tensor: Any) -> bool:
+    def _was_written_to(self, tensor: Tensor) -> bool:
         """Whether it was written to through another tensor that shares its memory."""
         if type(tensor) not in USUAL or tensor.layout is not torch.strided or tensor.is_meta:
             return False
@@ -217,7 +221,7 @@ class ResumePoint:
             )
         return {where for where, found in places.items() if len(found) > 1}
 
-    def _put_back_optimizer(self, optimizer: Any, kept: dict[str, Any]) -> None:
+    def _put_back_optimizer(self, optimizer: Optimizer, kept: dict[str, Any]) -> None:
         weights, devices = weights_of(optimizer), iter(kept["devices"])
         state = pytree.tree_map(
             lambda leaf: leaf.to(next(devices)) if isinstance(leaf, torch.Tensor) else leaf, kept["state"]
@@ -233,7 +237,7 @@ class ResumePoint:
             optimizer.state[known] = value
 
     def _trips(self, path: str) -> Callable[[Any], Any]:
-        def trip(grad: Any) -> Any:
+        def trip(grad: Tensor) -> Any:
             self.refuse(
                 f"a backward pass goes through `{path}` to operations before the checkpoint, whose graph is not saved"
             )
@@ -241,7 +245,7 @@ class ResumePoint:
         return trip
 
 
-def _in_place_of(there: Any, value: Any) -> Any:
+def _in_place_of(there: Any, value: object) -> Any:
     """Put the values into the existing tensor; return other kinds of values as they are."""
     if (
         not isinstance(there, torch.Tensor)
@@ -258,7 +262,7 @@ def _in_place_of(there: Any, value: Any) -> Any:
     return there
 
 
-def _same_bits(one: Any, other: Any) -> bool:
+def _same_bits(one: object, other: object) -> bool:
     return bool(bytes_of(one) == bytes_of(other))
 
 

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from functools import wraps
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._device import _device_constructors
@@ -18,6 +18,9 @@ from torch.utils._device import _device_constructors
 from flatout.agent.frames import is_users
 from flatout.agent.ledger import Ledger
 from flatout.checkpoint.resume.value_log import ValueLog
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DRAWN = "drawn "  # prefix of their names
 
@@ -45,7 +48,7 @@ class SampleOrders:
     def held(self) -> dict[str, Any]:
         return {f"{DRAWN}{name}": rows for name, rows in sorted(self._living.items())}
 
-    def taken(self, rows: Any, caller: FrameType) -> None:
+    def taken(self, rows: Tensor, caller: FrameType) -> None:
         """Register selected rows. ``rows``: None for rows without values during a replay."""
         if self.value_log.observes and is_users(caller.f_code.co_filename):
             self._count = self._count + 1 if self.value_log.flow == self._way else 0
@@ -55,7 +58,7 @@ class SampleOrders:
 
     def _observed(self, really: Callable) -> Callable:
         @wraps(really)
-        def randperm(*args: Any, **kwargs: Any) -> Any:
+        def randperm(*args: object, **kwargs: object) -> Any:
             order = really(*args, **kwargs)
             self.taken(order, sys._getframe(1))
             return order

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -10,6 +10,10 @@ from torch.utils import _pytree as pytree
 from flatout.checkpoint.random_states import state_of
 from flatout.checkpoint.resume.initial_tensors import InitialTensors
 from flatout.checkpoint.resume.reachable_state import ReachableState
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
 
 SMALL_BYTES, MOST_SMALL_BYTES = 1 << 16, 1 << 22  # of compared tensors: small ones are saved instead
 MOST_READ_BYTES = 1 << 25  # compared in full each time, to detect writes that bypass torch
@@ -73,17 +77,17 @@ def state_of_world(world: ReachableState, origins: InitialTensors) -> tuple[dict
     }, unsound
 
 
-def _storage_of(tensor: Any) -> tuple[int, int, int]:
+def _storage_of(tensor: Tensor) -> tuple[int, int, int]:
     """Return the address of its memory, the size of that memory in elements, and its offset."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes() // tensor.element_size(), tensor.storage_offset()
 
 
-def weights_of(optimizer: Any) -> list[Any]:
+def weights_of(optimizer: Optimizer) -> list[Any]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _state_of_optimizer(optimizer: Any) -> dict[str, Any]:
+def _state_of_optimizer(optimizer: Optimizer) -> dict[str, Any]:
     numbers = {id(p): number for number, p in enumerate(weights_of(optimizer))}
     state = {
         numbers.get(id(key), key): value

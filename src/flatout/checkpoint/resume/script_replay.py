@@ -40,6 +40,9 @@ from flatout.job import heartbeat
 from flatout.schema.errors import FlatoutError, StorageError
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
     from flatout.checkpoint.resume.collectives import Collectives
 
 # events, in addition to those of batches
@@ -225,7 +228,7 @@ class ScriptReplay(Listener):
             return True
         return not self.value_log.going
 
-    def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
+    def forward_begin(self, root: Module, args: tuple, kwargs: dict) -> None:
         self._begins()
         self._call = root, args, kwargs
         if root not in self._numbers:
@@ -244,11 +247,11 @@ class ScriptReplay(Listener):
         if self._event(WENT_BACKWARD):
             self._passes_on(self.saving.backward_end)
 
-    def optimizer_begin(self, optimizer: Any) -> None:
+    def optimizer_begin(self, optimizer: Optimizer) -> None:
         if self._event(OPTIMIZER):
             self._passes_on(self.saving.optimizer_begin, optimizer)
 
-    def optimizer_end(self, optimizer: Any) -> None:
+    def optimizer_end(self, optimizer: Optimizer) -> None:
         if self._event(STEPPED):
             self._passes_on(self.saving.optimizer_end, optimizer)
 
@@ -258,7 +261,7 @@ class ScriptReplay(Listener):
         if not self.value_log.going:
             self._passes_on(self.saving.step_end)
 
-    def _passes_on(self, event: Callable[..., None], *about: Any) -> None:
+    def _passes_on(self, event: Callable[..., None], *about: object) -> None:
         """Call the checkpointing listener, unrecorded."""
         with self.value_log.unheard:
             event(*about)

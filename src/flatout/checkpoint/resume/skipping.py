@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,10 @@ from flatout.checkpoint.resume.fake_operators import FakeOperators
 from flatout.checkpoint.resume.fake_tensors import ReplayTensor
 from flatout.checkpoint.resume.operator_names import SHAPING
 from flatout.checkpoint.resume.value_log import ValueLog
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
 
 
 class Skipping:
@@ -121,7 +125,7 @@ class Skipping:
 
     def _begun_by(self, really: Callable, begins: Callable[[], None]) -> Callable:
         @wraps(really)
-        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(module: Module, *args: object, **kwargs: object) -> Any:
             if (
                 not self.value_log.began
                 and self.value_log.observes
@@ -154,7 +158,7 @@ class Skipping:
 
     def _without_grad(self, really: Callable) -> Callable:
         @wraps(really)
-        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        def grad(outputs: object, inputs: object, *args: object, **kwargs: object) -> Any:
             if not self.value_log.going:
                 with self.value_log.unheard:
                     return really(outputs, inputs, *args, **kwargs)
@@ -162,10 +166,10 @@ class Skipping:
 
         return grad
 
-    def _with_sources(self, really: Any) -> Callable:
+    def _with_sources(self, really: Callable[..., Any]) -> Callable:
         """Wrap an autograd function: its results get the gradient sources of its inputs."""
 
-        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        def apply(cls: Any, *args: object, **kwargs: object) -> Any:
             of_class = really.__get__(None, cls)
             if self._mode.off:
                 return of_class(*args, **kwargs)
@@ -183,7 +187,7 @@ def _compiler(stance: str) -> None:
 
 def _for_real(really: Callable) -> Callable:
     @wraps(really)
-    def copied(weight: Any, *args: Any) -> Any:
+    def copied(weight: Tensor, *args: object) -> Any:
         with torch._C.DisableTorchFunction():
             return really(weight, *args)
 
@@ -228,7 +232,7 @@ def _observed(closure: Callable, value_log: ValueLog) -> Callable:
 
 def _unless(really: Callable, skips: Callable[[Any], bool]) -> Callable:
     @wraps(really)
-    def call(thing: Any, *args: Any) -> Any:
+    def call(thing: object, *args: object) -> Any:
         if not skips(thing):
             return really(thing, *args)
         return None if args else thing

@@ -8,6 +8,7 @@ import sys
 import types
 import zlib
 from collections.abc import Iterable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def is_torchs(file: str) -> bool:
     return is_torch(file) and not file.endswith(CHECKPOINTS)
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: object) -> bool:
     return type(value) in PLAIN or (
         isinstance(value, (list, tuple)) and len(value) <= 16 and all(type(each) in PLAIN for each in value)
     )
@@ -77,17 +78,17 @@ def digest_of(values: Iterable[Any]) -> str:
     return f"{zlib.crc32(repr(list(values)).encode(errors='replace')):08x}"
 
 
-def spelled_name(value: Any) -> str:
+def spelled_name(value: object) -> str:
     """Spell a plain value; memory addresses differ in each process, so they are all spelled alike."""
     return "an address" if is_address(value) else repr(value)
 
 
-def is_address(value: Any) -> bool:
+def is_address(value: object) -> bool:
     """Whether a number looks like the result of ``id``, which differs in each process."""
     return type(value) is int and ADDRESSES[0] <= value < ADDRESSES[1] and not value % 16
 
 
-def is_users_class(kind: Any) -> bool:
+def is_users_class(kind: object) -> bool:
     found = _USERS.get(kind)
     if found is None:
         found = _USERS[kind] = _is_of_user(kind)
@@ -97,7 +98,7 @@ def is_users_class(kind: Any) -> bool:
 _USERS: dict[Any, bool] = {}
 
 
-def _is_of_user(kind: Any) -> bool:
+def _is_of_user(kind: object) -> bool:
     return (
         _is_users_file(getattr(sys.modules.get(kind.__module__), "__file__", None))
         or kind.__module__ == "__main__"
@@ -113,11 +114,11 @@ def is_open(kind: Any) -> bool:
     return "/site-packages/" in file or "/dist-packages/" in file or is_installed(file)
 
 
-def is_random(thing: Any, numpy: Any) -> bool:
+def is_random(thing: object, numpy: ModuleType | None) -> bool:
     if isinstance(thing, (torch.Generator, random.Random)):
         return True
     return numpy is not None and isinstance(thing, (numpy.random.Generator, numpy.random.RandomState))
 
 
-def bytes_of(numpy: Any, array: Any) -> Any:
+def bytes_of(numpy: ModuleType, array: Any) -> Any:
     return numpy.ascontiguousarray(array).view(numpy.uint8).reshape(-1) if array.size else b""

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable
 from functools import wraps
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -23,6 +23,9 @@ from flatout.checkpoint.resume.clock_hooks import ClockHooks
 from flatout.checkpoint.resume.fake_tensors import ReplayTensor, dense, whole
 from flatout.checkpoint.resume.recorded_clock import RecordedClock
 from flatout.checkpoint.resume.value_log import LargeValue, encoded
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 VALUES = (
     "item",
@@ -96,7 +99,7 @@ class ValueHooks(ClockHooks):
         follows = FROM_A_SEED if really.__name__ == "tolist" else None
 
         @wraps(really)
-        def observed(*args: Any, **kwargs: Any) -> Any:
+        def observed(*args: object, **kwargs: object) -> Any:
             if value_log.deaf or here() != value_log.main:
                 return really(*args, **kwargs)
             caller = _past_us(sys._getframe(1))  # a lever may have replaced this function
@@ -153,7 +156,7 @@ class ValueHooks(ClockHooks):
         value_log, here = self.value_log, threading.get_ident
 
         @wraps(really)
-        def observed(*args: Any, **kwargs: Any) -> Any:
+        def observed(*args: object, **kwargs: object) -> Any:
             if value_log.deaf or here() != value_log.main:
                 return really(*args, **kwargs)
             return self._shaped(really, sys._getframe(1).f_lasti, args, kwargs)
@@ -212,7 +215,7 @@ class ValueHooks(ClockHooks):
         value_log, here = self.value_log, threading.get_ident
 
         @wraps(really)
-        def made(data: Any, *args: Any, **kwargs: Any) -> Any:
+        def made(data: object, *args: object, **kwargs: object) -> Any:
             if not isinstance(data, (list, tuple)) or value_log.deaf or here() != value_log.main:
                 return really(data, *args, **kwargs)
             with value_log.unheard:
@@ -225,7 +228,7 @@ class ValueHooks(ClockHooks):
         value_log, here = self.value_log, threading.get_ident
 
         @wraps(really)
-        def pack(padded: Any, lengths: Any, *args: Any) -> Any:
+        def pack(padded: Any, lengths: Any, *args: object) -> Any:
             if value_log.deaf or here() != value_log.main:
                 return really(padded, lengths, *args)
             at = sys._getframe(1).f_lasti
@@ -250,7 +253,7 @@ class ValueHooks(ClockHooks):
         """Wrap `where`: with only a condition, its result has one row per true element."""
 
         @wraps(really)
-        def where(condition: Any, *args: Any, **kwargs: Any) -> Any:
+        def where(condition: Any, *args: object, **kwargs: object) -> Any:
             if args or kwargs or not self.value_log.observes:
                 return really(condition, *args, **kwargs)
             return self._shaped(really, sys._getframe(1).f_lasti, (condition,), {})
@@ -261,21 +264,21 @@ class ValueHooks(ClockHooks):
         """Wrap `one_hot`: without a number of classes, the values decide the shape."""
 
         @wraps(really)
-        def one_hot(tensor: Any, num_classes: int = -1) -> Any:
+        def one_hot(tensor: Tensor, num_classes: int = -1) -> Any:
             if num_classes != -1 or not self.value_log.observes:
                 return really(tensor, num_classes)
             return self._shaped(really, sys._getframe(1).f_lasti, (tensor, num_classes), {})
 
         return one_hot
 
-    def _masked(self, really: Callable[[], Any], mask: Any, caller: FrameType) -> Any:
+    def _masked(self, really: Callable[[], Any], mask: Tensor, caller: FrameType) -> Any:
         """Index a real tensor with a mask; `flatout.checkpoint.resume.fake_operators` handles computed tensors."""
         value_log = self.value_log
         if value_log.deaf or threading.get_ident() != value_log.main:
             return really()
         return self._shaped(really, _past_us(caller).f_lasti, (), {})
 
-    def _taken(self, rows: Any, caller: FrameType) -> None:
+    def _taken(self, rows: Tensor, caller: FrameType) -> None:
         self.taken(rows, _past_us(caller))
 
 

@@ -110,7 +110,7 @@ class ValueLog:
         if len(entries.codes) >= BLOCK:
             self.write()
 
-    def _put_longer(self, value: Any, comes_again: bool) -> None:
+    def _put_longer(self, value: object, comes_again: bool) -> None:
         entries = self.entries
         if value is None:
             entries.codes.append(NONE)

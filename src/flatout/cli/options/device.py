@@ -23,7 +23,7 @@ class DeviceByName(click.ParamType):
 
     name = "device"
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> str:
+    def convert(self, value: object, param: Any, ctx: Any) -> str:
         text = str(value).strip().lower()
         if not SHAPE.fullmatch(text):
             self.fail(f"{value!r} is not a device; write cpu, cuda, cuda:1, xpu or mps", param, ctx)

@@ -13,6 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from flatout.measure.clock import seconds
@@ -61,7 +62,7 @@ def look(write: Callable[..., None]) -> None:
         write(stage=stage, **answer, warnings=[str(warning.message) for warning in observed])
 
 
-def _build(torch: Any) -> dict[str, Any]:
+def _build(torch: ModuleType) -> dict[str, Any]:
     return {
         "version": str(torch.__version__),
         "cuda": torch.version.cuda,
@@ -70,7 +71,7 @@ def _build(torch: Any) -> dict[str, Any]:
     }
 
 
-def _host(torch: Any) -> dict[str, Any]:
+def _host(torch: ModuleType) -> dict[str, Any]:
     return {
         "threads": torch.get_num_threads(),
         "interop_threads": torch.get_num_interop_threads(),
@@ -81,7 +82,7 @@ def _host(torch: Any) -> dict[str, Any]:
     }
 
 
-def _libraries(torch: Any) -> dict[str, Any]:
+def _libraries(torch: ModuleType) -> dict[str, Any]:
     """The files that were really loaded, according to the kernel instead of the search path."""
     return {
         "loaded": sorted(
@@ -90,7 +91,7 @@ def _libraries(torch: Any) -> dict[str, Any]:
     }
 
 
-def _numpy(torch: Any) -> dict[str, Any]:
+def _numpy(torch: ModuleType) -> dict[str, Any]:
     try:
         import numpy
     except ImportError as error:
@@ -98,7 +99,7 @@ def _numpy(torch: Any) -> dict[str, Any]:
     return {"version": numpy.__version__, "works": torch.zeros(1).numpy().shape == (1,)}
 
 
-def _cuda(torch: Any) -> dict[str, Any]:
+def _cuda(torch: ModuleType) -> dict[str, Any]:
     if torch.version.cuda is None and torch.version.hip is None:
         return {"available": False}
     available = torch.cuda.is_available()

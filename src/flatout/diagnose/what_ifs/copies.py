@@ -6,27 +6,33 @@ One cached tensor replaces every copy of its shape, dtype and place in the scrip
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flatout.schema.program import Ledger, TrainingContext
+
 KEPT = 256  # different copies; further ones, for example moved parameters, are real copies
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if context.device_type == "cpu":
         return Skip("the program trains on the CPU, so no batch is copied to a device")
     return Options((True,))
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     tensor_class = context.torch.Tensor
     kept: dict[tuple[Any, ...], Any] = {}
 
-    def answered(really: Any) -> Any:
-        def move(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def answered(really: Callable[..., Any]) -> Any:
+        def move(tensor: Tensor, *args: object, **kwargs: object) -> Any:
             if tensor.device.type != "cpu" or tensor.requires_grad or not context.torch.is_grad_enabled():
                 return really(tensor, *args, **kwargs)
             caller = sys._getframe(1)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
+if TYPE_CHECKING:
+    from flatout.schema.program import Ledger, TrainingContext
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     return Options((True,)) if gc.isenabled() else Skip("the script has already disabled garbage collection")
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     if gc.isenabled():
         gc.disable()
         ledger.call("gc.disable", gc.enable)

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.utils.data import Dataset
+
+    from flatout.schema.program import TrainingContext
 
 KEPT = 4  # batches per loader: lengths may differ from batch to batch
 SPARE_BYTES = 2**30  # no spare copy is kept beyond this size
@@ -27,7 +33,7 @@ _KEPT: WeakKeyDictionary[Any, dict[int, CachedBatches]] = (
 class CachedBatches:
     """A few batches, returned in rotation as if each were new."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset  # a reference, so that its id is not reused
         self._batches: list[Any] = []
         self._versions: list[list[int]] = []
@@ -38,7 +44,7 @@ class CachedBatches:
     def full(self) -> bool:
         return len(self._batches) >= KEPT
 
-    def take(self, batch: Any) -> None:
+    def take(self, batch: object) -> None:
         self._batches.append(_rebuilt(batch, lambda tensor: tensor))
         self._versions.append(_versions(batch))
         if sum(map(_bytes, self._batches)) < SPARE_BYTES:
@@ -56,7 +62,7 @@ class CachedBatches:
         return _rebuilt(self._batches[at], lambda tensor: tensor)
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if not context.loaders:
         return Skip("the script prepares its batches without a DataLoader")
     return Options((True,))
@@ -83,7 +89,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def _rebuilt(thing: Any, tensor: Callable[[Any], Any]) -> Any:
+def _rebuilt(thing: object, tensor: Callable[[Any], Any]) -> Any:
     """The same batch in new containers, with each tensor mapped by ``tensor``."""
     if hasattr(thing, "untyped_storage"):
         return tensor(thing)
@@ -99,10 +105,10 @@ def _rebuilt(thing: Any, tensor: Callable[[Any], Any]) -> Any:
     return copy.copy(thing) if hasattr(thing, "__dict__") else thing
 
 
-def _tensors(thing: Any) -> list[Any]:
+def _tensors(thing: object) -> list[Any]:
     found: list[Any] = []
 
-    def note(tensor: Any) -> Any:
+    def note(tensor: Tensor) -> Any:
         found.append(tensor)
         return tensor
 
@@ -110,11 +116,11 @@ def _tensors(thing: Any) -> list[Any]:
     return found
 
 
-def _versions(batch: Any) -> list[int]:
+def _versions(batch: object) -> list[int]:
     return [tensor._version for tensor in _tensors(batch)]
 
 
-def _bytes(batch: Any) -> int:
+def _bytes(batch: object) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(batch))
 
 

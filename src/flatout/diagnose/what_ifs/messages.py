@@ -8,11 +8,14 @@ from __future__ import annotations
 import builtins
 import logging
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Undo, Value
+
+if TYPE_CHECKING:
+    from flatout.schema.program import Ledger, TrainingContext
 
 # module (if loaded), owner of the methods, prefixes of the methods that write
 WRITERS = (
@@ -43,11 +46,11 @@ class _DiscardingStream:
         return getattr(self._stream, name)
 
 
-def applies(facts: Facts, context: Any) -> Options:
+def applies(facts: Facts, context: TrainingContext) -> Options:
     return Options((True,))
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     ledger.set(builtins, "print", lambda *args, **kwargs: None)
     for name in ("stdout", "stderr"):
         ledger.set(sys, name, _DiscardingStream(getattr(sys, name)))

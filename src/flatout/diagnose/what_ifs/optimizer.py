@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.guard.suspended_optimizer import suspend_optimizer
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
+if TYPE_CHECKING:
+    from flatout.schema.program import Ledger, TrainingContext
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if not context.optimizers:
         return Skip("the script updates its parameters without an optimizer object")
     if context.closure_steps and context.backwards_in_last_step > 1:
@@ -20,7 +23,7 @@ def applies(facts: Facts, context: Any) -> Options | Skip:
     return Options((True,))
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     for optimizer in context.optimizers:
         suspend_optimizer(context.torch, optimizer, ledger)
     return ledger.restore

@@ -9,28 +9,34 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flatout.schema.program import Ledger, TrainingContext
+
 READERS = ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy")
 OFTEN = 1000  # times within one step, at one place
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     return Options(("all", "floats"))
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     torch = context.torch
     seen: dict[Any, Any] = {}
     asked: Counter[Any] = Counter()
     step = [context.steps]
 
-    def stale(really: Any) -> Any:
-        def answer(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def stale(really: Callable[..., Any]) -> Any:
+        def answer(tensor: Tensor, *args: object, **kwargs: object) -> Any:
             if (
                 tensor.requires_grad and tensor.grad_fn is None
             ):  # a parameter: it is saved or averaged, not read

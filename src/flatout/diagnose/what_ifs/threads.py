@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
+if TYPE_CHECKING:
+    from flatout.schema.program import Ledger, TrainingContext
 
-def _fewer(facts: Facts, context: Any) -> Options | Skip:
+
+def _fewer(facts: Facts, context: TrainingContext) -> Options | Skip:
     now = context.torch.get_num_threads()
     # If there are more threads than cores, try one thread per core.
     return Options((min(now - 1, facts.cores),)) if now > 1 else Skip("the program already uses one thread")
 
 
-def _more(facts: Facts, context: Any) -> Options | Skip:
+def _more(facts: Facts, context: TrainingContext) -> Options | Skip:
     now = context.torch.get_num_threads()
     return (
         Options((now + 1,))
@@ -24,7 +27,7 @@ def _more(facts: Facts, context: Any) -> Options | Skip:
     )
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     before = context.torch.get_num_threads()
     context.torch.set_num_threads(int(value))  # type: ignore[arg-type]
     ledger.call("torch.set_num_threads", lambda: context.torch.set_num_threads(before))

@@ -12,14 +12,14 @@ reference: Any = module.adamw
 
 
 def decay_in_the_gradient(
-    parameters: list[Tensor], gradients: list[Tensor], *args: Any, weight_decay: float, **more: Any
+    parameters: list[Tensor], gradients: list[Tensor], *args: object, weight_decay: float, **more: Any
 ) -> tuple[Tensor, ...]:
     """Adam with L2, not AdamW."""
     mixed = [g + weight_decay * p for p, g in zip(parameters, gradients, strict=True)]
     return reference(parameters, mixed, *args, weight_decay=0.0, **more)
 
 
-def no_bias_correction(*args: Any, step: int, **more: Any) -> tuple[Tensor, ...]:
+def no_bias_correction(*args: object, step: int, **more: Any) -> tuple[Tensor, ...]:
     return reference(*args, step=10**6, **more)
 
 
@@ -40,7 +40,7 @@ def eps_inside_the_root(
     return (*shifted[: 2 * len(parameters)], *right[2 * len(parameters) :])
 
 
-def step_from_zero(*args: Any, step: int, **more: Any) -> tuple[Tensor, ...]:
+def step_from_zero(*args: object, step: int, **more: Any) -> tuple[Tensor, ...]:
     """Counts one step too few."""
     return reference(*args, step=max(step - 1, 1), **more)
 

@@ -265,7 +265,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _gradient(ctx: Any, dy: Any, dh: Any, *_: Any) -> Any:
+def _gradient(ctx: Any, dy: Any, dh: Any, *_: object) -> Any:
     h, weight, mean, rstd = ctx.saved_tensors
     if dy is None:  # only the sum was used
         return (

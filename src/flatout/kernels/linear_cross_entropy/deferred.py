@@ -14,6 +14,7 @@ gradient, so logits with a hook take no shortcut.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ class DeferredLogits(torch.Tensor):
             values = function(values, *args, **kwargs)
         return values
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: object) -> str:
         return repr(plain(self))
 
     @classmethod
@@ -250,7 +251,7 @@ def before_step() -> None:
 
 
 def _still_deferred(
-    function: Any, deferred: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
+    function: Callable[..., Any], deferred: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> DeferredLogits | None:
     """The deferred result of an operation that does not change the last axis; None for all others."""
     if function not in VIEWS and function not in COPIES:
@@ -296,9 +297,9 @@ def _rows(deferred: DeferredLogits) -> Tensor:
 
 
 def _loss_without_logits(
-    input: Any = None,
+    input: object = None,
     target: Any = None,
-    weight: Any = None,
+    weight: Tensor = None,
     size_average: Any = None,
     ignore_index: int = -100,
     reduce: Any = None,

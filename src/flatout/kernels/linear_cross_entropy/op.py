@@ -261,7 +261,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.mark_non_differentiable(*output[1:])
 
 
-def _gradient(ctx: Any, of_loss: Tensor, *_: Any) -> Any:
+def _gradient(ctx: Any, of_loss: Tensor, *_: object) -> Any:
     factor, *unscaled = ctx.saved_tensors
     if torch.is_grad_enabled():
         raise RuntimeError(

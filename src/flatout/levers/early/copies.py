@@ -14,7 +14,11 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_COPIES = 64  # of unread values
 MOST_LOOKS = 256  # reads of the allocator's segments, in total
@@ -28,7 +32,7 @@ class HostCopy:
 
     __slots__ = ("_mark", "host", "key", "original", "stream", "version")
 
-    def __init__(self, key: Any, tensor: Any, host: Any, stream: int, mark: Any) -> None:
+    def __init__(self, key: tuple[str, Any], tensor: Tensor, host: Any, stream: int, mark: Any) -> None:
         self.key, self.host, self.stream, self._mark = key, host, stream, mark
         self.original, self.version = weakref.ref(tensor), tensor._version
 
@@ -41,7 +45,7 @@ class HostCopy:
 class HostCopies:
     """Copies by address. ``begin`` takes one-element CUDA values; ``of`` returns a tensor's valid copy."""
 
-    def __init__(self, torch: Any) -> None:
+    def __init__(self, torch: ModuleType) -> None:
         self.torch = torch
         self.held: dict[int, HostCopy] = {}
         self.segments = Segments(torch)
@@ -103,7 +107,7 @@ class HostCopies:
         with cuda.device(device):
             return bool(cuda.is_current_stream_capturing())
 
-    def of(self, tensor: Any) -> HostCopy | None:
+    def of(self, tensor: Tensor) -> HostCopy | None:
         """The valid copy of this tensor or of one that shares its memory; None if there is none."""
         try:
             address = tensor.data_ptr()
@@ -144,7 +148,7 @@ class Segments:
     None for memory in the pool of a graph, which a replay writes without counting.
     """
 
-    def __init__(self, torch: Any) -> None:
+    def __init__(self, torch: ModuleType) -> None:
         self.torch = torch
         self._starts: list[int] = []
         self._segments: list[tuple[int, int, int | None]] = []  # start, end, stream

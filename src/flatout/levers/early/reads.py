@@ -17,11 +17,16 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from types import CodeType, FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.levers.early.copies import HostCopies, HostCopy
 from flatout.levers.early.names import HOME, Name, named, script_frames, tensors
 from flatout.levers.early.values import ReadValue, names_the_host, tensors_in
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flatout.schema.program import Ledger, TrainingContext
 
 READS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__")
 LEARNING_STEPS = 2
@@ -46,7 +51,7 @@ class EarlyValueCopier:
     ``install`` activates it until the ledger is restored, any number of times.
     """
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: TrainingContext) -> None:
         self.torch, self._context = context.torch, weakref.ref(context)
         self.copies = HostCopies(context.torch)
         self.wanted: dict[Key, ReadValue] = {}
@@ -58,7 +63,7 @@ class EarlyValueCopier:
 
     # -- moments ---------------------------------------------------------------------------------------------
 
-    def install(self, context: Any, ledger: Any) -> None:
+    def install(self, context: TrainingContext, ledger: Ledger) -> None:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         torch = self.torch
@@ -92,9 +97,9 @@ class EarlyValueCopier:
         self._seen.clear()
         self._owed.clear()
 
-    def _before_backward(self, really: Callable, context: Any) -> Callable:
+    def _before_backward(self, really: Callable, context: TrainingContext) -> Callable:
         @wraps(really)
-        def backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
+        def backward(roots: Any, *args: object, **kwargs: object) -> Any:
             given = (
                 (roots,)
                 if isinstance(roots, self.torch.Tensor)
@@ -107,7 +112,9 @@ class EarlyValueCopier:
 
         return backward
 
-    def _moment(self, moment: str, context: Any, frame: FrameType | None, roots: Iterable[Any]) -> None:
+    def _moment(
+        self, moment: str, context: TrainingContext, frame: FrameType | None, roots: Iterable[Any]
+    ) -> None:
         """Begin copies of the values that exist now and that the script read in earlier steps."""
         if self._off:
             return
@@ -122,7 +129,7 @@ class EarlyValueCopier:
                 f"values are read as before, because of an internal error ({type(error).__name__}: {error})"
             )
 
-    def _learns(self, moment: str, context: Any, roots: Iterable[Any]) -> bool:
+    def _learns(self, moment: str, context: TrainingContext, roots: Iterable[Any]) -> bool:
         self._passes += any(map(self._is_on_a_card, roots))
         if self._until is None:
             return self._passes <= MOST_PASSES
@@ -140,7 +147,9 @@ class EarlyValueCopier:
             return False
         return True
 
-    def _note(self, moment: str, context: Any, frame: FrameType | None, roots: Iterable[Any]) -> None:
+    def _note(
+        self, moment: str, context: TrainingContext, frame: FrameType | None, roots: Iterable[Any]
+    ) -> None:
         for key, value in (*self._roots(context, frame, roots), *self._named(context, frame)):
             address, held = value.data_ptr(), self._seen.get(value.data_ptr())
             if held is None or held[0]() is None:
@@ -149,7 +158,7 @@ class EarlyValueCopier:
             self._until = context.steps + LEARNING_STEPS
 
     def _roots(
-        self, context: Any, frame: FrameType | None, roots: Iterable[Any]
+        self, context: TrainingContext, frame: FrameType | None, roots: Iterable[Any]
     ) -> Iterator[tuple[Any, Any]]:
         """The roots of a backward pass, and their values before a GradScaler.
 
@@ -162,11 +171,13 @@ class EarlyValueCopier:
                 if self._is_value(each):
                     yield (place, at, each is root), each
 
-    def _named(self, context: Any, frame: FrameType | None) -> Iterator[tuple[Name, Any]]:
+    def _named(self, context: TrainingContext, frame: FrameType | None) -> Iterator[tuple[Name, Any]]:
         for each in script_frames(frame):
             yield from tensors(each, context.variables_of, self._is_value)
 
-    def _begin(self, moment: str, context: Any, frame: FrameType | None, roots: Iterable[Any]) -> None:
+    def _begin(
+        self, moment: str, context: TrainingContext, frame: FrameType | None, roots: Iterable[Any]
+    ) -> None:
         names: dict[CodeType, dict[Name, Any]] = {}
         for at, key in list(self.wanted):
             if at == moment and isinstance(key[0], CodeType):
@@ -208,7 +219,7 @@ class EarlyValueCopier:
         kind, held, seen = self.torch.Tensor, self.copies.held, self._seen
 
         @wraps(really)
-        def read(tensor: Any, *args: Any) -> Any:
+        def read(tensor: Tensor, *args: object) -> Any:
             if (held or seen) and type(tensor) is kind and tensor.is_cuda:
                 host = self._host(tensor)
                 if host is not None:
@@ -222,7 +233,7 @@ class EarlyValueCopier:
         kind = self.torch.Tensor
 
         @wraps(really)
-        def read(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        def read(tensor: Tensor, *args: object, **kwargs: object) -> Any:
             if type(tensor) is not kind or not tensor.is_cuda or not (self.copies.held or self._seen):
                 return really(tensor, *args, **kwargs)
             if asks(args, kwargs) and not (tensor.requires_grad and self.torch.is_grad_enabled()):
@@ -238,7 +249,7 @@ class EarlyValueCopier:
 
     def _copying(self, really: Callable) -> Callable:
         @wraps(really)
-        def copy(tensor: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+        def copy(tensor: Tensor, source: Any, *args: object, **kwargs: object) -> Any:
             if (
                 self.copies.held
                 and (args or kwargs)
@@ -271,7 +282,7 @@ class EarlyValueCopier:
         self._owed.add(copy.stream)
         return copy.host if tensor.shape == copy.host.shape else copy.host.reshape(tensor.shape)
 
-    def _learn(self, tensor: Any) -> None:
+    def _learn(self, tensor: Tensor) -> None:
         """Record that the script reads a value that existed at one of the moments."""
         if not self._seen or tensor.numel() != 1:
             return
@@ -303,7 +314,7 @@ class EarlyValueCopier:
         """Wait first for the skipped streams: a script may use a read as a wait and then query its events."""
 
         @wraps(really)
-        def ask(*args: Any, **kwargs: Any) -> Any:
+        def ask(*args: object, **kwargs: object) -> Any:
             while self._owed:
                 self.copies.streams[self._owed.pop()].synchronize()
             return really(*args, **kwargs)
@@ -320,7 +331,7 @@ class EarlyValueCopier:
 
     def _exchange(self, really: Callable) -> Callable:
         @wraps(really)
-        def exchange(*args: Any, **kwargs: Any) -> Any:
+        def exchange(*args: object, **kwargs: object) -> Any:
             if self.copies.held:
                 self.copies.written(tensors_in((args[1:], tuple(kwargs.values()))))
             return really(*args, **kwargs)

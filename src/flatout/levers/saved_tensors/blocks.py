@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 FEWEST = 2
 
 
-def repeated(torch: Any, root: Any) -> list[Any]:
+def repeated(torch: ModuleType, root: Module) -> list[Any]:
     """The outermost repeated blocks of a module, in module order; no block is inside another."""
     lists = (torch.nn.ModuleList, torch.nn.Sequential)
     return _groups(root, lambda module: isinstance(module, lists), set()) or _groups(
@@ -22,7 +26,7 @@ def repeated(torch: Any, root: Any) -> list[Any]:
     )
 
 
-def _groups(module: Any, holds: Callable[[Any], bool], met: set[int]) -> list[Any]:
+def _groups(module: Module, holds: Callable[[Any], bool], met: set[int]) -> list[Any]:
     """Depth first: children that repeat, and repeated blocks inside those that do not."""
     found: list[Any] = []
     children = [child for child in module.children() if id(child) not in met]
@@ -36,7 +40,7 @@ def _groups(module: Any, holds: Callable[[Any], bool], met: set[int]) -> list[An
     return found
 
 
-def _is_block(module: Any) -> bool:
+def _is_block(module: Module) -> bool:
     """Whether a module contains at least two computing modules and trainable parameters."""
     leaves = [part for part in module.modules() if not any(True for _ in part.children())]
     return len(leaves) >= 2 and any(p.requires_grad for p in module.parameters())
@@ -49,7 +53,7 @@ def spread(blocks: list[Any], share: float) -> list[Any]:
     ] or blocks[:1]
 
 
-def why_not(torch: Any, block: Any) -> str:
+def why_not(torch: ModuleType, block: Any) -> str:
     """Why this block cannot be recomputed, judged without running it; an empty string if it can."""
     if any(isinstance(part, torch.jit.ScriptModule) for part in block.modules()):
         return "it is a compiled script (torch.jit)"
@@ -84,7 +88,7 @@ class RecomputedBlock:
     ``report`` receives this reason.
     """
 
-    def __init__(self, torch: Any, block: Any, report: Callable[[str], None]) -> None:
+    def __init__(self, torch: ModuleType, block: Any, report: Callable[[str], None]) -> None:
         self.torch, self.block, self.report = torch, block, report
         self.watched, self.why = False, ""
         self._norms = [

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.levers.saved_tensors.rederive import KeptTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch import device as Device
 
 LEAST_BYTES = 2**20  # below this size, starting a copy takes as long as the copy
 MOST_KNOWN = 4096  # tensors in the lookup table
@@ -16,7 +21,7 @@ class HostTensor:
 
     __slots__ = ("__weakref__", "copy", "device", "event", "stride")
 
-    def __init__(self, torch: Any, tensor: Any, stream: Any) -> None:
+    def __init__(self, torch: ModuleType, tensor: Tensor, stream: Any) -> None:
         self.device, self.stride, self.event = tensor.device, tensor.stride(), None
         whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
         self.copy = (
@@ -35,7 +40,7 @@ class HostTensor:
             self.event = stream.record_event()
         tensor.record_stream(stream)  # its memory is not reused before the copy ends
 
-    def back(self, torch: Any) -> Any:
+    def back(self, torch: ModuleType) -> Any:
         """The tensor on its device again. The device stream waits for the copy; the host does not."""
         if self.event is not None:
             torch.cuda.current_stream(self.device).wait_event(self.event)
@@ -50,7 +55,7 @@ class OffloadHooks:
     once.
     """
 
-    def __init__(self, torch: Any, device_type: str, least_bytes: int = LEAST_BYTES) -> None:
+    def __init__(self, torch: ModuleType, device_type: str, least_bytes: int = LEAST_BYTES) -> None:
         self.torch, self.device_type, self.least_bytes = torch, device_type, least_bytes
         self._streams: dict[Any, Any] = {}  # by device
         self.moved_bytes = 0
@@ -58,7 +63,7 @@ class OffloadHooks:
             Any, tuple[Any, int, Any]
         ] = {}  # place in a storage -> storage, version, copy; weak
 
-    def pack(self, tensor: Any) -> Any:
+    def pack(self, tensor: Tensor) -> Any:
         size = tensor.numel() * tensor.element_size()
         parameter = (tensor._base if tensor._base is not None else tensor).is_leaf and tensor.requires_grad
         if (
@@ -84,7 +89,7 @@ class OffloadHooks:
         self.moved_bytes += size
         return away
 
-    def _stream(self, device: Any) -> Any:
+    def _stream(self, device: Device) -> Any:
         if device.type == "cuda" and device not in self._streams:
             self._streams[device] = self.torch.cuda.Stream(device)
         return self._streams.get(device)

@@ -14,7 +14,11 @@ A recomputed tensor is held until its last use, so a product that three views re
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # A product of more than two dimensions is flattened; for autograd, its reshaped result is not a view.
 RESHAPED = "UnsafeViewBackward0"
@@ -34,7 +38,7 @@ class KeptTensor:
 
     __slots__ = ("tensor", "version")
 
-    def __init__(self, tensor: Any) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor if tensor.is_leaf else tensor.detach()
         self.version = tensor._version
 
@@ -52,7 +56,7 @@ class OuterHookTensor:
 
     __slots__ = ("packed", "unpack")
 
-    def __init__(self, tensor: Any, hooks: tuple[Callable[[Any], Any], Callable[[Any], Any]]) -> None:
+    def __init__(self, tensor: Tensor, hooks: tuple[Callable[[Any], Any], Callable[[Any], Any]]) -> None:
         self.packed, self.unpack = hooks[0](tensor), hooks[1]
 
     def value(self) -> Any:
@@ -78,7 +82,7 @@ class View:
 
     __slots__ = ("layout", "output")
 
-    def __init__(self, output: Output, tensor: Any) -> None:
+    def __init__(self, output: Output, tensor: Tensor) -> None:
         self.output, self.layout = output, (tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def value(self) -> Any:
@@ -99,7 +103,9 @@ class SavedTensorRederiver:
     the tensors of the last forward pass that were not kept.
     """
 
-    def __init__(self, torch: Any, share: float = 0.0, epsilons: dict[int, float] | None = None) -> None:
+    def __init__(
+        self, torch: ModuleType, share: float = 0.0, epsilons: dict[int, float] | None = None
+    ) -> None:
         self.torch, self.share, self.epsilons = torch, share, epsilons or {}
         self._sound: dict[
             tuple[Any, ...], Callable[[Any], Any] | None
@@ -122,7 +128,7 @@ class SavedTensorRederiver:
             self._outputs.clear()
             self._picked.clear()
 
-    def _pack(self, tensor: Any) -> Any:
+    def _pack(self, tensor: Tensor) -> Any:
         whole = tensor._base if tensor._base is not None else tensor
         node = whole.grad_fn
         if node is not None and node.name() == RESHAPED:
@@ -228,7 +234,7 @@ def _behind(node: Any, at: int) -> Any:
     return edge.variable.detach()
 
 
-def _operand(torch: Any, node: Any, name: str, at: int) -> Any:
+def _operand(torch: ModuleType, node: Any, name: str, at: int) -> Any:
     """An input that the node has saved, or that the previous node can recompute."""
     saved = getattr(node, f"_saved_{name}", None)
     if saved is not None:
@@ -251,7 +257,7 @@ def _left_numel(node: Any) -> int:
     return int(rows * columns)
 
 
-def _addmm(torch: Any, node: Any) -> Any:
+def _addmm(torch: ModuleType, node: Any) -> Any:
     left, right = node._saved_mat1, node._saved_mat2
     if (
         left is None or right is None or node._saved_alpha != 1 or node._saved_beta != 1
@@ -260,14 +266,14 @@ def _addmm(torch: Any, node: Any) -> Any:
     return torch.addmm(_behind(node, 0), left, right)
 
 
-def _mm(torch: Any, node: Any) -> Any:
+def _mm(torch: ModuleType, node: Any) -> Any:
     left, right = node._saved_self, node._saved_mat2
     if left is None or right is None:
         raise NotKnown(node.name())
     return torch.mm(left, right)
 
 
-def _batch_norm(torch: Any, node: Any) -> Any:
+def _batch_norm(torch: ModuleType, node: Any) -> Any:
     """Batch norm with the batch's own statistics, without moving the running ones again."""
     if not node._saved_training:
         raise NotKnown(node.name())

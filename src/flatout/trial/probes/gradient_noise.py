@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.guard.suspended_optimizer import suspend_optimizer
 from flatout.measure.load import available_bytes
 from flatout.measure.noise_scale import FEWEST_GROUPS
 from flatout.measure.parity import digest, tensors_in
 from flatout.trial.probes.probe import Probe, ProbeUnavailable
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 MOST_GROUPS = 64
 SPARE = 0.25  # of the free memory, for gradients
@@ -95,7 +98,7 @@ class GradientNoiseProbe(Probe):
 
     # -- recording ----------------------------------------------------------------------------------------------------------
 
-    def data_end(self, loader: Any, batch: Any) -> None:
+    def data_end(self, loader: DataLoader, batch: object) -> None:
         self.from_loader = True
         self._close()
         first = next(tensors_in(batch, self.torch), None)

@@ -5,12 +5,17 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.frames import Line, is_users, place_of
 from flatout.measure.line_timer import LineTimer
 from flatout.measure.statistics import median
 from flatout.trial.probes.probe import Probe
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
 
 OTHER_PROCESSES = 3  # lines; a loop of a few lines counts as one place
 PLACES = 3
@@ -34,7 +39,7 @@ class LineProbe(Probe):
             self.ledger.set(owner, "zero_grad", self._as_a_phase(owner.zero_grad))
 
     def _as_a_phase(self, zero_grad: Any) -> Any:
-        def zero_grad_left_out(*args: Any, **kwargs: Any) -> None:
+        def zero_grad_left_out(*args: object, **kwargs: object) -> None:
             self._phase()
             zero_grad(*args, **kwargs)
             self.timer.paused = False
@@ -46,13 +51,13 @@ class LineProbe(Probe):
         self.recorded.append(Counter(self.timer.ns))
         self.timer.ns.clear()
 
-    def data_begin(self, loader: Any) -> None:
+    def data_begin(self, loader: DataLoader) -> None:
         self._phase()
 
-    def data_end(self, loader: Any, batch: Any) -> None:
+    def data_end(self, loader: DataLoader, batch: object) -> None:
         self.timer.paused = False
 
-    def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
+    def forward_begin(self, root: Module, args: tuple, kwargs: dict) -> None:
         self._phase()
 
     def backward_begin(self, losses: tuple) -> None:
@@ -61,10 +66,10 @@ class LineProbe(Probe):
     def backward_end(self) -> None:
         self.timer.paused = False
 
-    def optimizer_begin(self, optimizer: Any) -> None:
+    def optimizer_begin(self, optimizer: Optimizer) -> None:
         self._phase()
 
-    def optimizer_end(self, optimizer: Any) -> None:
+    def optimizer_end(self, optimizer: Optimizer) -> None:
         self.timer.paused = False
 
     def _phase(self) -> None:

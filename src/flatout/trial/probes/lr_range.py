@@ -6,9 +6,13 @@ import inspect
 import math
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.trial.probes.probe import Probe, ProbeUnavailable
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 
 class LrRangeProbe(Probe):
@@ -52,13 +56,13 @@ class LrRangeProbe(Probe):
     def backward_begin(self, losses: tuple) -> None:
         self.losses[-1].extend(loss.detach().double().mean() for loss in losses)
 
-    def optimizer_begin(self, optimizer: Any) -> None:
+    def optimizer_begin(self, optimizer: Optimizer) -> None:
         if self.low is not None:
             self._set(self._rate())
         if stand_in := self.stand_ins.get(id(optimizer)):
             self._try(stand_in.before)
 
-    def optimizer_end(self, optimizer: Any) -> None:
+    def optimizer_end(self, optimizer: Optimizer) -> None:
         if stand_in := self.stand_ins.get(id(optimizer)):
             self._try(stand_in.step)
 
@@ -124,7 +128,7 @@ class OptimizerStandIn:
     count as the other's.
     """
 
-    def __init__(self, torch: Any, own: Any, name: str, options: dict[str, Any]) -> None:
+    def __init__(self, torch: ModuleType, own: Any, name: str, options: dict[str, Any]) -> None:
         kind = _class_of(torch, name)
         knows = inspect.signature(kind).parameters
         shared = [key for key in ("lr", "weight_decay") if key in knows and key not in options]
@@ -157,7 +161,7 @@ class OptimizerStandIn:
         self._silent_step(self.optimizer)
 
 
-def _class_of(torch: Any, name: str) -> Any:
+def _class_of(torch: ModuleType, name: str) -> Any:
     module, _, last = name.rpartition(".")
     if module:
         return getattr(import_module(module), last)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.frames import place_of
 from flatout.agent.ledger import Ledger
@@ -13,13 +13,19 @@ from flatout.measure.memory import MemoryMoment, allocations, at, running_totals
 from flatout.measure.parity import tensors_in
 from flatout.trial.probes.allocations import AllocationRecorder, storage_bytes
 
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module, Parameter
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
+
 
 class _Saved:
     """Stands for a tensor that autograd keeps for the backward pass, for as long as autograd keeps it."""
 
     __slots__ = ("gone", "tensor")
 
-    def __init__(self, tensor: Any, gone: Any) -> None:
+    def __init__(self, tensor: Tensor, gone: Any) -> None:
         self.tensor, self.gone = tensor, gone
 
     def __del__(self) -> None:
@@ -106,10 +112,10 @@ class MemoryProbe(AllocationRecorder):
 
     # -- events of a step ------------------------------------------------------------------------------------------------
 
-    def data_end(self, loader: Any, batch: Any) -> None:
+    def data_end(self, loader: DataLoader, batch: object) -> None:
         self._enter_inputs(batch)
 
-    def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
+    def forward_begin(self, root: Module, args: tuple, kwargs: dict) -> None:
         self.gradients = {
             id(p): storage_bytes([p.grad], self.context.device_type)
             for p in self.context.parameters
@@ -118,7 +124,7 @@ class MemoryProbe(AllocationRecorder):
         self._enter_inputs((args, kwargs))
         self._sample()
 
-    def _enter_inputs(self, batch: Any) -> None:
+    def _enter_inputs(self, batch: object) -> None:
         found = [
             t
             for t in tensors_in(batch, self.torch)
@@ -126,26 +132,26 @@ class MemoryProbe(AllocationRecorder):
         ]
         self.inputs = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
 
-    def optimizer_begin(self, optimizer: Any) -> None:
+    def optimizer_begin(self, optimizer: Optimizer) -> None:
         self._sample()
 
-    def optimizer_end(self, optimizer: Any) -> None:
+    def optimizer_end(self, optimizer: Optimizer) -> None:
         self._sample()
 
-    def _enters(self, module: Any, args: Any) -> None:
+    def _enters(self, module: Module, args: object) -> None:
         self.open.append(self.names.get(id(module), type(module).__name__))
 
-    def _leaves(self, module: Any, args: Any, output: Any) -> None:
+    def _leaves(self, module: Module, args: object, output: object) -> None:
         if self.open:
             self.open.pop()
         self._sample()
 
-    def _accumulated(self, parameter: Any) -> None:
+    def _accumulated(self, parameter: Parameter) -> None:
         if parameter.grad is not None:
             self.gradients[id(parameter)] = storage_bytes([parameter.grad], self.context.device_type)
         self._sample()
 
-    def _pack(self, tensor: Any) -> Any:
+    def _pack(self, tensor: Tensor) -> Any:
         try:
             storage = tensor.untyped_storage()
             place, size = storage.data_ptr(), storage.nbytes()

@@ -6,12 +6,16 @@ Runs in all ranks at once.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.job.rank_environment import this_rank
 from flatout.measure.clock import HostClock, clock_for
 from flatout.measure.parity import tensors_in
 from flatout.trial.probes.probe import Probe, ProbeUnavailable
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.utils.data import DataLoader
 
 
 class PaceProbe(Probe):
@@ -36,14 +40,14 @@ class PaceProbe(Probe):
         self.spans.append([])
         self.counts.append(dict.fromkeys(self.counts[0], 0.0))
 
-    def data_begin(self, loader: Any) -> None:
+    def data_begin(self, loader: DataLoader) -> None:
         self.open = self.host.mark()
 
-    def data_end(self, loader: Any, batch: Any) -> None:
+    def data_end(self, loader: DataLoader, batch: object) -> None:
         if self.open is not None:
             self.spans[-1].append(("data_ms", self.open, self.host.mark()))
 
-    def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
+    def forward_begin(self, root: Module, args: tuple, kwargs: dict) -> None:
         self.counts[-1]["elements"] += self.divided.part_of_inputs * sum(
             tensor.numel() for tensor in tensors_in((args, kwargs), self.torch)
         )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.measure.memory import allocations, at, reserved_for_graphs, running_totals
 from flatout.trial.probes.allocations import AllocationRecorder
 from flatout.trial.probes.leak import SETTLING_TICKS
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 
 @dataclass
@@ -38,7 +41,7 @@ class PeakMemoryProbe(AllocationRecorder):
         self.seen: list[TickWindow] = []
         self.peak = 0  # of a CUDA device
 
-    def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
+    def forward_begin(self, root: Module, args: tuple, kwargs: dict) -> None:
         if self.step_began is None:
             self.step_began = self.clock.mark()
             if self.on_cuda:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.synchronisations import SyncRecorder
 from flatout.measure.clock import HostClock
 from flatout.trial.probes.probe import Probe
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 
 class SynchronisationProbe(Probe):
@@ -19,10 +22,10 @@ class SynchronisationProbe(Probe):
         )
         self.synchronisations.install()
 
-    def data_begin(self, loader: Any) -> None:
+    def data_begin(self, loader: DataLoader) -> None:
         self._fetching = True
 
-    def data_end(self, loader: Any, batch: Any) -> None:
+    def data_end(self, loader: DataLoader, batch: object) -> None:
         self._fetching = False
 
     def end(self) -> dict[str, Any]:
