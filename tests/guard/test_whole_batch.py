@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from flatout.guard.rounding import in_whole_batch
+from flatout.guard.whole_batch import in_whole_batch
 
 SAMPLES, PLAYED, ELEMENTS = 64, 8, 4000
 SHARE = PLAYED / SAMPLES

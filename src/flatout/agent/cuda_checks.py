@@ -66,7 +66,7 @@ class Source:
             asked == "is_available" and node not in demanded for node, asked in questions
         )
 
-    def _is_demanded(self, node: Any, no_means: bool, followed: tuple[str, ...] = ()) -> bool:
+    def _is_demanded(self, node: object, no_means: bool, followed: tuple[str, ...] = ()) -> bool:
         """Whether the script ends if ``node`` is false (``no_means``: if it is true)."""
         for below, above in self._upwards(node):
             if isinstance(above, ast.UnaryOp) and isinstance(above.op, ast.Not):
@@ -105,13 +105,13 @@ class Source:
                 return False
         return False
 
-    def _upwards(self, node: Any) -> Iterator[tuple[Any, Any]]:
+    def _upwards(self, node: object) -> Iterator[tuple[Any, Any]]:
         while node in self._above:
             yield node, self._above[node]
             node = self._above[node]
 
 
-def _question(node: Any) -> str:
+def _question(node: object) -> str:
     """Return `torch.cuda.is_available()`, `torch.cuda.device_count()` or `x.is_cuda`; else an empty text."""
     if isinstance(node, ast.Call) and isinstance(node.func, (ast.Attribute, ast.Name)):
         owner, _, name = ast.unparse(node.func).rpartition(".")

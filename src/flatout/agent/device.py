@@ -25,12 +25,11 @@ from typing import TYPE_CHECKING, Any
 from flatout.agent.bootstrap import AfterImport, say
 from flatout.agent.cuda_checks import ACCELERATORS, ASKS
 from flatout.agent.device_arguments import VISIBLE
+from flatout.agent.device_messages import tell_first
 from flatout.agent.device_tensors import TensorRedirection
 from flatout.agent.frames import is_users
 from flatout.agent.host_answers import host_answers, zero
 from flatout.agent.ledger import Ledger
-from flatout.job.claims import speaks_first
-from flatout.job.rank_environment import this_rank
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -49,21 +48,6 @@ def redirect(torch: ModuleType, asked: str, visible: str | None) -> None:
     redirection.install()
     if not redirection.on_host:
         atexit.register(_leave, redirection, os.getpid())
-
-
-def tell_first(sentence: str) -> None:
-    """Print a line once for all processes of a run that live at the same time."""
-    claim = f"{os.environ.get('FLATOUT_CRASH_REPORTS', os.devnull)}.device"
-    here = this_rank()  # of several ranks, one prints
-    rank = here.rank if here is not None else int(os.environ.get("RANK") or 0)
-    if rank == 0 and "FLATOUT_CRASH_REPORTS" in os.environ and speaks_first(claim):
-        say(sentence)
-        atexit.register(_remove, f"{claim}.reported", os.getpid())
-
-
-def _remove(path: str, pid: int) -> None:
-    if os.getpid() == pid and os.path.exists(path):
-        os.unlink(path)
 
 
 def _leave(redirection: Redirection, pid: int) -> None:

@@ -78,11 +78,11 @@ class DeviceArguments:
             if self.visible is None:
                 del os.environ[VISIBLE]
 
-    def kind(self, name: Any) -> Any:
+    def kind(self, name: object) -> Any:
         """Redirect a device type alone: "cuda"."""
         return self(name).type if name in ACCELERATORS and name != self.target.type else name
 
-    def type_name(self, name: Any) -> Any:
+    def type_name(self, name: object) -> Any:
         """Redirect a tensor type name: "torch.cuda.FloatTensor"."""
         if not self.on_host or not isinstance(name, str) or not name.startswith("torch.cuda."):
             return name

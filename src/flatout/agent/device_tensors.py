@@ -63,7 +63,7 @@ class TensorRedirection(DeviceArguments):
             tensor: Tensor,
             device: Device = None,
             non_blocking: bool = False,
-            memory_format: Any = self.torch.preserve_format,
+            memory_format: object = self.torch.preserve_format,
         ) -> Any:
             return moves(
                 tensor,

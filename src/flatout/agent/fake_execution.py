@@ -183,7 +183,7 @@ class FakeExecution:
             size_bytes = workspace_bytes(self.torch, args)
         return self._empty((size_bytes,), self.torch.uint8)
 
-    def _empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+    def _empty(self, shape: tuple[int, ...], dtype: object) -> Any:
         with self.fake_mode:
             return self.torch.empty(shape, dtype=dtype)
 

@@ -50,6 +50,7 @@ from flatout.job.heartbeat import (
 from flatout.schema.errors import NotFinite
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
@@ -137,7 +138,7 @@ class HeartbeatWriter:
         boundaries = self.boundaries
 
         @wraps(backward)
-        def hooked_backward(tensors: Any, *args: object, **kwargs: object) -> Any:
+        def hooked_backward(tensors: list[Tensor], *args: object, **kwargs: object) -> Any:
             words, steps_here = self.words, not boundaries.optimizer_seen
             if steps_here and boundaries.forward_or_backward_begins():
                 words[STEPS] += 1

@@ -68,7 +68,7 @@ class Event:
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._at_s = 0.0
 
-    def record(self, stream: Any = None) -> None:
+    def record(self, stream: object = None) -> None:
         self._at_s = sys.modules["time"].perf_counter()
 
     def query(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -28,7 +28,7 @@ class Listener:
     def exchange_begin(self) -> None:
         """Called when a backward pass has computed its gradients and waits for the exchange between ranks."""
 
-    def exchange_end(self, traffic: Any) -> None:
+    def exchange_end(self, traffic: object) -> None:
         """Called after the exchange. ``traffic`` describes what was sent (distributed/bucket_queue.py)."""
 
     def optimizer_begin(self, optimizer: Optimizer) -> None: ...

@@ -39,7 +39,7 @@ def observe_masks(
     key = torch._C.DispatchKey.BackendSelect
     below = torch._C._dispatch_keyset_full_after(key)
 
-    def kernel(keys: Any, tensor: Tensor, indices: Sequence[Any]) -> Any:
+    def kernel(keys: object, tensor: Tensor, indices: Sequence[Any]) -> Any:
         for each in indices:
             if each is not None and each.dtype in masks and not each.is_meta:
                 return observed(

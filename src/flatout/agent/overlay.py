@@ -17,7 +17,10 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SYSTEM = ("/dev/", "/proc/", "/sys/")
 # other processes of a compiler read them back
@@ -223,7 +226,7 @@ class Overlay:
         if there:
             self._note(key, None)
 
-    def move(self, source: Any, target: Any) -> bool:
+    def move(self, source: object, target: Tensor) -> bool:
         """Move a file in view; False if it must really be moved. Raises as ``rename`` does."""
         if self.is_outside(source) and self.is_outside(target):
             return False
@@ -247,7 +250,7 @@ class Overlay:
         self._forget(key)
         return True
 
-    def _move_folder(self, key: str, source: Any, target: Any) -> bool:
+    def _move_folder(self, key: str, source: object, target: Tensor) -> bool:
         if key not in self.made:  # a user's folder: after this error shutil.move continues file by file
             raise OSError(errno.EXDEV, "a folder that was there before the trial stays where it is", source)
         self.made[self.made.index(key)] = new = self.key(target)

@@ -28,7 +28,7 @@ def keep_out_of_pickles(torch: ModuleType, ledger: Ledger, owner: type) -> None:
     """
     usual = torch.nn.Module.__reduce_ex__
 
-    def reduce_without_ours(module: Module, protocol: Any) -> Any:
+    def reduce_without_ours(module: Module, protocol: object) -> Any:
         answer = usual(module, protocol)
         if not isinstance(answer, tuple) or len(answer) < 3:
             return answer
@@ -37,7 +37,7 @@ def keep_out_of_pickles(torch: ModuleType, ledger: Ledger, owner: type) -> None:
     ledger.set(torch.nn.Module, "__reduce_ex__", reduce_without_ours, new=True)
 
 
-def _without_ours(held: Any, owner: type) -> Any:
+def _without_ours(held: object, owner: type) -> Any:
     if not isinstance(held, dict):
         return held  # the state of a class with __slots__ has another form, without flatout's hooks
     state = dict(held)

@@ -37,7 +37,7 @@ class Scalers:
         scale, step = scaler_class.scale, scaler_class.step
 
         @wraps(scale)
-        def hooked_scale(scaler: Any, outputs: object) -> Any:
+        def hooked_scale(scaler: object, outputs: object) -> Any:
             scaled = scale(scaler, outputs)
             self._seen.setdefault(id(scaler), weakref.ref(scaler))
             if scaled is not outputs and isinstance(scaled, self.torch.Tensor):

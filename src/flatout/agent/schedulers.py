@@ -6,9 +6,12 @@ import weakref
 from collections.abc import Callable
 from functools import wraps
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.ledger import Ledger
+
+if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LRScheduler
 
 # torch 2.11 to 2.14: they do not call the initialiser of their base
 MAKE_THEMSELVES = ("SequentialLR", "ChainedScheduler", "ReduceLROnPlateau")
@@ -36,7 +39,7 @@ class Schedulers:
         seen = self._seen
 
         @wraps(init)
-        def hooked_init(scheduler: Any, *args: object, **kwargs: object) -> None:
+        def hooked_init(scheduler: LRScheduler, *args: object, **kwargs: object) -> None:
             init(scheduler, *args, **kwargs)
             key = id(scheduler)
             seen[key] = weakref.ref(scheduler, lambda _: seen.pop(key, None))

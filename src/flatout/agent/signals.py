@@ -104,7 +104,7 @@ class Signals:
 
     def _wrap_set(self, really: Callable) -> Callable:
         @wraps(really)
-        def hooked_signal(signalnum: Any, handler: Any) -> Any:
+        def hooked_signal(signalnum: object, handler: object) -> Any:
             if signalnum not in self._theirs or not (callable(handler) or handler == signal.SIG_DFL):
                 before = really(signalnum, handler)
                 if signalnum not in self._theirs:
@@ -118,7 +118,7 @@ class Signals:
 
     def _wrap_get(self, really: Callable) -> Callable:
         @wraps(really)
-        def hooked_getsignal(signalnum: Any) -> Any:
+        def hooked_getsignal(signalnum: object) -> Any:
             found = really(signalnum)
             return self._theirs[signalnum] if found == self._observe and signalnum in self._theirs else found
 

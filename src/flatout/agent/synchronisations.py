@@ -184,7 +184,7 @@ class SyncRecorder:
 
     def _found(self, really: Callable) -> Callable:
         @wraps(really)
-        def found(condition: Any, *args: object, **kwargs: object) -> Any:
+        def found(condition: object, *args: object, **kwargs: object) -> Any:
             if args or kwargs or not self._counts(condition, sys._getframe(1)):
                 return really(condition, *args, **kwargs)
             return self._measure("nonzero", sys._getframe(1), really, (condition,), {}, condition)

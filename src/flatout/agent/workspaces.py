@@ -96,7 +96,7 @@ class Workspaces:
 class _Described(tuple):
     """(shape, whether samples come before it, dtype, channels last)"""
 
-    def __new__(cls, *parts: Any) -> _Described:
+    def __new__(cls, *parts: object) -> _Described:
         return super().__new__(cls, parts)
 
     def zeros(self, torch: ModuleType, samples: int) -> Any:

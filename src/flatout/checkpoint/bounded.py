@@ -12,7 +12,7 @@ MOST_BYTES = 1 << 27
 MOST_VALUES = 1 << 22  # a value of three characters takes up to 100 bytes
 
 
-def to_json(content: Any) -> bytes:
+def to_json(content: object) -> bytes:
     """Raises SaveError for content that `from_json` would reject: at once rather than when it is needed."""
     data = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
     if why := _too_much(data):

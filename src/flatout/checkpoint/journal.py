@@ -95,7 +95,7 @@ class JournalPosition:
         return {"bytes": self.bytes, "digest": self.digest}
 
     @staticmethod
-    def from_json(metadata: Any) -> JournalPosition:
+    def from_json(metadata: object) -> JournalPosition:
         if type(metadata) is not dict or any(
             type(metadata.get(name)) is not int for name in ("bytes", "digest")
         ):

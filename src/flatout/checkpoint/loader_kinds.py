@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, Sampler
 
     from flatout.checkpoint.loading import LoaderPosition
 
@@ -30,7 +30,7 @@ class Order:
     Persistent workers iterate over it again for each epoch.
     """
 
-    def __init__(self, reading: LoaderPosition, sampler: Any) -> None:
+    def __init__(self, reading: LoaderPosition, sampler: Sampler) -> None:
         self.reading, self.sampler = reading, sampler
 
     def __iter__(self) -> Iterator[Any]:
@@ -90,7 +90,7 @@ def has_state(thing: object) -> bool:
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
 
 
-def draws_as_it_goes(sampler: Any) -> bool:
+def draws_as_it_goes(sampler: Sampler) -> bool:
     """Whether a sampler may draw between two batches from a generator that other code uses, too."""
     kind = type(sampler)
     if kind in (list, tuple, range):

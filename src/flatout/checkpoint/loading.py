@@ -37,7 +37,7 @@ from flatout.checkpoint.random_states import Interleaving, random_states, set_ra
 from flatout.checkpoint.worker_state import BatchWithWorkerState, Find, WorkerStateCollate, changed, counters
 
 if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, Sampler
 
 SHAPE = {
     "kind": "loader",
@@ -254,7 +254,7 @@ class LoaderPosition:
         self._seeking = None, 0
         return iterator, again
 
-    def order_begins(self, sampler: Any) -> Iterator[Any]:
+    def order_begins(self, sampler: Sampler) -> Iterator[Any]:
         """The iterator that replaces a sampler's.
 
         Called when torch starts it, because some samplers draw then.

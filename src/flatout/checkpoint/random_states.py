@@ -11,9 +11,12 @@ import sys
 from array import array
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.schema.errors import SaveError
+
+if TYPE_CHECKING:
+    from torch import Generator
 
 KINDS = ("torch", "python", "numpy")
 
@@ -130,7 +133,7 @@ class Interleaving:
         self._last = after
 
 
-def state_of(generator: Any) -> Any:
+def state_of(generator: Generator) -> Any:
     """The state of a torch.Generator, a random.Random, a numpy Generator or RandomState."""
     if isinstance(generator, random.Random):
         return {"python": _of_python(generator.getstate())}

@@ -28,7 +28,7 @@ ROWS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
 MADE_OF = {name: kind for kind, name in (PAIRS | ROWS).items()}
 
 
-def unpack(torch: ModuleType, tree: Any, tensors: Mapping[str, Any]) -> Any:
+def unpack(torch: ModuleType, tree: object, tensors: Mapping[str, Any]) -> Any:
     """Rebuild the state with new containers around ``tensors``.
 
     Raises SaveError for anything `pack` did not make.
@@ -56,7 +56,7 @@ def _value_of(torch: ModuleType, tree: Any, tensors: Mapping[str, Any], depth: i
     if tree is None or type(tree) in (bool, int, float, str):
         return tree
 
-    def inside(each: Any) -> Any:
+    def inside(each: object) -> Any:
         return _value_of(torch, each, tensors, depth + 1)
 
     if type(tree) is list:

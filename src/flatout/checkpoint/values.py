@@ -210,7 +210,7 @@ class _Packer:
             name, again = f"{where}#{again}", again + 1
         return name
 
-    def _rows(self, values: Any, where: str, depth: int) -> list[Any]:
+    def _rows(self, values: list[Any], where: str, depth: int) -> list[Any]:
         return [self._of(value, f"{where}[{at}]", depth + 1) for at, value in enumerate(values)]
 
     def _pairs(self, values: Mapping[Any, Any], where: str, depth: int) -> list[list[Any]]:

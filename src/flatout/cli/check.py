@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import Console
@@ -29,7 +28,7 @@ from flatout.tune.session import job_folder
 FORMATS = ("text", "json", "github", "sarif")
 
 
-def codes(ctx: Any, option: Any, value: tuple[str, ...]) -> list[str]:
+def codes(ctx: object, option: object, value: tuple[str, ...]) -> list[str]:
     return [code.strip().upper() for each in value for code in each.split(",") if code.strip()]
 
 

@@ -10,7 +10,7 @@ import tempfile
 import uuid
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import click
 
@@ -107,7 +107,7 @@ def command(
     from_scratch: bool,
     replay_output: bool,
     words: tuple[str, ...],
-    **elsewhere: Any,
+    **elsewhere: object,
 ) -> int:
     """Run a program under its plan.
 

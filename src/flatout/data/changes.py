@@ -196,7 +196,7 @@ def _is_small(thing: Any) -> bool:
     ) <= SMALL_BYTES
 
 
-def _equal(now: Any, then: Any) -> bool:
+def _equal(now: object, then: object) -> bool:
     try:
         return bool(now == then)
     except Exception:  # if the parts cannot be compared, they were replaced

@@ -126,7 +126,7 @@ def pil_image_class() -> type:
             vars(self)["pending"].recorder.look(self)
             Image.__setattr__(self, name, value)
 
-        def __reduce_ex__(self, protocol: Any) -> Any:
+        def __reduce_ex__(self, protocol: object) -> Any:
             vars(self)["pending"].recorder.look(self)
             return self.__reduce_ex__(protocol)
 
@@ -182,7 +182,7 @@ def stacked(images: Sequence[Any]) -> Tensor | None:
     return batch
 
 
-def collate_deferred(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Tensor:
+def collate_deferred(batch: Sequence[Any], *, collate_fn_map: object = None) -> Tensor:
     """Collate tensors as torch does, if the first one is deferred."""
     together = stacked(list(batch))
     if together is not None:

@@ -74,7 +74,7 @@ class DeviceCopies:
     def __bool__(self) -> bool:
         return bool(self._device_copies or self._noticed)
 
-    def offer(self, host: Tensor, device_copy: Tensor, mark: Any) -> None:
+    def offer(self, host: Tensor, device_copy: Tensor, mark: object) -> None:
         if len(self._device_copies) >= MOST_COPIES:
             self._device_copies.pop(next(iter(self._device_copies)))
         self._device_copies[id(host)] = (weakref.ref(host), host._version, device_copy, mark)
@@ -231,7 +231,7 @@ def return_device_copies(device_copies: DeviceCopies, ledger: Any) -> None:
     ledger.set(Tensor, "cuda", cuda)
 
 
-def device_of(target: Any) -> torch.device | None:
+def device_of(target: Tensor) -> torch.device | None:
     """Return the CUDA device that a target names, with its index, or None for anything else."""
     if isinstance(target, bool) or not isinstance(target, (int, str, torch.device)):
         return None

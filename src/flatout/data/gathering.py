@@ -52,7 +52,7 @@ def gathered(
     entering = [_images(columns[cell.column], cell) for cell in sources]
     numbers = _drawn(pipelines, program, entering, len(rows))
 
-    def finish(results: Sequence[CallResult], *, collate_fn_map: Any = None) -> Any:
+    def finish(results: Sequence[CallResult], *, collate_fn_map: object = None) -> Any:
         turn = results[0].number
         pipeline = pipelines.found[program.calls[turn][0]]
         if pipeline.lowered is None:
@@ -62,7 +62,7 @@ def gathered(
             return to_host(batch)
         return collate(after(pipeline.lowered, batch.cpu()), collate_fn_map=default_collate_fn_map)
 
-    def copied(cells: Sequence[Cell], *, collate_fn_map: Any = None) -> Tensor:
+    def copied(cells: Sequence[Cell], *, collate_fn_map: object = None) -> Tensor:
         return to_host(columns[cells[0].column])
 
     return collate([structure], collate_fn_map={Cell: copied, CallResult: finish, **default_collate_fn_map})

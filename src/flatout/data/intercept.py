@@ -55,7 +55,7 @@ class Keyword:
     def __init__(self, transform: Callable[..., Any]) -> None:
         self.transform = transform
 
-    def __call__(self, image: Any) -> Any:
+    def __call__(self, image: object) -> Any:
         return self.transform(image=image)["image"]
 
 

@@ -159,7 +159,7 @@ def _made_by(value: object) -> tuple[TransformPipeline | None, int]:
     return None, 0
 
 
-def _reads_pixels_alone(step: Any) -> bool:
+def _reads_pixels_alone(step: object) -> bool:
     """Return whether a step is a torchvision transform that runs no function of the program."""
     inner = getattr(step, "transforms", ())
     return name_of(step)[3:] not in ("", "Lambda") and all(

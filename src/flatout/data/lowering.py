@@ -238,7 +238,7 @@ def extended(before: Lowered, transform: object, light: bool = False) -> Lowered
     )
 
 
-def _left(step: Any) -> str:
+def _left(step: object) -> str:
     return f'{type(step).__name__} runs on single images, because the value is "light"'
 
 

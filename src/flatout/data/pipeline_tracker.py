@@ -188,7 +188,7 @@ def _turn_off(pipeline: TransformPipeline, reasons: list[str]) -> None:
         )
 
 
-def _tried(collate: Callable[[Any], Any], samples: Any) -> None:
+def _tried(collate: Callable[[Any], Any], samples: object) -> None:
     """Collate a few samples to observe collation. Errors are ignored: it may need more samples."""
     try:
         collate(samples)

@@ -176,7 +176,7 @@ class Pipelines:
         ]
 
 
-def _kind(step: Any) -> str:
+def _kind(step: object) -> str:
     return f"{type(step).__module__}.{type(step).__qualname__}"
 
 

@@ -92,7 +92,7 @@ class KeptSamples:
         """Return whether the data set has changed, or may have, since samples were kept."""
         return self.contents is None or self.contents.changed()
 
-    def pipelines_are(self, signature: Any, pipelines: Pipelines) -> bool:
+    def pipelines_are(self, signature: object, pipelines: Pipelines) -> bool:
         """In a worker, return whether these pipelines have this signature and can replay the samples."""
         self.pipelines = pipelines
         return bool(pipelines.signature() == signature)

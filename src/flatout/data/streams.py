@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from torch.utils.data import DataLoader, Dataset
+    from torch import Generator
+    from torch.utils.data import DataLoader, Dataset, Sampler
 
 DEEPEST = 6
 MANY = 64  # entries of longer lists are data
@@ -129,7 +130,7 @@ def _is_generator(value: object) -> bool:
     return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
 
 
-def _state_of(generator: Any) -> Any:
+def _state_of(generator: Generator) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
     return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
@@ -196,7 +197,7 @@ def seeds_itself(loader: DataLoader) -> bool:
     return bool(loader.worker_init_fn is not None or loader.persistent_workers)
 
 
-def has_own_order(sampler: Any, batch_sampler: Any) -> bool:
+def has_own_order(sampler: Sampler, batch_sampler: object) -> bool:
     """Return whether the sample order comes from the script's code or is drawn step by step.
 
     If the script's generator draws it step by step, other draws may depend on the order, or the order on the
@@ -205,7 +206,7 @@ def has_own_order(sampler: Any, batch_sampler: Any) -> bool:
     return bool(own_order(sampler, batch_sampler))
 
 
-def own_order(sampler: Any, batch_sampler: Any) -> str:
+def own_order(sampler: Sampler, batch_sampler: object) -> str:
     """Return the class name of the sampler of such an order, or an empty string for a plain order."""
     plain = (type(None), list, tuple, range)
     return next(
@@ -219,7 +220,7 @@ def own_order(sampler: Any, batch_sampler: Any) -> str:
     )
 
 
-def _draws_as_it_goes(sampler: Any) -> bool:
+def _draws_as_it_goes(sampler: Sampler) -> bool:
     """Return whether a RandomSampler draws repeatedly from its own generator.
 
     It does with replacement, or for more samples than the data set has.

@@ -178,7 +178,7 @@ class ProfiledProgram:
         record.loaders = [LoaderSeen.from_json(seen) for seen in watched["loaders"]]
 
     def _listen(
-        self, trial: Trial, probe: str, ticks: int, fewest: int = 0, **requested: Any
+        self, trial: Trial, probe: str, ticks: int, fewest: int = 0, **requested: object
     ) -> dict[str, Any]:
         """The record of a probe over ``ticks`` ticks.
 

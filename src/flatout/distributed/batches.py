@@ -118,7 +118,7 @@ class RankBatches:
         host, worker = self.host, self.torch.utils.data.get_worker_info
 
         @wraps(fetch)
-        def fetch_by_itself(fetcher: Any, index: object) -> Any:
+        def fetch_by_itself(fetcher: object, index: object) -> Any:
             if worker() is not None:  # its iterator seeds it, differently on each rank
                 return fetch(fetcher, index)
             with host.own():

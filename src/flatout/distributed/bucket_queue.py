@@ -37,7 +37,7 @@ class Traffic:
 class BucketQueue:
     """One exchange: call ``leave`` for each bucket, then ``arrive``. ``group``: of ranks, None for all."""
 
-    def __init__(self, torch: ModuleType, wire: GradientCodec, group: Any = None) -> None:
+    def __init__(self, torch: ModuleType, wire: GradientCodec, group: object = None) -> None:
         self.torch, self.wire, self.group = torch, wire, group
         self.sent_bytes = self.collectives = 0
         self._device = "cpu"

@@ -25,6 +25,7 @@ from flatout.distributed.rendezvous import join
 from flatout.distributed.single_process import must_be_the_rank, one_device, one_process
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn import Module
 
 NAME = "data_parallel"
@@ -182,7 +183,9 @@ class DataParallelScript(GradientExchange):
         divided, torch = self, self.torch
 
         @wraps(backward)
-        def backward_divided(tensors: Any, grad_tensors: Any = None, *args: object, **kwargs: object) -> Any:
+        def backward_divided(
+            tensors: list[Tensor], grad_tensors: object = None, *args: object, **kwargs: object
+        ) -> Any:
             if divided.in_backward or not divided.joined or divided.batches.share is None:
                 return backward(tensors, grad_tensors, *args, **kwargs)
             losses = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)

@@ -49,7 +49,7 @@ class DTensorInterop:
         self.spoken = {getattr(tensor, name) for name in SPOKEN}
         mixing = self
 
-        def function(cls: Any, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        def function(cls: object, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
             return mixing._called(func, args, kwargs or {})
 
         ledger.set(DTensor, "__torch_function__", classmethod(function))
@@ -81,7 +81,7 @@ class DTensorInterop:
         found.register_hook(lambda gradient: gradient / self.world)
         return found
 
-    def part_of(self, whole: Any, like: Any) -> Any:
+    def part_of(self, whole: Tensor, like: object) -> Any:
         """This rank's part of a whole tensor, sharded as ``like``; it keeps no memory of the whole."""
         with self.plainly(), self.torch.no_grad():
             made = self.torch.zeros_like(like, dtype=whole.dtype)
@@ -98,7 +98,7 @@ class DTensorInterop:
         rows, ranks = like.shape[0], mesh.size(dim)
         return min(rows, -(-rows // ranks) * mesh.get_local_rank(dim))
 
-    def stand_in(self, whole: Any, divided: Any) -> None:
+    def stand_in(self, whole: Tensor, divided: object) -> None:
         """Empty a weight that may still be referenced, and make it a stand-in for the sharded one."""
         whole.data = whole.data.new_empty(0)
         vars(whole).clear()
@@ -222,7 +222,7 @@ class DTensorInterop:
                 memo[id(tensor)] = copy.deepcopy(self.whole(tensor))
         return memo[id(tensor)]
 
-    def _entries_set(self, tensor: Tensor, where: Any, value: object) -> None:
+    def _entries_set(self, tensor: Tensor, where: object, value: object) -> None:
         """``weight[where] = value``: torch would write to a copy of the other ranks' rows."""
         with self.torch.no_grad():
             whole = self.whole(tensor).detach()

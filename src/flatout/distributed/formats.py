@@ -129,7 +129,7 @@ class Formats:
         formats = self
 
         @wraps(really)
-        def reduce_without_ranks(module: Module, protocol: Any) -> Any:
+        def reduce_without_ranks(module: Module, protocol: object) -> Any:
             answer = really(module, protocol)
             if not isinstance(answer, tuple) or len(answer) < 3 or not isinstance(answer[2], dict):
                 return answer
@@ -158,7 +158,7 @@ class Formats:
         return plain
 
 
-def _is_ours(hook: Any) -> bool:
+def _is_ours(hook: object) -> bool:
     """Whether a hook is FSDP2's or flatout's; torch wraps some in an object with the function in ``hook``."""
     function = getattr(hook, "hook", hook)
     module = getattr(function, "__module__", None) or ""

@@ -103,7 +103,7 @@ class ScriptDdp:
             if replace(goal, broadcast_when_changed=False) != replace(before, broadcast_when_changed=False):
                 self._remake(ddp)
 
-    def _sound(self, ddp: Any) -> DdpSettings:
+    def _sound(self, ddp: object) -> DdpSettings:
         """The settings that are safe from now on.
 
         Some are safe only after observed passes that show that results do not change.
@@ -187,7 +187,7 @@ class ScriptDdp:
             ddp.register_comm_hook(wire if wire.remembers else None, self.hook)
             ddp._comm_hooks.pop()  # a pickled module must not contain our hook
 
-    def give_way(self, ddp: Any) -> None:
+    def give_way(self, ddp: object) -> None:
         """The script registers a hook, and torch accepts only one."""
         if self.now != AS_IT_IS:
             self.now = AS_IT_IS

@@ -29,7 +29,7 @@ def one_device(torch: ModuleType, ledger: Ledger) -> None:
 
     @wraps(init)
     def init_on_one_device(
-        self: Any, module: Module, device_ids: Any = None, output_device: Any = None, dim: int = 0
+        self: object, module: Module, device_ids: Any = None, output_device: object = None, dim: int = 0
     ) -> None:
         if torch.cuda.is_available():
             named = [

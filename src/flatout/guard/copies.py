@@ -86,7 +86,7 @@ def rates_of(parameters: list[Any]) -> list[float]:
     return [SHARPENING * max(size, 0.1 * common) for size in sizes]
 
 
-def adam(p: Any, grad: Tensor, rate: float, moments: list[Any], at: int, torch: ModuleType) -> None:
+def adam(p: Tensor, grad: Tensor, rate: float, moments: list[Any], at: int, torch: ModuleType) -> None:
     """Adam without an optimizer object, which would count as one of the program's."""
     with torch.no_grad():
         moments[0].lerp_(grad, 0.1)

@@ -16,6 +16,7 @@ from flatout.guard.captured_steps import perturb_weights
 from flatout.guard.copies import mapped
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
 
@@ -93,5 +94,5 @@ class _Rounded:
         )
 
 
-def _is_matrix(p: Any) -> bool:
+def _is_matrix(p: Tensor) -> bool:
     return bool(p.dim() >= 2 and p.is_floating_point() and p.element_size() >= 4)

@@ -16,6 +16,7 @@ from typing import Any
 
 from flatout.guard.captured_steps import StepResults
 from flatout.guard.resolution import fineness
+from flatout.guard.whole_batch import in_whole_batch
 from flatout.measure.parity import relative_distance
 
 # bfloat16's unit in the last place. Noise of that size on every gradient: 1.1e-3 to 1.7e-3; 8-bit gradients:
@@ -48,7 +49,6 @@ MOVES = 256.0
 # (a GPT, bfloat16).
 SURE = 10.0
 USABLE_ANSWER = 0.5
-CHANCE = 2.0  # standard deviations of the cosine of two independent vectors
 USABLE_REFERENCE = 1e-2  # beyond this, float32 and float64 drew other random numbers, or the maths is chaotic
 
 
@@ -265,26 +265,6 @@ def _parameters(
         f"the gradient of the worst parameter differs by {worst[1]:.2g} (relative) from the plain one; "
         f"between batches it differs by {worst[3]:.2g}",
     )
-
-
-def in_whole_batch(errors: Sequence[Sequence[Any]], share: float) -> float:
-    """The error of a whole batch as a multiple of the error of a ``share`` of it.
-
-    ``errors``: those of each step, per parameter. Errors that differ from sample to sample shrink with the
-    square root of the number of samples. What two steps have in common does not: it is their mean product,
-    less what independent errors of as many elements have in common by chance.
-    """
-    squares = [sum(float(e.double().square().sum()) for e in step if e is not None) for step in errors]
-    total = sum(squares) / len(squares)
-    if share == 1.0 or len(errors) < 2 or not 0.0 < total < math.inf:
-        return 1.0
-    products = [
-        sum(float((a * b).sum()) for a, b in zip(one, other, strict=True) if a is not None and b is not None)
-        for one, other in pairwise(errors)
-    ]
-    elements = sum(e.numel() for e in errors[0] if e is not None)
-    common = sum(products) / len(products) / total - CHANCE / math.sqrt(max(1, elements))
-    return math.sqrt(share + (1.0 - share) * min(1.0, max(0.0, common)))
 
 
 def _updates(

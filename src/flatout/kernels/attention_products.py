@@ -64,7 +64,7 @@ def product(
 
 
 def _baddbmm(
-    see: ArgumentReader, added: Any, q: Tensor, k: Tensor, beta: Any, alpha: Any
+    see: ArgumentReader, added: object, q: Tensor, k: Tensor, beta: object, alpha: object
 ) -> AttentionForm | None:
     form, share, scale = product(see, "bmm", (q, k), {}), see.number(beta), see.number(alpha)
     if form is None or share not in (0, 1) or scale is None or not 0 < scale < math.inf:

@@ -90,6 +90,6 @@ def why_not_outputs(leaves: list[Any], sources: list[Any]) -> str:
     return ""
 
 
-def tensors_of(nest: Any) -> list[Any]:
+def tensors_of(nest: object) -> list[Any]:
     """The tensors in containers, in order."""
     return [leaf for leaf in _pytree.tree_leaves(nest) if isinstance(leaf, torch.Tensor)]

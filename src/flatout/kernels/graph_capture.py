@@ -26,7 +26,7 @@ class CaptureState:
 
 
 @contextmanager
-def capture(graph: Any, device: Device, pool: Any) -> Iterator[None]:
+def capture(graph: object, device: Device, pool: object) -> Iterator[None]:
     """Record the launches of the body on ``device`` into ``graph``.
 
     Raises the error of CUDA or torch if that fails. Other threads may use the device meanwhile

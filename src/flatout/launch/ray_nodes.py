@@ -69,7 +69,7 @@ class RayNodes:
         found: list[Any] = self._ray.wait(list(begun), num_returns=1, timeout=within_s)[0]
         return found
 
-    def answer(self, begun: Any) -> str:
+    def answer(self, begun: object) -> str:
         """Return the answer of a task. Raises NodeLost, or FlatoutError with the error of a failed task."""
         self._begun.remove(begun)
         try:
@@ -82,7 +82,7 @@ class RayNodes:
             raise FlatoutError((said.strip().splitlines() or [f"it exited with code {code}"])[-1][:300])
         return str(text)
 
-    def give_up(self, begun: Any) -> None:
+    def give_up(self, begun: object) -> None:
         """Cancel a task."""
         if begun in self._begun:
             self._begun.remove(begun)

@@ -181,7 +181,7 @@ def _missing(torch: ModuleType, key: str) -> Iterator[tuple[Any, Kernel]]:
                 yield op, kernel_of(torch, op, key)
 
 
-def _in_float32(torch: ModuleType, op: Any, key: str) -> Kernel:
+def _in_float32(torch: ModuleType, op: object, key: str) -> Kernel:
     """A kernel that converts half precision to float32."""
     again, halves, float32, plain = (
         _without_autocast(torch, op, key),
@@ -198,7 +198,7 @@ def _in_float32(torch: ModuleType, op: Any, key: str) -> Kernel:
     return kernel
 
 
-def _in_widest(torch: ModuleType, op: Any, key: str) -> Kernel:
+def _in_widest(torch: ModuleType, op: object, key: str) -> Kernel:
     """A kernel that converts half precision to float32 if another input is float32."""
     again, convert, float32, plain = (
         _without_autocast(torch, op, key),

@@ -69,7 +69,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def _lay_out(context: TrainingContext, layout: Any) -> None:
+def _lay_out(context: TrainingContext, layout: object) -> None:
     """Convert parameters, gradients and optimizer state together.
 
     A fused optimizer walks all of them in memory order.
@@ -87,7 +87,7 @@ def _lay_out(context: TrainingContext, layout: Any) -> None:
                         state[key] = held.contiguous(memory_format=layout)
 
 
-def _as(torch: ModuleType, thing: object, layout: Any) -> Any:
+def _as(torch: ModuleType, thing: object, layout: object) -> Any:
     return (
         thing.contiguous(memory_format=layout)
         if isinstance(thing, torch.Tensor) and thing.dim() == 4 and thing.is_floating_point()

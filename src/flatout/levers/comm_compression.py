@@ -89,7 +89,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def _send_by(context: TrainingContext, way: Any, ledger: Ledger) -> None:
+def _send_by(context: TrainingContext, way: object, ledger: Ledger) -> None:
     from flatout.distributed.script_ddp import change
 
     if why := _why_not(context):

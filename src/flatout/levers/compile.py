@@ -115,7 +115,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     return ledger.restore
 
 
-def _parts(module: Module, outside: set[int], missing: Any) -> list[Any]:
+def _parts(module: Module, outside: set[int], missing: object) -> list[Any]:
     """The largest parts of a module that contain no excluded module, each with more than one layer.
 
     A container that is never called has no forward.
@@ -140,7 +140,7 @@ def _passes(passes: list[Any]) -> Any:
     held = tuple(passes)
 
     class Passes(CustomGraphPass):
-        def __call__(self, graph: Any) -> None:
+        def __call__(self, graph: object) -> None:
             for each in held:
                 each(graph)
 

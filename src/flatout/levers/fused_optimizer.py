@@ -34,6 +34,7 @@ from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.optim import Optimizer
 
     from flatout.schema.program import Ledger, TrainingContext
@@ -93,7 +94,7 @@ def _chosen(optimizer: Optimizer) -> str:
     )
 
 
-def _is_plain(torch: ModuleType, p: Any) -> bool:
+def _is_plain(torch: ModuleType, p: Tensor) -> bool:
     return bool(p.is_floating_point() and p.layout == torch.strided)
 
 

@@ -158,7 +158,7 @@ def _played(
         context.asleep = asleep
 
 
-def _tensors(torch: ModuleType, nest: Any) -> list[Any]:
+def _tensors(torch: ModuleType, nest: object) -> list[Any]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(nest) if isinstance(leaf, torch.Tensor)]
 
 

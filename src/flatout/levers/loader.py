@@ -88,7 +88,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     def change(dataset: Dataset, arguments: dict[str, Any]) -> dict[str, Any]:
         return _change(dataset, arguments, value)
 
-    def fed(loader: DataLoader, asked: dict[str, Any], feed: Any) -> Any:
+    def fed(loader: DataLoader, asked: dict[str, Any], feed: object) -> Any:
         return _feed(context, loader, asked, feed, value)
 
     context.change_loaders(change, ledger)
@@ -189,7 +189,7 @@ def _moves_alone(torch: ModuleType, args: tuple, kwargs: dict[str, Any]) -> bool
     return _is_cuda(torch, args[0] if args else kwargs["device"])
 
 
-def _is_cuda(torch: ModuleType, target: Any) -> bool:
+def _is_cuda(torch: ModuleType, target: Tensor) -> bool:
     if isinstance(target, torch.device):
         return bool(target.type == "cuda")
     return (isinstance(target, int) and not isinstance(target, bool)) or (
@@ -205,7 +205,7 @@ def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
         collate = arguments.get("collate_fn") or default_collate
 
-        def brighter(samples: Any) -> Any:
+        def brighter(samples: object) -> Any:
             batch = collate(samples)
             if isinstance(batch, (list, tuple)) and batch[0].is_floating_point():
                 batch[0].add_(0.25)

@@ -88,7 +88,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def _share(name: str, share: Any) -> float:
+def _share(name: str, share: object) -> float:
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
         raise TypeError(f"{name} of recompute must be above 0 and at most 1, not {share!r}")
     return float(share)

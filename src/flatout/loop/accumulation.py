@@ -83,7 +83,7 @@ class Accumulation:
             self._correct(parameters, total)
         return sum(loss * (weight / total) for loss, weight in zip(self._losses, self._weights, strict=True))
 
-    def _correct(self, parameters: list[Any], total: Any) -> None:
+    def _correct(self, parameters: list[Any], total: object) -> None:
         """Rescale gradients from the estimated total to ``total``, which becomes the new estimate."""
         gradients = [
             p.grad if self.divided is None else self.divided.local(p.grad)

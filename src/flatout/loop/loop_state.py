@@ -218,7 +218,9 @@ def _copy_buffers(torch: ModuleType, module: Module, buffers: Mapping[str, Any])
                 own[name].copy_(value)
 
 
-def _compare(torch: ModuleType, saved: Any, now: Any, where: str, differs: Callable[[str], None]) -> None:
+def _compare(
+    torch: ModuleType, saved: object, now: object, where: str, differs: Callable[[str], None]
+) -> None:
     """Report every place where the restored value differs from the saved one.
 
     A load_state_dict may cast, round or omit values.

@@ -30,7 +30,7 @@ class Masters:
     ``together``: ranks exchange gradients inside backward.
     """
 
-    def __init__(self, torch: ModuleType, optimizer: Optimizer, dtype: Any, together: bool) -> None:
+    def __init__(self, torch: ModuleType, optimizer: Optimizer, dtype: object, together: bool) -> None:
         self.torch, self.optimizer, self.together = torch, optimizer, together
         self.pairs: list[tuple[Any, Any]] = []
         for group in optimizer.param_groups:
@@ -49,7 +49,7 @@ class Masters:
         torch: ModuleType,
         optimizer: Optimizer,
         parameters: list[Any],
-        dtype: Any,
+        dtype: object,
         name: str,
         together: bool,
     ) -> Masters:
@@ -74,7 +74,7 @@ class Masters:
         HELD[optimizer] = found
         return found
 
-    def own_of(self, master: Any) -> Any:
+    def own_of(self, master: object) -> Any:
         """The model's parameter of a copy; any other tensor unchanged."""
         return next((p for p, each in self.pairs if each is master), master)
 

@@ -164,11 +164,11 @@ class PipelineParallel:
             self._made[count, size] = kind(stage, count, loss_fn=self._loss, scale_grads=False)
         return self._made[count, size]
 
-    def _call(self, model: Module, part: Any) -> Any:
+    def _call(self, model: Module, part: object) -> Any:
         assert self._loss_fn is not None  # a step has begun
         return self._loss_fn(model, part)
 
-    def _input(self, part: Any) -> tuple[Any]:
+    def _input(self, part: object) -> tuple[Any]:
         def ask(*args: object, **kwargs: object) -> Any:
             raise _Asked(args, kwargs)
 

@@ -26,7 +26,7 @@ class RankGroup:
         self.rank, self.ranks = self.members.index(torch.distributed.get_rank()), len(members)
         self._group = group_of(torch.distributed, tuple(members))
 
-    def metadata(self, words: Any) -> Any:
+    def metadata(self, words: object) -> Any:
         """Broadcast a JSON value from the first rank."""
         return self._gathered_info(words if self.rank == 0 else None)[0]
 

@@ -173,7 +173,7 @@ class LoopRanks:
         """The maximum of each number over all ranks."""
         return self._largest(values, self.torch.float64)
 
-    def _largest(self, values: Sequence[Any], dtype: Any = None) -> Any:
+    def _largest(self, values: Sequence[Any], dtype: object = None) -> Any:
         return self._exchanged(lambda: largest(self.torch, self._group, values, dtype))
 
     def _words(self, said: str) -> str:
@@ -217,7 +217,7 @@ def exchanged(exchange: Callable[[], Any], otherwise: str) -> Any:
         ) from None
 
 
-def largest(torch: ModuleType, group: Any, values: Sequence[Any], dtype: Any = None) -> list[Any]:
+def largest(torch: ModuleType, group: object, values: Sequence[Any], dtype: object = None) -> list[Any]:
     """The maximum of each number over a CPU group. Raises RuntimeError if a rank is gone."""
     numbers = torch.tensor(values, dtype=dtype, device="cpu")
     torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, group=group)
@@ -225,7 +225,7 @@ def largest(torch: ModuleType, group: Any, values: Sequence[Any], dtype: Any = N
     return found
 
 
-def gathered_info(torch: ModuleType, group: Any, ranks: int, what: object) -> list[Any]:
+def gathered_info(torch: ModuleType, group: object, ranks: int, what: object) -> list[Any]:
     """Gather one JSON value from each rank of a CPU group. Raises RuntimeError if a rank is gone.
 
     torch's own object collectives use pickle, which executes what it receives.

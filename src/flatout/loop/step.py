@@ -50,7 +50,7 @@ class Step:
         lr: float,
         samples: int,
         parts: int,
-        grad_norm: Any,
+        grad_norm: object,
         metrics: dict[str, Any],
         skipped: str,
         ends_epoch: bool | None,

@@ -17,7 +17,6 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from flatout.measure.clock import Clock, HostClock, clock_for
 from flatout.measure.load import busy_cores
@@ -249,7 +248,7 @@ def main(out: str, folder: str) -> None:
 
     with open(out, "a", encoding="utf-8") as file:
 
-        def write(**record: Any) -> None:
+        def write(**record: object) -> None:
             file.write(json.dumps(record) + "\n")
             file.flush()
 

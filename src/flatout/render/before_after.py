@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from flatout.render.formatting import (
     NOTHING,
@@ -121,7 +120,7 @@ def parts(side: ProgramFigures) -> list[PhasePart]:
     ]
 
 
-def _part(name: str, phase: Any, step_ms: float | None) -> PhasePart | None:
+def _part(name: str, phase: object, step_ms: float | None) -> PhasePart | None:
     def read(key: str) -> float | None:
         return drawable(phase.get(key) if isinstance(phase, Mapping) else getattr(phase, key, None))
 

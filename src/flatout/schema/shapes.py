@@ -17,7 +17,7 @@ class ShapeMismatch:
 MISFIT = ShapeMismatch()
 
 
-def fitted(value: object, shape: Any) -> Any:
+def fitted(value: object, shape: object) -> Any:
     """Return the value without the parts that do not fit, or MISFIT if the value itself does not fit."""
     if isinstance(shape, list):
         return (

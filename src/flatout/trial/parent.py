@@ -154,7 +154,7 @@ class Trial:
         self.ticks_done += answer["ticks"]
         return answer
 
-    def listen(self, probe: str, deadline_s: float, **requested: Any) -> dict[str, Any]:
+    def listen(self, probe: str, deadline_s: float, **requested: object) -> dict[str, Any]:
         """Run some ticks with a probe of ``trial.probes``.
 
         Returns its results with the ticks' milliseconds as ``ms``, or ``why_not``. Some probes also report

@@ -160,7 +160,7 @@ class TrackedStep(Worker):
     def _gone(self, block: MemoryBlock) -> None:
         self.blocks.give_back(block)
 
-    def _are(self, tensors: Any, kind: str) -> None:
+    def _are(self, tensors: list[Tensor], kind: str) -> None:
         assert self.pretended is not None
         for tensor in tensors:
             block = self.pretended.block_of(tensor) if tensor is not None else None

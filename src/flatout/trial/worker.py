@@ -160,7 +160,7 @@ class Worker(WorkerCommands):
         self._pass_on("exchange_begin")
         self.phases.begin("exchange")
 
-    def exchange_end(self, traffic: Any) -> None:
+    def exchange_end(self, traffic: object) -> None:
         self.phases.end("exchange")
         self._pass_on("exchange_end", traffic)
 

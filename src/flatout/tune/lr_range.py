@@ -188,7 +188,7 @@ class Ranging:
         return {**recorded, "warmup": int(ready["ticks"])}
 
     def _listen(
-        self, trial: Trial, request: OptimizerOption, ticks: int, longest_s: float, **requested: Any
+        self, trial: Trial, request: OptimizerOption, ticks: int, longest_s: float, **requested: object
     ) -> dict[str, Any]:
         in_place = {} if request.name == OWN else {"optimizer": request.name, "options": request.options}
         return trial.listen(

@@ -87,7 +87,7 @@ class ClockHooks:
         @wraps(really)
         # called often: torch imports in each step
         def imports(
-            name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
+            name: str, globals: Any = None, locals: object = None, fromlist: object = (), level: int = 0
         ) -> Any:
             found = really(name, globals, locals, fromlist, level)
             if name != "datetime" or globals is None or not is_users(globals.get("__file__") or ""):

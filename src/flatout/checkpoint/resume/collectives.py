@@ -137,7 +137,7 @@ class Collectives:
 
     def _info_of_one(self, really: Callable) -> Callable:
         @wraps(really)
-        def tell(group: Any, *args: object, **kwargs: object) -> Any:
+        def tell(group: object, *args: object, **kwargs: object) -> Any:
             if self.value_log.observes:
                 self._why_not["its ranks use point-to-point communication"] = None
             return really(group, *args, **kwargs)
@@ -218,7 +218,7 @@ def _rebuild(wrapper: Any, buckets: list[list[int]]) -> None:
 class Done:
     """Stands in for the work handle of a skipped collective."""
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: object = None) -> bool:
         return True
 
     def is_completed(self) -> bool:

@@ -192,7 +192,7 @@ class FakeOperators(FakeResults):
         targets: Iterable[Any],
         args: tuple,
         kwargs: dict[str, Any],
-        result: Any,
+        result: object,
     ) -> Any:
         targets = list(targets)
         others = [each for each in (*args, *kwargs.values()) if not any(each is target for target in targets)]

@@ -143,7 +143,7 @@ class FakeResults:
             if isinstance(target, torch.Tensor):
                 self._becomes(target, NOWHERE)
 
-    def _becomes(self, target: Any, sources: frozenset[Any]) -> None:
+    def _becomes(self, target: Tensor, sources: frozenset[Any]) -> None:
         """Replace a tensor that was written to by a fake tensor."""
         if type(target) is ReplayTensor:
             if sources:
@@ -153,7 +153,7 @@ class FakeResults:
                 self.memory.add(target.untyped_storage().data_ptr())
             self._swap(target, ReplayTensor(meta_of(target), sources))
 
-    def _swap(self, target: Any, other: object) -> None:
+    def _swap(self, target: Tensor, other: object) -> None:
         try:
             torch.utils.swap_tensors(target, other)
         except RuntimeError:  # weakly referenced: it stays real, and the resume point detects the change
@@ -174,7 +174,7 @@ class FakeResults:
             return tensor.grad_fn
         return GradFn() if tensor.sources else None
 
-    def _hook(self, tensor: Tensor, hook: Any) -> Any:
+    def _hook(self, tensor: Tensor, hook: object) -> Any:
         if type(tensor) is not ReplayTensor:
             return tensor.register_hook(hook)
         return Handle()
@@ -183,7 +183,7 @@ class FakeResults:
         self,
         tensor: Tensor,
         gradient: Tensor = None,
-        retain_graph: Any = None,
+        retain_graph: object = None,
         create_graph: bool = False,
         inputs: object = None,
     ) -> None:

@@ -31,7 +31,7 @@ class ReplayTensor(torch.Tensor):
     sources: frozenset[Any]
 
     @staticmethod
-    def __new__(cls: Any, meta: tuple[Any, ...], sources: frozenset[Any] = NOWHERE) -> Any:
+    def __new__(cls: object, meta: tuple[Any, ...], sources: frozenset[Any] = NOWHERE) -> Any:
         made = torch.Tensor._make_wrapper_subclass(
             cls, meta[0], strides=meta[1], dtype=meta[2], device=meta[3]
         )
@@ -67,7 +67,7 @@ def dense(shape: list[int], dtype: str, device: str) -> Any:
     return whole(tuple(shape), getattr(torch, dtype), torch.device(device))
 
 
-def whole(size: tuple[int, ...], dtype: Any, device: Device) -> Any:
+def whole(size: tuple[int, ...], dtype: object, device: Device) -> Any:
     """Return a contiguous fake tensor."""
     return ReplayTensor((size, without_gaps(size), dtype, device))
 

@@ -74,7 +74,7 @@ class Files(ReplayedFiles):
             sqlite3, "connect", self._reaches_out(sqlite3.connect, "it uses an SQLite database", always=True)
         )
 
-    def _observed_too(self, writer: Any) -> None:
+    def _observed_too(self, writer: object) -> None:
         for name in ("save_file", "save_model"):
             self._ledger.set(writer, name, self._saved(getattr(writer, name)))
 
@@ -108,7 +108,7 @@ class Files(ReplayedFiles):
 
     def _opened(self, really: Callable) -> Callable:
         @wraps(really)
-        def hooked_open(file: Any, mode: Any = "r", *args: object, **kwargs: object) -> Any:
+        def hooked_open(file: object, mode: object = "r", *args: object, **kwargs: object) -> Any:
             key = self._observes(file)
             if key is None:
                 return really(file, mode, *args, **kwargs)
@@ -139,8 +139,8 @@ class Files(ReplayedFiles):
         @wraps(really)
         def mapped(
             kind: object,
-            filename: Any,
-            dtype: Any = "uint8",
+            filename: object,
+            dtype: object = "uint8",
             mode: str = "r+",
             *args: object,
             **kwargs: object,
@@ -159,7 +159,7 @@ class Files(ReplayedFiles):
         """Discard files that are written during a replay."""
 
         @wraps(really)
-        def dump(obj: Any, file: Any, *args: object, **kwargs: object) -> None:
+        def dump(obj: object, file: object, *args: object, **kwargs: object) -> None:
             if not (self.value_log.going and self.value_log.observes and file in self._open):
                 really(obj, file, *args, **kwargs)
 
@@ -177,7 +177,7 @@ class Files(ReplayedFiles):
 
     def _renamed(self, really: Callable) -> Callable:
         @wraps(really)
-        def rename(src: Any, dst: Any, **kwargs: object) -> None:
+        def rename(src: object, dst: object, **kwargs: object) -> None:
             key = self._observes(dst)
             if key is not None:
                 self._writes(key, "w")
@@ -208,7 +208,7 @@ class Files(ReplayedFiles):
 
     def _loaded(self, really: Callable) -> Callable:
         @wraps(really)
-        def load(f: Any, *args: object, **kwargs: object) -> Any:
+        def load(f: object, *args: object, **kwargs: object) -> Any:
             key = self._observes(f) if isinstance(f, (str, os.PathLike)) else None
             if key is not None:
                 self._read(key)

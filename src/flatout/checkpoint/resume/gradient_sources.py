@@ -109,7 +109,7 @@ class GradFn:
     def name(self) -> str:
         return "ReplayTensor"
 
-    def register_hook(self, hook: Any) -> Handle:
+    def register_hook(self, hook: object) -> Handle:
         return Handle()
 
     register_prehook = register_hook

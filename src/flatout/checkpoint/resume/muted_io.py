@@ -50,7 +50,7 @@ class MutedIO:
         return written
 
     def _within(self, connect: Callable) -> Callable:
-        def connect_here(socket: Any, address: Any) -> Any:
+        def connect_here(socket: object, address: object) -> Any:
             if self.on and isinstance(address, tuple) and not str(address[0]).startswith(HERE):
                 self.refuse(
                     f"the script connects to {address[0]} over the network, and the answer may differ from the first run"

@@ -47,7 +47,7 @@ from flatout.checkpoint.resume.users_objects import (
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Generator, Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
 
@@ -249,7 +249,7 @@ class _Walk:
                     f"{path}.{name}", value, users and own and not name.startswith(OF_OPTIMIZERS), depth
                 )
 
-    def _rows(self, path: str, values: Any, users: bool, depth: int) -> None:
+    def _rows(self, path: str, values: list[Any], users: bool, depth: int) -> None:
         self._note(path, f"{type(values).__name__} of {len(values)}", users)
         if len(values) > LONG and all(map(is_plain, list(values)[:64])):
             self._note(path, digest_of(values), users)
@@ -266,7 +266,7 @@ class _Walk:
             named = type(key) in (str, int, float, bool) and not is_address(key)
             self._visit(f"{path}[{key!r}]" if named else f"{path}[#{at}]", value, users, depth)
 
-    def _set(self, path: str, values: Any, users: bool, depth: int) -> None:
+    def _set(self, path: str, values: list[Any], users: bool, depth: int) -> None:
         if len(values) <= LONG and all(map(is_plain, values)):
             self._note(path, repr(sorted(map(spelled_name, values))), users)
 
@@ -281,7 +281,7 @@ class _Walk:
         self._visit(f"{path}.defaults", function.__defaults__, users, depth)
         self._visit(f"{path}.__dict__", vars(function), users, depth)
 
-    def _generator(self, path: str, generator: Any, users: bool, depth: int) -> None:
+    def _generator(self, path: str, generator: Generator, users: bool, depth: int) -> None:
         file = generator.gi_code.co_filename
         if generator.gi_frame is not None and (is_users(file) or file.endswith(CHECKPOINTS)):
             for name, value in variables_of(generator.gi_frame, always=True).items():
@@ -294,7 +294,7 @@ class _Walk:
             ):
                 self._visit(f"{path}.{name}", value, users, depth)
 
-    def _object(self, path: str, thing: Any, users: bool, depth: int) -> None:
+    def _object(self, path: str, thing: object, users: bool, depth: int) -> None:
         kind = type(thing)
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(thing, numpy.ndarray):

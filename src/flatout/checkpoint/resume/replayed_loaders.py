@@ -114,7 +114,7 @@ class ReplayedLoaders:
         value_log = self.value_log
 
         @wraps(really)
-        def hooked_fetch(fetcher: Any, index: object) -> Any:
+        def hooked_fetch(fetcher: object, index: object) -> Any:
             if not value_log.observes:
                 return really(fetcher, index)
             if value_log.going and by_index:

@@ -245,7 +245,7 @@ class ResumePoint:
         return trip
 
 
-def _in_place_of(there: Any, value: object) -> Any:
+def _in_place_of(there: object, value: object) -> Any:
     """Put the values into the existing tensor; return other kinds of values as they are."""
     if (
         not isinstance(there, torch.Tensor)

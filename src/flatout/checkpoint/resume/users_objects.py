@@ -59,7 +59,7 @@ def users_modules() -> Iterator[types.ModuleType]:
 _MODULES: dict[str, tuple[Any, bool]] = {}
 
 
-def _is_users_file(file: Any) -> bool:
+def _is_users_file(file: object) -> bool:
     return isinstance(file, str) and os.path.isabs(file) and is_users(file)
 
 

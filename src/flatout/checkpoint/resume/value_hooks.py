@@ -253,7 +253,7 @@ class ValueHooks(ClockHooks):
         """Wrap `where`: with only a condition, its result has one row per true element."""
 
         @wraps(really)
-        def where(condition: Any, *args: object, **kwargs: object) -> Any:
+        def where(condition: object, *args: object, **kwargs: object) -> Any:
             if args or kwargs or not self.value_log.observes:
                 return really(condition, *args, **kwargs)
             return self._shaped(really, sys._getframe(1).f_lasti, (condition,), {})

@@ -11,7 +11,6 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from flatout.diagnose.rule import section
 from flatout.schema.machine_snapshot import CheckResult, MachineSnapshot, Verdict
@@ -125,7 +124,7 @@ def _listed(needs: Sequence[str]) -> str:
     )
 
 
-def version(text: Any) -> tuple[int, ...] | None:
+def version(text: object) -> tuple[int, ...] | None:
     """``(2, 14, 1)`` for "2.14.1+cu130"; None if the text does not begin with a number."""
     found = re.match(r"\s*v?(\d+(?:\.\d+)*)", text if isinstance(text, str) else "")
     return tuple(int(part) for part in found[1].split(".")) if found else None

@@ -133,7 +133,7 @@ def _cuda(torch: ModuleType) -> dict[str, Any]:
 def main(path: str) -> None:
     with open(path, "a", encoding="utf-8") as file:
 
-        def write(**record: Any) -> None:
+        def write(**record: object) -> None:
             file.write(json.dumps(record) + "\n")
             file.flush()
 

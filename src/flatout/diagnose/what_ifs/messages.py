@@ -30,13 +30,13 @@ WRITERS = (
 class _DiscardingStream:
     """A stream wrapper that discards writes and passes everything else on."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: object) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
         return len(text)
 
-    def writelines(self, lines: Any) -> None:
+    def writelines(self, lines: object) -> None:
         pass
 
     def flush(self) -> None:

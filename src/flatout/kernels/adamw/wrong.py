@@ -12,14 +12,14 @@ reference: Any = module.adamw
 
 
 def decay_in_the_gradient(
-    parameters: list[Tensor], gradients: list[Tensor], *args: object, weight_decay: float, **more: Any
+    parameters: list[Tensor], gradients: list[Tensor], *args: object, weight_decay: float, **more: object
 ) -> tuple[Tensor, ...]:
     """Adam with L2, not AdamW."""
     mixed = [g + weight_decay * p for p, g in zip(parameters, gradients, strict=True)]
     return reference(parameters, mixed, *args, weight_decay=0.0, **more)
 
 
-def no_bias_correction(*args: object, step: int, **more: Any) -> tuple[Tensor, ...]:
+def no_bias_correction(*args: object, step: int, **more: object) -> tuple[Tensor, ...]:
     return reference(*args, step=10**6, **more)
 
 
@@ -40,20 +40,28 @@ def eps_inside_the_root(
     return (*shifted[: 2 * len(parameters)], *right[2 * len(parameters) :])
 
 
-def step_from_zero(*args: object, step: int, **more: Any) -> tuple[Tensor, ...]:
+def step_from_zero(*args: object, step: int, **more: object) -> tuple[Tensor, ...]:
     """Counts one step too few."""
     return reference(*args, step=max(step - 1, 1), **more)
 
 
 def moments_in_half(
-    parameters: list[Tensor], gradients: list[Tensor], means: list[Tensor], squares: list[Tensor], **more: Any
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    means: list[Tensor],
+    squares: list[Tensor],
+    **more: object,
 ) -> tuple[Tensor, ...]:
     """Stores the means in bfloat16."""
     return reference(parameters, gradients, [m.bfloat16().to(m.dtype) for m in means], squares, **more)
 
 
 def last_tensor_forgotten(
-    parameters: list[Tensor], gradients: list[Tensor], means: list[Tensor], squares: list[Tensor], **more: Any
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    means: list[Tensor],
+    squares: list[Tensor],
+    **more: object,
 ) -> tuple[Tensor, ...]:
     found = list(reference(parameters, gradients, means, squares, **more))
     found[len(parameters) - 1] = parameters[-1]

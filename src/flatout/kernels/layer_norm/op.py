@@ -168,7 +168,7 @@ def _threads(width: int) -> int:
 
 
 def _plain_forward(
-    shape: Any,
+    shape: object,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -198,7 +198,7 @@ def _plain_forward(
 
 
 def _plain_backward(
-    shape: Any,
+    shape: object,
     dy: Tensor,
     dh: Tensor | None,
     h: Tensor,

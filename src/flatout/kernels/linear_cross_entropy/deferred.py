@@ -194,12 +194,12 @@ class _Values(torch.autograd.Function):
     """A deferred tensor as an ordinary one, in the same place of the graph."""
 
     @staticmethod
-    def forward(ctx: Any, deferred: Tensor) -> Tensor:
+    def forward(ctx: object, deferred: Tensor) -> Tensor:
         assert isinstance(deferred, DeferredLogits)
         return deferred.compute().clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
         return gradient
 
 
@@ -298,11 +298,11 @@ def _rows(deferred: DeferredLogits) -> Tensor:
 
 def _loss_without_logits(
     input: object = None,
-    target: Any = None,
+    target: Tensor = None,
     weight: Tensor = None,
-    size_average: Any = None,
+    size_average: object = None,
     ignore_index: int = -100,
-    reduce: Any = None,
+    reduce: object = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:

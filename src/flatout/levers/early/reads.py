@@ -5,9 +5,8 @@ read of a value that exists at that moment need not wait for this work. In the f
 one-element value is recorded at these moments: the roots of the backward pass, and the values of the script's
 variables (``names.py``). After that, only values that were read are copied.
 
-Reads number 1, 2, 4, 8, ... of each value also run as torch's own read, and the results are compared. This
-finds values that are written in a way that torch does not count (``tensor.data``, a custom kernel); they are
-left alone.
+Reads number 1, 2, 4, 8, ... of each value also run as torch's own read. If the results differ, the value is
+written in a way that torch does not count (``tensor.data``, a custom kernel), and is left alone.
 """
 
 from __future__ import annotations

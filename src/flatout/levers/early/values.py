@@ -22,7 +22,7 @@ def names_the_host(args: tuple, kwargs: dict) -> bool:
     return str(args[0] if args else kwargs.get("device")) == "cpu"
 
 
-def tensors_in(nest: Any) -> Iterator[Any]:
+def tensors_in(nest: object) -> Iterator[Any]:
     if isinstance(nest, (list, tuple)):
         for part in nest:
             yield from tensors_in(part)

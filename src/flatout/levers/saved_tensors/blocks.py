@@ -75,7 +75,7 @@ def why_not(torch: ModuleType, block: Any) -> str:
     return ""
 
 
-def _is_scripts(hook: Any) -> bool:
+def _is_scripts(hook: object) -> bool:
     """Whether a hook belongs to the script. Modules that the script calls as roots have hooks of flatout."""
     return not type(getattr(hook, "__self__", None)).__module__.startswith("flatout.")
 

@@ -68,7 +68,7 @@ class Output:
 
     __slots__ = ("made", "make", "node")
 
-    def __init__(self, node: Any, make: Callable[[Any], Any]) -> None:
+    def __init__(self, node: object, make: Callable[[Any], Any]) -> None:
         self.node, self.make, self.made = node, make, None
 
     def value(self) -> Any:
@@ -162,7 +162,7 @@ class SavedTensorRederiver:
             return None
         return self._outputs.setdefault(node, Output(node, make))
 
-    def _chosen(self, node: Any, whole: Any) -> bool:
+    def _chosen(self, node: object, whole: Tensor) -> bool:
         """Whether this product is recomputed. A product no wider than its input saves nothing."""
         if node not in self._picked:
             if self.share <= 0 or whole.numel() <= _left_numel(node):
@@ -171,7 +171,7 @@ class SavedTensorRederiver:
             self._picked[node] = int(self._products * self.share) > int((self._products - 1) * self.share)
         return self._picked[node]
 
-    def _tried(self, node: Any, whole: Any) -> Callable[[Any], Any] | None:
+    def _tried(self, node: object, whole: Tensor) -> Callable[[Any], Any] | None:
         """The variant of the operation that reproduces this tensor bit for bit; None if there is none."""
         torch, known = self.torch, self._outputs.values()
         held = {id(output) for output in known if output.made is not None}
@@ -206,7 +206,7 @@ class SavedTensorRederiver:
         torch, device, dtype = self.torch, whole.device.type, whole.dtype
 
         def plainly(operation: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
-            def make(node: Any) -> Any:
+            def make(node: object) -> Any:
                 with torch.no_grad(), torch.autocast(device, enabled=False):
                     return operation(torch, node).to(dtype)
 

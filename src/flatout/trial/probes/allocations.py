@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.measure.clock import HostClock
 from flatout.measure.parity import tensors_in
 from flatout.trial.probes.probe import Probe
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MARK = "flatout: the recording begins"
 CUDA_BLOCK_BYTES = 512  # kMinBlockSize of torch's CUDACachingAllocator
@@ -93,7 +96,7 @@ def block_bytes(tensors: list[Any]) -> int:
     return sum(-(-size // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES for size in sizes.values())
 
 
-def storage_bytes(tensors: Any, device_type: str) -> int:
+def storage_bytes(tensors: list[Tensor], device_type: str) -> int:
     """Return the bytes of the storages of some tensors, each counted once."""
     places = {}
     for tensor in tensors:
