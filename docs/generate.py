@@ -7,6 +7,7 @@
     commands.md       every command and option, from click
     records.md        the fields of the JSON files that flatout writes
     doctor.md         the checks of the machine; templates.md: the examples, side by side
+    ../explanation/packages.md  which process runs which package, and which imports which
     ../benchmarks/    the pages that the benchmarks wrote
 """
 
@@ -29,6 +30,7 @@ RESULTS = HERE.parent / "bench" / "results"
 sys.path[:0] = [str(HERE)]
 
 import doctor_page  # noqa: E402
+import packages_page  # noqa: E402
 import templates_page  # noqa: E402
 
 from flatout.cli.main import GROUPS  # noqa: E402
@@ -103,6 +105,7 @@ def pages() -> dict[str, str]:
         "reference/records.md": records(),
         "reference/doctor.md": doctor_page.page(),
         "reference/templates.md": templates_page.page(),
+        "explanation/packages.md": packages_page.page(),
     }
     for shelf in SHELVES:
         made[f"reference/{shelf.folder}/index.md"] = index(shelf)

@@ -5,7 +5,7 @@ A folder holds ``reference.py`` (the definition in plain torch), ``in_triton.py`
 (variants that the gate must reject). Its ``__init__.py`` is the kernel's page. To add a kernel, add a folder
 and a line here. ``graph_*`` (CUDA graphs of a step) and ``attention_*`` need no kernel of our own.
 
-Runs in: the user's program; the gate in a child of `flatout kernel check`.
+Runs in: the user's program, and flatout.Loop; the gate in a child of `flatout kernel check`.
 Imports: torch and Triton, and no other package of flatout. This file loads neither.
 Start with: kernel.py (Kernel), gate.py, layer_norm/.
 """
