@@ -12,12 +12,15 @@ from flatout.measure.parity import tensors_in
 
 PLAYS = 17  # steps per judgement if steps are long
 LONGEST_PLAYS_S = 12.0  # beyond this time, only part of the samples is played
-FEWEST_SAMPLES = 16  # batch normalisation needs several
+# Batch normalisation needs several samples. And torch draws the same normal numbers in bfloat16 as in float32
+# only if the number of elements is a multiple of 16 (CPU, torch 2.14).
+FEWEST_SAMPLES = 16
 
 
 def samples_played(size: int, step_ms: float) -> int:
     """How many of ``size`` samples to play: all, or at most half if a whole step takes too long."""
-    kept = max(FEWEST_SAMPLES, math.ceil(size * 1000 * LONGEST_PLAYS_S / (PLAYS * max(step_ms, 1.0))))
+    possible = math.ceil(size * 1000 * LONGEST_PLAYS_S / (PLAYS * max(step_ms, 1.0)))
+    kept = FEWEST_SAMPLES * max(1, possible // FEWEST_SAMPLES)
     return size if 2 * kept > size else kept
 
 
