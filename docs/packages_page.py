@@ -16,7 +16,10 @@ PROCESSES = {
         r"every process|flatout command|terminal|`flatout \w+`|supervisor|gate in a child",
     ),
     "Program": ("your program, in each of its Python processes and ranks", r"every process|user's program"),
-    "Library": ("a script of yours that imports flatout", r"every process|flatout\.Loop|a script that imports"),
+    "Library": (
+        "a script of yours that imports flatout",
+        r"every process|flatout\.Loop|a script that imports",
+    ),
     "Nodes": ("other machines of a job or a search", r"every process|other nodes|each node"),
 }
 BOX_W, BOX_H, GAP_X, GAP_Y = 104, 28, 22, 46
@@ -95,11 +98,9 @@ def picture_of_packages() -> str:
     shapes = []
     for name, others in reduced(arrows).items():
         for other in sorted(others):
-            (x1, y1), (x2, y2) = at[name], at[other]
-            a, b = (x1 + BOX_W / 2, y1 + BOX_H), (x2 + BOX_W / 2, y2)
-            middle = (a[1] + b[1]) / 2
+            between = [rows[n] for n in range(level[name] - 1, level[other], -1)]
             shapes.append(
-                f'<path d="M{a[0]:.0f},{a[1]:.0f} C{a[0]:.0f},{middle:.0f} {b[0]:.0f},{middle:.0f} {b[0]:.0f},{b[1]:.0f}" '
+                f'<path d="{_way(at[name], at[other], [[at[box] for box in row] for row in between])}" '
                 f'fill="none" stroke="currentColor" stroke-opacity=".45"><title>{name} imports {other}</title></path>'
             )
     for name, (x, y) in at.items():
@@ -107,10 +108,24 @@ def picture_of_packages() -> str:
     return _svg(width, height, "Which package imports which", shapes)
 
 
+def _way(start: tuple[float, float], end: tuple[float, float], rows: list[list[tuple[float, float]]]) -> str:
+    """A line down from one box to another, through the gaps between the boxes of the rows on its way."""
+    x, y = start[0] + BOX_W / 2, start[1] + BOX_H
+    path, goal = f"M{x:.0f},{y:.0f}", end[0] + BOX_W / 2
+    for row in rows:
+        left = [box[0] - GAP_X / 2 for box in row]
+        gap = min([*left, left[-1] + BOX_W + GAP_X], key=lambda gap: abs(gap - (x + goal) / 2))
+        top, bottom = row[0][1], row[0][1] + BOX_H
+        path += (
+            f" C{x:.0f},{(y + top) / 2:.0f} {gap:.0f},{(y + top) / 2:.0f} {gap:.0f},{top:.0f} V{bottom:.0f}"
+        )
+        x, y = gap, bottom
+    middle = (y + end[1]) / 2
+    return path + f" C{x:.0f},{middle:.0f} {goal:.0f},{middle:.0f} {goal:.0f},{end[1]:.0f}"
+
+
 def picture_of_processes() -> str:
-    columns = {
-        process: [name for name in packages() if process in runs_in(name)] for process in PROCESSES
-    }
+    columns = {process: [name for name in packages() if process in runs_in(name)] for process in PROCESSES}
     width = len(columns) * (BOX_W + 2 * GAP_X)
     height = 40 + max(map(len, columns.values())) * (BOX_H + 8)
     shapes = []
@@ -143,17 +158,20 @@ def page() -> str:
     rows = "\n".join(
         f"| `{name}` | {first_sentence(name)} | {', '.join(runs_in(name))} |" for name in packages()
     )
-    return "\n\n".join(
-        [
-            HEAD.strip(),
-            "## Which process runs what",
-            meaning,
-            picture_of_processes(),
-            "The terminal starts the program and measures it over a socket (`trial`), replaces itself with it (`flatout run`), "
-            "or stays as its launcher or supervisor (`launch`). Inside the program, `agent` is entered first.",
-            "## What imports what",
-            "A package imports only packages below it. A line that follows from others is left out.",
-            picture_of_packages(),
-            f"| package | what it is | run by |\n|---|---|---|\n{rows}",
-        ]
-    ) + "\n"
+    return (
+        "\n\n".join(
+            [
+                HEAD.strip(),
+                "## Which process runs what",
+                meaning,
+                picture_of_processes(),
+                "The terminal starts the program and measures it over a socket (`trial`), replaces itself with it (`flatout run`), "
+                "or stays as its launcher or supervisor (`launch`). Inside the program, `agent` is entered first.",
+                "## What imports what",
+                "A package imports only packages below it. A line that follows from others is left out.",
+                picture_of_packages(),
+                f"| package | what it is | run by |\n|---|---|---|\n{rows}",
+            ]
+        )
+        + "\n"
+    )
