@@ -66,7 +66,7 @@ class CallCounters:
             for name, event_of in self._seen.items()
         }
 
-    def _counted(self, name: str, really: Callable) -> Callable:
+    def _counted(self, name: str, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def counted(*args: object, **kwargs: object) -> Any:
             start = self.now_ns()
@@ -77,7 +77,7 @@ class CallCounters:
 
         return counted
 
-    def _zeroed(self, really: Callable) -> Callable:
+    def _zeroed(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def zeroed(optimizer: Optimizer, set_to_none: bool = True) -> Any:
             start = self.now_ns()

@@ -62,7 +62,7 @@ class FileSandbox:
         """Remove the empty folders that the script made, and its temporary files."""
         tidy(self.folder)
 
-    def _wrap(self, owner: object, name: str, does: Callable) -> None:
+    def _wrap(self, owner: object, name: str, does: Callable[..., Any]) -> None:
         really = getattr(owner, name, None)
         if really is None:
             return
@@ -137,7 +137,7 @@ class FileSandbox:
 
     # -- inspecting and changing ----------------------------------------------------------------------------
 
-    def _seen(self, path: object, kwargs: dict) -> Any:
+    def _seen(self, path: object, kwargs: dict[str, Any]) -> Any:
         return path if kwargs.get("dir_fd") is not None else self.overlay.reading(path)
 
     def _access(self, really: Callable[..., Any], path: object, *args: object, **kwargs: object) -> bool:

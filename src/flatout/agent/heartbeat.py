@@ -129,12 +129,12 @@ class HeartbeatWriter:
 
     # These three run in every step, so each write costs time. Any changing number is a sign of life.
 
-    def _stepped(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         words = self.words
         words[STEPS if self.boundaries.optimizer_stepped(id(optimizer)) else HEARTBEATS] += 1
         words[PHASE] = TRAINING
 
-    def _beat_before_backward(self, backward: Callable) -> Callable:
+    def _beat_before_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         boundaries = self.boundaries
 
         @wraps(backward)
@@ -153,7 +153,7 @@ class HeartbeatWriter:
 
         return hooked_backward
 
-    def _beat_around_next(self, take: Callable) -> Callable:
+    def _beat_around_next(self, take: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(take)
         def hooked_next(iterator: object) -> Any:
             words = self.words
@@ -172,7 +172,7 @@ class HeartbeatWriter:
 
         return hooked_next
 
-    def _note_workers(self, begin: Callable) -> Callable:
+    def _note_workers(self, begin: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(begin)
         def iter_notes(loader: DataLoader) -> Any:
             before = self.words[PHASE]
@@ -204,7 +204,7 @@ class HeartbeatWriter:
         finally:
             os.close(handle)
 
-    def _beat_before_eval(self, switch: Callable) -> Callable:
+    def _beat_before_eval(self, switch: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(switch)
         def hooked_eval(module: Module) -> Any:
             if self.words[STEPS]:
@@ -213,7 +213,7 @@ class HeartbeatWriter:
 
         return hooked_eval
 
-    def _tell_of_save(self, save: Callable) -> Callable:
+    def _tell_of_save(self, save: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(save)
         def hooked_save(*args: object, **kwargs: object) -> Any:
             before = self.words[PHASE]
@@ -231,7 +231,7 @@ class HeartbeatWriter:
 
         return hooked_save
 
-    def _tell_of_load(self, load: Callable) -> Callable:
+    def _tell_of_load(self, load: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(load)
         def hooked_load(f: Any, *args: object, **kwargs: object) -> Any:
             result = load(f, *args, **kwargs)

@@ -47,7 +47,7 @@ class LeakFinder:
         self.torch = torch
         self._owners = [weakref.ref(owner) for owner in owners]
         self._lengths: list[dict[Named, int]] = []  # of the named containers, at each look
-        self._looks: list[tuple[int, dict[int, weakref.ref]]] = []
+        self._looks: list[tuple[int, dict[int, weakref.ref[Any]]]] = []
         self._graphs: list[int] = []
         # bytes of tensors in the user's variables, at each look
         self._sizes: list[dict[tuple[str, str], int]] = []

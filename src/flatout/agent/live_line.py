@@ -51,14 +51,14 @@ class StepCounters:
         iterator = torch.utils.data.dataloader._BaseDataLoaderIter
         ledger.set(iterator, "__next__", self._waited(iterator.__next__))
 
-    def _stepped(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count a step; of several optimizers, only the first counts."""
         if self._counted is None:
             self._counted = id(optimizer)
         if id(optimizer) == self._counted:
             self.steps += 1
 
-    def _waited(self, take: Callable) -> Callable:
+    def _waited(self, take: Callable[..., Any]) -> Callable[..., Any]:
         mark = HostClock.mark
 
         @wraps(take)
@@ -88,7 +88,7 @@ class MonitoredRun(Attached):
         self.samples = 0
         super().__init__(request, torch, checkpoints)
 
-    def forward_begin(self, root: Module, args: tuple, kwargs: dict) -> None:
+    def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count samples by the first tensor argument of the first root module."""
         first = next((value for value in (*args, *kwargs.values()) if hasattr(value, "shape")), None)
         if first is not None and len(first.shape) and root is self.context.roots[0]:

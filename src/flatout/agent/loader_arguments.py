@@ -50,7 +50,7 @@ def _alike(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(_alike, a, b))
     if hasattr(a, "shape") and hasattr(a, "tolist"):  # tensors and arrays
         return a is b or repr(a.tolist()) == repr(b.tolist())
-    return a is b or hasattr(a, "getbands") or type(a).__eq__ is object.__eq__ or bool(a == b)
+    return a is b or hasattr(a, "getbands") or type(a).__eq__ is object.__eq__ or bool(a == b)  # type: ignore[comparison-overlap]
 
 
 def arguments_of(loader: DataLoader, torch: ModuleType) -> dict[str, Any]:

@@ -34,11 +34,11 @@ class Optimizers:
         """Report each outermost step to ``context``, until the ledger is restored."""
         from torch.optim import optimizer as torchs
 
-        def begins(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        def begins(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not context.asleep and self._begins(optimizer):
                 context.optimizer_begins(optimizer)
 
-        def ends(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        def ends(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not context.asleep and self._ends(optimizer):
                 context.optimizer_ends(optimizer)
 
@@ -46,7 +46,7 @@ class Optimizers:
         ledger.call("optimizer step hook", torchs.register_optimizer_step_post_hook(ends).remove)
         ledger.set(torchs.Optimizer, "__init__", self._wrap_init(torchs.Optimizer.__init__, context))
 
-    def _wrap_init(self, init: Callable, context: Any) -> Callable:
+    def _wrap_init(self, init: Callable[..., Any], context: Any) -> Callable[..., Any]:
         @wraps(init)
         def hooked_init(optimizer: Optimizer, *args: object, **kwargs: object) -> None:
             init(optimizer, *args, **kwargs)

@@ -53,8 +53,8 @@ class ProgramView:
         self.uncompiled: list[Any] = []
         self._loaders = Loaders(torch)
         self._scalers = Scalers(torch)
-        self._roots: dict[int, weakref.ref] = {}
-        self._losses: dict[int, weakref.ref] = {}
+        self._roots: dict[int, weakref.ref[Any]] = {}
+        self._losses: dict[int, weakref.ref[Any]] = {}
         self._optimizers = Optimizers(self.boundaries)
 
     @property

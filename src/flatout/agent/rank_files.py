@@ -35,7 +35,7 @@ class Folders:
     def __init__(self, launch: str, rank: int) -> None:
         self.notes, self.rank = os.path.join(launch, "folders"), rank
 
-    def make(self, really: Callable, path: Any, *args: Any, **kwargs: Any) -> None:
+    def make(self, really: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> None:
         """Call ``os.mkdir``, which succeeds if another rank has just made this folder."""
         if kwargs.get("dir_fd") is not None:
             really(path, *args, **kwargs)
@@ -48,14 +48,14 @@ class Folders:
                 raise
         self._note(really, name)
 
-    def _note(self, really: Callable, name: str) -> None:
+    def _note(self, really: Callable[..., Any], name: str) -> None:
         try:
             really(self.notes)
         except FileExistsError:
             pass
         os.close(os.open(os.path.join(self.notes, f"{name}.{self.rank}"), os.O_CREAT | os.O_WRONLY, 0o600))
 
-    def _made_by_another(self, really: Callable, name: str) -> bool:
+    def _made_by_another(self, really: Callable[..., Any], name: str) -> bool:
         """Return whether another rank made the folder; a second mkdir in one rank is the script's error."""
         waiting, mine = threading.Event(), f"{name}.{self.rank}"
         for _ in range(50):

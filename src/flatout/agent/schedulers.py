@@ -35,7 +35,7 @@ class Schedulers:
         driven = {id(inner) for scheduler in alive for inner in getattr(scheduler, "_schedulers", ())}
         return [scheduler for scheduler in alive if id(scheduler) not in driven]
 
-    def _observed(self, init: Callable) -> Callable:
+    def _observed(self, init: Callable[..., Any]) -> Callable[..., Any]:
         seen = self._seen
 
         @wraps(init)

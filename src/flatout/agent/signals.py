@@ -102,7 +102,7 @@ class Signals:
             return
         self.pass_on(number, frame)
 
-    def _wrap_set(self, really: Callable) -> Callable:
+    def _wrap_set(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def hooked_signal(signalnum: object, handler: object) -> Any:
             if signalnum not in self._theirs or not (callable(handler) or handler == signal.SIG_DFL):
@@ -116,7 +116,7 @@ class Signals:
 
         return hooked_signal
 
-    def _wrap_get(self, really: Callable) -> Callable:
+    def _wrap_get(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def hooked_getsignal(signalnum: object) -> Any:
             found = really(signalnum)

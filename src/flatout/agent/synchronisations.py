@@ -132,9 +132,9 @@ class SyncRecorder:
         self,
         kind: str,
         caller: Any,
-        really: Callable,
-        args: tuple,
-        kwargs: dict,
+        really: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
         tensor: Any = None,
         **about: Any,
     ) -> Any:
@@ -164,7 +164,7 @@ class SyncRecorder:
             else 0
         )
 
-    def _observed(self, really: Callable, kind: str) -> Callable:
+    def _observed(self, really: Callable[..., Any], kind: str) -> Callable[..., Any]:
         @wraps(really)
         def observed(tensor: Tensor = None, *args: object, **kwargs: object) -> Any:
             if tensor is None:
@@ -182,7 +182,7 @@ class SyncRecorder:
             self._measure("nonzero", caller, really, (), {}, mask) if self._counts(mask, caller) else really()
         )
 
-    def _found(self, really: Callable) -> Callable:
+    def _found(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def found(condition: object, *args: object, **kwargs: object) -> Any:
             if args or kwargs or not self._counts(condition, sys._getframe(1)):
@@ -191,7 +191,7 @@ class SyncRecorder:
 
         return found
 
-    def _moved(self, really: Callable) -> Callable:
+    def _moved(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def moved(tensor: Tensor, *args: object, **kwargs: object) -> Any:
             if self._inside or self.torch.compiler.is_compiling():
@@ -209,7 +209,7 @@ class SyncRecorder:
 
         return moved
 
-    def _made(self, really: Callable) -> Callable:
+    def _made(self, really: Callable[..., Any]) -> Callable[..., Any]:
         """Record tensor creation from Python values: on a device, a copy from memory that is not pinned."""
 
         @wraps(really)
@@ -222,7 +222,7 @@ class SyncRecorder:
 
         return made
 
-    def _waited(self, really: Callable) -> Callable:
+    def _waited(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def waited(*args: object, **kwargs: object) -> Any:
             if self._inside:

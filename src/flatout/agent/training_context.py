@@ -115,7 +115,7 @@ class TrainingContext(ProgramView):
             if compiled is not None:  # compiled by module.compile(), which includes the hooks
                 self.ledger.set(root, "_compiled_call_impl", self._called_from_outside(root, compiled))
 
-    def _called_from_outside(self, root: Module, compiled: Callable) -> Callable:
+    def _called_from_outside(self, root: Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
         module = weakref.ref(root)
 
         @wraps(compiled)
@@ -171,7 +171,7 @@ class TrainingContext(ProgramView):
             # a list; typeshed declares a sequence
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
 
-    def _any_forward_begins(self, module: Module, args: tuple) -> None:
+    def _any_forward_begins(self, module: Module, args: tuple[Any, ...]) -> None:
         self._depth += 1
         if self._depth > 1 or not self.torch.is_grad_enabled() or self.asleep:
             return
@@ -195,10 +195,10 @@ class TrainingContext(ProgramView):
             self._keep_out_of_pickles()
             self._root_begins(module, args, {})  # this call has run its own pre-hooks already
 
-    def _any_forward_ends(self, module: Module, args: tuple, output: object) -> None:
+    def _any_forward_ends(self, module: Module, args: tuple[Any, ...], output: object) -> None:
         self._depth = max(0, self._depth - 1)
 
-    def _root_begins(self, module: Module, args: tuple, kwargs: dict) -> None:
+    def _root_begins(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         torch = self.torch
         if self._unseen and torch.compiler.is_compiling():
             return
@@ -213,7 +213,7 @@ class TrainingContext(ProgramView):
         self.listener.forward_begin(module, args, kwargs)
         self._do_then()
 
-    def _root_ends(self, module: Module, args: tuple, output: object) -> None:
+    def _root_ends(self, module: Module, args: tuple[Any, ...], output: object) -> None:
         if self._unseen:  # the end of a forward pass is not needed
             return
         if not self.asleep and self.torch.is_grad_enabled():
@@ -226,7 +226,7 @@ class TrainingContext(ProgramView):
 
     # -- backward -------------------------------------------------------------------------------------------
 
-    def _wrap_backward(self, backward: Callable) -> Callable:
+    def _wrap_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         context = self
 
         @wraps(backward)
@@ -261,7 +261,7 @@ class TrainingContext(ProgramView):
         self.autocast_seen |= any(self._under_autocast.values())
         self._under_autocast.clear()
 
-    def _wrap_grad(self, grad: Callable) -> Callable:
+    def _wrap_grad(self, grad: Callable[..., Any]) -> Callable[..., Any]:
         context = self
 
         @wraps(grad)
@@ -276,7 +276,7 @@ class TrainingContext(ProgramView):
 
         return hooked_grad
 
-    def _wrap_distribution_init(self, init: Callable) -> Callable:
+    def _wrap_distribution_init(self, init: Callable[..., Any]) -> Callable[..., Any]:
         context = self
 
         @wraps(init)
@@ -344,6 +344,6 @@ class TrainingContext(ProgramView):
         return lambda: ledger.restore(mark)
 
 
-def _creates_graph(args: tuple, kwargs: dict) -> bool:
+def _creates_graph(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call of ``backward`` or ``grad`` creates a graph; Tensor.backward passes it by position."""
     return bool(kwargs.get("create_graph", len(args) > 2 and args[2]))

@@ -93,7 +93,7 @@ class Workspaces:
             self._lines[call] = (few - each * FEW[0], each)
 
 
-class _Described(tuple):
+class _Described(tuple[Any, ...]):
     """(shape, whether samples come before it, dtype, channels last)"""
 
     def __new__(cls, *parts: object) -> _Described:

@@ -38,7 +38,7 @@ class EpochCounter:
     def count(self) -> int:
         return self._begun[self._trains] if self._trains is not None else 0
 
-    def _observed(self, begin: Callable) -> Callable:
+    def _observed(self, begin: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(begin)
         def hooked_iter(loader: DataLoader) -> Any:
             way = self._ways.get(loader)

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.ledger import Ledger
 from flatout.agent.signals import Signals
@@ -101,11 +101,11 @@ class Rescue(RescueWriter):
 
     # -- observations in each step ---------------------------------------------------------------------------
 
-    def forward_begin(self, root: Module, args: tuple, kwargs: dict) -> None:
+    def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._inside:
             self._step_begins()
 
-    def backward_begin(self, losses: tuple) -> None:
+    def backward_begin(self, losses: tuple[Any, ...]) -> None:
         if not self._inside:  # the forward pass was not observed: no module, or inside a compiled function
             if self._exact is not None and self._active and not self.context.boundaries.by_backward:
                 return  # with an optimizer, resuming starts before its step, where no graph is in flight

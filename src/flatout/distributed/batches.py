@@ -68,7 +68,7 @@ class RankBatches:
             and self.context.first_loader_like(loader) in self.division.loaders
         )
 
-    def _wrap_iterator_init(self, init: Callable) -> Callable:
+    def _wrap_iterator_init(self, init: Callable[..., Any]) -> Callable[..., Any]:
         batches, here, division = self, self.here, self.division
 
         @wraps(init)
@@ -85,7 +85,7 @@ class RankBatches:
 
         return init_divided
 
-    def _wrap_next(self, take: Callable) -> Callable:
+    def _wrap_next(self, take: Callable[..., Any]) -> Callable[..., Any]:
         batches = self
 
         @wraps(take)
@@ -104,7 +104,7 @@ class RankBatches:
 
         return next_divided
 
-    def _wrap_common(self, really: Callable) -> Callable:
+    def _wrap_common(self, really: Callable[..., Any]) -> Callable[..., Any]:
         streams = self.streams
 
         @wraps(really)
@@ -114,7 +114,7 @@ class RankBatches:
 
         return drawn_alike
 
-    def _wrap_fetch(self, fetch: Callable) -> Callable:
+    def _wrap_fetch(self, fetch: Callable[..., Any]) -> Callable[..., Any]:
         host, worker = self.host, self.torch.utils.data.get_worker_info
 
         @wraps(fetch)

@@ -104,7 +104,7 @@ class DataParallelScript(GradientExchange):
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.data.copy_(dense)
 
-    def _wrap_forward(self, module: Module, forward: Callable) -> Callable:
+    def _wrap_forward(self, module: Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         divided, torch = self, self.torch
 
         @wraps(forward)
@@ -142,7 +142,9 @@ class DataParallelScript(GradientExchange):
 
         return forward_divided
 
-    def _evaluated(self, module: Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
+    def _evaluated(
+        self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         self.depth += 1
         try:
             return self.evaluating(module, forward, args, kwargs)
@@ -153,7 +155,7 @@ class DataParallelScript(GradientExchange):
         """Whether this process is a DataLoader worker, which trains nothing."""
         return self.torch.utils.data.get_worker_info() is not None
 
-    def _wrap_train(self, train: Callable) -> Callable:
+    def _wrap_train(self, train: Callable[..., Any]) -> Callable[..., Any]:
         """Detect evaluations that bypass the roots (``model.module``, an encoder alone).
 
         They begin with ``eval()``.
@@ -179,7 +181,7 @@ class DataParallelScript(GradientExchange):
 
     # -- backward --------------------------------------------------------------------------------------------
 
-    def _wrap_backward(self, backward: Callable) -> Callable:
+    def _wrap_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         divided, torch = self, self.torch
 
         @wraps(backward)
@@ -212,7 +214,7 @@ class DataParallelScript(GradientExchange):
         return backward_divided
 
 
-def weighted(torch: Any, losses: tuple, given: Any, factor: float) -> Any:
+def weighted(torch: Any, losses: tuple[Any, ...], given: Any, factor: float) -> Any:
     """The initial gradients of a backward pass, times ``factor``."""
     if factor == 1.0:
         return given

@@ -116,7 +116,7 @@ def patch(torch: ModuleType, ledgers: Callable[[], Any]) -> None:
         _PATCHES[0].set(torch.Tensor, "detach_", _detach_(torch.Tensor.detach_))
 
 
-def _pre_forward(torch: ModuleType, really: Callable) -> Callable:
+def _pre_forward(torch: ModuleType, really: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(really)
     def pre_forward(ddp: Any, *inputs: object, **kwargs: object) -> Any:
         own = HELD.get(ddp)
@@ -131,9 +131,9 @@ def _pre_forward(torch: ModuleType, really: Callable) -> Callable:
     return pre_forward
 
 
-def _register_comm_hook(really: Callable) -> Callable:
+def _register_comm_hook(really: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(really)
-    def register_comm_hook(ddp: Any, state: object, hook: Callable) -> None:
+    def register_comm_hook(ddp: Any, state: object, hook: Callable[..., Any]) -> None:
         own = HELD.get(ddp)
         if own is not None and hook is not own.hook:
             own.give_way(ddp)
@@ -142,7 +142,7 @@ def _register_comm_hook(really: Callable) -> Callable:
     return register_comm_hook
 
 
-def _detach_(really: Callable) -> Callable:
+def _detach_(really: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(really)
     def detach_(tensor: Tensor) -> Any:
         """A gradient that is a bucket view has nothing to detach, and torch raises an error for views."""

@@ -107,7 +107,7 @@ class DTensorInterop:
 
     # -- calls with a sharded tensor among their arguments ---------------------------------------------------
 
-    def _called(self, func: Callable, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _called(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         if func in self.spoken:
             with self.torch.no_grad():
                 return func(self.whole(args[0]), *args[1:], **kwargs)
@@ -123,7 +123,7 @@ class DTensorInterop:
             return self._each(func, args, kwargs)
         return self._one(func, name, args, kwargs)
 
-    def _one(self, func: Callable, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _one(self, func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         mixed, in_place = (
             self._mixed(args, kwargs),
             name in IN_PLACE or (name.endswith("_") and not name.endswith("__")),
@@ -152,7 +152,7 @@ class DTensorInterop:
         with self.plainly():
             return func(*args, **kwargs)
 
-    def _each(self, func: Callable, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _each(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Handle lists of tensors of which some are sharded.
 
         The function is called separately for the two kinds.

@@ -33,7 +33,9 @@ class Evaluating:
         self.torch, self.context, self.here = torch, context, here
         self._divides: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
-    def __call__(self, module: Module, forward: Callable, args: tuple, kwargs: dict) -> Any:
+    def __call__(
+        self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """The result of ``forward``; the other ranks are at the same point with the same arguments."""
         samples = next(
             (
@@ -53,7 +55,9 @@ class Evaluating:
             self.context.report(NAME, STAYS_WHOLE)
         return whole
 
-    def _own(self, forward: Callable, args: tuple, kwargs: dict, samples: int) -> Any:
+    def _own(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], samples: int
+    ) -> Any:
         part = share(samples, self.here.rank, self.here.world_size)
         mine = [
             self.context.rows_of(each, samples, part.start, part.stop) for each in (*args, *kwargs.values())
@@ -66,7 +70,13 @@ class Evaluating:
         )
 
     def _tried(
-        self, module: Module, forward: Callable, args: tuple, kwargs: dict, samples: int, whole: Any
+        self,
+        module: Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        samples: int,
+        whole: Any,
     ) -> bool:
         """A joint decision: no rank enters a collective if one of them cannot."""
         from torch.utils._pytree import tree_leaves

@@ -46,7 +46,7 @@ class Formats:
         ledger.set(clip, "clip_grad_norm_", plain)
         ledger.set(torch.nn.utils, "clip_grad_norm_", plain)
 
-    def _state_dict(self, really: Callable) -> Callable:
+    def _state_dict(self, really: Callable[..., Any]) -> Callable[..., Any]:
         formats = self
 
         @wraps(really)
@@ -75,7 +75,7 @@ class Formats:
             elif isinstance(thing, (dict, list)):
                 self._make_whole(thing)
 
-    def _load_module(self, really: Callable) -> Callable:
+    def _load_module(self, really: Callable[..., Any]) -> Callable[..., Any]:
         formats = self
 
         @wraps(really)
@@ -89,7 +89,7 @@ class Formats:
 
         return load_state_dict
 
-    def _load_optimizer(self, really: Callable) -> Callable:
+    def _load_optimizer(self, really: Callable[..., Any]) -> Callable[..., Any]:
         formats = self
 
         @wraps(really)
@@ -106,7 +106,7 @@ class Formats:
 
         return load_state_dict
 
-    def _apply(self, really: Callable) -> Callable:
+    def _apply(self, really: Callable[..., Any]) -> Callable[..., Any]:
         formats = self
 
         @wraps(really)
@@ -125,7 +125,7 @@ class Formats:
 
         return apply
 
-    def _reduce(self, really: Callable) -> Callable:
+    def _reduce(self, really: Callable[..., Any]) -> Callable[..., Any]:
         formats = self
 
         @wraps(really)
@@ -147,7 +147,7 @@ class Formats:
         found: dict[str, Any] = self.sharding.context.without_hooks(state, _is_ours)
         return found
 
-    def _plain(self, really: Callable) -> Callable:
+    def _plain(self, really: Callable[..., Any]) -> Callable[..., Any]:
         formats = self
 
         @wraps(really)

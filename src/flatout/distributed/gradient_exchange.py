@@ -71,7 +71,9 @@ class GradientExchange:
         finally:
             self.in_backward = before
 
-    def _through_the_door(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def _through_the_door(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         samples = next(
             (
                 each.shape[0]

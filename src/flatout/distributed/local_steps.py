@@ -94,7 +94,7 @@ class LocalSteps:
             self._begin_again()
         return self.apart
 
-    def _stepped(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._elsewhere() or not self.divided.joined:
             return
         self.moved = True
@@ -195,7 +195,7 @@ class LocalSteps:
 
     # -- synchronised calls ----------------------------------------------------------------------------------
 
-    def _met_before(self, really: Callable) -> Callable:
+    def _met_before(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def when_met(*args: object, **kwargs: object) -> Any:
             self.meet()
@@ -203,7 +203,7 @@ class LocalSteps:
 
         return when_met
 
-    def _again_after(self, really: Callable) -> Callable:
+    def _again_after(self, really: Callable[..., Any]) -> Callable[..., Any]:
         """Loaded weights do not count as progress of a round."""
 
         @wraps(really)

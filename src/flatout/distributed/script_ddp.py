@@ -72,7 +72,7 @@ class ScriptDdp:
         self.torch, self.context, self._ledgers = context.torch, context, ledgers
         self.wanted = self.now = AS_IT_IS
         self.gave_way = False
-        self.hook: Callable | None = None
+        self.hook: Callable[..., Any] | None = None
         self.parameters, self._sparse = ddp._build_params_for_reducer()
         self._names = ddp._build_debug_param_to_name_mapping(self.parameters)
         self._own_views, self._own_static = ddp.gradient_as_bucket_view, ddp.static_graph

@@ -61,10 +61,10 @@ def one_process(torch: ModuleType, ledger: Ledger) -> None:
         ledger.set(owner, "init_process_group", init_process_group)
 
 
-def for_ourselves(torch: ModuleType) -> Callable:
+def for_ourselves(torch: ModuleType) -> Callable[..., Any]:
     """torch's own ``init_process_group``."""
     now = torch.distributed.init_process_group
-    really: Callable = getattr(now, "flatout_really", now)
+    really: Callable[..., Any] = getattr(now, "flatout_really", now)
     return really
 
 

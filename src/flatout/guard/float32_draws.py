@@ -28,7 +28,9 @@ def float32_draws(torch: Any) -> Any:
         return torch.float32 if value is torch.float64 else value.float()
 
     class Float32Draws(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
             kwargs = kwargs or {}
             if seeded not in func.tags or not any(map(is_double, (*args, *kwargs.values()))):
                 return func(*args, **kwargs)

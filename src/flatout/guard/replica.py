@@ -117,7 +117,7 @@ class StepReplica:
 
     # -- capturing -------------------------------------------------------------------------------------------
 
-    def forward_begin(self, root: Module, args: tuple, kwargs: dict) -> None:
+    def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step = self.context.steps
         if self.context.divided is not None and self.context.divided.sharding is not None:
             self.failure = "each rank holds a part of the weights, so no rank can run a step alone"  # nor copy them alone

@@ -129,7 +129,7 @@ def interface_of(address: str) -> str | None:
     """Return the network interface that has this address."""
     for name, known in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == address for each in known):
-            return name
+            return str(name)
     return None
 
 

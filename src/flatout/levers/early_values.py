@@ -65,7 +65,7 @@ def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Returns the value that the same place in the program read the time before."""
     kind, before = context.torch.Tensor, dict[tuple[CodeType, int], Any]()
 
-    def late(really: Callable) -> Callable:
+    def late(really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def read(tensor: Tensor, *args: object, **kwargs: object) -> Any:
             caller, found = sys._getframe(1), really(tensor, *args, **kwargs)

@@ -181,7 +181,7 @@ class _Merging:
         )  # -> number of requests
         cell.cell_contents = self._wrapped(self.really)
 
-    def _wrapped(self, really: Callable) -> Callable:
+    def _wrapped(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def step(optimizer: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
             if optimizer not in self.optimizers or self.torch.compiler.is_compiling():

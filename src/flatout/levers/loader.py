@@ -178,7 +178,7 @@ def _copy_without_waiting(torch: ModuleType, ledger: Ledger) -> None:
     ledger.set(torch.Tensor, "cuda", cuda)
 
 
-def _moves_alone(torch: ModuleType, args: tuple, kwargs: dict[str, Any]) -> bool:
+def _moves_alone(torch: ModuleType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether ``tensor.to`` only moves the tensor to a CUDA device."""
     if (
         len(args) + ("device" in kwargs) != 1

@@ -178,11 +178,11 @@ class Autoplan:
             "forward hook", hooked.register_forward_hook(self.model, self._forward_ended).remove
         )
 
-    def _forward_begins(self, model: Module, args: tuple, kwargs: dict) -> None:
+    def _forward_begins(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._inside and self._replica is not None and self.context.torch.is_grad_enabled():
             self._replica.forward_begin(model, args, kwargs)
 
-    def _forward_ended(self, model: Module, args: tuple, output: object) -> None:
+    def _forward_ended(self, model: Module, args: tuple[Any, ...], output: object) -> None:
         if self._inside and self._replica is not None and self.context.torch.is_grad_enabled():
             self._replica.forward_end(model, output)
 

@@ -52,7 +52,7 @@ class Pipeline:
 class _Asked(Exception):
     """Carries the arguments that a loss_fn passes to its model."""
 
-    def __init__(self, args: tuple, kwargs: dict) -> None:
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
         self.given = args, kwargs
 

@@ -160,7 +160,7 @@ class MemoryPredictor(TrackedStep):
     def forward_end(self, root: Module, output: object) -> None: ...
     def optimizer_begin(self, optimizer: Optimizer) -> None: ...
 
-    def forward_begin(self, root: Module, args: tuple, kwargs: dict) -> None:
+    def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.pretended is None:
             self._enter()
         if id(root) not in self.names:
@@ -171,7 +171,7 @@ class MemoryPredictor(TrackedStep):
                 }
             )
 
-    def backward_begin(self, losses: tuple) -> None:
+    def backward_begin(self, losses: tuple[Any, ...]) -> None:
         if self.pretended is not None:  # otherwise a model without modules, unknown until its first step ends
             self.blocks.outlived("activations", self.step_began)
 

@@ -96,12 +96,12 @@ class ProgramMonitor(Listener):
             self._started_ms.setdefault(number, []).append(self.clock.elapsed_ms(began, now))
             self._of[id(iterator)] = number, began, True
 
-    def forward_begin(self, root: Module, args: tuple, kwargs: dict) -> None:
+    def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._in_evaluation = None if root.training else self.clock.mark()
         if self._called.total() < FEW_CALLS:
             self._called[users_line(sys._getframe(1))] += 1
 
-    def backward_begin(self, losses: tuple) -> None:
+    def backward_begin(self, losses: tuple[Any, ...]) -> None:
         if self._walked.total() < FEW_CALLS:
             self._walked[users_line(sys._getframe(1))] += 1
 

@@ -56,7 +56,7 @@ class ReferenceRun(Worker):
         one_device(self.torch, self.ledger)
         super().attach()
 
-    def forward_begin(self, root: Module, args: tuple, kwargs: dict) -> None:
+    def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         last_places = self.spec.requested.get("last_places", 0.0)
         if last_places and root not in self.perturbed:
             self.perturbed.add(root)
@@ -64,7 +64,7 @@ class ReferenceRun(Worker):
                 if p.is_floating_point():
                     perturb_weights([p], last_places * self.torch.finfo(p.dtype).eps, self.torch)
 
-    def backward_begin(self, losses: tuple) -> None:
+    def backward_begin(self, losses: tuple[Any, ...]) -> None:
         self.open_losses = losses
 
     def backward_end(self) -> None:

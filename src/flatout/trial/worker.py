@@ -111,7 +111,7 @@ class Worker(WorkerCommands):
         self.draws.observe(loader)
         self.notes.batch(batch, describe=not self.warm)
 
-    def forward_begin(self, root: Module, args: tuple, kwargs: dict) -> None:
+    def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.phases.begin("forward")
         self._pass_on("forward_begin", root, args, kwargs)
         if not self.warm:
@@ -125,7 +125,7 @@ class Worker(WorkerCommands):
         if self.replica is not None:
             self.replica.forward_end(root, output)
 
-    def backward_begin(self, losses: tuple) -> None:
+    def backward_begin(self, losses: tuple[Any, ...]) -> None:
         if self.context.divided is None:
             self.notes.loss(losses)
         else:  # the loss of the whole batch is known after the exchange

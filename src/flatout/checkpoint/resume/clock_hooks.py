@@ -70,7 +70,7 @@ class ClockHooks:
                     self.ledger.set(module, name, self._calendar())
         self.ledger.set(builtins, "__import__", self._imports(builtins.__import__))
 
-    def _sleeps(self, really: Callable) -> Callable:
+    def _sleeps(self, really: Callable[..., Any]) -> Callable[..., Any]:
         value_log = self.value_log
 
         @wraps(really)
@@ -81,7 +81,7 @@ class ClockHooks:
 
         return sleep
 
-    def _imports(self, really: Callable) -> Callable:
+    def _imports(self, really: Callable[..., Any]) -> Callable[..., Any]:
         """Give the user's files a `datetime` with recorded clock readings, all other code the real one."""
 
         @wraps(really)

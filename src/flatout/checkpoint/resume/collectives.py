@@ -70,7 +70,9 @@ class Collectives:
         self._under_way: list[Any] = []
         self._why_not: dict[str, None] = {}
         self._wrappers: list[weakref.ref[Any]] = []  # in the order of their first forward passes
-        self._hooks: weakref.WeakKeyDictionary[Any, tuple[Any, Callable]] = weakref.WeakKeyDictionary()
+        self._hooks: weakref.WeakKeyDictionary[Any, tuple[Any, Callable[..., Any]]] = (
+            weakref.WeakKeyDictionary()
+        )
         group = torch.distributed.ProcessGroup
         for names, observed in ((COLLECTIVES, self._called), (FROM_ONE_TO_ONE, self._info_of_one)):
             for name in names:
@@ -111,7 +113,7 @@ class Collectives:
     def _prune(self) -> None:
         self._under_way = [work for work in self._under_way if not work.is_completed()]
 
-    def _called(self, really: Callable) -> Callable:
+    def _called(self, really: Callable[..., Any]) -> Callable[..., Any]:
         value_log = self.value_log
 
         @wraps(really)
@@ -135,7 +137,7 @@ class Collectives:
 
         return meet
 
-    def _info_of_one(self, really: Callable) -> Callable:
+    def _info_of_one(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def tell(group: object, *args: object, **kwargs: object) -> Any:
             if self.value_log.observes:
@@ -144,14 +146,14 @@ class Collectives:
 
         return tell
 
-    def _through_a_hook(self, really: Callable) -> Callable:
+    def _through_a_hook(self, really: Callable[..., Any]) -> Callable[..., Any]:
         """Record a communication hook.
 
         The state it keeps between backward passes cannot be restored (PowerSGD: the gradients not yet sent).
         """
 
         @wraps(really)
-        def register(module: Module, state: object, hook: Callable) -> None:
+        def register(module: Module, state: object, hook: Callable[..., Any]) -> None:
             if state is not None and not isinstance(state, torch.distributed.ProcessGroup):
                 self._why_not["its DistributedDataParallel communication hook has state"] = None
             self._hooks[module] = state, hook
@@ -159,7 +161,7 @@ class Collectives:
 
         return register
 
-    def _by_itself(self, really: Callable) -> Callable:
+    def _by_itself(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def forward(module: Module, *inputs: object, **kwargs: object) -> Any:
             if not any(ref() is module for ref in self._wrappers):

@@ -106,14 +106,14 @@ class FakeOperators(FakeResults):
             return partial(self._in_place, name, func)
         answered, has_gradient = self.answered, name not in WITHOUT_GRADIENT
 
-        def way(args: tuple, kwargs: dict[str, Any]) -> Any:
+        def way(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if kwargs and kwargs.get("out") is not None:
                 return self._in_place(name, func, args, kwargs)
             return answered(func, args, kwargs, has_gradient)
 
         return way
 
-    def _indexed(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _indexed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not has_mask(args[1]):
             if _has_order(args[1]):
                 self.taken(None, sys._getframe(2))
@@ -126,7 +126,7 @@ class FakeOperators(FakeResults):
         )
         return found
 
-    def _of_packed(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _of_packed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a recurrent network.
 
         For packed sequences it returns one output per row, and hidden states like its inputs.
@@ -142,7 +142,7 @@ class FakeOperators(FakeResults):
         )
         return self.gradient_sources.comes_from(found, args)
 
-    def _padded(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _padded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pad packed sequences to equal length."""
         packed, sizes, batch_first, _, longest = args
         counts = torch._C.TensorBase.tolist(sizes)  # real values; do not record this
@@ -152,7 +152,7 @@ class FakeOperators(FakeResults):
         lengths = torch.tensor([sum(count > row for count in counts) for row in range(rows)], device="cpu")
         return self.gradient_sources.comes_from(found, (packed,)), lengths
 
-    def _data_set(self, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _data_set(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the values of weights, in their new shape."""
         target, value = args
         if type(value) is ReplayTensor or trains(value):
@@ -167,7 +167,9 @@ class FakeOperators(FakeResults):
         else:
             target.data = value
 
-    def _values_read(self, name: str, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _values_read(
+        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if name == "__deepcopy__":  # with the memo of copies
             return ReplayTensor(args[0].meta) if type(args[0]) is ReplayTensor else func(*args)
         if any(is_without(arg) for arg in args):
@@ -176,7 +178,9 @@ class FakeOperators(FakeResults):
 
     # -- in-place functions ---------------------------------------------------------------------------------
 
-    def _in_place(self, name: str, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _in_place(
+        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Answer an in-place function: it returns the tensor it writes to."""
         found = kwargs.get("out")
         if found is None:
@@ -190,7 +194,7 @@ class FakeOperators(FakeResults):
         name: str,
         func: Callable[..., Any],
         targets: Iterable[Any],
-        args: tuple,
+        args: tuple[Any, ...],
         kwargs: dict[str, Any],
         result: object,
     ) -> Any:
@@ -210,7 +214,9 @@ class FakeOperators(FakeResults):
             self._swap(result, ReplayTensor(metas[0], result.sources))
         return result
 
-    def _many(self, name: str, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _many(
+        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Answer a function of lists of tensors; names that end in ``_`` write to all lists that they may."""
         if kwargs.get("out") is not None:
             return self._in_place(name, func, args, kwargs)

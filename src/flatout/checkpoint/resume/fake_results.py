@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Refuse = Callable[[str], NoReturn]
-Way = Callable[[tuple, dict[str, Any]], Any]
+Way = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 autocasts = torch._C._is_any_autocast_enabled
 
 
@@ -63,7 +63,11 @@ class FakeResults:
         }
 
     def answered(
-        self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any], has_gradient: bool = True
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        has_gradient: bool = True,
     ) -> Any:
         """Return the result of a function as fake tensors that know their gradient sources."""
         try:
@@ -100,7 +104,7 @@ class FakeResults:
         )
 
     def _asked(
-        self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Any], Any, bool]:
         """Ask torch for the result of a function on such arguments."""
         if self._fake is None:
@@ -232,7 +236,7 @@ def name_of(func: Callable[..., Any]) -> str:
     return str(name or func)
 
 
-def _key(values: tuple | list) -> Any:
+def _key(values: tuple[Any, ...] | list[Any]) -> Any:
     """Return a key of the arguments that can affect a result's shape. Raises TypeError for unhashable
     ones.
     """

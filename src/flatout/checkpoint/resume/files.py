@@ -85,7 +85,7 @@ class Files(ReplayedFiles):
     def begins(self) -> None:
         self._looking.restore()
 
-    def _looked_for(self, really: Callable) -> Callable:
+    def _looked_for(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def stat(path: object, *args: object, **kwargs: object) -> Any:
             key = None if kwargs or isinstance(path, int) else self._observes(path)
@@ -106,7 +106,7 @@ class Files(ReplayedFiles):
             return None
         return self.overlay.key(path)
 
-    def _opened(self, really: Callable) -> Callable:
+    def _opened(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def hooked_open(file: object, mode: object = "r", *args: object, **kwargs: object) -> Any:
             key = self._observes(file)
@@ -124,7 +124,7 @@ class Files(ReplayedFiles):
 
         return hooked_open
 
-    def _reaches_out(self, really: Callable, why: str, always: bool = False) -> Callable:
+    def _reaches_out(self, really: Callable[..., Any], why: str, always: bool = False) -> Callable[..., Any]:
         """Wrap a function with effects outside the process. ``always``: also before training."""
 
         @wraps(really)
@@ -135,7 +135,7 @@ class Files(ReplayedFiles):
 
         return reach
 
-    def _mapped(self, really: Callable) -> Callable:
+    def _mapped(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def mapped(
             kind: object,
@@ -155,7 +155,7 @@ class Files(ReplayedFiles):
         """Return why the script's effects outside the process prevent an exact resume."""
         return list(self._why_not)
 
-    def _dumped(self, really: Callable) -> Callable:
+    def _dumped(self, really: Callable[..., Any]) -> Callable[..., Any]:
         """Discard files that are written during a replay."""
 
         @wraps(really)
@@ -165,7 +165,7 @@ class Files(ReplayedFiles):
 
         return dump
 
-    def _folder_made(self, really: Callable) -> Callable:
+    def _folder_made(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def mkdir(path: object, *args: object, **kwargs: object) -> None:
             key = self._observes(path) if kwargs.get("dir_fd") is None else None
@@ -175,7 +175,7 @@ class Files(ReplayedFiles):
 
         return mkdir
 
-    def _renamed(self, really: Callable) -> Callable:
+    def _renamed(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def rename(src: object, dst: object, **kwargs: object) -> None:
             key = self._observes(dst)
@@ -187,7 +187,7 @@ class Files(ReplayedFiles):
 
         return rename
 
-    def _saved(self, really: Callable) -> Callable:
+    def _saved(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def save(*args: object, **kwargs: object) -> Any:
             f = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
@@ -206,7 +206,7 @@ class Files(ReplayedFiles):
         if key in self.looked:
             self.found(key)
 
-    def _loaded(self, really: Callable) -> Callable:
+    def _loaded(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def load(f: object, *args: object, **kwargs: object) -> Any:
             key = self._observes(f) if isinstance(f, (str, os.PathLike)) else None

@@ -23,7 +23,7 @@ class Listings:
         ledger.set(os, "listdir", self._listed(os.listdir))
         ledger.set(os, "scandir", lambda path=".": Entries(self, os_scandir(path), path))
 
-    def _listed(self, really: Callable) -> Callable:
+    def _listed(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def listdir(path: object = None) -> Any:
             return [name for name in really(path) if not self.hides(path, name)]

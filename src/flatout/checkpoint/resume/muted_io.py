@@ -49,7 +49,7 @@ class MutedIO:
 
         return written
 
-    def _within(self, connect: Callable) -> Callable:
+    def _within(self, connect: Callable[..., Any]) -> Callable[..., Any]:
         def connect_here(socket: object, address: object) -> Any:
             if self.on and isinstance(address, tuple) and not str(address[0]).startswith(HERE):
                 self.refuse(

@@ -20,7 +20,7 @@ class RecordedClock:
     It is no Python function, which would become a method as a class attribute.
     """
 
-    def __init__(self, really: Callable, value_log: ValueLog) -> None:
+    def __init__(self, really: Callable[..., Any], value_log: ValueLog) -> None:
         self._really, self._value_log = really, value_log
         self.__name__, self.__doc__ = really.__name__, really.__doc__
 

@@ -67,7 +67,7 @@ class ReplayedLoaders:
 
     # -- iterators ------------------------------------------------------------------------------------------
 
-    def _numbered(self, really: Callable) -> Callable:
+    def _numbered(self, really: Callable[..., Any]) -> Callable[..., Any]:
         value_log = self.value_log
 
         @wraps(really)
@@ -85,7 +85,7 @@ class ReplayedLoaders:
 
         return init
 
-    def _asked(self, really: Callable) -> Callable:
+    def _asked(self, really: Callable[..., Any]) -> Callable[..., Any]:
         value_log = self.value_log
 
         @wraps(really)
@@ -98,7 +98,7 @@ class ReplayedLoaders:
 
         return next_index
 
-    def _taken(self, really: Callable) -> Callable:
+    def _taken(self, really: Callable[..., Any]) -> Callable[..., Any]:
         value_log = self.value_log
 
         @wraps(really)
@@ -109,7 +109,7 @@ class ReplayedLoaders:
 
         return take
 
-    def _fetched(self, really: Callable, by_index: bool) -> Callable:
+    def _fetched(self, really: Callable[..., Any], by_index: bool) -> Callable[..., Any]:
         """Wrap the fetch of a process without workers."""
         value_log = self.value_log
 
@@ -158,7 +158,7 @@ class ReplayedLoaders:
 
     # -- loader workers -------------------------------------------------------------------------------------
 
-    def _carries(self, really: Callable) -> Callable:
+    def _carries(self, really: Callable[..., Any]) -> Callable[..., Any]:
         """Make workers report their state."""
         value_log = self.value_log
 
@@ -181,7 +181,7 @@ class ReplayedLoaders:
 
         return init
 
-    def _begins_again(self, really: Callable) -> Callable:
+    def _begins_again(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def reset(iterator: Any, loader: DataLoader, first_iter: bool = False) -> None:
             if not first_iter and "flatout_given" in vars(iterator):
@@ -190,7 +190,7 @@ class ReplayedLoaders:
 
         return reset
 
-    def _unpacked(self, really: Callable) -> Callable:
+    def _unpacked(self, really: Callable[..., Any]) -> Callable[..., Any]:
         value_log = self.value_log
 
         @wraps(really)
@@ -211,7 +211,7 @@ class ReplayedLoaders:
 
         return next_data
 
-    def _chosen(self, really: Callable) -> Callable:
+    def _chosen(self, really: Callable[..., Any]) -> Callable[..., Any]:
         value_log = self.value_log
 
         @wraps(really)

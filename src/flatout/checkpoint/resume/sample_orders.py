@@ -56,7 +56,7 @@ class SampleOrders:
             if rows is not None:
                 self._living[f"{self._way & (1 << 64) - 1:x} {caller.f_lasti} {self._count}"] = rows
 
-    def _observed(self, really: Callable) -> Callable:
+    def _observed(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def randperm(*args: object, **kwargs: object) -> Any:
             order = really(*args, **kwargs)

@@ -228,7 +228,7 @@ class ScriptReplay(Listener):
             return True
         return not self.value_log.going
 
-    def forward_begin(self, root: Module, args: tuple, kwargs: dict) -> None:
+    def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._begins()
         self._call = root, args, kwargs
         if root not in self._numbers:
@@ -238,7 +238,7 @@ class ScriptReplay(Listener):
             self._passes_on(self.saving.forward_begin, root, args, kwargs)
         self._call = None
 
-    def backward_begin(self, losses: tuple) -> None:
+    def backward_begin(self, losses: tuple[Any, ...]) -> None:
         self._begins()
         if self._event(BACKWARD):
             self._passes_on(self.saving.backward_begin, losses)

@@ -123,7 +123,7 @@ class Skipping:
                 return self.replay_tensors.gradient_sources.comes_from(args[0], args)
         return self.replay_tensors.refuse(f"{name}() needs a tensor that the checkpoint does not hold")
 
-    def _begun_by(self, really: Callable, begins: Callable[[], None]) -> Callable:
+    def _begun_by(self, really: Callable[..., Any], begins: Callable[[], None]) -> Callable[..., Any]:
         @wraps(really)
         def call(module: Module, *args: object, **kwargs: object) -> Any:
             if (
@@ -136,7 +136,7 @@ class Skipping:
 
         return call
 
-    def _without_backward(self, really: Callable) -> Callable:
+    def _without_backward(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def backward(
             tensors: Any,
@@ -156,7 +156,7 @@ class Skipping:
 
         return backward
 
-    def _without_grad(self, really: Callable) -> Callable:
+    def _without_grad(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def grad(outputs: object, inputs: object, *args: object, **kwargs: object) -> Any:
             if not self.value_log.going:
@@ -166,7 +166,7 @@ class Skipping:
 
         return grad
 
-    def _with_sources(self, really: Callable[..., Any]) -> Callable:
+    def _with_sources(self, really: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap an autograd function: its results get the gradient sources of its inputs."""
 
         def apply(cls: Any, *args: object, **kwargs: object) -> Any:
@@ -185,7 +185,7 @@ def _compiler(stance: str) -> None:
         torch.compiler.set_stance(stance)
 
 
-def _for_real(really: Callable) -> Callable:
+def _for_real(really: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(really)
     def copied(weight: Tensor, *args: object) -> Any:
         with torch._C.DisableTorchFunction():
@@ -194,7 +194,7 @@ def _for_real(really: Callable) -> Callable:
     return copied
 
 
-def _without_step(really: Callable, value_log: ValueLog) -> Callable:
+def _without_step(really: Callable[..., Any], value_log: ValueLog) -> Callable[..., Any]:
     # optimizer -> number of weights that had gradients
     made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -217,7 +217,7 @@ def _without_step(really: Callable, value_log: ValueLog) -> Callable:
     return step
 
 
-def _observed(closure: Callable, value_log: ValueLog) -> Callable:
+def _observed(closure: Callable[..., Any], value_log: ValueLog) -> Callable[..., Any]:
     """Wrap the closure of an optimizer step: it is the script's own code, so it is recorded."""
 
     def call() -> Any:
@@ -230,7 +230,7 @@ def _observed(closure: Callable, value_log: ValueLog) -> Callable:
     return call
 
 
-def _unless(really: Callable, skips: Callable[[Any], bool]) -> Callable:
+def _unless(really: Callable[..., Any], skips: Callable[[Any], bool]) -> Callable[..., Any]:
     @wraps(really)
     def call(thing: object, *args: object) -> Any:
         if not skips(thing):

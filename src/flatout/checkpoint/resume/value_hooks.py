@@ -94,7 +94,7 @@ class ValueHooks(ClockHooks):
 
     # -- wrappers -------------------------------------------------------------------------------------------
 
-    def _value(self, really: Callable) -> Callable:
+    def _value(self, really: Callable[..., Any]) -> Callable[..., Any]:
         value_log, here = self.value_log, threading.get_ident
         follows = FROM_A_SEED if really.__name__ == "tolist" else None
 
@@ -125,7 +125,9 @@ class ValueHooks(ClockHooks):
 
         return observed
 
-    def _answer(self, really: Callable, at: int, args: tuple, kwargs: dict) -> Any:
+    def _answer(
+        self, really: Callable[..., Any], at: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         value_log = self.value_log
         value = value_log.take(at)
         if isinstance(value, Exception):
@@ -152,7 +154,7 @@ class ValueHooks(ClockHooks):
             return again
         return again if encoded(again) == encoded(value) else value
 
-    def _shape(self, really: Callable) -> Callable:
+    def _shape(self, really: Callable[..., Any]) -> Callable[..., Any]:
         value_log, here = self.value_log, threading.get_ident
 
         @wraps(really)
@@ -163,7 +165,9 @@ class ValueHooks(ClockHooks):
 
         return observed
 
-    def _shaped(self, really: Callable, at: int, args: tuple, kwargs: dict) -> Any:
+    def _shaped(
+        self, really: Callable[..., Any], at: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         value_log = self.value_log
         if value_log.going:
             return self._shaped_again(really, at, args, kwargs)
@@ -188,7 +192,9 @@ class ValueHooks(ClockHooks):
         )
         return result
 
-    def _shaped_again(self, really: Callable, at: int, args: tuple, kwargs: dict) -> Any:
+    def _shaped_again(
+        self, really: Callable[..., Any], at: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         found = self.shaped_again(at)
         if self.value_log.began:  # random tensors may differ from the first run
             return found
@@ -210,7 +216,7 @@ class ValueHooks(ClockHooks):
         found = [dense(*shape) for shape in shapes[1]]
         return found[0] if not shapes[0] else tuple(found)
 
-    def _made_of(self, really: Callable) -> Callable:
+    def _made_of(self, really: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the construction of a tensor from a list with tensors; reads inside are not recorded."""
         value_log, here = self.value_log, threading.get_ident
 
@@ -223,7 +229,7 @@ class ValueHooks(ClockHooks):
 
         return made
 
-    def _packed(self, really: Callable) -> Callable:
+    def _packed(self, really: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap sequence packing: the recorded lengths give the batch sizes, which decide the computation."""
         value_log, here = self.value_log, threading.get_ident
 
@@ -249,7 +255,7 @@ class ValueHooks(ClockHooks):
 
         return pack
 
-    def _places(self, really: Callable) -> Callable:
+    def _places(self, really: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `where`: with only a condition, its result has one row per true element."""
 
         @wraps(really)
@@ -260,7 +266,7 @@ class ValueHooks(ClockHooks):
 
         return where
 
-    def _classes(self, really: Callable) -> Callable:
+    def _classes(self, really: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `one_hot`: without a number of classes, the values decide the shape."""
 
         @wraps(really)

@@ -144,7 +144,7 @@ class Sizes(click.ParamType):
         return list(dict.fromkeys(sizes))
 
 
-def program(function: Callable) -> Callable:
+def program(function: Callable[..., Any]) -> Callable[..., Any]:
     return click.argument("words", metavar="COMMAND...", nargs=-1, type=click.UNPROCESSED)(function)
 
 

@@ -80,7 +80,7 @@ NAMES = (
 )
 
 
-def options(function: Callable) -> Callable:
+def options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of `flatout run` that this file reads; their parameters are NAMES."""
     for option in reversed(OPTIONS):
         function = option(function)

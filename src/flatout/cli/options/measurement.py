@@ -27,7 +27,7 @@ from flatout.schema.records import ProgramRecord
 from flatout.tune.session import job_folder
 
 
-def measurement_options(function: Callable) -> Callable:
+def measurement_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the shared options: ``job``, ``as_json`` and the program's ``words``."""
     function = click.option("--json", "as_json", is_flag=True, help="Print the record instead of a table.")(
         function

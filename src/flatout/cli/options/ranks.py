@@ -96,7 +96,7 @@ class RankOptions:
         return f"{self.procs} {'GPUs' if self.gpus else 'processes'}" if self.several else ""
 
 
-def options(command: Callable) -> Callable:
+def options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the rank options to a command; ``ranks_asked`` reads them."""
     for option in reversed(OPTIONS):
         command = option(command)

@@ -19,7 +19,7 @@ RESTARTS, GRACE_S = 20, 10.0
 HOME = Path(__file__).resolve().parents[3]
 
 
-def options(duration: click.ParamType) -> Callable[[Callable], Callable]:
+def options(duration: click.ParamType) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add the supervision options. ``duration`` parses 90s, 5m, 1h."""
     given = (
         survival_option(
@@ -47,7 +47,7 @@ def options(duration: click.ParamType) -> Callable[[Callable], Callable]:
         ),
     )
 
-    def add(command: Callable) -> Callable:
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(given):
             command = option(command)
         return command

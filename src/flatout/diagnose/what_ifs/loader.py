@@ -86,7 +86,8 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
         return batch
 
     ledger.set(iterator_class, "__next__", next_kept)
-    return ledger.restore
+    undo: Undo = ledger.restore
+    return undo
 
 
 def _rebuilt(thing: object, tensor: Callable[[Any], Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ def cases() -> list[Case]:
     return [*(_case(row) for row in SMALL), *(_case(row, bench) for *row, bench in LARGE)]
 
 
-def _case(row: Sequence, bench: str = "") -> Case:
+def _case(row: Sequence[Any], bench: str = "") -> Case:
     batch, channels, height, width, crop, padding, _, dtype, layout, channels_last = row
     title = f"{batch} of {channels}x{height}x{width} ({layout}) to {crop[0]}x{crop[1]}, padding {padding}, {str(dtype).removeprefix('torch.')}"
     return Case(

@@ -5,8 +5,8 @@ read of a value that exists at that moment need not wait for this work. In the f
 one-element value is recorded at these moments: the roots of the backward pass, and the values of the script's
 variables (``names.py``). After that, only values that were read are copied.
 
-Reads number 1, 2, 4, 8, ... of each value also run as torch's own read. If the results differ, the value is
-written in a way that torch does not count (``tensor.data``, a custom kernel), and is left alone.
+Reads number 1, 2, 4, 8, ... of each value also run as torch's own read. A difference shows a write that torch
+does not count (``tensor.data``); such a value is left alone.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class EarlyValueCopier:
         self._seen.clear()
         self._owed.clear()
 
-    def _before_backward(self, really: Callable, context: TrainingContext) -> Callable:
+    def _before_backward(self, really: Callable[..., Any], context: TrainingContext) -> Callable[..., Any]:
         @wraps(really)
         def backward(roots: Any, *args: object, **kwargs: object) -> Any:
             given = (
@@ -214,7 +214,7 @@ class EarlyValueCopier:
 
     # -- reads -----------------------------------------------------------------------------------------------
 
-    def _reading(self, really: Callable) -> Callable:
+    def _reading(self, really: Callable[..., Any]) -> Callable[..., Any]:
         kind, held, seen = self.torch.Tensor, self.copies.held, self._seen
 
         @wraps(really)
@@ -227,7 +227,9 @@ class EarlyValueCopier:
 
         return read
 
-    def _to_host(self, really: Callable, asks: Callable[[tuple, dict], bool]) -> Callable:
+    def _to_host(
+        self, really: Callable[..., Any], asks: Callable[[tuple[Any, ...], dict[str, Any]], bool]
+    ) -> Callable[..., Any]:
         """Wrap a method that may return a host tensor, detached from the graph and not pinned."""
         kind = self.torch.Tensor
 
@@ -246,7 +248,7 @@ class EarlyValueCopier:
 
         return read
 
-    def _copying(self, really: Callable) -> Callable:
+    def _copying(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def copy(tensor: Tensor, source: Any, *args: object, **kwargs: object) -> Any:
             if (
@@ -309,7 +311,7 @@ class EarlyValueCopier:
 
     # -- skipped waits --------------------------------------------------------------------------
 
-    def _after_what_is_owed(self, really: Callable) -> Callable:
+    def _after_what_is_owed(self, really: Callable[..., Any]) -> Callable[..., Any]:
         """Wait first for the skipped streams: a script may use a read as a wait and then query its events."""
 
         @wraps(really)
@@ -320,7 +322,7 @@ class EarlyValueCopier:
 
         return ask
 
-    def _giving_back(self, really: Callable) -> Callable:
+    def _giving_back(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def give_back() -> None:
             self.copies.segments.forget()
@@ -328,7 +330,7 @@ class EarlyValueCopier:
 
         return give_back
 
-    def _exchange(self, really: Callable) -> Callable:
+    def _exchange(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def exchange(*args: object, **kwargs: object) -> Any:
             if self.copies.held:

@@ -15,7 +15,7 @@ class ReadValue:
     unread: int = 0  # copies since the last read
 
 
-def names_the_host(args: tuple, kwargs: dict) -> bool:
+def names_the_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether ``tensor.to`` only requests a blocking copy in host memory."""
     if kwargs.keys() - {"device", "non_blocking"} or kwargs.get("non_blocking") or len(args) > 1:
         return False

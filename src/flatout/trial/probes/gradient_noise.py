@@ -104,7 +104,7 @@ class GradientNoiseProbe(Probe):
         first = next(tensors_in(batch, self.torch), None)
         self.sizes = [*self.sizes[-1:], len(first) if first is not None and first.dim() else 0]
 
-    def backward_begin(self, losses: tuple) -> None:
+    def backward_begin(self, losses: tuple[Any, ...]) -> None:
         self.before = [p.grad.detach().clone() if p.grad is not None else None for p in self.parameters]
 
     def backward_end(self) -> None:

@@ -57,10 +57,10 @@ class LineProbe(Probe):
     def data_end(self, loader: DataLoader, batch: object) -> None:
         self.timer.paused = False
 
-    def forward_begin(self, root: Module, args: tuple, kwargs: dict) -> None:
+    def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._phase()
 
-    def backward_begin(self, losses: tuple) -> None:
+    def backward_begin(self, losses: tuple[Any, ...]) -> None:
         self._phase()
 
     def backward_end(self) -> None:

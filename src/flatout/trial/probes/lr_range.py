@@ -53,7 +53,7 @@ class LrRangeProbe(Probe):
         self.stand_ins = {id(each.own): each for each in made}
         self.failed: Exception | None = None
 
-    def backward_begin(self, losses: tuple) -> None:
+    def backward_begin(self, losses: tuple[Any, ...]) -> None:
         self.losses[-1].extend(loss.detach().double().mean() for loss in losses)
 
     def optimizer_begin(self, optimizer: Optimizer) -> None:

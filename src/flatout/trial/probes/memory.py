@@ -115,7 +115,7 @@ class MemoryProbe(AllocationRecorder):
     def data_end(self, loader: DataLoader, batch: object) -> None:
         self._enter_inputs(batch)
 
-    def forward_begin(self, root: Module, args: tuple, kwargs: dict) -> None:
+    def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.gradients = {
             id(p): storage_bytes([p.grad], self.context.device_type)
             for p in self.context.parameters

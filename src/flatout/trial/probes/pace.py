@@ -47,7 +47,7 @@ class PaceProbe(Probe):
         if self.open is not None:
             self.spans[-1].append(("data_ms", self.open, self.host.mark()))
 
-    def forward_begin(self, root: Module, args: tuple, kwargs: dict) -> None:
+    def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.counts[-1]["elements"] += self.divided.part_of_inputs * sum(
             tensor.numel() for tensor in tensors_in((args, kwargs), self.torch)
         )

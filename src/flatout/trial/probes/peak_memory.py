@@ -41,7 +41,7 @@ class PeakMemoryProbe(AllocationRecorder):
         self.seen: list[TickWindow] = []
         self.peak = 0  # of a CUDA device
 
-    def forward_begin(self, root: Module, args: tuple, kwargs: dict) -> None:
+    def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.step_began is None:
             self.step_began = self.clock.mark()
             if self.on_cuda:
