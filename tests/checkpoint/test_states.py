@@ -20,7 +20,7 @@ from flatout.checkpoint import bounded
 from flatout.checkpoint.checkpoint import verified
 from flatout.checkpoint.checkpoints import CheckpointFolder, write_state
 from flatout.checkpoint.disk import Stored
-from flatout.checkpoint.drift import surroundings
+from flatout.checkpoint.environment import environment
 from flatout.checkpoint.manifest import Manifest
 from flatout.checkpoint.random_states import random_states
 from flatout.checkpoint.tensors import read_tensors, write_tensors
@@ -438,4 +438,4 @@ def test_cuda_is_not_initialised_in_a_process_without_it(monkeypatch):
     for name in ("is_available", "device_count", "get_device_name", "get_rng_state_all"):
         monkeypatch.setattr(torch.cuda, name, asked)
     assert "cuda" not in random_states(torch)
-    assert surroundings(torch)["devices"] == []
+    assert environment(torch)["devices"] == []

@@ -309,7 +309,7 @@ check(
 check(
     "surroundings",
     "it is where it was",
-    "flatout.checkpoint.drift",
+    "flatout.checkpoint.environment",
     """return [
         f"{name}: {_shown(before.get(name))}""",
     'return [] and [f"{name}: {_shown(before.get(name))}',

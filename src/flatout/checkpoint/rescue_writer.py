@@ -14,7 +14,7 @@ from flatout.agent.listener import Listener
 from flatout.agent.schedulers import Schedulers
 from flatout.agent.signals import Signals
 from flatout.checkpoint.checkpoints import CheckpointFolder, step_of
-from flatout.checkpoint.drift import surroundings
+from flatout.checkpoint.environment import environment
 from flatout.checkpoint.epochs import EpochCounter
 from flatout.checkpoint.metadata import CheckpointMeta, ExactMeta
 from flatout.checkpoint.runs import begin_run
@@ -152,7 +152,7 @@ class RescueWriter(Listener):
             inside=inside,
             updated=inside and self._updated,
             holds=training_state.kept(state),
-            surroundings=surroundings(self.torch),
+            surroundings=environment(self.torch),
             exact=exact,
         )
         return steps, packed, meta.to_json()

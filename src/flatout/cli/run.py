@@ -127,7 +127,7 @@ def command(
         asked.gpus,
         f"--{place.cluster or 'nodes'}" if place is not None else "",
     )
-    if place is not None and place.cluster in ("slurm", "k8s"):
+    if place is not None and place.cluster in launch_targets.SUBMITTED:
         options = [
             *(["--plan", plan_path] if plan_path is not None else []),
             *(f"--with={as_option(choice)}" for choice in chosen),

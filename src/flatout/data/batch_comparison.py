@@ -63,7 +63,8 @@ def different(plain: Any, other: Any, apart: float, layout: bool = True, depth: 
     if _is_equal(plain, other):
         return ""
     held = getattr(plain, "__dict__", None)
-    if held and type(plain).__eq__ is object.__eq__:  # an object of the program, made once per batch  # type: ignore[comparison-overlap]
+    by_identity = type(plain).__eq__ is object.__eq__  # type: ignore[comparison-overlap]
+    if held and by_identity:  # an object of the program, made once per batch
         return different(held, vars(other), apart, layout, depth + 1)
     return "its values differ"
 

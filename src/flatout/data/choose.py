@@ -22,7 +22,7 @@ Way = tuple[BatchOperation, ...]
 
 
 def _along(way: Way, shape: ImageShape) -> list[tuple[BatchOperation, ImageShape]]:
-    """Return each operation with its input shape. Raises Unknown if the branch changes the shape."""
+    """Return each operation with its input shape. Raises NotBatchable if the branch changes the shape."""
     met, at = [], shape
     for operation in way:
         met.append((operation, at))

@@ -100,7 +100,7 @@ def _lowered(pipeline: TransformPipeline) -> Lowered:
 
 
 def finished(work: DeferredWork, row: Tensor) -> Any:
-    """Return the image as in a plain run, with its own memory. Raises Unknown if it is not a tensor."""
+    """Return the image as in a plain run, with its own memory. Raises NotBatchable if it is not a tensor."""
     if work.form.kind == "pil":
         from PIL import Image
 

@@ -39,7 +39,7 @@ class CacheOptions:
 def proved_store(
     copy: Any, fetched: Callable[[int], Any], keep: CacheOptions, shared: bool, own: Sequence[Any]
 ) -> Store:
-    """Return a store, after checking that samples are the same each time. Raises Unknown if they are not.
+    """Return a store, after checking that samples are the same each time. Raises NotBatchable if they are not.
 
     ``copy`` is a copy of the data set for inspection. ``fetched`` returns a sample of it in its kept form,
     and ``own`` holds its random generators.

@@ -96,7 +96,7 @@ class SampleRecorder:
         return None
 
     def sample(self, sample: object) -> tuple[Any, tuple[Any, ...], ReplayProgram]:
-        """Return the sample in its kept form. Raises Unknown if it cannot be kept."""
+        """Return the sample in its kept form. Raises NotBatchable if it cannot be kept."""
         if self._why_not:
             raise NotBatchable(self._why_not)
         results = 0

@@ -122,7 +122,7 @@ def name_of(transform: object) -> str:
 
 
 def read(transform: object, form: ImageForm) -> Sequence[BatchOperation]:
-    """Return the operations of a transform. Raises Unknown with the reason."""
+    """Return the operations of a transform. Raises NotBatchable with the reason."""
     name = name_of(transform)
     if name not in READERS:
         raise NotBatchable(f"{type(transform).__name__} is not a transform that can run on batches")
@@ -156,7 +156,7 @@ def lower(transform: object, images: Sequence[Any], light: bool = False, unfinis
     """Read a pipeline with a few input images. With ``light``, heavy transforms run on single images.
 
     With ``unfinished``, another transform call follows, so the last step may also return PIL images.
-    Moves random generators. Raises Unknown with the reason if nothing can run on a batch.
+    Moves random generators. Raises NotBatchable with the reason if nothing can run on a batch.
     """
     if not understood():
         raise NotBatchable("flatout does not know how this torch version draws random numbers")
@@ -200,7 +200,7 @@ def lower(transform: object, images: Sequence[Any], light: bool = False, unfinis
 def extended(before: Lowered, transform: object, light: bool = False) -> Lowered:
     """Append the transform of another call. Steps that cannot run on a batch follow the operations.
 
-    Raises Unknown if these steps could not receive a single image.
+    Raises NotBatchable if these steps could not receive a single image.
     """
     steps, form, operations = flat(transform), before.exit, list(before.operations)
     reasons: dict[str, None] = dict.fromkeys(before.reasons)

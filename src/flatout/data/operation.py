@@ -71,7 +71,7 @@ class BatchOperation:
     def shape(self, shape: ImageShape) -> ImageShape:
         """Return the shape of the result.
 
-        Raises ValueError if torchvision would reject the image, Unknown if the results would differ in shape.
+        Raises ValueError if torchvision would reject the image, NotBatchable if the results would differ in shape.
         """
         return shape
 
@@ -126,4 +126,4 @@ def rows_together(
 
 
 Reader = Callable[[Any, ImageForm], "BatchOperation | Sequence[BatchOperation]"]
-"""Returns the operations of a torchvision transform for this form. Raises Unknown with the reason."""
+"""Returns the operations of a torchvision transform for this form. Raises NotBatchable with the reason."""

@@ -28,7 +28,7 @@ CHANGED = "samples are no longer kept: the script has changed its data set"
 
 
 class KeptSamples:
-    """Kept samples. Methods raise Unknown with the reason if samples may no longer be kept.
+    """Kept samples. Methods raise NotBatchable with the reason if samples may no longer be kept.
 
     With ``shared``, loader workers fill the same store. ``own`` holds the random generators of the data set.
     """
@@ -157,7 +157,7 @@ class KeptSamples:
 def opened(
     dataset: Dataset, keep: CacheOptions, pipelines: Pipelines, shared: bool, own: Sequence[Any], raw: bool
 ) -> KeptSamples:
-    """Open a store of samples with remaining calls, or (``raw``) as returned. Raises Unknown."""
+    """Open a store of samples with remaining calls, or (``raw``) as returned. Raises NotBatchable."""
     try:
         return KeptSamples(dataset, keep, pipelines, shared, own)
     except NotBatchable:

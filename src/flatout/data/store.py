@@ -45,7 +45,7 @@ class Cell:
 
 
 def template_of(sample: object) -> tuple[Any, list[Cell]]:
-    """Return the sample with cells as values. Raises Unknown if a value cannot be kept exactly."""
+    """Return the sample with cells as values. Raises NotBatchable if a value cannot be kept exactly."""
     cells: list[Cell] = []
 
     def cell(value: object) -> Any:
@@ -117,7 +117,7 @@ def values_of(sample: object) -> list[Any]:
 
 
 def _match(template: Any, sample: Any, values: list[Any]) -> None:
-    """Append the values of a sample. Raises Unknown if its structure differs from the template's."""
+    """Append the values of a sample. Raises NotBatchable if its structure differs from the template's."""
     kind = type(template)
     if kind is Cell:
         if isinstance(sample, Constant):
@@ -139,7 +139,7 @@ def _match(template: Any, sample: Any, values: list[Any]) -> None:
 
 
 def _together(cell: Cell, values: Sequence[Any]) -> Tensor:
-    """Return the values of one column as a tensor [B, ...]. Raises Unknown if one does not match the cell."""
+    """Return the values of one column as a tensor [B, ...]. Raises NotBatchable if one does not match the cell."""
     first = values[0]
     if cell.kind == "number" and all(type(value) is cell.detail for value in values):
         return torch.tensor(values, dtype=cell.dtype)
@@ -167,7 +167,7 @@ def _together(cell: Cell, values: Sequence[Any]) -> Tensor:
 class Store:
     """Rows for the first ``rows`` samples of a data set.
 
-    Raises Unknown if samples like the given one cannot be kept.
+    Raises NotBatchable if samples like the given one cannot be kept.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class Store:
         return self._full
 
     def put(self, indices: Sequence[int], samples: Sequence[Any]) -> None:
-        """Keep samples. Raises Unknown if one of them differs in structure from the first."""
+        """Keep samples. Raises NotBatchable if one of them differs in structure from the first."""
         at = torch.tensor(indices)
         for column, values in zip(self.columns, self._encode(samples), strict=True):
             column[at] = values

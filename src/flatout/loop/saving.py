@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from flatout.checkpoint.checkpoint import Checkpoint
-from flatout.checkpoint.drift import drift, surroundings
+from flatout.checkpoint.environment import differences, environment
 from flatout.checkpoint.joint_checkpoint import JointCheckpointWriter
 from flatout.checkpoint.loading import LoaderPosition
 from flatout.checkpoint.random_states import random_states, set_random_states
@@ -123,7 +123,7 @@ class LoopCheckpointing:
 
     def _go_on(self, save: Checkpoint) -> Resumed:
         metadata = save.manifest.metadata
-        differs = drift(metadata.get("surroundings", {}), self._surroundings())
+        differs = differences(metadata.get("surroundings", {}), self._surroundings())
         parts = parts_of(self.torch, save, self.rank, self.ranks, self._sharing, self.reading.shape())
         inexact = [
             *metadata.get("inexact", ()),
@@ -170,7 +170,7 @@ class LoopCheckpointing:
 
     def _refuse(self, save: Checkpoint, differs: list[str]) -> None:
         raise LoopError(
-            f'{save.path} cannot be resumed exactly: {"; ".join(differs)}. Use on_drift="say" to resume anyway, or '
+            f'{save.path} cannot be resumed exactly: {"; ".join(differs)}. Use on_drift="warn" to resume anyway, or '
             "from_scratch=True to start from scratch."
         )
 
@@ -304,7 +304,7 @@ class LoopCheckpointing:
         return list(dict.fromkeys(found))
 
     def _surroundings(self) -> dict[str, Any]:
-        return surroundings(self.torch, {**self.settings, "plan": self.loop.plan.describe(), **self._script})
+        return environment(self.torch, {**self.settings, "plan": self.loop.plan.describe(), **self._script})
 
     def _say(self, sentence: str) -> None:
         LOGGER.warning(sentence)

@@ -3,5 +3,6 @@
 Runs in: the user's program (worker*.py, probes/, memory_prediction.py), the flatout command (parent.py), and
 flatout.Loop (blocks.py).
 Imports: schema, job, agent, data, distributed, guard, launch, measure.
-Start with: parent.py (Trial), worker.py (Worker), worker_commands.py, probes/.
+Start with: parent.py (Trial), worker.py (events and ticks), worker_record.py (fills the TrialRecord of
+schema/records.py), worker_commands.py, recorder.py (losses, batches), monitor.py (for profiles), probes/.
 """

@@ -2,5 +2,6 @@
 
 Runs in: the flatout command; comparisons also on other nodes (remote_comparison.py).
 Imports: schema, job, guard, launch, levers, measure, probe, trial, numpy.
-Start with: search.py (the stages), comparison.py (how programs are compared), effects.py (the regression).
+Start with: search.py (the stages), explore.py (the waves of programs), design.py (what a wave measures),
+comparison.py (how programs are compared), effects.py (the regression).
 """

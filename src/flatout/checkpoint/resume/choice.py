@@ -11,7 +11,7 @@ from types import ModuleType
 
 from flatout.checkpoint.checkpoint import Checkpoint, verified
 from flatout.checkpoint.checkpoints import CheckpointFolder
-from flatout.checkpoint.drift import drift, surroundings
+from flatout.checkpoint.environment import differences, environment
 from flatout.checkpoint.metadata import CheckpointMeta, RankCounts
 from flatout.checkpoint.resume.ranks import ResumeRanks
 from flatout.schema.errors import CannotResume, SaveError
@@ -100,10 +100,10 @@ def check(torch: ModuleType, save: Checkpoint, meta: CheckpointMeta) -> None:
             f"{', '.join(os.path.relpath(name) for name in changed[:4])} has changed since {save.path.name} was saved"
         )
     before = meta.surroundings
-    now = {**surroundings(torch), **{name: before.get(name) for name in LATER}}
+    now = {**environment(torch), **{name: before.get(name) for name in LATER}}
     if before.get("devices") and not torch.cuda.device_count():
         now["devices"] = []
-    differs = drift(before, now)
+    differs = differences(before, now)
     if differs:
         raise CannotResume(f"the environment differs from that of {save.path.name}: {'; '.join(differs)}")
 

@@ -18,7 +18,7 @@ from flatout.agent.bootstrap import say_at_once
 from flatout.agent.frames import is_users
 from flatout.agent.ledger import Ledger
 from flatout.agent.training_context import TrainingContext
-from flatout.checkpoint.drift import drift, surroundings
+from flatout.checkpoint.environment import differences, environment
 from flatout.checkpoint.metadata import CheckpointMeta, ExactMeta, RankCounts
 from flatout.checkpoint.rescue import Rescue
 from flatout.checkpoint.resume.choice import check, digest_of, newest
@@ -188,7 +188,7 @@ class ExactSession:
         os.environ.pop(FETCHES, None)
         assert self.save is not None
         assert self.meta is not None
-        differs = drift(self.meta.surroundings, surroundings(self.torch))
+        differs = differences(self.meta.surroundings, environment(self.torch))
         if differs:  # the program has made its own settings by now
             self.refuse(f"the environment differs from that of {self.save.path.name}: {'; '.join(differs)}")
         self.phase = Phase.RESUMED

@@ -64,6 +64,8 @@ OPTIONS = (
     machines_option("--kind", default=None, help="Kubernetes resource for --k8s: PyTorchJob or TrainJob."),
     machines_option("--job-name", default=None, help="Name of the job, for --slurm or --k8s."),
 )
+CLUSTERS = ("slurm", "ray", "k8s")  # options of this name choose one
+SUBMITTED = ("slurm", "k8s")  # flatout writes a script or manifest, and runs nothing here
 NAMES = (
     "nodes",
     "node_rank",
@@ -104,7 +106,7 @@ def place_of(given: Mapping[str, Any], ranks: RankOptions) -> LaunchTarget | Non
         return None
     from flatout.launch.nodes import nodes_of
 
-    clusters = [name for name in ("slurm", "ray", "k8s") if given[name]]
+    clusters = [name for name in CLUSTERS if given[name]]
     if len(clusters) > 1:
         raise UsageError(
             f"{' and '.join(f'--{name}' for name in clusters)} exclude each other. Give one of them."

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from flatout.cli.options.grouped import survival_option
+from flatout.cli.options.launch_targets import CLUSTERS
 from flatout.launch.command import Command
 from flatout.render.formatting import shell
 from flatout.schema.errors import UsageError
@@ -105,9 +106,7 @@ def supervision(given: dict[str, Any]) -> Supervision:
             if value is not None:
                 raise UsageError(f"{option} works only with a supervised program. Add --supervise.")
         return Supervision(False, 0, GRACE_S, None, "ignore")
-    elsewhere = next(
-        (name for name in ("nodes", "slurm", "ray", "k8s", "rendezvous") if given.get(name)), None
-    )
+    elsewhere = next((name for name in ("nodes", *CLUSTERS, "rendezvous") if given.get(name)), None)
     if elsewhere is not None:
         raise UsageError(
             f"--supervise monitors processes of this machine, but --{elsewhere} starts them by an agent on each node, which restarts them "

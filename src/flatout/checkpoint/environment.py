@@ -1,6 +1,7 @@
-"""Compare the environment of a checkpoint with the present one.
+"""The environment that the bits of a training depend on: recorded with a checkpoint, compared at a resume.
 
-Any difference is reported and rules out bit-identity.
+Any difference is reported and rules out bit-identity. Exact resume refuses then (`resume/choice.py` before the
+program begins, `resume/session.py` at the resume point), flatout.Loop warns.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 
-def surroundings(torch: ModuleType, more: Mapping[str, Any] = {}) -> dict[str, Any]:
+def environment(torch: ModuleType, more: Mapping[str, Any] = {}) -> dict[str, Any]:
     """Everything besides its state that the bits of a training depend on.
 
     ``more``: values from the caller (length of the data, digest of the script, number of ranks). CUDA devices
@@ -37,7 +38,7 @@ def surroundings(torch: ModuleType, more: Mapping[str, Any] = {}) -> dict[str, A
     }
 
 
-def drift(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Each difference as a sentence; empty if there is none."""
     names = [*before, *(name for name in now if name not in before)]
     return [
