@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.attached import Checkpointing
 from flatout.agent.bootstrap import say_at_once
@@ -21,6 +21,9 @@ from flatout.job.claims import keeps_first, records_first
 from flatout.job.rank_environment import this_rank
 from flatout.schema.errors import CannotResume
 from flatout.schema.run_request import ResumeOptions, RunRequest
+
+if TYPE_CHECKING:
+    from flatout.checkpoint.resume.ranks import ResumeRanks
 
 
 def attach(job: dict[str, Any]) -> None:
@@ -60,7 +63,7 @@ def checkpointing(
 
 
 def _exact(
-    torch: ModuleType, options: ResumeOptions, ranks: Any, ledger: Ledger, resumed: Callable[[], None]
+    torch: ModuleType, options: ResumeOptions, ranks: ResumeRanks, ledger: Ledger, resumed: Callable[[], None]
 ) -> Checkpointing | None:
     """Return the session that records or resumes this process; None if its training cannot be recorded."""
     if why_not := ranks.why_not():
