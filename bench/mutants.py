@@ -5,7 +5,7 @@ repository, its tests run there until the first failure, and the text is put bac
 is missing, or the line is not needed. A text that is not in its file, or is there twice, is an error of the list.
 
     python bench/mutants.py                    all of them: about 15 minutes on two cores
-    python bench/mutants.py --only engine,tune breaks of these packages
+    python bench/mutants.py --only guard,tune  breaks of these packages
     python bench/mutants.py --check            only look whether each text is in its file once
 
 The result counts breaks that turned a test red. It is no measure of speed.

@@ -31,16 +31,16 @@ MARK = "FLATOUT_TEST_RUN"
 NOT_RUN = pytest.StashKey[int]()
 MANY_OBJECTS = 100_000
 OF_ONE_PROCESS = {
-    "engine",
+    "checkpoint",
+    "data",
+    "guard",
     "kernels",
     "levers",
     "measure",
-    "pipeline",
-    "plan",
     "probe",
     "render",
-    "saved",
-    "state",
+    "saved_tensors",
+    "schema",
 }
 GRACE_S = 8.0  # the time that a program may take to end after a request
 

@@ -18,6 +18,7 @@ _LAZY = {
     "Pipeline": "flatout.loop.pipeline_parallel",
     "Step": "flatout.loop.step",
     "Plan": "flatout.schema.plan",
+    "read_plan": "flatout.job.plan_file",
     "device": "flatout.loop.start",
     "seed": "flatout.loop.start",
 }

@@ -561,7 +561,7 @@ def test_long_steps_judge_levers_on_part_of_the_batch(name: str) -> None:
     )  # type: ignore[arg-type]
     assert not failed(sound), sound
     assert failed(broken), broken
-    assert set(sizes) == {16, 32}
+    assert set(sizes) == {8, 16, 32}  # also half of the part
     assert sizes.count(32) == STEPS
 
 

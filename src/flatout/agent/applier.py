@@ -48,7 +48,7 @@ class Applier:
 
     def start(self, plan: Plan, moments: Sequence[Moment]) -> None:
         """Apply the choices of these moments. ``outcomes`` records those that cannot be applied."""
-        for choice in self._in_order(plan.choices):
+        for choice in self.in_order(plan.choices):
             lever = self.lever(choice)
             if lever is None:
                 if Moment.IMPORT in moments:
@@ -65,7 +65,7 @@ class Applier:
 
         Used between two blocks of steps.
         """
-        wanted = self._in_order(choices)
+        wanted = self.in_order(choices)
         keep = 0
         while keep < len(wanted) and keep < len(self._live()) and self._live()[keep][0] == wanted[keep]:
             keep += 1
@@ -98,7 +98,8 @@ class Applier:
             if self.table[c.name].live and self.table[c.name].moment is not Moment.PROCESS
         ]
 
-    def _in_order(self, choices: Sequence[Choice]) -> list[Choice]:
+    def in_order(self, choices: Sequence[Choice]) -> list[Choice]:
+        """The choices in the order in which they act."""
         order = {name: at for at, name in enumerate(self.table)}
         return sorted(choices, key=lambda c: order.get(c.name, len(order)))
 
@@ -128,8 +129,12 @@ class Applier:
             return Outcome(choice, False, _failed(error))
 
 
-def before_start(table: Sequence[Lever], plan: Plan, facts: Facts) -> tuple[dict[str, str], list[Outcome]]:
+def before_start(
+    table: Sequence[Lever], plan: Plan, facts: Facts, ask: bool = True
+) -> tuple[dict[str, str], list[Outcome]]:
     """Apply the PROCESS levers of a plan, which act before the program starts.
+
+    ``ask``: leave out levers that do not apply to this machine, and choose an available value.
 
     Returns environment variables for the program, and an outcome for each of these levers.
     """
@@ -140,15 +145,16 @@ def before_start(table: Sequence[Lever], plan: Plan, facts: Facts) -> tuple[dict
         if choice is None or lever.moment is not Moment.PROCESS:
             continue
         try:
-            answer = lever.applies(facts, None)
+            answer = lever.applies(facts, None) if ask else None
             if isinstance(answer, Skip):
                 outcomes.append(Outcome(choice, False, answer.reason))
                 continue
-            choice = replace(choice, value=answer.value_for(choice.value))
+            if answer is not None:
+                choice = replace(choice, value=answer.value_for(choice.value))
             variables |= lever.environment(facts, choice.value)
             outcomes.append(Outcome(choice, True))
         except LookupError as error:  # the value is not available here
-            outcomes.append(Outcome(choice, False, str(error)))
+            outcomes.append(Outcome(choice, False, str(error) or "it is not available here"))
         except Exception as error:
             outcomes.append(Outcome(choice, False, _failed(error)))
     return variables, outcomes

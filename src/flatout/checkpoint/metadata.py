@@ -115,7 +115,8 @@ def _exact(data: Mapping[str, Any]) -> ExactMeta:
         journal=_text(data.get("journal")),
         program=tuple(map(str, program)) if isinstance(program, list) else (),
         sources={str(file): str(digest) for file, digest in _mapping(data.get("sources")).items()},
-        why_not=_text(data.get("exact")),
+        why_not=_text(data.get("exact"))
+        or ("" if isinstance(data.get("sources"), Mapping) else "its metadata lists no source files"),
         cost_s=float(cost_s) if isinstance(cost_s, (int, float)) else 0.0,
         ranks=_ranks(data["ranks"]) if isinstance(data.get("ranks"), Mapping) else None,
     )

@@ -44,10 +44,30 @@ def sliced(
     if len(sizes) != 1 or kept == size:
         return list(steps), 1.0
 
+    return first_samples(steps, kept, torch), kept / size
+
+
+def first_samples(
+    steps: Sequence[list[dict[str, Any]]], kept: int, torch: ModuleType
+) -> list[list[dict[str, Any]]]:
+    """The steps with their first ``kept`` samples."""
+
     def first(thing: object) -> Any:
         return mapped(thing, lambda tensor: tensor[:kept] if tensor.dim() else tensor, torch)
 
     return [
         [{**call, **{name: first(call[name]) for name in ("args", "kwargs", "grads")}} for call in calls]
         for calls in steps
-    ], kept / size
+    ]
+
+
+def halved(steps: Sequence[list[dict[str, Any]]], torch: ModuleType) -> list[list[dict[str, Any]]]:
+    """The first half of the samples of steps that `sliced` has cut."""
+    sizes = (
+        tensor.shape[0]
+        for calls in steps
+        for call in calls
+        for tensor in tensors_in((call["args"], call["kwargs"], call["grads"]), torch)
+        if tensor.dim()
+    )
+    return first_samples(steps, next(sizes) // 2, torch)

@@ -10,10 +10,10 @@ from flatout.schema.plan import Choice
 Judge = Callable[[list[Choice]], dict[str, Any]]
 
 
-def narrowed(judge: Judge, choices: Sequence[Choice]) -> dict[str, Any]:
+def narrowed(judge: Judge, choices: Sequence[Choice], rest_too: bool = True) -> dict[str, Any]:
     """Return the verdict on all choices, and which of them to leave out.
 
-    ``choices``: the most valuable first. The answer is that of ``judge``, and also
+    ``choices``: the most valuable first. Without ``rest_too``, the rest is not judged. The answer is that of ``judge``, and also
 
         alone    the reason for each lever that fails by itself
         wrong    the reason for each lever to leave out: these, and each that fails together with more
@@ -33,6 +33,8 @@ def narrowed(judge: Judge, choices: Sequence[Choice]) -> dict[str, Any]:
     if failure(answer) and len(choices) > 1:
         alone = {choice.name: why for choice in choices if (why := failure(verdict([choice])))}
     wrong, rest = dict(alone), [choice for choice in choices if choice.name not in alone]
+    if not rest_too:
+        return {**answer, "alone": alone, "wrong": wrong, "rest": None}
     if rest and failure(verdict(rest)):
         others, rest = rest, []
         for choice in others:

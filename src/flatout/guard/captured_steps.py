@@ -90,8 +90,9 @@ class StepReplayer:
         choices: Sequence[Choice] = (),
         double: bool = False,
         nudge: float = 0.0,
+        gradients_only: bool = False,
     ) -> StepResults:
-        """Play the steps. ``nudge`` moves every weight by up to this share.
+        """Play the steps. ``nudge`` moves every weight by up to this share; ``gradients_only``: no updates.
 
         The first play must be the plain one: its gradients are the input of every optimizer.
         """
@@ -107,10 +108,10 @@ class StepReplayer:
                 with float32_draws(self.torch) if double else nullcontext():
                     self._steps(roots, steps, double, played)
                 self._same_gradients = self._same_gradients or played.gradients
-                if not nudge:
+                if not nudge and not gradients_only:
                     self._clip(roots, played)
                     self._update(roots, optimizers, played)
-                if not nudge and not double:
+                if not nudge and not double and not gradients_only:
                     played.later = self.play_later(roots, steps)
         finally:
             for take_off in reversed(undo):

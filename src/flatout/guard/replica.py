@@ -36,11 +36,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.applier import Applier
-from flatout.guard.batch_slices import sliced
+from flatout.guard.batch_slices import halved, sliced
 from flatout.guard.blame import narrowed
 from flatout.guard.captured_steps import StepReplayer, StepResults
 from flatout.guard.copies import clone, random_state, set_random_state
 from flatout.guard.rounding import HALF_NUDGE, NUDGE, check, compare, later, same
+from flatout.guard.whole_batch import WholeBatch, are_summed
 from flatout.measure.clock import seconds
 from flatout.measure.parity import tensors_in
 from flatout.schema.plan import Choice
@@ -76,6 +77,7 @@ class ReferencePlays:
     nudged: StepResults
     later: StepResults
     sure: bool
+    half: StepResults | None = None  # of half of the samples, if only a part of them is played
 
 
 class StepReplica:
@@ -178,9 +180,9 @@ class StepReplica:
 
     # -- judging ---------------------------------------------------------------------------------------------
 
-    def judge_and_narrow(self) -> dict[str, Any]:
+    def judge_and_narrow(self, rest_too: bool = True) -> dict[str, Any]:
         """The verdict on all choices, and which of them to leave out (`flatout.guard.blame.narrowed`)."""
-        return narrowed(self.judge, self.choices)
+        return narrowed(self.judge, self.choices, rest_too)
 
     def judge(self, choices: Sequence[Choice] | None = None, bitwise: bool = False) -> dict[str, Any]:
         """The answer of `flatout.guard.rounding.compare`, or ``{"failure": sentence}``.
@@ -218,7 +220,7 @@ class StepReplica:
                 self._reference = self._plain_plays(self._played)
         reference, steps = self._reference, self._played
         try:
-            levers = reference.replay.play(steps, self.choices)
+            levers = reference.replay.play(steps, self.applier.in_order(self.choices))
         except (
             self.torch.OutOfMemoryError
         ):  # the compared copies need memory too: this says nothing of the levers
@@ -239,9 +241,27 @@ class StepReplica:
                 return {"checks": [found]}
             # The plain step is not repeatable (sums by atomic additions), so the comparison allows for
             # rounding.
-        found = compare(reference.plain, levers, reference.double, reference.nudged, self.torch, self._share)
+        whole = None if self._share == 1.0 else self._whole_batch(reference, levers)
+        found = compare(
+            reference.plain, levers, reference.double, reference.nudged, self.torch, self._share, whole
+        )
         found["checks"] += later(reference.plain, levers, reference.later, reference.sure, self.torch)
         return found
+
+    def _whole_batch(self, reference: ReferencePlays, levers: StepResults) -> WholeBatch | None:
+        """What half of the played samples tells about the whole batch; None if it cannot be played."""
+        steps, choices = halved(self._played, self.torch), self.applier.in_order(self.choices)
+        try:
+            if reference.half is None:
+                reference.half = reference.replay.play(steps, gradients_only=True)
+            half = reference.replay.play(steps, choices, gradients_only=True)
+        except Exception:  # a module that rejects fewer samples
+            return None
+        if half.failure:
+            return None
+        return WholeBatch(
+            (reference.plain, levers), (reference.half, half), self._share, are_summed(self._played)
+        )
 
     def _plain_plays(self, steps: list[list[dict[str, Any]]]) -> ReferencePlays:
         """The plays without levers, shared by all judged levers."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from flatout.guard.captured_steps import StepResults
 from flatout.guard.resolution import fineness
-from flatout.guard.whole_batch import in_whole_batch
+from flatout.guard.whole_batch import WholeBatch
 from flatout.measure.parity import relative_distance
 
 # bfloat16's unit in the last place. Noise of that size on every gradient: 1.1e-3 to 1.7e-3; 8-bit gradients:
@@ -59,6 +59,7 @@ def compare(
     nudged: StepResults,
     torch: ModuleType,
     share: float = 1.0,
+    whole: WholeBatch | None = None,
 ) -> dict[str, Any]:
     """``{"checks": [{name, value, limit, passed, why}], "noise": float, "smooth": bool}``.
 
@@ -77,8 +78,8 @@ def compare(
     kinks = max(HALF_UNIT, KINKS * math.sqrt(error / share))
     checks = [
         outputs,
-        _gradient(plain, levers, double, noise, kinks, share, torch),
-        _parameters(plain, levers, double, kinks, share, torch),
+        _gradient(plain, levers, double, noise, kinks, whole, torch),
+        _parameters(plain, levers, double, kinks, share, whole, torch),
     ]
     if plain.updates:
         checks.append(_updates(plain, levers, double, torch))
@@ -209,17 +210,13 @@ def _gradient(
     double: StepResults,
     noise: float,
     kinks: float,
-    share: float,
+    whole: WholeBatch | None,
     torch: ModuleType,
 ) -> dict[str, Any]:
     reference = [*(double.gradients or plain.gradients[:1]), *plain.gradients[1:]]
     own = relative_distance(plain.gradients[0], reference[0], torch)
     error = max(relative_distance(x, y, torch) for x, y in zip(levers.gradients, reference, strict=True))
-    errors = [
-        [_minus(x, y) for x, y in zip(ours, theirs, strict=True)]
-        for ours, theirs in zip(levers.gradients, reference, strict=True)
-    ]
-    noise /= in_whole_batch(errors, share)
+    noise /= whole.of_all() if whole is not None else 1.0
     limit = max(_same_maths(own), min(NOISE_CAP * noise, kinks))
     return check(
         "gradient",
@@ -236,6 +233,7 @@ def _parameters(
     double: StepResults,
     kinks: float,
     share: float,
+    whole: WholeBatch | None,
     torch: ModuleType,
 ) -> dict[str, Any]:
     worst = (-1.0, 0.0, kinks, 0.0)
@@ -252,9 +250,8 @@ def _parameters(
             * _size([_minus(a, b) for a, b in pairwise(mine)])
             / size
         )
-        errors = [_minus(a, b) for a, b in zip(other, mine, strict=True)]
-        error = _size(errors) / size
-        noise /= in_whole_batch([[each] for each in errors], share)
+        error = _size([_minus(a, b) for a, b in zip(other, mine, strict=True)]) / size
+        noise /= whole.of_parameter(at) if whole is not None else 1.0
         limit = max(_same_maths(own), min(NOISE_CAP * noise, kinks))
         if not error / limit <= worst[0]:
             worst = (error / limit, error, limit, noise)

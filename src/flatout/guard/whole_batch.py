@@ -1,30 +1,76 @@
-"""Takes the errors of a share of a batch to the whole batch."""
+"""Takes the errors of a part of a batch to the whole batch.
+
+Rounding differs from sample to sample, so its error shrinks with the number of samples; an error that is made
+once per step does not. Which of the two it is, half of the part tells: twice the squared error of the part
+less that of its half is what stays, whatever the number of samples.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-CHANCE = 2.0  # standard deviations of the cosine of two independent vectors
+from flatout.guard.captured_steps import StepResults
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SMALL = 1000  # elements; smaller tensors are taken together, because few elements agree by chance
 
 
-def in_whole_batch(errors: Sequence[Sequence[Any]], share: float) -> float:
-    """The error of a whole batch as a multiple of the error of a ``share`` of it.
+class WholeBatch:
+    """``part`` and ``half``: the plain play and that of the levers, of a ``share`` of the samples and of half of it.
 
-    ``errors``: those of each step, per parameter. Errors that differ from sample to sample shrink with the
-    square root of the number of samples. What two steps have in common does not: it is their mean product,
-    less what independent errors of as many elements have in common by chance.
+    ``summed``: gradients are sums over samples, and not means over those that are played.
     """
-    squares = [sum(float(e.double().square().sum()) for e in step if e is not None) for step in errors]
-    total = sum(squares) / len(squares)
-    if share == 1.0 or len(errors) < 2 or not 0.0 < total < math.inf:
-        return 1.0
-    products = [
-        sum(float((a * b).sum()) for a, b in zip(one, other, strict=True) if a is not None and b is not None)
-        for one, other in pairwise(errors)
-    ]
-    elements = sum(e.numel() for e in errors[0] if e is not None)
-    common = sum(products) / len(products) / total - CHANCE / math.sqrt(max(1, elements))
-    return math.sqrt(share + (1.0 - share) * min(1.0, max(0.0, common)))
+
+    def __init__(
+        self,
+        part: tuple[StepResults, StepResults],
+        half: tuple[StepResults, StepResults],
+        share: float,
+        summed: bool,
+    ) -> None:
+        self.share = share
+        scale = 4.0 if summed else 1.0
+        self._part = _squares(*part)
+        self._half = [scale * square for square in _squares(*half)]
+        sizes = [_square(tensor) for tensor in part[0].gradients[0]]
+        elements = [0 if tensor is None else tensor.numel() for tensor in part[0].gradients[0]]
+        small = [at for at, count in enumerate(elements) if 0 < count < SMALL and sizes[at] > 0]
+        pooled = tuple(sum(squares[at] / sizes[at] for at in small) for squares in (self._part, self._half))
+        self._small = dict.fromkeys(small, pooled)
+
+    def of_parameter(self, at: int) -> float:
+        """The error of a whole batch as a multiple of the error of the part, for one parameter."""
+        return self._ratio(*self._small.get(at, (self._part[at], self._half[at])))
+
+    def of_all(self) -> float:
+        """The same for all parameters together."""
+        return self._ratio(sum(self._part), sum(self._half))
+
+    def _ratio(self, part: float, half: float) -> float:
+        if not (0.0 < part < math.inf and half < math.inf):
+            return 1.0
+        stays = min(1.0, max(0.0, 2.0 - half / part))
+        return math.sqrt(self.share + (1.0 - self.share) * stays)
+
+
+def _squares(plain: StepResults, levers: StepResults) -> list[float]:
+    """The mean squared difference over steps, for each parameter."""
+    found = [0.0] * len(plain.gradients[0])
+    for ours, theirs in zip(levers.gradients, plain.gradients, strict=True):
+        for at, (x, y) in enumerate(zip(ours, theirs, strict=True)):
+            if x is not None and y is not None:
+                found[at] += _square(x.double() - y.double()) / len(plain.gradients)
+    return found
+
+
+def _square(tensor: Tensor | None) -> float:
+    return 0.0 if tensor is None else float(tensor.double().square().sum())
+
+
+def are_summed(steps: Sequence[Sequence[dict[str, Any]]]) -> bool:
+    """Whether gradients are sums over samples: the outputs have a batch dimension, and their gradients are given."""
+    return any(grad.dim() for calls in steps for call in calls for grad in call["grads"].values())

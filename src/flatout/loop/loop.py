@@ -35,7 +35,6 @@ from flatout.schema.plan import Plan
 if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import DataLoader
 
 
@@ -121,7 +120,7 @@ class Loop(LoopAssembly):
         effective_batch: int | None = None,
         micro_batch: int | Literal["auto"] | None = None,
         reduction: str | None = None,
-        scheduler: LRScheduler = None,
+        scheduler: Any = None,
         clip: float | None = None,
         precision: str = "float32",
         metrics: Mapping[str, str] | None = None,

@@ -14,11 +14,11 @@ def process_environment(plan: Plan, facts: Facts, table: str = TABLE) -> dict[st
 
     Raises TrialFailed for a lever that does not apply here: the trial would measure another plan.
     """
-    variables, outcomes = before_start(levers(table), plan, facts)
+    variables, outcomes = before_start(levers(table), plan, facts, ask=False)
     for outcome in outcomes:
-        choice = plan.get(outcome.choice.name)
-        if choice is not None and (not outcome.applied or outcome.choice.value != choice.value):
+        choice = outcome.choice
+        if not outcome.applied:
             raise TrialFailed(
-                f"{choice.name} = {choice.value!r} cannot be applied: {outcome.reason or 'not on this machine'}. Run `flatout tune` again on this machine."
+                f"{choice.name} = {choice.value!r} cannot be applied: {outcome.reason}. Run `flatout tune` again on this machine."
             )
     return variables

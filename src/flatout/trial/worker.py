@@ -5,7 +5,8 @@ Commands (one JSON object a line), each answered with one object:
     {"do": "go", "ticks": n}            run n ticks ("seconds" ends them early), report them: {"ms": [...]}
     {"do": "switch", "choices": [...]}  make exactly these live levers active
     {"do": "options"}                   return what every lever says about this program
-    {"do": "replica", "choices": [...]} run the guard's step replica with these live levers, the most valuable first
+    {"do": "replica", "choices": [...]} run the guard's step replica with these live levers, the most valuable first;
+                                          "rest": false does not judge what is left of them
     {"do": "listen", "probe": name, ...}  run some ticks with a probe (trial/probes/), in all ranks if
                                         "everywhere", and return its results
     {"do": "watch"}                     return the monitor's results since the last call (trial/monitor.py)
@@ -277,7 +278,7 @@ class Worker(WorkerCommands):
         if self.ranks.due is not None:
             self.block = []  # the step in which the other ranks received the command
         elif self.replica is not None and self.replica.captured:
-            verdict, self.replica = self.replica.judge_and_narrow(), None
+            verdict, self.replica = self.replica.judge_and_narrow(self.rest_too), None
             self.block = []  # steps with a probe are not measured
             self._answer({"replica": verdict})
         elif self.replica is None:

@@ -36,6 +36,7 @@ class WorkerCommands(WorkerRecord):
                 self.replica = StepReplica(
                     self.context, self.applier, choices_of(command["choices"]), median(self.ticks_ms)
                 )
+                self.rest_too = bool(command.get("rest", True))
                 self.block_left = 0
                 break
             if do == "listen":

@@ -2,6 +2,7 @@
 
 Runs in: the flatout command; comparisons also on other nodes (remote_comparison.py).
 Imports: schema, job, guard, launch, levers, measure, probe, trial, numpy.
-Start with: search.py (the stages), explore.py (the waves of programs), design.py (what a wave measures),
+Start with: search.py (the stages), explore.py (how many programs a wave starts), design.py (which levers
+each of them has on),
 comparison.py (how programs are compared), effects.py (the regression).
 """

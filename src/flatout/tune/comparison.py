@@ -238,20 +238,22 @@ def _block(interleaver: Interleaver, member: Member, turn: int, furthest: int) -
 
 
 def step_again(
-    interleaver: Interleaver, trial: Trial, choices: Sequence[Choice], timeout_s: float
+    interleaver: Interleaver, trial: Trial, choices: Sequence[Choice], timeout_s: float, rest: bool = True
 ) -> dict[str, Any]:
     """Replay a step for the guard with these levers, the most valuable first. Raises ProgramGone.
+
+    ``rest``: also judge what is left if levers fail.
 
     Returns the verdict, and the levers to leave out (`flatout.guard.blame.narrowed`).
     """
     interleaver.switch(trial, ())
-    return ask_replica(trial, choices, timeout_s)
+    return ask_replica(trial, choices, timeout_s, rest)
 
 
 def _late_step(interleaver: Interleaver, member: Member, choices: Sequence[Choice]) -> dict[str, Any]:
     timeout_s = 60 + 40 * interleaver.tick_ms / 1000 + LATE_TIMEOUT_S
     try:
-        found = step_again(interleaver, member.trial, choices, timeout_s)
+        found = step_again(interleaver, member.trial, choices, timeout_s, rest=False)
     except (ProgramGone, LeverFailed) as error:
         return {"failure": str(error)}
     alone = list(found.get("alone", {}).items())

@@ -183,8 +183,12 @@ def ask_options(trial: Trial) -> dict[str, Any]:
     return trial.ask({"do": "options"}, seconds() + 120)
 
 
-def ask_replica(trial: Trial, choices: Sequence[Choice], timeout_s: float) -> dict[str, Any]:
-    answer = trial.ask({"do": "replica", "choices": [c.to_json() for c in choices]}, seconds() + timeout_s)
+def ask_replica(
+    trial: Trial, choices: Sequence[Choice], timeout_s: float, rest: bool = True
+) -> dict[str, Any]:
+    """Ask for the replica of a step. ``timeout_s``: of one judgement; each lever may cost two more."""
+    command = {"do": "replica", "choices": [c.to_json() for c in choices], "rest": rest}
+    answer = trial.ask(command, seconds() + (1 + 2 * len(choices)) * timeout_s)
     trial.hold()
     replica: dict[str, Any] = answer["replica"]
     return replica
