@@ -41,7 +41,7 @@ from flatout.guard.blame import narrowed
 from flatout.guard.captured_steps import StepReplayer, StepResults
 from flatout.guard.copies import clone, random_state, set_random_state
 from flatout.guard.rounding import HALF_NUDGE, NUDGE, check, compare, later, same
-from flatout.guard.whole_batch import WholeBatch, are_summed
+from flatout.guard.whole_batch import are_summed, in_whole_batch
 from flatout.measure.clock import seconds
 from flatout.measure.parity import tensors_in
 from flatout.schema.plan import Choice
@@ -241,25 +241,25 @@ class StepReplica:
                 return {"checks": [found]}
             # The plain step is not repeatable (sums by atomic additions), so the comparison allows for
             # rounding.
-        whole = None if self._share == 1.0 else self._whole_batch(reference, levers)
+        whole = 1.0 if self._share == 1.0 else self._whole_batch(reference, levers)
         found = compare(
             reference.plain, levers, reference.double, reference.nudged, self.torch, self._share, whole
         )
         found["checks"] += later(reference.plain, levers, reference.later, reference.sure, self.torch)
         return found
 
-    def _whole_batch(self, reference: ReferencePlays, levers: StepResults) -> WholeBatch | None:
-        """What half of the played samples tells about the whole batch; None if it cannot be played."""
+    def _whole_batch(self, reference: ReferencePlays, levers: StepResults) -> float:
+        """The error of a whole batch as a multiple of that of the part; 1 if half of it cannot be played."""
         steps, choices = halved(self._played, self.torch), self.applier.in_order(self.choices)
         try:
             if reference.half is None:
                 reference.half = reference.replay.play(steps, gradients_only=True)
             half = reference.replay.play(steps, choices, gradients_only=True)
         except Exception:  # a module that rejects fewer samples
-            return None
+            return 1.0
         if half.failure:
-            return None
-        return WholeBatch(
+            return 1.0
+        return in_whole_batch(
             (reference.plain, levers), (reference.half, half), self._share, are_summed(self._played)
         )
 

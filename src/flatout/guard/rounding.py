@@ -16,7 +16,6 @@ from typing import Any
 
 from flatout.guard.captured_steps import StepResults
 from flatout.guard.resolution import fineness
-from flatout.guard.whole_batch import WholeBatch
 from flatout.measure.parity import relative_distance
 
 # bfloat16's unit in the last place. Noise of that size on every gradient: 1.1e-3 to 1.7e-3; 8-bit gradients:
@@ -59,14 +58,15 @@ def compare(
     nudged: StepResults,
     torch: ModuleType,
     share: float = 1.0,
-    whole: WholeBatch | None = None,
+    whole: float = 1.0,
 ) -> dict[str, Any]:
     """``{"checks": [{name, value, limit, passed, why}], "noise": float, "smooth": bool}``.
 
     ``nudged`` holds only the first step, ``double`` that or nothing. ``smooth``: the losses of the levers'
     first steps cannot differ from the plain ones by more than the measured gradient error. ``share``: the
     share of the batch's samples that was played. The gradients of whole batches are closer to each other by
-    its square root, and so are those on both sides of a kink, and errors that differ from sample to sample.
+    its square root, and so are those on both sides of a kink. ``whole``: the error of a whole batch, as a
+    multiple of that of the part (`flatout.guard.whole_batch`).
     """
     if (
         double.gradients
@@ -210,13 +210,13 @@ def _gradient(
     double: StepResults,
     noise: float,
     kinks: float,
-    whole: WholeBatch | None,
+    whole: float,
     torch: ModuleType,
 ) -> dict[str, Any]:
     reference = [*(double.gradients or plain.gradients[:1]), *plain.gradients[1:]]
     own = relative_distance(plain.gradients[0], reference[0], torch)
     error = max(relative_distance(x, y, torch) for x, y in zip(levers.gradients, reference, strict=True))
-    noise /= whole.of_all() if whole is not None else 1.0
+    noise /= whole
     limit = max(_same_maths(own), min(NOISE_CAP * noise, kinks))
     return check(
         "gradient",
@@ -233,7 +233,7 @@ def _parameters(
     double: StepResults,
     kinks: float,
     share: float,
-    whole: WholeBatch | None,
+    whole: float,
     torch: ModuleType,
 ) -> dict[str, Any]:
     worst = (-1.0, 0.0, kinks, 0.0)
@@ -251,7 +251,7 @@ def _parameters(
             / size
         )
         error = _size([_minus(a, b) for a, b in zip(other, mine, strict=True)]) / size
-        noise /= whole.of_parameter(at) if whole is not None else 1.0
+        noise /= whole
         limit = max(_same_maths(own), min(NOISE_CAP * noise, kinks))
         if not error / limit <= worst[0]:
             worst = (error / limit, error, limit, noise)

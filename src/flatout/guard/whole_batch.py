@@ -16,45 +16,28 @@ from flatout.guard.captured_steps import StepResults
 if TYPE_CHECKING:
     from torch import Tensor
 
-SMALL = 1000  # elements; smaller tensors are taken together, because few elements agree by chance
 
+def in_whole_batch(
+    part: tuple[StepResults, StepResults],
+    half: tuple[StepResults, StepResults],
+    share: float,
+    summed: bool,
+) -> float:
+    """The error of a whole batch as a multiple of the error of a part of it.
 
-class WholeBatch:
-    """``part`` and ``half``: the plain play and that of the levers, of a ``share`` of the samples and of half of it.
-
-    ``summed``: gradients are sums over samples, and not means over those that are played.
+    ``part`` and ``half``: the plain play and that of the levers, of a ``share`` of the samples and of half of
+    it. ``summed``: gradients are sums over samples, and not means over those that are played. All parameters
+    count alike, each relative to its gradient: the errors of one alone vary too much from step to step.
     """
-
-    def __init__(
-        self,
-        part: tuple[StepResults, StepResults],
-        half: tuple[StepResults, StepResults],
-        share: float,
-        summed: bool,
-    ) -> None:
-        self.share = share
-        scale = 4.0 if summed else 1.0
-        self._part = _squares(*part)
-        self._half = [scale * square for square in _squares(*half)]
-        sizes = [_square(tensor) for tensor in part[0].gradients[0]]
-        elements = [0 if tensor is None else tensor.numel() for tensor in part[0].gradients[0]]
-        small = [at for at, count in enumerate(elements) if 0 < count < SMALL and sizes[at] > 0]
-        pooled = tuple(sum(squares[at] / sizes[at] for at in small) for squares in (self._part, self._half))
-        self._small = dict.fromkeys(small, pooled)
-
-    def of_parameter(self, at: int) -> float:
-        """The error of a whole batch as a multiple of the error of the part, for one parameter."""
-        return self._ratio(*self._small.get(at, (self._part[at], self._half[at])))
-
-    def of_all(self) -> float:
-        """The same for all parameters together."""
-        return self._ratio(sum(self._part), sum(self._half))
-
-    def _ratio(self, part: float, half: float) -> float:
-        if not (0.0 < part < math.inf and half < math.inf):
-            return 1.0
-        stays = min(1.0, max(0.0, 2.0 - half / part))
-        return math.sqrt(self.share + (1.0 - self.share) * stays)
+    sizes = [_square(tensor) for tensor in part[0].gradients[0]]
+    of_part, of_half = (
+        sum(square / size for square, size in zip(_squares(*plays), sizes, strict=True) if size > 0)
+        for plays in (part, half)
+    )
+    if not (0.0 < of_part < math.inf and of_half < math.inf):
+        return 1.0
+    stays = min(1.0, max(0.0, 2.0 - (4.0 if summed else 1.0) * of_half / of_part))
+    return math.sqrt(share + (1.0 - share) * stays)
 
 
 def _squares(plain: StepResults, levers: StepResults) -> list[float]:
