@@ -33,16 +33,18 @@ def packages() -> list[str]:
     return sorted(path.parent.name for path in HOME.glob("*/__init__.py"))
 
 
+def docstring(package: str) -> str:
+    return ast.get_docstring(ast.parse((HOME / package / "__init__.py").read_text(encoding="utf-8"))) or ""
+
+
 def runs_in(package: str) -> list[str]:
     """The processes that run a package, from the first lines of its `__init__.py`."""
-    text = ast.get_docstring(ast.parse((HOME / package / "__init__.py").read_text(encoding="utf-8"))) or ""
-    line = text.partition("Runs in:")[2].partition("Imports:")[0]
+    line = docstring(package).partition("Runs in:")[2].partition("Imports:")[0]
     return [name for name, (_, words) in PROCESSES.items() if re.search(words, line)]
 
 
 def first_sentence(package: str) -> str:
-    text = ast.get_docstring(ast.parse((HOME / package / "__init__.py").read_text(encoding="utf-8"))) or ""
-    return " ".join(text.partition("\n\n")[0].split())
+    return " ".join(docstring(package).partition("\n\n")[0].split())
 
 
 def imports() -> dict[str, set[str]]:

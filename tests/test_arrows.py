@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -121,7 +122,7 @@ def imported(tree: ast.AST, name: str) -> list[tuple[int, str, bool]]:
             found += [(node.lineno, each, id(node) in top) for each in whole]
         elif (
             isinstance(node, ast.Call)
-            and _spelled(node.func) in ("importlib.import_module", "import_module", "__import__")
+            and spelled_out(node.func) in ("importlib.import_module", "import_module", "__import__")
             and node.args
         ):
             first = node.args[0]
@@ -133,7 +134,7 @@ def imported(tree: ast.AST, name: str) -> list[tuple[int, str, bool]]:
 def _outside_functions(node: ast.AST) -> list[ast.AST]:
     """The nodes that run when the file is loaded."""
     found = [node]
-    if isinstance(node, ast.If) and _spelled(node.test).endswith("TYPE_CHECKING"):
+    if isinstance(node, ast.If) and spelled_out(node.test).endswith("TYPE_CHECKING"):
         return found
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
@@ -141,12 +142,12 @@ def _outside_functions(node: ast.AST) -> list[ast.AST]:
     return [] if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else found
 
 
-def _spelled(node: ast.AST) -> str:
+def spelled_out(node: ast.AST) -> str:
     """``a.b.c`` for a chain of names, else nothing."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
-        before = _spelled(node.value)
+        before = spelled_out(node.value)
         return f"{before}.{node.attr}" if before else ""
     return ""
 
@@ -188,10 +189,10 @@ def complaints(name: str, source: str) -> list[str]:
             else []
         )
         for target in targets:
-            owner = _spelled(target).split(".")[0] if isinstance(target, ast.Attribute) else ""
+            owner = spelled_out(target).split(".")[0] if isinstance(target, ast.Attribute) else ""
             if owner and (owner in bound or owner == "torch") and name not in MAY_PATCH:
                 found.append(
-                    f"{name}:{target.lineno}: {_spelled(target)} is assigned; foreign objects change through the ledger alone"
+                    f"{name}:{target.lineno}: {spelled_out(target)} is assigned; foreign objects change through the ledger alone"
                 )
     return found
 
@@ -228,7 +229,7 @@ def _import_complaints(name: str, room: str, tree: ast.AST) -> list[str]:
 
 
 def _call_complaints(name: str, room: str, node: ast.Call) -> list[str]:
-    spelled = _spelled(node.func)
+    spelled = spelled_out(node.func)
     if spelled in LOUD_CALLS and room != "cli":
         return [f"{name}:{node.lineno}: {spelled}() is called; only cli/ prints or exits"]
     if (
@@ -246,23 +247,13 @@ def _call_complaints(name: str, room: str, node: ast.Call) -> list[str]:
     return []
 
 
-def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Every package that can be reached from itself, with the path."""
-    found = []
-    for start in sorted(graph):
-        ways = [[start]]
-        seen = set()
-        while ways:
-            way = ways.pop()
-            for room in sorted(graph.get(way[-1], ())):
-                if room == start:
-                    found.append([*way, start])
-                    ways = []
-                    break
-                if room not in seen:
-                    seen.add(room)
-                    ways.append([*way, room])
-    return found
+def cycles(graph: dict[str, set[str]]) -> list[str]:
+    """A path from a name to itself; empty if there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def test_the_package_was_found():
@@ -297,7 +288,7 @@ def run_time_imports(name: str, source: str) -> set[str]:
     """The files that a file imports at any time, except for type checking only."""
     tree = ast.parse(source)
     for node in list(ast.walk(tree)):
-        if isinstance(node, ast.If) and _spelled(node.test).endswith("TYPE_CHECKING"):
+        if isinstance(node, ast.If) and spelled_out(node.test).endswith("TYPE_CHECKING"):
             node.body = [ast.Pass()]
     found = set()
     for node in ast.walk(tree):

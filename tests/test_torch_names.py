@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_arrows import spelled_out
 
 TABLE = Path(__file__).with_name("private_torch_names.txt")
 SOURCE = Path(__file__).parents[1] / "src" / "flatout"
@@ -20,15 +21,6 @@ OF_SOME_BUILDS = ("torch._C._cuda", "torch._C._host", "torch._C._distributed", "
 
 def is_private(name: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
-
-
-def spelled(node: ast.AST) -> str:
-    """``a.b.c`` for a chain of names, else nothing."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute) and (before := spelled(node.value)):
-        return f"{before}.{node.attr}"
-    return ""
 
 
 def names_in(source: str) -> set[str]:
@@ -49,8 +41,8 @@ def names_in(source: str) -> set[str]:
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and id(node) not in inner:
-            _, held, after = spelled(node).rpartition(".torch.")  # context.torch, self.torch
-            first, _, rest = (f"torch.{after}" if held else spelled(node)).partition(".")
+            _, held, after = spelled_out(node).rpartition(".torch.")  # context.torch, self.torch
+            first, _, rest = (f"torch.{after}" if held else spelled_out(node)).partition(".")
             if first in local and rest:
                 found.add(_without_dunders(f"{local[first]}.{rest}"))
     return {name for name in found if is_private(name)}

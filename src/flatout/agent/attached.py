@@ -14,7 +14,7 @@ from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener, Several
 from flatout.agent.training_context import TrainingContext
 from flatout.job.claims import speaks_first
-from flatout.job.rank_environment import this_rank
+from flatout.job.rank_environment import rank_number, this_rank
 from flatout.levers import TABLE
 from flatout.schema.run_request import RunRequest
 
@@ -57,7 +57,7 @@ class Attached(Listener):
         self.plan = request.plan
         self.early = list(map(Outcome.from_json, request.started))
         here = this_rank()
-        self.rank = here.rank if here is not None else int(os.environ.get("RANK", "0"))
+        self.rank = rank_number()
         ledger = Ledger()
         self.checkpoints = checkpoints(ledger, self.resumed)
         listener = self if self.checkpoints is None else Several(self, self.checkpoints.listener)

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import atexit
 import os
-from typing import TYPE_CHECKING
 
 from flatout.agent.bootstrap import say
 from flatout.job.claims import speaks_first
-from flatout.job.rank_environment import this_rank
-
-if TYPE_CHECKING:
-    pass
+from flatout.job.rank_environment import rank_number
 
 
 def tell_first(sentence: str) -> None:
     """Print a line once for all processes of a run that live at the same time."""
     claim = f"{os.environ.get('FLATOUT_CRASH_REPORTS', os.devnull)}.device"
-    here = this_rank()  # of several ranks, one prints
-    rank = here.rank if here is not None else int(os.environ.get("RANK") or 0)
-    if rank == 0 and "FLATOUT_CRASH_REPORTS" in os.environ and speaks_first(claim):
+    if rank_number() == 0 and "FLATOUT_CRASH_REPORTS" in os.environ and speaks_first(claim):
         say(sentence)
         atexit.register(_remove, f"{claim}.reported", os.getpid())
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TensorRedirection(DeviceArguments):
-    """Redirects tensors."""
+    """Redirects what makes, moves and describes tensors to the device that the user asked for."""
 
     def _install_tensors(self) -> None:
         from torch.utils._device import DeviceContext, _device_constructors

@@ -18,7 +18,7 @@ from flatout.agent.ledger import Ledger
 from flatout.agent.training_context import TrainingContext
 from flatout.checkpoint.rescue import Rescue
 from flatout.job.claims import keeps_first, records_first
-from flatout.job.rank_environment import this_rank
+from flatout.job.rank_environment import rank_number
 from flatout.schema.errors import CannotResume
 from flatout.schema.run_request import ResumeOptions, RunRequest
 
@@ -48,8 +48,7 @@ def checkpointing(
 
     With several ranks, rank 0 keeps checkpoints; all ranks do if all are resumed."""
     assert request.rescue is not None
-    here = this_rank()
-    first = (here.rank if here is not None else int(os.environ.get("RANK", "0"))) == 0
+    first = rank_number() == 0
     folder = Path(request.rescue)
     if request.resume is None:
         return RescueOnly(torch, folder, os.environ["FLATOUT_JOB"], ledger) if first else None

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class FeedStore:
-    """Holds kept samples."""
+    """The kept samples of one loader: opened, learned from, and given up with a sentence to the user."""
 
     def __init__(self, loader: DataLoader) -> None:
         self.dataset = loader.dataset

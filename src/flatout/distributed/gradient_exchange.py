@@ -25,7 +25,7 @@ SEARCHING_STEPS = 3  # steps in which to look for modules that train
 
 
 class GradientExchange:
-    """Chooses and closes exchanges."""
+    """Decides which gradients travel after a backward pass, how losses are averaged, and who communicates."""
 
     def __init__(
         self,

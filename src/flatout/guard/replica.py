@@ -84,12 +84,19 @@ class StepReplica:
     """Records a few steps of the script, then judges. ``captured`` is True once it has enough."""
 
     def __init__(
-        self, context: TrainingContext, applier: Applier, choices: Sequence[Choice], step_ms: float = 0.0
+        self,
+        context: TrainingContext,
+        applier: Applier,
+        choices: Sequence[Choice],
+        step_ms: float = 0.0,
+        rest_too: bool = True,
     ) -> None:
+        """``rest_too``: `judge_and_narrow` also judges what is left if levers fail."""
         self.context = context
         self.torch = context.torch
         self.applier = applier
         self.choices = list(choices)
+        self._rest_too = rest_too
         self.failure = ""
         self._frozen: tuple[list[Any], list[Any]] | None = None
         self._originals: list[Any] = []
@@ -180,9 +187,9 @@ class StepReplica:
 
     # -- judging ---------------------------------------------------------------------------------------------
 
-    def judge_and_narrow(self, rest_too: bool = True) -> dict[str, Any]:
+    def judge_and_narrow(self) -> dict[str, Any]:
         """The verdict on all choices, and which of them to leave out (`flatout.guard.blame.narrowed`)."""
-        return narrowed(self.judge, self.choices, rest_too)
+        return narrowed(self.judge, self.choices, self._rest_too)
 
     def judge(self, choices: Sequence[Choice] | None = None, bitwise: bool = False) -> dict[str, Any]:
         """The answer of `flatout.guard.rounding.compare`, or ``{"failure": sentence}``.

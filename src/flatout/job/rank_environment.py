@@ -48,3 +48,9 @@ def this_rank(environment: Mapping[str, str] | None = None) -> RankEnvironment |
     return RankEnvironment(
         **{field: int(found[name]) for field, name in NAMES.items()}, rendezvous=found[RENDEZVOUS]
     )
+
+
+def rank_number() -> int:
+    """Return the rank of this process, given by flatout or by another launcher (RANK); 0 if it is the only one."""
+    here = this_rank()
+    return here.rank if here is not None else int(os.environ.get("RANK") or 0)

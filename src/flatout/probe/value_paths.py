@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from flatout.probe.names import FUNCTIONS
-
-if TYPE_CHECKING:
-    pass
 
 
 def iterated(node: ast.expr) -> ast.expr:

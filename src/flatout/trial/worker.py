@@ -278,7 +278,7 @@ class Worker(WorkerCommands):
         if self.ranks.due is not None:
             self.block = []  # the step in which the other ranks received the command
         elif self.replica is not None and self.replica.captured:
-            verdict, self.replica = self.replica.judge_and_narrow(self.rest_too), None
+            verdict, self.replica = self.replica.judge_and_narrow(), None
             self.block = []  # steps with a probe are not measured
             self._answer({"replica": verdict})
         elif self.replica is None:

@@ -15,7 +15,7 @@ from flatout.trial.worker_record import WorkerRecord
 
 
 class WorkerCommands(WorkerRecord):
-    """Obeys the parent."""
+    """Carries out one command after another until the program is to run steps again."""
 
     def _obey(self) -> None:
         while True:
@@ -34,9 +34,12 @@ class WorkerCommands(WorkerRecord):
                 # The replica's copies of the model do not belong to the program
                 self.peak_bytes = self._peak_bytes()
                 self.replica = StepReplica(
-                    self.context, self.applier, choices_of(command["choices"]), median(self.ticks_ms)
+                    self.context,
+                    self.applier,
+                    choices_of(command["choices"]),
+                    median(self.ticks_ms),
+                    bool(command.get("rest", True)),
                 )
-                self.rest_too = bool(command.get("rest", True))
                 self.block_left = 0
                 break
             if do == "listen":

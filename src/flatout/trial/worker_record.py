@@ -55,7 +55,6 @@ class WorkerRecord(Listener):
         self.open_losses: tuple[Any, ...] = ()
         self.drawn: list[list[list[float]]] = []
         self.replica: StepReplica | None = None
-        self.rest_too = True  # the replica also judges what is left of the levers
         self.peak_bytes: int | None = None  # measured before a replica
         self.watch: ProgramMonitor | None = None
         self.listening = ActiveProbe(

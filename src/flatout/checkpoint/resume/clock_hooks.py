@@ -37,7 +37,7 @@ DATES = {"datetime": ("now", "utcnow", "today"), "date": ("today",)}
 
 
 class ClockHooks:
-    """Hooks clocks."""
+    """Records or replays what `time` and `datetime` return to the script."""
 
     def __init__(
         self,

@@ -5,13 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatout.agent.frames import is_users
 from flatout.checkpoint.resume.value_log import ValueLog
-
-if TYPE_CHECKING:
-    pass
 
 
 class RecordedClock:

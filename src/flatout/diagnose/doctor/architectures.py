@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from flatout.diagnose.doctor.check import (
     CheckOutcome,
@@ -19,9 +18,6 @@ from flatout.diagnose.doctor.nvidia_smi import listing
 from flatout.diagnose.doctor.torch_build import build_of
 from flatout.diagnose.doctor.versions import TorchRelease, versions
 from flatout.schema.machine_snapshot import MachineSnapshot
-
-if TYPE_CHECKING:
-    pass
 
 THEME = "driver"
 
