@@ -147,6 +147,20 @@ def test_a_sound_lever_of_the_shelf_passes(name: str) -> None:
     assert verdict["noise"] > 0
 
 
+def test_levers_act_in_the_order_of_the_table_whatever_their_value() -> None:
+    order: list[str] = []
+
+    def noting(name: str) -> Lever:
+        return lever(lambda context, value, ledger: (order.append(name), ledger.restore)[1], name)
+
+    with observed(noting("first"), noting("second")) as probe:
+        probe.choices.reverse()  # the most valuable first
+        classify()
+    assert probe.verdict is not None
+    assert order
+    assert order == ["first", "second"] * (len(order) // 2)
+
+
 class Noisy(nn.Module):
     """It adds noise to its input, as a diffusion model or a variational autoencoder does."""
 
