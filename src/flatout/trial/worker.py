@@ -27,9 +27,11 @@ import os
 import random
 import sys
 import traceback
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.applier import EARLY, LATE
+from flatout.agent.frames import is_torch
 from flatout.agent.rank_environment import die_with_parent
 from flatout.guard.perturb import perturb
 from flatout.measure.clock import clock_for, seconds
@@ -82,19 +84,21 @@ class Worker(WorkerCommands):
         os.register_at_fork(after_in_child=self._forked)
 
     def _shift_seeds(self, offset: int) -> None:
-        """Shift the program's own seeds; otherwise every seed of flatout would give the same curve."""
+        """Shift the program's own seeds; otherwise every seed of flatout would give the same curve.
+
+        Seeds that torch sets itself (in loader workers) follow from those, so they are not shifted again.
+        """
         owners = [(self.torch, "manual_seed"), (random, "seed")]
         if "numpy" in sys.modules:
             owners.append((sys.modules["numpy"].random, "seed"))
         for owner, name in owners:
             really = getattr(owner, name)
-            self.ledger.set(
-                owner,
-                name,
-                lambda seed=None, *args, really=really: really(
-                    seed + offset if isinstance(seed, int) else seed, *args
-                ),
-            )
+
+            def shifted(seed: object = None, *args: object, really: Callable[..., Any] = really) -> Any:
+                own = isinstance(seed, int) and not is_torch(sys._getframe(1).f_code.co_filename)
+                return really(seed + offset if own else seed, *args)
+
+            self.ledger.set(owner, name, shifted)
 
     def iterator_begin(self, loader: DataLoader) -> None:
         self._pass_on("iterator_begin", loader)
