@@ -38,8 +38,9 @@ NUMBER = {
     "trial": 6,
     "diagnose": 7,
     "tune": 7,
-    "cli": 8,
-    "loop": 8,
+    "compare": 8,
+    "cli": 9,
+    "loop": 9,
 }
 MAY_IMPORT = {
     "schema": set(),
@@ -58,7 +59,8 @@ MAY_IMPORT = {
     "trial": {"schema", "job", "agent", "data", "distributed", "guard", "launch", "measure"},
     "diagnose": {"schema", "job", "agent", "guard", "launch", "measure", "probe", "trial"},
     "tune": {"schema", "job", "guard", "launch", "levers", "measure", "probe", "trial"},
-    "loop": set(NUMBER) - {"loop", "cli"},
+    "compare": {"schema", "job", "guard", "launch", "measure", "probe", "trial", "tune"},
+    "loop": set(NUMBER) - {"loop", "cli", "compare"},
     "cli": set(NUMBER) - {"loop", "cli"},
 }
 # Imports allowed while a file loads, in addition to the standard library. Everything else is imported inside
@@ -100,6 +102,7 @@ def may_start_processes(name: str) -> bool:
     return package_of(name) in ("launch", "trial") or name in (
         "cli/run.py",
         "probe/gpus.py",
+        "compare/work_trees.py",  # git
         "checkpoint/resume/session.py",  # replaces its own process
     )
 

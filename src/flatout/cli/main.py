@@ -19,6 +19,10 @@ GROUPS = {
         "report": "Write the report of a session or a profile again.",
         "levers": "List the optimisations, or say why one was left out.",
     },
+    "Compare": {
+        "compare": "Measure two commands, revisions, environments or plans.",
+        "bisect": "Find the commit that made a program slower.",
+    },
     "Look": {
         "profile": "Measure where the time and memory of a step go.",
         "check": "Find mistakes that raise no error.",

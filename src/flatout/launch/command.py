@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flatout.job.secrets import masked
@@ -27,6 +27,8 @@ class Command:
     script: Path | None = None
     module: str | None = None
     closed: str | None = None  # the Python option that disables flatout (-I, -E, -S)
+    folder: Path | None = None  # working directory; None: the current one
+    environment: tuple[tuple[str, str], ...] = ()  # variables that differ from ours
 
     @property
     def title(self) -> str:
@@ -54,17 +56,21 @@ class Command:
             return ""
 
 
-def understand(typed: Sequence[str]) -> Command:
-    """Parse a command line.
+def understand(typed: Sequence[str], folder: Path | None = None) -> Command:
+    """Parse a command line that will run in ``folder``; None is the current one.
 
     Raises UsageError if it is empty, ProgramNotFound if the program or script is missing."""
+    return replace(_understood(typed, folder or Path()), folder=folder)
+
+
+def _understood(typed: Sequence[str], here: Path) -> Command:
     if not typed:
         raise UsageError(
             "no program was given. Put it after the command: `flatout run python train.py --lr 0.1`."
         )
     first = typed[0]
     if first.endswith(".py"):
-        _must_exist(Path(first))
+        _must_exist(here / first)
         return Command(tuple(typed), (sys.executable, *typed), Path(first))
     if not shutil.which(first):
         near = " Did you mean `python`?" if first.startswith("pyth") else ""
@@ -72,14 +78,16 @@ def understand(typed: Sequence[str]) -> Command:
             f"there is no program {first!r} on the PATH.{near} Give a script (train.py) or a command (python train.py)."
         )
     if Path(first).name.startswith("python"):
-        return _python(typed)
-    script = next((Path(word) for word in typed[1:] if word.endswith(".py") and Path(word).is_file()), None)
-    if script is None and Path(first).is_file():
-        script = Path(first)
+        return _python(typed, here)
+    script = next(
+        (here / word for word in typed[1:] if word.endswith(".py") and (here / word).is_file()), None
+    )
+    if script is None and (here / first).is_file():
+        script = here / first
     return Command(tuple(typed), tuple(typed), script)
 
 
-def _python(typed: Sequence[str]) -> Command:
+def _python(typed: Sequence[str], here: Path) -> Command:
     closed, at = None, 1
     while at < len(typed) and typed[at].startswith("-") and typed[at] not in ("-", "-m", "-c"):
         option = typed[at]
@@ -93,23 +101,23 @@ def _python(typed: Sequence[str]) -> Command:
         return Command(tuple(typed), tuple(typed), closed=closed)
     if rest[0].startswith("-"):  # -m, or an option cluster that ends in it
         module = rest[1] if len(rest) > 1 else None
-        return Command(tuple(typed), tuple(typed), _module_file(module, rest), module, closed)
-    script = Path(rest[0])
+        return Command(tuple(typed), tuple(typed), _module_file(module, rest, here), module, closed)
+    script = here / rest[0]
     _must_exist(script)
     return Command(tuple(typed), tuple(typed), script, closed=closed)
 
 
-def _module_file(module: str | None, rest: Sequence[str]) -> Path | None:
+def _module_file(module: str | None, rest: Sequence[str], here: Path) -> Path | None:
     """Return the file of a module below this folder, or the script of a launcher (torch.distributed.run)."""
     if module is None:
         return None
     parts = Path(*module.split("."))
     if not parts.name:  # `python -m ""`
         return None
-    for candidate in (parts.with_suffix(".py"), parts / "__main__.py"):
+    for candidate in (here / parts.with_suffix(".py"), here / parts / "__main__.py"):
         if candidate.is_file():
             return candidate
-    return next((Path(word) for word in rest[2:] if word.endswith(".py") and Path(word).is_file()), None)
+    return next((here / word for word in rest[2:] if word.endswith(".py") and (here / word).is_file()), None)
 
 
 def _must_exist(script: Path) -> None:

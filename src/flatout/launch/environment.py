@@ -21,26 +21,32 @@ QUIET = {
 EXPLAIN = "flatout.diagnose.crash_explanation:explain"
 
 
-def attached(job: Path, extra: Mapping[str, str], becomes: bool = False) -> dict[str, str]:
-    """Return the current environment plus the job and our site folder first on PYTHONPATH; ``extra`` wins.
+def attached(
+    job: Path,
+    extra: Mapping[str, str],
+    becomes: bool = False,
+    base: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """Return the environment ``base`` plus the job and our site folder first on PYTHONPATH; ``extra`` wins.
 
-    ``becomes``: the program replaces this process instead of running as its child.
+    ``becomes``: the program replaces this process instead of running as its child. ``base``: ours by default.
     """
+    base = os.environ if base is None else base
     return {
-        **listening(Path(f"{job}.explained"), becomes),
-        **private_caches(os.environ)[0],
+        **listening(Path(f"{job}.explained"), becomes, base),
+        **private_caches(base)[0],
         "FLATOUT_JOB": str(job),
         **extra,
     }
 
 
-def listening(info: Path, becomes: bool) -> dict[str, str]:
-    """Return the current environment with our site folder first on PYTHONPATH, only to explain tracebacks.
+def listening(info: Path, becomes: bool, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return an environment with our site folder first on PYTHONPATH, only to explain tracebacks.
 
     The one process of the program that explains its crash creates ``info``.
     """
     return {
-        **with_crash_reports(os.environ),
+        **with_crash_reports(base),
         "FLATOUT_CRASH_REPORTS": str(info),
         "FLATOUT_FIRST": str(os.getpid()) if becomes else "",
     }

@@ -85,6 +85,7 @@ class ProgramRun:
         stdout_log: Path,
         stderr_log: Path,
         show: bool = False,
+        folder: Path | None = None,
     ) -> None:
         self._terminal, inside = terminal_at_its_end()
         out_read, out_write = self._output(show and sys.stdout.isatty())
@@ -93,6 +94,7 @@ class ProgramRun:
             self.process = subprocess.Popen(
                 list(argv),
                 env=dict(environment),
+                cwd=folder,
                 stdin=inside,
                 stdout=out_write,
                 stderr=err_write,

@@ -32,10 +32,13 @@ NARROW, WIDE = 320, 700
 LETTER = 7.2  # mean width of a letter of the labels
 
 
-def step_bars(plain: Sequence[PhasePart], tuned: Sequence[PhasePart]) -> Markup | None:
-    """Return stacked bars of the plain and the tuned step by phase, on one scale of milliseconds."""
+def step_bars(
+    plain: Sequence[PhasePart], tuned: Sequence[PhasePart], names: tuple[str, str] = ("plain", "tuned")
+) -> Markup | None:
+    """Return stacked bars of two steps by phase, on one scale of milliseconds."""
     sides = [
-        (name, parts, sum(part.ms for part in parts)) for name, parts in (("plain", plain), ("tuned", tuned))
+        (name, parts, sum(part.ms for part in parts))
+        for name, parts in zip(names, (plain, tuned), strict=True)
     ]
     longest = max(total for _, _, total in sides)
     if longest <= 0:
@@ -186,7 +189,9 @@ def _backdrop(scale: Scale, floor: tuple[float, float] | None) -> list[Markup]:
 PLOT_HEIGHT = 300
 
 
-def loss_plot(curves: LossCurves) -> tuple[Markup, Markup, Markup]:
+def loss_plot(
+    curves: LossCurves, sides: tuple[str, str] = ("the plain", "the tuned program")
+) -> tuple[Markup, Markup, Markup]:
     """Return the loss axis (left), the plot and the position axis (below)."""
     low, high = min(curves.drawn), max(curves.drawn)
     margin = (high / 2 - low / 2) * 0.1 or abs(high) * 0.05 or 1.0
@@ -220,7 +225,7 @@ def loss_plot(curves: LossCurves) -> tuple[Markup, Markup, Markup]:
             *_line(curves, curves.tuned, x, y, "tuned"),
         ]
     )
-    label = f"Loss of the plain and of the tuned program over {count(curves.total)} positions, from {figure(low)} to {figure(high)}"
+    label = f"Loss of {sides[0]} and of {sides[1]} over {count(curves.total)} positions, from {figure(low)} to {figure(high)}"
     return (
         left,
         chart(label, PLOT_HEIGHT, [*grid, drawn, *_tips(curves, x)], "chart plot"),

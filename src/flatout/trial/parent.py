@@ -88,10 +88,13 @@ class Trial:
         self.started_s = seconds()
         self._program = ProgramRun(
             self.command.argv,
-            attached(self.folder.spec.resolve(), extra),
+            attached(
+                self.folder.spec.resolve(), extra, base={**os.environ, **dict(self.command.environment)}
+            ),
             self.folder.stdout,
             self.folder.stderr,
             self.options.show,
+            self.command.folder,
         )
         return self
 

@@ -95,8 +95,9 @@ class Worker(WorkerCommands):
             really = getattr(owner, name)
 
             def shifted(seed: object = None, *args: object, really: Callable[..., Any] = really) -> Any:
-                own = isinstance(seed, int) and not is_torch(sys._getframe(1).f_code.co_filename)
-                return really(seed + offset if own else seed, *args)
+                if isinstance(seed, int) and not is_torch(sys._getframe(1).f_code.co_filename):
+                    seed += offset
+                return really(seed, *args)
 
             self.ledger.set(owner, name, shifted)
 

@@ -69,13 +69,11 @@ class Interleaver(BlockTimer):
             if alone and self.alone is not None
             else (self.command, plan.on_top_of(self.base))
         )
-        trial = Trial(
-            command,
-            self.job.new_trial(),
-            under,
-            self.facts,
-            TrialOptions(seed, reseed=True, perturbation=perturbation),
-        )
+        options = TrialOptions(seed, reseed=True, perturbation=perturbation)
+        return self.begin(Trial(command, self.job.new_trial(), under, self.facts, options))
+
+    def begin(self, trial: Trial) -> Trial:
+        """Start a trial that takes part from now on."""
         self.running.append(trial)
         try:
             trial.start()

@@ -107,14 +107,23 @@ class Measurement:
 
     def show(self, record: ProgramRecord, html: str, parts: Iterable[object], as_json: bool) -> None:
         """Write the page and print ``parts``: texts and tables."""
-        write_whole(self._file("html"), html)
-        if as_json:
-            click.echo(json.dumps(record.to_json(), indent=1))
-            return
-        console = Console()
-        for part in parts:
-            console.print(part, markup=False, highlight=False)
-        console.print(f"chart: {self._file('html')}", markup=False, highlight=False, soft_wrap=True)
+        output(record, self._file("html"), html, parts, as_json)
 
     def _file(self, ending: str) -> Path:
         return self.folder.path / f"{self.name}.{ending}"
+
+
+def output(
+    record: ProgramRecord, page: Path, html: str | None, parts: Iterable[object], as_json: bool
+) -> None:
+    """Write the page, if there is one, and print the record as JSON, or ``parts``: texts and tables."""
+    if html is not None:
+        write_whole(page, html)
+    if as_json:
+        click.echo(json.dumps(record.to_json(), indent=1))
+        return
+    console = Console()
+    for part in parts:
+        console.print(part, markup=False, highlight=False)
+    if html is not None:
+        console.print(f"chart: {page}", markup=False, highlight=False, soft_wrap=True)

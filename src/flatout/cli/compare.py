@@ -1,0 +1,220 @@
+"""`flatout compare`: measure two programs, revisions, environments or plans against each other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flatout.cli.options.arguments import PROGRAM, Duration, program, read_plan, words_or_usage, writable
+from flatout.cli.options.measurement import header, kept, output
+from flatout.cli.options.progress import LiveProgress
+from flatout.compare import baselines, sides
+from flatout.compare.evaluate import FEWEST_PAIRS, compare_losses, enough, fill, gates
+from flatout.compare.pairs import Pair, PairTimer
+from flatout.compare.sides import Side
+from flatout.compare.work_trees import WorkTrees
+from flatout.launch.command import understand
+from flatout.measure.clock import seconds
+from flatout.probe.machine import look
+from flatout.schema.compare import CompareRecord
+from flatout.schema.errors import UsageError
+from flatout.schema.facts import Facts
+from flatout.tune.session import job_folder, key_of
+
+
+class Share(click.ParamType):
+    """A share (``3%`` or ``0.03``) as a float."""
+
+    name = "share"
+
+    def convert(self, value: object, param: Any, ctx: Any) -> float:
+        if isinstance(value, float):
+            return value
+        found = re.fullmatch(r"(\d+\.?\d*)\s*(%?)", str(value).strip())
+        share = float(found[1]) / (100 if found[2] else 1) if found else 0.0
+        if not 0 < share < 10:
+            self.fail(f"{value!r} is not a share; write 3% or 0.03", param, ctx)
+        return share
+
+
+def gate_options(function: Any) -> Any:
+    """Add the options that turn a change into an exit code."""
+    for option in (
+        click.option(
+            "--gate-loss",
+            type=click.Choice(["bits", "spread"]),
+            help="Exit with 1 if losses differ in a bit, or by more than the spread of A's seeds.",
+        ),
+        click.option("--gate-memory", type=Share(), help="The same for the peak memory of the process."),
+        click.option(
+            "--gate",
+            type=Share(),
+            help="Exit with 1 if B is slower than A by more than this, with confidence.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+@click.command(context_settings=PROGRAM)
+@click.option("--rev", help="Two revisions: main..HEAD, or main.. for main and the folder as it is.")
+@click.option("--python", "pythons", help="Two interpreters: A/bin/python,B/bin/python.")
+@click.option("--plan", "plans", help="Two plans: files or `none`, with a comma between them.")
+@click.option("--baseline", help="Compare with a stored baseline of this name.")
+@click.option("--save", "save_as", help="Store this run, or side B, as a baseline of this name.")
+@click.option("--any-machine", is_flag=True, help="Allow a baseline of another machine.")
+@gate_options
+@click.option(
+    "--budget", default="5m", show_default=True, type=Duration(), help="Time for all pairs of processes."
+)
+@click.option(
+    "--pairs",
+    default=FEWEST_PAIRS,
+    show_default=True,
+    type=click.IntRange(2),
+    help="Fewest pairs of processes; a small number gives wide intervals.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the record instead of a table.")
+@click.option(
+    "--job",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for the records instead of .flatout/<job>.",
+)
+@program
+def command(
+    words: tuple[str, ...],
+    rev: str | None,
+    pythons: str | None,
+    plans: str | None,
+    baseline: str | None,
+    save_as: str | None,
+    budget: float,
+    pairs: int,
+    as_json: bool,
+    job: Path | None,
+    **limits: Any,
+) -> int:
+    """Measure two programs against each other: steps, memory, start-up, and losses bit for bit.
+
+    \b
+    flatout compare 'python a.py' 'python b.py'       two commands
+    flatout compare --rev main.. python train.py      a revision and the folder as it is
+    flatout compare --python A/bin/python,B/bin/python python train.py
+    flatout compare --plan none,flatout.toml python train.py
+    flatout compare --save before python train.py     store a baseline
+    flatout compare --baseline before python train.py compare with it
+
+    Both programs run in pairs of fresh processes with the same seed, and their steps alternate. The charts
+    are in compare.html in the job's folder. With a gate, the exit code is 1 if B fails it.
+    """
+    axes = {"--rev": rev, "--python": pythons, "--plan": plans, "--baseline": baseline}
+    given = [name for name, value in axes.items() if value]
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(given)} cannot be compared at once. Give one of them.")
+    words, facts = words_or_usage(words, "compare"), look()
+    with ExitStack() as stack:
+        if rev:
+            names, trees = sides.revisions(rev), stack.enter_context(WorkTrees())
+            pair: tuple[Side, ...] = tuple(sides.at_revision(words, name, trees) for name in names)
+        elif pythons:
+            pair = sides.of_pythons(words, pythons)
+        elif plans:
+            pair = sides.of_plans(words, [(name, read_plan(name)) for name in sides.two(plans, "--plan")])
+        elif baseline or (save_as and len(words) != 2):
+            pair = (Side("now", understand(words)),)
+        else:
+            pair = sides.of_commands(words)
+        return _Comparison(pair, facts, budget, job, {**limits, "pairs": pairs}).run(
+            baseline, save_as, as_json
+        )
+
+
+class _Comparison:
+    """One comparison: measures, evaluates, writes the record and its page."""
+
+    def __init__(
+        self, pair: Sequence[Side], facts: Facts, budget_s: float, job: Path | None, limits: dict[str, Any]
+    ) -> None:
+        self.sides, self.facts, self.budget_s, self.limits = pair, facts, budget_s, limits
+        self.folder = writable(job_folder(pair[-1].command, job), job is not None)
+        self.record = CompareRecord(**header(pair[-1].command.shown, facts))
+        self.key = key_of(pair[-1].command, facts)
+        self.record.machine = {"machine": self.key["machine"], "cores": facts.cores}
+
+    def run(self, baseline: str | None, save_as: str | None, as_json: bool) -> int:
+        stored, self.record.notes = (
+            baselines.load(baseline, self.key, self.limits["any_machine"]) if baseline else (None, [])
+        )
+        record, gate = self.record, self.limits["gate"]
+        with (
+            kept(record, self.folder.path / "compare.json"),
+            LiveProgress(_stderr(), self.budget_s) as progress,
+        ):
+            start_s = seconds()
+            timer = PairTimer(self.sides, self.folder, self.facts, progress)
+            pairs = timer.run(
+                start_s + self.budget_s, enough(gate, self.limits["pairs"]), self.limits["pairs"]
+            )
+            now = [pair.b or pair.a for pair in pairs]
+            if stored is not None:
+                before = stored.measured
+                record.against = stored.name
+                fill(record, (stored.side(self.sides[0]), self.sides[0]), before, now, paired=False)
+                self._losses_of_baseline(pairs, before)
+            elif len(self.sides) == 2:
+                fill(record, self.sides, [pair.a for pair in pairs], now)
+                self._losses(timer, pairs)
+            record.seconds, record.status = seconds() - start_s, "done"
+            if timer.disturbance.disturbed:
+                record.notes.append(f"{timer.disturbance.sentence()}, which widens the intervals")
+            if timer.apart:
+                record.notes.append(
+                    "the programs did not fit into memory together, so they ran one after the other"
+                )
+            record.gates = gates(
+                record, gate, self.limits["gate_memory"], self.limits["gate_loss"], timer.pair_s
+            )
+        lines = []
+        if save_as:
+            path = baselines.save(save_as, self.sides[-1], self.key, now)
+            lines.append(f"baseline: {path} ({len(now)} processes)")
+        self._show(as_json, lines)
+        return 1 if record.gate_failed else 0
+
+    def _losses(self, timer: PairTimer, pairs: Sequence[Pair]) -> None:
+        a, b = [pair.a.record for pair in pairs], [pair.b.record for pair in pairs if pair.b is not None]
+        found = compare_losses(a, b, None)
+        if found.verdict != "same bits" and found.first_difference is not None:
+            found = compare_losses(a, b, timer.again(0))
+        self.record.losses = found
+
+    def _losses_of_baseline(self, pairs: Sequence[Pair], before: Sequence[Any]) -> None:
+        known = {run.record.seed: run.record for run in before}
+        common = [(known[p.a.record.seed], p.a.record) for p in pairs if p.a.record.seed in known]
+        self.record.losses = compare_losses([x for x, _ in common], [y for _, y in common], None)
+
+    def _show(self, as_json: bool, lines: list[str]) -> None:
+        from flatout.render.compare_page import compare_html, headline, tables
+
+        record = self.record
+        if record.a is None:  # a single program was stored
+            output(record, self.folder.path / "compare.json", None, lines, as_json)
+            return
+        parts: list[object] = [
+            f"{headline(record)}\n",
+            *tables(record),
+            *(f"note: {note}" for note in record.notes),
+            *lines,
+        ]
+        output(record, self.folder.path / "compare.html", compare_html(record), parts, as_json)
+
+
+def _stderr() -> Any:
+    from rich.console import Console
+
+    return Console(stderr=True)

@@ -1,0 +1,112 @@
+"""Stores runs of a program as a named baseline, with which later runs are compared.
+
+.flatout/baselines/NAME.json
+
+Runs of different days cannot alternate. The interval then covers the difference between processes, but not
+what has changed on the machine since: its load, temperature and clock.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flatout.compare.pairs import Run
+from flatout.compare.sides import Side
+from flatout.job.folder import FOLDER, read_json, write_json
+from flatout.measure.clock import today
+from flatout.schema.errors import UsageError
+from flatout.schema.plan import Plan
+from flatout.schema.records import Record
+
+FOLDER_NAME = "baselines"
+SCHEMA = 1
+
+
+@dataclass
+class Baseline(Record):
+    """Runs of one program, with what they are valid for (`flatout.tune.session.key_of`)."""
+
+    name: str
+    command: list[str]
+    key: dict[str, str]
+    plan: dict[str, Any]
+    revision: str = ""
+    created: str = ""
+    schema: int = SCHEMA
+    runs: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def measured(self) -> list[Run]:
+        return [Run.from_json(run) for run in self.runs]
+
+    def side(self, now: Side) -> Side:
+        """The side of these runs, beside that of today."""
+        return Side(
+            f"baseline {self.name} of {self.created[:10]}",
+            now.command,
+            Plan.from_json(self.plan),
+            self.revision,
+        )
+
+
+def path_of(name: str) -> Path:
+    """Return the file of a baseline. Raises UsageError for a name that is none."""
+    if not re.fullmatch(r"\w[\w.-]{0,79}", name):
+        raise UsageError(f"{name!r} is not a name for a baseline; use letters, digits, dots and hyphens.")
+    return Path(FOLDER) / FOLDER_NAME / f"{name}.json"
+
+
+def save(name: str, side: Side, key: dict[str, str], runs: Sequence[Run]) -> Path:
+    """Write a baseline. Raises StorageError."""
+    stored = Baseline(
+        name,
+        list(side.command.shown),
+        key,
+        side.plan.to_json(),
+        side.revision,
+        today(),
+        runs=[r.to_json() for r in runs],
+    )
+    write_json(path_of(name), stored.to_json())
+    ignored = Path(FOLDER) / ".gitignore"
+    if not ignored.exists():
+        ignored.write_text("*\n", encoding="utf-8")
+    return path_of(name)
+
+
+def load(name: str, key: dict[str, str], any_machine: bool) -> tuple[Baseline, list[str]]:
+    """Return a baseline and what differs from today.
+
+    Raises UsageError if it is missing, unreadable, or of another machine without ``any_machine``.
+    """
+    path = path_of(name)
+    data = read_json(path)
+    if data is None:
+        known = sorted(each.stem for each in path.parent.glob("*.json"))
+        has = f"There are: {', '.join(known)}." if known else "None is stored yet."
+        raise UsageError(
+            f"there is no baseline {name!r} in {path.parent}. {has} `flatout compare --save {name} COMMAND` stores one."
+        )
+    try:
+        stored = Baseline.from_json(data)
+        if not stored.measured:
+            raise TypeError("it has no runs")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{path} is not a baseline ({error}). Store it again: `flatout compare --save {name} COMMAND`."
+        ) from None
+    unlike = {part for part in key if stored.key.get(part) != key[part]}
+    if "machine" in unlike and not any_machine:
+        raise UsageError(
+            f"baseline {name!r} was measured on another machine ({stored.key.get('machine')}; this is {key['machine']}). "
+            "Store one here with --save, or add --any-machine to compare across machines."
+        )
+    return stored, [
+        f"{part}: {stored.key.get(part, 'unknown')} in the baseline, {key[part]} now"
+        for part in ("machine", "versions", "python", "command")
+        if part in unlike
+    ] + (["the script has changed since the baseline"] if "script" in unlike else [])

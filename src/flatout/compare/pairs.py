@@ -1,0 +1,206 @@
+"""Measures two programs in pairs of fresh processes with the same seed, until the question is answered.
+
+Each process starts alone, so its start-up is measured without the other's. Then blocks of both alternate
+(A B B A) while the other is stopped. The order within a pair changes from pair to pair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.compare.sides import Side
+from flatout.job.folder import JobFolder
+from flatout.measure.clock import seconds
+from flatout.measure.statistics import mean
+from flatout.schema.errors import FlatoutError, NothingMeasured
+from flatout.schema.facts import Facts
+from flatout.schema.records import TrialRecord
+from flatout.trial.blocks import PREFETCHED_BATCHES, Watcher
+from flatout.trial.parent import ProgramGone, Trial
+from flatout.trial.spec import TrialOptions
+from flatout.tune.disturbance import Disturbance
+from flatout.tune.gone import program_failed, why_not
+from flatout.tune.interleaver import Interleaver
+
+ROUNDS = 6  # of a pair; two blocks each
+START_TIMEOUT_S = 900.0
+ANSWER_S = 60.0
+FEWEST_ROUNDS = 2
+
+
+@dataclass
+class Run:
+    """One process of a side. ``blocks_ms``: the time of a step in each block."""
+
+    record: TrialRecord
+    start_s: float
+    blocks_ms: list[float]
+
+    @property
+    def log_ms(self) -> float:
+        """The mean logarithm of the step time in milliseconds."""
+        return mean([math.log(ms) for ms in self.blocks_ms])
+
+    def to_json(self) -> dict[str, Any]:
+        return {"record": self.record.to_json(), "start_s": self.start_s, "blocks_ms": self.blocks_ms}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Run:
+        return cls(TrialRecord.from_json(data["record"]), data["start_s"], data["blocks_ms"])
+
+
+@dataclass
+class Pair:
+    """Two processes with the same seed. ``b`` is absent if only one side is measured."""
+
+    seed: int
+    a: Run
+    b: Run | None = None
+
+    @property
+    def log_change(self) -> float:
+        """The logarithm of B's step time over A's; with one side, of A's step time."""
+        return self.b.log_ms - self.a.log_ms if self.b is not None else self.a.log_ms
+
+
+class PairTimer:
+    """Runs pairs of two sides, or single processes of one side (``sides`` then has one)."""
+
+    def __init__(self, sides: Sequence[Side], job: JobFolder, facts: Facts, watcher: Watcher) -> None:
+        self.sides, self.job, self.facts, self.watcher = sides, job, facts, watcher
+        self.interleaver = Interleaver(sides[0].command, job, facts)
+        self.disturbance = Disturbance(facts.cores)
+        self.pairs: list[Pair] = []
+        self.pair_s = 0.0  # of the last one
+        self.apart = False  # two processes do not fit into the memory of the device together
+
+    def run(self, until_s: float, enough: Callable[[Sequence[Pair]], bool], fewest: int) -> list[Pair]:
+        """Measure pairs until ``enough`` or the time is up; at least ``fewest``.
+
+        Raises ProgramFailed and NothingMeasured if a side cannot be measured.
+        """
+        try:
+            while len(self.pairs) < fewest or (
+                not enough(self.pairs) and seconds() + 0.8 * self.pair_s < until_s
+            ):
+                start_s, number = seconds(), len(self.pairs)
+                self.watcher.stage(
+                    "measuring", f"pair {number + 1}" if len(self.sides) > 1 else f"process {number + 1}"
+                )
+                self.disturbance.look()
+                self.pairs.append(self._pair(number))
+                self.pair_s = seconds() - start_s
+            return self.pairs
+        finally:
+            self.interleaver.close()
+
+    def again(self, seed: int) -> TrialRecord | None:
+        """Run A a second time with a known seed, as far as before; None if it ends early."""
+        steps = self.pairs[seed].a.record.warmup_steps + self.pairs[seed].a.record.steps
+        trial = self._start(self.sides[0], seed)
+        try:
+            self.interleaver.run(trial, max(1, steps - trial.ticks_done))
+            return trial.finish()
+        except ProgramGone:
+            return None
+        finally:
+            self.interleaver.dismiss(trial)
+
+    def _pair(self, seed: int) -> Pair:
+        order = list(range(len(self.sides)))[:: 1 if seed % 2 == 0 else -1]
+        if self.apart:
+            runs = {at: self._alone(self.sides[at], seed) for at in order}
+            return Pair(seed, runs[0], runs.get(1))
+        trials: dict[int, Trial] = {}
+        started: dict[int, float] = {}
+        try:
+            for at in order:
+                trials[at] = self._start(self.sides[at], seed)
+                started[at] = seconds() - trials[at].started_s
+                self._pace(trials[at])
+                if len(self.sides) > len(trials) and trials[at].ready["copies"] < 2:
+                    self.apart = True
+                    return self._pair(seed)
+            blocks = self._blocks([trials[at] for at in sorted(trials)])
+            runs = {
+                at: Run(self._finished(trials[at], self.sides[at]), started[at], blocks[at])
+                for at in sorted(trials)
+            }
+            return Pair(seed, runs[0], runs.get(1))
+        finally:
+            for trial in trials.values():
+                self.interleaver.dismiss(trial)
+
+    def _alone(self, side: Side, seed: int) -> Run:
+        trial = self._start(side, seed)
+        start_s = seconds() - trial.started_s
+        try:
+            self._pace(trial)
+            blocks = self._blocks([trial])[0]
+            return Run(self._finished(trial, side), start_s, blocks)
+        finally:
+            self.interleaver.dismiss(trial)
+
+    def _start(self, side: Side, seed: int) -> Trial:
+        """Start a process and bring it to its steady state; it is stopped on return."""
+        trial = Trial(
+            side.command, self.job.new_trial(), side.plan, self.facts, TrialOptions(seed, reseed=True)
+        )
+        self.interleaver.begin(trial)
+        gone = self.interleaver.ready([trial], START_TIMEOUT_S)[0]
+        if gone is not None:
+            raise _lost(side, gone.record)
+        for left in trial.ready["skipped"]:
+            raise NothingMeasured(
+                f"{side.label}: the plan cannot be applied: {left['name']}: {left['reason']}"
+            )
+        return trial
+
+    def _pace(self, trial: Trial) -> None:
+        """Choose one length of a block for both sides, so that they do the same work."""
+        ready, interleaver = trial.ready, self.interleaver
+        interleaver.tick_ms = max(ready["tick_ms"], 1e-3, interleaver.tick_ms if self.pairs else 0.0)
+        interleaver.unit = ready["unit"]
+        if not self.pairs:
+            context = trial.ask({"do": "record"}, seconds() + ANSWER_S)["record"]["context"]
+            trial.hold()
+            workers = max((loader["num_workers"] for loader in context["loaders"]), default=0)
+            interleaver.prefetched_ticks = max(interleaver.prefetched_ticks, PREFETCHED_BATCHES * workers)
+
+    def _blocks(self, trials: Sequence[Trial]) -> list[list[float]]:
+        """Alternate blocks of these programs: A B, B A, A B ... A program that ends leaves what it has."""
+        found: list[list[float]] = [[] for _ in trials]
+        for trial in trials:
+            self.interleaver.catch_up(trial, max(each.ticks_done for each in trials))
+            self.interleaver.run(trial, self.interleaver.block_ticks)  # memory is touched for the first time
+        for turn in range(ROUNDS):
+            try:
+                times = {
+                    at: self.interleaver.block(trials[at])
+                    for at in (range(len(trials)) if turn % 2 == 0 else reversed(range(len(trials))))
+                }
+            except ProgramGone as gone:
+                if gone.record.status == "ended" and turn >= FEWEST_ROUNDS:
+                    break
+                raise NothingMeasured(
+                    f"the program ended after {turn} blocks of {self.interleaver.block_ticks} steps; a comparison needs {FEWEST_ROUNDS}. Let it train longer."
+                ) from None
+            for at, ms in times.items():
+                found[at].append(ms)
+        return found
+
+    def _finished(self, trial: Trial, side: Side) -> TrialRecord:
+        record = trial.finish()
+        if record.status not in ("finished", "ended"):
+            raise _lost(side, record)
+        return record
+
+
+def _lost(side: Side, record: TrialRecord) -> FlatoutError:
+    """The error for a side that cannot be measured."""
+    if record.status == "failed":
+        return program_failed(record, f"{side.label} fails (exit code {record.exit_code})")
+    return why_not(record, f"{side.label} cannot be measured", "compare longer runs")

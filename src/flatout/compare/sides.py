@@ -1,0 +1,110 @@
+"""The two sides of a comparison: what each runs, in which folder, environment and plan."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from flatout.compare.work_trees import HERE, WorkTrees
+from flatout.launch.command import Command, understand
+from flatout.schema.errors import ProgramNotFound, UsageError
+from flatout.schema.plan import Plan
+
+
+@dataclass(frozen=True)
+class Side:
+    """One program of a comparison. ``revision`` is the commit of a work tree, "" elsewhere."""
+
+    label: str
+    command: Command
+    plan: Plan = field(default_factory=Plan)
+    revision: str = ""
+
+
+def two(text: str, option: str) -> tuple[str, str]:
+    """Split ``A,B``. Raises UsageError."""
+    parts = [part.strip() for part in text.split(",")]
+    if len(parts) != 2 or not all(parts):
+        raise UsageError(f"{option} takes two values with a comma between them, not {text!r}.")
+    return parts[0], parts[1]
+
+
+def of_commands(words: Sequence[str]) -> tuple[Side, Side]:
+    """Return the sides of two quoted command lines. Raises UsageError, ProgramNotFound."""
+    if len(words) != 2 or (Path(words[0]).name.startswith("python") and " " not in words[0]):
+        raise UsageError(
+            "give two command lines in quotes: `flatout compare 'python a.py' 'python b.py'`; "
+            "or one command and what differs: --rev main.., --python, --plan or --baseline."
+        )
+    try:
+        typed = [shlex.split(word) for word in words]
+    except ValueError as error:
+        raise UsageError(f"a command line cannot be split into words: {error}.") from None
+    a, b = (Side(shlex.join(understand(one).shown), understand(one)) for one in typed)
+    return a, b
+
+
+def of_plans(words: Sequence[str], plans: Sequence[tuple[str, Plan]]) -> tuple[Side, Side]:
+    """Return the sides of one command under two plans, each with its name."""
+    a, b = (Side(f"plan {name}", understand(words), plan) for name, plan in plans)
+    return a, b
+
+
+def of_pythons(words: Sequence[str], text: str) -> tuple[Side, Side]:
+    """Return the sides of one command under two Python interpreters. Raises UsageError, ProgramNotFound."""
+    a, b = (Side(path, with_python(understand(words), path)) for path in two(text, "--python"))
+    return a, b
+
+
+def revisions(text: str) -> tuple[str, str]:
+    """Split ``A..B``; without B, it is `HERE`, the folder as it is. Raises UsageError."""
+    first, dots, second = text.partition("..")
+    if not dots or not first or second.startswith("."):
+        raise UsageError(
+            f"--rev takes two revisions, such as main..HEAD, or main.. for main and the folder as it is, not {text!r}."
+        )
+    return first, second or HERE
+
+
+def at_revision(words: Sequence[str], revision: str, trees: WorkTrees) -> Side:
+    """Return the side of a command at a revision; `HERE` is the folder as it is. Raises UsageError."""
+    if revision == HERE:
+        return Side("the folder as it is", understand(words), revision=trees.commit("HEAD"))
+    folder, commit = trees.at(revision), trees.commit(revision)
+    command = understand(words, folder)
+    paths = trees.import_paths(folder)
+    before = os.environ.get("PYTHONPATH", "")
+    if paths:
+        joined = os.pathsep.join([*map(str, paths), *([before] if before else [])])
+        command = replace(command, environment=(("PYTHONPATH", joined),))
+    label = revision if commit.startswith(revision) else f"{revision} ({commit[:8]})"
+    return Side(label, command, revision=commit)
+
+
+def with_python(command: Command, python: str) -> Command:
+    """Return the command with another interpreter; programs of its folder come first on the PATH.
+
+    Raises ProgramNotFound."""
+    found = shutil.which(python)
+    if found is None:
+        raise ProgramNotFound(
+            f"there is no Python interpreter {python!r}. Give its path: --python A/bin/python,B/bin/python."
+        )
+    interpreter = Path(found).absolute()
+    argv = command.argv
+    if command.typed[0].endswith(".py"):
+        argv = (str(interpreter), *command.typed)
+    elif Path(argv[0]).name.startswith("python"):
+        argv = (str(interpreter), *argv[1:])
+    elif (interpreter.parent / argv[0]).is_file():  # torchrun and other scripts of the environment
+        argv = (str(interpreter.parent / argv[0]), *argv[1:])
+    path = f"{interpreter.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    return replace(
+        command,
+        argv=argv,
+        environment=(("PATH", path), ("VIRTUAL_ENV", str(interpreter.parent.parent))),
+    )

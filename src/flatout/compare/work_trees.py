@@ -1,0 +1,146 @@
+"""Checks out revisions of the user's repository as git work trees in a temporary folder.
+
+Files that git does not track (data, checkpoints) are linked from the user's folder, so that the script finds
+them. What a measured program writes is kept apart from both folders (`flatout.agent.file_sandbox`).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from urllib.parse import unquote, urlparse
+
+from flatout.job.folder import FOLDER
+from flatout.schema.errors import UsageError
+
+HERE = ""
+NOT_LINKED = {FOLDER, "__pycache__", ".git"}
+
+
+class WorkTrees:
+    """Use it as a context manager: the work trees are removed at its end."""
+
+    def __init__(self) -> None:
+        """Raises UsageError outside a repository."""
+        self.root = Path(_git(Path.cwd(), "rev-parse", "--show-toplevel"))
+        self.inside = Path.cwd().resolve().relative_to(self.root.resolve())
+        self._home = Path(tempfile.mkdtemp(prefix="flatout-revisions-"))
+        self._trees: dict[str, Path] = {}
+
+    def __enter__(self) -> WorkTrees:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for tree in self._trees.values():
+            subprocess.run(
+                ["git", "-C", str(self.root), "worktree", "remove", "--force", str(tree)], capture_output=True
+            )
+        shutil.rmtree(self._home, ignore_errors=True)
+        subprocess.run(["git", "-C", str(self.root), "worktree", "prune"], capture_output=True)
+
+    def commit(self, revision: str) -> str:
+        """Return the full name of a commit. Raises UsageError."""
+        return _git(
+            self.root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}"
+        )
+
+    def at(self, revision: str) -> Path:
+        """Check out a revision once; return the folder in it that matches the current one. Raises UsageError."""
+        commit = self.commit(revision)
+        if commit not in self._trees:
+            tree = self._home / commit[:12]
+            _git(self.root, "worktree", "add", "--detach", "--force", str(tree), commit)
+            self._trees[commit] = tree
+            self._link(tree)
+        folder = self._trees[commit] / self.inside
+        if not folder.is_dir():
+            raise UsageError(f"the folder {self.inside} does not exist at revision {revision}.")
+        return folder
+
+    def drop(self, revision: str) -> None:
+        """Remove the work tree of a revision before the end."""
+        tree = self._trees.pop(self.commit(revision), None)
+        if tree is not None:
+            _git(self.root, "worktree", "remove", "--force", str(tree))
+
+    def _link(self, tree: Path) -> None:
+        untracked = ("ls-files", "--others", "--exclude-standard", "--directory", "-z")
+        ignored = ("ls-files", "--others", "--ignored", "--exclude-standard", "--directory", "-z")
+        for listed in (untracked, ignored):
+            for name in filter(None, _git(self.root, *listed).split("\0")):
+                source, link = self.root / name, tree / name.rstrip("/")
+                if NOT_LINKED & set(Path(name).parts) or link.exists() or link.is_symlink():
+                    continue
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(source.absolute())
+
+    def import_paths(self, folder: Path) -> list[Path]:
+        """Return the folders of a work tree from which its own packages are imported.
+
+        A package that is installed as editable would otherwise come from the user's folder on both sides.
+        """
+        tree = next(tree for tree in self._trees.values() if folder.is_relative_to(tree))
+        found = []
+        for project in _editable_projects():
+            if project.is_relative_to(self.root.resolve()):
+                copy = tree / project.relative_to(self.root.resolve())
+                found += [path for path in (copy / "src", copy) if path.is_dir()][:1]
+        return found
+
+    def between(self, good: str, bad: str) -> list[str]:
+        """Return the commits after ``good`` up to ``bad``, along first parents, oldest first. Raises UsageError."""
+        if subprocess.run(
+            ["git", "-C", str(self.root), "merge-base", "--is-ancestor", good, bad], capture_output=True
+        ).returncode:
+            raise UsageError(
+                f"{good} is not an ancestor of {bad}, so there is no line of commits between them."
+            )
+        return _git(self.root, "rev-list", "--first-parent", "--reverse", f"{good}..{bad}").split()
+
+    def subject(self, commit: str) -> str:
+        """Return the date and the first line of a commit's message."""
+        return _git(self.root, "log", "-1", "--format=%as %s", commit)
+
+
+def _editable_projects() -> list[Path]:
+    found = []
+    for package in importlib.metadata.distributions():
+        try:
+            about = json.loads(package.read_text("direct_url.json") or "{}")
+        except (OSError, ValueError):
+            continue
+        if about.get("dir_info", {}).get("editable"):
+            found.append(Path(unquote(urlparse(about["url"]).path)).resolve())
+    return found
+
+
+def _git(folder: Path, *words: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True)
+    except OSError as error:
+        raise UsageError(
+            f"git cannot be started: {error.strerror}. Install git, or compare two folders with two commands."
+        ) from None
+    if done.returncode:
+        raise UsageError(_why(words, done.stderr))
+    return done.stdout.strip() if "-z" not in words else done.stdout
+
+
+def _why(words: Sequence[str], said: str) -> str:
+    if words[0] == "rev-parse" and words[-1].endswith("^{commit}"):
+        name = words[-1].removesuffix("^{commit}")
+        return f"there is no revision {name!r} in this repository. `git log --oneline` lists them; a shallow clone has few."
+    if "not a git repository" in said:
+        return (
+            "this folder is not in a git repository, so there are no revisions. Compare two commands instead."
+        )
+    lines = said.strip().splitlines()
+    return f"git {words[0]} failed: {lines[-1] if lines else 'no message'}."

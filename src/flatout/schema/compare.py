@@ -1,0 +1,124 @@
+"""Records of `flatout compare` (two programs, how they differ, the gates) and of `flatout bisect`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from flatout.schema.records import PhaseTime, ProgramRecord, Record
+
+SCHEMA = 1
+BISECT_SCHEMA = 1
+WHAT = ("time", "memory", "losses")  # what `flatout bisect` can search for
+
+
+@dataclass
+class Change(Record):
+    """By which share B differs from A: 0.05 means 5 % more. The interval has the level ``CONFIDENCE``."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+    @classmethod
+    def of_logs(cls, mean: float, half: float, n: int) -> Change:
+        """Convert the mean logarithm of the ratio B/A, and half the width of its interval."""
+        value, low, high = (math.expm1(max(-700.0, min(700.0, x))) for x in (mean, mean - half, mean + half))
+        return cls(value, low, high, n)
+
+    @property
+    def certain(self) -> bool:
+        """Whether the interval excludes no change."""
+        return self.low > 0 or self.high < 0
+
+
+@dataclass
+class SideRecord(Record):
+    """One of the two programs, over all of its processes. Times are medians."""
+
+    label: str
+    command: list[str]
+    revision: str = ""
+    plan: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    device: str = "cpu"
+    unit: str = "step"
+    processes: int = 0
+    steps: int = 0
+    step_ms: float | None = None
+    samples_per_s: float | None = None
+    start_s: float | None = None  # from the start of the process until its steps are steady
+    peak_memory_bytes: int | None = None
+    phases: dict[str, PhaseTime] = field(default_factory=dict)
+    losses: dict[str, list[float]] = field(default_factory=dict)  # by seed, of the steps that both sides ran
+
+
+@dataclass
+class LossVerdict(Record):
+    """``verdict``: ``same bits``, ``within the spread``, ``different`` or ``not compared``."""
+
+    verdict: str = "not compared"
+    why: str = ""
+    first_difference: int | None = None
+
+
+@dataclass
+class Gate(Record):
+    """A limit that B must keep. ``verdict``: ``passed``, ``failed`` or ``cannot tell``."""
+
+    name: str
+    limit: str
+    verdict: str
+    why: str
+
+
+@dataclass
+class CompareRecord(ProgramRecord):
+    """``phases_ms``: the difference B - A of each phase in milliseconds, as (mean, low, high).
+
+    ``pairs``: the change of the step time in each pair of processes.
+    """
+
+    schema: int = SCHEMA
+    a: SideRecord | None = None
+    b: SideRecord | None = None
+    against: str = ""  # the baseline's name, if A was measured earlier
+    step_time: Change | None = None
+    memory: Change | None = None
+    start: Change | None = None
+    phases_ms: dict[str, list[float]] = field(default_factory=dict)
+    pairs: list[float] = field(default_factory=list)
+    losses: LossVerdict = field(default_factory=LossVerdict)
+    gates: list[Gate] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    machine: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def gate_failed(self) -> bool:
+        return any(gate.verdict == "failed" for gate in self.gates)
+
+
+@dataclass
+class TestedCommit(Record):
+    """``verdict``: ``good``, ``bad``, ``skipped`` or ``cannot tell``."""
+
+    commit: str
+    subject: str
+    verdict: str
+    why: str = ""
+
+
+@dataclass
+class BisectRecord(ProgramRecord):
+    """``first_bad``: the commits of which one is the first bad one; the last of them surely is bad."""
+
+    schema: int = BISECT_SCHEMA
+    what: str = "time"
+    good: str = ""
+    bad: str = ""
+    change: str = ""
+    tested: list[TestedCommit] = field(default_factory=list)
+    first_bad: list[TestedCommit] = field(default_factory=list)

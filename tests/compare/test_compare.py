@@ -1,0 +1,188 @@
+"""`flatout compare` and `flatout bisect` on real programs: commands, revisions, baselines, gates, losses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytestmark = [pytest.mark.timeout(240), pytest.mark.processes]
+
+# A step sleeps, so its time is known. The optimizer is by hand: importing torch's own takes a second.
+PROGRAM = """
+import sys, time
+import torch
+import work
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 1)
+for step in range(100000):
+    loss = model(torch.randn(16, 8)).square().mean() * work.scale(step)
+    model.zero_grad()
+    loss.backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.01 * p.grad
+    time.sleep(float(sys.argv[1]) if len(sys.argv) > 1 else work.PAUSE)
+"""
+WORK = "PAUSE = {pause}\nHELD = None\ndef scale(step):\n    return {scale}\n"
+
+
+@pytest.fixture
+def project(flatout, monkeypatch) -> Path:
+    folder = flatout.folder
+    monkeypatch.chdir(folder)  # for git
+    (folder / "train.py").write_text(PROGRAM)
+    (folder / "work.py").write_text(WORK.format(pause=0.004, scale="1.0"))
+    return folder
+
+
+def git(*words: str) -> str:
+    who = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+    return subprocess.run(["git", *who, *words], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def commit(folder: Path, message: str, **work: object) -> str:
+    if work:
+        (folder / "work.py").write_text(WORK.format(**{"pause": 0.004, "scale": "1.0", **work}))
+    (folder / "log.txt").open("a").write(f"{message}\n")
+    git("add", "-A")
+    git("commit", "-qm", message)
+    return git("rev-parse", "HEAD")
+
+
+def record_of(folder: Path, name: str = "compare.json") -> dict:
+    found = sorted(folder.glob(f".flatout/*/{name}"))
+    assert len(found) == 1
+    return json.loads(found[0].read_text())
+
+
+def test_two_commands_a_gate_and_a_baseline(flatout, project):
+    done = flatout(
+        "compare", "--pairs", "2", "--budget", "1s", "--gate", "50%", "--gate-loss", "bits", "--save", "slow",
+        "python train.py 0.004", "python train.py 0.012",
+    )  # fmt: skip
+    assert done.code == 1, done.err
+    assert "B is slower" in done.out
+    assert "losses: same bits" in done.out
+    record = record_of(project)
+    assert 1.0 < record["step_time"]["value"] < 2.4
+    assert [gate["verdict"] for gate in record["gates"]] == ["failed", "passed"]
+    assert record["a"]["losses"]["0"][:20] == record["b"]["losses"]["0"][:20]
+    assert record["a"]["losses"]["0"][:20] != record["a"]["losses"]["1"][:20]
+    page = next(project.glob(".flatout/*/compare.html")).read_text()
+    assert "B is slower" in page
+    assert "None" not in page
+
+    done = flatout(
+        "compare",
+        "--pairs",
+        "2",
+        "--budget",
+        "1s",
+        "--gate",
+        "50%",
+        "--baseline",
+        "slow",
+        "python",
+        "train.py",
+        "0.012",
+    )
+    assert done.code == 0, done.err
+    assert "losses: same bits" in done.out
+    stored = project / ".flatout/baselines/slow.json"
+    moved = json.loads(stored.read_text())
+    moved["key"]["machine"] = "a larger one"
+    stored.write_text(json.dumps(moved))
+    done = flatout("compare", "--baseline", "slow", "python", "train.py", "0.012")
+    assert done.code == 2
+    assert "another machine (a larger one" in done.err
+    assert "--any-machine" in done.err
+
+
+def test_revisions_import_their_own_files_and_share_untracked_data(flatout, project):
+    (project / ".gitignore").write_text("data/\n.flatout/\n")
+    git("init", "-q", "-b", "main")
+    old = commit(project, "start", scale="1.0 + 0 * float(open('data/one').read())")
+    (project / "data").mkdir()
+    (project / "data" / "one").write_text("1")
+    (project / "work.py").write_text(WORK.format(pause=0.004, scale="(1.0 if step < 3 else 1.0000001)"))
+    done = flatout(
+        "compare",
+        "--pairs",
+        "2",
+        "--budget",
+        "1s",
+        "--gate-loss",
+        "spread",
+        "--rev",
+        "main..",
+        "python",
+        "train.py",
+    )
+    assert done.code == 0, done.err
+    record = record_of(project)
+    assert record["losses"]["verdict"] == "within the spread"
+    assert record["losses"]["first_difference"] == 3
+    assert (record["a"]["revision"], record["a"]["label"]) == (old, f"main ({old[:8]})")
+    assert len(git("worktree", "list").splitlines()) == 1
+    assert git("status", "--short").split() == ["M", "work.py"]
+
+
+@pytest.mark.full
+def test_bisect_finds_the_commit_and_skips_one_that_fails(flatout, project):
+    (project / ".gitignore").write_text(".flatout/\n")
+    git("init", "-q", "-b", "main")
+    good = commit(project, "start")
+    commit(project, "a comment")
+    commit(project, "broken", scale="1 / 0")
+    slow = commit(project, "slower", pause=0.012)
+    commit(project, "another comment")
+    done = flatout("bisect", "--pairs", "2", "--budget", "20s", "--good", good, "python", "train.py")
+    assert done.code == 0, done.err
+    found = record_of(project, "bisect.json")
+    assert [each["commit"] for each in found["first_bad"]][-1] == slow
+    assert {each["subject"].split(" ", 1)[1]: each["verdict"] for each in found["tested"]} == {
+        "broken": "skipped", "slower": "bad", "a comment": "good",
+    }  # fmt: skip
+    assert "The first bad commit is one of these 2" in done.out
+
+
+def test_a_last_bit_is_found_by_bisect(flatout, project):
+    (project / ".gitignore").write_text(".flatout/\n")
+    git("init", "-q", "-b", "main")
+    good = commit(project, "start")
+    changed = commit(project, "one bit", scale="1.0000001")
+    done = flatout("bisect", "--of", "losses", "--good", good, "--budget", "1s", "python", "train.py")
+    assert done.code == 0, done.err
+    assert [each["commit"] for each in record_of(project, "bisect.json")["first_bad"]] == [changed]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("python", "train.py"), "give two command lines in quotes"),
+        (("--rev", "main..", "python", "train.py"), "not in a git repository"),
+        (("--rev", "main", "python", "train.py"), "--rev takes two revisions"),
+        (("--plan", "none", "python", "train.py"), "--plan takes two values"),
+        (("--python", "no/python,python", "python", "train.py"), "no Python interpreter 'no/python'"),
+        (("--baseline", "none", "python", "train.py"), "there is no baseline 'none'"),
+        (("--gate", "fast", "python a.py", "python b.py"), "is not a share"),
+        (("python 'train.py", "python b.py"), "cannot be split into words"),
+        (("--rev", "a..b", "--plan", "none,none", "python", "train.py"), "cannot be compared at once"),
+    ],
+)
+def test_mistakes_are_named(flatout, project, words, says):
+    done = flatout("compare", *words)
+    assert done.code in (2, 127)
+    assert says in done.err
+
+
+def test_a_side_that_fails_is_named_with_its_error(flatout, project):
+    (project / "broken.py").write_text("import torch\nraise ValueError('no such data')\n")
+    done = flatout("compare", "python train.py", "python broken.py")
+    assert done.code == 1
+    assert "python broken.py fails" in done.err
+    assert "no such data" in done.err
