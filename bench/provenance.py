@@ -58,6 +58,11 @@ THEMES = (
         "Complete trainings, plain and tuned: the final metric, and the time to reach a metric",
     ),
     (
+        "compare",
+        "python bench/compare.py",
+        "Comparisons of programs with a known difference: gates, and how often the interval covers it",
+    ),
+    (
         "check_open_set",
         "python bench/check_open_set.py DIR",
         "The findings of `flatout check` on public training scripts, each reviewed by hand",

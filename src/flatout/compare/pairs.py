@@ -25,7 +25,7 @@ from flatout.tune.disturbance import Disturbance
 from flatout.tune.gone import program_failed, why_not
 from flatout.tune.interleaver import Interleaver
 
-ROUNDS = 6  # of a pair; two blocks each
+ROUNDS = 4  # of a pair; processes differ more than blocks, so more pairs serve better
 START_TIMEOUT_S = 900.0
 ANSWER_S = 60.0
 FEWEST_ROUNDS = 2
