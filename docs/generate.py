@@ -45,6 +45,7 @@ RECORDS = {  # the file, and the record that is written to it
     "memory.json": "flatout.schema.memory_forecast.MemoryForecast",
     "batch.json": "flatout.schema.batch.BatchRecord",
     "lr.json": "flatout.schema.lr_range.LrRecord",
+    "runs/*/rank0.json": "flatout.schema.run_summary.RunSummary",
     "compare.json": "flatout.schema.compare.CompareRecord",
     "bisect.json": "flatout.schema.compare.BisectRecord",
     "scale.json": "flatout.schema.scale.ScaleRecord",

@@ -30,6 +30,7 @@ NUMBER = {
     "measure": 2,
     "probe": 2,
     "render": 2,
+    "export": 3,
     "launch": 3,
     "levers": 3,
     "agent": 4,
@@ -51,6 +52,7 @@ MAY_IMPORT = {
     "measure": {"schema", "job"},
     "probe": {"schema"},
     "render": {"schema", "job"},
+    "export": {"schema", "measure"},
     "launch": {"schema", "job", "measure"},
     "levers": {"schema", "job", "data", "distributed", "kernels"},
     "agent": {"schema", "job", "levers", "measure", "render"},
@@ -88,6 +90,7 @@ MAY_WRITE = {  # programs of their own, which are no commands
     "agent/bootstrap.py",
     "agent/site/sitecustomize.py",
     "launch/local_launcher.py",
+    "export/follow.py",
     "launch/node_agent.py",
     "launch/supervised.py",
     "tune/remote_comparison.py",
@@ -101,6 +104,7 @@ def package_of(name: str) -> str:
 def may_start_processes(name: str) -> bool:
     return package_of(name) in ("launch", "trial") or name in (
         "cli/run.py",
+        "cli/options/exports.py",
         "probe/gpus.py",
         "compare/work_trees.py",  # git
         "checkpoint/resume/session.py",  # replaces its own process

@@ -38,14 +38,14 @@ def write_plan(path, levers, made_for=()):
 
 
 def test_it_becomes_the_program(flatout, script):
-    """The process number and the parent stay the same; there is no job, and nothing observes what the program
-    imports or does.
+    """The process number and the parent stay the same. Without a summary there is no job, and nothing observes
+    what the program imports or does.
     """
     script(
         "import os, sys\nentered = 'FLATOUT_JOB' in os.environ or 'flatout.agent.bootstrap' in sys.modules\n"
         "print(os.getpid(), os.getppid(), entered, sys.argv)"
     )
-    process = flatout.start("run", "python", "train.py", "--name", "a b", "--help")
+    process = flatout.start("run", "--no-summary", "python", "train.py", "--name", "a b", "--help")
     done = flatout.finish(process)
     assert done.out.split(maxsplit=2) == [
         str(process.pid),
@@ -314,7 +314,7 @@ def train(flatout, script, tmp_path):
     def run(levers, source=QUIET_TRAINING, **options):
         script(source)
         path = write_plan(tmp_path / "plan.toml", levers)
-        process = flatout.start("run", "--plan", str(path), "python", "train.py", **options)
+        process = flatout.start("run", "--no-summary", "--plan", str(path), "python", "train.py", **options)
         done = flatout.finish(process)
         done.pid = process.pid
         return done

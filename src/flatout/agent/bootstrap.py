@@ -74,6 +74,15 @@ def say(sentence: str) -> None:
     sys.stderr.flush()
 
 
+def show(text: str) -> None:
+    """Print lines that are no sentence, such as a table."""
+    try:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        pass  # standard error is closed
+
+
 def say_at_once(sentence: str) -> None:
     """Print a line without Python's buffers, whose lock the script may hold when a signal interrupts it."""
     try:
@@ -93,7 +102,8 @@ def install(path: str) -> None:
         callbacks["numpy"] = lambda numpy: numpy.random.seed(seed % 2**32)
     sys.meta_path.insert(0, AfterImport(callbacks))
     if job.get("pid") == os.getpid():
-        atexit.register(_leave, path, os.getpid())
+        # a run without levers is only counted
+        atexit.register(_leave, path, os.getpid(), not job["entry"].endswith(":count"))
 
 
 def _call_entry(job: dict[str, Any], torch: ModuleType) -> None:
@@ -103,13 +113,13 @@ def _call_entry(job: dict[str, Any], torch: ModuleType) -> None:
     getattr(importlib.import_module(module), function)(job)
 
 
-def _leave(path: str, pid: int) -> None:
-    """At the end of a run's first process, report that nothing was applied if so, and remove the job."""
+def _leave(path: str, pid: int, applies: bool) -> None:
+    """At the end of a run's first process, remove the job. Report if levers were to be applied and none was."""
     if pid != os.getpid():
         return
     from flatout.job.claims import speaks_first
 
-    if speaks_first(path):
+    if applies and speaks_first(path):
         never = "finished a training step" if "torch" in sys.modules else "imported torch"
         say(f"nothing was applied: this program never {never}")
     folder, name = os.path.split(path)

@@ -1,4 +1,4 @@
-"""The entry of a real run, inside the program: starts it with or without the live line."""
+"""The entry of a real run, inside the program: starts it, counted or not."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def attach(job: dict[str, Any]) -> None:
 
 
 def start(request: RunRequest, torch: ModuleType, checkpoints: MakeCheckpointing) -> None:
-    if request.watch is None:
+    if request.watch is None and request.summary is None:
         Attached(request, torch, checkpoints)
     else:
-        from flatout.agent.live_line import MonitoredRun
+        from flatout.agent.monitored_run import MonitoredRun
 
-        MonitoredRun(request, torch, checkpoints, request.watch)
+        MonitoredRun(request, torch, checkpoints)

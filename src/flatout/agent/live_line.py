@@ -1,109 +1,32 @@
 """`flatout run --watch`: a live status line on standard error, without changes to the program's output.
 
 In a terminal the line occupies the last row, and the rows above scroll (DECSTBM, as apt's progress bar does).
-If standard error is a file, a line is written every 30 s. Counting costs a few calls per step; a thread
-computes the figures once a second.
+If standard error is a file, a line is written every 30 s. A thread computes the figures once a second from the
+counters of `flatout.agent.step_counters`.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import sys
 import threading
-from collections.abc import Callable, Mapping
-from functools import wraps
+from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from flatout.agent.attached import Attached, MakeCheckpointing
 from flatout.agent.bootstrap import say
-from flatout.agent.ledger import Ledger
-from flatout.measure.clock import HostClock, seconds
-from flatout.measure.load import peak_bytes
-from flatout.render.formatting import duration, figure, size
-from flatout.schema.run_request import RunRequest
+from flatout.agent.step_counters import StepCounters
+from flatout.measure.clock import seconds
+from flatout.render.formatting import figure, size
 
 if TYPE_CHECKING:
     from torch import device as Device
-    from torch.nn import Module
-    from torch.optim import Optimizer
 
 EVERY_S = {True: 1.0, False: 30.0}  # in a terminal, and in a file
 
 
-class StepCounters:
-    """Counters of steps and of the time spent waiting for data, kept by two hooks in the program's thread.
-
-    The samples per step come from the first steps, while the training context is still active; counting them in every
-    step would cost more than everything else.
-    """
-
-    def __init__(self) -> None:
-        self.steps = self.waited_ns = 0
-        self.samples_a_step = 0.0
-        self._counted: int | None = None
-
-    def install(self, torch: ModuleType, ledger: Ledger) -> None:
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
-        ledger.call("optimizer step hook", register_optimizer_step_post_hook(self._stepped).remove)
-        iterator = torch.utils.data.dataloader._BaseDataLoaderIter
-        ledger.set(iterator, "__next__", self._waited(iterator.__next__))
-
-    def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count a step; of several optimizers, only the first counts."""
-        if self._counted is None:
-            self._counted = id(optimizer)
-        if id(optimizer) == self._counted:
-            self.steps += 1
-
-    def _waited(self, take: Callable[..., Any]) -> Callable[..., Any]:
-        mark = HostClock.mark
-
-        @wraps(take)
-        def next_counted(iterator: object) -> Any:
-            start = mark()
-            try:
-                return take(iterator)
-            finally:
-                self.waited_ns += mark() - start
-
-        return next_counted
-
-
-class MonitoredRun(Attached):
-    """A run that is counted until its end, once its levers are applied. ``known``: figures of its profile."""
-
-    def __init__(
-        self,
-        request: RunRequest,
-        torch: ModuleType,
-        checkpoints: MakeCheckpointing,
-        known: Mapping[str, float],
-    ) -> None:
-        self.counts = StepCounters()
-        self.line: LiveLine | None = None
-        self.known = known
-        self.samples = 0
-        super().__init__(request, torch, checkpoints)
-
-    def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count samples by the first tensor argument of the first root module."""
-        first = next((value for value in (*args, *kwargs.values()) if hasattr(value, "shape")), None)
-        if first is not None and len(first.shape) and root is self.context.roots[0]:
-            self.samples += int(first.shape[0])
-
-    def settled(self) -> None:
-        super().settled()
-        if self.speaks:
-            self.counts.samples_a_step = self.samples / self.context.steps
-            self.counts.install(self.context.torch, Ledger())
-            self.line = LiveLine(sys.stderr, self.counts, self.context.torch, self.known, self.context.device)
-
-
 class LiveLine:
-    """The live line: starts with the first counted steps, and ends with a summary when the process exits."""
+    """The live line: starts with the first counted steps, and ends when the process exits."""
 
     def __init__(
         self,
@@ -164,7 +87,7 @@ class LiveLine:
         return " | ".join(parts)
 
     def close(self) -> None:
-        """Release the row and print the summary. Does nothing in a forked process."""
+        """Release the row. Does nothing in a forked process."""
         if os.getpid() != self.pid or self.stopped.is_set():
             return
         self.stopped.set()
@@ -172,11 +95,6 @@ class LiveLine:
         try:
             if self.row is not None:
                 self.row.close()
-            passed = self._now()[0] - self.first[0]
-            steps = self.counts.steps - self.first[1]
-            peak = size(peak_bytes(self.torch, self.device))
-            if steps:
-                say(f"{steps:,} steps in {duration(passed)}: {self.sentence(self.first)}; peak memory {peak}")
         except (OSError, ValueError):
             return
 

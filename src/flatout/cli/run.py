@@ -1,6 +1,6 @@
 """`flatout run`: run the real job under its plan.
 
-Without a plan the program replaces this process, and flatout acts only if it crashes."""
+The program replaces this process. Without a plan flatout counts its steps, and explains a crash."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import NoReturn
 import click
 
 from flatout.agent.applier import before_start
-from flatout.cli.options import launch_targets, ranks, supervision
+from flatout.cli.options import exports, launch_targets, ranks, supervision
 from flatout.cli.options.arguments import (
     PROGRAM,
     Duration,
@@ -41,6 +41,7 @@ from flatout.schema.plan import Choice, Plan, as_option
 from flatout.schema.run_request import ResumeOptions, RunRequest
 from flatout.tune.session import FoundPlan, differences, find_plan, job_folder, key_of
 
+COUNTED = "flatout.agent.run_summary:count"  # without levers
 ENTRY, WITH_CHECKPOINTS = "flatout.agent.entry:attach", "flatout.checkpoint.attach:attach"
 RESCUE = "rescue"  # subfolder of a job's folder
 
@@ -92,6 +93,7 @@ RESCUE = "rescue"  # subfolder of a job's folder
     is_flag=True,
     help="Show again what the program prints before its checkpoint; needs --resume.",
 )
+@exports.options
 @supervision.options(Duration())
 @ranks.options
 @launch_targets.options
@@ -106,6 +108,9 @@ def command(
     resume: bool,
     from_scratch: bool,
     replay_output: bool,
+    summary: bool,
+    export: tuple[str, ...],
+    export_every: float,
     words: tuple[str, ...],
     **elsewhere: object,
 ) -> int:
@@ -134,6 +139,7 @@ def command(
             *(["--rescue"] if rescue else []),
         ]
         return launch_targets.go(place, cmd, os.environ, options)
+    left = exports.summary_of(cmd, summary, export, export_every)
     facts = look()
     if asked.shard == "always" and not asked.several and place is None:
         raise UsageError(
@@ -161,7 +167,10 @@ def command(
         resume=ResumeOptions(from_scratch, replay_output, rescue, insists=not watched.asked)
         if resume or watched.asked
         else None,
+        summary=left,
     )
+    if left is not None and not cmd.closed:
+        exports.start(left, export)
     if asked.several or place is not None:
         return _run_as_ranks(cmd, request, chosen, asked, place, watched)
     return _run_alone(cmd, request, watched)
@@ -169,11 +178,15 @@ def command(
 
 def _run_alone(cmd: Command, request: RunRequest, watched: supervision.Supervision) -> NoReturn:
     becomes = watched.over(cmd, job_folder(cmd).path / "incidents.jsonl")
-    if request.watch is None and request.rescue is None and not len(request.plan):
+    counted = request.watch is None and request.rescue is None and not len(request.plan)
+    if counted and request.summary is None:
         _become(becomes, {**_listening(), **watched.environment})
     if cmd.closed:
-        _say(f"nothing can be applied: `python {cmd.closed}` disables flatout; remove the option")
+        if not counted:
+            _say(f"nothing can be applied: `python {cmd.closed}` disables flatout; remove the option")
         _become(becomes, dict(os.environ))
+    if counted:
+        request = replace(request, entry=COUNTED)
     _become(becomes, {**_environment(request), **watched.environment})
 
 

@@ -10,6 +10,11 @@ def speaks_first(path: str) -> bool:
     return _is_first(f"{path}.reported")
 
 
+def sums_up_first(path: str) -> bool:
+    """Whether this process shows the summary of a run: the first of it that ends after training."""
+    return _is_first(f"{path}.summary")
+
+
 def keeps_first(path: str) -> bool:
     """Whether this process saves its training: the first of a run that asks, or its successor."""
     return _is_first_alive(f"{path}.kept")

@@ -8,6 +8,7 @@ from typing import Any
 
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Plan
+from flatout.schema.run_summary import SummaryRequest
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class RunRequest:
     ``pid``: process ID of the program's first process. ``started``: outcomes of the PROCESS levers, which
     acted before the program started. ``seed``: the random seed of several ranks; None leaves randomness to the script. ``watch``:
     figures for the live line; None for no live line. ``rescue``: folder for checkpoints; None keeps none.
+    ``summary``: the record at the end; None for none.
     """
 
     entry: str
@@ -42,6 +44,7 @@ class RunRequest:
     watch: Mapping[str, float] | None = None
     rescue: str | None = None
     resume: ResumeOptions | None = None
+    summary: SummaryRequest | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -49,6 +52,7 @@ class RunRequest:
             "plan": self.plan.to_json(),
             "facts": self.facts.to_json(),
             "resume": vars(self.resume) if self.resume is not None else None,
+            "summary": vars(self.summary) if self.summary is not None else None,
         }
 
     @classmethod
@@ -63,4 +67,5 @@ class RunRequest:
             watch=data["watch"],
             rescue=data["rescue"],
             resume=ResumeOptions(**data["resume"]) if data["resume"] is not None else None,
+            summary=SummaryRequest.from_json(data["summary"]) if data["summary"] is not None else None,
         )

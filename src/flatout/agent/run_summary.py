@@ -1,0 +1,194 @@
+"""Leaves the record of a run at its end, and shows it in a box; on request also live figures for trackers.
+
+A run without a plan is only counted (`count`): the two hooks of `StepCounters`, and nothing else. Live figures
+are lines of a file, which another process reads (`flatout.export`), so a tracker cannot slow the training.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import resource
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TextIO
+
+from flatout.agent.bootstrap import show
+from flatout.agent.ledger import Ledger
+from flatout.agent.step_counters import StepCounters
+from flatout.job.claims import sums_up_first
+from flatout.job.folder import write_json
+from flatout.job.rank_environment import rank_number, this_rank
+from flatout.measure.clock import seconds
+from flatout.schema.errors import StorageError
+from flatout.schema.run_summary import LIVE, RunSummary, SummaryRequest
+
+GPU_EVERY_S = 5.0
+
+
+def count(job: dict[str, Any]) -> None:
+    """Count a run without levers. The bootstrap calls this right after ``import torch``."""
+    import torch
+
+    counts = StepCounters()
+    counts.install(torch, Ledger())
+    Summarizer(SummaryRequest.from_json(job["summary"]), {}, counts, torch)
+
+
+class Summarizer:
+    """Writes the record when the process exits, if it trained."""
+
+    def __init__(
+        self, request: SummaryRequest, plan: dict[str, Any], counts: StepCounters, torch: ModuleType
+    ) -> None:
+        self.request, self.plan, self.counts, self.torch = request, plan, counts, torch
+        self.pid = os.getpid()
+        self.gpu = GpuShare(torch)
+        self.stopped = threading.Event()
+        self.live: TextIO | None = None
+        self.first = self.last = self._now()
+        self.thread = threading.Thread(target=self._watch, name="flatout-summary", daemon=True)
+        self.thread.start()
+        atexit.register(self.close)
+
+    # -- live figures -----------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Sample the GPU, and write live figures if they are asked for."""
+        every_s = self.request.every_s or GPU_EVERY_S
+        while not self.stopped.wait(every_s):
+            self.gpu.sample()
+            if self.request.every_s:
+                self._write_live()
+
+    def _now(self) -> tuple[float, int, int, float]:
+        return seconds(), self.counts.steps, self.counts.waited_ns, _cpu_s()
+
+    def _write_live(self) -> None:
+        now = self._now()
+        passed_s, steps, waited_ns, cpu_s = (new - old for new, old in zip(now, self.last, strict=True))
+        if not steps:
+            return
+        self.last = now
+        figures = {
+            "steps_per_s": steps / passed_s,
+            "samples_per_s": steps * self.counts.samples_a_step / passed_s or None,
+            "data_wait": min(1.0, waited_ns / 1e9 / passed_s),
+            "cores_used": cpu_s / passed_s,
+            "memory_bytes": _memory(self.torch),
+            "gpu_busy": self.gpu.latest,
+        }
+        self._line({"step": now[1], "seconds": now[0], **{name: figures[name] for name in LIVE}})
+
+    def _line(self, data: dict[str, Any]) -> None:
+        try:
+            if self.live is None:
+                path = self._path(f"rank{rank_number()}.jsonl")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self.live = path.open("a", encoding="utf-8", buffering=1)
+            self.live.write(json.dumps(data) + "\n")
+        except (OSError, ValueError):
+            self.request = SummaryRequest(**{**vars(self.request), "every_s": 0.0})  # the disk is full
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Write and show the record. Does nothing in a forked process."""
+        if os.getpid() != self.pid or self.stopped.is_set():
+            return
+        self.stopped.set()
+        self.thread.join(timeout=2)
+        if self.counts.last_ns <= self.counts.first_ns:
+            return
+        record, path = self.record(), None
+        if self.request.every_s:
+            self._write_live()
+            self._line({"end": record.to_json()})
+        try:
+            path = self._free_path(record.rank)
+            write_json(path, record.to_json())
+        except (OSError, StorageError):
+            path = None
+        if self.request.shows and record.rank == 0 and sums_up_first(os.environ.get("FLATOUT_JOB", "")):
+            from flatout.render.run_box import box
+
+            logs = [log for log in sorted(self._path("").glob("*.log")) if log.stat().st_size]
+            show(box(record, os.path.relpath(path) if path else "", [os.path.relpath(log) for log in logs]))
+
+    def _path(self, name: str) -> Path:
+        return Path(self.request.folder) / self.request.name / name
+
+    def _free_path(self, rank: int) -> Path:
+        """The file of this process: a program may train in several processes of one rank, one after another."""
+        number = 1
+        while (path := self._path(f"rank{rank}{'' if number == 1 else f'-{number}'}.json")).exists():
+            number += 1
+        return path
+
+    def record(self) -> RunSummary:
+        counts, here = self.counts, this_rank()
+        passed_s = max((counts.last_ns - counts.first_ns) / 1e9, 1e-9)
+        steps_per_s = (counts.steps - counts.first_step) / passed_s
+        alive_s, cpu_s = seconds() - self.first[0], _cpu_s() - self.first[3]
+        return RunSummary(
+            list(self.request.command),
+            os.getcwd(),
+            created=self.request.created,
+            status="done",
+            device="cuda" if _on_cuda(self.torch) else "cpu",
+            versions={"python": sys.version.split()[0], "torch": str(self.torch.__version__)},
+            rank=rank_number(),
+            world_size=here.world_size if here is not None else int(os.environ.get("WORLD_SIZE") or 1),
+            plan=self.plan,
+            how=getattr(getattr(sys, "last_type", None), "__name__", "ended"),  # of an uncaught exception
+            steps=counts.steps,
+            seconds=passed_s,
+            steps_per_s=steps_per_s,
+            samples_per_s=steps_per_s * counts.samples_a_step or None,
+            data_wait=min(1.0, counts.waited_ns / 1e9 / passed_s),
+            cores_used=cpu_s / max(alive_s, 1e-9),
+            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            peak_memory_bytes=_memory(self.torch),
+            gpu_busy=self.gpu.mean,
+        )
+
+
+class GpuShare:
+    """Samples how busy the GPU is, through NVML if it is installed; None without a GPU."""
+
+    def __init__(self, torch: ModuleType) -> None:
+        self.torch = torch
+        self.latest: float | None = None
+        self._sum, self._n, self._works = 0.0, 0, True
+
+    def sample(self) -> None:
+        if not self._works or not _on_cuda(self.torch):
+            return
+        try:
+            self.latest = self.torch.cuda.utilization() / 100
+        except Exception:  # no NVML, or a driver that does not tell
+            self._works = False
+            return
+        self._sum, self._n = self._sum + self.latest, self._n + 1
+
+    @property
+    def mean(self) -> float | None:
+        return self._sum / self._n if self._n else None
+
+
+def _on_cuda(torch: ModuleType) -> bool:
+    return bool(torch.cuda.is_initialized())
+
+
+def _memory(torch: ModuleType) -> int:
+    if _on_cuda(torch):
+        return int(torch.cuda.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _cpu_s() -> float:
+    """CPU seconds of this process and of its loader workers that have ended."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))

@@ -1,0 +1,95 @@
+"""The options of `flatout run` for the record at its end and for experiment trackers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flatout.cli.options.arguments import Duration, did_you_mean
+from flatout.export.trackers import MODULES, PACKAGES
+from flatout.launch.command import Command
+from flatout.measure.clock import today
+from flatout.render.formatting import shell
+from flatout.schema.errors import UsageError
+from flatout.schema.run_summary import SummaryRequest
+from flatout.tune.session import job_folder
+
+JSONL = "jsonl"
+NAMES = (JSONL, *MODULES)
+
+
+def options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``summary``, ``export`` and ``export_every``."""
+    for option in (
+        click.option(
+            "--export-every",
+            default="5s",
+            show_default=True,
+            type=Duration(),
+            help="Interval of the live figures for --export.",
+        ),
+        click.option(
+            "--export",
+            "export",
+            multiple=True,
+            metavar="NAME[=TARGET]",
+            help="Send live figures to a tracker: jsonl, tensorboard[=DIR], wandb[=PROJECT], mlflow[=URI], prometheus[=PORT]. Repeatable.",
+        ),
+        click.option(
+            "--summary/--no-summary",
+            default=True,
+            help="At the end, show speed, limit and memory, and write them to .flatout/<job>/runs.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def summary_of(cmd: Command, shows: bool, export: Sequence[str], every_s: float) -> SummaryRequest | None:
+    """Return the request for the record of this run; None without one.
+
+    Raises UsageError for an unknown or missing tracker.
+    """
+    if not shows and not export:
+        return None
+    for each in export:
+        name = each.partition("=")[0]
+        if name not in NAMES:
+            raise UsageError(
+                f"there is no tracker {name!r}{did_you_mean(name, NAMES)} Choose from {', '.join(NAMES)}."
+            )
+        if name in MODULES and find_spec(MODULES[name]) is None:
+            raise UsageError(f"{name} is not installed. Install it: pip install {PACKAGES[name]}.")
+    now = today()
+    name = f"{''.join(c for c in now[:19] if c.isdigit() or c == 'T')}-{os.getpid()}"
+    folder = job_folder(cmd).path.resolve() / "runs"
+    return SummaryRequest(str(folder), name, cmd.shown, now, shows, max(0.1, every_s) if export else 0.0)
+
+
+def start(request: SummaryRequest, export: Sequence[str]) -> None:
+    """Start a process for each tracker. It outlives this one and belongs to no process of the program."""
+    folder = Path(request.folder) / request.name
+    for each in export:
+        name = each.partition("=")[0]
+        if name == JSONL:
+            continue
+        words = [sys.executable, "-m", "flatout.export.follow", each, str(folder)]
+        words += [str(os.getpid()), shell(request.command)]
+        folder.mkdir(parents=True, exist_ok=True)
+        # The shell ends at once, so the follower is no child of the program, which may wait for its children.
+        # Its output goes to a file: whoever reads that of the program must not wait for a tracker.
+        with (folder / f"{name}.log").open("wb") as log:
+            subprocess.run(
+                ["/bin/sh", "-c", '"$@" & ', "sh", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                check=False,
+            )

@@ -1,0 +1,78 @@
+"""The record that a run leaves at its end, and what `flatout run` asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flatout.schema.records import ProgramRecord
+
+SCHEMA = 1
+WAITS = 0.15  # share of the time from which waiting for data limits a run
+BUSY = 0.7  # share of the time from which a GPU counts as busy
+
+# Live figures of a moment, in the order in which trackers show them.
+LIVE = ("steps_per_s", "samples_per_s", "data_wait", "cores_used", "memory_bytes", "gpu_busy")
+
+
+@dataclass(frozen=True)
+class SummaryRequest:
+    """``folder`` and ``name`` of the record. ``shows``: print it. ``every_s``: seconds between live figures; 0 for none."""
+
+    folder: str
+    name: str
+    command: tuple[str, ...]
+    created: str
+    shows: bool = True
+    every_s: float = 0.0
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> SummaryRequest:
+        return cls(**{**data, "command": tuple(data["command"])})
+
+
+@dataclass
+class RunSummary(ProgramRecord):
+    """Figures from the first to the last optimizer step of one process.
+
+    ``data_wait`` and ``gpu_busy`` are shares of that time, ``cores_used`` a mean, memory a peak in bytes.
+    ``how``: ``ended``, or the name of the exception that ended the program.
+    """
+
+    schema: int = SCHEMA
+    rank: int = 0
+    world_size: int = 1
+    plan: dict[str, Any] = field(default_factory=dict)
+    how: str = "ended"
+    steps: int = 0
+    seconds: float = 0.0
+    steps_per_s: float | None = None
+    samples_per_s: float | None = None
+    data_wait: float = 0.0
+    cores_used: float = 0.0
+    cores: int = 1
+    peak_memory_bytes: int = 0
+    gpu_busy: float | None = None
+
+    @property
+    def limited_by(self) -> str:
+        """What took most of the time, as far as counters can tell."""
+        if self.data_wait >= WAITS:
+            return f"waiting for data, {self.data_wait:.0%} of the time"
+        if self.gpu_busy is not None and self.gpu_busy < BUSY:
+            return f"the host: the GPU was busy {self.gpu_busy:.0%} of the time"
+        if self.device == "cuda":
+            return "computing on the GPU"
+        return f"computing, on {self.cores_used:.1f} of {self.cores} cores"
+
+    @property
+    def tuned(self) -> bool:
+        return bool(self.plan.get("choices"))
+
+    @property
+    def next_command(self) -> str:
+        """The flatout command that may help; "" if the run is tuned and computes."""
+        if not self.tuned:
+            return "tune"
+        return "profile" if self.data_wait >= WAITS or (self.gpu_busy or 1.0) < BUSY else ""

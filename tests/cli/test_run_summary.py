@@ -1,0 +1,193 @@
+"""The record and the box at the end of a run, and live figures for trackers, through their own clients."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
+
+PROGRAM = """
+import sys, time
+import torch
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(96, 8))
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+class Slow(torch.utils.data.Dataset):
+    def __len__(self): return 96
+    def __getitem__(self, at):
+        time.sleep(float(sys.argv[1]) / 8)
+        return torch.ones(8)
+for epoch in range(int(sys.argv[2])):
+    for x in torch.utils.data.DataLoader(Slow(), batch_size=8):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+print(loss.item().hex())
+"""
+
+
+def records(folder: Path) -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(".flatout/*/runs/*/rank0*.json"))]
+
+
+def box(err: str) -> list[str]:
+    return [line for line in err.splitlines() if re.match(r"[|+].*[|+]$", line)]
+
+
+@pytest.mark.parametrize("options", [(), ("--with", "gc_pause")])
+def test_a_run_leaves_a_record_and_a_box_and_the_same_output(flatout, script, options):
+    script(PROGRAM)
+    words = ("python", "train.py", "0.02", "4")
+    done, plain = flatout("run", *options, *words), flatout.plain(*words)
+    assert (done.code, done.out) == (0, plain.out)
+    (record,) = records(flatout.folder)
+    assert (record["steps"], record["how"], record["rank"]) == (48, "ended", 0)
+    assert record["data_wait"] > 0.8
+    assert record["samples_per_s"] == pytest.approx(8 * record["steps_per_s"])
+    assert record["steps_per_s"] * record["seconds"] == pytest.approx(47, abs=3)  # levers act first
+    assert [choice["name"] for choice in record["plan"].get("choices", ())] == [
+        o for o in options if o != "--with"
+    ]
+    lines = box(done.err)
+    assert 5 <= len(lines) <= 8
+    assert {len(line) for line in lines} == {78}
+    assert any("limited by: waiting for data" in line for line in lines)
+    assert any(f"next: flatout {'profile' if options else 'tune'} python train.py" in line for line in lines)
+
+
+def test_a_run_that_fails_is_recorded_with_its_exception(flatout, script):
+    script(PROGRAM.replace("print(", "raise KeyError('x')\nprint("))
+    done = flatout("run", "python", "train.py", "0.001", "1")
+    assert done.code == 1
+    assert [each["how"] for each in records(flatout.folder)] == ["KeyError"]
+    assert done.err.index("KeyError") < done.err.index("+-- flatout run")
+
+
+def test_without_training_or_a_summary_nothing_is_left(flatout, script):
+    script("import torch\nprint('looked')")
+    assert flatout("run", "python", "train.py").out == "looked\n"
+    script(PROGRAM)
+    done = flatout("run", "--no-summary", "python", "train.py", "0.001", "1")
+    assert box(done.err) == []
+    assert not list(flatout.folder.glob(".flatout/*/runs"))
+
+
+def wait_for(found, seconds=60.0):
+    """Wait until the exporter, a process of its own, has done its work."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if value := found():
+            return value
+        time.sleep(0.2)
+    raise AssertionError("the exporter did not finish")
+
+
+OUTLIVES = {"FLATOUT_TEST_RUN": "exporter"}  # the exporter works on after the run; the fixture would end it
+
+
+def exported(flatout, script, *names: str, words=("0.02", "4"), env=()) -> tuple[dict, list[dict]]:
+    script(PROGRAM)
+    options = [part for name in names for part in ("--export", name)]
+    done = flatout(
+        "run", "--export-every", "0.2s", *options, "python", "train.py", *words, env={**OUTLIVES, **dict(env)}
+    )
+    assert done.code == 0, done.err
+    (record,) = records(flatout.folder)
+    (path,) = flatout.folder.glob(".flatout/*/runs/*/rank0.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[-1]["end"] == record
+    return record, lines[:-1]
+
+
+def test_tensorboard_holds_the_runs_own_figures(flatout, script):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    record, lines = exported(flatout, script, "jsonl", "tensorboard")
+
+    def read():
+        (folder,) = flatout.folder.glob(".flatout/*/runs/*/tensorboard/rank0") or [None]
+        events = EventAccumulator(str(folder))
+        events.Reload()
+        return events if len(events.Scalars("flatout/steps_per_s")) == len(lines) else None
+
+    wait_for(lambda: list(flatout.folder.glob(".flatout/*/runs/*/tensorboard/rank0/*")))
+    events = wait_for(read)
+    for name in ("steps_per_s", "samples_per_s", "data_wait"):
+        assert [(e.step, e.value) for e in events.Scalars(f"flatout/{name}")] == [
+            (line["step"], pytest.approx(line[name], rel=1e-6)) for line in lines
+        ]
+    assert lines[-1]["step"] == record["steps"] == 48
+
+
+@pytest.mark.full
+def test_mlflow_and_an_offline_wandb_hold_the_runs_own_figures(flatout, script, tmp_path, monkeypatch):
+    pytest.importorskip("mlflow")
+    pytest.importorskip("wandb")
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = f"file:{tmp_path / 'mlruns'}"
+    env = {"WANDB_MODE": "offline", "MLFLOW_ALLOW_FILE_STORE": "true"}  # a folder needs no database
+    _, lines = exported(flatout, script, f"mlflow={uri}", "wandb=trial", env=env)
+    client = MlflowClient(uri)
+
+    def read():
+        runs = [run for e in client.search_experiments() for run in client.search_runs([e.experiment_id])]
+        return runs if runs and runs[0].info.status == "FINISHED" else None
+
+    (run,) = wait_for(read)
+    seen = client.get_metric_history(run.info.run_id, "rank0/steps_per_s")
+    assert [(m.step, m.value) for m in seen] == [(x["step"], pytest.approx(x["steps_per_s"])) for x in lines]
+    files = wait_for(lambda: list(flatout.folder.glob(".flatout/*/runs/*/wandb/offline-run-*/*.wandb")))
+    assert len(files) == 1
+
+
+def test_prometheus_is_scraped_on_the_loopback_while_the_run_goes_on(flatout, script):
+    pytest.importorskip("prometheus_client")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script(PROGRAM)
+    process = flatout.start(
+        "run", "--export-every", "0.2s", "--export", f"prometheus={port}", "python", "train.py", "0.02", "40"
+    )
+
+    def scrape():
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+                text = answer.read().decode()
+        except OSError:
+            return None
+        return text if 'flatout_steps_per_s{rank="0"}' in text else None
+
+    text = wait_for(scrape)
+    assert 0 < float(re.search(r'flatout_steps_per_s\{rank="0"\} (\S+)', text)[1]) < 60
+    assert flatout.finish(process).code == 0
+
+
+@pytest.mark.parametrize(
+    "trouble", [pytest.param("mlflow=http://127.0.0.1:9", marks=pytest.mark.full), "prometheus=80000"]
+)
+def test_a_tracker_that_is_down_does_not_reach_the_training(flatout, script, trouble):
+    pytest.importorskip(trouble.partition("=")[0].replace("prometheus", "prometheus_client"))
+    record, lines = exported(flatout, script, trouble, words=("0.01", "2"))
+    assert record["steps"] == 24
+    assert lines
+
+
+def test_unknown_and_missing_trackers_are_named(flatout, script):
+    script(PROGRAM)
+    done = flatout("run", "--export", "wanb", "python", "train.py", "0.01", "1")
+    assert done.code == 2
+    assert "did you mean wandb?" in done.err
