@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 from processes import alive, state, until
 
+from flatout.job.rank_environment import OF_RANKS
 from flatout.launch.failure import ENDED, FAILING, LEAVING, LOST_ANOTHER, RankEvent, first_of, shown
-from flatout.launch.rank_variables import OF_RANKS, cuda_devices, one_each, rank_environment
+from flatout.launch.rank_variables import cuda_devices, one_each, share_of_cores
 from flatout.schema.errors import UsageError
 
 pytestmark = pytest.mark.processes
@@ -202,18 +203,9 @@ def test_the_environment_of_a_rank(local_launcher, flatout):
 
 
 def test_the_users_number_of_threads_is_kept():
-    def of(**environment):
-        return rank_environment(
-            environment, rank=0, local_rank=0, world=4, local_world=4, rendezvous="", cores=10
-        ).get("OMP_NUM_THREADS")
-
-    assert (of(), of(OMP_NUM_THREADS="7")) == ("2", "7")
-    assert (
-        rank_environment({}, rank=0, local_rank=0, world=4, local_world=4, rendezvous="", cores=3)[
-            "OMP_NUM_THREADS"
-        ]
-        == "1"
-    )
+    assert share_of_cores({}, 4, 10) == {"OMP_NUM_THREADS": "2"}
+    assert share_of_cores({}, 4, 3) == {"OMP_NUM_THREADS": "1"}
+    assert share_of_cores({"OMP_NUM_THREADS": "7"}, 4, 10) == {}
 
 
 @pytest.mark.parametrize(

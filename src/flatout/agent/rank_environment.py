@@ -2,35 +2,17 @@
 
 If torchrun's agent started the process, the agent's variables (RANK, MASTER_ADDR, TORCHELASTIC_*) are
 translated into flatout's own and removed from the environment, before the first line of the script.
+TORCH_NCCL_ASYNC_ERROR_HANDLING stays: flatout's process groups need this default of torch, too.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 from collections.abc import MutableMapping
 
-from flatout.job.rank_environment import RankEnvironment
-
-# Variables that an elastic agent sets in each worker
-# (torch/distributed/elastic/agent/server/local_elastic_agent.py, torch 2.11-2.14), or that only its library
-# reads. TORCH_NCCL_ASYNC_ERROR_HANDLING stays: it is torch's default, and flatout's process groups need it,
-# too.
-OF_THE_AGENT = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "ROLE_NAME",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
-PREFIX = "TORCHELASTIC_"
+from flatout.job.parent_exit import die_with_parent
+from flatout.job.rank_environment import RankEnvironment, of_other_launchers
 
 
 def from_torchrun(environment: MutableMapping[str, str], one_device: bool = False) -> RankEnvironment | None:
@@ -61,7 +43,7 @@ def from_torchrun(environment: MutableMapping[str, str], one_device: bool = Fals
         environment["CUDA_VISIBLE_DEVICES"] = own_device(
             environment.get("CUDA_VISIBLE_DEVICES"), info.local_rank
         )
-    for name in [name for name in environment if name in OF_THE_AGENT or name.startswith(PREFIX)]:
+    for name in of_other_launchers(environment):
         del environment[name]
     environment.update(info.environment())
     return info
@@ -106,15 +88,3 @@ def enter(environment: MutableMapping[str, str]) -> RankEnvironment | None:
             os.dup2(log, stream)
         os.close(log)
     return info
-
-
-def die_with_parent() -> None:
-    """End this process when its parent ends (prctl(2), PR_SET_PDEATHSIG).
-
-    SIGKILL of torchrun leaves every worker running (measured with torch 2.14). Ranks and loader workers of a
-    trial that is killed while it is stopped would run for ever.
-    """
-    try:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    except (OSError, AttributeError):  # not Linux
-        pass

@@ -18,6 +18,37 @@ NAMES = {
     "local_world_size": "FLATOUT_LOCAL_WORLD_SIZE",
 }
 RENDEZVOUS = "FLATOUT_RENDEZVOUS"
+# Variables by which a distributed program finds other ranks: those of torchrun, Slurm's steps and MPI's
+# launchers (Lightning, Accelerate, DeepSpeed and Transformers read them all).
+OF_RANKS = frozenset(
+    (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "NODE_RANK",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "ROLE_RANK",
+        "ROLE_WORLD_SIZE",
+        "ROLE_NAME",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "SLURM_PROCID",
+        "SLURM_LOCALID",
+        "SLURM_NODEID",
+        "SLURM_NTASKS",
+        "SLURM_NTASKS_PER_NODE",
+        "PMI_RANK",
+        "PMI_SIZE",
+        "PMIX_RANK",
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+    )
+)
+FAMILIES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 
 
 @dataclass(frozen=True)
@@ -54,3 +85,8 @@ def rank_number() -> int:
     """Return the rank of this process, given by flatout or by another launcher (RANK); 0 if it is the only one."""
     here = this_rank()
     return here.rank if here is not None else int(os.environ.get("RANK") or 0)
+
+
+def of_other_launchers(environment: Mapping[str, str]) -> list[str]:
+    """Return the names of variables that would reveal other ranks to a single-process program."""
+    return [name for name in environment if name in OF_RANKS or name.startswith(FAMILIES)]

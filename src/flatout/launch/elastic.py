@@ -8,7 +8,6 @@ scripts, modules and other programs all work.
 from __future__ import annotations
 
 import hashlib
-import os
 import signal
 import socket
 import sys
@@ -19,8 +18,7 @@ import psutil
 
 from flatout.launch.command import Command
 from flatout.launch.nodes import Endpoint, Nodes, endpoint, node_range
-from flatout.launch.process import die_with_flatout
-from flatout.launch.rank_variables import FAMILIES, OF_RANKS
+from flatout.launch.rank_variables import share_of_cores
 
 AGENT = "flatout.launch.node_agent"
 BACKEND = "flatout"
@@ -135,21 +133,11 @@ def interface_of(address: str) -> str | None:
 
 def for_ranks(nodes: Nodes, own: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that the ranks of this node need, unless the user has set them."""
-    found: dict[str, str] = {}
     # gloo listens on the address of the host name. /etc/hosts often maps that to 127.0.1.1, so ranks of two
     # machines would never reach each other.
     interface = interface_of(own)
-    if interface and "GLOO_SOCKET_IFNAME" not in environment:
-        found["GLOO_SOCKET_IFNAME"] = interface
-    if nodes.procs > 1 and "OMP_NUM_THREADS" not in environment:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        found["OMP_NUM_THREADS"] = str(max(1, cores // nodes.procs))
-    return found
-
-
-def of_other_launchers(environment: Mapping[str, str]) -> list[str]:
-    """Return the names of variables that would reveal other ranks to a single-process program."""
-    return [name for name in environment if name in OF_RANKS or name.startswith(FAMILIES)]
+    found = {"GLOO_SOCKET_IFNAME": interface} if interface and "GLOO_SOCKET_IFNAME" not in environment else {}
+    return found | (share_of_cores(environment, nodes.procs) if nodes.procs > 1 else {})
 
 
 def end_descendants(grace_s: float) -> None:
@@ -181,8 +169,3 @@ def _signal(process: psutil.Process, number: int) -> None:
         process.send_signal(number)
     except psutil.Error:
         pass
-
-
-def end_with_parent() -> None:
-    """Send this process SIGTERM when its parent exits."""
-    die_with_flatout(signal.SIGTERM)

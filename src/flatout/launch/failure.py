@@ -66,10 +66,15 @@ def exit_code(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def headline(rank: int, host: str, pid: int, code: int, printed: bool) -> str:
+def headline(rank: int, host: str, pid: int, code: int, printed: bool, where: str = "") -> str:
     """Return the line that names the failure; ``printed`` is whether output follows it."""
-    how = f"by {signal_name(-code)} (exit code {exit_code(code)})" if code < 0 else f"with exit code {code}"
-    return f"rank {rank} ({host}, process {pid}) failed first, {how}{':' if printed else '.'}"
+    return (
+        f"rank {rank} ({host}, process {pid}) failed first{where}, {how_ended(code)}{':' if printed else '.'}"
+    )
+
+
+def how_ended(code: int) -> str:
+    return f"by {signal_name(-code)} (exit code {exit_code(code)})" if code < 0 else f"with exit code {code}"
 
 
 def signal_name(number: int) -> str:

@@ -4,6 +4,12 @@ Also a program: ``python -m flatout.launch.local_launcher --procs N -- COMMAND``
 ranks get no input, and their output is logged. The ranks meet at a file in the launch's private folder,
 so no port is opened. When a rank fails, the others are asked to exit, the rest is killed, and the launch
 returns the exit code of the rank that failed first. This module imports no torch. Linux only.
+
+torch's elastic agent runs the ranks of several nodes (``node_agent``), but not those of one machine. Measured
+with torch 2.14: it starts in 1.7 s with 520 MB (here 0.15 s, 21 MB), and listens at two ports on every address.
+It looks at its ranks every 0.1 s, so the loss of another rank may count as the first failure. Each rank has a
+session of its own: Ctrl-Z stops only the agent. SIGUSR1 and SIGKILL end the agent, and its ranks run on.
+`launch/supervisor.py` needs `Rank` and `RankMonitor` without torch anyway, so little would go.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ from flatout.launch.failure import exit_code, first_of, headline, shown
 from flatout.launch.launcher_signals import LauncherSignals, exit_by_signal, in_foreground
 from flatout.launch.rank import Rank
 from flatout.launch.rank_monitor import RankMonitor
-from flatout.launch.rank_variables import cores_here, cuda_devices, one_each, rank_environment
+from flatout.launch.rank_variables import cuda_devices, one_each, rank_environment
 from flatout.launch.reaper import Reaper, end_members
 from flatout.schema.errors import FlatoutError, StorageError, UsageError
 
@@ -64,10 +70,7 @@ class LocalLauncher:
             )
         self.command, self.procs, self.say = command, procs, say
         self.devices = None if devices is None else one_each(devices, procs)
-        self.environment, self.cores = (
-            with_crash_reports(environment),
-            cores_here() if cores is None else cores,
-        )
+        self.environment, self.cores = with_crash_reports(environment), cores
         self.ranks: list[Rank] = []
         self.failed: int | None = None
         self.ended_by: int | None = None
@@ -119,24 +122,9 @@ class LocalLauncher:
     def _environment_of(self, number: int) -> dict[str, str]:
         device = None if self.devices is None else self.devices[number]
         own = rank_environment(
-            self.environment,
-            rank=number,
-            local_rank=number,
-            world=self.procs,
-            local_world=self.procs,
-            cores=self.cores,
-            rendezvous=f"file://{self.folder}/rendezvous",
-            local_launcher=str(self.folder),
-            device=device,
+            self.environment, number, self.procs, self.folder, device=device, cores=self.cores
         )
-        quiet = QUIET if number else {}  # one process reports to an experiment tracker
-        return {
-            **own,
-            **quiet,
-            "FLATOUT_LAUNCHER": str(os.getpid()),
-            "FLATOUT_CRASH_REPORTS": str(self.folder / "info"),
-            "FLATOUT_FIRST": "",
-        }
+        return own | (QUIET if number else {})  # one process reports to an experiment tracker
 
     # -- the end ---------------------------------------------------------------------------------------------
 

@@ -15,17 +15,19 @@ import tempfile
 from pathlib import Path
 
 from flatout.job.claims import speaks_first
+from flatout.job.parent_exit import die_with_parent
+from flatout.job.rank_environment import of_other_launchers
 from flatout.launch.elastic import (
     asked_of_agent,
     end_descendants,
-    end_with_parent,
     for_ranks,
-    of_other_launchers,
     own_address,
     torchrun_words,
 )
+from flatout.launch.failure import headline, shown
 from flatout.launch.node_heartbeats import LOST_S, HeartbeatMonitor
 from flatout.launch.nodes import Endpoint, Nodes
+from flatout.launch.rank_variables import launch_environment
 from flatout.launch.rendezvous import (
     RoundRendezvous,
     claimed,
@@ -37,7 +39,6 @@ from flatout.launch.rendezvous import (
 )
 from flatout.schema.errors import FlatoutError, NodesApart, ProgramFailed
 
-LINES = 30  # shown from the end of a rank's log
 GRACE_S = 10.0  # for the ranks of a disconnected node, after SIGTERM
 
 
@@ -62,7 +63,7 @@ def _run(nodes: Nodes, divided: bool, command: list[str]) -> int:
         wait_for(at)
     own = own_address(at)
     folder = Path(tempfile.mkdtemp(prefix="flatout-node-"))
-    os.environ.update(for_ranks(nodes, own, os.environ) | {"FLATOUT_LAUNCHER": str(os.getpid())})
+    os.environ.update(for_ranks(nodes, own, os.environ))
     if divided:
         _divide(nodes, folder)
     import torch
@@ -78,11 +79,11 @@ def _run(nodes: Nodes, divided: bool, command: list[str]) -> int:
 
     register(torch, own, begin)
     try:
-        _launch(torchrun_words(nodes, at, own, command), at)
+        _launch(torchrun_words(nodes, at, own, command), at, folder)
     except ProgramFailed as error:
         if heartbeats[0].ended_round:  # this agent ended it, not the program
             return NodesApart.exit_code
-        _say(_with_output(error, folder))
+        _say(str(error))
         return error.exit_code
     finally:
         if "FLATOUT_JOB" in os.environ and heartbeats and not heartbeats[0].rounds.has_rank_0:
@@ -99,18 +100,13 @@ def _divide(nodes: Nodes, folder: Path) -> None:
     # A failing rank writes to this file. Nothing reads it here: torch's agent waits for the process to exit.
     (folder / "event_fifo").touch()
     os.environ.update(
-        {
-            "FLATOUT_DATA_PARALLEL": "gpus" if nodes.gpus else "procs",
-            "FLATOUT_LAUNCH": str(folder),
-            "FLATOUT_CRASH_REPORTS": str(folder / "info"),
-            "FLATOUT_FIRST": "",
-        }
+        launch_environment(folder) | {"FLATOUT_DATA_PARALLEL": "gpus" if nodes.gpus else "procs"}
     )
 
 
 def _serve(host: str) -> int:
     """Serve only a rendezvous, for a batch script: print HOST:PORT, and serve until that script ends."""
-    end_with_parent()
+    die_with_parent(signal.SIGTERM)
     here = reached_from_elsewhere(host)
     listening = claimed(Endpoint(here, 0), 0, several=True)
     assert listening is not None  # port 0 is never in use
@@ -134,7 +130,7 @@ def _greeting(nodes: Nodes, at: Endpoint, serves: bool) -> str:
     )
 
 
-def _launch(words: list[str], at: Endpoint) -> None:
+def _launch(words: list[str], at: Endpoint, folder: Path) -> None:
     """Run the ranks of this node until they are done.
 
     Raises ProgramFailed if a rank fails, NodesApart if the rendezvous fails."""
@@ -151,15 +147,11 @@ def _launch(words: list[str], at: Endpoint) -> None:
         torchrun.run(torchrun.parse_args(words))
     except ChildFailedError as failed:
         rank, first = failed.get_first_failure()
-        how = (
-            f"signal {signal.Signals(-first.exitcode).name}"
-            if first.exitcode < 0
-            else f"exit code {first.exitcode}"
-        )
-        raise ProgramFailed(
-            f"rank {rank} ({socket.gethostname()}, process {first.pid}) failed first on this node, with {how}",
-            first.exitcode,
-        ) from None
+        log = folder / f"rank{rank}.log"  # of a rank whose output did not go to the terminal
+        printed = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+        told = headline(rank, socket.gethostname(), first.pid, first.exitcode, False, " on this node")
+        output = f" The end of its output ({log}):\n{shown('', printed)}" if printed else ""
+        raise ProgramFailed(told + output, first.exitcode) from None
     except SignalException as ended:
         raise ProgramFailed(f"ended by {ended.sigval.name}", -int(ended.sigval)) from None
     except RendezvousTimeoutError:
@@ -176,16 +168,6 @@ def _launch(words: list[str], at: Endpoint) -> None:
             f"the rendezvous at {at} was lost ({type(said).__name__}). The node that serves it has exited: read its output, then start "
             "all nodes again. The program resumes from its last checkpoint."
         ) from None
-
-
-def _with_output(error: ProgramFailed, folder: Path) -> str:
-    """Return the failure with the end of that rank's log, where its output did not go to the terminal."""
-    number = str(error).split()[1] if str(error).startswith("rank ") else ""
-    try:
-        lines = (folder / f"rank{number}.log").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return str(error)
-    return "\n".join([f"{error}. The end of its output ({folder / f'rank{number}.log'}):", *lines[-LINES:]])
 
 
 def _end_round(node: str) -> None:

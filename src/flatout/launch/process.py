@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pty
 import signal
@@ -14,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from flatout.job.parent_exit import die_with_parent
 from flatout.schema.errors import ProgramNotFound
 
 HEAD_BYTES = 1 << 20  # kept from the start of a log
@@ -99,7 +99,7 @@ class ProgramRun:
                 stdout=out_write,
                 stderr=err_write,
                 start_new_session=True,
-                preexec_fn=die_with_flatout,
+                preexec_fn=die_with_parent,
             )
         except OSError as error:
             raise ProgramNotFound(f"{argv[0]} cannot be started: {error.strerror}.") from None
@@ -175,13 +175,3 @@ class ProgramRun:
         except (psutil.Error, ProcessLookupError):
             pass
         return groups - {os.getpgrp()}
-
-
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-
-
-def die_with_flatout(number: int = signal.SIGKILL) -> None:
-    """Make the kernel send this signal when flatout exits. Called in a child before its program starts."""
-    # A stopped trial (SIGSTOP) would otherwise stay for ever if flatout is killed. PR_SET_PDEATHSIG is 1.
-    if _libc is not None:
-        _libc.prctl(1, number)

@@ -8,8 +8,9 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from flatout.job.parent_exit import die_with_parent
 from flatout.launch.failure import LOST_ANOTHER
-from flatout.launch.process import Drain, die_with_flatout, terminal_at_its_end
+from flatout.launch.process import Drain, terminal_at_its_end
 from flatout.schema.errors import ProgramNotFound
 
 
@@ -36,7 +37,7 @@ class Rank:
         launcher = os.getpid()
 
         def begin() -> None:
-            die_with_flatout()
+            die_with_parent()
             if os.getppid() != launcher:  # the launcher was killed before the line above took effect
                 os._exit(1)
             before()

@@ -1,81 +1,55 @@
-"""The environment of a rank: its number, device and share of the cores, hidden from the script itself."""
+"""The environment of a rank: its number, device and share of the cores."""
 
 from __future__ import annotations
 
 import glob
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from flatout.job.rank_environment import RankEnvironment
+from flatout.job.rank_environment import RankEnvironment, of_other_launchers
 from flatout.launch.timed_commands import TimedCommand
 from flatout.schema.errors import UsageError
 
-# Variables by which a distributed program finds other ranks: those of torchrun, Slurm's steps and MPI's
-# launchers (Lightning, Accelerate, DeepSpeed and Transformers read them all).
-OF_RANKS = frozenset(
-    (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "NODE_RANK",
-        "GROUP_RANK",
-        "GROUP_WORLD_SIZE",
-        "ROLE_RANK",
-        "ROLE_WORLD_SIZE",
-        "ROLE_NAME",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "SLURM_PROCID",
-        "SLURM_LOCALID",
-        "SLURM_NODEID",
-        "SLURM_NTASKS",
-        "SLURM_NTASKS_PER_NODE",
-        "PMI_RANK",
-        "PMI_SIZE",
-        "PMIX_RANK",
-        "MPI_LOCALRANKID",
-        "MPI_LOCALNRANKS",
-        "JSM_NAMESPACE_RANK",
-        "JSM_NAMESPACE_SIZE",
-    )
-)
-FAMILIES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 DEVICES = "CUDA_VISIBLE_DEVICES"
 NVIDIA_SMI_S = 20.0  # without persistence mode, nvidia-smi wakes every GPU first
 
 
 def rank_environment(
     environment: Mapping[str, str],
-    *,
     rank: int,
-    local_rank: int,
-    world: int,
-    local_world: int,
-    rendezvous: str,
-    local_launcher: str = "",
+    procs: int,
+    folder: Path,
+    *,
     device: str | None = None,
     cores: int | None = None,
 ) -> dict[str, str]:
-    """Return ``environment`` for one rank.
+    """Return ``environment`` for one of ``procs`` ranks of this machine, which meet at a file in ``folder``.
 
-    ``rendezvous`` is its address (``file:///path``, ``tcp://host:port``), ``local_launcher`` the folder of the launch.
-    ``device`` is the one CUDA device that this rank sees. ``cores`` are shared between the local ranks,
-    unless the user has set a number of threads.
+    ``device`` is the one CUDA device that this rank sees. ``cores`` are shared between the ranks.
     """
-    own = {
-        name: value
-        for name, value in environment.items()
-        if name not in OF_RANKS and not name.startswith(FAMILIES)
+    hidden = of_other_launchers(environment)
+    own = {name: value for name, value in environment.items() if name not in hidden}
+    own |= RankEnvironment(rank, rank, procs, procs, f"file://{folder}/rendezvous").environment()
+    own |= launch_environment(folder) | share_of_cores(environment, procs, cores)
+    return own if device is None else own | {DEVICES: device}
+
+
+def launch_environment(folder: Path) -> dict[str, str]:
+    """Return the variables of every rank that this process starts. ``folder`` is that of the launch."""
+    return {
+        "FLATOUT_LAUNCHER": str(os.getpid()),
+        "FLATOUT_LAUNCH": str(folder),
+        "FLATOUT_CRASH_REPORTS": str(folder / "info"),
+        "FLATOUT_FIRST": "",
     }
-    own |= RankEnvironment(rank, local_rank, world, local_world, rendezvous).environment()
-    if local_launcher:
-        own["FLATOUT_LAUNCH"] = local_launcher
-    if device is not None:
-        own[DEVICES] = device
-    if cores is not None and not own.get("OMP_NUM_THREADS"):
-        own["OMP_NUM_THREADS"] = str(max(cores // local_world, 1))
-    return own
+
+
+def share_of_cores(environment: Mapping[str, str], procs: int, cores: int | None = None) -> dict[str, str]:
+    """Return the number of threads of a rank, unless the user has set one. By default all cores are shared."""
+    if environment.get("OMP_NUM_THREADS"):
+        return {}
+    return {"OMP_NUM_THREADS": str(max((cores_here() if cores is None else cores) // procs, 1))}
 
 
 def cuda_devices(environment: Mapping[str, str], procs: int) -> list[str]:
@@ -131,7 +105,7 @@ def _gpus() -> int:
 
 def cores_here() -> int:
     """Return the number of usable cores, ignoring cgroup quotas (``probe.machine`` reads those)."""
-    return len(os.sched_getaffinity(0))
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def one_each(devices: Sequence[str], procs: int) -> Sequence[str]:

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flatout.job.parent_exit import die_with_parent
 from flatout.job.rank_environment import RankEnvironment
 from flatout.launch.elastic import interface_of
 from flatout.launch.environment import SITE
+from flatout.launch.failure import how_ended
 from flatout.launch.nodes import Endpoint
-from flatout.launch.process import die_with_flatout
 from flatout.launch.rendezvous import claimed, served
 from flatout.schema.errors import FlatoutError, NodesApart, ProgramFailed, ProgramNotFound, UsageError
 
@@ -110,7 +111,7 @@ class Runner:
                     stdout=out,
                     stderr=out,
                     start_new_session=True,
-                    preexec_fn=die_with_flatout,
+                    preexec_fn=die_with_parent,
                 )
         except OSError as error:
             raise ProgramNotFound(
@@ -289,8 +290,7 @@ class _Ranks:
             self._show(new)
 
     def _words(self, rank: int, code: int) -> str:
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        words = f"rank {rank} on {self._places[rank][1]} failed first, with {how}"
+        words = f"rank {rank} on {self._places[rank][1]} failed first, {how_ended(code)}"
         if rank == 0:  # its output was shown
             return words
         try:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
-from flatout.launch.process import die_with_flatout
+from flatout.job.parent_exit import die_with_parent
 from flatout.schema.machine_snapshot import CommandResult
 
 MAX_BYTES = 1 << 20
@@ -43,7 +43,7 @@ class TimedCommand:
                 stdout=self._out,
                 stderr=self._err,
                 start_new_session=True,
-                preexec_fn=die_with_flatout,
+                preexec_fn=die_with_parent,
             )
         except OSError as error:  # another architecture's binary, no memory for a process
             self._refused = f"{path}: {error.strerror}"

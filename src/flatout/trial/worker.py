@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.agent.applier import EARLY, LATE
 from flatout.agent.frames import is_torch
-from flatout.agent.rank_environment import die_with_parent
 from flatout.guard.perturb import perturb
+from flatout.job.parent_exit import die_with_parent
 from flatout.measure.clock import clock_for, seconds
 from flatout.measure.load import copies_that_fit
 from flatout.measure.phases import PhaseRecorder

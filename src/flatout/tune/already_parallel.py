@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 
+from flatout.job.rank_environment import OF_RANKS
 from flatout.launch.command import Command
-from flatout.launch.rank_variables import OF_RANKS
 from flatout.schema.records import TrialRecord
 from flatout.trial.reference_run import BY_LAUNCHER, IN_CHILDREN
 
