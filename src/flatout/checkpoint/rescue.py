@@ -14,13 +14,14 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.ledger import Ledger
 from flatout.agent.signals import Signals
-from flatout.checkpoint.rescue_writer import ExactResumePart, RescueWriter
+from flatout.checkpoint.rescue_writer import ExactResumePart, RescueState, RescueWriter, StepPhase
 from flatout.checkpoint.save_schedule import SaveSchedule
 from flatout.checkpoint.saver import SHARE
 from flatout.checkpoint.training_state import TrainingState
@@ -37,6 +38,15 @@ if TYPE_CHECKING:
 # step.
 TIMEOUT_S, LONGEST_TIMEOUT_S = 5.0, 20.0
 SETTLING_S = 0.2  # wait for schedulers and the like after an optimizer, before passing on a waiting signal
+
+
+@dataclass
+class WaitingSignal:
+    """A signal that waits for the end of a step. ``longer``: also while an optimizer works."""
+
+    number: int
+    reminders: int = 0
+    longer: bool = False
 
 
 class Rescue(RescueWriter):
@@ -65,10 +75,9 @@ class Rescue(RescueWriter):
             torch, folder, say, ledger, exact=exact, schedule=schedule, resumed=resumed, cost_s=cost_s
         )
         self.signals = Signals(self._observed)
-        self._claim, self._declined = claim, False
-        self._pending: int | None = None  # a signal that waits for the end of a step
-        self._reminders = 0
-        self._rung = self._reminded = False
+        self._claim = claim
+        self._pending: WaitingSignal | None = None
+        self._rung = False  # the next signal is a reminder
 
     def broke(self, error: Exception) -> None:
         """Handle an internal error: the program continues, and existing checkpoints stay."""
@@ -80,20 +89,15 @@ class Rescue(RescueWriter):
 
     def leave(self) -> None:
         """Keep no more checkpoints, and return signals to the program."""
-        self._active = False
+        self.state = RescueState.STOPPED
         self.signals.leave()
-
-    def decline(self) -> None:
-        """Keep no checkpoints, also if the training has not begun yet."""
-        self._declined = True
-        self.leave()
 
     def begin(self, context: TrainingContext) -> None:
         """Called when the first step has ended. Nothing is written before."""
         self.context, self.pid = context, os.getpid()
         self.epochs.first_step_ended()
-        self._active = not self._declined and self._claim()
-        if self._active:
+        if self.state is RescueState.WAITING and self._claim():
+            self.state = RescueState.KEEPING
             self.training_state = TrainingState(context, self.schedulers, self._gone)
             self.signals.install(self.ledger)
             if self._resumed is not None:
@@ -102,35 +106,35 @@ class Rescue(RescueWriter):
     # -- observations in each step ---------------------------------------------------------------------------
 
     def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._inside:
+        if not self.phase.inside:
             self._step_begins()
 
     def backward_begin(self, losses: tuple[Any, ...]) -> None:
-        if not self._inside:  # the forward pass was not observed: no module, or inside a compiled function
-            if self._exact is not None and self._active and not self.context.boundaries.by_backward:
+        if not self.phase.inside:  # no forward pass was observed: no module, or inside a compiled function
+            if self._exact is not None and self.active and not self.context.boundaries.by_backward:
                 return  # with an optimizer, resuming starts before its step, where no graph is in flight
             self._step_begins(late=True)
 
     def backward_end(self) -> None:
-        if self._active:
-            # A script without an optimizer changes its weights from here on, unobserved.
-            self._updated |= self.context.boundaries.by_backward
+        # A script without an optimizer changes its weights from here on, unobserved.
+        if self.active and self.context.boundaries.by_backward and self.phase is not StepPhase.UPDATING:
+            self.phase = StepPhase.UPDATED
 
     def optimizer_begin(self, optimizer: Optimizer) -> None:
-        if not self._inside:
+        if not self.phase.inside:
             self._step_begins()
-        self._updating = True
+        self.phase = StepPhase.UPDATING
 
     def optimizer_end(self, optimizer: Optimizer) -> None:
-        self._updating, self._updated = False, True
+        self.phase = StepPhase.UPDATED
 
     def step_end(self) -> None:
         """Schedule a checkpoint; it is too early to save.
 
         Schedulers, scalers and averaged copies are updated after the optimizer.
         """
-        self._inside = self._updating = self._updated = False
-        if self._active:
+        self.phase = StepPhase.ENDED
+        if self.active:
             wants = (
                 self.saver.due(self.context.steps) if self.saver is not None else seconds() >= self._retry_s
             )
@@ -142,14 +146,14 @@ class Rescue(RescueWriter):
         """The previous step is complete. ``late``: part of the new step has run, too."""
         if self.torch.compiler.is_compiling() or self.torch._C._are_functorch_transforms_active():
             return  # the hook is being compiled, or receives fake tensors; the next call is observed
-        self._inside, self._between = late, not late
-        if self._active and (self._due or (self._pending is not None and self._agrees(True))):
+        self.phase = StepPhase.INSIDE if late else StepPhase.BETWEEN
+        if self.active and (self._due or (self._pending is not None and self._agrees(True))):
             self._due = False
             if self._pending is None:
                 self._save("interval", sys._getframe(1))
             else:
                 self._end_waiting()
-        self._inside, self._between = True, False
+        self.phase = StepPhase.INSIDE
         if not self._info:
             self._tell_what_is_kept()
 
@@ -168,59 +172,58 @@ class Rescue(RescueWriter):
 
     def _passes(self, number: int) -> bool:
         self.signalled = True
-        if not self._active:
+        if not self.active:
             return True
         reminder, self._rung = self._rung, False
         if reminder and self._pending is None:  # the step has ended
             return False
-        if self._saving or (self._pending is None and (self._inside or self._exact is not None)):
+        if self._saving or (self._pending is None and (self.phase.inside or self._exact is not None)):
             if self._pending is None:
-                self._pending, self._reminded = number, False
-                self._remind(number, TIMEOUT_S)
+                self._pending = WaitingSignal(number)
+                self._remind(self._pending, TIMEOUT_S)
                 return False
             if reminder:  # the checkpoint in progress is the awaited one
                 return False
         if self._pending is None:
             self._last_save(signal.Signals(number).name)
-        elif reminder and self._updating and not self._reminded:
-            self._reminded = True
-            self._remind(number, LONGEST_TIMEOUT_S - TIMEOUT_S)
+        elif reminder and self.phase is StepPhase.UPDATING and not self._pending.longer:
+            self._pending.longer = True
+            self._remind(self._pending, LONGEST_TIMEOUT_S - TIMEOUT_S)
             return False
         elif reminder:
             self._last_save(signal.Signals(number).name)
         self._pending = None  # a second signal requests an immediate end
         return True
 
-    def _remind(self, number: int, after_s: float) -> None:
+    def _remind(self, waiting: WaitingSignal, after_s: float) -> None:
         """Send this process the signal again after a while.
 
         No Python Thread: starting one takes locks that the program may hold.
         """
-        self._reminders += 1
-        _thread.start_new_thread(self._ring, (number, after_s, self._reminders))
+        waiting.reminders += 1
+        _thread.start_new_thread(self._ring, (waiting, after_s, waiting.reminders))
 
-    def _ring(self, number: int, after_s: float, reminder: int) -> None:
+    def _ring(self, waiting: WaitingSignal, after_s: float, reminder: int) -> None:
         sleep(after_s)
         main = threading.main_thread().ident
-        if self._pending == number and self._reminders == reminder and main is not None:
+        if self._pending is waiting and waiting.reminders == reminder and main is not None:
             self._rung = True
-            signal.pthread_kill(main, number)
+            signal.pthread_kill(main, waiting.number)
 
     def _end_waiting(self) -> None:
         """The step that a signal waited for is complete."""
-        number = self._pending
-        assert number is not None
-        self._pending = None
+        assert self._pending is not None
+        number, self._pending = self._pending.number, None
         self._last_save(signal.Signals(number).name)
         self.context.then = lambda: self.signals.pass_on(number, sys._getframe(1))
 
     def _last_save(self, why: str) -> None:
         """Save the present state before passing on a signal, unless its weights belong to no step."""
-        if self._updating:
+        if self.phase is StepPhase.UPDATING:
             self.say(
                 f"rescue: {why} came during an optimizer step that did not end in time; earlier checkpoints stay"
             )
-        elif (self._kept_step() == self.context.steps and not self._updated) or self._save(
+        elif (self._kept_step() == self.context.steps and self.phase is not StepPhase.UPDATED) or self._save(
             why, sys._getframe(1), last=True
         ):
             self._tell_where(why)
@@ -230,9 +233,9 @@ class Rescue(RescueWriter):
     def _gone(self) -> None:
         """A module or optimizer of the training dies: copy it to memory while that costs almost nothing."""
         if (
-            not self._active
+            not self.active
             or os.getpid() != self.pid
-            or self._updating
+            or self.phase is StepPhase.UPDATING
             or self._saving
             or self.training_state is None
             or self.saver is None
@@ -253,12 +256,12 @@ class Rescue(RescueWriter):
 
     def finish(self) -> None:
         """Called at the end of the process. Raises nothing."""
-        if not self._active or os.getpid() != self.pid or self.training_state is None:
+        if not self.active or os.getpid() != self.pid or self.training_state is None:
             return
-        self._active = False
+        self.state = RescueState.STOPPED
         try:
             failure = self._failure()
-            number, self._pending = self._pending, None
+            number, self._pending = self._pending.number if self._pending is not None else None, None
             self._finish(
                 signal.Signals(number).name
                 if number is not None
@@ -281,8 +284,8 @@ class Rescue(RescueWriter):
                 step, packed, metadata = leaving
                 self.saver.save_now(step, packed, {**metadata, "why": why})
         elif (
-            not self._updating
-            and (steps > kept or (self._inside and self._updated))
+            self.phase is not StepPhase.UPDATING
+            and (steps > kept or self.phase is StepPhase.UPDATED)
             and self.training_state is not None
             and self.training_state.live
         ):

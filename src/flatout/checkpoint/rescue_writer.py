@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, Protocol
@@ -28,6 +29,24 @@ from flatout.schema.errors import FlatoutError
 KIND = "rescue"
 KEEP = 2
 TRY_AGAIN_S = 30.0  # interval for opening the folder again
+
+
+# Whether checkpoints are kept: not before the first step has ended, and never again once stopped.
+RescueState = Enum("RescueState", "WAITING KEEPING STOPPED")
+
+
+class StepPhase(Enum):
+    """Where the program is in its step.
+
+    ENDED: schedulers and the like follow. BETWEEN: the next step begins, and nothing of it has run. INSIDE:
+    the weights are still those of the last step. UPDATING: an optimizer works. UPDATED: some weights are new.
+    """
+
+    ENDED, BETWEEN, INSIDE, UPDATING, UPDATED = range(5)
+
+    @property
+    def inside(self) -> bool:
+        return self not in (StepPhase.ENDED, StepPhase.BETWEEN)
 
 
 class ExactResumePart(Protocol):
@@ -79,15 +98,15 @@ class RescueWriter(Listener):
         self.saver: CheckpointWriter | None = None
         self.training_state: TrainingState | None = None
         self.pid, self.began_s = os.getpid(), seconds()
-        self._active = self._inside = self._updating = self._updated = False
+        self.state, self.phase = RescueState.WAITING, StepPhase.ENDED
         self._retry_s = self._copies_s = 0.0
         self._leaving: tuple[int, Packed, dict[str, Any]] | None = None  # the state when the model died
         self._begun_step = -1  # step of the last started checkpoint
-        self._saving = self._info = self._due = self._between = False
+        self._saving = self._info = self._due = False
 
     @property
     def active(self) -> bool:
-        return self._active
+        return self.state is RescueState.KEEPING
 
     def _save(self, why: str, frame: FrameType | None, last: bool = False, ended: bool = False) -> bool:
         """Save the present state; return whether a checkpoint of it exists or will exist.
@@ -113,7 +132,7 @@ class RescueWriter(Listener):
         self.signals.look_again()
         self.training_state.look(frame)
         if self.training_state.divided:
-            self._active = False
+            self.state = RescueState.STOPPED
             self.say(
                 "rescue: the weights of this program are sharded over its ranks, so no checkpoints are kept. Save them in the script."
             )
@@ -131,9 +150,9 @@ class RescueWriter(Listener):
         """The completed steps, their state, and its metadata."""
         assert self.training_state is not None
         training_state, steps = self.training_state, self._steps_done() if ended else self.context.steps
-        inside = self._inside and steps == self.context.steps
+        inside = self.phase.inside and steps == self.context.steps
         state, why_not = training_state.state(), None
-        if self._exact is not None and self._between and not ended:
+        if self._exact is not None and self.phase is StepPhase.BETWEEN and not ended:
             state["exact"], why_not = self._exact.beside(frame)
         packed = pack(self.torch, state)
         packed.left_out |= training_state.notes
@@ -150,7 +169,7 @@ class RescueWriter(Listener):
             at=today(),
             epoch=self.epochs.count,
             inside=inside,
-            updated=inside and self._updated,
+            updated=inside and self.phase is StepPhase.UPDATED,
             holds=training_state.kept(state),
             surroundings=environment(self.torch),
             exact=exact,

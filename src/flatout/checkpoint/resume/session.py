@@ -203,7 +203,7 @@ class ExactSession:
         heartbeat.set_exact_resume(False)
         heartbeat.saved()  # counts the file from which the program resumes itself
         if not self.options.rescue:
-            self.rescue.decline()
+            self.rescue.leave()
 
     # -- ExactResumePart ---------------------------------------------------------------------------------------
 
