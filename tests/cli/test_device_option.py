@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatout.agent.cuda_checks import Source
-from flatout.agent.device import Redirection
+from flatout.agent.device_arguments import DeviceArguments
 from flatout.agent.ledger import Ledger
 from flatout.diagnose.explain import explain
 from flatout.launch.command import understand
@@ -327,7 +327,7 @@ def test_a_redirected_device_is_the_one_asked_for(named, asked):
     torch.
     """
     messages = []
-    redirect = Redirection(torch, asked, None, Ledger(), messages.append)
+    redirect = DeviceArguments(torch, asked, None, Ledger(), messages.append)
     found = redirect(named)
     assert redirect(found) == found
     accelerator = str(named).partition(":")[0] in ("cuda", "xpu", "mps") or isinstance(named, int)

@@ -47,7 +47,7 @@ class DeviceArguments:
         return self._known[device]
 
     def _redirected(self, device: Device) -> Any:
-        self._keep_visible()
+        self.keep_visible()
         kind, _, index = (
             f"{'cuda' if self.on_host else self.target.type}:{device}" if type(device) is int else str(device)
         ).partition(":")
@@ -68,7 +68,7 @@ class DeviceArguments:
             )
         return self.target
 
-    def _keep_visible(self) -> None:
+    def keep_visible(self) -> None:
         """Restore CUDA_VISIBLE_DEVICES.
 
         Many scripts set it themselves, before they import torch or use a card.
@@ -89,12 +89,12 @@ class DeviceArguments:
         self("cuda")
         return name.replace("torch.cuda.", "torch.")
 
-    def _set(self, owner: object, name: str, change: Callable[[Any], Any]) -> None:
+    def set(self, owner: object, name: str, change: Callable[[Any], Any]) -> None:
         """Patch an attribute; skip it if this torch lacks it, since then no script can use it."""
         if hasattr(owner, name):
             self.ledger.set(owner, name, change(getattr(owner, name)))
 
-    def _takes(
+    def takes(
         self,
         really: Callable[..., Any],
         at: int | None = None,
