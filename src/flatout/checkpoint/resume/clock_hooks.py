@@ -5,9 +5,8 @@ from __future__ import annotations
 import builtins
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import wraps
-from types import FrameType
 from typing import Any
 
 from flatout.agent.frames import is_users
@@ -39,18 +38,12 @@ DATES = {"datetime": ("now", "utcnow", "today"), "date": ("today",)}
 class ClockHooks:
     """Records or replays what `time` and `datetime` return to the script."""
 
-    def __init__(
-        self,
-        value_log: ValueLog,
-        ledger: Ledger,
-        comes_from: Callable[[Any, Iterable[Any]], Any],
-        taken: Callable[[Any, FrameType], None],
-    ) -> None:
-        self.value_log, self.ledger, self.comes_from, self.taken = value_log, ledger, comes_from, taken
+    def __init__(self, value_log: ValueLog, ledger: Ledger) -> None:
+        self.value_log, self.ledger = value_log, ledger
         self._dates: dict[str, Any] = {}
         self._observed: types.ModuleType | None = None
 
-    def _install_clocks(self) -> None:
+    def install(self) -> None:
         clocks = sys.modules["time"]
         known: list[tuple[Any, Any]] = []
         for name in CLOCKS:

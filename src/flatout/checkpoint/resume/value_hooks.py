@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -18,11 +18,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from flatout.agent.frames import HOME
+from flatout.agent.ledger import Ledger
 from flatout.agent.masks import observe_masks
 from flatout.checkpoint.resume.clock_hooks import ClockHooks
 from flatout.checkpoint.resume.fake_tensors import ReplayTensor, dense, whole
 from flatout.checkpoint.resume.recorded_clock import RecordedClock
-from flatout.checkpoint.resume.value_log import LargeValue, encoded
+from flatout.checkpoint.resume.value_log import LargeValue, ValueLog, encoded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,12 +65,21 @@ OF_DEVICES = (
 )
 
 
-class ValueHooks(ClockHooks):
+class ValueHooks:
     """Records and replays values that reach Python.
 
     ``comes_from`` sets the gradient sources of a fake tensor. ``taken`` is called with what was selected from
     a real tensor, and with the calling frame.
     """
+
+    def __init__(
+        self,
+        value_log: ValueLog,
+        ledger: Ledger,
+        comes_from: Callable[[Any, Iterable[Any]], Any],
+        taken: Callable[[Any, FrameType], None],
+    ) -> None:
+        self.value_log, self.ledger, self.comes_from, self.taken = value_log, ledger, comes_from, taken
 
     def install(self) -> None:
         ledger = self.ledger
@@ -87,7 +97,7 @@ class ValueHooks(ClockHooks):
         ledger.set(torch._VF, "_pack_padded_sequence", self._packed(torch._VF._pack_padded_sequence))
         for name in ("tensor", "as_tensor"):
             ledger.set(torch, name, self._made_of(getattr(torch, name)))
-        self._install_clocks()
+        ClockHooks(self.value_log, ledger).install()
         for name in OF_DEVICES:
             ledger.set(torch.cuda, name, RecordedClock(getattr(torch.cuda, name), self.value_log))
         ledger.set(torch.cuda.Event, "elapsed_time", self._value(torch.cuda.Event.elapsed_time))
