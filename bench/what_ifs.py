@@ -19,8 +19,8 @@ from typing import Any
 from pairs import ComparisonSide, comparison, ratio_of, spell
 from provenance import RESULTS, ROOT, markdown_table, read_result, stamp, write_result
 
-from flatout.diagnose.profiled_program import ProfileOptions
-from flatout.diagnose.profiling import Profiling
+from flatout.diagnose.profiled_program import ProfiledProgram, ProfileOptions
+from flatout.diagnose.profiling import run_profile
 from flatout.job.folder import JobFolder
 from flatout.launch.command import Command, understand
 from flatout.measure.clock import seconds
@@ -66,7 +66,7 @@ def predicted(case: str, job: JobFolder, facts: Facts) -> tuple[Ratio | None, st
         steps=20, budget_s=30.0, stages=frozenset({"what-ifs"}), what_ifs=frozenset({ASKED[case]})
     )
     try:
-        Profiling(command(case), job, facts, requested, record, {}).run()
+        run_profile(ProfiledProgram(command(case), job, facts, requested, record, {}))
     except FlatoutError as error:
         return None, str(error).splitlines()[0]
     asked = next(what_if for what_if in record.what_ifs if what_if.name == ASKED[case])

@@ -13,8 +13,8 @@ from flatout.cli.options.arguments import PROGRAM, Duration, program, words_or_u
 from flatout.cli.options.device import choose, device_option
 from flatout.cli.options.measurement import header, kept
 from flatout.cli.options.progress import LiveProgress
-from flatout.diagnose.profiled_program import ProfileOptions
-from flatout.diagnose.profiling import MEMORY_STAGES, Profiling
+from flatout.diagnose.profiled_program import ProfiledProgram, ProfileOptions
+from flatout.diagnose.profiling import MEMORY_STAGES, run_profile
 from flatout.job.folder import JobFolder, write_json, write_whole
 from flatout.launch.command import Command, understand
 from flatout.probe.machine import look
@@ -178,7 +178,7 @@ def profile(cmd: Command, folder: JobFolder, facts: Facts, requested: ProfileOpt
         kept(record, folder.profile) as save,
         LiveProgress(Console(stderr=True), requested.budget_s) as progress,
     ):
-        Profiling(cmd, folder, facts, requested, record, _ceilings(facts), progress, save).run()
+        run_profile(ProfiledProgram(cmd, folder, facts, requested, record, _ceilings(facts), progress, save))
     _write_page(record, folder)
     return record
 

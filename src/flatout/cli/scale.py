@@ -8,8 +8,8 @@ import click
 
 from flatout.cli.options.arguments import PROGRAM, Duration, writable
 from flatout.cli.options.measurement import Measurement, header, measurement_options
-from flatout.diagnose.profiled_program import ProfileOptions
-from flatout.diagnose.profiling import Profiling
+from flatout.diagnose.profiled_program import ProfiledProgram, ProfileOptions
+from flatout.diagnose.profiling import run_profile
 from flatout.diagnose.scale_prediction import (
     STEPS,
     half_the_batch,
@@ -274,4 +274,6 @@ def _measured(asked: Measurement, budget: float, stage: object) -> ProfileRecord
     """Measure unprofiled steps of the program only. Raises ProgramFailed, NothingMeasured."""
     record = ProfileRecord(**asked.header)
     requested = ProfileOptions(STEPS, budget_s=budget, stages=frozenset())
-    return Profiling(asked.command, asked.folder, asked.facts, requested, record, {}, Telling(stage)).run()
+    return run_profile(
+        ProfiledProgram(asked.command, asked.folder, asked.facts, requested, record, {}, Telling(stage))
+    )

@@ -4,5 +4,5 @@ To add a rule, add one file in rules/ and one line to its table.
 
 Runs in: the flatout command; in the user's program after a crash (crash_explanation.py).
 Imports: schema, job, agent, guard, launch, measure, probe, trial.
-Start with: rule.py (Rule), kind.py (FailureKind), profiling.py (Profiling), doctor/check.py (MachineCheck).
+Start with: rule.py (Rule), kind.py (FailureKind), profiling.py (run_profile), doctor/check.py (MachineCheck).
 """

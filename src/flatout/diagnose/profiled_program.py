@@ -15,11 +15,7 @@ from flatout.measure.statistics import block_ms
 from flatout.schema.errors import FlatoutError, NothingMeasured, ProgramFailed
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Plan
-from flatout.schema.profile import (
-    Compiled,
-    LoaderSeen,
-    ProfileRecord,
-)
+from flatout.schema.profile import Compiled, LoaderSeen, ProfileRecord
 from flatout.schema.records import PhaseTime, TrialRecord
 from flatout.trial.blocks import PREFETCHED_BATCHES, BlockTimer, Watcher
 from flatout.trial.parent import ProgramGone, Trial
@@ -48,13 +44,8 @@ class ProfiledProgram:
         watcher: Watcher | None = None,
         save: Callable[[], None] = lambda: None,
     ) -> None:
-        self.command, self.job, self.facts, self.requested, self.record = (
-            command,
-            job,
-            facts,
-            requested,
-            record,
-        )
+        self.command, self.job, self.facts = command, job, facts
+        self.requested, self.record = requested, record
         self.watcher, self.save = watcher or Watcher(), save
         record.ceilings = ceilings
         self.blocks = BlockTimer()
@@ -65,7 +56,7 @@ class ProfiledProgram:
         self.plain_ms: list[float] = []
         self.not_finite = 0.0  # share of the losses that are NaN or infinite
 
-    def _enter(self) -> Trial:
+    def enter(self) -> Trial:
         start_s = seconds()
         trial = self.trial = Trial(
             self.command, self.job.new_trial(), Plan(), self.facts, TrialOptions(table=TABLE, watch=True)
@@ -80,12 +71,12 @@ class ProfiledProgram:
             )
         return trial
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         if self.trial is not None:
             self.trial.close()
             self.trial = None
 
-    def _try(self, name: str, stage: Callable[[Trial], None]) -> None:
+    def attempt(self, name: str, stage: Callable[[ProfiledProgram, Trial], None]) -> None:
         """Runs one stage, in a new program if the current one has ended. A failure becomes a note."""
         for attempt in (1, 2):
             try:
@@ -95,26 +86,26 @@ class ProfiledProgram:
                             f"{name}: the program ended and no time was left to start it again; increase --budget"
                         )
                         return
-                    self._enter()
+                    self.enter()
                 assert self.trial is not None
                 if name == "what-ifs":
                     self.watcher.stage(name, "which costs can be switched off")
                 else:
                     self.watcher.stage("recording", name)
-                stage(self.trial)
+                stage(self, self.trial)
                 return
             except ProgramGone as gone:
-                self._leave()
+                self.leave()
                 if attempt == 2 or gone.record.status != "ended":
                     what = "is too short" if gone.record.status == "ended" else "failed during it"
                     self.record.notes.append(f"{name}: the program {what}: {last_line(gone.record)}")
                     return
 
-    def _quiet(self) -> None:
+    def measure(self) -> None:
         """Measures step times and phases while nothing is recorded."""
         record = self.record
         try:
-            trial = self._enter()
+            trial = self.enter()
         except ProgramGone as gone:
             raise why_not(self.command, gone.record) from None
         try:
@@ -131,7 +122,7 @@ class ProfiledProgram:
             self._take_watched(trial.ask({"do": "watch"}, seconds() + 60))
             trial.hold()
         except ProgramGone as gone:
-            self._leave()
+            self.leave()
             if not self.plain_ms:
                 raise why_not(self.command, gone.record) from None
             self._take(gone.record)
@@ -141,17 +132,11 @@ class ProfiledProgram:
 
     def _take(self, trial: TrialRecord) -> None:
         record = self.record
-        record.device, record.unit, record.versions = (
-            trial.device,
-            trial.unit,
-            {**record.versions, **trial.versions},
-        )
+        record.device, record.unit = trial.device, trial.unit
+        record.versions = {**record.versions, **trial.versions}
         record.warmup_steps, record.warmup_ms = trial.warmup_steps, trial.warmup_ms
-        record.steps, record.step_ms, record.step_ms_list = (
-            len(self.plain_ms),
-            block_ms(self.plain_ms),
-            self.plain_ms,
-        )
+        record.steps, record.step_ms_list = len(self.plain_ms), self.plain_ms
+        record.step_ms = block_ms(self.plain_ms)
         record.samples_per_s = (
             1000 * trial.samples_per_step / record.step_ms if trial.samples_per_step else None
         )
@@ -177,7 +162,7 @@ class ProfiledProgram:
         record.compiled = Compiled.from_json(watched["compiled"]) if watched["compiled"] else None
         record.loaders = [LoaderSeen.from_json(seen) for seen in watched["loaders"]]
 
-    def _listen(
+    def listen(
         self, trial: Trial, probe: str, ticks: int, fewest: int = 0, **requested: object
     ) -> dict[str, Any]:
         """The record of a probe over ``ticks`` ticks.

@@ -10,7 +10,6 @@ A program that ends early is started again for the remaining stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from flatout.diagnose.bottleneck import name_bottleneck
@@ -53,197 +52,202 @@ CLOSED = "a step of this program is a closure that takes seconds; what-ifs canno
 MEMORY_STAGES = frozenset({"memory", "growth"})
 
 
-class Profiling(ProfiledProgram):
-    """Profiles one program. ``run`` fills the record.
+def run_profile(program: ProfiledProgram) -> ProfileRecord:
+    """Profile a program and return its record, filled.
 
     Raises ProgramFailed if the program itself fails, NothingMeasured if it does not train.
     """
+    record = program.record
+    try:
+        program.watcher.stage("observing", "the unchanged program, until its steps are steady")
+        program.measure()
+        for name, stage in STAGES.items():
+            if name in program.requested.stages:
+                program.attempt(name, stage)
+                program.save()
+    finally:
+        program.leave()
+    place_under_roof(record.operations, record.ceilings, _tf32(program))
+    record.flops_a_step = flops_a_step(record.operations)
+    if record.step_ms and record.ceilings:
+        record.mfu = utilisation(record.operations, record.step_ms, record.ceilings, _tf32(program))
+    if not record.ceilings and record.operations:
+        record.notes.append(
+            "the operators' share of this machine's peak is unknown: `flatout doctor --bench` measures the peak"
+        )
+    record.bound, record.bound_why = name_bottleneck(record)
+    record.findings = judge(record, RULES)
+    record.status = "done"
+    return record
 
-    def run(self) -> ProfileRecord:
-        record = self.record
-        try:
-            self.watcher.stage("observing", "the unchanged program, until its steps are steady")
-            self._quiet()
-            for name, stage in self._stages():
-                self._try(name, stage)
-                self.save()
-        finally:
-            if self.trial is not None:
-                self.trial.close()
-        place_under_roof(record.operations, record.ceilings, self._tf32())
-        record.flops_a_step = flops_a_step(record.operations)
-        if record.step_ms and record.ceilings:
-            record.mfu = utilisation(record.operations, record.step_ms, record.ceilings, self._tf32())
-        if not record.ceilings and record.operations:
-            record.notes.append(
-                "the operators' share of this machine's peak is unknown: `flatout doctor --bench` measures the peak"
+
+# -- recording ------------------------------------------------------------------------------------------
+
+
+def _synchronisations(program: ProfiledProgram, trial: Trial) -> None:
+    observed = program.listen(trial, "synchronisations", SYNCHRONISATION_TICKS, 2)
+    program.record.synchronisations = [
+        SyncRecord.from_json(synchronisation) for synchronisation in observed.get("synchronisations", ())
+    ]
+
+
+def _between(program: ProfiledProgram, trial: Trial) -> None:
+    observed = program.listen(trial, "between", BETWEEN_TICKS, 2).get("between")
+    if observed:
+        program.record.events["between"] = observed
+
+
+def _operations(program: ProfiledProgram, trial: Trial) -> None:
+    record, schedule = program.record, list(program.requested.schedule)
+    observed = program.listen(
+        trial, "operations", 1 + sum(schedule), schedule=schedule, trace=program.requested.trace
+    )
+    if not observed.get("operations"):
+        return
+    record.schedule, record.trace = schedule, program.requested.trace
+    operations = [Operation.from_json(operation) for operation in observed["operations"]]
+    record.operations = operations[:OPERATIONS_KEPT]
+    record.operators_a_step = observed["operators"]
+    record.operator_us = (
+        1000 * observed["operators_ms"] / observed["operators"] if observed["operators"] else None
+    )
+    step_ms = record.step_ms or 0.0
+    if observed["python_share"] is not None:  # a share, because recorded steps are longer and vary in length
+        record.python_ms = step_ms * observed["python_share"]
+    record.idle_gaps = [IdleGap.from_json(gap) for gap in observed["gaps"]]
+    if observed["busy_ms"] is not None:
+        record.idle_ms = max(0.0, step_ms - observed["busy_ms"])
+    listened = observed["ms"][-schedule[2] :]
+    if listened and program.plain_ms:
+        quiet = median(program.plain_ms)
+        record.overhead = compare([[Round(ms, quiet) for ms in listened]])
+
+
+def _memory(program: ProfiledProgram, trial: Trial) -> None:
+    observed = program.listen(trial, "memory", MEMORY_TICKS).get("memory")
+    if observed:
+        program.record.memory = memory = MemorySeen.from_json(observed)
+        emptied = program.record.events.get("empty_cache")
+        if emptied:
+            memory.empty_cache_calls, memory.empty_cache_ms = emptied["calls"], emptied["ms"]
+            memory.empty_cache_place = (
+                SourceLocation.from_json(emptied["places"][0]) if emptied["places"] else None
             )
-        record.bound, record.bound_why = name_bottleneck(record)
-        record.findings = judge(record, RULES)
-        record.status = "done"
-        return record
 
-    def _stages(self) -> list[tuple[str, Callable[[Trial], None]]]:
-        """The stages in the order in which they disturb the program."""
-        stages = {
-            "synchronisations": self._synchronisations,
-            "lines": self._between,
-            "operators": self._operations,
-            "memory": self._memory,
-            "growth": self._leak,
-            "what-ifs": self._what_ifs,
-            "data set": self._fetches,
-        }
-        return [(name, stage) for name, stage in stages.items() if name in self.requested.stages]
 
-    # -- programs -------------------------------------------------------------------------------------------
+def _leak(program: ProfiledProgram, trial: Trial) -> None:
+    observed = program.listen(trial, "leak", program.requested.leak_ticks, FEWEST_LEAK_TICKS)
+    program.record.leak = MemoryGrowth.from_json(observed["leak"]) if observed.get("leak") else None
+    program.record.host_growth = (
+        MemoryGrowth.from_json(observed["host_growth"]) if observed.get("host_growth") else None
+    )
 
-    # -- steps without recording ----------------------------------------------------------------------------
 
-    # -- recording ------------------------------------------------------------------------------------------
+def _fetches(program: ProfiledProgram, trial: Trial) -> None:
+    places = {
+        (seen.place.file, seen.place.line): seen for seen in program.record.loaders if seen.place is not None
+    }
+    for fetch in trial.ask({"do": "fetch"}, seconds() + 120)["fetches"]:
+        made_at = fetch["made_at"]
+        seen = places.get((made_at["file"], made_at["line"])) if made_at else None
+        if fetch.get("why_not"):
+            program.record.notes.append(f"no batch could be fetched again: {fetch['why_not']}")
+        if seen is not None and fetch.get("fetch_ms") is not None:
+            seen.fetch_ms, seen.slow_share = fetch["fetch_ms"], fetch.get("slow_share")
+            seen.slow_place = (
+                SourceLocation.from_json(fetch["slow_place"]) if fetch.get("slow_place") else None
+            )
 
-    def _synchronisations(self, trial: Trial) -> None:
-        observed = self._listen(trial, "synchronisations", SYNCHRONISATION_TICKS, 2)
-        self.record.synchronisations = [
-            SyncRecord.from_json(synchronisation) for synchronisation in observed.get("synchronisations", ())
-        ]
 
-    def _between(self, trial: Trial) -> None:
-        observed = self._listen(trial, "between", BETWEEN_TICKS, 2).get("between")
-        if observed:
-            self.record.events["between"] = observed
+# -- what-ifs -------------------------------------------------------------------------------------------
 
-    def _operations(self, trial: Trial) -> None:
-        record, schedule = self.record, list(self.requested.schedule)
-        observed = self._listen(
-            trial, "operations", 1 + sum(schedule), schedule=schedule, trace=self.requested.trace
-        )
-        if not observed.get("operations"):
+
+def _what_ifs(program: ProfiledProgram, trial: Trial) -> None:
+    record = program.record
+    if program.blocks.unit != "step":
+        record.what_ifs = [WhatIf(lever.name, why_not=CLOSED) for lever in WHAT_IFS]
+        return
+    answers = trial.ask({"do": "options"}, seconds() + 120)["options"]
+    record.what_ifs = [WhatIf(lever.name) for lever in WHAT_IFS]
+    left = []
+    for what_if, lever in zip(record.what_ifs, WHAT_IFS, strict=True):
+        unasked = "" if lever.name in program.requested.what_ifs else "it was not requested"
+        what_if.why_not = unasked or answers[lever.name].get("skip", "") or _pointless(program, lever.name)
+        if not what_if.why_not:
+            left.append((what_if, lever, answers[lever.name]["values"]))
+    while left:
+        what_if, lever, values = left.pop(0)
+        left_s = program.end_s - seconds()
+        share_s = max(left_s / (len(left) + 1), min(left_s, LEAST_BLOCKS * program.blocks.block_s))
+        if share_s < LEAST_BLOCKS * program.blocks.block_s:
+            what_if.why_not = "no time was left to measure it; increase --budget"
+            continue
+        _what_if(program, what_if, lever, values, share_s)
+        program.save()
+
+
+def _pointless(program: ProfiledProgram, name: str) -> str:
+    """The reason why there is nothing to switch off, according to the records."""
+    if name == "syncs" and program.record.operations and not program.record.synchronisations:
+        return "Python never waits for a tensor"
+    if name == "gc" and program.record.gc_ms < LITTLE * (program.record.step_ms or 0.0):
+        return f"the collector takes less than {LITTLE:.0%} of the {program.record.unit}"
+    return ""
+
+
+def _what_if(
+    program: ProfiledProgram, what_if: WhatIf, lever: Lever, values: list[Any], share_s: float
+) -> None:
+    """Measures one what-if, with its next value if the program fails with the first."""
+    for value in values:
+        try:
+            trial = program.trial or program.enter()
+            choice = Choice(lever.name, value, Origin.TUNER)
+            program.watcher.stage(
+                "what-ifs", f"without {lever.name}" if " " not in lever.name else lever.name
+            )
+            if lever.warms_up:
+                program.blocks.switch(trial, (choice,))
+                program.blocks.run(trial, SETTLING_TICKS + 1)
+            until_s = seconds() + share_s
+            ratio = program.blocks.live(trial, (), (choice,), until_s, enough=_narrow)
+            program.blocks.switch(trial, ())
+            trial.hold()
+        except LeverFailed as failed:
+            what_if.why_not = failed.reason
             return
-        record.schedule, record.trace = schedule, self.requested.trace
-        operations = [Operation.from_json(operation) for operation in observed["operations"]]
-        record.operations = operations[:OPERATIONS_KEPT]
-        record.operators_a_step = observed["operators"]
-        record.operator_us = (
-            1000 * observed["operators_ms"] / observed["operators"] if observed["operators"] else None
-        )
-        step_ms = record.step_ms or 0.0
-        if (
-            observed["python_share"] is not None
-        ):  # a share, because recorded steps are longer and vary in length
-            record.python_ms = step_ms * observed["python_share"]
-        record.idle_gaps = [IdleGap.from_json(gap) for gap in observed["gaps"]]
-        if observed["busy_ms"] is not None:
-            record.idle_ms = max(0.0, step_ms - observed["busy_ms"])
-        listened = observed["ms"][-schedule[2] :]
-        if listened and self.plain_ms:
-            quiet = median(self.plain_ms)
-            record.overhead = compare([[Round(ms, quiet) for ms in listened]])
+        except ProgramGone as gone:
+            program.leave()
+            what_if.why_not = (
+                f"the program fails with it: {last_line(gone.record)}"
+                if gone.record.status != "ended"
+                else "the program is too short"
+            )
+            continue
+        what_if.ratio, what_if.why_not = ratio, ""
+        what_if.step_ms = program.record.step_ms / ratio.median if program.record.step_ms else None
+        program.watcher.comparison(what_if.name, ratio)
+        return
 
-    def _memory(self, trial: Trial) -> None:
-        observed = self._listen(trial, "memory", MEMORY_TICKS).get("memory")
-        if observed:
-            self.record.memory = memory = MemorySeen.from_json(observed)
-            emptied = self.record.events.get("empty_cache")
-            if emptied:
-                memory.empty_cache_calls, memory.empty_cache_ms = emptied["calls"], emptied["ms"]
-                memory.empty_cache_place = (
-                    SourceLocation.from_json(emptied["places"][0]) if emptied["places"] else None
-                )
 
-    def _leak(self, trial: Trial) -> None:
-        observed = self._listen(trial, "leak", self.requested.leak_ticks, FEWEST_LEAK_TICKS)
-        self.record.leak = MemoryGrowth.from_json(observed["leak"]) if observed.get("leak") else None
-        self.record.host_growth = (
-            MemoryGrowth.from_json(observed["host_growth"]) if observed.get("host_growth") else None
-        )
-
-    def _fetches(self, trial: Trial) -> None:
-        places = {
-            (seen.place.file, seen.place.line): seen for seen in self.record.loaders if seen.place is not None
-        }
-        for fetch in trial.ask({"do": "fetch"}, seconds() + 120)["fetches"]:
-            made_at = fetch["made_at"]
-            seen = places.get((made_at["file"], made_at["line"])) if made_at else None
-            if fetch.get("why_not"):
-                self.record.notes.append(f"no batch could be fetched again: {fetch['why_not']}")
-            if seen is not None and fetch.get("fetch_ms") is not None:
-                seen.fetch_ms, seen.slow_share = fetch["fetch_ms"], fetch.get("slow_share")
-                seen.slow_place = (
-                    SourceLocation.from_json(fetch["slow_place"]) if fetch.get("slow_place") else None
-                )
-
-    # -- what-ifs -------------------------------------------------------------------------------------------
-
-    def _what_ifs(self, trial: Trial) -> None:
-        record = self.record
-        if self.blocks.unit != "step":
-            record.what_ifs = [WhatIf(lever.name, why_not=CLOSED) for lever in WHAT_IFS]
-            return
-        answers = trial.ask({"do": "options"}, seconds() + 120)["options"]
-        record.what_ifs = [WhatIf(lever.name) for lever in WHAT_IFS]
-        left = []
-        for what_if, lever in zip(record.what_ifs, WHAT_IFS, strict=True):
-            unasked = "" if lever.name in self.requested.what_ifs else "it was not requested"
-            what_if.why_not = unasked or answers[lever.name].get("skip", "") or self._pointless(lever.name)
-            if not what_if.why_not:
-                left.append((what_if, lever, answers[lever.name]["values"]))
-        while left:
-            what_if, lever, values = left.pop(0)
-            left_s = self.end_s - seconds()
-            share_s = max(left_s / (len(left) + 1), min(left_s, LEAST_BLOCKS * self.blocks.block_s))
-            if share_s < LEAST_BLOCKS * self.blocks.block_s:
-                what_if.why_not = "no time was left to measure it; increase --budget"
-                continue
-            self._what_if(what_if, lever, values, share_s)
-            self.save()
-
-    def _pointless(self, name: str) -> str:
-        """The reason why there is nothing to switch off, according to the records."""
-        if name == "syncs" and self.record.operations and not self.record.synchronisations:
-            return "Python never waits for a tensor"
-        if name == "gc" and self.record.gc_ms < LITTLE * (self.record.step_ms or 0.0):
-            return f"the collector takes less than {LITTLE:.0%} of the {self.record.unit}"
-        return ""
-
-    def _what_if(self, what_if: WhatIf, lever: Lever, values: list[Any], share_s: float) -> None:
-        """Measures one what-if, with its next value if the program fails with the first."""
-        for value in values:
-            try:
-                trial = self.trial or self._enter()
-                choice = Choice(lever.name, value, Origin.TUNER)
-                self.watcher.stage(
-                    "what-ifs", f"without {lever.name}" if " " not in lever.name else lever.name
-                )
-                if lever.warms_up:
-                    self.blocks.switch(trial, (choice,))
-                    self.blocks.run(trial, SETTLING_TICKS + 1)
-                until_s = seconds() + share_s
-                ratio = self.blocks.live(trial, (), (choice,), until_s, enough=_narrow)
-                self.blocks.switch(trial, ())
-                trial.hold()
-            except LeverFailed as failed:
-                what_if.why_not = failed.reason
-                return
-            except ProgramGone as gone:
-                self._leave()
-                what_if.why_not = (
-                    f"the program fails with it: {last_line(gone.record)}"
-                    if gone.record.status != "ended"
-                    else "the program is too short"
-                )
-                continue
-            what_if.ratio, what_if.why_not = ratio, ""
-            what_if.step_ms = self.record.step_ms / ratio.median if self.record.step_ms else None
-            self.watcher.comparison(what_if.name, ratio)
-            return
-
-    def _tf32(self) -> bool:
-        return self.record.device == "cuda" and self.record.settings.get("matmul_precision") in (
-            "high",
-            "medium",
-        )
+def _tf32(program: ProfiledProgram) -> bool:
+    return program.record.device == "cuda" and program.record.settings.get("matmul_precision") in (
+        "high",
+        "medium",
+    )
 
 
 def _narrow(ratio: Ratio, rounds: int) -> bool:
     return rounds >= MOST_ROUNDS or (rounds >= 4 and ratio.high < NARROW * ratio.low)
+
+
+# In the order in which they disturb the program.
+STAGES = {
+    "synchronisations": _synchronisations,
+    "lines": _between,
+    "operators": _operations,
+    "memory": _memory,
+    "growth": _leak,
+    "what-ifs": _what_ifs,
+    "data set": _fetches,
+}
