@@ -13,16 +13,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from flatout.agent.ledger import Ledger
-from flatout.agent.signals import Signals
-from flatout.checkpoint.rescue_writer import ExactResumePart, RescueState, RescueWriter, StepPhase
-from flatout.checkpoint.save_schedule import SaveSchedule
+from flatout.checkpoint.rescue_writer import RescueState, RescueWriter, StepPhase
 from flatout.checkpoint.saver import SHARE
 from flatout.checkpoint.training_state import TrainingState
 from flatout.checkpoint.values import Packed
@@ -50,34 +45,11 @@ class WaitingSignal:
 
 
 class Rescue(RescueWriter):
-    """Keeps checkpoints of the script in this process.
-
-    ``claim`` is called once, when the first step has ended: only one of several processes of a run keeps
-    checkpoints.
-    """
+    """Keeps checkpoints of the script in this process."""
 
     signalled = False  # a signal came, so the end is not the program's own
-
-    def __init__(
-        self,
-        torch: ModuleType,
-        folder: Path,
-        say: Callable[[str], None],
-        claim: Callable[[], bool],
-        ledger: Ledger,
-        *,
-        exact: ExactResumePart | None = None,
-        schedule: SaveSchedule | None = None,
-        resumed: int | None = None,
-        cost_s: float = 0.0,
-    ) -> None:
-        super().__init__(
-            torch, folder, say, ledger, exact=exact, schedule=schedule, resumed=resumed, cost_s=cost_s
-        )
-        self.signals = Signals(self._observed)
-        self._claim = claim
-        self._pending: WaitingSignal | None = None
-        self._rung = False  # the next signal is a reminder
+    _pending: WaitingSignal | None = None
+    _rung = False  # the next signal is a reminder
 
     def broke(self, error: Exception) -> None:
         """Handle an internal error: the program continues, and existing checkpoints stay."""
@@ -160,10 +132,7 @@ class Rescue(RescueWriter):
     # -- signals ---------------------------------------------------------------------------------------------
 
     def _observed(self, number: int) -> bool:
-        """Whether to pass the signal to the program now.
-
-        Called between any two instructions of the program, which must not see an internal error.
-        """
+        """Called between any two instructions of the program, which must not see an internal error."""
         try:
             return self._passes(number)
         except Exception as error:

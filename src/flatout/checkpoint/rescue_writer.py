@@ -70,18 +70,18 @@ class ExactResumePart(Protocol):
 class RescueWriter(Listener):
     """Packs and writes the present state.
 
-    ``say`` prints a message to the user. ``exact`` adds what an exact resume needs. ``schedule``: all ranks
+    ``say`` prints a message to the user. ``claim`` is called once, when the first step has ended: only one of
+    several processes of a run keeps checkpoints. ``exact`` adds what an exact resume needs. ``schedule``: all ranks
     save after the same step. ``resumed``: the step from which this run resumes, with its existing
     checkpoints, or None for a new run. ``cost_s``: cost of a checkpoint, if known.
     """
-
-    signals: Signals
 
     def __init__(
         self,
         torch: ModuleType,
         folder: Path,
         say: Callable[[str], None],
+        claim: Callable[[], bool],
         ledger: Ledger,
         *,
         exact: ExactResumePart | None = None,
@@ -90,6 +90,7 @@ class RescueWriter(Listener):
         cost_s: float = 0.0,
     ) -> None:
         self.torch, self.folder, self.say, self.ledger = torch, folder, say, ledger
+        self._claim, self.signals = claim, Signals(self._observed)
         self._exact, self._schedule = exact, schedule
         self._resumed, self._cost_s = resumed, cost_s
         self.schedulers, self.epochs = Schedulers(torch, ledger), EpochCounter(torch, ledger)
@@ -103,6 +104,10 @@ class RescueWriter(Listener):
         self._leaving: tuple[int, Packed, dict[str, Any]] | None = None  # the state when the model died
         self._begun_step = -1  # step of the last started checkpoint
         self._saving = self._info = self._due = False
+
+    def _observed(self, number: int) -> bool:
+        """Whether to pass a signal to the program now."""
+        return True
 
     @property
     def active(self) -> bool:
