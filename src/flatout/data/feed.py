@@ -54,7 +54,6 @@ class Feed(FeedStore):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a spawned worker, which reads the pipelines again from its data set."""
-        signature = self.pipelines.signature() if self.following is not None else None
         left: dict[str, Any] = {
             "listeners": {},
             "following": None,
@@ -63,7 +62,9 @@ class Feed(FeedStore):
             "_stream": None,
             "copies": None,
         }
-        return {**vars(self), **left, "_ledger_type": INTERCEPTION.ledger_type, "_signature": signature}
+        following = self.following
+        spawned = None if following is None else (following.pipelines.signature(), INTERCEPTION.ledger_type)
+        return {**vars(self), **left, "_spawned": spawned}
 
     # -- preparing ------------------------------------------------------------------------------------------
 
@@ -263,12 +264,12 @@ class Feed(FeedStore):
 
     def _begin_in_worker(self) -> None:
         """In a spawned worker, read the pipelines again: they must equal those of the script's process."""
-        if self._signature is None:
+        if self._spawned is None:
             return
-        signature, self._signature = self._signature, None
+        (signature, ledger_type), self._spawned = self._spawned, None
         self._own = own_generators(self.dataset)
-        if self._ledger_type is not None:
-            INTERCEPTION.hold(self._ledger_type())
+        if ledger_type is not None:
+            INTERCEPTION.hold(ledger_type())
         with preserve_states(self._own):
             try:
                 self.following = self._learned()
@@ -277,8 +278,6 @@ class Feed(FeedStore):
                 return
         if self.samples is not None and not self.samples.pipelines_are(signature, self.following.pipelines):
             self._keep_nothing("samples are not kept: a worker finds different transforms in the data set")
-
-    # -- giving up ------------------------------------------------------------------------------------------
 
 
 def named(error: Exception) -> str:

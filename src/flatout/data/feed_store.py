@@ -53,9 +53,9 @@ class FeedStore:
         self._checked_by: int | None = None
         self._own: list[Any] = []  # random generators of the data set
         self._thread = 0  # the script's thread, if another one makes batches
-        self._ledger_type: Any = None
         self._stream: StreamFeed | None = None
-        self._signature: Any = None  # of the pipelines that a spawned worker should find
+        # in a spawned worker until its first batch: the pipelines that it should find, and the type of its ledger
+        self._spawned: tuple[Any, Any] | None = None
 
     @property
     def useless(self) -> str:
