@@ -26,6 +26,7 @@ from flatout.measure.memory_blocks import (
 from flatout.measure.parity import tensors_in
 from flatout.trial.spec import TrialSpec
 from flatout.trial.tracked_step import TrackedStep
+from flatout.trial.worker_commands import finish
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -134,7 +135,7 @@ class MemoryPredictor(TrackedStep):
         if self.simulated:
             self._as_on_cuda()
         self.pretended.install()
-        self._answer(
+        self.answer(
             {
                 "ready": True,
                 "unit": "step",
@@ -208,7 +209,7 @@ class MemoryPredictor(TrackedStep):
             self._begin_step()
             return
         found, first = self.blocks.peak(), self.first or self.blocks.peak()
-        self._answer(
+        self.answer(
             {
                 "batch": self.asked or self.samples,
                 "unit": unit,
@@ -228,7 +229,7 @@ class MemoryPredictor(TrackedStep):
 
     def _obey(self) -> None:
         while True:
-            command = self._next_command()
+            command = self.next_command()
             if command["do"] == "foresee":
                 self.asked, self.steps_left = command.get("batch"), STEPS
                 self._begin_step()
@@ -236,5 +237,5 @@ class MemoryPredictor(TrackedStep):
             if command["do"] == "finish":
                 self.ledger.restore(self.ordinary)
                 self.pretended, self.context.asleep = None, True
-                self._finish(draws=False)
-            self._answer({"error": f"unknown command {command['do']!r}"})
+                finish(self)
+            self.answer({"error": f"unknown command {command['do']!r}"})

@@ -21,6 +21,7 @@ from flatout.guard.captured_steps import perturb_weights
 from flatout.measure.clock import seconds
 from flatout.trial.spec import TrialSpec
 from flatout.trial.worker import Worker
+from flatout.trial.worker_commands import finish
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -137,7 +138,7 @@ class ReferenceRun(Worker):
             return
         self.info = True
         context = self.context
-        self._answer(
+        self.answer(
             {
                 "ticks": 0,
                 "losses": [loss.hex() for loss in self.losses],
@@ -154,10 +155,10 @@ class ReferenceRun(Worker):
             }
         )
         while True:
-            command = self._next_command()
+            command = self.next_command()
             if command["do"] == "finish":
-                self._finish(draws=False)
-            self._answer({"error": f"unknown command {command['do']!r}"})
+                finish(self)
+            self.answer({"error": f"unknown command {command['do']!r}"})
 
 
 def _bytes(tensors: Iterable[Any]) -> int:

@@ -42,7 +42,8 @@ from flatout.measure.steady import is_steady
 from flatout.trial.channel import Channel, Hangup
 from flatout.trial.monitor import ProgramMonitor
 from flatout.trial.spec import TrialSpec
-from flatout.trial.worker_commands import StopTrial, WorkerCommands
+from flatout.trial.worker_commands import StopTrial, obey, observed
+from flatout.trial.worker_record import WorkerRecord
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -61,7 +62,7 @@ def attach(job: dict[str, Any]) -> None:
     Worker(TrialSpec.from_json(job), torch).attach()
 
 
-class Worker(WorkerCommands):
+class Worker(WorkerRecord):
     # -- the program's events ---------------------------------------------------------------------------------------
 
     def attach(self) -> None:
@@ -148,7 +149,7 @@ class Worker(WorkerCommands):
         if self.first_backward_s is None:
             self.first_backward_s = seconds()
             self.tick_start = self.clock.mark()
-            self._answer({"training": os.getpid()})
+            self.answer({"training": os.getpid()})
         elif self.unit == "backward":
             self._tick()
         elif (
@@ -261,7 +262,7 @@ class Worker(WorkerCommands):
         self.warmup_ms = (seconds() - self.started_s) * 1000
         self.notes.losses()
         self.notes.take_samples()
-        self._answer(
+        self.answer(
             {
                 "ready": True,
                 "unit": self.unit,
@@ -277,7 +278,7 @@ class Worker(WorkerCommands):
                 "skipped": [o.to_json() for o in self.applier.outcomes if not o.applied],
             }
         )
-        self._obey()
+        obey(self)
 
     def _end_block(self) -> None:
         if self.ranks.due is not None:
@@ -285,21 +286,21 @@ class Worker(WorkerCommands):
         elif self.replica is not None and self.replica.captured:
             verdict, self.replica = self.replica.judge_and_narrow(), None
             self.block = []  # steps with a probe are not measured
-            self._answer({"replica": verdict})
+            self.answer({"replica": verdict})
         elif self.replica is None:
             self.clock.settle()
             ms = [self.clock.elapsed_ms(a, b) for a, b in self.block]
             self.block = []
             if self.listening.probe is not None:
-                self._answer({**self._observed(), "ms": ms})
+                self.answer({**observed(self), "ms": ms})
             else:
                 self.measured.extend(ms)
                 self.measured_samples += self.block_samples
-                self._answer({"ms": ms})
+                self.answer({"ms": ms})
         else:
             return  # the replica needs another step
         self.block_samples = 0
-        self._obey()
+        obey(self)
 
     # -- the record -------------------------------------------------------------------------------------------------
 
@@ -313,7 +314,7 @@ class Worker(WorkerCommands):
             self._last_words("failed", text[-8000:])
             if recorded is not None:
                 ms = [self.clock.elapsed_ms(a, b) for a, b in self.block]
-                self._answer(
+                self.answer(
                     {
                         **recorded,
                         "ms": ms,

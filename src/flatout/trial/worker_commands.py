@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NoReturn
 
 from flatout.guard.replica import StepReplica
 from flatout.measure.clock import seconds
@@ -14,102 +14,103 @@ from flatout.trial.rank_sync import choices_of
 from flatout.trial.worker_record import WorkerRecord
 
 
-class WorkerCommands(WorkerRecord):
-    """Carries out one command after another until the program is to run steps again."""
-
-    def _obey(self) -> None:
-        while True:
-            due = self.ranks.take_due()
-            command = due or self._next_command()
-            do = command["do"]
-            if due is None and self.ranks.concerns_all(command):
-                self.ranks.tell(command, self.context.steps + self.ranks.lead_steps)
-                self.block_left, self.block_until_s = self.ranks.lead_steps, float("inf")
-                break
-            if do == "go":
-                self.block_left = int(command["ticks"])
-                self.block_until_s = seconds() + float(command.get("seconds", "inf"))
-                break
-            if do == "replica":
-                # The replica's copies of the model do not belong to the program
-                self.peak_bytes = self._peak_bytes()
-                self.replica = StepReplica(
-                    self.context,
-                    self.applier,
-                    choices_of(command["choices"]),
-                    median(self.ticks_ms),
-                    bool(command.get("rest", True)),
+def obey(worker: WorkerRecord) -> None:
+    """Carry out one command after another until the program is to run steps again."""
+    while True:
+        due = worker.ranks.take_due()
+        command = due or worker.next_command()
+        do = command["do"]
+        if due is None and worker.ranks.concerns_all(command):
+            worker.ranks.tell(command, worker.context.steps + worker.ranks.lead_steps)
+            worker.block_left, worker.block_until_s = worker.ranks.lead_steps, float("inf")
+            break
+        if do == "go":
+            worker.block_left = int(command["ticks"])
+            worker.block_until_s = seconds() + float(command.get("seconds", "inf"))
+            break
+        if do == "replica":
+            # The replica's copies of the model do not belong to the program
+            worker.peak_bytes = worker.peak_now()
+            worker.replica = StepReplica(
+                worker.context,
+                worker.applier,
+                choices_of(command["choices"]),
+                median(worker.ticks_ms),
+                bool(command.get("rest", True)),
+            )
+            worker.block_left = 0
+            break
+        if do == "listen":
+            failed = worker.listening.begin(command)
+            if worker.listening.probe is not None:
+                worker.block_left = worker.listening.probe.ticks
+                worker.block_until_s = seconds() + (
+                    float("inf") if command.get("everywhere") else float(command.get("seconds", "inf"))
                 )
-                self.block_left = 0
                 break
-            if do == "listen":
-                failed = self.listening.begin(command)
-                if self.listening.probe is not None:
-                    self.block_left = self.listening.probe.ticks
-                    self.block_until_s = seconds() + (
-                        float("inf") if command.get("everywhere") else float(command.get("seconds", "inf"))
-                    )
-                    break
-                self._answer({"why_not": failed})
-                continue
-            if do == "finish":
-                self._finish(bool(command.get("draws")))
-            self._answer(self._do(do, command))
-        self.phases._open.clear()
-        self.clock.settle()
-        self.tick_start = self.clock.mark()
+            worker.answer({"why_not": failed})
+            continue
+        if do == "finish":
+            finish(worker, bool(command.get("draws")))
+        worker.answer(_do(worker, do, command))
+    worker.phases._open.clear()
+    worker.clock.settle()
+    worker.tick_start = worker.clock.mark()
 
-    def _do(self, do: str, command: dict[str, Any]) -> dict[str, Any]:
-        if do == "switch":
-            outcomes = self.applier.switch(choices_of(command["choices"]))
-            # Reports of other levers stay for the record
-            switched = {choice["name"] for choice in command["choices"]}
-            reports = [report for report in self.context.reports if report[0] in switched]
-            self.context.reports = [report for report in self.context.reports if report[0] not in switched]
-            return {
-                "applied": [o.to_json() for o in outcomes if o.applied],
-                "skipped": [o.to_json() for o in outcomes if not o.applied],
-                "ticks": self.ranks.lead_steps if self.ranks.several else 0,
-                "reports": [{"name": name, "reason": sentence} for name, sentence in reports],
-            }
-        if do == "options":
-            answers = self.applier.options()
-            return {
-                "options": {
-                    name: {"values": list(a.values), "effect": a.effect}
-                    if isinstance(a, Options)
-                    else {"skip": a.reason}
-                    for name, a in answers.items()
-                },
-                "context": self.context.describe(),
-            }
-        if do == "watch":
-            if self.watch is None:
-                return {"error": "this trial runs without the monitor"}
-            info = self.watch.summary()
-            self.watch.start_window()
-            return info
-        if do == "record":
-            return {"record": self.record("running", "").to_json()}
-        if do == "fetch":
-            return {"fetches": fetches(self.torch, self.context)}
-        return {"error": f"unknown command {do!r}"}
 
-    def _observed(self) -> dict[str, Any]:
-        """Return the results of the probe, of all ranks if they ran it together."""
-        everywhere = self.listening.probe is not None and self.listening.probe.requested.get("everywhere")
-        recorded = self.listening.end()
-        return self.ranks.reached_by_all(recorded) if everywhere else recorded
+def _do(worker: WorkerRecord, do: str, command: dict[str, Any]) -> dict[str, Any]:
+    if do == "switch":
+        outcomes = worker.applier.switch(choices_of(command["choices"]))
+        # Reports of other levers stay for the record
+        switched = {choice["name"] for choice in command["choices"]}
+        reports = [report for report in worker.context.reports if report[0] in switched]
+        worker.context.reports = [report for report in worker.context.reports if report[0] not in switched]
+        return {
+            "applied": [o.to_json() for o in outcomes if o.applied],
+            "skipped": [o.to_json() for o in outcomes if not o.applied],
+            "ticks": worker.ranks.lead_steps if worker.ranks.several else 0,
+            "reports": [{"name": name, "reason": sentence} for name, sentence in reports],
+        }
+    if do == "options":
+        answers = worker.applier.options()
+        return {
+            "options": {
+                name: {"values": list(a.values), "effect": a.effect}
+                if isinstance(a, Options)
+                else {"skip": a.reason}
+                for name, a in answers.items()
+            },
+            "context": worker.context.describe(),
+        }
+    if do == "watch":
+        if worker.watch is None:
+            return {"error": "this trial runs without the monitor"}
+        info = worker.watch.summary()
+        worker.watch.start_window()
+        return info
+    if do == "record":
+        return {"record": worker.record("running", "").to_json()}
+    if do == "fetch":
+        return {"fetches": fetches(worker.torch, worker.context)}
+    return {"error": f"unknown command {do!r}"}
 
-    def _finish(self, draws: bool) -> None:
-        if draws:
-            self.context.asleep = True  # this loader is not the program's
-            self.drawn = self.draws.take()
-            self.context.asleep = False
-        self.write_record("finished", "stopped after the requested steps")
-        self._answer({"written": True, "pid": os.getpid()})
-        self.stopping = True
-        raise StopTrial
+
+def observed(worker: WorkerRecord) -> dict[str, Any]:
+    """Return the results of the probe, of all ranks if they ran it together."""
+    everywhere = worker.listening.probe is not None and worker.listening.probe.requested.get("everywhere")
+    recorded = worker.listening.end()
+    return worker.ranks.reached_by_all(recorded) if everywhere else recorded
+
+
+def finish(worker: WorkerRecord, draws: bool = False) -> NoReturn:
+    if draws:
+        worker.context.asleep = True  # this loader is not the program's
+        worker.drawn = worker.draws.take()
+        worker.context.asleep = False
+    worker.write_record("finished", "stopped after the requested steps")
+    worker.answer({"written": True, "pid": os.getpid()})
+    worker.stopping = True
+    raise StopTrial
 
 
 class StopTrial(SystemExit):

@@ -92,7 +92,7 @@ class WorkerRecord(Listener):
             if other is not None:
                 getattr(other, event)(*what)
 
-    def _next_command(self) -> dict[str, Any]:
+    def next_command(self) -> dict[str, Any]:
         if self.channel is None:
             return {"do": "finish"}
         try:
@@ -100,7 +100,7 @@ class WorkerRecord(Listener):
         except Hangup:
             os._exit(1)  # the parent is gone, so the trial is useless
 
-    def _answer(self, message: dict[str, Any]) -> None:
+    def answer(self, message: dict[str, Any]) -> None:
         if self.channel is not None:
             try:
                 self.channel.send(message)
@@ -151,7 +151,7 @@ class WorkerRecord(Listener):
             batch_statistics=notes.batch_statistics,
             draws=self.drawn,
             weights_digests=notes.weights_digests,
-            peak_memory_bytes=self._peak_bytes(),
+            peak_memory_bytes=self.peak_now(),
             device=self.context.device_type,
             seed=self.spec.seed,
             plan=self.spec.plan.to_json(),
@@ -164,7 +164,7 @@ class WorkerRecord(Listener):
             versions={"python": sys.version.split()[0], "torch": str(self.torch.__version__)},
         )
 
-    def _peak_bytes(self) -> int:
+    def peak_now(self) -> int:
         return peak_bytes(self.torch, self.context.device) if self.peak_bytes is None else self.peak_bytes
 
     def write_record(self, status: str, reason: str) -> None:
