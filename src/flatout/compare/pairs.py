@@ -7,7 +7,8 @@ Each process starts alone, so its start-up is measured without the other's. Then
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +76,7 @@ class PairTimer:
         self.disturbance = Disturbance(facts.cores)
         self.pairs: list[Pair] = []
         self.pair_s = 0.0  # of the last one
+        self.slowest_ms = 1e-3  # time of a step
         self.apart = False  # two processes do not fit into the memory of the device together
 
     def run(self, until_s: float, enough: Callable[[Sequence[Pair]], bool], fewest: int) -> list[Pair]:
@@ -111,38 +113,32 @@ class PairTimer:
 
     def _pair(self, seed: int) -> Pair:
         order = list(range(len(self.sides)))[:: 1 if seed % 2 == 0 else -1]
-        if self.apart:
-            runs = {at: self._alone(self.sides[at], seed) for at in order}
-            return Pair(seed, runs[0], runs.get(1))
+        runs: dict[int, Run] = {}
+        for group in [[at] for at in order] if self.apart else [order]:
+            runs |= self._together(group, seed)
+        return Pair(seed, runs[0], runs.get(1)) if len(runs) == len(self.sides) else self._pair(seed)
+
+    def _together(self, group: Sequence[int], seed: int) -> dict[int, Run]:
+        """Measure these sides in turns; nothing if they do not fit into memory together."""
         trials: dict[int, Trial] = {}
         started: dict[int, float] = {}
         try:
-            for at in order:
+            for at in group:
                 trials[at] = self._start(self.sides[at], seed)
                 started[at] = seconds() - trials[at].started_s
-                self._pace(trials[at])
-                if len(self.sides) > len(trials) and trials[at].ready["copies"] < 2:
+                with _named(self.sides[at]):
+                    self._pace(trials[at])
+                if len(group) > len(trials) and trials[at].ready["copies"] < 2:
                     self.apart = True
-                    return self._pair(seed)
-            blocks = self._blocks([trials[at] for at in sorted(trials)])
-            runs = {
-                at: Run(self._finished(trials[at], self.sides[at]), started[at], blocks[at])
-                for at in sorted(trials)
+                    return {}
+            blocks = self._blocks(trials)
+            return {
+                at: Run(self._finished(trial, self.sides[at]), started[at], blocks[at])
+                for at, trial in trials.items()
             }
-            return Pair(seed, runs[0], runs.get(1))
         finally:
             for trial in trials.values():
                 self.interleaver.dismiss(trial)
-
-    def _alone(self, side: Side, seed: int) -> Run:
-        trial = self._start(side, seed)
-        start_s = seconds() - trial.started_s
-        try:
-            self._pace(trial)
-            blocks = self._blocks([trial])[0]
-            return Run(self._finished(trial, side), start_s, blocks)
-        finally:
-            self.interleaver.dismiss(trial)
 
     def _start(self, side: Side, seed: int) -> Trial:
         """Start a process and bring it to its steady state; it is stopped on return."""
@@ -161,33 +157,32 @@ class PairTimer:
 
     def _pace(self, trial: Trial) -> None:
         """Choose one length of a block for both sides, so that they do the same work."""
-        ready, interleaver = trial.ready, self.interleaver
-        interleaver.tick_ms = max(ready["tick_ms"], 1e-3, interleaver.tick_ms if self.pairs else 0.0)
-        interleaver.unit = ready["unit"]
+        interleaver = self.interleaver
+        self.slowest_ms = max(self.slowest_ms, trial.ready["tick_ms"])
+        interleaver.tick_ms, interleaver.unit = self.slowest_ms, trial.ready["unit"]
         if not self.pairs:
             context = trial.ask({"do": "record"}, seconds() + ANSWER_S)["record"]["context"]
             trial.hold()
             workers = max((loader["num_workers"] for loader in context["loaders"]), default=0)
             interleaver.prefetched_ticks = max(interleaver.prefetched_ticks, PREFETCHED_BATCHES * workers)
 
-    def _blocks(self, trials: Sequence[Trial]) -> list[list[float]]:
+    def _blocks(self, trials: Mapping[int, Trial]) -> dict[int, list[float]]:
         """Alternate blocks of these programs: A B, B A, A B ... A program that ends leaves what it has."""
-        found: list[list[float]] = [[] for _ in trials]
-        for trial in trials:
-            self.interleaver.catch_up(trial, max(each.ticks_done for each in trials))
-            self.interleaver.run(trial, self.interleaver.block_ticks)  # memory is touched for the first time
+        found: dict[int, list[float]] = {at: [] for at in trials}
+        for at, trial in trials.items():
+            with _named(self.sides[at]):
+                self.interleaver.catch_up(trial, max(each.ticks_done for each in trials.values()))
+                # Memory is touched for the first time
+                self.interleaver.run(trial, self.interleaver.block_ticks)
         for turn in range(ROUNDS):
-            try:
-                times = {
-                    at: self.interleaver.block(trials[at])
-                    for at in (range(len(trials)) if turn % 2 == 0 else reversed(range(len(trials))))
-                }
-            except ProgramGone as gone:
-                if gone.record.status == "ended" and turn >= FEWEST_ROUNDS:
-                    break
-                raise NothingMeasured(
-                    f"the program ended after {turn} blocks of {self.interleaver.block_ticks} steps; a comparison needs {FEWEST_ROUNDS}. Let it train longer."
-                ) from None
+            times = {}
+            for at in trials if turn % 2 == 0 else reversed(list(trials)):
+                try:
+                    times[at] = self.interleaver.block(trials[at])
+                except ProgramGone as gone:
+                    if gone.record.status != "ended" or turn < FEWEST_ROUNDS:
+                        raise _lost(self.sides[at], gone.record) from None
+                    return found
             for at, ms in times.items():
                 found[at].append(ms)
         return found
@@ -197,6 +192,15 @@ class PairTimer:
         if record.status not in ("finished", "ended"):
             raise _lost(side, record)
         return record
+
+
+@contextmanager
+def _named(side: Side) -> Iterator[None]:
+    """Name the side whose program was lost."""
+    try:
+        yield
+    except ProgramGone as gone:
+        raise _lost(side, gone.record) from None
 
 
 def _lost(side: Side, record: TrialRecord) -> FlatoutError:
