@@ -33,6 +33,7 @@ from flatout.schema.records import PHASES, PhaseTime
 
 Row = tuple[str, str, str, str]
 DOTS_HEIGHT = 96
+WIDEST = 10.0  # a share; an interval beyond it says nothing
 GATE_STATUS = {"passed": "applied", "failed": "rejected", "cannot tell": "skipped"}
 LOSS_STATUS = {"same bits": "same", "within the spread": "equivalent", "different": "failed"}
 
@@ -68,6 +69,8 @@ def _with_interval(seen: Change | None) -> str:
 
 
 def _ends(seen: Change) -> str:
+    if drawable(seen.high) is None or seen.high > WIDEST:
+        return "too few pairs for an interval"
     low, high = change_text(seen.low), change_text(seen.high)
     return "" if NOTHING in (low, high) else f"{low.removesuffix(' %')} to {high.removesuffix(' %')}"
 
