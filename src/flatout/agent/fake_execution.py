@@ -47,13 +47,8 @@ class FakeExecution:
     ) -> None:
         from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-        self.torch, self.ledger, self.born, self.gone, self.device_type = (
-            torch,
-            ledger,
-            born,
-            gone,
-            device_type,
-        )
+        self.torch, self.ledger, self.born, self.gone = torch, ledger, born, gone
+        self.device_type = device_type
         self.kernels_are_ours = kernels_are_ours and device_type == "cpu"
         self.fake_tensor = FakeTensor
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -75,13 +75,8 @@ class SyncRecorder:
         now_ns: Callable[[], int],
         fetching: Callable[[], bool],
     ) -> None:
-        self.torch, self.ledger, self.device_type, self.now_ns, self.fetching = (
-            torch,
-            ledger,
-            device_type,
-            now_ns,
-            fetching,
-        )
+        self.torch, self.ledger, self.device_type, self.now_ns = torch, ledger, device_type, now_ns
+        self.fetching = fetching
         self._sums: dict[tuple[str, Line | None, bool | None, bool | None], _Sum] = {}
         self._inside = False
 

@@ -68,13 +68,8 @@ class WorkerStateCollate:
         worker_states: list[dict[str, Any] | None],
         again: int,
     ) -> None:
-        self.collate_fn, self.worker_init_fn, self.find, self.worker_states, self.again = (
-            collate_fn,
-            worker_init_fn,
-            find,
-            worker_states,
-            again,
-        )
+        self.collate_fn, self.worker_init_fn, self.find = collate_fn, worker_init_fn, find
+        self.worker_states, self.again = worker_states, again
         self._own: list[Any] | None = None
         self._sent: dict[str, Any] | None = None
         self._counters: dict[str, Any] = {}

@@ -35,13 +35,8 @@ class GradientExchange:
         division: SplitSettings,
         ledger: Ledger,
     ) -> None:
-        self.torch, self.context, self.here, self.division, self.ledger = (
-            torch,
-            context,
-            here,
-            division,
-            ledger,
-        )
+        self.torch, self.context, self.here, self.division = torch, context, here, division
+        self.ledger = ledger
         self.batches = RankBatches(torch, context, here, division)
         self.evaluating = Evaluating(torch, context, here)
         self.joined = False

@@ -45,14 +45,8 @@ class Sharding:
         blocks_of: Any,
         ledger: Ledger,
     ) -> None:
-        self.torch, self.context, self.here, self.over, self.blocks_of, self.ledger = (
-            torch,
-            context,
-            here,
-            over,
-            blocks_of,
-            ledger,
-        )
+        self.torch, self.context, self.here, self.over, self.blocks_of = torch, context, here, over, blocks_of
+        self.ledger = ledger
         self.mesh: Any = None
         self.averages = True  # average gradients; else sum them
         self.open: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose layers may be called separately

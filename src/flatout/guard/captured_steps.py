@@ -73,13 +73,8 @@ class StepReplayer:
     def __init__(
         self, context: TrainingContext, applier: Applier, frozen: Any, stepped: Sequence[int]
     ) -> None:
-        self.context, self.torch, self.applier, self.frozen, self.stepped = (
-            context,
-            context.torch,
-            applier,
-            frozen,
-            stepped,
-        )
+        self.context, self.torch, self.applier, self.frozen = context, context.torch, applier, frozen
+        self.stepped = stepped
         self._same_gradients: list[list[Any]] = []
         self._on_host = _crowded(context, self.torch)
         self._later = held_by(frozen[0])  # weights and buffers at the start of the later step

@@ -155,12 +155,8 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, recorded: RecordedPass, lease: _Lease, count: int, *tensors: Any) -> Any:
-        ctx.recorded, ctx.arguments, ctx.generator, ctx.done = (
-            recorded,
-            lease.arguments,
-            lease.generator,
-            False,
-        )
+        ctx.recorded, ctx.arguments, ctx.generator = recorded, lease.arguments, lease.generator
+        ctx.done = False
         ctx.set_materialize_grads(False)
         outputs = recorded.replayed(tensors[:count])
         ctx.save_for_backward(torch.empty(0), *tensors[:count])

@@ -40,14 +40,8 @@ class RankMonitor:
         shares_group: bool,
         say: Callable[[str], None],
     ) -> None:
-        self.ranks, self.folder, self.event_fifo, self.signals, self.shares_group, self.say = (
-            ranks,
-            folder,
-            event_fifo,
-            signals,
-            shares_group,
-            say,
-        )
+        self.ranks, self.folder, self.event_fifo, self.signals = ranks, folder, event_fifo, signals
+        self.shares_group, self.say = shares_group, say
         self.signs: list[RankEvent] = []
         self.asked: int | None = None
         self._passed: set[int] = set()

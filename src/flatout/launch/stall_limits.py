@@ -18,12 +18,8 @@ LOOK_S = 0.5
 TIMES, SHARE = 5.0, 0.01
 LONGEST_KEPT = 2000
 # Activities; docs/supervision.md says how each is recognised.
-COMPILING, READING_CODE, AT_WORK, WAITS_FOR_DEBUGGER = (
-    "compiles",
-    "imports",
-    "works elsewhere",
-    "is held by a debugger",
-)
+COMPILING, READING_CODE, AT_WORK = "compiles", "imports", "works elsewhere"
+WAITS_FOR_DEBUGGER = "is held by a debugger"
 FLOORS_S: dict[int | str, float] = {
     heartbeat.TRAINING: 10.0,
     heartbeat.LOADING: 10.0,
@@ -91,13 +87,8 @@ class StallTimer:
         if heartbeats == self._heartbeats and phase == self._phase:
             return False
         self.kinds.setdefault(self.kind, PauseStatistics()).add(now - self.since, steps - self._steps)
-        self._heartbeats, self._steps, self._phase, self.since, self.doing = (
-            heartbeats,
-            steps,
-            phase,
-            now,
-            None,
-        )
+        self._heartbeats, self._steps, self._phase, self.since = heartbeats, steps, phase, now
+        self.doing = None
         return True
 
     @property

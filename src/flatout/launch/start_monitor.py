@@ -49,14 +49,8 @@ class StartMonitor(RankMonitor):
     ) -> None:
         super().__init__([rank], folder, event_fifo, signals, shares_group, say)
         self.every_s = STARTS_S
-        self.watched, self.attempt, self.terms, self.clocks, self.observes, self.steps = (
-            watched,
-            attempt,
-            terms,
-            clocks,
-            observes,
-            steps,
-        )
+        self.watched, self.attempt, self.terms, self.clocks = watched, attempt, terms, clocks
+        self.observes, self.steps = observes, steps
         self.hung: ProcessEvent | None = None
         self.late = False
         self._next = 0.0

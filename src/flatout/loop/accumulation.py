@@ -39,14 +39,8 @@ class Accumulation:
         rejoin: Rejoin | None = None,
         divided: TensorParallel | PipelineParallel | None = None,
     ) -> None:
-        self.torch, self.precision, self.summed, self.samples, self.rejoin, self.divided = (
-            torch,
-            precision,
-            summed,
-            samples,
-            rejoin,
-            divided,
-        )
+        self.torch, self.precision, self.summed, self.samples = torch, precision, summed, samples
+        self.rejoin, self.divided = rejoin, divided
         self._estimate: Any = None
         self._losses: list[Any] = []
         self._weights: list[Any] = []

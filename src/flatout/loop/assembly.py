@@ -50,11 +50,8 @@ class LoopAssembly:
 
         self.torch, self._settings = torch, settings
         self.model, self.optimizer, self.loss_fn, self.loader = model, optimizer, loss_fn, loader
-        self.epochs, self.steps, self.effective_batch = (
-            settings.epochs,
-            settings.steps,
-            settings.effective_batch,
-        )
+        self.epochs, self.steps = settings.epochs, settings.steps
+        self.effective_batch = settings.effective_batch
         self.scheduler, self.clip, self.metrics = settings.scheduler, settings.clip, settings.metrics
         self.parameters = _parameters(optimizer)
         self.device = self.parameters[0].device

@@ -69,14 +69,8 @@ class Autoplan:
         device: Device,
         effects: frozenset[Effect],
     ) -> None:
-        self.context, self.applier, self.model, self.optimizer, self.device, self.effects = (
-            context,
-            applier,
-            model,
-            optimizer,
-            device,
-            effects,
-        )
+        self.context, self.applier, self.model, self.optimizer = context, applier, model, optimizer
+        self.device, self.effects = device, effects
         self.found: Tuned | None = None
         self._clock = clock_for(context.torch, device)
         self._ledger = Ledger()

@@ -54,13 +54,8 @@ class LoopCheckpointing:
         on_drift: str,
         company: RankGroup | None,
     ) -> None:
-        self.torch, self.opened, self.saves, self.every, self.company = (
-            torch,
-            opened,
-            opened.saves,
-            every,
-            company,
-        )
+        self.torch, self.opened, self.saves, self.every = torch, opened, opened.saves, every
+        self.company = company
         self.stops_on_drift = on_drift == "stop"
         self._script = {"script": digest} if (digest := _digest_of_script()) else {}
         self.rank, self.ranks = (company.rank, company.ranks) if company is not None else (0, 1)

@@ -56,21 +56,10 @@ class Step:
         ends_epoch: bool | None,
         rate: Rate,
     ) -> None:
-        self.index, self.epoch, self.loss, self.lr, self.samples, self.parts = (
-            index,
-            epoch,
-            loss,
-            lr,
-            samples,
-            parts,
-        )
-        self.grad_norm, self.metrics, self.skipped, self.ends_epoch, self._rate = (
-            grad_norm,
-            metrics,
-            skipped,
-            ends_epoch,
-            rate,
-        )
+        self.index, self.epoch, self.loss, self.lr, self.samples = index, epoch, loss, lr, samples
+        self.parts = parts
+        self.grad_norm, self.metrics, self.skipped, self.ends_epoch = grad_norm, metrics, skipped, ends_epoch
+        self._rate = rate
 
     @property
     def samples_per_s(self) -> float | None:

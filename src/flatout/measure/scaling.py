@@ -229,11 +229,8 @@ def predict(work: Workload, fabric: Fabric, strategy: str, devices: int, scaling
         step.compute_ms,
         overhead_ms,
     )
-    point.communication_ms, point.wire_bytes, point.collective = (
-        step.cost.ms,
-        step.cost.wire_bytes,
-        step.cost.how,
-    )
+    point.communication_ms, point.wire_bytes = step.cost.ms, step.cost.wire_bytes
+    point.collective = step.cost.how
     point.exposed_ms = max(0.0, step.total_ms - step.compute_ms)
     point.efficiency = alone_ms * share / point.step_ms if point.step_ms > 0 else None
     point.bound = _bound(work, point, step, alone_ms * share)

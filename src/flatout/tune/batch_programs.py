@@ -29,14 +29,8 @@ class Programs:
     def __init__(
         self, command: Command, job: JobFolder, facts: Facts, record: BatchRecord, seed: int, end_s: float
     ) -> None:
-        self.command, self.job, self.facts, self.record, self.seed, self.end_s = (
-            command,
-            job,
-            facts,
-            record,
-            seed,
-            end_s,
-        )
+        self.command, self.job, self.facts, self.record, self.seed = command, job, facts, record, seed
+        self.end_s = end_s
         self.costs_s: dict[int, float] = {}
         self.alive: list[BatchTrial] = []  # paused and ready to be measured
         self.copies = 1

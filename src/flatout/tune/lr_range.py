@@ -48,14 +48,8 @@ class Ranging:
         seed: int,
         stage: Stage,
     ) -> None:
-        self.command, self.job, self.facts, self.record, self.seed, self.stage = (
-            command,
-            job,
-            facts,
-            record,
-            seed,
-            stage,
-        )
+        self.command, self.job, self.facts, self.record, self.seed = command, job, facts, record, seed
+        self.stage = stage
         self.budget_s = budget_s
 
     def run(self, requested: Sequence[OptimizerOption], low: float, high: float, steps: int) -> None:

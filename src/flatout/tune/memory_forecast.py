@@ -63,14 +63,8 @@ class Forecast:
         question: ForecastOptions,
         stage: Callable[[str, str], None] = lambda name, detail: None,
     ) -> None:
-        self.command, self.job, self.facts, self.record, self.question, self.stage = (
-            command,
-            job,
-            facts,
-            record,
-            question,
-            stage,
-        )
+        self.command, self.job, self.facts, self.record, self.question = command, job, facts, record, question
+        self.stage = stage
         self.trial: Trial | None = None
         self.ready: dict[str, Any] = {}
         self.points: dict[int | None, MemoryPoint] = {}

@@ -92,15 +92,8 @@ class Rehearsal:
         stage: Callable[[str, str], None] = lambda name, detail: None,
         shard: str = AUTO,
     ) -> None:
-        self.command, self.ranks_of, self.procs, self.job, self.facts, self.seed, self.stage = (
-            command,
-            ranks_of,
-            procs,
-            job,
-            facts,
-            seed,
-            stage,
-        )
+        self.command, self.ranks_of, self.procs, self.job, self.facts = command, ranks_of, procs, job, facts
+        self.seed, self.stage = seed, stage
         self.whole, self.shard = whole, shard
         self.found = Rehearsed(procs)
         # Effect of rounding in one process: on gradients of the first step, on losses

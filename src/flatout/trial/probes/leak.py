@@ -72,12 +72,8 @@ class LeakProbe(AllocationRecorder):
             where="device" if self.around.on_device else "host",
         )
         if held is not None:
-            leak.holder, leak.place, leak.graph, leak.tensors_a_step = (
-                held.holder,
-                held.place,
-                held.graph,
-                held.tensors_a_step,
-            )
+            leak.holder, leak.place, leak.graph = held.holder, held.place, held.graph
+            leak.tensors_a_step = held.tensors_a_step
         grown = max(resident, default=0) - min(resident, default=0) > LEAST_RESIDENT_BYTES
         host = MemoryGrowth(
             slope(resident),
