@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.ledger import Ledger
 from flatout.schema.enums import Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo
 from flatout.schema.plan import Choice, Plan, spell
+
+if TYPE_CHECKING:
+    from flatout.schema.program import TrainingContext
 
 EARLY = (Moment.IMPORT, Moment.LOADER)
 LATE = (Moment.MODEL, Moment.OPTIMIZER, Moment.STEP)
@@ -36,7 +39,7 @@ class Outcome:
 
 
 class Applier:
-    def __init__(self, table: Sequence[Lever], facts: Facts, context: Any) -> None:
+    def __init__(self, table: Sequence[Lever], facts: Facts, context: TrainingContext) -> None:
         self.table = {lever.name: lever for lever in table}
         self.facts = facts
         self.context = context

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 DEPTH = 6  # of nested containers
@@ -39,7 +39,7 @@ def tensors_of(thing: object, depth: int = 0) -> Iterator[Any]:
         yield thing
     elif depth < DEPTH:
         if isinstance(thing, Mapping):
-            parts: Any = thing.values()
+            parts: Iterable[Any] = thing.values()
         elif dataclasses.is_dataclass(thing) and not isinstance(thing, type):
             parts = [getattr(thing, field.name) for field in dataclasses.fields(thing)]
         else:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.frames import Line, place_of, users_line
@@ -92,7 +92,7 @@ class CallCounters:
 
         return zeroed
 
-    def _note(self, name: str, ns: int, caller: Any) -> None:
+    def _note(self, name: str, ns: int, caller: FrameType) -> None:
         event_of = self._seen.setdefault(name, _Counter())
         event_of.calls += 1
         event_of.ns += ns

@@ -15,7 +15,7 @@ from flatout.agent.ledger import Ledger
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from types import TracebackType
 
     from flatout.agent.failure_report import FailureReporter
 
@@ -40,7 +40,7 @@ class CrashReport:
         self.unexplained: BaseException | None = None
         self.before = self.ledger.set(sys, "excepthook", self.observe)
 
-    def observe(self, kind: Any, error: Any, trace: Any) -> None:
+    def observe(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.observed = True
         if "FLATOUT_HEARTBEAT" in os.environ:
             from flatout.agent import heartbeat

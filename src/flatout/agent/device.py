@@ -324,7 +324,7 @@ def _asked(devices: DeviceArguments, name: str, really: Callable[..., Any], of_t
     return answer
 
 
-def _own(answer: Any, really: Any) -> Any:
+def _own(answer: Callable[..., Any], really: object) -> Any:
     """Return ``answer`` as a new object: the compiler has rules per function of torch, by identity."""
     if isinstance(answer, type):
         return type(answer.__name__, (answer,), {})

@@ -21,6 +21,7 @@ from flatout.schema.facts import ASKED_DEVICE
 from flatout.schema.failure import ExceptionRecord, FailureRecord, FrameSeen, ModuleSeen, TensorSeen
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn import Module
 
 MOST_FRAMES = 200
@@ -149,7 +150,7 @@ def _tensors(frame: FrameType, statement: str) -> list[TensorSeen]:
     return found[:MOST_TENSORS]
 
 
-def _tensor(name: str, value: Any, torch: Any) -> TensorSeen:
+def _tensor(name: str, value: Tensor, torch: ModuleType) -> TensorSeen:
     seen = TensorSeen(
         name,
         [int(size) for size in value.shape],

@@ -9,7 +9,7 @@ created and freed. It answers queries for values (known_values.py).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
@@ -21,7 +21,7 @@ from flatout.agent.recurrent import by_layers, workspace_bytes
 from flatout.agent.workspaces import Workspaces
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, UntypedStorage
 
 Born = Callable[[int, bool], Any]  # (bytes, whether a real tensor owns it) -> handle of the block
 Gone = Callable[[Any], None]
@@ -130,7 +130,7 @@ class FakeExecution:
         with self.really():
             self.workspaces.learn()
 
-    def _shaped(self, function: Any, leaves: list[Any], rebuild: Any, values: object) -> Any:
+    def _shaped(self, function: Any, leaves: list[Any], rebuild: Callable[..., Any], values: object) -> Any:
         """Return the result of an operator, without values.
 
         Raises torch's error if shapes depend on unknown values.
@@ -173,7 +173,7 @@ class FakeExecution:
                 return function(args[0], indices)
         raise NotImplementedError(f"the output shape of {function._schema.name} depends on values")
 
-    def _workspace(self, args: object) -> Any:
+    def _workspace(self, args: Sequence[Any]) -> Any:
         with self.really():
             size_bytes = workspace_bytes(self.torch, args)
         return self._empty((size_bytes,), self.torch.uint8)
@@ -225,7 +225,7 @@ class FakeExecution:
             self._enter(storage, self.born(storage.nbytes(), real))
         return self._blocks[storage._cdata]
 
-    def _enter(self, storage: Any, block: Any) -> None:
+    def _enter(self, storage: UntypedStorage, block: Any) -> None:
         if storage._cdata not in self._blocks:
             self._blocks[storage._cdata] = block
             weakref.finalize(storage, self._gone, storage._cdata).atexit = False

@@ -19,7 +19,7 @@ import fcntl
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -72,7 +72,7 @@ class HeartbeatWriter:
         self.ledger = Ledger()
         self.boundaries = StepBoundaries()
         self.watches_losses = os.environ.get(ON_NAN) == "stop"
-        self._not_finite: Any = None
+        self._not_finite: Tensor | None = None
         self._observed_losses = 0
         self._begin()
 
@@ -247,7 +247,7 @@ class HeartbeatWriter:
 
     # -- losses ---------------------------------------------------------------------------------------------
 
-    def _look_at(self, losses: Any) -> None:
+    def _look_at(self, losses: Tensor | Sequence[Tensor]) -> None:
         """End the script if a loss is NaN or infinite; on a device, up to LOOK_EVERY steps later.
 
         It raises SystemExit, which no ``except Exception`` catches.

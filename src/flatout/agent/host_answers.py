@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.frames import is_torch
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch import device as Device
 
 NOTHING = (
@@ -89,7 +90,7 @@ class Stream:
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def record_event(self, event: Any = None) -> Any:
+    def record_event(self, event: Event | None = None) -> Any:
         event = Event() if event is None else event
         event.record()
         return event
@@ -146,11 +147,11 @@ def host_answers(torch: ModuleType) -> dict[str, Any]:
             seeds.add(seed)
             torch.default_generator.manual_seed(seed)
 
-    def put_back(state: Any, device: Device = None) -> None:
+    def put_back(state: Tensor, device: Device = None) -> None:
         if state.shape == torch.get_rng_state().shape:  # the state of a card has another shape
             torch.set_rng_state(state)
 
-    def put_back_all(states: Any) -> None:
+    def put_back_all(states: Iterable[Tensor]) -> None:
         for state in states:
             put_back(state)
 

@@ -8,6 +8,7 @@ numbers are 1, nothing is infinite, no comparison "less than" holds, and every `
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import zip_longest
 from math import prod
 from types import ModuleType
@@ -39,8 +40,8 @@ class KnownValues:
         from torch.utils.weak import WeakIdKeyDictionary
 
         self.torch = torch
-        self._values: Any = WeakIdKeyDictionary()
-        self._truths: Any = WeakIdKeyDictionary()  # boolean tensors: their most likely value
+        self._values = WeakIdKeyDictionary()
+        self._truths = WeakIdKeyDictionary()  # boolean tensors: their most likely value
         self.guessed: set[str] = set()  # queries that were answered by a guess
 
     def set(self, tensor: Tensor, value: object) -> None:
@@ -62,7 +63,7 @@ class KnownValues:
             )
         )
 
-    def computed(self, function: Any, leaves: list[Any], rebuild: Any) -> Any:
+    def computed(self, function: Any, leaves: list[Any], rebuild: Callable[..., Any]) -> Any:
         """Compute an operator whose tensors are all known and which draws nothing; else return None.
 
         Writes into known values.
@@ -84,7 +85,7 @@ class KnownValues:
         except (RuntimeError, IndexError, ValueError, NotImplementedError):  # a guessed value does not fit
             return None
 
-    def _worth_making(self, name: str, args: Any, kwargs: Any) -> bool:
+    def _worth_making(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the result of a constructor may matter: a single number, or not too many integers."""
         if name.startswith(("aten::empty", "aten::_empty")):
             return False

@@ -24,9 +24,9 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._undo: list[tuple[str, Callable[[], None]]] = []
+        self._undo: list[tuple[str, Callable[[], object]]] = []
 
-    def set(self, owner: Any, name: str, value: Any, *, new: bool = False) -> Any:
+    def set(self, owner: object, name: str, value: object, *, new: bool = False) -> Any:
         """Set an attribute of a module, class or object; return the value it replaced.
 
         ``new`` allows an attribute that is missing in the owner's own dictionary (an instance attribute that
@@ -57,7 +57,7 @@ class Ledger:
         setattr(owner, name, value)
         self._undo.append((f"{_title(owner)}.{name}", lambda: setattr(owner, name, before)))
 
-    def set_item(self, owner: Any, key: Any, value: Any) -> None:
+    def set_item(self, owner: Any, key: object, value: object) -> None:
         """Set an item of a dictionary (``os.environ``, a parameter group)."""
         before = owner.get(key, _ABSENT)
         owner[key] = value
@@ -70,7 +70,7 @@ class Ledger:
 
         self._undo.append((f"[{key!r}]", restore))
 
-    def call(self, title: str, undo: Callable[[], None]) -> None:
+    def call(self, title: str, undo: Callable[[], object]) -> None:
         """Record a change made by a call (a registered hook, a flag), with the function that undoes it."""
         self._undo.append((title, undo))
 
@@ -93,7 +93,7 @@ class Ledger:
             raise RuntimeError("could not undo " + "; ".join(failures))
 
 
-def _known_to_script(function: Any, stand_in: Any) -> dict[int, str]:
+def _known_to_script(function: object, stand_in: object) -> dict[int, str]:
     """Keep TorchScript working: it identifies torch's functions by address, not their replacements."""
     table: dict[int, str] = getattr(sys.modules.get("torch.jit._builtins"), "_builtin_table", None) or {}
     if id(function) not in table or id(stand_in) in table:

@@ -38,7 +38,7 @@ class OperatorLines:
 
         class LineObserver(TorchDispatchMode):
             def __torch_dispatch__(
-                self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+                self, function: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None
             ) -> Any:
                 lines._observed(function, args)
                 return function(*args, **(kwargs or {}))

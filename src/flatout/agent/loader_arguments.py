@@ -20,7 +20,7 @@ def draws_random_numbers(dataset: Dataset, torch: ModuleType) -> bool:
 
     Fetches two samples twice, and restores the generators.
     """
-    numpy: Any = sys.modules.get("numpy")
+    numpy = sys.modules.get("numpy")
     before: Any = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
     try:
         for index in (0, 1):

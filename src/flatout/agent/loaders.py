@@ -20,10 +20,11 @@ from flatout.agent.loader_arguments import (
     way_of,
     weakly,
 )
-from flatout.schema.program import Ledger
+from flatout.schema.program import Ledger, TrainingContext
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 
 class LoaderRule:
@@ -170,7 +171,7 @@ class Loaders:
         init = iterator_class.__init__
 
         @wraps(init)
-        def init_fed(iterator: Any, loader: Any) -> None:
+        def init_fed(iterator: _BaseDataLoaderIter, loader: DataLoader) -> None:
             init(iterator, loader)
             feed = self._feeds.get(loader)
             for rule in self.feed_rules:
@@ -183,7 +184,7 @@ class Loaders:
 
         ledger.set(iterator_class, "__init__", init_fed)
 
-    def observe_batches(self, ledger: Ledger, context: Any) -> None:
+    def observe_batches(self, ledger: Ledger, context: TrainingContext) -> None:
         """Wrap the fetch of a batch while gradients are enabled: evaluation usually disables them."""
         iterator_class = self.torch.utils.data.dataloader._BaseDataLoaderIter
         take = iterator_class.__next__
@@ -201,7 +202,7 @@ class Loaders:
         ledger.set(iterator_class, "__next__", hooked_next)
         self._observe_iterators(ledger, context)
 
-    def _observe_iterators(self, ledger: Ledger, context: Any) -> None:
+    def _observe_iterators(self, ledger: Ledger, context: TrainingContext) -> None:
         """Wrap the start of an epoch, where workers start."""
         loader_class = self.torch.utils.data.DataLoader
         begin = loader_class.__iter__

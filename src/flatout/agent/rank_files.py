@@ -35,7 +35,7 @@ class Folders:
     def __init__(self, launch: str, rank: int) -> None:
         self.notes, self.rank = os.path.join(launch, "folders"), rank
 
-    def make(self, really: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> None:
+    def make(self, really: Callable[..., Any], path: Any, *args: object, **kwargs: object) -> None:
         """Call ``os.mkdir``, which succeeds if another rank has just made this folder."""
         if kwargs.get("dir_fd") is not None:
             really(path, *args, **kwargs)

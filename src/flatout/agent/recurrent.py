@@ -8,20 +8,24 @@ keeps of a layer is a workspace of a size that only oneDNN knows, so a small lay
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ASKED = 16  # steps and samples of the small layer; beyond, the workspace grows linearly with both
 LSTM = 2  # number of the mode (rnn_kind in ATen)
 
 
-def by_layers(torch: Any, really: Callable[..., Any]) -> Callable[..., Any]:
+def by_layers(torch: ModuleType, really: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``torch._VF.lstm``.
 
     Shapes: input (steps, batch, features), or batch first; states (layers * directions, batch, width).
     """
 
-    def lstm(input: Any, states: Any, weights: Any, *rest: Any) -> Any:
+    def lstm(input: Tensor, states: Any, weights: Sequence[Tensor], *rest: Any) -> Any:
         if not isinstance(states, (list, tuple)) or not _goes_to_onednn(torch, input, states):
             return really(input, states, weights, *rest)
         has_biases, layers, dropout, training, bidirectional, batch_first = rest
@@ -61,7 +65,7 @@ def by_layers(torch: Any, really: Callable[..., Any]) -> Callable[..., Any]:
     return lstm
 
 
-def _goes_to_onednn(torch: Any, input: Any, states: Any) -> bool:
+def _goes_to_onednn(torch: ModuleType, input: Tensor, states: Sequence[Tensor]) -> bool:
     projected = states[0].shape[2] != states[1].shape[2]
     return bool(
         input.device.type == "cpu"
@@ -73,7 +77,7 @@ def _goes_to_onednn(torch: Any, input: Any, states: Any) -> bool:
     )
 
 
-def workspace_bytes(torch: Any, args: Any) -> int:
+def workspace_bytes(torch: ModuleType, args: Sequence[Any]) -> int:
     """Return the workspace size of ``aten::mkldnn_rnn_layer``. Call it with dispatch modes off."""
     input, weights, rest = args[0], args[1:5], args[7:]
     steps, samples = input.shape[:2]

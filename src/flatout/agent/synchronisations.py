@@ -116,7 +116,7 @@ class SyncRecorder:
 
     # -- wrappers -------------------------------------------------------------------------------------------
 
-    def _counts(self, tensor: Tensor, caller: Any) -> bool:
+    def _counts(self, tensor: Tensor, caller: FrameType) -> bool:
         if self._inside or not isinstance(tensor, self.torch.Tensor) or self.torch.compiler.is_compiling():
             return False
         if self.device_type != "cpu":
@@ -126,12 +126,12 @@ class SyncRecorder:
     def _measure(
         self,
         kind: str,
-        caller: Any,
+        caller: FrameType,
         really: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        tensor: Any = None,
-        **about: Any,
+        tensor: Tensor | None = None,
+        **about: bool | None,
     ) -> Any:
         self._inside = True
         start = self.now_ns()
@@ -144,7 +144,7 @@ class SyncRecorder:
     def _note(
         self,
         kind: str,
-        caller: Any,
+        caller: FrameType,
         ns: int,
         tensor: Tensor,
         pinned: bool | None = None,

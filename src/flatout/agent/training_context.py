@@ -280,7 +280,7 @@ class TrainingContext(ProgramView):
         context = self
 
         @wraps(init)
-        def hooked_init(distribution: Any, *args: object, **kwargs: object) -> None:
+        def hooked_init(distribution: object, *args: object, **kwargs: object) -> None:
             context.distributions_seen = True
             init(distribution, *args, **kwargs)
 

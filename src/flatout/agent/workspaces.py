@@ -8,7 +8,7 @@ differently).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from types import ModuleType
 from typing import Any
@@ -31,7 +31,7 @@ class Workspaces:
         self._lines: dict[Any, tuple[float, float]] = {}  # call -> constant bytes, bytes per sample
         self._asked: dict[Any, tuple[Any, list[Any]]] = {}
 
-    def of(self, function: Any, args: Any) -> int:
+    def of(self, function: object, args: Sequence[Any]) -> int:
         where = self._samples_at.get(function)
         if where is None or args[where[0]].device.type != "cpu" or not args[where[0]].shape[0]:
             return 0
@@ -105,7 +105,7 @@ class _Described(tuple[Any, ...]):
         return made.to(memory_format=torch.channels_last) if last else made
 
 
-def _taken(events: Any) -> Iterator[tuple[tuple[int, int], int]]:
+def _taken(events: Iterable[Any]) -> Iterator[tuple[tuple[int, int], int]]:
     """Yield (number of the call, samples) and the bytes that it took beyond its results, from a recording."""
     spans, changes = [], []
     for event in events:

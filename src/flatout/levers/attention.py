@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable
-from types import CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.schema.enums import Effect, Moment
@@ -30,6 +30,9 @@ from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flatout.kernels.attention_mode import AttentionMode
     from flatout.schema.program import Ledger, TrainingContext
 
 PATIENCE_STEPS = 4
@@ -81,7 +84,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def _watched(torch: ModuleType, watch: Any) -> Any:
+def _watched(torch: ModuleType, watch: AttentionMode) -> Any:
     def wrapper(forward: Callable[..., Any]) -> Any:
         def fused_where_it_can_be(*args: object, **kwargs: object) -> Any:
             if (
@@ -124,7 +127,7 @@ def _writers(context: TrainingContext) -> list[Any]:
     return list(found.values())
 
 
-def _writes(kind: Any) -> tuple[bool, bool]:
+def _writes(kind: type) -> tuple[bool, bool]:
     """Whether the forward of this class takes a softmax, and whether it multiplies matrices.
 
     Torch's own classes do not count.
@@ -153,7 +156,7 @@ def _writes(kind: Any) -> tuple[bool, bool]:
     return softmax, product
 
 
-def _is_filled(cell: Any) -> bool:
+def _is_filled(cell: CellType) -> bool:
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:
@@ -174,7 +177,7 @@ def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     functional = context.torch.nn.functional
     really = functional.scaled_dot_product_attention
 
-    def scaled_twice(query: Any, *args: object, scale: float | None = None, **kwargs: object) -> Any:
+    def scaled_twice(query: Tensor, *args: object, scale: float | None = None, **kwargs: object) -> Any:
         own = query.shape[-1] ** -0.5
         return really(query, *args, scale=own if scale is None else own * scale, **kwargs)
 

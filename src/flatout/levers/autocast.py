@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.levers.autocast_policy import keep_float32
@@ -86,7 +87,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def _float32(torch: Any, output: Any) -> Any:
+def _float32(torch: ModuleType, output: Any) -> Any:
     """Convert outputs to float32: F.binary_cross_entropy and .numpy() reject half precision."""
     if isinstance(output, torch.Tensor):
         return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
@@ -105,7 +106,7 @@ class _LossScale:
     (a GAN).
     """
 
-    def __init__(self, context: TrainingContext, ledger: Any) -> None:
+    def __init__(self, context: TrainingContext, ledger: Ledger) -> None:
         from torch.utils.weak import WeakIdKeyDictionary
 
         self.torch = context.torch
@@ -113,15 +114,13 @@ class _LossScale:
         self.good_steps = 0
         self._overflow: dict[Any, Any] = {}  # device -> whether a gradient was infinite; read once per step
         self._inside = False
-        self._hooked: Any = WeakIdKeyDictionary(
-            (p, p.register_hook(self._unscale)) for p in context.parameters
-        )
+        self._hooked = WeakIdKeyDictionary((p, p.register_hook(self._unscale)) for p in context.parameters)
         ledger.call("gradient hooks", lambda: [handle.remove() for handle in list(self._hooked.values())])
         for optimizer in context.optimizers:
             ledger.set(optimizer, "step", self._guarded(optimizer.step), new=True)
         ledger.set(self.torch.autograd, "backward", self._scaled(self.torch.autograd.backward))
 
-    def _scaled(self, backward: Any) -> Any:
+    def _scaled(self, backward: Callable[..., Any]) -> Any:
         torch = self.torch
 
         def backward_from_scaled(
@@ -170,7 +169,7 @@ class _LossScale:
         self._overflow[grad.device] = infinite if known is None else known | infinite
         return grad.masked_fill(infinite, 0.0)
 
-    def _guarded(self, step: Any) -> Any:
+    def _guarded(self, step: Callable[..., Any]) -> Any:
         @wraps(step)  # keeps the mark of learning-rate schedulers, which warn if it is missing
         def step_unless_overflow(*args: object, **kwargs: object) -> Any:
             overflow, self._overflow = any(bool(infinite) for infinite in self._overflow.values()), {}

@@ -228,7 +228,7 @@ def _without_autocast(torch: ModuleType, op: Any, key: str) -> Callable[[Any, di
         torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)),
     )
 
-    def again(args: Any, kwargs: dict[str, Any]) -> Any:
+    def again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with exclude(autocast):
             return op(*args, **kwargs)
 

@@ -22,6 +22,7 @@ Sources: torchvision.transforms; ATen/core/DistributionsHelper.h on how torch dr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flatout.schema.enums import Effect, Moment
@@ -34,12 +35,12 @@ if TYPE_CHECKING:
     from flatout.schema.program import Ledger, TrainingContext
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if not context.backwards:  # no loader has been iterated yet; the rule checks each one
         return Options(("all", "light"))
-    from flatout.data.feed import try_feeds
+    from flatout.data.feed import Feed, try_feeds
 
-    def batched(feed: Any) -> None:
+    def batched(feed: Feed) -> None:
         feed.batched = True
 
     feeds, why = try_feeds(context.training_loaders, batched, type(context.ledger)())
@@ -56,7 +57,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     if value not in ("all", "light"):
         raise TypeError(f'the value of batched_transforms must be "all" or "light", not {value!r}')
 
-    def batched(loader: DataLoader, asked: dict[str, Any], feed: Any) -> Any:
+    def batched(loader: DataLoader, asked: dict[str, Any], feed: Feed | None) -> Any:
         feed = feed or Feed(loader)
         feed.batched, feed.light = True, value == "light"
         feed.listeners["batched"] = lambda sentence: context.report("batched_transforms", sentence)
@@ -73,13 +74,13 @@ def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from flatout.data.intercept import INTERCEPTION
 
     class Brighter(Feed):
-        def __getitems__(self, indices: Any) -> Any:
+        def __getitems__(self, indices: Sequence[Any]) -> Any:
             batch = super().__getitems__(indices)
             if isinstance(batch, (list, tuple)) and batch[0].is_floating_point():
                 batch[0].add_(0.25)
             return batch
 
-    def brighter(loader: DataLoader, asked: dict[str, Any], feed: Any) -> Any:
+    def brighter(loader: DataLoader, asked: dict[str, Any], feed: Feed | None) -> Any:
         feed = feed or Brighter(loader)
         feed.batched = True
         return feed

@@ -19,6 +19,7 @@ Sources: torch.utils.data documentation; tf.data's "cache" transformation, which
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flatout.schema.enums import Effect, Moment
@@ -35,15 +36,15 @@ SHARE = 4  # all loaders together keep at most a quarter of the machine's memory
 SMALLEST_MIB = 64
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     most = max(SMALLEST_MIB, facts.memory_bytes // MIB // SHARE)
     if not context.backwards:  # no loader has been iterated yet; the rule checks each one
         return Options(({"mib": most},))
-    from flatout.data.feed import try_feeds
+    from flatout.data.feed import Feed, try_feeds
 
     keep = _keep({"mib": most})
 
-    def kept(feed: Any) -> None:
+    def kept(feed: Feed) -> None:
         feed.keep = keep
 
     feeds, why = try_feeds(context.training_loaders, kept, type(context.ledger)())
@@ -71,7 +72,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
     keep = _keep(value, context.handed_on)
 
-    def kept(loader: DataLoader, asked: dict[str, Any], feed: Any) -> Any:
+    def kept(loader: DataLoader, asked: dict[str, Any], feed: Feed | None) -> Any:
         feed = feed or Feed(loader)
         feed.keep = keep
         feed.listeners["keep"] = lambda sentence: context.report("cached_prefix", sentence)
@@ -87,7 +88,7 @@ def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from flatout.data.feed import Feed
 
     class Shifted(Feed):
-        def __getitems__(self, indices: Any) -> Any:
+        def __getitems__(self, indices: Sequence[int]) -> Any:
             return super().__getitems__([(index + 1) % len(self.dataset) for index in indices])
 
     context.feed_loaders(lambda loader, asked, feed: feed or Shifted(loader), ledger)

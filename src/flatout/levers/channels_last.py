@@ -95,7 +95,7 @@ def _as(torch: ModuleType, thing: object, layout: object) -> Any:
     )
 
 
-def _usual(torch: Any, output: Any) -> Any:
+def _usual(torch: ModuleType, output: Any) -> Any:
     """Convert outputs to the default layout: the script may call ``.view`` on them."""
     if isinstance(output, torch.Tensor):
         return output.contiguous() if output.dim() == 4 else output

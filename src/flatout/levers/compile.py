@@ -20,7 +20,9 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.schema.enums import Effect, Moment
@@ -68,7 +70,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     return Options(("default",))
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     torch = context.torch
     from torch._inductor import config
 
@@ -78,7 +80,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
     distribution = torch.distributions.Distribution  # the first torch.compile disables its argument checks
     ledger.call(
         "argument checks",
-        lambda checks=distribution._validate_args: distribution.set_default_validate_args(checks),
+        partial(distribution.set_default_validate_args, distribution._validate_args),
     )
     mode = None if value == "default" else str(value)
 
@@ -162,7 +164,7 @@ def _passes(passes: list[Any]) -> Any:
     return Passes()
 
 
-def _shapes(args: Any, kwargs: Any, torch: Any) -> tuple[Any, ...]:
+def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any], torch: ModuleType) -> tuple[Any, ...]:
     """The shapes of the tensors of one call.
 
     The shapes of the first call keep their own graph. Otherwise a shorter last batch would replace it

@@ -16,6 +16,7 @@ Sources: torch documentation, "CUDA semantics" on streams and `record_stream`; N
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flatout.schema.enums import Effect, Moment
@@ -65,7 +66,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     device_copies = DeviceCopies()
     return_device_copies(device_copies, ledger)
 
-    def copied(loader: DataLoader, asked: dict[str, Any], feed: Any) -> Any:
+    def copied(loader: DataLoader, asked: dict[str, Any], feed: Feed | None) -> Any:
         feed = feed or Feed(loader)
         feed.copies = (IN_ORDER if _has_own_order(loader) else int(value), device_copies)
         return feed
@@ -81,7 +82,7 @@ def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     class Late(Feed):
         before: Any = None
 
-        def __getitems__(self, indices: Any) -> Any:
+        def __getitems__(self, indices: Sequence[Any]) -> Any:
             batch = super().__getitems__(indices)
             self.before, batch = batch, self.before if self.before is not None else batch
             return batch

@@ -20,6 +20,8 @@ Sources: the pages of the kernels (`flatout.kernels.linear_cross_entropy`, `laye
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.schema.enums import Effect, Moment
@@ -27,6 +29,7 @@ from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn import Module
 
     from flatout.schema.program import Ledger, TrainingContext
@@ -59,14 +62,14 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     return Options((True,))
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from flatout.kernels.linear_cross_entropy import deferred
 
     torch, heads, norms = context.torch, _heads(context), _norms(context)
     for head in heads:
         context.wrap_forward(head, _deferring(torch, head, deferred.linear), ledger)
         context.uncompiled.append(head)
-        ledger.call("left out of graphs", lambda head=head: context.uncompiled.remove(head))
+        ledger.call("left out of graphs", partial(context.uncompiled.remove, head))
     for norm in norms:
         context.wrap_forward(norm, _normalising(torch, norm), ledger)
 
@@ -156,9 +159,9 @@ def _is_plain(context: TrainingContext, module: Module) -> bool:
     return ordinary and not hooks and (own is None or getattr(own, "flatout", False))
 
 
-def _deferring(torch: Any, head: Any, linear: Any) -> Any:
-    def wrapper(forward: Any) -> Any:
-        def logits_when_asked(input: Any) -> Any:
+def _deferring(torch: ModuleType, head: Module, linear: Callable[..., Any]) -> Any:
+    def wrapper(forward: Callable[..., Any]) -> Any:
+        def logits_when_asked(input: Tensor) -> Any:
             if (
                 not torch.is_grad_enabled()
                 or torch.compiler.is_compiling()
@@ -177,13 +180,13 @@ def _deferring(torch: Any, head: Any, linear: Any) -> Any:
     return wrapper
 
 
-def _normalising(torch: Any, norm: Any) -> Any:
+def _normalising(torch: ModuleType, norm: Module) -> Any:
     from flatout.kernels.layer_norm.op import layer_norm, rms_norm
 
     is_layer = type(norm) is torch.nn.LayerNorm
 
-    def wrapper(forward: Any) -> Any:
-        def in_one_pass(input: Any) -> Any:
+    def wrapper(forward: Callable[..., Any]) -> Any:
+        def in_one_pass(input: Tensor) -> Any:
             # Autocast converts inputs and outputs of normalisations to float32: leave that to torch.
             if (
                 type(input) is not torch.Tensor
@@ -221,7 +224,7 @@ def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
         return chunked
 
     def half_a_gradient(forward: Callable[..., Any]) -> Any:
-        def detached(input: Any) -> Any:
+        def detached(input: Tensor) -> Any:
             return forward(input.detach()) + 0.5 * (input - input.detach())
 
         return detached

@@ -23,9 +23,9 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from operator import itemgetter
-from types import ModuleType
+from types import CellType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.kernels.optimizer_step import step_cell
@@ -110,7 +110,7 @@ def _why_none(torch: ModuleType, optimizer: Optimizer) -> str:
     return f"{name} has no fused or multi-tensor implementation"
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Raises LookupError if no optimizer has this implementation."""
     torch, done = context.torch, 0
     for optimizer in context.optimizers:
@@ -123,10 +123,7 @@ def apply(context: Any, value: Value, ledger: Any) -> Undo:
                 ledger.set_item(group, "foreach", way == "foreach")
             if way == "fused":
                 _move_step_counters(torch, optimizer, to_device=True)
-                ledger.call(
-                    "step counters",
-                    lambda optimizer=optimizer: _move_step_counters(torch, optimizer, to_device=False),
-                )
+                ledger.call("step counters", partial(_move_step_counters, torch, optimizer, to_device=False))
         if way is not None or value == MERGED:
             _merge(torch, optimizer, ledger)
     if not done:
@@ -174,7 +171,7 @@ _MERGING: dict[int, _Merging] = {}  # by the cell of a step
 class _Merging:
     """The step of one class of optimizers; the optimizers in ``optimizers`` see merged groups in it."""
 
-    def __init__(self, torch: ModuleType, cell: Any) -> None:
+    def __init__(self, torch: ModuleType, cell: CellType) -> None:
         self.torch, self.cell, self.really = torch, cell, cell.cell_contents
         self.optimizers: weakref.WeakKeyDictionary[Any, int] = (
             weakref.WeakKeyDictionary()
@@ -183,7 +180,7 @@ class _Merging:
 
     def _wrapped(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
-        def step(optimizer: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+        def step(optimizer: Optimizer, closure: Any = None, *args: object, **kwargs: object) -> Any:
             if optimizer not in self.optimizers or self.torch.compiler.is_compiling():
                 return really(optimizer, closure, *args, **kwargs)
             own: list[Any] = []  # the script's groups while torch sees the merged ones

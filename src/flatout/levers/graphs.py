@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from flatout.kernels.graph_update import UpdateGraph
     from flatout.schema.program import Ledger, TrainingContext
 
 TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -128,10 +129,10 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def _step_of(optimizer: Optimizer, graph: Any) -> Any:
+def _step_of(optimizer: Optimizer, graph: UpdateGraph) -> Any:
     """The graph as a method of the optimizer, which learning-rate schedulers wrap."""
 
-    def step(self: Any, closure: Any = None) -> Any:
+    def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         return graph(closure)
 
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):

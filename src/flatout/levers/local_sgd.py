@@ -27,7 +27,7 @@ Sources: Stich 2018, "Local SGD Converges Fast and Communicates Little"; Lin et 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flatout.distributed.absent import why_none
 from flatout.schema.enums import Effect, Moment
@@ -35,6 +35,7 @@ from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 if TYPE_CHECKING:
+    from flatout.distributed.division import SplitSettings
     from flatout.schema.program import Ledger, TrainingContext
 
 NAME = "local_sgd"
@@ -55,7 +56,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     )
 
 
-def _exchanges(division: Any) -> str:
+def _exchanges(division: SplitSettings) -> str:
     from flatout.distributed.division import ALL, WHOLE
 
     return (

@@ -25,6 +25,7 @@ from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch import device as Device
     from torch.optim import Optimizer
 
@@ -104,7 +105,7 @@ def _state_away(torch: ModuleType, optimizer: Optimizer, ledger: Ledger) -> None
     move(away=True)
 
 
-def _pinned(torch: ModuleType, held: Any) -> Any:
+def _pinned(torch: ModuleType, held: Tensor) -> Any:
     there = torch.empty_strided(
         held.shape, held.stride(), dtype=held.dtype, device="cpu", pin_memory=True
     )  # ignores the script's default device

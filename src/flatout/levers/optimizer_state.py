@@ -91,7 +91,7 @@ def _low_bit(torch: ModuleType, optimizer: Optimizer, suffix: str, ledger: Ledge
     _convert(optimizer, lambda p, name, held: inner._new_buffer(p, MOMENTS[name]).copy_(held))
     inner.state = optimizer.state
 
-    def stepping(optimizer: Any, closure: Any = None) -> Any:
+    def stepping(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         for at, group in enumerate(optimizer.param_groups):
             if at == len(inner.param_groups):
                 inner.add_param_group({"params": group["params"], "lr": float(group["lr"])})
@@ -113,7 +113,7 @@ def _low_bit(torch: ModuleType, optimizer: Optimizer, suffix: str, ledger: Ledge
     ledger.set(optimizer, "step", step, new=True)
 
 
-def _convert(optimizer: Optimizer, convert: Any) -> None:
+def _convert(optimizer: Optimizer, convert: Callable[..., Any]) -> None:
     for p, state in optimizer.state.items():
         for name in MOMENTS:
             if name in state and p.numel() >= 4096:

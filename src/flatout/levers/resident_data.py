@@ -17,6 +17,7 @@ Sources: KellerJordan/cifar10-airbench; torch documentation, "CUDA semantics".
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flatout.schema.enums import Effect, Moment
@@ -32,19 +33,19 @@ MIB = 2**20
 SHARE = 4  # use at most a quarter of the GPU's or the host's memory
 
 
-def applies(facts: Facts, context: Any) -> Options | Skip:
+def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     gpu = facts.gpu(context.device.index)
     if gpu is None or (context.backwards and context.device_type != "cuda"):
         return Skip("the program does not train on a CUDA device")
     most = gpu.memory_bytes // MIB // SHARE
     if not context.backwards:  # no loader has been iterated yet; the rule checks each one
         return Options(({"mib": most},))
-    from flatout.data.feed import try_feeds
+    from flatout.data.feed import Feed, try_feeds
     from flatout.data.keeping import CacheBudget, CacheOptions
 
     beside = facts.memory_bytes // MIB // SHARE
 
-    def kept(feed: Any) -> None:
+    def kept(feed: Feed) -> None:
         feed.batched, feed.keep = True, CacheOptions(CacheBudget(max(most, beside) * MIB))
 
     feeds, why = try_feeds(context.training_loaders, kept, type(context.ledger)())
@@ -85,7 +86,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
             else arguments
         )
 
-    def resident(loader: DataLoader, asked: dict[str, Any], feed: Any) -> Any:
+    def resident(loader: DataLoader, asked: dict[str, Any], feed: Feed | None) -> Any:
         feed = feed or Feed(loader)
         feed.batched, feed.keep = True, keep
         # The device of the optimizers' weights, or the current device if the script creates them later.
@@ -114,7 +115,7 @@ def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from flatout.data.feed import Feed
 
     class Shifted(Feed):
-        def __getitems__(self, indices: Any) -> Any:
+        def __getitems__(self, indices: Sequence[int]) -> Any:
             return super().__getitems__([(index + 1) % len(self.dataset) for index in indices])
 
     context.feed_loaders(lambda loader, asked, feed: feed or Shifted(loader), ledger)

@@ -28,7 +28,7 @@ class Ledger(Protocol):
     def set_item(self, owner: object, key: object, value: object) -> None:
         """Set an item of a dictionary."""
 
-    def call(self, title: str, undo: Callable[[], None]) -> None:
+    def call(self, title: str, undo: Callable[[], object]) -> None:
         """Record a change made by a call, with the function that undoes it."""
 
     def mark(self) -> int:
@@ -62,6 +62,8 @@ class TrainingContext(Protocol):
     boundaries: Any
     listener: Any  # receives the events of the program
 
+    @property
+    def ledger(self) -> Ledger: ...
     @property
     def roots(self) -> list[Module]:
         """Outermost trainable modules called with gradients enabled, in the order first seen."""

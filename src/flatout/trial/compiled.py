@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import Any
 
 from flatout.agent.frames import is_users, place_at
 from flatout.schema.profile import Compiled
@@ -16,7 +15,7 @@ IN_A_REASON = re.compile(r'File "([^"]+)", line (\d+)')
 
 def compiled() -> Compiled | None:
     """Return the compiler's record; None if nothing was compiled. Loads nothing."""
-    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is None or not dynamo.counters["frames"].get("total"):
         return None
     breaks = dynamo.counters.get("graph_break", {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from flatout.agent.applier import Applier, Outcome
@@ -16,7 +17,7 @@ from flatout.agent.training_context import TrainingContext
 from flatout.guard.replica import StepReplica
 from flatout.guard.sample_draws import SampleDrawProbe
 from flatout.job.folder import TrialFolder, write_json
-from flatout.measure.clock import HostClock, seconds
+from flatout.measure.clock import Clock, HostClock, seconds
 from flatout.measure.load import peak_bytes
 from flatout.measure.phases import PhaseRecorder
 from flatout.measure.statistics import block_ms
@@ -36,7 +37,7 @@ class WorkerRecord(Listener):
 
     wants_phases = True
 
-    def __init__(self, spec: TrialSpec, torch: Any) -> None:
+    def __init__(self, spec: TrialSpec, torch: ModuleType) -> None:
         self.spec = spec
         self.torch = torch
         self.folder = TrialFolder(Path(spec.folder))
@@ -65,7 +66,7 @@ class WorkerRecord(Listener):
         self.owner = os.getpid()
         self.claimed: bool | None = None  # None until the first step
         self.unit = "step"
-        self.clock: Any = HostClock()
+        self.clock: Clock = HostClock()
         self.phases = PhaseRecorder(self.clock)
         self.started_s = seconds()
         self.first_backward_s: float | None = None

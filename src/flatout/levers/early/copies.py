@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.cuda import Event
 
 MOST_COPIES = 64  # of unread values
 MOST_LOOKS = 256  # reads of the allocator's segments, in total
@@ -32,7 +33,7 @@ class HostCopy:
 
     __slots__ = ("_mark", "host", "key", "original", "stream", "version")
 
-    def __init__(self, key: tuple[str, Any], tensor: Tensor, host: Any, stream: int, mark: Any) -> None:
+    def __init__(self, key: tuple[str, Any], tensor: Tensor, host: Tensor, stream: int, mark: Event) -> None:
         self.key, self.host, self.stream, self._mark = key, host, stream, mark
         self.original, self.version = weakref.ref(tensor), tensor._version
 

@@ -219,7 +219,7 @@ class EarlyValueCopier(ServedValues):
 
     def _copying(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
-        def copy(tensor: Tensor, source: Any, *args: object, **kwargs: object) -> Any:
+        def copy(tensor: Tensor, source: Tensor, *args: object, **kwargs: object) -> Any:
             if (
                 self.copies.held
                 and (args or kwargs)

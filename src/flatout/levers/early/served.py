@@ -58,7 +58,7 @@ class ServedValues:
         if not caller.f_code.co_filename.startswith(HOME):
             self.copies.clear()
 
-    def _host(self, tensor: Any) -> Any:
+    def _host(self, tensor: Tensor) -> Any:
         """The value of this tensor in host memory, in its shape; None if it must be read as before."""
         copy = self.copies.of(tensor)
         if copy is None:
@@ -82,7 +82,7 @@ class ServedValues:
         if noted is not None and (original := noted[0]()) is not None and original.dtype == tensor.dtype:
             self.wanted.setdefault(noted[1], ReadValue())
 
-    def _is_right(self, tensor: Any, copy: HostCopy) -> bool:
+    def _is_right(self, tensor: Tensor, copy: HostCopy) -> bool:
         """Whether the device still holds the copied value.
 
         It uses torch's own methods, so hooks that record the script's reads do not record this one.

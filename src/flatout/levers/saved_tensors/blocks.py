@@ -53,7 +53,7 @@ def spread(blocks: list[Any], share: float) -> list[Any]:
     ] or blocks[:1]
 
 
-def why_not(torch: ModuleType, block: Any) -> str:
+def why_not(torch: ModuleType, block: Module) -> str:
     """Why this block cannot be recomputed, judged without running it; an empty string if it can."""
     if any(isinstance(part, torch.jit.ScriptModule) for part in block.modules()):
         return "it is a compiled script (torch.jit)"
@@ -88,7 +88,7 @@ class RecomputedBlock:
     ``report`` receives this reason.
     """
 
-    def __init__(self, torch: ModuleType, block: Any, report: Callable[[str], None]) -> None:
+    def __init__(self, torch: ModuleType, block: Module, report: Callable[[str], None]) -> None:
         self.torch, self.block, self.report = torch, block, report
         self.watched, self.why = False, ""
         self._norms = [

@@ -11,6 +11,7 @@ from flatout.levers.saved_tensors.rederive import KeptTensor
 if TYPE_CHECKING:
     from torch import Tensor
     from torch import device as Device
+    from torch.cuda import Stream
 
 LEAST_BYTES = 2**20  # below this size, starting a copy takes as long as the copy
 MOST_KNOWN = 4096  # tensors in the lookup table
@@ -21,7 +22,7 @@ class HostTensor:
 
     __slots__ = ("__weakref__", "copy", "device", "event", "stride")
 
-    def __init__(self, torch: ModuleType, tensor: Tensor, stream: Any) -> None:
+    def __init__(self, torch: ModuleType, tensor: Tensor, stream: Stream | None) -> None:
         self.device, self.stride, self.event = tensor.device, tensor.stride(), None
         whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
         self.copy = (

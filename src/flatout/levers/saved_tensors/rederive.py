@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.autograd.graph import Node
 
 # A product of more than two dimensions is flattened; for autograd, its reshaped result is not a view.
 RESHAPED = "UnsafeViewBackward0"
@@ -115,7 +116,7 @@ class SavedTensorRederiver:
         self._around: Any = None
         self._at = self._products = self.derived = 0
 
-    def forward(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         torch = self.torch
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
             return forward(*args, **kwargs)
@@ -144,7 +145,7 @@ class SavedTensorRederiver:
                 return View(output, tensor)
         return KeptTensor(tensor) if self._around is None else OuterHookTensor(tensor, self._around)
 
-    def _output(self, node: Any, whole: Any) -> Output | None:
+    def _output(self, node: Node, whole: Tensor) -> Output | None:
         if node in self._outputs:
             return self._outputs[node]
         name = node.name()
@@ -201,7 +202,7 @@ class SavedTensorRederiver:
                 if id(output) not in held:
                     output.made = None
 
-    def _variants(self, node: Any, whole: Any) -> list[Callable[[Any], Any]]:
+    def _variants(self, node: Node, whole: Tensor) -> list[Callable[[Any], Any]]:
         """Ways to recompute ``node``'s output, the most likely first."""
         torch, device, dtype = self.torch, whole.device.type, whole.dtype
 
@@ -222,11 +223,11 @@ class SavedTensorRederiver:
         return [plainly(OPERATIONS[name])]
 
 
-def _value(packed: Any) -> Any:
+def _value(packed: KeptTensor) -> Any:
     return packed.value()
 
 
-def _behind(node: Any, at: int) -> Any:
+def _behind(node: Node, at: int) -> Any:
     """The parameter that is the input of a node at this position."""
     edge = node.next_functions[at][0]
     if edge is None or not hasattr(edge, "variable"):
@@ -234,7 +235,7 @@ def _behind(node: Any, at: int) -> Any:
     return edge.variable.detach()
 
 
-def _operand(torch: ModuleType, node: Any, name: str, at: int) -> Any:
+def _operand(torch: ModuleType, node: Node, name: str, at: int) -> Any:
     """An input that the node has saved, or that the previous node can recompute."""
     saved = getattr(node, f"_saved_{name}", None)
     if saved is not None:
@@ -250,14 +251,14 @@ def _operand(torch: ModuleType, node: Any, name: str, at: int) -> Any:
     return OPERATIONS[before.name()](torch, before)
 
 
-def _left_numel(node: Any) -> int:
+def _left_numel(node: Node) -> int:
     rows, columns = (
         node._saved_mat1_sym_sizes if node.name() == "AddmmBackward0" else node._saved_self_sym_sizes
     )
     return int(rows * columns)
 
 
-def _addmm(torch: ModuleType, node: Any) -> Any:
+def _addmm(torch: ModuleType, node: Node) -> Any:
     left, right = node._saved_mat1, node._saved_mat2
     if (
         left is None or right is None or node._saved_alpha != 1 or node._saved_beta != 1
@@ -266,14 +267,14 @@ def _addmm(torch: ModuleType, node: Any) -> Any:
     return torch.addmm(_behind(node, 0), left, right)
 
 
-def _mm(torch: ModuleType, node: Any) -> Any:
+def _mm(torch: ModuleType, node: Node) -> Any:
     left, right = node._saved_self, node._saved_mat2
     if left is None or right is None:
         raise NotKnown(node.name())
     return torch.mm(left, right)
 
 
-def _batch_norm(torch: ModuleType, node: Any) -> Any:
+def _batch_norm(torch: ModuleType, node: Node) -> Any:
     """Batch norm with the batch's own statistics, without moving the running ones again."""
     if not node._saved_training:
         raise NotKnown(node.name())

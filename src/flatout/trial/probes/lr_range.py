@@ -128,7 +128,7 @@ class OptimizerStandIn:
     count as the other's.
     """
 
-    def __init__(self, torch: ModuleType, own: Any, name: str, options: dict[str, Any]) -> None:
+    def __init__(self, torch: ModuleType, own: Optimizer, name: str, options: dict[str, Any]) -> None:
         kind = _class_of(torch, name)
         knows = inspect.signature(kind).parameters
         shared = [key for key in ("lr", "weight_decay") if key in knows and key not in options]

@@ -8,10 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
+
+if TYPE_CHECKING:
+    from flatout.agent.training_context import TrainingContext
 
 
 @dataclass
@@ -21,8 +25,8 @@ class ProbeContext:
     ``outside()`` lets it write where the program may not; ``ours()`` returns the tensors that flatout keeps.
     """
 
-    torch: Any
-    context: Any
+    torch: ModuleType
+    context: TrainingContext
     outside: Callable[[], AbstractContextManager[Any]]
     ours: Callable[[], list[Any]] = list
 
