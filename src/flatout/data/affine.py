@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from flatout.data.draws import Draw, Uniform
 from flatout.data.operation import BatchOperation, ImageForm, ImageShape, NotBatchable, Reader
@@ -147,7 +148,7 @@ class Affine(BatchOperation):
         )
 
 
-def _warp(transform: Any, form: ImageForm, v2: bool) -> Warp:
+def _warp(transform: Module, form: ImageForm, v2: bool) -> Warp:
     name = interpolation_of(transform)
     if name in ("nearest", "bilinear"):
         if form.kind == "pil" and form.mode in ("L", "RGB"):
@@ -162,7 +163,7 @@ def _warp(transform: Any, form: ImageForm, v2: bool) -> Warp:
     )
 
 
-def _fill(transform: Any, channels: int | None = None) -> tuple[float, ...] | None:
+def _fill(transform: Module, channels: int | None = None) -> tuple[float, ...] | None:
     given = transform.fill
     if given is None:
         return None
@@ -185,7 +186,7 @@ def _pair(given: Any) -> Pair | None:
 
 
 def _rotation(v2: bool) -> Reader:
-    def read(transform: Any, form: ImageForm) -> BatchOperation:
+    def read(transform: Module, form: ImageForm) -> BatchOperation:
         if transform.expand:
             raise NotBatchable("RandomRotation with expand gives every image a different size")
         return Rotate(
@@ -200,7 +201,7 @@ def _rotation(v2: bool) -> Reader:
 
 
 def _affine(v2: bool) -> Reader:
-    def read(transform: Any, form: ImageForm) -> BatchOperation:
+    def read(transform: Module, form: ImageForm) -> BatchOperation:
         shear = None if transform.shear is None else tuple(map(float, transform.shear))
         return Affine(
             _warp(transform, form, v2),

@@ -12,9 +12,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.data.streams import same_states, states
+
+if TYPE_CHECKING:
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 _ONE_AT_A_TIME = threading.RLock()
 
@@ -26,7 +29,7 @@ class BatchPrefetcher:
     """
 
     def __init__(
-        self, iterator: Any, depth: int, say: Callable[[str], None], own: Sequence[Any] = ()
+        self, iterator: _BaseDataLoaderIter, depth: int, say: Callable[[str], None], own: Sequence[Any] = ()
     ) -> None:
         self._iterator = weakref.ref(iterator)
         self._plain = type(iterator)._next_data
@@ -63,7 +66,7 @@ class BatchPrefetcher:
         """Return whether the thread makes the batches."""
         return self._pool is not None
 
-    def _first(self, iterator: Any) -> Any:
+    def _first(self, iterator: _BaseDataLoaderIter) -> Any:
         index = iterator._next_index()  # a sampler draws its order at the first request
         before = states(self._own)
         batch = self._finished(iterator, _fetched(iterator._dataset_fetcher, index))
@@ -73,7 +76,7 @@ class BatchPrefetcher:
             self._say("fetching a sample draws random numbers, and a second thread would change their order")
         return batch
 
-    def _taken(self, iterator: Any) -> Any:
+    def _taken(self, iterator: _BaseDataLoaderIter) -> Any:
         """Return the next batch. If the thread failed, make the batch here, with the error of a plain run."""
         index, future = self._ready.popleft()
         if self._pool is not None:
@@ -90,7 +93,7 @@ class BatchPrefetcher:
         return _fetched(iterator._dataset_fetcher, index)
 
     @staticmethod
-    def _finished(iterator: Any, batch: Any) -> Any:
+    def _finished(iterator: _BaseDataLoaderIter, batch: Any) -> Any:
         if not iterator._pin_memory:
             return batch
         from torch.utils.data._utils.pin_memory import pin_memory

@@ -7,7 +7,7 @@ their contents. Small ones are compared before every batch, large ones at the st
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from types import FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ class TransformState:
         return any(_members(now) != then for now, then in self._held.values())
 
 
-def _members(holder: Any) -> list[Any]:
+def _members(holder: list[Any] | dict[Any, Any]) -> list[Any]:
     """Return the keys and value ids of a list or dictionary, to detect whether its values change."""
     return [*holder, *map(id, holder.values())] if isinstance(holder, dict) else [*map(id, holder)]
 
@@ -165,7 +165,7 @@ def _attributes_of(dataset: Dataset) -> Iterator[dict[str, Any]]:
                 waiting += [(value, depth + 1) for value in list(held.values())]
 
 
-def _is_filled(cell: Any) -> bool:
+def _is_filled(cell: CellType) -> bool:
     try:
         return cell.cell_contents is not None
     except ValueError:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from flatout.data.draws import Draw, Numbers, Uniform
 from flatout.data.operation import BatchOperation, ImageForm, ImageShape, NotBatchable, Reader
@@ -173,21 +174,21 @@ def readers(read: Reader) -> dict[str, Reader]:
     def apart(*ways: Way) -> float:
         return sum(operation.apart for way in ways for operation in way)
 
-    def apply_v1(transform: Any, form: ImageForm) -> BatchOperation:
+    def apply_v1(transform: Module, form: ImageForm) -> BatchOperation:
         way = way_of(transform.transforms, form)
         return RandomBranch(
             way, single(transform.p), inclusive=True, apart=apart(way)
         )  # `if self.p < torch.rand(1): return img`
 
-    def apply_v2(transform: Any, form: ImageForm) -> BatchOperation:
+    def apply_v2(transform: Module, form: ImageForm) -> BatchOperation:
         way = way_of(transform.transforms, form)
         return RandomBranch(way, single(transform.p), apart=apart(way))
 
-    def choice(transform: Any, form: ImageForm) -> BatchOperation:
+    def choice(transform: Module, form: ImageForm) -> BatchOperation:
         ways = tuple(way_of([each], form) for each in transform.transforms)
         return OneOf(ways, tuple(transform.p), apart(*ways))
 
-    def order(transform: Any, form: ImageForm) -> BatchOperation:
+    def order(transform: Module, form: ImageForm) -> BatchOperation:
         ways = tuple(way_of([each], form) for each in transform.transforms)
         return AnyOrder(ways, apart(*ways))
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from flatout.data.choose import RandomBranch, single
 from flatout.data.color_arithmetic import ColorArithmetic, PillowColorArithmetic, TensorColorArithmetic
@@ -123,7 +124,7 @@ def _jitter(v2: bool) -> Reader:
 
 
 def _grey(v2: bool) -> Reader:
-    def read(transform: Any, form: ImageForm) -> BatchOperation:
+    def read(transform: Module, form: ImageForm) -> BatchOperation:
         channels = transform.num_output_channels
         if channels not in (1, 3):
             raise NotBatchable(f"Grayscale to {channels} channels is not supported")
@@ -136,7 +137,7 @@ def _grey(v2: bool) -> Reader:
 
 
 def _random_grey(v2: bool) -> Reader:
-    def read(transform: Any, form: ImageForm) -> BatchOperation:
+    def read(transform: Module, form: ImageForm) -> BatchOperation:
         return RandomBranch((Grey(shade_of(form, v2), 0),), single(transform.p))
 
     return read

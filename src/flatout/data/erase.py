@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from flatout.data.choose import single
 from flatout.data.draws import Numbers
@@ -72,7 +73,7 @@ class Erase(BatchOperation):
 
 
 def _reader(v2: bool) -> Reader:
-    def read(transform: Any, form: ImageForm) -> BatchOperation:
+    def read(transform: Module, form: ImageForm) -> BatchOperation:
         if not (
             (form.kind == "tensor" and form.dtype in (torch.uint8, torch.float32))
             or (v2 and form.kind == "pil" and form.mode in ("L", "RGB"))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.data.batch_comparison import different
 from flatout.data.batch_prefetch import BatchPrefetcher
@@ -68,7 +69,7 @@ class Feed(FeedStore):
 
     # -- preparing ------------------------------------------------------------------------------------------
 
-    def begin(self, iterator: Any) -> Any:
+    def begin(self, iterator: _BaseDataLoaderIter) -> Any:
         """Start an epoch with a new iterator. Return what replaces the data set, or None."""
         source = self._source(iterator)
         if self.copies is not None:
@@ -82,7 +83,7 @@ class Feed(FeedStore):
             iterator._next_data = DevicePrefetcher(iterator, depth, device_copies, may, self._goes_to)
         return source
 
-    def _source(self, iterator: Any) -> Any:
+    def _source(self, iterator: _BaseDataLoaderIter) -> Any:
         if not iterator._auto_collation or self._left_alone:
             self._say_refusal()
             return None

@@ -155,7 +155,7 @@ def _is_albumentations(kind: type, package: str) -> bool:
     return kind.__name__ == "Compose"
 
 
-def _announced(seeding: Any) -> Any:
+def _announced(seeding: Callable[..., Any]) -> Any:
     @wraps(seeding)
     def announced(*args: object, **kwargs: object) -> Any:
         if HERE.recorder is not None:
@@ -165,9 +165,9 @@ def _announced(seeding: Any) -> Any:
     return announced
 
 
-def _by_position(kind: type, plain: Any) -> Any:
+def _by_position(kind: type, plain: Callable[..., Any]) -> Any:
     @wraps(plain)
-    def __call__(transform: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(transform: object, *args: Any, **kwargs: Any) -> Any:
         recorder = HERE.recorder
         if recorder is None or kwargs or len(args) != 1 or type(transform) is not kind:
             return plain(transform, *args, **kwargs)
@@ -176,12 +176,12 @@ def _by_position(kind: type, plain: Any) -> Any:
     return __call__
 
 
-def _by_keyword(kind: type, plain: Any) -> Any:
-    def alone(transform: Any, image: Any) -> Any:
+def _by_keyword(kind: type, plain: Callable[..., Any]) -> Any:
+    def alone(transform: object, image: object) -> Any:
         return plain(transform, image=image)["image"]
 
     @wraps(plain)
-    def __call__(transform: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(transform: object, *args: Any, **kwargs: Any) -> Any:
         recorder = HERE.recorder
         if recorder is None or args or kwargs.keys() != {"image"} or type(transform) is not kind:
             return plain(transform, *args, **kwargs)

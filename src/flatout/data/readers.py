@@ -10,6 +10,7 @@ from numbers import Number
 from typing import Any
 
 import torch
+from torch.nn import Module
 
 from flatout.data.operation import BatchOperation, ImageForm, NotBatchable, Reader
 from flatout.data.operations import (
@@ -31,12 +32,12 @@ def flip(axis: int) -> Reader:
     return lambda transform, form: Flip(axis, float(transform.p))
 
 
-def pad(transform: Any, form: ImageForm) -> BatchOperation:
+def pad(transform: Module, form: ImageForm) -> BatchOperation:
     return Pad(*sides(transform.padding), *_filling(transform, form))
 
 
 def random_crop(apart_axes: bool) -> Reader:
-    def read(transform: Any, form: ImageForm) -> Sequence[BatchOperation]:
+    def read(transform: Module, form: ImageForm) -> Sequence[BatchOperation]:
         height, width = transform.size
         filling = _filling(transform, form)
         steps: list[BatchOperation] = []
@@ -55,12 +56,12 @@ def random_crop(apart_axes: bool) -> Reader:
     return read
 
 
-def center_crop(transform: Any, form: ImageForm) -> BatchOperation:
+def center_crop(transform: Module, form: ImageForm) -> BatchOperation:
     height, width = transform.size
     return CenterPart(int(height), int(width))
 
 
-def normalize(transform: Any, form: ImageForm) -> BatchOperation:
+def normalize(transform: Module, form: ImageForm) -> BatchOperation:
     if form.kind != "tensor" or not form.dtype.is_floating_point:
         raise NotBatchable("it needs a floating-point tensor")
     mean, deviation = (
@@ -92,7 +93,7 @@ def to_pure_tensor(transform: object, form: ImageForm) -> Sequence[BatchOperatio
 
 
 def convert(divide: bool) -> Reader:
-    def read(transform: Any, form: ImageForm) -> Sequence[BatchOperation]:
+    def read(transform: Module, form: ImageForm) -> Sequence[BatchOperation]:
         dtype, scale = transform.dtype, getattr(transform, "scale", True)
         if not isinstance(dtype, torch.dtype):
             raise NotBatchable("it has a dtype for each kind of input")
@@ -113,7 +114,7 @@ def nothing(transform: object, form: ImageForm) -> Sequence[BatchOperation]:
     return ()
 
 
-def sides(padding: Any) -> tuple[int, int, int, int]:
+def sides(padding: int | Sequence[int]) -> tuple[int, int, int, int]:
     """Return left, top, right and bottom of a padding given as one, two or four numbers."""
     given = (padding,) if isinstance(padding, int) else tuple(padding)
     found = {1: given * 4, 2: given * 2, 4: given}.get(len(given))
@@ -122,7 +123,7 @@ def sides(padding: Any) -> tuple[int, int, int, int]:
     return found[0], found[1], found[2], found[3]
 
 
-def _filling(transform: Any, form: ImageForm) -> tuple[str, tuple[float, ...]]:
+def _filling(transform: Module, form: ImageForm) -> tuple[str, tuple[float, ...]]:
     mode, fill = str(getattr(transform.padding_mode, "value", transform.padding_mode)), transform.fill
     if mode not in MODES:
         raise NotBatchable(f"it has the padding mode {mode!r}")

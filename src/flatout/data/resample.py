@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.nn.functional import interpolate
 
 from flatout.data.draws import Numbers
@@ -169,13 +170,13 @@ def _logarithms(ratio: tuple[float, ...]) -> list[float]:
     return torch.log(torch.tensor(ratio)).tolist()
 
 
-def interpolation_of(transform: Any) -> str:
+def interpolation_of(transform: Module) -> str:
     """Return the name of a transform's interpolation, from a name, an enum or a number."""
     given = getattr(transform.interpolation, "value", transform.interpolation)
     return OF_PILLOW[given] if isinstance(given, int) else str(given)
 
 
-def _resampler(transform: Any, form: ImageForm, v2: bool) -> Resampler:
+def _resampler(transform: Module, form: ImageForm, v2: bool) -> Resampler:
     name = interpolation_of(transform)
     if form.kind == "pil" and form.mode in ("L", "RGB"):
         name = "nearest" if name == "nearest-exact" else name
@@ -213,7 +214,7 @@ def _bilinear_of_bytes() -> bool:
 
 
 def _resize(v2: bool) -> Reader:
-    def read(transform: Any, form: ImageForm) -> BatchOperation:
+    def read(transform: Module, form: ImageForm) -> BatchOperation:
         size = transform.size
         return Resize(
             _resampler(transform, form, v2),
@@ -225,7 +226,7 @@ def _resize(v2: bool) -> Reader:
 
 
 def _resized_crop(v2: bool) -> Reader:
-    def read(transform: Any, form: ImageForm) -> BatchOperation:
+    def read(transform: Module, form: ImageForm) -> BatchOperation:
         height, width = transform.size if len(transform.size) == 2 else transform.size * 2
         return ResizedCrop(
             _resampler(transform, form, v2), height, width, tuple(transform.scale), tuple(transform.ratio)

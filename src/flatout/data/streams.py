@@ -23,7 +23,7 @@ MOST = 4096  # most objects inspected
 
 def states(own: Sequence[Any] = ()) -> tuple[Any, Any, Any, list[tuple[Any, Any]]]:
     """Return the states of the process's generators and of a data set's `own_generators`."""
-    numpy: Any = sys.modules.get("numpy")
+    numpy = sys.modules.get("numpy")
     kept = [(generator, _state_of(generator)) for generator in own]
     return torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None, kept
 
@@ -126,7 +126,7 @@ def _is_generator(value: object) -> bool:
         return getattr(value, "device", torch.device("cpu")).type == "cpu" and not isinstance(
             value, random.SystemRandom
         )
-    numpy: Any = sys.modules.get("numpy")
+    numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
 
 
@@ -243,7 +243,7 @@ def _seeded(base_seed: int, worker: int) -> tuple[Any, Any, Any]:
     """Return seeded states of torch, ``random`` and numpy. Seeding the process would seed devices too."""
     from torch.utils.data._utils.worker import _generate_state
 
-    numpy: Any = sys.modules.get("numpy")
+    numpy = sys.modules.get("numpy")
     of_torch = torch.Generator().manual_seed(base_seed + worker).get_state()
     of_numpy = numpy.random.RandomState(_generate_state(base_seed, worker)).get_state() if numpy else None
     return of_torch, random.Random(base_seed + worker).getstate(), of_numpy

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from flatout.data.choose import RandomBranch, single
 from flatout.data.operation import BatchOperation, ImageForm, ImageShape, NotBatchable, Reader
@@ -142,7 +143,7 @@ def _arithmetic(transform: object, form: ImageForm, v2: bool, floats: bool = Tru
 
 
 def _reader(v2: bool, change: Callable[[Any, ImageForm, bool], BatchOperation]) -> Reader:
-    def read(transform: Any, form: ImageForm) -> BatchOperation:
+    def read(transform: Module, form: ImageForm) -> BatchOperation:
         # v1 compares torch.rand(1).item() with p, v2 torch.rand(1), in single precision
         return RandomBranch((change(transform, form, v2),), single(transform.p) if v2 else transform.p)
 
@@ -154,14 +155,14 @@ def _invert(transform: object, form: ImageForm, v2: bool) -> BatchOperation:
     return Invert()
 
 
-def _posterize(transform: Any, form: ImageForm, v2: bool) -> BatchOperation:
+def _posterize(transform: Module, form: ImageForm, v2: bool) -> BatchOperation:
     _arithmetic(transform, form, v2, floats=v2)
     if not isinstance(transform.bits, int) or not 1 <= transform.bits <= 8:
         raise NotBatchable(f"it posterizes to {transform.bits} bits, and batches support 1 to 8")
     return Posterize(transform.bits)
 
 
-def _solarize(transform: Any, form: ImageForm, v2: bool) -> BatchOperation:
+def _solarize(transform: Module, form: ImageForm, v2: bool) -> BatchOperation:
     if _arithmetic(transform, form, v2) == "pil":
         return Solarize(
             float(math.ceil(transform.threshold))
@@ -180,7 +181,7 @@ def _equalize(transform: object, form: ImageForm, v2: bool) -> BatchOperation:
     return Equalize()
 
 
-def _sharpen(transform: Any, form: ImageForm, v2: bool) -> BatchOperation:
+def _sharpen(transform: Module, form: ImageForm, v2: bool) -> BatchOperation:
     """Read RandomAdjustSharpness. Floats are unsupported: their rounding depends on the batch size."""
     arithmetic = _arithmetic(transform, form, v2, floats=False)
     if arithmetic != "pil" and transform.sharpness_factor < 0:

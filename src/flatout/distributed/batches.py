@@ -16,6 +16,7 @@ from flatout.schema.errors import CannotDivide
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     from flatout.schema.program import Ledger, TrainingContext
 
@@ -72,7 +73,7 @@ class RankBatches:
         batches, here, division = self, self.here, self.division
 
         @wraps(init)
-        def init_divided(iterator: Any, loader: Any) -> None:
+        def init_divided(iterator: _BaseDataLoaderIter, loader: DataLoader) -> None:
             init(iterator, loader)
             if not batches._trains(loader):
                 return
@@ -89,7 +90,7 @@ class RankBatches:
         batches = self
 
         @wraps(take)
-        def next_divided(iterator: Any) -> Any:
+        def next_divided(iterator: _BaseDataLoaderIter) -> Any:
             batch = take(iterator)
             way = getattr(iterator, "flatout_way", None)
             if way is None:

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial, wraps
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.division import ALL, CUT, DIVIDED, DOOR, INDEX, OWN, WHOLE
@@ -214,7 +215,7 @@ class DataParallelScript(GradientExchange):
         return backward_divided
 
 
-def weighted(torch: Any, losses: tuple[Any, ...], given: Any, factor: float) -> Any:
+def weighted(torch: ModuleType, losses: tuple[Any, ...], given: Any, factor: float) -> Any:
     """The initial gradients of a backward pass, times ``factor``."""
     if factor == 1.0:
         return given

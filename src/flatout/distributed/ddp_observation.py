@@ -12,14 +12,17 @@ from flatout.distributed.bucket_queue import BucketQueue
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import GradBucket, ProcessGroup
     from torch.nn import Parameter
+    from torch.nn.parallel import DistributedDataParallel
 
     from flatout.distributed.script_ddp import ScriptDdp
+    from flatout.distributed.wire import GradientCodec
 
 OBSERVED_PASSES = 4
 
 
-def buffers_of(ddp: Any) -> list[tuple[Any, ...]]:
+def buffers_of(ddp: DistributedDataParallel) -> list[tuple[Any, ...]]:
     """The address of each buffer and its number of writes."""
     return [
         (name, buffer.data_ptr(), buffer._version if not buffer.is_inference() else object())
@@ -27,7 +30,7 @@ def buffers_of(ddp: Any) -> list[tuple[Any, ...]]:
     ]
 
 
-def device_of(torch: ModuleType, ddp: Any) -> Any:
+def device_of(torch: ModuleType, ddp: DistributedDataParallel) -> Any:
     """The device for a flag exchanged by ranks.
 
     It is the host if the group supports it, to avoid a synchronisation.
@@ -38,7 +41,7 @@ def device_of(torch: ModuleType, ddp: Any) -> Any:
 class Sending:
     """Sends the buckets of successive backward passes. torch waits for the result of ``leave``."""
 
-    def __init__(self, torch: ModuleType, wire: Any, group: Any, parameters: int) -> None:
+    def __init__(self, torch: ModuleType, wire: GradientCodec, group: ProcessGroup, parameters: int) -> None:
         self.torch, self.wire, self.group, self.parameters = torch, wire, group, parameters
         self.begin()
 
@@ -49,7 +52,7 @@ class Sending:
             0,
         )
 
-    def leave(self, bucket: Any) -> Any:
+    def leave(self, bucket: GradBucket) -> Any:
         flat, parameters = bucket.buffer(), bucket.parameters()
         future = self.torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
         self._futures.append(future)
@@ -118,7 +121,7 @@ def patch(torch: ModuleType, ledgers: Callable[[], Any]) -> None:
 
 def _pre_forward(torch: ModuleType, really: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(really)
-    def pre_forward(ddp: Any, *inputs: object, **kwargs: object) -> Any:
+    def pre_forward(ddp: DistributedDataParallel, *inputs: object, **kwargs: object) -> Any:
         own = HELD.get(ddp)
         if own is None or torch.compiler.is_compiling():
             return really(ddp, *inputs, **kwargs)
@@ -133,7 +136,7 @@ def _pre_forward(torch: ModuleType, really: Callable[..., Any]) -> Callable[...,
 
 def _register_comm_hook(really: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(really)
-    def register_comm_hook(ddp: Any, state: object, hook: Callable[..., Any]) -> None:
+    def register_comm_hook(ddp: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
         own = HELD.get(ddp)
         if own is not None and hook is not own.hook:
             own.give_way(ddp)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed.tensor import DTensor
 
     from flatout.schema.program import Ledger
 
@@ -91,7 +92,7 @@ class DTensorInterop:
                 local.copy_(whole.detach().narrow(0, start, local.shape[0]))
             return made
 
-    def _start(self, like: Any) -> int:
+    def _start(self, like: DTensor) -> int:
         """The first row of this rank's part: FSDP2 splits rows as torch.chunk does."""
         mesh = like.device_mesh
         dim = mesh.ndim - 1
@@ -107,7 +108,7 @@ class DTensorInterop:
 
     # -- calls with a sharded tensor among their arguments ---------------------------------------------------
 
-    def _called(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def _called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in self.spoken:
             with self.torch.no_grad():
                 return func(self.whole(args[0]), *args[1:], **kwargs)
@@ -123,7 +124,7 @@ class DTensorInterop:
             return self._each(func, args, kwargs)
         return self._one(func, name, args, kwargs)
 
-    def _one(self, func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _one(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mixed, in_place = (
             self._mixed(args, kwargs),
             name in IN_PLACE or (name.endswith("_") and not name.endswith("__")),
@@ -152,7 +153,7 @@ class DTensorInterop:
         with self.plainly():
             return func(*args, **kwargs)
 
-    def _each(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def _each(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle lists of tensors of which some are sharded.
 
         The function is called separately for the two kinds.
@@ -206,7 +207,9 @@ class DTensorInterop:
 
         return any(map(self._stays_plain, tree_leaves((args, kwargs))))
 
-    def _replaced(self, args: Any, kwargs: Any, change: Callable[[Any], Any]) -> tuple[Any, Any]:
+    def _replaced(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Any], Any]
+    ) -> tuple[Any, Any]:
         from torch.utils._pytree import tree_map_only
 
         return tree_map_only(self.torch.Tensor, change, (tuple(args), kwargs))
@@ -238,7 +241,7 @@ def _stand_in_class(torch: Any) -> type:
         """The former whole weight: remaining references to it delegate to the sharded one."""
 
         @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
             args, kwargs = tree_map_only(cls, lambda each: vars(each)["divided"], (tuple(args), kwargs or {}))
             return func(*args, **kwargs)
 

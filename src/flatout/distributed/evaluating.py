@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import device as Device
     from torch.nn import Module
 
+    from flatout.job.rank_environment import RankEnvironment
     from flatout.schema.program import TrainingContext
 
 NAME = "data_parallel"
@@ -29,7 +30,7 @@ ROUNDING = 1e-3  # relative to a tensor's largest number; dependence between sam
 
 
 class Evaluating:
-    def __init__(self, torch: ModuleType, context: TrainingContext, here: Any) -> None:
+    def __init__(self, torch: ModuleType, context: TrainingContext, here: RankEnvironment) -> None:
         self.torch, self.context, self.here = torch, context, here
         self._divides: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 

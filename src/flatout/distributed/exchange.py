@@ -190,7 +190,7 @@ class Exchange:
             ]
         )
 
-    def _taken(self, bucket: Sequence[int], flat: Tensor, used: Any) -> None:
+    def _taken(self, bucket: Sequence[int], flat: Tensor, used: Tensor) -> None:
         for at, part in zip(bucket, unpacked(flat, [self.parameters[at] for at in bucket]), strict=True):
             parameter = self.parameters[at]
             if at in self.aside:

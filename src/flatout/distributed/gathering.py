@@ -15,8 +15,7 @@ from flatout.schema.errors import CannotDivide
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from flatout.schema.program import TrainingContext
+    from torch.autograd.function import FunctionCtx
 
 
 def put_together(torch: ModuleType, output: object, part: BatchShare, world: int) -> Any:
@@ -42,7 +41,7 @@ def _of_all_ranks(torch: Any, tensor: Tensor, rows: Rows, world: int) -> Any:
 
     class Together(torch.autograd.Function):
         @staticmethod
-        def forward(context: TrainingContext, mine: Any) -> Any:
+        def forward(ctx: FunctionCtx, mine: Tensor) -> Any:
             first = mine.detach().movedim(rows.dim, 0).contiguous()
             padded = (
                 torch.cat([first, first.new_zeros((max(sizes) - len(first), *first.shape[1:]))])
@@ -55,7 +54,7 @@ def _of_all_ranks(torch: Any, tensor: Tensor, rows: Rows, world: int) -> Any:
             return whole.movedim(0, rows.dim)
 
         @staticmethod
-        def backward(context: TrainingContext, gradient: Tensor) -> Any:
+        def backward(ctx: FunctionCtx, gradient: Tensor) -> Any:
             return rows.of_the_share(gradient)
 
     return Together.apply(tensor)

@@ -6,14 +6,16 @@ uneven shares.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.autograd.function import FunctionCtx
     from torch.nn import Module
 
-    from flatout.schema.program import Ledger, TrainingContext
+    from flatout.schema.program import Ledger
 
 
 def over_all_ranks(torch: ModuleType, root: Module, ledger: Ledger) -> int:
@@ -28,10 +30,10 @@ def over_all_ranks(torch: ModuleType, root: Module, ledger: Ledger) -> int:
     return len(found)
 
 
-def _forward_of(torch: Any, module: Any, really: Any) -> Any:
+def _forward_of(torch: ModuleType, module: Module, really: Callable[..., Any]) -> Any:
     total = _sum_of_ranks(torch)
 
-    def forward(x: Any) -> Any:
+    def forward(x: Tensor) -> Any:
         if not (module.training and torch.is_grad_enabled()):
             return really(x)
         dims = [dim for dim in range(x.dim()) if dim != 1]
@@ -52,7 +54,7 @@ def _forward_of(torch: Any, module: Any, really: Any) -> Any:
     return forward
 
 
-def _note(torch: ModuleType, module: Module, mean: Any, variance: Any) -> None:
+def _note(torch: ModuleType, module: Module, mean: Tensor, variance: Tensor) -> None:
     """Update the running statistics as torch does."""
     if not module.track_running_stats or module.running_mean is None:
         return
@@ -68,13 +70,13 @@ def _sum_of_ranks(torch: Any) -> Any:
 
     class Sum(torch.autograd.Function):
         @staticmethod
-        def forward(context: TrainingContext, x: Any) -> Any:
+        def forward(ctx: FunctionCtx, x: Tensor) -> Any:
             x = x.clone()
             torch.distributed.all_reduce(x)
             return x
 
         @staticmethod
-        def backward(context: TrainingContext, gradient: Tensor) -> Any:
+        def backward(ctx: FunctionCtx, gradient: Tensor) -> Any:
             gradient = gradient.clone()
             torch.distributed.all_reduce(gradient)
             return gradient

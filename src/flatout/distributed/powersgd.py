@@ -50,9 +50,9 @@ class PowerSGD:
         from torch.utils.weak import WeakTensorKeyDictionary
 
         self.torch, self.world, self.rank, self.after, self.saving = torch, world, rank, after, saving
-        self.passes: Any = WeakTensorKeyDictionary()  # by the first parameter of a bucket
-        self.queries: Any = WeakTensorKeyDictionary()  # Q, the same on every rank
-        self.errors: Any = WeakTensorKeyDictionary()  # the part that this rank has not sent yet
+        self.passes = WeakTensorKeyDictionary()  # by the first parameter of a bucket
+        self.queries = WeakTensorKeyDictionary()  # Q, the same on every rank
+        self.errors = WeakTensorKeyDictionary()  # the part that this rank has not sent yet
         self._draw = random.Random(SEED)  # equal on every rank; the program's own random numbers are not used
 
     def send(self, flat: Tensor, parameters: Sequence[Any], start: Start) -> Sending:
@@ -96,7 +96,7 @@ class PowerSGD:
         n, m = parameter.shape[0], parameter.numel() // max(1, parameter.shape[0])
         return bool((n + m) * min(n, m, self.rank) * self.saving < n * m)
 
-    def _query(self, parameter: Parameter, matrix: Any) -> Any:
+    def _query(self, parameter: Parameter, matrix: Tensor) -> Any:
         if parameter not in self.queries:
             columns = min(*matrix.shape, self.rank)
             drawn = [[self._draw.gauss(0.0, 1.0) for _ in range(columns)] for _ in range(matrix.shape[1])]

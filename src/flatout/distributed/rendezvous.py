@@ -12,6 +12,7 @@ from flatout.job.rank_environment import RENDEZVOUS, RankEnvironment
 
 if TYPE_CHECKING:
     from torch import device as Device
+    from torch.distributed import Store
 
     from flatout.schema.program import Ledger
 
@@ -30,7 +31,7 @@ def join(torch: ModuleType, here: RankEnvironment, device: Device, ledger: Ledge
     ledger.set(distributed, "is_initialized", lambda: False)
 
 
-def _backend_of_cuda(torch: ModuleType, here: RankEnvironment, place: Any, device: Device) -> str:
+def _backend_of_cuda(torch: ModuleType, here: RankEnvironment, place: Store, device: Device) -> str:
     """NCCL needs one device per rank; ranks that share a device use gloo."""
     if not torch.distributed.is_nccl_available():
         return "gloo"

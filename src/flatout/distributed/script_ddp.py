@@ -27,6 +27,8 @@ from flatout.distributed.ddp_observation import HELD, Observed, Sending, buffers
 from flatout.distributed.wire import CodecKind
 
 if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
     from flatout.schema.program import Ledger, TrainingContext
 
 KEEPS = "the script keeps gradients of earlier passes, which the next pass would overwrite"
@@ -68,7 +70,9 @@ class ScriptDdp:
     ``gave_way``: the script has registered its own hook.
     """
 
-    def __init__(self, context: TrainingContext, ddp: Any, ledgers: Callable[[], Any]) -> None:
+    def __init__(
+        self, context: TrainingContext, ddp: DistributedDataParallel, ledgers: Callable[[], Any]
+    ) -> None:
         self.torch, self.context, self._ledgers = context.torch, context, ledgers
         self.wanted = self.now = AS_IT_IS
         self.gave_way = False
@@ -78,7 +82,7 @@ class ScriptDdp:
         self._own_views, self._own_static = ddp.gradient_as_bucket_view, ddp.static_graph
         self._observed: Observed | None = None
         self._sending: Sending | None = None
-        self._seen: Any = None  # the buffers when they last equalled rank 0's
+        self._seen: list[tuple[Any, ...]] | None = None  # the buffers when they last equalled rank 0's
 
     @property
     def rests(self) -> bool:
@@ -86,7 +90,7 @@ class ScriptDdp:
 
     # -- at the start of a forward pass ----------------------------------------------------------------------
 
-    def before_forward(self, ddp: Any) -> None:
+    def before_forward(self, ddp: DistributedDataParallel) -> None:
         if (
             self.gave_way
             or not self.torch.is_grad_enabled()
@@ -129,7 +133,7 @@ class ScriptDdp:
             static_graph=wanted.static_graph and static,
         )
 
-    def _agree(self, ddp: Any, observed: Observed) -> None:
+    def _agree(self, ddp: DistributedDataParallel, observed: Observed) -> None:
         """Combine the observations of all ranks."""
         names = list(observed.verdict)
         info = self.torch.tensor(
@@ -143,7 +147,7 @@ class ScriptDdp:
 
     # -- the reducer -----------------------------------------------------------------------------------------
 
-    def _remake(self, ddp: Any) -> None:
+    def _remake(self, ddp: DistributedDataParallel) -> None:
         """Make a reducer as `DistributedDataParallel.__setstate__` does, with the buckets of the old one.
 
         If the graph has become static, torch chooses the buckets.
@@ -177,7 +181,7 @@ class ScriptDdp:
                     p.grad = p.grad.clone()
         self._send(ddp)
 
-    def _send(self, ddp: Any) -> None:
+    def _send(self, ddp: DistributedDataParallel) -> None:
         self._sending = self.hook = None
         if self.now.way is not None:
             wire = self.now.way.make(self.torch, self.torch.distributed.get_world_size(ddp.process_group))
@@ -197,7 +201,7 @@ class ScriptDdp:
     # -- buffers ---------------------------------------------------------------------------------------------
 
     @contextmanager
-    def broadcast(self, ddp: Any) -> Iterator[None]:
+    def broadcast(self, ddp: DistributedDataParallel) -> Iterator[None]:
         """Skip torch's broadcast of rank 0's buffers if no rank has changed any since the last one."""
         asks = (
             self.now.broadcast_when_changed
@@ -216,7 +220,7 @@ class ScriptDdp:
         if asks:
             self._seen = buffers_of(ddp)
 
-    def _any_changed(self, ddp: Any) -> bool:
+    def _any_changed(self, ddp: DistributedDataParallel) -> bool:
         info = self.torch.tensor(
             [float(self._seen is None or buffers_of(ddp) != self._seen)], device=device_of(self.torch, ddp)
         )

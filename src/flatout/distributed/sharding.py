@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from flatout.job.rank_environment import RankEnvironment
 from flatout.schema.errors import CannotDivide
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
     from torch.nn import Module, Parameter
 
     from flatout.schema.program import Ledger, TrainingContext
@@ -42,7 +43,7 @@ class Sharding:
         context: TrainingContext,
         here: RankEnvironment,
         over: str,
-        blocks_of: Any,
+        blocks_of: Callable[[Module], list[Module]],
         ledger: Ledger,
     ) -> None:
         self.torch, self.context, self.here, self.over, self.blocks_of = torch, context, here, over, blocks_of
@@ -142,7 +143,7 @@ class Sharding:
                     state if divided is None else self.part_of_state(state, divided)
                 )
 
-    def part_of_state(self, state: dict[str, Any], divided: Any) -> dict[str, Any]:
+    def part_of_state(self, state: dict[str, Any], divided: DTensor) -> dict[str, Any]:
         """The optimizer state of a weight, sharded like it; values of another shape stay whole."""
         tensor = self.torch.Tensor
         return {
@@ -245,7 +246,7 @@ class Sharding:
                     )
 
     def _piece_begins(self, state: Any, groups: list[Any]) -> Any:
-        def begins(module: Any, args: Any, kwargs: Any) -> Any:
+        def begins(module: Module, args: object, kwargs: object) -> Any:
             if not any(group.is_sharded for group in groups):
                 return None
             self.opened.append(module)
@@ -254,7 +255,7 @@ class Sharding:
         return begins
 
     def _piece_ends(self, state: Any) -> Any:
-        def ends(module: Any, args: Any, output: Any) -> Any:
+        def ends(module: Module, args: object, output: object) -> Any:
             if not self.opened or self.opened[-1] is not module:
                 return None
             self.opened.pop()

@@ -117,7 +117,7 @@ def offset(seed: int, rank: int) -> int:
 
 
 def _numpy() -> Any:
-    numpy: Any = sys.modules.get("numpy")
+    numpy = sys.modules.get("numpy")
     return numpy.random if numpy is not None and hasattr(numpy, "random") else None
 
 

@@ -90,7 +90,7 @@ class Float16Codec:
         from torch.utils.weak import WeakTensorKeyDictionary
 
         self.torch, self.world = torch, world
-        self.scales: Any = WeakTensorKeyDictionary()
+        self.scales = WeakTensorKeyDictionary()
 
     def send(self, flat: Tensor, parameters: Sequence[Any], start: Start) -> Sending:
         plain = PlainCodec(self.torch, self.world)

@@ -23,7 +23,7 @@ def finished(
     at: int,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    made: Any,
+    made: Tensor,
 ) -> AttentionMatch | None:
     """The whole attention, if this operator multiplies weights by values.
 
@@ -135,7 +135,7 @@ def attend(see: ArgumentReader, whole: AttentionMatch, causal: bool = False, che
 
 def _placed(
     see: ArgumentReader,
-    thing: Any,
+    thing: Tensor,
     axes: tuple[int, ...] | None,
     dtype: torch.dtype,
     batch: Sequence[Any],
@@ -206,7 +206,7 @@ def _mask(
     )
 
 
-def _either(one: Any, other: Any) -> Any:
+def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return other if one is None else one if other is None else one | other
 
 

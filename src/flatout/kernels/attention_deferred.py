@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._pytree import tree_map_only
 
@@ -107,13 +108,13 @@ class _Place(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, held: list[DeferredOperation], like: Tensor, *leaves: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, held: list[DeferredOperation], like: Tensor, *leaves: Tensor) -> Tensor:
         ctx.held, ctx.leaves = held, leaves
         return DeferredScores(held, like, leaves[0].device)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> Any:
         with torch.enable_grad():
             instead = {id(leaf): leaf.detach().requires_grad_() for leaf in ctx.leaves}
             found = torch.autograd.grad(
@@ -126,12 +127,12 @@ class _Become(torch.autograd.Function):
     """Gives a deferred tensor that was changed in place the graph position of its values."""
 
     @staticmethod
-    def forward(ctx: Any, deferred: Tensor, values: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, deferred: Tensor, values: Tensor) -> Tensor:
         ctx.mark_dirty(deferred)
         return deferred
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> Any:
         return None, gradient
 
 
@@ -157,7 +158,7 @@ class DeferredScores(torch.Tensor):
         return repr(self.held[0].compute())
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = function.__name__
         if (function.__self__.__name__ if name == "__get__" else name) in LOOKS_ONLY:
@@ -184,7 +185,7 @@ class DeferredScores(torch.Tensor):
         return first if result is args[0] else result
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         """For code that bypasses __torch_function__.
 
         This runs below autograd, where ``_Place`` represents this tensor.

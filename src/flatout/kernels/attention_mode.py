@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ class AttentionMode(TorchFunctionMode):
         finally:
             self._most, self._next = max(self._most, self._next), before
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = function.__name__
         self.calls |= function is torch.nn.functional.scaled_dot_product_attention
@@ -135,7 +136,7 @@ class AttentionMode(TorchFunctionMode):
 _unasked_functions: dict[Any, Any] = {}
 
 
-def _unasked(function: Any) -> Any:
+def _unasked(function: FunctionType) -> Any:
     """A Python function of torch without its has_torch_function check.
 
     Its own operators can then be observed.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 
 class ArgumentReader(Protocol):
@@ -31,7 +32,7 @@ class Mask:
     """
 
     kind: str
-    tensor: Any
+    tensor: Tensor
     fill: float
     dtype: torch.dtype
     sizes: tuple[Any, ...]
@@ -46,8 +47,8 @@ class AttentionForm:
     product. ``masked`` are the batch sizes at which the masks were applied, ``first`` those of the product.
     """
 
-    q: Any
-    k: Any
+    q: Tensor
+    k: Tensor
     q_axes: tuple[int, ...] | None
     k_axes: tuple[int, ...] | None
     first: tuple[Any, ...]
@@ -73,6 +74,6 @@ class AttentionMatch:
     """
 
     form: AttentionForm
-    v: Any
+    v: Tensor
     v_axes: tuple[int, ...] | None
     axes: tuple[int, ...] | None

@@ -189,7 +189,7 @@ def _compiled(text: str, name: str, target: str) -> bytes:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _as_c(argument: Any) -> Any:
+def _as_c(argument: torch.Tensor | float | None) -> Any:
     if argument is None or isinstance(argument, torch.Tensor):
         return ctypes.c_void_p(None if argument is None else argument.data_ptr())
     return ctypes.c_longlong(argument) if isinstance(argument, int) else ctypes.c_float(argument)

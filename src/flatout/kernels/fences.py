@@ -50,7 +50,7 @@ class Fenced(TorchDispatchMode):
         super().__init__()
         self._functions, self._at_end = functions, at_end
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         name = function.name().rpartition(".")[0] if "." in function.name() else function.name()
         ours = self._functions.get(name)
         if ours is not None:  # call the function itself, to fence its allocations

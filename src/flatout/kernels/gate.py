@@ -276,7 +276,7 @@ class _Recorder(TorchDispatchMode):
             kwargs,
         )
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if function.name().partition(".")[0] == self._name:
             self.calls.append((function, args, dict(kwargs or {})))
         return function(*args, **(kwargs or {}))

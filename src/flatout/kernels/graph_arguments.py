@@ -38,7 +38,7 @@ def layout(value: Any, tensors: list[Any]) -> Any:
     raise NotRecordable(f"takes a {kind.__name__}")
 
 
-def filled(value: Any, tensors: Iterator[Any]) -> Any:
+def filled(value: Any, tensors: Iterator[Tensor]) -> Any:
     """The same arguments with these tensors."""
     kind = type(value)
     if kind is tuple or kind is list:

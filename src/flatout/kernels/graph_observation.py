@@ -59,7 +59,7 @@ class _Operators(TorchDispatchMode):
         )  # by memory; tensors alive before the pass share none with new ones
         self.why = ""
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function in READS and any(tensor.is_cuda for tensor in tensors_of((args, kwargs))):
             self._because(f"reads a value of the device ({function.overloadpacket.__name__})")

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree
 
 from flatout.kernels.graph_arguments import (
@@ -154,7 +155,9 @@ class _Replay(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, recorded: RecordedPass, lease: _Lease, count: int, *tensors: Any) -> Any:
+    def forward(
+        ctx: FunctionCtx, recorded: RecordedPass, lease: _Lease, count: int, *tensors: torch.Tensor
+    ) -> Any:
         ctx.recorded, ctx.arguments, ctx.generator = recorded, lease.arguments, lease.generator
         ctx.done = False
         ctx.set_materialize_grads(False)
@@ -170,7 +173,7 @@ class _Replay(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: FunctionCtx, *gradients: torch.Tensor | None) -> Any:
         recorded: RecordedPass = ctx.recorded
         _, *inputs = ctx.saved_tensors
         given = {
@@ -187,7 +190,7 @@ class _Replay(torch.autograd.Function):
 def _computed_again(
     recorded: RecordedPass,
     inputs: list[Any],
-    arguments: Any,
+    arguments: tuple[Any, Any],
     generator: tuple[int, int],
     given: dict[int, Any],
 ) -> list[Any]:
@@ -285,7 +288,7 @@ def elsewhere() -> bool:
     )
 
 
-def close(one: Any, other: Any) -> bool:
+def close(one: torch.Tensor, other: torch.Tensor) -> bool:
     with torch.no_grad():
         if torch.equal(one, other):
             return True

@@ -62,7 +62,7 @@ class UpdateGraph:
         self.moving_rates = False  # learning rates are read from the device
         self.off = ""
 
-    def __call__(self, closure: Any = None) -> Any:
+    def __call__(self, closure: Callable[[], Any] | None = None) -> Any:
         self.steps += 1
         if self.off or closure is not None or self.steps <= WARM_STEPS or self._unusual():
             return self.before() if closure is None else self.before(closure)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +72,7 @@ class Kernel:
     flops: Callable[[Inputs], int] | None = None
 
 
-def tensors_of(result: Any) -> tuple[torch.Tensor, ...]:
+def tensors_of(result: torch.Tensor | Iterable[Any]) -> tuple[torch.Tensor, ...]:
     """The tensors that a kernel's function returned, in order."""
     if isinstance(result, torch.Tensor):
         return (result,)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from flatout.kernels.cuda import SUFFIX, CudaSource
 from flatout.kernels.kernel import has_triton
@@ -255,7 +256,7 @@ def _(dy, dh, h, weight, mean, rstd, centre, implementation):
     return h.new_empty(h.shape), h.new_empty(width, dtype=mean.dtype), h.new_empty(width, dtype=mean.dtype)
 
 
-def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+def _setup(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, bias, residual, _, ctx.centre, ctx.implementation = inputs
     _, h, mean, rstd = output
     ctx.has_residual = residual is not None
@@ -265,7 +266,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _gradient(ctx: Any, dy: Any, dh: Any, *_: object) -> Any:
+def _gradient(ctx: FunctionCtx, dy: Tensor | None, dh: Tensor | None, *_: object) -> Any:
     h, weight, mean, rstd = ctx.saved_tensors
     if dy is None:  # only the sum was used
         return (

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from flatout.kernels.cuda import SUFFIX, CudaSource
 from flatout.kernels.kernel import has_triton
@@ -254,14 +255,14 @@ def _(x, weight, target, bias, ignore_index, reduction, label_smoothing, wanted,
     )
 
 
-def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+def _setup(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, _, bias, *_, ctx.wanted, _, _ = inputs
     ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
     ctx.save_for_backward(*output[1:])
     ctx.mark_non_differentiable(*output[1:])
 
 
-def _gradient(ctx: Any, of_loss: Tensor, *_: object) -> Any:
+def _gradient(ctx: FunctionCtx, of_loss: Tensor, *_: object) -> Any:
     factor, *unscaled = ctx.saved_tensors
     if torch.is_grad_enabled():
         raise RuntimeError(

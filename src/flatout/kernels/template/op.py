@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 WAYS = {  # the file of each and the package that it requires; likely fastest first
     "triton": (".in_triton", "triton"),
@@ -72,12 +73,12 @@ _backward.register_fake(
 )
 
 
-def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+def _setup(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, ctx.implementation = inputs
     ctx.save_for_backward(a, b)
 
 
-def _gradient(ctx: Any, g: Tensor) -> Any:
+def _gradient(ctx: FunctionCtx, g: Tensor) -> Any:
     return (*torch.ops.silu_mul.backward(g, *ctx.saved_tensors, ctx.implementation), None)
 
 
