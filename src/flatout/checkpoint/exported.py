@@ -100,7 +100,7 @@ def _module_state(held: Mapping[str, Any]) -> Any:
     return found
 
 
-def _plain(torch: Any, value: Any) -> Any:
+def _plain(torch: ModuleType, value: Any) -> Any:
     """Convert to the types that torch loads with weights_only.
 
     Arrays become tensors, sequences become lists.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.schema.errors import SaveError
 
 if TYPE_CHECKING:
-    from torch import Generator
+    from torch import Generator, Tensor
 
 KINDS = ("torch", "python", "numpy")
 
@@ -143,7 +143,7 @@ def state_of(generator: Generator) -> Any:
     return {"torch": _bytes_of(state)} if hasattr(state, "data_ptr") else {"numpy": _plain(state)}
 
 
-def set_state_of(torch: Any, generator: Any, state: Any) -> bool:
+def set_state_of(torch: ModuleType, generator: Generator, state: dict[str, Any]) -> bool:
     """Restore a state. False if it belongs to another kind of generator."""
     ((kind, metadata),) = state.items()
     try:
@@ -158,7 +158,7 @@ def set_state_of(torch: Any, generator: Any, state: Any) -> bool:
     return True
 
 
-def _bytes_of(state: Any) -> bytes:
+def _bytes_of(state: Tensor) -> bytes:
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 
@@ -166,11 +166,11 @@ def _tensor_of(torch: ModuleType, state: bytes) -> Any:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
-def _of_python(state: Any) -> list[Any]:
+def _of_python(state: tuple[Any, ...]) -> list[Any]:
     return [state[0], array("I", state[1]).tobytes(), state[2]]
 
 
-def _to_python(state: Any) -> tuple[Any, ...]:
+def _to_python(state: Sequence[Any]) -> tuple[Any, ...]:
     return (state[0], tuple(array("I", state[1])), state[2])
 
 

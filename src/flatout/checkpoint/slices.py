@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.schema.errors import SaveError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.tensor import DTensor
 
 Where = tuple[Any, ...]  # the keys and indices of a value in a state
 
@@ -23,7 +27,7 @@ Where = tuple[Any, ...]  # the keys and indices of a value in a state
 class Slice:
     """``local`` is the part of a tensor of ``shape`` that begins at ``offsets``."""
 
-    local: Any
+    local: Tensor
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
 
@@ -33,7 +37,7 @@ def is_divided(value: object) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def slice_of(divided: Any) -> Slice | None:
+def slice_of(divided: DTensor) -> Slice | None:
     """This rank's part of a DTensor; None if it is a partial sum, or in several pieces here."""
     if any(placement.is_partial() for placement in divided.placements):
         return None
@@ -83,7 +87,7 @@ def filled(
 class _Hole:
     """The part of one tensor that this rank needs, filled piece by piece."""
 
-    def __init__(self, torch: ModuleType, like: Any, shape: tuple[int, ...], dtype: Any) -> None:
+    def __init__(self, torch: ModuleType, like: Tensor, shape: tuple[int, ...], dtype: Any) -> None:
         self.torch, self.like = torch, like
         mine = slice_of(like) if is_divided(like) else None
         self.offsets = mine.offsets if mine is not None else (0,) * len(shape)
@@ -91,7 +95,7 @@ class _Hole:
         self.missing = self.local.numel()
         self._seen: set[Where] = set()
 
-    def take(self, saved: Any) -> None:
+    def take(self, saved: Slice | Tensor) -> None:
         piece = saved if isinstance(saved, Slice) else Slice(saved, tuple(saved.shape), (0,) * saved.dim())
         box = piece.offsets, tuple(piece.local.shape)
         if not self.missing or box in self._seen:  # replicas are identical

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -219,7 +219,7 @@ class TrainingState:
 
     # -- custom state ----------------------------------------------------------------------------------------
 
-    def _note(self, kind: str, thing: Any, name: str) -> None:
+    def _note(self, kind: str, thing: Module, name: str) -> None:
         if kind == "modules":
             usual = self.torch.nn.Module
             own = sorted(
@@ -286,7 +286,9 @@ def _module_state(layers: list[tuple[str, Any, Any, Any, Any]]) -> dict[str, Any
     return {"state": state, "versions": versions}
 
 
-def _optimizer_state(torch: ModuleType, groups: Any, state: Any) -> dict[str, Any]:
+def _optimizer_state(
+    torch: ModuleType, groups: list[dict[str, Any]], state: Mapping[Any, Any]
+) -> dict[str, Any]:
     """The state with the numbering of torch's ``Optimizer.state_dict``."""
     numbers: dict[int, int] = {}
     packed = []

@@ -63,7 +63,7 @@ class WorkerStateCollate:
     def __init__(
         self,
         collate_fn: Any,
-        worker_init_fn: Any,
+        worker_init_fn: Callable[[int], Any] | None,
         find: Find | None,
         worker_states: list[dict[str, Any] | None],
         again: int,

@@ -6,15 +6,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from flatout.measure.clock import clock_for
+from flatout.measure.clock import Clock, clock_for
 from flatout.measure.statistics import Round, compare, median
 from flatout.schema.errors import UsageError
+
+if TYPE_CHECKING:
+    from flatout.kernels.kernel import Case, Kernel
 
 WARM_UPS = 3
 BLOCK_MS = 20.0  # approximate duration of a block of calls
@@ -100,7 +103,7 @@ def kernel_of(subject: str) -> Any:
 
 
 def rows_of(
-    kernel: Any,
+    kernel: Kernel,
     rounds: int,
     only: str = "",
     others: Callable[[Any, Any], dict[str, Callable[..., Any]]] | None = None,
@@ -144,7 +147,7 @@ def rows_of(
 
 
 def _interleaved(
-    calls: dict[str, tuple[Callable[[], Any], int]], clock: Any, rounds: int
+    calls: dict[str, tuple[Callable[[], Any], int]], clock: Clock, rounds: int
 ) -> dict[str, list[float]]:
     """Return the milliseconds of each call, for each round; the order changes from round to round."""
     blocks: dict[str, list[float]] = {name: [] for name in calls}
@@ -160,8 +163,8 @@ def _interleaved(
 
 
 def _comparison(
-    kernel: Any,
-    case: Any,
+    kernel: Kernel,
+    case: Case,
     work: str,
     contestants: dict[str, Callable[..., Any]],
     inputs: dict[str, Any],

@@ -77,7 +77,7 @@ class _Rounded:
         self.held = []
         return mapped(output, self._rounded_output, self.torch)
 
-    def _rounded_output(self, x: Any) -> Any:
+    def _rounded_output(self, x: Tensor) -> Any:
         if not x.dim() or x.dtype not in (self.torch.float32, self.torch.float64):
             return x
         exact = x.detach()
@@ -86,7 +86,7 @@ class _Rounded:
             x.register_hook(self._round)
         return x
 
-    def _round(self, x: Any) -> Any:
+    def _round(self, x: Tensor) -> Any:
         """Round to this many significant bits. Infinities and NaN stay as they are."""
         mantissa, exponent = self.torch.frexp(x)
         return self.torch.ldexp((mantissa * 2.0**self.bits).round() / 2.0**self.bits, exponent).where(

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SHORT_BITS = 10  # true of all bfloat16 losses, half of float16's, one in 8,192 of float32's
 SHORT_SHARE = 0.25  # of the losses, beyond the plain program; detects one half-precision loss among three
@@ -39,7 +43,7 @@ def coarseness(runs: Sequence[Sequence[float]]) -> float:
     return max(short, repeated) / count
 
 
-def fineness(plain: Any, levers: Any, torch: Any) -> list[tuple[str, float, float, str]]:
+def fineness(plain: Any, levers: Any, torch: ModuleType) -> list[tuple[str, float, float, str]]:
     """``(name, value, limit, why)`` of checks on the resolution of the second of two plays of the same steps.
 
     Each value is a share beyond that of the plain play (``replay.Played``): of the losses among the outputs,
@@ -101,7 +105,7 @@ def _pairs(plain: Sequence[Sequence[Any]], levers: Sequence[Sequence[Any]]) -> I
                 yield p, other
 
 
-def _flushed(plain: Any, levers: Any) -> float:
+def _flushed(plain: Tensor, levers: Tensor) -> float:
     """The share of zeros that the plain gradient does not have, minus the zeros that only it has.
 
     An activation near its kink may be on either side.
@@ -113,7 +117,7 @@ def _flushed(plain: Any, levers: Any) -> float:
     return max(0, lost) / int(counted.sum())
 
 
-def _few_bits(x: Any, torch: Any) -> float:
+def _few_bits(x: Tensor, torch: ModuleType) -> float:
     x = x[(x != 0) & x.isfinite()]
     if x.numel() < FEWEST_ELEMENTS:
         return 0.0
@@ -121,7 +125,7 @@ def _few_bits(x: Any, torch: Any) -> float:
     return float((scaled == scaled.round()).float().mean())
 
 
-def _saturated(x: Any) -> float:
+def _saturated(x: Tensor) -> float:
     x = x[x.isfinite()]
     return (
         max(float((x == x.max()).float().mean()), float((x == x.min()).float().mean()))

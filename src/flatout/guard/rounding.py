@@ -12,11 +12,14 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.guard.captured_steps import StepResults
 from flatout.guard.resolution import fineness
 from flatout.measure.parity import relative_distance
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # bfloat16's unit in the last place. Noise of that size on every gradient: 1.1e-3 to 1.7e-3; 8-bit gradients:
 # from 1e-2.
@@ -157,7 +160,7 @@ def same(plain: StepResults, levers: StepResults, torch: ModuleType) -> dict[str
     return check("bitwise", float(len(apart)), 0.0, why)
 
 
-def _flat(played: Any) -> list[Any]:
+def _flat(played: Sequence[Any]) -> list[Any]:
     return [tensor for each in played for tensor in (each if isinstance(each, list) else [each])]
 
 
@@ -192,7 +195,7 @@ def _outputs(plain: StepResults, levers: StepResults, double: StepResults) -> tu
     ), error
 
 
-def _of_spread(x: Any, y: Any) -> float:
+def _of_spread(x: Tensor, y: Tensor) -> float:
     """The distance relative to the spread.
 
     Infinities of a mask must match in place; they do not count otherwise.
@@ -312,7 +315,7 @@ def _same_maths(own: float) -> float:
     return max(FLOOR, min(SAME_MATHS * own, own + SAME_MATHS_MORE))
 
 
-def _minus(a: Any, b: Any) -> Any:
+def _minus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None:
         return b if a is None else a
     return a.double() - b.double()

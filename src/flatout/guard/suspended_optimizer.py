@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import update_wrapper
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ def suspend_optimizer(torch: ModuleType, optimizer: Optimizer, ledger: Ledger) -
     """
     from torch.optim import optimizer as hooks
 
-    def step(closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def step(closure: Callable[[], Any] | None = None, *args: object, **kwargs: object) -> Any:
         for hook in (
             *hooks._global_optimizer_pre_hooks.values(),
             *optimizer._optimizer_step_pre_hooks.values(),

@@ -112,7 +112,7 @@ class Accumulation:
         return joined
 
 
-def detached(values: Any) -> dict[str, Any]:
+def detached(values: Mapping[str, Any] | None) -> dict[str, Any]:
     return (
         {name: value.detach() if hasattr(value, "detach") else value for name, value in values.items()}
         if values
@@ -125,7 +125,7 @@ def _is_nothing(weight: Tensor) -> bool:
     return (not hasattr(weight, "device") or weight.device.type == "cpu") and float(weight) == 0.0
 
 
-def _as_scalar(torch: ModuleType, count: Any, loss: Tensor) -> Any:
+def _as_scalar(torch: ModuleType, count: Tensor | float, loss: Tensor) -> Any:
     """The number that a loss is averaged over, as a tensor on the loss's device.
 
     Reading it as a number would synchronise.

@@ -16,6 +16,7 @@ from flatout.schema.errors import LoopError, SaveError
 if TYPE_CHECKING:
     from torch.nn import Module
 
+
 PARTS = (
     "model",
     "buffers",
@@ -55,7 +56,7 @@ class LoopState:
         update: Update,
         sizer: Sizer | None,
         also: Mapping[str, Any],
-        stage: Any = None,
+        stage: Module | None = None,
     ) -> None:
         self.loop, self.also, self.torch, self.stage = loop, also, loop.torch, stage
         self._gradient, self._update, self._sizer = gradient, update, sizer

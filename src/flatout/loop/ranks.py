@@ -19,6 +19,7 @@ from flatout.loop.rejoin import Rejoin
 from flatout.schema.errors import LoopError
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.nn import Module
     from torch.optim import Optimizer
 
@@ -42,7 +43,7 @@ def ranks_of(torch: ModuleType, model: Module) -> LoopRanks | None:
     return LoopRanks(torch, members, Rejoin(torch, model) if parallel else None) if len(members) > 1 else None
 
 
-def group_of(distributed: Any, members: tuple[int, ...]) -> Any:
+def group_of(distributed: ModuleType, members: tuple[int, ...]) -> Any:
     """The CPU group that all Loops of these ranks share."""
     whole = distributed.group.WORLD
     known = GROUPS.setdefault(whole, {})
@@ -74,7 +75,7 @@ class LoopRanks:
 
     def __init__(self, torch: ModuleType, members: Sequence[int], rejoin: Rejoin | None) -> None:
         self.torch, self.members, self.rejoin = torch, list(members), rejoin
-        self._group: Any = None
+        self._group: ProcessGroup | None = None
         self._info: tuple[Any, Any] | None = None  # result of the last update: pending exchange, number
 
     def begin(self) -> None:

@@ -19,6 +19,7 @@ from flatout.loop.randomness import kept_random_state
 from flatout.schema.errors import LoopError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn import Module
 
 MEAN, SUM = "mean", "sum"
@@ -41,9 +42,9 @@ class LossResult:
     ``count`` is None for a mean over samples.
     """
 
-    loss: Any
-    count: Any = None
-    values: Any = None
+    loss: Tensor
+    count: Tensor | float | None = None
+    values: dict[str, Any] | None = None
 
 
 def understood(given: object) -> LossResult:
@@ -148,7 +149,7 @@ class Recogniser:
             f"that the loss is averaged over. {WAYS_OUT}"
         )
 
-    def _same(self, a: Any, b: Any, like: Any) -> bool:
+    def _same(self, a: Tensor | float, b: Tensor | float, like: Tensor) -> bool:
         a, b = float(a), float(b)
         rounding = ROUNDING.get(str(like.dtype), COARSE)
         if self.torch.is_autocast_enabled(like.device.type):

@@ -23,6 +23,7 @@ from flatout.agent.pickles import keep_out_of_pickles
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn.parallel import DistributedDataParallel
 
 TWICE = ("mark a variable ready only once", "marked as ready twice")
 
@@ -33,7 +34,7 @@ class Rejoin:
     This costs some microseconds per micro-batch.
     """
 
-    def __init__(self, torch: ModuleType, parallel: Any) -> None:
+    def __init__(self, torch: ModuleType, parallel: DistributedDataParallel) -> None:
         self.torch, self.parallel = torch, parallel
         self.parameters = [p for p in parallel.module.parameters() if p.requires_grad]
         self._called = False

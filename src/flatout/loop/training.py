@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from flatout.loop.pipeline_parallel import PipelineParallel
 from flatout.loop.precision import Precision
 from flatout.loop.ranks import LoopRanks
 from flatout.loop.tensor_parallel import TensorParallel
+
+if TYPE_CHECKING:
+    from torch import device as Device
+    from torch.nn import Module
+    from torch.optim import Optimizer
 
 
 @dataclass(frozen=True)
@@ -19,13 +25,13 @@ class Training:
     ``parameters``: the optimizer's (master copies included).
     """
 
-    torch: Any
-    model: Any
-    alone: Any
-    optimizer: Any
+    torch: ModuleType
+    model: Module
+    alone: Module
+    optimizer: Optimizer
     loss_fn: Callable[[Any, Any], Any]
     parameters: list[Any]
-    device: Any
+    device: Device
     precision: Precision
     ranks: LoopRanks | None
     divided: TensorParallel | PipelineParallel | None = None  # the model is split over ranks

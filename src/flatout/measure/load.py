@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flatout.measure.clock import cpu_seconds as process_time
 from flatout.measure.clock import sleep
@@ -63,7 +63,7 @@ def busy_programs(watch_s: float = 0.25, most: int = 2) -> Busy | None:
     return Busy(max(0.0, cores), tuple(f"{name} (pid {pid})" for share, name, pid in top if share >= 0.2))
 
 
-def _cpu_seconds(psutil: Any) -> dict[int, tuple[str, float]]:
+def _cpu_seconds(psutil: ModuleType) -> dict[int, tuple[str, float]]:
     """Return name and CPU seconds of each process except this one."""
     found = {}
     for process in psutil.process_iter(["name", "cpu_times"]):

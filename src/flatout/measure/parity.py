@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -23,7 +23,7 @@ def tensors_in(thing: object, torch: ModuleType, depth: int = 0) -> Iterator[Any
             yield from tensors_in(part, torch, depth + 1)
 
 
-def digest(tensors: Any, torch: ModuleType) -> str:
+def digest(tensors: Iterable[Any], torch: ModuleType) -> str:
     """Return sixteen hex digits over dtype, shape and bytes. The memory layout does not count.
 
     Of a tensor that is sharded over ranks, only this rank's part counts.

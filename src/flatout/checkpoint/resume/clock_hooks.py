@@ -31,7 +31,7 @@ CLOCKS = (
     "gmtime",
     "asctime",
 )
-datetime: Any = sys.modules["datetime"]  # already imported by torch
+datetime = sys.modules["datetime"]  # already imported by torch
 DATES = {"datetime": ("now", "utcnow", "today"), "date": ("today",)}
 
 

@@ -178,14 +178,14 @@ class Collectives:
         return forward
 
 
-def _buckets_of(wrapper: Any) -> list[list[int]] | None:
+def _buckets_of(wrapper: DistributedDataParallel) -> list[list[int]] | None:
     metadata = wrapper._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
     return (
         [[int(number) for number in bucket.split()] for bucket in metadata.split(",")] if metadata else None
     )
 
 
-def _may_change(wrapper: Any) -> bool:
+def _may_change(wrapper: DistributedDataParallel) -> bool:
     """Whether the buckets will be rebuilt after the next backward pass.
 
     With two ranks, the position in a bucket has no effect.
@@ -197,7 +197,7 @@ def _may_change(wrapper: Any) -> bool:
     return _buckets_of(wrapper) is None
 
 
-def _rebuild(wrapper: Any, buckets: list[list[int]]) -> None:
+def _rebuild(wrapper: DistributedDataParallel, buckets: list[list[int]]) -> None:
     """Restore known buckets, as `DistributedDataParallel.__setstate__` does."""
     parameters, sparse = wrapper._build_params_for_reducer()
     ledger = Ledger()

@@ -52,7 +52,7 @@ class FakeOperators(FakeResults):
         class Answering(torch.overrides.TorchFunctionMode):
             off = False
 
-            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
                 if not self.off:
                     for arg in args:
                         if type(arg) is ReplayTensor or trains(arg):

@@ -81,7 +81,7 @@ def without_gaps(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def takes_gradient(meta: Any) -> bool:
+def takes_gradient(meta: tuple[Any, ...]) -> bool:
     return bool(meta[2].is_floating_point or meta[2].is_complex)
 
 

@@ -58,15 +58,15 @@ class Files(ReplayedFiles):
             self._awaited = AfterImport({"safetensors.torch": self._observed_too})
             sys.meta_path.insert(0, self._awaited)
         # already imported by torch, like the next; only writes are hooked
-        pickle: Any = sys.modules["pickle"]
-        started: Any = sys.modules["subprocess"]
+        pickle = sys.modules["pickle"]
+        started = sys.modules["subprocess"]
         ledger.set(pickle, "dump", self._dumped(pickle.dump))
         ledger.set(
             started.Popen,
             "__init__",
             self._reaches_out(started.Popen.__init__, "it starts other programs during training"),
         )
-        numpy: Any = sys.modules.get("numpy")
+        numpy = sys.modules.get("numpy")
         if numpy is not None:
             ledger.set(numpy.memmap, "__new__", self._mapped(numpy.memmap.__new__))
         ledger.set(os, "system", self._reaches_out(os.system, "it starts other programs during training"))

@@ -58,7 +58,7 @@ SHOWN, MARKED = 60, 256
 ROWS = (list, tuple, deque)
 PAIRS = (dict, OrderedDict, types.MappingProxyType)
 CLOSED = (types.ModuleType, types.FrameType, types.CodeType, types.BuiltinFunctionType, types.TracebackType)
-calendar: Any = sys.modules["datetime"]  # already imported by torch
+calendar = sys.modules["datetime"]  # already imported by torch
 OPEN_OF_PYTHON = ("queue", "_queue", "weakref", "collections", "dataclasses", "enum")
 # Types whose repr shows their content, and types that hold objects in C.
 INFO = (
@@ -257,7 +257,7 @@ class _Walk:
         for at, value in enumerate(list(values)):
             self._visit(f"{path}[{at}]", value, users, depth)
 
-    def _pairs(self, path: str, values: Any, users: bool, depth: int) -> None:
+    def _pairs(self, path: str, values: Mapping[Any, Any], users: bool, depth: int) -> None:
         self._note(path, f"dict of {len(values)}", users)
         if len(values) > LONG and all(map(is_plain, list(values.values())[:64])):
             self._note(path, digest_of(values.items()), users)

@@ -42,14 +42,14 @@ def dated(really: Any, readings: tuple[str, ...], value_log: ValueLog) -> Any:
     """Return a class of `datetime` that records its clock readings and passes type checks."""
 
     class Same(type):
-        def __instancecheck__(cls, thing: Any) -> bool:
+        def __instancecheck__(cls, thing: object) -> bool:
             return isinstance(thing, really)
 
-        def __subclasscheck__(cls, kind: Any) -> bool:
+        def __subclasscheck__(cls, kind: type) -> bool:
             return issubclass(kind, really)
 
     def reading(name: str) -> Any:
-        def read(*args: Any, **kwargs: Any) -> Any:
+        def read(*args: object, **kwargs: object) -> Any:
             frame = sys._getframe(1)
             if (
                 value_log.deaf
@@ -67,7 +67,7 @@ def dated(really: Any, readings: tuple[str, ...], value_log: ValueLog) -> Any:
 
         return staticmethod(read)
 
-    def made(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def made(cls: type, *args: object, **kwargs: object) -> Any:
         return really(*args, **kwargs) if cls is found else really.__new__(cls, *args, **kwargs)
 
     names = {"__new__": made, "__module__": "datetime", "__qualname__": really.__name__}

@@ -30,7 +30,7 @@ class ReplayedIterator(_BaseDataLoaderIter):
         self.batches, self.loader = batches, weakref.ref(loader)
         self.ahead = loader.prefetch_factor * loader.num_workers
         self.worker_states: list[Any] = [None] * loader.num_workers
-        self.real: Any = None
+        self.real: _MultiProcessingDataLoaderIter | None = None
         super().__init__(loader)
         self._start(loader)
 

@@ -71,7 +71,7 @@ class ReplayedLoaders:
         value_log = self.value_log
 
         @wraps(really)
-        def init(iterator: Any, loader: Any) -> None:
+        def init(iterator: _BaseDataLoaderIter, loader: DataLoader) -> None:
             really(iterator, loader)
             carrier = vars(iterator).get("flatout_carrier")
             if carrier is not None:
@@ -89,7 +89,7 @@ class ReplayedLoaders:
         value_log = self.value_log
 
         @wraps(really)
-        def next_index(iterator: Any) -> Any:
+        def next_index(iterator: _BaseDataLoaderIter) -> Any:
             index = really(iterator)
             # workers of iterable data sets finish in any order
             if value_log.observes and (iterator._dataset_kind == 0 or not iterator._num_workers):
@@ -163,7 +163,7 @@ class ReplayedLoaders:
         value_log = self.value_log
 
         @wraps(really)
-        def init(iterator: Any, loader: Any) -> None:
+        def init(iterator: _BaseDataLoaderIter, loader: DataLoader) -> None:
             coming = self._coming
             if (not value_log.observes and coming is None) or loader._dataset_kind != 0:
                 really(iterator, loader)
@@ -183,7 +183,7 @@ class ReplayedLoaders:
 
     def _begins_again(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
-        def reset(iterator: Any, loader: DataLoader, first_iter: bool = False) -> None:
+        def reset(iterator: _BaseDataLoaderIter, loader: DataLoader, first_iter: bool = False) -> None:
             if not first_iter and "flatout_given" in vars(iterator):
                 iterator.flatout_given = 0
             really(iterator, loader, first_iter)
@@ -194,7 +194,7 @@ class ReplayedLoaders:
         value_log = self.value_log
 
         @wraps(really)
-        def next_data(iterator: Any) -> Any:
+        def next_data(iterator: _BaseDataLoaderIter) -> Any:
             data = really(iterator)
             if type(data) is BatchWithWorkerState:
                 worker = iterator.flatout_given % iterator._num_workers

@@ -266,7 +266,7 @@ def _same_bits(one: object, other: object) -> bool:
     return bool(bytes_of(one) == bytes_of(other))
 
 
-def _placed(values: Any, device: str, lies: list[int], memory: dict[int, Any]) -> Any:
+def _placed(values: Tensor, device: str, lies: list[int], memory: dict[int, Any]) -> Any:
     """Return a tensor with these values; tensors that shared memory share it again."""
     where, size, offset = lies
     storage = memory.get(where)

@@ -13,6 +13,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import Optimizer
 
 from flatout.agent.ledger import Ledger
 from flatout.checkpoint.resume.fake_operators import FakeOperators
@@ -169,7 +170,7 @@ class Skipping:
     def _with_sources(self, really: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap an autograd function: its results get the gradient sources of its inputs."""
 
-        def apply(cls: Any, *args: object, **kwargs: object) -> Any:
+        def apply(cls: type, *args: object, **kwargs: object) -> Any:
             of_class = really.__get__(None, cls)
             if self._mode.off:
                 return of_class(*args, **kwargs)
@@ -199,7 +200,9 @@ def _without_step(really: Callable[..., Any], value_log: ValueLog) -> Callable[.
     made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     @wraps(really)
-    def step(optimizer: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def step(
+        optimizer: Optimizer, closure: Callable[[], Any] | None = None, *args: object, **kwargs: object
+    ) -> Any:
         if not value_log.going:
             with value_log.unheard:
                 return really(

@@ -105,7 +105,7 @@ def _is_of_user(kind: object) -> bool:
     )
 
 
-def is_open(kind: Any) -> bool:
+def is_open(kind: type) -> bool:
     """Whether objects of a library's class are walked; not those of Python, torch's internals or flatout."""
     module = kind.__module__ or ""
     if module.partition(".")[0] in ("torch", "flatout"):

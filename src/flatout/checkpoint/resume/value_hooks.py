@@ -244,7 +244,7 @@ class ValueHooks:
         value_log, here = self.value_log, threading.get_ident
 
         @wraps(really)
-        def pack(padded: Any, lengths: Any, *args: object) -> Any:
+        def pack(padded: Tensor, lengths: Tensor, *args: object) -> Any:
             if value_log.deaf or here() != value_log.main:
                 return really(padded, lengths, *args)
             at = sys._getframe(1).f_lasti

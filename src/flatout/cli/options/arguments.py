@@ -35,7 +35,7 @@ class Duration(click.ParamType):
 
     name = "time"
 
-    def convert(self, value: object, param: Any, ctx: Any) -> float:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
         if isinstance(value, float):
             return value
         text = str(value).strip().lower()
@@ -53,7 +53,7 @@ class Amount(click.ParamType):
 
     name = "size"
 
-    def convert(self, value: object, param: Any, ctx: Any) -> int:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
         found = re.fullmatch(r"([\d.]+)\s*(?:([kmgt])(i?)b?|b)?", str(value).strip().lower())
@@ -77,7 +77,7 @@ class LeverByName(click.ParamType):
 
     name = "lever"
 
-    def convert(self, value: object, param: Any, ctx: Any) -> Choice:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Choice:
         if isinstance(value, Choice):
             return value
         name, has_value, text = str(value).partition("=")
@@ -132,7 +132,7 @@ class Sizes(click.ParamType):
 
     name = "sizes"
 
-    def convert(self, value: object, param: Any, ctx: Any) -> list[int]:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
         if isinstance(value, list):
             return value
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -23,7 +22,7 @@ class DeviceByName(click.ParamType):
 
     name = "device"
 
-    def convert(self, value: object, param: Any, ctx: Any) -> str:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
         text = str(value).strip().lower()
         if not SHAPE.fullmatch(text):
             self.fail(f"{value!r} is not a device; write cpu, cuda, cuda:1, xpu or mps", param, ctx)
