@@ -23,7 +23,7 @@ from typing import Any
 
 from flatout.checkpoint.random_states import as_set
 from flatout.checkpoint.tensors import write_tensors
-from flatout.schema.errors import StorageError, UsageError
+from flatout.schema.errors import StorageError, UsageError, first_line
 
 LOADED = ("modules", "optimizers", "schedulers", "scalers")  # in loading order
 
@@ -49,7 +49,7 @@ def export(torch: ModuleType, state: Mapping[str, Any], spelled: Mapping[str, st
         found = _write(torch, state, spelled, made, folder)
         os.rename(made, folder)
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError where a disk is full
-        why = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        why = getattr(error, "strerror", None) or first_line(error)
         raise StorageError(
             f"cannot write {folder}: {why}. Free some space, or name another folder."
         ) from error

@@ -12,7 +12,7 @@ from flatout.job.folder import JobFolder
 from flatout.launch.command import Command
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import block_ms
-from flatout.schema.errors import FlatoutError, NothingMeasured, ProgramFailed
+from flatout.schema.errors import FlatoutError, NothingMeasured, ProgramFailed, last_line
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Plan
 from flatout.schema.profile import Compiled, LoaderSeen, ProfileRecord
@@ -98,7 +98,7 @@ class ProfiledProgram:
                 self.leave()
                 if attempt == 2 or gone.record.status != "ended":
                     what = "is too short" if gone.record.status == "ended" else "failed during it"
-                    self.record.notes.append(f"{name}: the program {what}: {last_line(gone.record)}")
+                    self.record.notes.append(f"{name}: the program {what}: {last_line(gone.record.reason)}")
                     return
 
     def measure(self) -> None:
@@ -127,7 +127,7 @@ class ProfiledProgram:
                 raise why_not(self.command, gone.record) from None
             self._take(gone.record)
             record.notes.append(
-                f"the program ended after {len(self.plain_ms)} measured steps: {last_line(gone.record)}"
+                f"the program ended after {len(self.plain_ms)} measured steps: {last_line(gone.record.reason)}"
             )
 
     def _take(self, trial: TrialRecord) -> None:
@@ -226,8 +226,3 @@ def why_not(command: Command, record: TrialRecord) -> FlatoutError:
         else "without a training step"
     )
     return NothingMeasured(f"there is nothing to profile: the program ended {seen}. Let it train longer.")
-
-
-def last_line(record: TrialRecord) -> str:
-    lines = [line.strip() for line in record.reason.strip().splitlines() if line.strip()]
-    return lines[-1][:240] if lines else "it ended without a message"

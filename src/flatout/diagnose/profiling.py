@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from flatout.diagnose.bottleneck import name_bottleneck
-from flatout.diagnose.profiled_program import SETTLING_TICKS, ProfiledProgram, last_line
+from flatout.diagnose.profiled_program import SETTLING_TICKS, ProfiledProgram
 from flatout.diagnose.ranking import judge
 from flatout.diagnose.rules import TABLE as RULES
 from flatout.diagnose.what_ifs import TABLE as WHAT_IFS
@@ -21,6 +21,7 @@ from flatout.measure.clock import seconds
 from flatout.measure.roofline import flops_a_step, place_under_roof, utilisation
 from flatout.measure.statistics import Round, compare, median
 from flatout.schema.enums import Origin
+from flatout.schema.errors import last_line
 from flatout.schema.findings import SourceLocation
 from flatout.schema.lever import Lever
 from flatout.schema.plan import Choice

@@ -24,7 +24,14 @@ from flatout.launch.environment import SITE
 from flatout.launch.failure import how_ended
 from flatout.launch.nodes import Endpoint
 from flatout.launch.rendezvous import claimed, served
-from flatout.schema.errors import FlatoutError, NodesApart, ProgramFailed, ProgramNotFound, UsageError
+from flatout.schema.errors import (
+    FlatoutError,
+    NodesApart,
+    ProgramFailed,
+    ProgramNotFound,
+    UsageError,
+    first_line,
+)
 
 PLACE_S = 60.0  # to wait for free resources before reporting that the cluster is full
 GRACE_S = 5.0
@@ -162,7 +169,7 @@ def connect(address: str) -> Any:
             )
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise UsageError(
-                f"there is no Ray cluster at {address} ({_first_line(error)}). Start one with `ray start --head` and give its address: "
+                f"there is no Ray cluster at {address} ({first_line(error)}). Start one with `ray start --head` and give its address: "
                 "--ray 10.0.0.1:6379, or --ray auto on one of its nodes."
             ) from None
     return ray
@@ -199,7 +206,7 @@ def run_ranks(
         return _Ranks(ray, group, what, bundle, ranks, show).run()
     except ray.exceptions.RayActorError as error:
         raise NodesApart(
-            f"a Ray worker of this job ended before its rank started ({_first_line(error)}): its node is gone or out of memory. Run "
+            f"a Ray worker of this job ended before its rank started ({first_line(error)}): its node is gone or out of memory. Run "
             "`ray list actors` for details"
         ) from None
     finally:
@@ -323,7 +330,7 @@ def run_many(
         except FlatoutError as error:
             raise getattr(error, "cause", error) from None
         except ray.exceptions.RayError as error:
-            code, said = -signal.SIGKILL, _first_line(error)
+            code, said = -signal.SIGKILL, first_line(error)
         yield number, code, said
 
 
@@ -339,7 +346,3 @@ def _said(resources: Mapping[str, float]) -> str:
         ", ".join(f"{amount:g} {name}" for name, amount in resources.items() if name in ("CPU", "GPU"))
         or "nothing"
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

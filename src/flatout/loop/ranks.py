@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from flatout.loop.memory import OutOfMemory
 from flatout.loop.rejoin import Rejoin
-from flatout.schema.errors import LoopError
+from flatout.schema.errors import LoopError, first_line
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -199,7 +199,7 @@ class LoopRanks:
             self.rejoin.take_part()
         except Exception as error:
             raise LoopError(
-                f"this rank failed ({said}) and could not complete the exchange with the other ranks ({_first_line(error)}). It stops, and "
+                f"this rank failed ({said}) and could not complete the exchange with the other ranks ({first_line(error)}). It stops, and "
                 "they stop when they notice. Resume from your last checkpoint."
             ) from None
 
@@ -213,7 +213,7 @@ def exchanged(exchange: Callable[[], Any], otherwise: str) -> Any:
         return exchange()
     except RuntimeError as error:
         raise LoopError(
-            f"the ranks have lost each other ({_first_line(error)}): one of them has ended, or did not respond within the group's timeout. "
+            f"the ranks have lost each other ({first_line(error)}): one of them has ended, or did not respond within the group's timeout. "
             f"Its own error message says why; {otherwise}"
         ) from None
 
@@ -238,7 +238,3 @@ def gathered_info(torch: ModuleType, group: object, ranks: int, what: object) ->
     all_of_them = [torch.empty_like(mine) for _ in range(ranks)]
     torch.distributed.all_gather(all_of_them, mine, group=group)
     return [json.loads(bytes(one.tolist())) for one in all_of_them]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.schema.errors import LoopError
+from flatout.schema.errors import LoopError, first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +59,7 @@ class TensorParallel:
             parallelize_module(model, mesh, dict(styles))
         except (ValueError, RuntimeError, NotImplementedError) as error:
             raise LoopError(
-                f"torch cannot shard this model with the styles in parallel=: {_first_line(error)}"
+                f"torch cannot shard this model with the styles in parallel=: {first_line(error)}"
             ) from error
         after = dict(model.named_parameters())
         instead = {id(p): after[name] for name, p in before.items()}
@@ -157,7 +157,3 @@ def refused(**given: tuple[Any, Any]) -> None:
                 f"{name}={value!r} does not work with parallel= yet: ranks communicate inside forward and backward, and this option would "
                 "disturb that or is untested with it. Remove it."
             )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

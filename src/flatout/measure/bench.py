@@ -22,6 +22,7 @@ from flatout.measure.clock import Clock, HostClock, clock_for
 from flatout.measure.load import busy_cores
 from flatout.measure.statistics import median, quantile
 from flatout.schema.ceilings import MATMUL_DTYPES, Ceiling
+from flatout.schema.errors import first_line
 
 REPETITIONS = 7
 LONG_ENOUGH_MS = 60.0  # per repetition; CUDA events resolve half a microsecond
@@ -104,7 +105,7 @@ def matmul(torch: ModuleType, device: str, dtype: str) -> Ceiling:
             rows *= 2
         each, times = repeated(clock, product)
     except RuntimeError as error:  # no kernel for this type, or no memory for this size
-        return Ceiling(name, device, note=f"not run: {str(error).splitlines()[0]}")
+        return Ceiling(name, device, note=f"not run: {first_line(error)}")
     finally:
         torch.set_float32_matmul_precision(before)
     return rate(
@@ -126,7 +127,7 @@ def memory(torch: ModuleType, device: str) -> Iterator[Ceiling]:
         a, b, c = (torch.ones(count, device=device) for _ in range(3))
     except RuntimeError as error:
         for name in ("memory_bytes_per_s", "memory_copy_bytes_per_s", "memory_triad_bytes_per_s"):
-            yield Ceiling(name, device, note=f"not run: {str(error).splitlines()[0]}")
+            yield Ceiling(name, device, note=f"not run: {first_line(error)}")
         return
     note = f"arrays of {ARRAY_BYTES[device] // 2**20} MiB"
     copy = rate(
@@ -169,7 +170,7 @@ def copies(torch: ModuleType, device: str) -> Iterator[Ceiling]:
                 torch.empty(COPY_BYTES // 4, device=device),
             )
         except RuntimeError as error:
-            yield Ceiling(name, device, note=f"not run: {str(error).splitlines()[0]}")
+            yield Ceiling(name, device, note=f"not run: {first_line(error)}")
             continue
         copy = partial(target.copy_, source, non_blocking=True)
         each, _ = repeated(clock_for(torch, device), copy)

@@ -93,3 +93,14 @@ class CannotResume(FlatoutError):
     """A program cannot resume from a checkpoint to exactly the results of an uninterrupted run."""
 
     exit_code = 10
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, at most 200 characters; its type if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def last_line(reason: str) -> str:
+    """Return the last line of the message with which a program ended, at most 240 characters."""
+    lines = [line.strip() for line in reason.strip().splitlines() if line.strip()]
+    return lines[-1][:240] if lines else "it ended without a message"

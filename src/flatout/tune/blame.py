@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from flatout.measure.clock import seconds
+from flatout.schema.errors import last_line
 from flatout.schema.plan import Choice, Plan, spell
 from flatout.schema.records import TrialRecord
 from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone
 from flatout.tune.candidates import in_order
 from flatout.tune.comparison import ProgramResult
-from flatout.tune.gone import last_line, why_gone
+from flatout.tune.gone import why_gone
 from flatout.tune.tuning import Tuning
 
 LONGEST_S = 30.0  # of training, to see whether the plain program passes the same tick

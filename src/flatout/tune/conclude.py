@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 from flatout.schema.enums import Effect, Status
+from flatout.schema.errors import last_line
 from flatout.schema.records import QUANTILE, Ratio
 from flatout.tune.candidates import DISTURBED, LIVE, NO_GAIN, NO_TIME, PROCESSES, SLOWER, Candidate
 from flatout.tune.goal import only
-from flatout.tune.gone import last_line, program_failed
+from flatout.tune.gone import program_failed
 from flatout.tune.tuning import Tuning
 
 # The chance of being faster that a lever of the plan needs: in general, if it is exact, if it has a warm-up.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.schema.errors import FlatoutError, NothingMeasured, ProgramFailed
+from flatout.schema.errors import FlatoutError, NothingMeasured, ProgramFailed, last_line
 from flatout.schema.records import TrialRecord
 from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone
@@ -11,11 +11,6 @@ from flatout.trial.parent import ProgramGone
 def why_gone(error: ProgramGone | LeverFailed) -> str:
     """Return the last line of the message with which a program or a lever failed."""
     return last_line(error.record.reason if isinstance(error, ProgramGone) else error.reason)
-
-
-def last_line(text: str) -> str:
-    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    return lines[-1][:240] if lines else "it ended without a message"
 
 
 def program_failed(record: TrialRecord, what: str = "") -> ProgramFailed:

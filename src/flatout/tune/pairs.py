@@ -9,11 +9,11 @@ from typing import Any
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import Round
 from flatout.schema.enums import Effect
+from flatout.schema.errors import last_line
 from flatout.schema.plan import Plan, spell
 from flatout.schema.records import TrialRecord
 from flatout.tune.candidates import Candidate, plan_of, widest
 from flatout.tune.comparison import ProgramRequest, ProgramResult, measure_together
-from flatout.tune.gone import last_line
 from flatout.tune.limits import PAIRS
 from flatout.tune.orders import together_order
 from flatout.tune.remote import TIMEOUT_S
