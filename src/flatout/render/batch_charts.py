@@ -6,7 +6,7 @@ effective batch in micro-batches of that size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from markupsafe import Markup
 
@@ -14,7 +14,6 @@ from flatout.render.charts import PLOT_HEIGHT
 from flatout.render.formatting import drawable, figure, milliseconds, size, times
 from flatout.render.memory_charts import byte_levels
 from flatout.render.svg import (
-    UNITS,
     Scale,
     axis_below,
     axis_beside,
@@ -22,7 +21,7 @@ from flatout.render.svg import (
     element,
     percent,
     round_ticks,
-    stretched,
+    stretched_line,
     title,
 )
 from flatout.schema.batch import BatchPoint, BatchRecord
@@ -54,7 +53,7 @@ def speed_plot(record: BatchRecord) -> Plot | None:
             for t in levels
         ),
         *_noise(record, x),
-        _line([(p.size, p.samples_per_s or 0.0) for p in drawn], x, y, "curve steady"),
+        stretched_line([(p.size, p.samples_per_s or 0.0) for p in drawn], x, y, "curve steady"),
     ]
     kept = [(p, value) for p in drawn if (value := drawable(p.kept_samples_per_s)) is not None]
     shapes += [
@@ -99,7 +98,7 @@ def memory_plot(record: BatchRecord) -> Plot | None:
     shapes = [
         *_grid(x, record),
         *levels,
-        _line([(point.size, value) for point, value in drawn], x, y, "curve steady"),
+        stretched_line([(point.size, value) for point, value in drawn], x, y, "curve steady"),
     ]
     shapes += [
         element(
@@ -231,11 +230,6 @@ def _grid(x: Scale, record: BatchRecord) -> Iterator[Markup]:
                 text_anchor="middle",
                 class_="label soft",
             )
-
-
-def _line(points: Sequence[tuple[float, float]], x: Scale, y: Scale, kind: str) -> Markup:
-    path = "M" + " L".join(f"{UNITS * x(at):.1f} {UNITS * (1 - y(value)):.1f}" for at, value in points)
-    return stretched([element("path", d=path, class_=kind)])
 
 
 def _axis(x: Scale, record: BatchRecord) -> Markup:

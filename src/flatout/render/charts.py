@@ -15,9 +15,9 @@ from flatout.render.before_after import PhasePart
 from flatout.render.curves import Curve, LossCurves
 from flatout.render.formatting import count, figure, interval, milliseconds, times
 from flatout.render.svg import (
-    UNITS,
     Scale,
     chart,
+    corner,
     element,
     percent,
     ratio_ticks,
@@ -249,7 +249,7 @@ def _anchor(place: float) -> str:
 
 
 def _line(curves: LossCurves, curve: Curve, x: Scale, y: Scale, kind: str) -> Iterator[Markup]:
-    pieces = [" L".join(_point(x(at), y(v)) for at, v in run) for run in _runs(curves.at, curve)]
+    pieces = [" L".join(corner(x(at), y(v)) for at, v in run) for run in _runs(curves.at, curve)]
     if pieces:
         # A piece of one point becomes a line of almost no length, which the round line cap shows as a dot.
         path = " ".join(f"M{piece}" + ("" if " L" in piece else " h0.01") for piece in pieces)
@@ -259,8 +259,8 @@ def _line(curves: LossCurves, curve: Curve, x: Scale, y: Scale, kind: str) -> It
 def _band(curves: LossCurves, x: Scale, y: Scale) -> Iterator[Markup]:
     for run in _runs(curves.at, curves.low):
         at = dict(zip(curves.at, curves.high, strict=True))
-        there = [_point(x(a), y(v)) for a, v in run]
-        back = [_point(x(a), y(high)) for a, _ in reversed(run) if (high := at[a]) is not None]
+        there = [corner(x(a), y(v)) for a, v in run]
+        back = [corner(x(a), y(high)) for a, _ in reversed(run) if (high := at[a]) is not None]
         yield element("path", d="M" + " L".join([*there, *back]) + " Z", class_="seeds")
 
 
@@ -269,10 +269,6 @@ def _runs(at: Sequence[float], curve: Curve) -> Iterator[list[tuple[float, float
     for there, group in groupby(zip(at, curve, strict=True), key=lambda point: point[1] is not None):
         if there:
             yield [(a, v) for a, v in group if v is not None]
-
-
-def _point(x: float, y: float) -> str:
-    return f"{UNITS * x:.1f} {UNITS * (1 - y):.1f}"
 
 
 def _tips(curves: LossCurves, x: Scale) -> Iterator[Markup]:

@@ -55,6 +55,11 @@ def drawable(value: object) -> float | None:
     return number if abs(number) >= 1e-30 else 0.0
 
 
+def is_positive(value: object) -> bool:
+    number = drawable(value)
+    return number is not None and number > 1e-9
+
+
 def figure(value: object, digits: int = 3) -> str:
     """Format a number without a unit, with ``digits`` significant digits."""
     number = drawable(value)

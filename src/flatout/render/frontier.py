@@ -9,10 +9,8 @@ from markupsafe import Markup
 from flatout.render import summary
 from flatout.render.charts import PLOT_HEIGHT
 from flatout.render.formatting import drawable, interval, one_line, size, times
-from flatout.render.svg import Scale, axis_below, chart, element, percent, round_ticks, title
+from flatout.render.svg import Scale, axis_below, chart, element, percent, round_ticks, title, with_room
 from flatout.schema.session import SessionRecord, TimeMemoryPoint
-
-ROOM = 0.08  # margin around the outermost dots, as a share of the span
 
 
 def frontier_plot(session: SessionRecord) -> tuple[Markup, Markup, Markup] | None:
@@ -24,8 +22,8 @@ def frontier_plot(session: SessionRecord) -> tuple[Markup, Markup, Markup] | Non
     peaks = [float(point.peak_bytes or 0) for point in points] + ([limit] if limit else [])
     ends = [end for point in points for end in summary.relative_time(point) if end is not None]
     unit = 2.0**30 if max(peaks) >= 2**30 else 2.0**20
-    x = _roomy([peak / unit for peak in peaks])
-    y = _roomy(ends)
+    x = with_room([peak / unit for peak in peaks])
+    y = with_room(ends)
     levels = round_ticks(y.low, y.high)
     shapes = [
         element("line", x1="0%", x2="100%", y1=percent(1 - y(t)), y2=percent(1 - y(t)), class_="grid")
@@ -75,12 +73,6 @@ def frontier_plot(session: SessionRecord) -> tuple[Markup, Markup, Markup] | Non
         chart(f"Time of a step against the peak of its tensors. {said}", PLOT_HEIGHT, shapes, "chart plot"),
         axis_below(x, [(t, f"{t:g} {word}") for t in ticks]),
     )
-
-
-def _roomy(values: list[float]) -> Scale:
-    low, high = min(values), max(values)
-    room = ROOM * (high - low) or abs(high) * ROOM or 1.0
-    return Scale(low - room, high + room)
 
 
 def _dot(point: TimeMemoryPoint, number: int, x: Scale, y: Scale, unit: float) -> Iterator[Markup]:

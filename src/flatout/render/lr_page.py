@@ -11,22 +11,22 @@ from flatout.render import formatting
 from flatout.render.charts import PLOT_HEIGHT
 from flatout.render.page import environment
 from flatout.render.svg import (
-    UNITS,
     Scale,
     axis_below,
     axis_beside,
     chart,
     decades,
     element,
+    line_through,
     percent,
     powers,
     round_ticks,
     stretched,
     title,
+    with_room,
 )
 from flatout.schema.lr_range import OWN, LrRange, LrRecord, LrTraining
 
-ROOM = 0.08  # margin above and below the curve, as a share of its height
 MARKS = (("suggestion", "suggested"), ("lowest", "lowest loss"), ("diverged", "diverges"))
 LAST = 10  # the final loss is the mean over the last 1/LAST of the steps
 COLOURS = 7
@@ -161,7 +161,7 @@ def lr_plot(test: LrRange) -> Plot | None:
     before = [value for lr, value in smooth if test.diverged is None or lr <= test.diverged] or [
         value for _, value in smooth
     ]
-    y = _with_room(before)
+    y = with_room(before)
     x = Scale(smooth[0][0], test.points[-1].lr, logarithmic=True)
     ticks = [tick for tick in powers(decades([x.low, x.high])) if x.low <= tick <= x.high]
     shapes = _grid(x, ticks, y)
@@ -204,7 +204,7 @@ def training_plot(trainings: Sequence[LrTraining]) -> tuple[Plot, list[str]] | N
         return None
     # A diverging curve would flatten all others: the axis ends near the worst initial loss.
     ceiling = 1.5 * max(abs(curve[0][1]) for _, curve in curves) + min(curve[0][1] for _, curve in curves)
-    y = _with_room(
+    y = with_room(
         [value for _, curve in curves for _, value in curve if value <= ceiling]
         or [curve[0][1] for _, curve in curves]
     )
@@ -225,12 +225,6 @@ def training_plot(trainings: Sequence[LrTraining]) -> tuple[Plot, list[str]] | N
     return plot, [formatting.one_line(name, 60) for name, _ in curves]
 
 
-def _with_room(values: Sequence[float]) -> Scale:
-    low, high = min(values), max(values)
-    room = ROOM * (high - low) or abs(high) * ROOM or 1.0
-    return Scale(low - room, high + room)
-
-
 def _grid(x: Scale, ticks: Sequence[float], y: Scale) -> list[Markup]:
     upright = [
         element("line", x1=percent(x(t)), x2=percent(x(t)), y1="0%", y2="100%", class_="grid") for t in ticks
@@ -247,8 +241,7 @@ def _levels(y: Scale) -> Markup:
 
 
 def _curve(points: Sequence[tuple[float, float]], x: Scale, y: Scale, kind: str) -> Markup:
-    path = "M" + " L".join(f"{UNITS * x(at):.1f} {UNITS * (1 - y(value)):.1f}" for at, value in points)
-    return element("path", d=path, class_=f"curve {kind}")
+    return element("path", d=line_through(points, x, y), class_=f"curve {kind}")
 
 
 def _marks(test: LrRange, x: Scale) -> Iterator[Markup]:

@@ -9,14 +9,15 @@ from markupsafe import Markup
 from flatout.render.charts import PLOT_HEIGHT
 from flatout.render.formatting import drawable, figure, size
 from flatout.render.svg import (
-    UNITS,
     Scale,
     axis_below,
     chart,
+    corner,
     element,
     percent,
     round_ticks,
     stretched,
+    stretched_line,
     title,
 )
 from flatout.schema.profile import MEMORY_KINDS, MemoryGrowth, MemorySeen
@@ -37,8 +38,8 @@ def memory_areas(memory: MemorySeen) -> tuple[Markup, Markup, Markup, list[str]]
     below, areas = [0.0] * len(line), []
     for kind in kinds:
         above = [base + max(0, at.kinds.get(kind, 0)) for base, at in zip(below, line, strict=True)]
-        there = [_point(x(at.ms), y(value)) for at, value in zip(line, above, strict=True)]
-        back = [_point(x(at.ms), y(value)) for at, value in reversed(list(zip(line, below, strict=True)))]
+        there = [corner(x(at.ms), y(value)) for at, value in zip(line, above, strict=True)]
+        back = [corner(x(at.ms), y(value)) for at, value in reversed(list(zip(line, below, strict=True)))]
         areas.append(
             element(
                 "path",
@@ -120,14 +121,9 @@ def growth_line(leak: MemoryGrowth) -> tuple[Markup, Markup] | None:
     margin = (high - low) * 0.1 or abs(high) * 0.05 or 1.0
     x, y = Scale(0, len(series) - 1), Scale(low - margin, high + margin)
     left, grid = byte_levels(y, PLOT_HEIGHT // 2)
-    path = "M" + " L".join(_point(x(i), y(value)) for i, value in enumerate(series))
-    drawn = stretched([element("path", d=path, class_="curve " + ("leaking" if leak.leaking else "steady"))])
+    drawn = stretched_line(enumerate(series), x, y, "curve " + ("leaking" if leak.leaking else "steady"))
     label = f"Memory at the same point of {len(series)} steps, from {size(series[0])} to {size(series[-1])}"
     return left, chart(label, PLOT_HEIGHT // 2, [*grid, drawn], "chart plot half")
-
-
-def _point(x: float, y: float) -> str:
-    return f"{UNITS * x:.1f} {UNITS * (1 - y):.1f}"
 
 
 def kinds_present(memory: MemorySeen) -> Iterator[tuple[str, str, str]]:

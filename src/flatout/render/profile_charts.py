@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from flatout.render.charts import LETTER, NARROW, PLOT_HEIGHT, WIDE, forest_axis, forest_row
-from flatout.render.formatting import drawable, interval, milliseconds, times
+from flatout.render.formatting import drawable, interval, is_positive, milliseconds, times
 from flatout.render.svg import (
-    UNITS,
     Scale,
     axis_below,
     chart,
     decades,
     element,
+    line_through,
     percent,
     powers,
     ratio_scale,
@@ -93,9 +93,9 @@ def what_if_lines(what_ifs: Sequence[WhatIf]) -> tuple[list[WhatIfLine], Markup]
         (w.name, w.ratio)
         for w in what_ifs
         if w.ratio is not None
-        and _positive(w.ratio.median)
-        and _positive(w.ratio.low)
-        and _positive(w.ratio.high)
+        and is_positive(w.ratio.median)
+        and is_positive(w.ratio.low)
+        and is_positive(w.ratio.high)
     ]
     if not drawn:
         return None
@@ -222,7 +222,7 @@ def _speed(operation: Operation) -> float | None:
 def _roof(x: Scale, y: Scale, bandwidth: float, peak: float) -> str:
     corners = [max(x.low, y.low / bandwidth), peak / bandwidth, x.high]
     points = [(i, min(peak, bandwidth * i)) for i in sorted(c for c in corners if x.low <= c <= x.high)]
-    return "M" + " L".join(f"{UNITS * x(i):.1f} {UNITS * (1 - y(s)):.1f}" for i, s in points)
+    return line_through(points, x, y)
 
 
 def _flops(value: float) -> str:
@@ -230,8 +230,3 @@ def _flops(value: float) -> str:
         if value >= 10**power:
             return f"{value / 10**power:.3g} {name}"
     return f"{value:.3g} FLOP/s"
-
-
-def _positive(value: object) -> bool:
-    number = drawable(value)
-    return number is not None and number > 1e-9

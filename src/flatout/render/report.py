@@ -161,18 +161,18 @@ class ForestLine:
 
 def _forest(session: SessionRecord, ordered: list[LeverRecord]) -> dict[str, Any] | None:
     """Return the forest plot of the measured levers, with the whole plan last. None without data."""
-    shown = [lever for lever in ordered if _positive(lever.ratio)][:40]
-    total = session.speedup if session.speedup and _positive(session.speedup.median) else None
+    shown = [lever for lever in ordered if formatting.is_positive(lever.ratio)][:40]
+    total = session.speedup if session.speedup and formatting.is_positive(session.speedup.median) else None
     if not shown:
         return None
     floor = session.noise_floor
-    band = [v for v in (floor.low, floor.high) if _positive(v)] if floor else []
+    band = [v for v in (floor.low, floor.high) if formatting.is_positive(v)] if floor else []
     ratios = (
         [v for lever in shown for v in (lever.ratio, lever.low, lever.high)]
         + ([total.median, total.low, total.high] if total else [])
         + band
     )
-    scale = ratio_scale([v for v in ratios if v is not None and _positive(v)])
+    scale = ratio_scale([v for v in ratios if v is not None and formatting.is_positive(v)])
     pair = (band[0], band[1]) if len(band) == 2 else None
     lines = [_forest_line(scale, lever, pair) for lever in shown]
     if total:
@@ -216,11 +216,6 @@ def _forest_line(scale: Scale, lever: LeverRecord, floor: tuple[float, float] | 
         formatting.interval(lever.low, lever.high),
         formatting.one_line(lever.status, 20),
     )
-
-
-def _positive(value: object) -> bool:
-    number = formatting.drawable(value)
-    return number is not None and number > 1e-9
 
 
 def _lever_row(lever: LeverRecord) -> dict[str, str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from markupsafe import Markup
 from rich.table import Table
 
@@ -11,7 +9,6 @@ from flatout.render import formatting
 from flatout.render.charts import PLOT_HEIGHT
 from flatout.render.page import environment
 from flatout.render.svg import (
-    UNITS,
     Scale,
     axis_below,
     axis_beside,
@@ -19,7 +16,7 @@ from flatout.render.svg import (
     element,
     percent,
     round_ticks,
-    stretched,
+    stretched_line,
     title,
 )
 from flatout.schema.scale import Link, ScalePoint, ScaleRecord
@@ -219,7 +216,7 @@ def plot(record: ScaleRecord) -> tuple[Markup, Markup, Markup] | None:
     for at, (strategy, curve) in enumerate(curves):
         if len(curve) > 1:
             shapes.append(
-                _line([(point.devices, value) for point, value in curve], x, y, f"curve series-{at}")
+                stretched_line([(point.devices, value) for point, value in curve], x, y, f"curve series-{at}")
             )
         shapes += [_dot(record, strategy, point, value, x, y) for point, value in curve]
     label = "Efficiency against the number of devices: " + "; ".join(
@@ -239,8 +236,3 @@ def _dot(record: ScaleRecord, strategy: str, point: ScalePoint, value: float, x:
         f"{name_of(record, strategy)}, {point.devices:,} devices: {share(value)}, {formatting.milliseconds(point.step_ms)} a step; {point.bound}"
     )
     return element("circle", said, cx=percent(x(point.devices)), cy=percent(1 - y(value)), r=4, class_="dot")
-
-
-def _line(points: Sequence[tuple[float, float]], x: Scale, y: Scale, kind: str) -> Markup:
-    path = "M" + " L".join(f"{UNITS * x(at):.1f} {UNITS * (1 - y(value)):.1f}" for at, value in points)
-    return stretched([element("path", d=path, class_=kind)])

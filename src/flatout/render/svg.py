@@ -16,6 +16,7 @@ from markupsafe import Markup, escape
 from flatout.render.formatting import legible
 
 UNITS = 1000
+ROOM = 0.08  # margin around the outermost values, as a share of the span
 
 
 def element(name: str, *children: str, **attributes: object) -> Markup:
@@ -86,6 +87,26 @@ class Scale:
             span = self.high / 2 - self.low / 2
             place = (value / 2 - self.low / 2) / span if span > 0 else 0.5
         return min(1.0, max(0.0, place))
+
+
+def corner(x: float, y: float) -> str:
+    """Return a point of a path in a `stretched` box, from positions between 0 and 1."""
+    return f"{UNITS * x:.1f} {UNITS * (1 - y):.1f}"
+
+
+def line_through(points: Iterable[tuple[float, float]], x: Scale, y: Scale) -> str:
+    return "M" + " L".join(corner(x(at), y(value)) for at, value in points)
+
+
+def stretched_line(points: Iterable[tuple[float, float]], x: Scale, y: Scale, kind: str) -> Markup:
+    return stretched([element("path", d=line_through(points, x, y), class_=kind)])
+
+
+def with_room(values: Sequence[float]) -> Scale:
+    """Return a scale with a margin around the outermost values."""
+    low, high = min(values), max(values)
+    room = ROOM * (high - low) or abs(high) * ROOM or 1.0
+    return Scale(low - room, high + room)
 
 
 def ratio_scale(ratios: Sequence[float]) -> Scale:
