@@ -9,11 +9,10 @@ part.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from flatout.agent.batches import rebuilt
+from flatout.agent.batches import rebuilt, tensors_of
 from flatout.schema.errors import LoopError
 
 
@@ -31,20 +30,6 @@ def size_of(batch: Any) -> int:
         f"a batch of the loader ({type(batch).__name__}) holds no tensor with a dimension, so its samples cannot be counted. "
         "Let the loader return tensors of shape (samples, ...)."
     )
-
-
-def tensors_of(batch: object) -> Iterator[Any]:
-    if hasattr(batch, "untyped_storage"):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_of(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from tensors_of(value)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            yield from tensors_of(getattr(batch, field.name))
 
 
 def split(batch: object, sizes: Sequence[int]) -> list[Any]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.loop.batches import tensors_of
+from flatout.agent.batches import tensors_of
 
 if TYPE_CHECKING:
     from torch import Tensor

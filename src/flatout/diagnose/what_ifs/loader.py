@@ -8,19 +8,19 @@ from its position.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from flatout.agent.batches import rebuilt, tensors_of
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.utils.data import Dataset
 
-    from flatout.schema.program import TrainingContext
+    from flatout.schema.program import Ledger, TrainingContext
 
 KEPT = 4  # batches per loader: lengths may differ from batch to batch
 SPARE_BYTES = 2**30  # no spare copy is kept beyond this size
@@ -68,7 +68,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     return Options((True,))
 
 
-def apply(context: Any, value: Value, ledger: Any) -> Undo:
+def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     iterator_class = context.torch.utils.data.dataloader._BaseDataLoaderIter
     take = iterator_class.__next__
     kept = _KEPT.setdefault(context, {})
@@ -94,35 +94,16 @@ def _rebuilt(thing: object, tensor: Callable[[Any], Any]) -> Any:
     """The same batch in new containers, with each tensor mapped by ``tensor``."""
     if hasattr(thing, "untyped_storage"):
         return tensor(thing)
-    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
-        return type(thing)(*(_rebuilt(each, tensor) for each in thing))
-    if isinstance(thing, (list, tuple)):
-        return type(thing)(_rebuilt(each, tensor) for each in thing)
-    if isinstance(thing, Mapping):
-        other = copy.copy(thing)
-        for key in thing:
-            other[key] = _rebuilt(thing[key], tensor)  # type: ignore[index]
-        return other
-    return copy.copy(thing) if hasattr(thing, "__dict__") else thing
-
-
-def _tensors(thing: object) -> list[Any]:
-    found: list[Any] = []
-
-    def note(tensor: Tensor) -> Any:
-        found.append(tensor)
-        return tensor
-
-    _rebuilt(thing, note)
-    return found
+    again = rebuilt(thing, lambda part: _rebuilt(part, tensor))
+    return copy.copy(thing) if again is thing and hasattr(thing, "__dict__") else again
 
 
 def _versions(batch: object) -> list[int]:
-    return [tensor._version for tensor in _tensors(batch)]
+    return [tensor._version for tensor in tensors_of(batch)]
 
 
 def _bytes(batch: object) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(batch))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(batch))
 
 
 def code(value: Value) -> str:
