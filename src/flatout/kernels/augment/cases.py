@@ -38,25 +38,14 @@ def _case(row: Sequence[Any], bench: str = "") -> Case:
     title = f"{batch} of {channels}x{height}x{width} ({layout}) to {crop[0]}x{crop[1]}, padding {padding}, {str(dtype).removeprefix('torch.')}"
     return Case(
         title + (", channels last" if channels_last else ""),
-        lambda draw: _inputs(draw, *row),
+        lambda draw: _inputs(draw, row),
         dtype,
         bench=bench,
     )
 
 
-def _inputs(
-    draw: torch.Generator,
-    batch: int,
-    channels: int,
-    height: int,
-    width: int,
-    crop: tuple[int, int],
-    padding: int,
-    fill: int,
-    dtype: torch.dtype,
-    layout: str,
-    channels_last: bool,
-) -> Inputs:
+def _inputs(draw: torch.Generator, row: Sequence[Any]) -> Inputs:
+    batch, channels, height, width, crop, padding, fill, dtype, layout, channels_last = row
     shape = (batch, height, width, channels) if layout == "hwc" else (batch, channels, height, width)
     return {
         "images": torch.randint(256, shape, generator=draw, dtype=torch.uint8),

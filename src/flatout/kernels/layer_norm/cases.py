@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import torch
 
 from flatout.kernels.kernel import Case, Inputs
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-# leading shape, width, dtype, residual, affine, offset, eps, spread
+
+
+@dataclass(frozen=True)
+class Norm:
+    """What a case computes. ``step``: x is every such column of a wider tensor."""
+
+    centre: bool
+    shape: tuple[int, ...]  # in front of the width
+    width: int
+    dtype: torch.dtype
+    residual: bool
+    affine: bool = True
+    offset: float = 0.0
+    eps: float = 1e-5
+    step: int = 1
+
+
+# the fields of a Norm from its shape on
 SMALL = [
     ((5,), 7, F32, True, True, 0.0, 1e-5),
     ((3,), 1, F32, False, True, 0.0, 1.0),
@@ -30,10 +49,10 @@ LARGE = [
 
 
 def cases(centre: bool) -> list[Case]:
-    small = [_case(centre, *row) for row in SMALL]
+    small = [_case(Norm(centre, *row)) for row in SMALL]
     strided = Case(
         "every second column of a wider tensor",
-        partial(_inputs, centre=centre, shape=(4,), width=20, dtype=F32, residual=True, step=2),
+        partial(_inputs, norm=Norm(centre, (4,), 20, F32, residual=True, step=2)),
         F32,
         _wanted(centre, True, True),
         terms=20,
@@ -41,7 +60,7 @@ def cases(centre: bool) -> list[Case]:
     large = [
         Case(
             f"{shape[0]:,} rows of {width:,}, {_word(dtype)}",
-            partial(_inputs, centre=centre, shape=shape, width=width, dtype=dtype, residual=True),
+            partial(_inputs, norm=Norm(centre, shape, width, dtype, residual=True)),
             dtype,
             _wanted(centre, True, True),
             terms=width,
@@ -52,61 +71,32 @@ def cases(centre: bool) -> list[Case]:
     return [*small, strided, *large]
 
 
-def _case(
-    centre: bool,
-    shape: tuple[int, ...],
-    width: int,
-    dtype: torch.dtype,
-    residual: bool,
-    affine: bool,
-    offset: float,
-    eps: float,
-) -> Case:
-    title = f"{'x'.join(map(str, shape))} rows of {width}, {_word(dtype)}{', residual' if residual else ''}{'' if affine else ', no weight'}"
-    rows = 1
-    for size in shape:
-        rows *= size
+def _case(norm: Norm) -> Case:
+    title = f"{'x'.join(map(str, norm.shape))} rows of {norm.width}, {_word(norm.dtype)}{', residual' if norm.residual else ''}{'' if norm.affine else ', no weight'}"
     return Case(
-        title + (f", mean {offset:g}" if offset else ""),
-        partial(
-            _inputs,
-            centre=centre,
-            shape=shape,
-            width=width,
-            dtype=dtype,
-            residual=residual,
-            affine=affine,
-            offset=offset,
-            eps=eps,
-        ),
-        dtype,
+        title + (f", mean {norm.offset:g}" if norm.offset else ""),
+        partial(_inputs, norm=norm),
+        norm.dtype,
         # A mean far from zero costs the digits that every element shares with it.
-        _wanted(centre, residual, affine),
-        terms=max(rows, width) * (1 + int(offset**2)),
-        inside=2.0 if residual and dtype is not F32 else 0.0,
+        _wanted(norm.centre, norm.residual, norm.affine),
+        terms=max(prod(norm.shape), norm.width) * (1 + int(norm.offset**2)),
+        inside=2.0 if norm.residual and norm.dtype is not F32 else 0.0,
     )
 
 
-def _inputs(
-    draw: torch.Generator,
-    centre: bool,
-    shape: tuple[int, ...],
-    width: int,
-    dtype: torch.dtype,
-    residual: bool,
-    affine: bool = True,
-    offset: float = 0.0,
-    eps: float = 1e-5,
-    step: int = 1,
-) -> Inputs:
+def _inputs(draw: torch.Generator, norm: Norm) -> Inputs:
     def normal(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=draw).to(dtype)
+        return torch.randn(*size, generator=draw).to(norm.dtype)
 
-    x = (normal(*shape, width * step) + offset)[..., ::step]
-    found: Inputs = {"x": x, "weight": normal(width) if affine else None}
-    if centre:
-        found["bias"] = normal(width) if affine else None
-    return {**found, "eps": eps, "residual": normal(*shape, width) if residual else None}
+    x = (normal(*norm.shape, norm.width * norm.step) + norm.offset)[..., :: norm.step]
+    found: Inputs = {"x": x, "weight": normal(norm.width) if norm.affine else None}
+    if norm.centre:
+        found["bias"] = normal(norm.width) if norm.affine else None
+    return {
+        **found,
+        "eps": norm.eps,
+        "residual": normal(*norm.shape, norm.width) if norm.residual else None,
+    }
 
 
 def _wanted(centre: bool, residual: bool, affine: bool) -> tuple[str, ...]:

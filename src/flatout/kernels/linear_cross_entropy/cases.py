@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -9,7 +10,25 @@ import torch
 from flatout.kernels.kernel import Case, Inputs
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-# rows, width, classes, dtype, bias, share ignored, reduction, smoothing, scale of x
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a case computes. ``ignored`` is a share of the targets, ``scale`` that of x."""
+
+    rows: int
+    width: int
+    classes: int
+    dtype: torch.dtype
+    bias: bool = False
+    ignored: float = 0.0
+    reduction: str = "mean"
+    smoothing: float = 0.0
+    scale: float = 1.0
+    pad_to: int = 0
+
+
+# the fields of a Loss
 SMALL = [
     (5, 4, 7, F32, True, 0.0, "mean", 0.0, 1.0),
     (6, 8, 33, F32, False, 0.5, "mean", 0.1, 1.0),
@@ -39,15 +58,15 @@ LARGE = [
 
 def cases() -> list[Case]:
     return [
-        *(_case(*row) for row in SMALL),
-        *(_case(*row, pad_to=pad_to) for row, pad_to in PADDED),
+        *(_case(Loss(*row)) for row in SMALL),
+        *(_case(Loss(*row, pad_to=pad_to)) for row, pad_to in PADDED),
         _all_ignored(),
         _in_chunks(),
         _in_chunks(64),
         *(
             Case(
                 f"{rows:,} rows of {width:,}, {classes:,} classes, {str(dtype).removeprefix('torch.')}",
-                partial(_inputs, rows=rows, width=width, classes=classes, dtype=dtype),
+                partial(_inputs, loss=Loss(rows, width, classes, dtype)),
                 dtype,
                 ("x", "weight"),
                 terms=width,
@@ -58,51 +77,26 @@ def cases() -> list[Case]:
     ]
 
 
-def _case(
-    rows: int,
-    width: int,
-    classes: int,
-    dtype: torch.dtype,
-    bias: bool,
-    ignored: float,
-    reduction: str,
-    smoothing: float,
-    scale: float,
-    pad_to: int = 0,
-) -> Case:
-    title = f"{rows} rows of {width}, {classes} classes, {str(dtype).removeprefix('torch.')}, {reduction}" + (
-        f", smoothing {smoothing:g}" if smoothing else ""
-    )
-    title += (f", {100 * ignored:.0f} % ignored" if ignored else "") + (
-        f", in multiples of {pad_to}" if pad_to else ""
-    )
+def _case(loss: Loss) -> Case:
+    title = f"{loss.rows} rows of {loss.width}, {loss.classes} classes, {str(loss.dtype).removeprefix('torch.')}, {loss.reduction}"
+    title += f", smoothing {loss.smoothing:g}" if loss.smoothing else ""
+    title += f", {100 * loss.ignored:.0f} % ignored" if loss.ignored else ""
+    title += f", in multiples of {loss.pad_to}" if loss.pad_to else ""
     # exp() turns the absolute error of a logit into a relative one, so logits of 60 lose the digits of 60.
     return Case(
         title,
-        partial(
-            _inputs,
-            rows=rows,
-            width=width,
-            classes=classes,
-            dtype=dtype,
-            bias=bias,
-            ignored=ignored,
-            reduction=reduction,
-            smoothing=smoothing,
-            scale=scale,
-            pad_to=pad_to,
-        ),
-        dtype,
-        ("x", "weight", *(("bias",) if bias else ())),
-        terms=int((width + rows) * (1 + scale**2)),
-        inside=0.0 if dtype is F32 else 8.0,
+        partial(_inputs, loss=loss),
+        loss.dtype,
+        ("x", "weight", *(("bias",) if loss.bias else ())),
+        terms=int((loss.width + loss.rows) * (1 + loss.scale**2)),
+        inside=0.0 if loss.dtype is F32 else 8.0,
     )
 
 
 def _all_ignored() -> Case:
     return Case(
         "every target ignored, mean",
-        partial(_inputs, rows=3, width=4, classes=9, dtype=F32, bias=True, ignored=1.0),
+        partial(_inputs, loss=Loss(3, 4, 9, F32, bias=True, ignored=1.0)),
         F32,
         ("x", "weight", "bias"),
         terms=8,
@@ -116,34 +110,23 @@ def _in_chunks(pad_to: int = 0) -> Case:
     )
     return Case(
         title,
-        partial(_inputs, rows=20, width=3, classes=14_000, dtype=F32, ignored=0.1, pad_to=pad_to),
+        partial(_inputs, loss=Loss(20, 3, 14_000, F32, ignored=0.1, pad_to=pad_to)),
         F32,
         ("x", "weight"),
         terms=14_000,
     )
 
 
-def _inputs(
-    draw: torch.Generator,
-    rows: int,
-    width: int,
-    classes: int,
-    dtype: torch.dtype,
-    bias: bool = False,
-    ignored: float = 0.0,
-    reduction: str = "mean",
-    smoothing: float = 0.0,
-    scale: float = 1.0,
-    pad_to: int = 0,
-) -> Inputs:
+def _inputs(draw: torch.Generator, loss: Loss) -> Inputs:
+    rows, width, classes, dtype = loss.rows, loss.width, loss.classes, loss.dtype
     target = torch.randint(classes, (rows,), generator=draw)
-    target[torch.rand(rows, generator=draw) < ignored] = -100
+    target[torch.rand(rows, generator=draw) < loss.ignored] = -100
     return {
-        "x": (scale * torch.randn(rows, width, generator=draw)).to(dtype),
+        "x": (loss.scale * torch.randn(rows, width, generator=draw)).to(dtype),
         "weight": torch.randn(classes, width, generator=draw).to(dtype),
         "target": target,
-        "bias": torch.randn(classes, generator=draw).to(dtype) if bias else None,
-        "reduction": reduction,
-        "label_smoothing": smoothing,
-        "pad_to": pad_to,
+        "bias": torch.randn(classes, generator=draw).to(dtype) if loss.bias else None,
+        "reduction": loss.reduction,
+        "label_smoothing": loss.smoothing,
+        "pad_to": loss.pad_to,
     }
