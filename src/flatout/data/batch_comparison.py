@@ -60,7 +60,7 @@ def different(plain: Any, other: Any, apart: float, layout: bool = True, depth: 
             and plain.tobytes() == other.tobytes()
         )
         return "" if same else "its values differ"
-    if _is_equal(plain, other):
+    if is_equal(plain, other):
         return ""
     held = getattr(plain, "__dict__", None)
     by_identity = type(plain).__eq__ is object.__eq__  # type: ignore[comparison-overlap]
@@ -84,7 +84,7 @@ def _different_tensors(plain: Tensor, other: Tensor, apart: float, layout: bool)
     return "" if farthest <= apart * 1.001 else "its values differ from those of the single-image transforms"
 
 
-def _is_equal(plain: object, other: object) -> bool:
+def is_equal(plain: object, other: object) -> bool:
     try:
         return bool(plain == other)
     except Exception:  # parts that do not support comparison

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from flatout.data.batch_comparison import is_equal
+
 SMALL = 2048  # largest number of list entries compared before every batch
 SMALL_BYTES = 2**16
 LARGEST_BYTES = 2**32  # most bytes read at the start of an epoch
@@ -94,7 +96,7 @@ class DatasetState:
         if any(_members(now) != then for now, then, _ in self._attributes):
             return True
         return not all(
-            _equal(self._digest(thing), then)
+            is_equal(self._digest(thing), then)
             for thing, then in (*self._small, *(self._large if thoroughly else ()))
         )
 
@@ -194,10 +196,3 @@ def _is_small(thing: Any) -> bool:
     return (
         thing.numel() * thing.element_size() if isinstance(thing, Tensor) else thing.nbytes
     ) <= SMALL_BYTES
-
-
-def _equal(now: object, then: object) -> bool:
-    try:
-        return bool(now == then)
-    except Exception:  # if the parts cannot be compared, they were replaced
-        return False

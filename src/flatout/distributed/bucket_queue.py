@@ -113,3 +113,7 @@ def unpacked(flat: Tensor, parameters: Sequence[Any]) -> list[Any]:
         part.view(p.shape)
         for part, p in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True)
     ]
+
+
+def same_objects(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.batches import RankBatches
+from flatout.distributed.bucket_queue import same_objects
 from flatout.distributed.division import CUT, DOOR, INDEX, SUM, WHOLE, SplitSettings
 from flatout.distributed.evaluating import Evaluating
 from flatout.distributed.exchange import Exchange
@@ -128,7 +129,7 @@ class GradientExchange:
         if self.local is not None and self.local.alone():
             return None
         parameters = self.that_train()
-        if self.exchange is None or not _the_same(self.exchange.parameters, parameters):
+        if self.exchange is None or not same_objects(self.exchange.parameters, parameters):
             self.close_exchange()
             self.exchange = Exchange(
                 self.torch, self.here, parameters, len(self.context.optimizers) > 1, self.terms
@@ -183,7 +184,3 @@ class GradientExchange:
     def _is_sharded(self, parameter: Parameter) -> bool:
         """Whether sharding averages its gradient."""
         return self.sharding is not None and bool(self.sharding.holds(parameter))
-
-
-def _the_same(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))

@@ -33,6 +33,7 @@ from flatout.distributed.bucket_queue import (
     Traffic,
     buckets_of,
     packed,
+    same_objects,
     unpacked,
 )
 from flatout.distributed.rounds import OUTER, LocalSgdSettings, Outer
@@ -87,7 +88,7 @@ class LocalSteps:
 
     def alone(self) -> bool:
         """Whether the gradients of the coming backward pass stay on this rank."""
-        if self.apart and not _the_same(
+        if self.apart and not same_objects(
             self.parameters, self.divided.that_train()
         ):  # layers were frozen or unfrozen
             self.meet()
@@ -281,7 +282,3 @@ def _apart(steps: list[float], ended: list[float]) -> str:
         f"the ranks did different numbers of steps ({said}). With local_sgd each rank reads the loss of its own share, so decisions based on it "
         "(early stopping, a plateau schedule) or on the clock differ between ranks. Base them on an evaluation, or remove local_sgd"
     )
-
-
-def _the_same(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))

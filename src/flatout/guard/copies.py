@@ -71,6 +71,10 @@ def outside_gradients(outputs: list[Any], grads: dict[int, Any], torch: ModuleTy
     return found
 
 
+def square(tensor: Tensor | None) -> float:
+    return 0.0 if tensor is None else float(tensor.double().square().sum())
+
+
 def size_of(tensor: Tensor) -> float:
     return float(tensor.double().norm())
 

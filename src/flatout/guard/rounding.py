@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.guard.captured_steps import StepResults
+from flatout.guard.copies import square
 from flatout.guard.resolution import fineness
 from flatout.measure.parity import relative_distance
 
@@ -322,7 +323,7 @@ def _minus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def _size(tensors: Sequence[Any]) -> float:
-    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors if t is not None))
+    return math.sqrt(sum(map(square, tensors)))
 
 
 def _name(double: StepResults) -> str:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatout.guard.captured_steps import StepResults
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from flatout.guard.copies import square
 
 
 def in_whole_batch(
@@ -29,7 +27,7 @@ def in_whole_batch(
     it. ``summed``: gradients are sums over samples, and not means over those that are played. All parameters
     count alike, each relative to its gradient: the errors of one alone vary too much from step to step.
     """
-    sizes = [_square(tensor) for tensor in part[0].gradients[0]]
+    sizes = [square(tensor) for tensor in part[0].gradients[0]]
     of_part, of_half = (
         sum(square / size for square, size in zip(_squares(*plays), sizes, strict=True) if size > 0)
         for plays in (part, half)
@@ -46,12 +44,8 @@ def _squares(plain: StepResults, levers: StepResults) -> list[float]:
     for ours, theirs in zip(levers.gradients, plain.gradients, strict=True):
         for at, (x, y) in enumerate(zip(ours, theirs, strict=True)):
             if x is not None and y is not None:
-                found[at] += _square(x.double() - y.double()) / len(plain.gradients)
+                found[at] += square(x.double() - y.double()) / len(plain.gradients)
     return found
-
-
-def _square(tensor: Tensor | None) -> float:
-    return 0.0 if tensor is None else float(tensor.double().square().sum())
 
 
 def are_summed(steps: Sequence[Sequence[dict[str, Any]]]) -> bool:

@@ -56,13 +56,6 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Keeps saved tensors with half of their bits."""
-    for root in context.roots:
-        context.wrap_forward(context.without_ranks(root), in_half_the_bits(context.torch), ledger)
-    return ledger.restore
-
-
 def code(value: Value) -> str:
     return f"torch._functorch.config.activation_memory_budget = {value}  # before model.compile()"
 
@@ -76,7 +69,7 @@ LEVER = Lever(
     apply=apply,
     live=True,
     warms_up=True,
-    known_bad=known_bad,
+    known_bad=in_half_the_bits,
     after=("compile",),
     needs=("compile",),
     saves_memory=True,

@@ -82,7 +82,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
         }
         context.wrap_forward(
             context.without_ranks(root),
-            _deriving(SavedTensorRederiver(context.torch, share, epsilons)),
+            _through(SavedTensorRederiver(context.torch, share, epsilons)),
             ledger,
         )
     return ledger.restore
@@ -94,9 +94,9 @@ def _share(name: str, share: object) -> float:
     return float(share)
 
 
-def _deriving(deriving: SavedTensorRederiver) -> Any:
+def _through(saving: SavedTensorRederiver | RecomputedBlock) -> Any:
     def wrapper(forward: Callable[..., Any]) -> Any:
-        return lambda *args, **kwargs: deriving.forward(forward, args, kwargs)
+        return lambda *args, **kwargs: saving.forward(forward, args, kwargs)
 
     return wrapper
 
@@ -125,21 +125,7 @@ def _blocks_again(context: TrainingContext, share: float, ledger: Ledger) -> Non
             context.report("recompute", f"no block of this program can be recomputed: {why}")
 
     for module in chosen:
-        context.wrap_forward(module, _again(RecomputedBlock(context.torch, module, refuse)), ledger)
-
-
-def _again(block: RecomputedBlock) -> Any:
-    def wrapper(forward: Callable[..., Any]) -> Any:
-        return lambda *args, **kwargs: block.forward(forward, args, kwargs)
-
-    return wrapper
-
-
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Keeps saved tensors with half of their bits."""
-    for root in context.roots:
-        context.wrap_forward(context.without_ranks(root), in_half_the_bits(context.torch), ledger)
-    return ledger.restore
+        context.wrap_forward(module, _through(RecomputedBlock(context.torch, module, refuse)), ledger)
 
 
 def code(value: Value) -> str:
@@ -165,7 +151,7 @@ LEVER = Lever(
     code,
     apply=apply,
     live=True,
-    known_bad=known_bad,
+    known_bad=in_half_the_bits,
     after=("autocast", "channels_last"),
     excludes=("compile",),
     saves_memory=True,

@@ -233,17 +233,12 @@ class Names(ast.NodeVisitor):
 
     visit_With = visit_AsyncWith = _with
 
-    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
+    def _capture(self, node: ast.ExceptHandler | ast.MatchAs | ast.MatchStar) -> None:
         if node.name:
             self.here.bind(node.name, Binding("other", node))
         self.generic_visit(node)
 
-    def _capture(self, node: ast.MatchAs | ast.MatchStar) -> None:
-        if node.name:
-            self.here.bind(node.name, Binding("other", node))
-        self.generic_visit(node)
-
-    visit_MatchAs = visit_MatchStar = _capture
+    visit_ExceptHandler = visit_MatchAs = visit_MatchStar = _capture
 
     def visit_Global(self, node: ast.Global) -> None:
         self.here.elsewhere.update(dict.fromkeys(node.names, self.module))

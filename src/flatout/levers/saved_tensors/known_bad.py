@@ -6,12 +6,17 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from flatout.schema.lever import Undo, Value
+
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from flatout.schema.program import Ledger, TrainingContext
 
-def in_half_the_bits(torch: ModuleType) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A wrapper of a forward pass that keeps saved tensors in bfloat16."""
+
+def in_half_the_bits(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """Keeps saved tensors in bfloat16."""
+    torch = context.torch
 
     def pack(tensor: Tensor) -> tuple[Any, Any]:
         return (tensor.detach().bfloat16() if tensor.is_floating_point() else tensor.detach()), tensor.dtype
@@ -23,7 +28,9 @@ def in_half_the_bits(torch: ModuleType) -> Callable[[Callable[..., Any]], Callab
 
         return saving_half
 
-    return wrapper
+    for root in context.roots:
+        context.wrap_forward(context.without_ranks(root), wrapper, ledger)
+    return ledger.restore
 
 
 def partially_fetched(torch: ModuleType) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
