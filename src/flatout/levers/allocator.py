@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from flatout.levers.reasons import NO_CUDA, NO_GPU
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Value
@@ -26,12 +27,12 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     on_cuda = context is not None and context.device_type == "cuda"
     if not facts.cuda and not on_cuda:  # the program may use a device that is not listed
-        return Skip("no CUDA device was found on this machine")
+        return Skip(NO_GPU)
     name = next((name for name in VARIABLES if facts.environment.get(name)), None)
     if name is not None:
         return Skip(f"the environment sets {name} already; unset it to measure this lever")
     if context is not None and context.parameters and not on_cuda:
-        return Skip("no parameter of the program is on a CUDA device")
+        return Skip(NO_CUDA)
     return Options((True,))
 
 

@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.levers.autocast_policy import keep_float32
+from flatout.levers.reasons import in_pieces
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -41,10 +42,8 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     torch = context.torch
     if context.autocast_seen:
         return Skip("the program already trains under autocast")
-    if context.in_pieces:
-        return Skip(
-            f"the script calls {len(context.roots)} modules separately, and no module contains them all"
-        )
+    if why := in_pieces(context):
+        return Skip(why)
     others = sorted({str(p.dtype) for p in context.parameters if p.dtype != torch.float32})
     if others:
         return Skip(f"the program trains parameters that are not float32 ({', '.join(others)})")

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from flatout.levers.reasons import NO_LOADER
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -43,7 +44,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if not context.backwards:  # no loader exists yet; the rule checks each one as it is created
         return Options(({},))
     if not context.loaders:
-        return Skip("this process created no torch DataLoader, so its batches come from another source")
+        return Skip(NO_LOADER)
     trains = context.training_loader
     if trains is None:
         return Skip(

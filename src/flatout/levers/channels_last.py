@@ -18,6 +18,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from flatout.levers.reasons import in_pieces
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -29,10 +30,8 @@ if TYPE_CHECKING:
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if not context.has_layer("Conv2d", "ConvTranspose2d"):
         return Skip("no module of the model is an nn.Conv2d or nn.ConvTranspose2d")
-    if context.in_pieces:
-        return Skip(
-            f"the script calls {len(context.roots)} modules separately, and no module contains them all"
-        )
+    if why := in_pieces(context):
+        return Skip(why)
     if context.closure_steps and any(type(o).__name__ == "LBFGS" for o in context.optimizers):
         return Skip("LBFGS flattens the gradients, which requires their default layout")
     layouts = [

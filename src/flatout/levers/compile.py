@@ -25,6 +25,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from flatout.levers.reasons import COMPILED_ONCE, COMPILER_OFF, NO_ROOT, in_pieces
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -37,19 +38,15 @@ if TYPE_CHECKING:
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if off := context.compiler_off():
-        return Skip(f"torch.compile is switched off in this process ({off})")
+        return Skip(COMPILER_OFF.format(off=off))
     if context.compiled_by_script:
         return Skip("the script compiles the model or a part of it")
     if context.create_graph_seen:
-        return Skip(
-            "the script differentiates twice (create_graph=True), and compiled functions have no second derivative"
-        )
-    if context.in_pieces:
-        return Skip(
-            f"the script calls {len(context.roots)} modules separately, and no module contains them all"
-        )
+        return Skip(COMPILED_ONCE)
+    if why := in_pieces(context):
+        return Skip(why)
     if not context.roots:
-        return Skip("no nn.Module with trainable parameters was called, as in `model(x)`")
+        return Skip(NO_ROOT)
     if context.device_type == "cpu":
         # the compiler that torch._inductor.config.cpp.cxx asks for
         wanted = os.environ.get("CXX") or ("clang++" if facts.system == "Darwin" else "g++")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from flatout.levers.reasons import NO_CUDA, NO_GPU
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     torch, known = context.torch, bool(context.parameters)
     if not known and not facts.cuda:
-        return Skip("no CUDA device was found on this machine")
+        return Skip(NO_GPU)
     if known and context.device_type != "cuda" and not any(p.is_cuda for p in context.parameters):
-        return Skip("no parameter of the program is on a CUDA device")
+        return Skip(NO_CUDA)
     if torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled():
         return Skip("deterministic algorithms are enabled, and this lever would choose other algorithms")
     if torch.backends.cudnn.benchmark:

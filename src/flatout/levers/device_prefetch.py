@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from flatout.levers.reasons import NO_CUDA, NO_LOADER
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -36,12 +37,12 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if context.device_type != "cuda" and (
         context.backwards or not facts.cuda
     ):  # the device is unknown before the first step
-        return Skip("no parameter of the program is on a CUDA device")
+        return Skip(NO_CUDA)
     if not context.backwards:
         return Options((*DEPTHS, IN_ORDER))
     live = context.training_loaders
     if not context.loaders:
-        return Skip("this process created no torch DataLoader, so its batches come from another source")
+        return Skip(NO_LOADER)
     if not live:
         return Skip("the training DataLoader no longer exists, so all its batches are already loaded")
     return Options(

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from flatout.levers.early.reads import READS, EarlyValueCopier
+from flatout.levers.reasons import NO_CUDA
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -45,7 +46,7 @@ _KNOWN: WeakKeyDictionary[Any, EarlyValueCopier] = (
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if context.device_type != "cuda":
-        return Skip("no parameter of the program is on a CUDA device")
+        return Skip(NO_CUDA)
     backend = context.torch.cuda.get_allocator_backend()
     if backend != "native":
         return Skip(

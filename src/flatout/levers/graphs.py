@@ -23,6 +23,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+from flatout.levers.reasons import NO_CUDA, NO_ROOT, in_pieces
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -40,7 +41,7 @@ TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     torch = context.torch
     if context.device_type != "cuda":
-        return Skip("no parameter of the program is on a CUDA device")
+        return Skip(NO_CUDA)
     if context.create_graph_seen:
         return Skip(
             "the script differentiates twice (create_graph=True), and a recorded backward pass has no second derivative"
@@ -53,12 +54,10 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
         return Skip(
             "the program has several ranks, and a recorded backward pass could not send gradients while it computes"
         )
-    if context.in_pieces:
-        return Skip(
-            f"the script calls {len(context.roots)} modules separately, and no module contains them all"
-        )
+    if why := in_pieces(context):
+        return Skip(why)
     if not context.roots:
-        return Skip("no nn.Module with trainable parameters was called, as in `model(x)`")
+        return Skip(NO_ROOT)
     if all(_why_not(context, root) for root in context.roots):
         return Skip(_why_not(context, context.roots[0]))
     return Options((True,))

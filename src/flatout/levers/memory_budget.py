@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from flatout.levers.reasons import COMPILED_ONCE, COMPILER_OFF, NO_ROOT
 from flatout.levers.saved_tensors.known_bad import in_half_the_bits
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
@@ -30,15 +31,13 @@ BUDGETS: tuple[Value, ...] = (0.7, 0.5, 0.3, 0.1)
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if off := context.compiler_off():
-        return Skip(f"torch.compile is switched off in this process ({off})")
+        return Skip(COMPILER_OFF.format(off=off))
     if context.compiled_by_script:
         return Skip("the script compiles the model or a part of it, before a budget could be set")
     if context.create_graph_seen:
-        return Skip(
-            "the script differentiates twice (create_graph=True), and compiled functions have no second derivative"
-        )
+        return Skip(COMPILED_ONCE)
     if not context.roots:
-        return Skip("no nn.Module with trainable parameters was called, as in `model(x)`")
+        return Skip(NO_ROOT)
     return Options(BUDGETS)
 
 

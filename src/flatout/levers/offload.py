@@ -18,6 +18,7 @@ from functools import wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from flatout.levers.reasons import COMPILER_CHOOSES, NO_CUDA, in_pieces
 from flatout.levers.saved_tensors.host import OffloadHooks
 from flatout.levers.saved_tensors.known_bad import partially_fetched
 from flatout.schema.enums import Effect, Moment
@@ -36,13 +37,11 @@ LEAST_NUMBERS = 4096  # smaller state tensors are not worth a copy
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if context.device_type != "cuda":
-        return Skip("no parameter of the program is on a CUDA device")
-    if context.in_pieces:
-        return Skip(
-            f"the script calls {len(context.roots)} modules separately, and no module contains them all"
-        )
+        return Skip(NO_CUDA)
+    if why := in_pieces(context):
+        return Skip(why)
     if context.compiled_by_script:
-        return Skip("the script compiles the model or a part of it, and the compiler chooses what is kept")
+        return Skip(COMPILER_CHOOSES)
     return Options(("activations", "optimizer") if context.optimizers else ("activations",))
 
 

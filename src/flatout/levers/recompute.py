@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from flatout.levers.reasons import COMPILER_CHOOSES, NO_ROOT, in_pieces
 from flatout.levers.saved_tensors.blocks import RecomputedBlock, repeated, spread, why_not
 from flatout.levers.saved_tensors.known_bad import in_half_the_bits
 from flatout.levers.saved_tensors.rederive import SavedTensorRederiver
@@ -43,17 +44,15 @@ BLOCKS: tuple[Value, ...] = ({"blocks": 0.5}, {"blocks": 1.0})
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if context.compiled_by_script:
-        return Skip("the script compiles the model or a part of it, and the compiler chooses what is kept")
+        return Skip(COMPILER_CHOOSES)
     if context.create_graph_seen:
         return Skip(
             "the script differentiates twice (create_graph=True), which recomputed activations do not support"
         )
-    if context.in_pieces:
-        return Skip(
-            f"the script calls {len(context.roots)} modules separately, and no module contains them all"
-        )
+    if why := in_pieces(context):
+        return Skip(why)
     if not context.roots:
-        return Skip("no nn.Module with trainable parameters was called, as in `model(x)`")
+        return Skip(NO_ROOT)
     if any(isinstance(root, context.torch.jit.ScriptModule) for root in context.roots):
         return Skip(
             "the model or a part of it is compiled by torch.jit, which does not call the forward of its layers"

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from flatout.levers.reasons import NO_CUDA
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -30,7 +31,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     torch = context.torch
     device = next((p.device for p in context.parameters if p.is_cuda), None)
     if context.device_type != "cuda" and device is None:
-        return Skip("no parameter of the program is on a CUDA device")
+        return Skip(NO_CUDA)
     if torch.cuda.get_device_capability(device)[0] < 8:
         return Skip("this GPU has no TF32, which needs compute capability 8.0 or higher")
     if torch.are_deterministic_algorithms_enabled():
