@@ -8,19 +8,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatout.guard.batch_slices import FEWEST_SAMPLES, LONGEST_PLAYS_S, PLAYS, samples_played, sliced
+from flatout.guard.captured_steps import CapturedCall
 
 SLOW_MS = 12_000.0
 
 
 def step(size: int, **more):
     return [
-        {
-            "args": (torch.arange(size * 3.0).reshape(size, 3), {"mask": torch.ones(size, dtype=torch.bool)}),
-            "kwargs": {"scale": torch.tensor(2.0)},
-            "grads": {0: torch.ones(size, 5)},
-            "root": 0,
-            **more,
-        }
+        CapturedCall(
+            **{
+                "root": 0,
+                "args": (
+                    torch.arange(size * 3.0).reshape(size, 3),
+                    {"mask": torch.ones(size, dtype=torch.bool)},
+                ),
+                "kwargs": {"scale": torch.tensor(2.0)},
+                "random": (None, None),
+                "autocast": ("cpu", torch.bfloat16, False),
+                "grads": {0: torch.ones(size, 5)},
+                **more,
+            }
+        )
     ]
 
 
@@ -28,7 +36,7 @@ def step(size: int, **more):
 def test_the_first_samples_of_everything_are_kept(size, step_ms):
     whole = [step(size), step(size)]
     part, taken = sliced(whole, step_ms, torch)
-    kept = len(part[0][0]["args"][0])
+    kept = len(part[0][0].args[0])
     assert kept == round(taken * size) == samples_played(size, step_ms)
     if taken == 1.0:
         assert part == whole
@@ -36,11 +44,11 @@ def test_the_first_samples_of_everything_are_kept(size, step_ms):
     assert FEWEST_SAMPLES <= kept <= size / 2
     assert kept == FEWEST_SAMPLES or PLAYS * step_ms * (kept - 1) / size <= 1000 * LONGEST_PLAYS_S
     for calls in part:
-        assert calls[0]["args"][0].equal(whole[0][0]["args"][0][:kept])
-        assert calls[0]["args"][1]["mask"].shape == (kept,)
-        assert calls[0]["grads"][0].shape == (kept, 5)
-        assert calls[0]["kwargs"]["scale"] == 2.0
-        assert calls[0]["root"] == 0
+        assert calls[0].args[0].equal(whole[0][0].args[0][:kept])
+        assert calls[0].args[1]["mask"].shape == (kept,)
+        assert calls[0].grads[0].shape == (kept, 5)
+        assert calls[0].kwargs["scale"] == 2.0
+        assert calls[0].root == 0
 
 
 @pytest.mark.parametrize("other", [{"grads": {0: torch.ones(7, 5)}}, {"kwargs": {"weights": torch.ones(40)}}])
@@ -52,4 +60,4 @@ def test_steps_whose_sizes_differ_stay_whole(other):
 def test_a_loss_computed_by_the_module_is_no_batch():
     part, taken = sliced([step(64, grads={0: torch.tensor(1.0)})], SLOW_MS, torch)
     assert taken == 0.25
-    assert part[0][0]["grads"][0] == 1.0
+    assert part[0][0].grads[0] == 1.0

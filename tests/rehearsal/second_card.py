@@ -21,7 +21,7 @@ from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
 from flatout.distributed.rendezvous import _backend_of_cuda
 from flatout.distributed.streams import Streams
-from flatout.guard.captured_steps import StepReplayer
+from flatout.guard.captured_steps import CapturedCall, StepReplayer
 from flatout.guard.copies import random_state
 from flatout.kernels.adamw.op import adamw_
 from flatout.kernels.augment.op import augment
@@ -152,16 +152,8 @@ def the_guard_keeps_its_results_on_the_host_where_the_models_card_is_nearly_full
     model = nn.Linear(1024, 1024).to(DEVICE)
     optimizer, x = torch.optim.SGD(model.parameters(), 0.1), torch.randn(8, 1024, device=DEVICE)
     found = context(model, optimizer)
-    step = [
-        {
-            "root": 0,
-            "args": (x,),
-            "kwargs": {},
-            "random": random_state(found),
-            "autocast": ("cuda", torch.float16, False),
-            "grads": {0: model(x).detach()},
-        }
-    ]
+    autocast, grads = ("cuda", torch.float16, False), {0: model(x).detach()}
+    step = [CapturedCall(0, (x,), {}, random_state(found), autocast, grads)]
 
     def devices():
         played = StepReplayer(

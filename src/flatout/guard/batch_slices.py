@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.guard.copies import mapped
 from flatout.measure.parity import tensors_in
+
+if TYPE_CHECKING:
+    from flatout.guard.captured_steps import CapturedCall
 
 PLAYS = 17  # steps per judgement if steps are long
 LONGEST_PLAYS_S = 12.0  # beyond this time, only part of the samples is played
@@ -25,8 +29,8 @@ def samples_played(size: int, step_ms: float) -> int:
 
 
 def sliced(
-    steps: Sequence[list[dict[str, Any]]], step_ms: float, torch: ModuleType
-) -> tuple[list[list[dict[str, Any]]], float]:
+    steps: Sequence[list[CapturedCall]], step_ms: float, torch: ModuleType
+) -> tuple[list[list[CapturedCall]], float]:
     """The same steps with their first samples, as many as the step time allows, and the share taken.
 
     The share is 1.0 if the steps stay whole. Inputs and output gradients must agree in the size of their
@@ -36,7 +40,7 @@ def sliced(
         tensor
         for calls in steps
         for call in calls
-        for tensor in tensors_in((call["args"], call["kwargs"], call["grads"]), torch)
+        for tensor in tensors_in((call.args, call.kwargs, call.grads), torch)
     ]
     sizes = {tensor.shape[0] for tensor in tensors if tensor.dim()}
     size = next(iter(sizes), 0)
@@ -48,26 +52,29 @@ def sliced(
 
 
 def first_samples(
-    steps: Sequence[list[dict[str, Any]]], kept: int, torch: ModuleType
-) -> list[list[dict[str, Any]]]:
+    steps: Sequence[list[CapturedCall]], kept: int, torch: ModuleType
+) -> list[list[CapturedCall]]:
     """The steps with their first ``kept`` samples."""
 
     def first(thing: object) -> Any:
         return mapped(thing, lambda tensor: tensor[:kept] if tensor.dim() else tensor, torch)
 
     return [
-        [{**call, **{name: first(call[name]) for name in ("args", "kwargs", "grads")}} for call in calls]
+        [
+            replace(call, args=first(call.args), kwargs=first(call.kwargs), grads=first(call.grads))
+            for call in calls
+        ]
         for calls in steps
     ]
 
 
-def halved(steps: Sequence[list[dict[str, Any]]], torch: ModuleType) -> list[list[dict[str, Any]]]:
+def halved(steps: Sequence[list[CapturedCall]], torch: ModuleType) -> list[list[CapturedCall]]:
     """The first half of the samples of steps that `sliced` has cut."""
     sizes = (
         tensor.shape[0]
         for calls in steps
         for call in calls
-        for tensor in tensors_in((call["args"], call["kwargs"], call["grads"]), torch)
+        for tensor in tensors_in((call.args, call.kwargs, call.grads), torch)
         if tensor.dim()
     )
     return first_samples(steps, next(sizes) // 2, torch)

@@ -46,6 +46,23 @@ RESULTS, ROOM = 24, 0.5  # results of all plays, in model sizes; the share of fr
 
 
 @dataclass
+class CapturedCall:
+    """One call of a root module in a step. ``grads`` are the gradients of its outputs, by position.
+
+    ``outside``: the part of them that does not come from another output; None before the first play.
+    """
+
+    root: int
+    args: Any
+    kwargs: Any
+    random: tuple[Any, Any]
+    autocast: tuple[str, Any, bool]
+    grads: dict[int, Any] = field(default_factory=dict)
+    outside: dict[int, Any] | None = None
+    open: bool = True  # it has not returned yet
+
+
+@dataclass
 class StepResults:
     """The results of a play, by step.
 
@@ -81,7 +98,7 @@ class StepReplayer:
 
     def play(
         self,
-        steps: Sequence[list[dict[str, Any]]],
+        steps: Sequence[list[CapturedCall]],
         choices: Sequence[Choice] = (),
         double: bool = False,
         nudge: float = 0.0,
@@ -113,7 +130,7 @@ class StepReplayer:
                 take_off()
         return played
 
-    def sharpen(self, step: list[dict[str, Any]], updates: int) -> None:
+    def sharpen(self, step: list[CapturedCall], updates: int) -> None:
         """Train a copy on one step alone with Adam-like updates.
 
         Later steps start from there, unless it is not finite.
@@ -132,7 +149,7 @@ class StepReplayer:
             self._later = held
 
     def play_later(
-        self, roots: list[Any] | None, steps: Sequence[list[dict[str, Any]]], nudge: float = 0.0
+        self, roots: list[Any] | None, steps: Sequence[list[CapturedCall]], nudge: float = 0.0
     ) -> StepResults:
         """Play the first step from the later weights, on a fresh copy if ``roots`` is None.
 
@@ -153,7 +170,7 @@ class StepReplayer:
                 held.copy_(later)
 
     def _steps(
-        self, roots: list[Any], steps: Sequence[list[dict[str, Any]]], double: bool, played: StepResults
+        self, roots: list[Any], steps: Sequence[list[CapturedCall]], double: bool, played: StepResults
     ) -> None:
         parameters = [p for root in roots for p in root.parameters() if p.requires_grad]
         for calls in steps:
@@ -177,7 +194,7 @@ class StepReplayer:
         self,
         roots: list[Any],
         parameters: list[Any],
-        calls: list[dict[str, Any]],
+        calls: list[CapturedCall],
         double: bool,
         played: StepResults,
     ) -> None:
@@ -186,25 +203,25 @@ class StepReplayer:
         for p in parameters:
             p.grad = None
         played.outputs.append(
-            [out for call in calls for out in self._one_call(roots[call["root"]], call, double)]
+            [out for call in calls for out in self._one_call(roots[call.root], call, double)]
         )
         played.gradients.append([None if p.grad is None else self._kept(p.grad) for p in parameters])
         after = [b for root in roots for b in root.buffers() if b.is_floating_point()]
         played.moves.append([a.detach().double() - b.double() for a, b in zip(after, before, strict=True)])
 
-    def _one_call(self, root: Module, call: dict[str, Any], double: bool) -> list[Any]:
+    def _one_call(self, root: Module, call: CapturedCall, double: bool) -> list[Any]:
         torch = self.torch
-        set_random_state(self.context, call["random"])
+        set_random_state(self.context, call.random)
         convert = (lambda t: t.double() if t.is_floating_point() else t) if double else (lambda t: t)
-        args, kwargs = mapped(call["args"], convert, torch), mapped(call["kwargs"], convert, torch)
-        device, dtype, enabled = call["autocast"]
+        args, kwargs = mapped(call.args, convert, torch), mapped(call.kwargs, convert, torch)
+        device, dtype, enabled = call.autocast
         with torch.autocast(device, dtype=dtype, enabled=enabled and not double):
             outputs = list(tensors_in(root(*args, **kwargs), torch))
-        if "outside" not in call:
-            call["outside"] = outside_gradients(outputs, call["grads"], torch)
+        if call.outside is None:
+            call.outside = outside_gradients(outputs, call.grads, torch)
         pairs = [
             (outputs[at], grad)
-            for at, grad in sorted(call["outside"].items())
+            for at, grad in sorted(call.outside.items())
             if at < len(outputs) and outputs[at].requires_grad
         ]
         if pairs:

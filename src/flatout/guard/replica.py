@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.agent.applier import Applier
 from flatout.guard.batch_slices import halved, sliced
 from flatout.guard.blame import narrowed
-from flatout.guard.captured_steps import StepReplayer, StepResults
+from flatout.guard.captured_steps import CapturedCall, StepReplayer, StepResults
 from flatout.guard.copies import clone, random_state, set_random_state
 from flatout.guard.rounding import HALF_NUDGE, NUDGE, check, compare, later, same
 from flatout.guard.whole_batch import are_summed, in_whole_batch
@@ -102,11 +102,11 @@ class StepReplica:
         self._originals: list[Any] = []
         self._optimizers: list[Any] = []
         self._stepped: set[int] = set()
-        self._steps: dict[int, list[dict[str, Any]]] = {}
+        self._steps: dict[int, list[CapturedCall]] = {}
         self._start = context.steps
         self._reference: ReferencePlays | None = None
         self._step_ms = step_ms
-        self._played: list[list[dict[str, Any]]] = []  # the captured steps, with ``_share`` of their samples
+        self._played: list[list[CapturedCall]] = []  # the captured steps, with ``_share`` of their samples
         self._share = 1.0
         self._wanted = (
             STEPS_OF_A_LARGE_MODEL
@@ -140,17 +140,15 @@ class StepReplica:
                 )
             at = next((i for i, known in enumerate(self._originals) if known is root), None)
             calls = self._steps.setdefault(step, [])
-            if at is not None and all(call["root"] != at for call in calls):
+            if at is not None and all(call.root != at for call in calls):
                 calls.append(
-                    {
-                        "root": at,
-                        "args": clone(args, self.torch),
-                        "kwargs": clone(kwargs, self.torch),
-                        "random": random_state(self.context),
-                        "autocast": self._autocast(),
-                        "grads": {},
-                        "open": True,
-                    }
+                    CapturedCall(
+                        at,
+                        clone(args, self.torch),
+                        clone(kwargs, self.torch),
+                        random_state(self.context),
+                        self._autocast(),
+                    )
                 )
         except Exception as error:
             self.failure = (
@@ -162,17 +160,17 @@ class StepReplica:
             (
                 c
                 for c in self._steps.get(self.context.steps, ())
-                if c["open"] and self._originals[c["root"]] is root
+                if c.open and self._originals[c.root] is root
             ),
             None,
         )
         if call is None:
             return
-        call["open"] = False
+        call.open = False
         for at, tensor in enumerate(tensors_in(output, self.torch)):
             if tensor.requires_grad:
                 tensor.register_hook(
-                    lambda grad, at=at, call=call: call["grads"].__setitem__(at, grad.detach().clone())
+                    lambda grad, at=at, call=call: call.grads.__setitem__(at, grad.detach().clone())
                 )
 
     def optimizer_begin(self, optimizer: Optimizer) -> None:
@@ -199,7 +197,7 @@ class StepReplica:
         """
         if choices is not None:
             self.choices = list(choices)
-        steps = [calls for _, calls in sorted(self._steps.items()) if any(call["grads"] for call in calls)]
+        steps = [calls for _, calls in sorted(self._steps.items()) if any(call.grads for call in calls)]
         if not self.failure and len(steps) < 2:
             self.failure = "no root module of this program received a gradient in consecutive steps"
         if self.failure:
@@ -215,7 +213,7 @@ class StepReplica:
             set_random_state(self.context, state)
             self.context.asleep = asleep
 
-    def _judge(self, steps: list[list[dict[str, Any]]], bitwise: bool) -> dict[str, Any]:
+    def _judge(self, steps: list[list[CapturedCall]], bitwise: bool) -> dict[str, Any]:
         if self._reference is None:
             self._played, self._share = sliced(steps, self._step_ms, self.torch)
             try:
@@ -270,7 +268,7 @@ class StepReplica:
             (reference.plain, levers), (reference.half, half), self._share, are_summed(self._played)
         )
 
-    def _plain_plays(self, steps: list[list[dict[str, Any]]]) -> ReferencePlays:
+    def _plain_plays(self, steps: list[list[CapturedCall]]) -> ReferencePlays:
         """The plays without levers, shared by all judged levers."""
         replay = StepReplayer(self.context, self.applier, self._frozen, sorted(self._stepped))
         updates = self._updates(replay, steps)
@@ -286,13 +284,15 @@ class StepReplica:
             replay, plain, double, nudged, replay.play_later(None, steps, HALF_NUDGE), updates > 0
         )
 
-    def _updates(self, replay: StepReplayer, steps: list[list[dict[str, Any]]]) -> int:
+    def _updates(self, replay: StepReplayer, steps: list[list[CapturedCall]]) -> int:
         """How many sharpening updates the time allows.
 
         It is 0 if no root module computes the loss, which is then unknown.
         """
         replay.play_later(None, steps)
-        if self._wanted < STEPS or any(grad.dim() for call in steps[0] for grad in call["outside"].values()):
+        if self._wanted < STEPS or any(
+            grad.dim() for call in steps[0] for grad in (call.outside or {}).values()
+        ):
             return 0
         start = seconds()
         replay.play_later(None, steps)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
-from flatout.guard.captured_steps import StepResults
+from flatout.guard.captured_steps import CapturedCall, StepResults
 from flatout.guard.copies import square
 
 
@@ -48,6 +47,6 @@ def _squares(plain: StepResults, levers: StepResults) -> list[float]:
     return found
 
 
-def are_summed(steps: Sequence[Sequence[dict[str, Any]]]) -> bool:
+def are_summed(steps: Sequence[Sequence[CapturedCall]]) -> bool:
     """Whether gradients are sums over samples: the outputs have a batch dimension, and their gradients are given."""
-    return any(grad.dim() for calls in steps for call in calls for grad in call["grads"].values())
+    return any(grad.dim() for calls in steps for call in calls for grad in call.grads.values())
