@@ -24,7 +24,6 @@ from flatout.schema.errors import UsageError
 
 pytestmark = pytest.mark.processes
 
-FIRST_OF_FOUR = RankEnvironment(0, 0, 4, 4, "")
 LOCAL_LAUNCHER = [sys.executable, "-m", "flatout.launch.local_launcher"]
 NOTES = """
 import os, signal, subprocess, sys, time

@@ -21,7 +21,6 @@ from flatout.measure.clock import seconds
 from flatout.measure.roofline import flops_a_step, place_under_roof, utilisation
 from flatout.measure.statistics import Round, compare, median
 from flatout.schema.enums import Origin
-from flatout.schema.errors import last_line
 from flatout.schema.findings import SourceLocation
 from flatout.schema.lever import Lever
 from flatout.schema.plan import Choice
@@ -220,7 +219,7 @@ def _what_if(
         except ProgramGone as gone:
             program.leave()
             what_if.why_not = (
-                f"the program fails with it: {last_line(gone.record)}"
+                f"the program fails with it: {gone.record.last_line}"
                 if gone.record.status != "ended"
                 else "the program is too short"
             )

@@ -24,7 +24,6 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from flatout.job.rank_environment import RankEnvironment
 from flatout.launch.command import Command, understand
 from flatout.launch.environment import QUIET, with_crash_reports
 from flatout.launch.event_fifo import EventFifo
