@@ -61,14 +61,14 @@ def record_of(folder: Path, name: str = "compare.json") -> dict:
 
 def test_two_commands_a_gate_and_a_baseline(flatout, project):
     done = flatout(
-        "compare", "--pairs", "2", "--budget", "1s", "--gate", "50%", "--gate-loss", "bits", "--save", "slow",
-        "python train.py 0.004", "python train.py 0.012",
+        "compare", "--pairs", "3", "--budget", "1s", "--gate", "50%", "--gate-loss", "bits", "--save", "slow",
+        "python train.py 0.004", "python train.py 0.04",
     )  # fmt: skip
     assert done.code == 1, done.err
     assert "B is slower" in done.out
     assert "losses: same bits" in done.out
     record = record_of(project)
-    assert 1.0 < record["step_time"]["value"] < 2.4
+    assert 2.0 < record["step_time"]["value"] < 9.1
     assert [gate["verdict"] for gate in record["gates"]] == ["failed", "passed"]
     assert record["a"]["losses"]["0"][:20] == record["b"]["losses"]["0"][:20]
     assert record["a"]["losses"]["0"][:20] != record["a"]["losses"]["1"][:20]
