@@ -5,7 +5,8 @@
     rules/, errors/   one page for each rule and each kind of failure, and an index of each
     levers.md         the docstring of each lever
     commands.md       every command and option, from click
-    records.md        the fields of the JSON files that flatout writes
+    records.md        the fields of the JSON files that flatout writes, and of what it prints with --json
+    schemas/          the JSON Schema of each of them
     doctor.md         the checks of the machine; templates.md: the examples, side by side
     ../explanation/packages.md  which process runs which package, and which imports which
     ../benchmarks/    the pages that the benchmarks wrote
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,21 +38,9 @@ import templates_page  # noqa: E402
 from flatout.cli.main import GROUPS  # noqa: E402
 from flatout.diagnose import failures, rules  # noqa: E402
 from flatout.levers import TABLE as LEVERS  # noqa: E402
+from flatout.schema.json_schema import PUBLISHED, json_schema  # noqa: E402
 
 CODE_SECTIONS = ("Bad", "Good")
-RECORDS = {  # the file, and the record that is written to it
-    "session.json": "flatout.schema.session.SessionRecord",
-    "result.json (a trial)": "flatout.schema.records.TrialRecord",
-    "profile.json": "flatout.schema.profile.ProfileRecord",
-    "memory.json": "flatout.schema.memory_forecast.MemoryForecast",
-    "batch.json": "flatout.schema.batch.BatchRecord",
-    "lr.json": "flatout.schema.lr_range.LrRecord",
-    "runs/*/rank0.json": "flatout.schema.run_summary.RunSummary",
-    "compare.json": "flatout.schema.compare.CompareRecord",
-    "bisect.json": "flatout.schema.compare.BisectRecord",
-    "scale.json": "flatout.schema.scale.ScaleRecord",
-    "failure.json": "flatout.schema.failure.FailureRecord",
-}
 
 
 class Entry(Protocol):
@@ -113,6 +103,8 @@ def pages() -> dict[str, str]:
     for shelf in SHELVES:
         made[f"reference/{shelf.folder}/index.md"] = index(shelf)
         made.update({f"reference/{shelf.folder}/{entry.code}.md": page(entry) for entry in shelf.table})
+    for name in PUBLISHED:
+        made[f"reference/schemas/{name}.json"] = json.dumps(json_schema(name), indent=1) + "\n"
     for path in sorted(RESULTS.glob("*.md")):
         made[f"benchmarks/{'index.md' if path.name == 'README.md' else path.name}"] = path.read_text(
             encoding="utf-8"
@@ -244,8 +236,18 @@ def records() -> str:
         "flatout writes JSON into the job's folder, `.flatout/<job>`. Times are in milliseconds unless a name says otherwise (`_s`, `_us`); sizes "
         "are in bytes. A reader must ignore fields that it does not know. `schema` grows when the meaning of a field changes.",
         "",
+        "With `--json`, a command prints one record on standard output, and everything else on standard error. If it fails, it prints no record. "
+        "A number that is not finite is printed as null. `flatout schema NAME` prints the JSON Schema of a record.",
+        "",
+        "| schema | file | printed by |",
+        "|---|---|---|",
+        *(
+            f"| [`{name}`](schemas/{name}.json) | {f'`{each.file}`' if each.file else ''} | {f'`flatout {each.printed}`' if each.printed else ''} |"
+            for name, each in PUBLISHED.items()
+        ),
+        "",
     ]
-    queue = [(f"`{file}`: {dotted.rpartition('.')[2]}", _resolve(dotted)) for file, dotted in RECORDS.items()]
+    queue = [(f"`{each.file or name}`: {each.type.__name__}", each.type) for name, each in PUBLISHED.items()]
     seen = {record for _, record in queue}
     while queue:
         heading, record = queue.pop(0)
@@ -259,11 +261,6 @@ def records() -> str:
                     queue.append((inner, found))
         lines.append("")
     return "\n".join(lines)
-
-
-def _resolve(dotted: str) -> type:
-    module, _, name = dotted.rpartition(".")
-    return getattr(importlib.import_module(module), name)
 
 
 def _prose(record: type) -> str:

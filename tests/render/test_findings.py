@@ -13,8 +13,9 @@ from rich.console import Console
 from flatout.diagnose.check import check
 from flatout.diagnose.rules import TABLE
 from flatout.probe.program import ScriptProgram
-from flatout.render.findings import finding_lines, github_lines, json_text, sarif_text
+from flatout.render.findings import finding_lines, github_lines, sarif_text
 from flatout.schema.findings import Finding, Severity, SourceLocation
+from flatout.schema.outputs import FindingsRecord
 
 PLACE = SourceLocation("my train.py", 3, 5, "Net.forward", "x = y.item()", 4)
 FOUND = [
@@ -91,7 +92,7 @@ def test_foreign_text_is_shown_and_not_interpreted():
 
 
 def test_json_gives_the_findings_back():
-    read = json.loads(json_text(FOUND, ["a.py"], []))
+    read = json.loads(json.dumps(FindingsRecord(["a.py"], [], FOUND).to_json()))
     assert [Finding.from_json(each) for each in read["findings"]] == FOUND
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
@@ -10,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from flatout.cli.options.arguments import PROGRAM, Duration, program, words_or_usage, writable
+from flatout.cli.options.json_output import json_option, print_json
 from flatout.cli.options.measurement import header, kept
 from flatout.cli.options.progress import LiveProgress
 from flatout.compare.bisect import Bisection
@@ -48,7 +48,7 @@ from flatout.tune.session import job_folder
     type=click.IntRange(2),
     help="Fewest pairs of processes; a small number gives wide intervals.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the record instead of text.")
+@json_option
 @click.option(
     "--job",
     type=click.Path(file_okay=False, path_type=Path),
@@ -94,7 +94,7 @@ def command(
             search.run(commits)
             record.status = "done"
     if as_json:
-        click.echo(json.dumps(record.to_json(), indent=1))
+        print_json(record)
         return 0
     console = Console()
     for each in record.tested:

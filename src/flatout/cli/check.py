@@ -10,19 +10,22 @@ import click
 from rich.console import Console
 
 from flatout.cli.options.arguments import PROGRAM, Duration, words_or_usage, writable
+from flatout.cli.options.json_output import json_option, print_json
 from flatout.cli.profile import SHORTEST_S, profile
 from flatout.diagnose.check import check
 from flatout.diagnose.profiled_program import ProfileOptions
+from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules import TABLE
 from flatout.job.secrets import masked
 from flatout.launch.command import understand
 from flatout.probe.machine import look
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import Unreadable
-from flatout.render.findings import finding_lines, github_lines, json_text, sarif_text, summary
+from flatout.render.findings import finding_lines, github_lines, sarif_text, summary
 from flatout.render.formatting import shell
 from flatout.schema.errors import ProgramNotFound, UsageError
 from flatout.schema.findings import Finding
+from flatout.schema.outputs import FindingsRecord, Page, PagesRecord
 from flatout.tune.session import job_folder
 
 FORMATS = ("text", "json", "github", "sarif")
@@ -49,6 +52,7 @@ def codes(ctx: object, option: object, value: tuple[str, ...]) -> list[str]:
     show_default=True,
     help="Output format of the findings.",
 )
+@json_option
 @click.option(
     "--run",
     "run_s",
@@ -62,6 +66,7 @@ def command(
     select: list[str],
     ignore: list[str],
     form: str,
+    as_json: bool,
     run_s: float | None,
     explain: str | None,
 ) -> int:
@@ -73,8 +78,9 @@ def command(
 
     The exit code is 0 without findings, 1 with findings, 2 for a usage error.
     """
+    form = "json" if as_json else form
     if explain is not None:
-        click.echo(page(explain.upper()))
+        _explain(explain.upper(), form)
         return 0
     program = read(words)
     found = check(program, select, ignore, ran(words, run_s) if run_s is not None else ())
@@ -89,7 +95,7 @@ def command(
     elif form == "github":
         click.echo("\n".join(github_lines(found)), nl=bool(found))
     elif form == "json":
-        click.echo(json_text(found, [source.path for source in program.sources], program.unread))
+        print_json(FindingsRecord([source.path for source in program.sources], list(program.unread), found))
     else:
         rules = [
             (
@@ -174,13 +180,21 @@ def _script(words: tuple[str, ...]) -> tuple[Path, bool]:
     return understood.script, understood.module is not None
 
 
-def page(code: str) -> str:
-    """Return the page of a rule, or the list of all rules."""
-    if code == "ALL":
-        return "\n".join(f"{rule.code}  {rule.severity.value:13}  {rule.title}" for rule in TABLE)
+def _explain(code: str, form: str) -> None:
+    """Print the page of a rule, or the list of all rules."""
+    rules = list(TABLE) if code == "ALL" else [_rule(code)]
+    if form == "json":
+        print_json(PagesRecord([Page(rule.code, rule.name, rule.page.strip()) for rule in rules]))
+    elif code == "ALL":
+        click.echo("\n".join(f"{rule.code}  {rule.severity.value:13}  {rule.title}" for rule in rules))
+    else:
+        (rule,) = rules
+        text = f"{rule.code} {rule.name} ({rule.severity.value})\n\n{rule.page.strip()}"
+        click.echo(text.replace("  # <-", "  # <- here"))
+
+
+def _rule(code: str) -> Rule:
     rule = next((rule for rule in TABLE if rule.code == code or rule.name.upper() == code), None)
     if rule is None:
         raise UsageError(f"no rule is called {code!r}. `flatout check --explain all` lists them.")
-    return f"{rule.code} {rule.name} ({rule.severity.value})\n\n{rule.page.strip()}".replace(
-        "  # <-", "  # <- here"
-    )
+    return rule

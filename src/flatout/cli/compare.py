@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from flatout.cli.options.arguments import PROGRAM, Duration, program, read_plan, words_or_usage, writable
+from flatout.cli.options.json_output import json_option
 from flatout.cli.options.measurement import header, kept, output
 from flatout.cli.options.progress import LiveProgress
 from flatout.compare import baselines, sides
@@ -79,7 +80,7 @@ def gate_options(function: Any) -> Any:
     type=click.IntRange(2),
     help="Fewest pairs of processes; a small number gives wide intervals.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the record instead of a table.")
+@json_option
 @click.option(
     "--job",
     type=click.Path(file_okay=False, path_type=Path),

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.text import Text
 
+from flatout.cli.options.json_output import json_option, print_json
 from flatout.diagnose.doctor.snapshot import SnapshotTaker
 from flatout.job.folder import read_json
 from flatout.schema.ceilings import CeilingsRecord
 from flatout.schema.errors import UsageError
 from flatout.schema.machine_snapshot import MachineSnapshot, Verdict
+from flatout.schema.outputs import DoctorRecord
 
 
 @click.command()
 @click.option(
     "--bench", is_flag=True, help="Also measure the machine's peak rates (about 30 s), for `flatout profile`."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the machine snapshot and the checks as JSON.")
+@json_option
 @click.option(
     "--replay",
     type=click.Path(path_type=Path),
@@ -45,8 +46,7 @@ def command(bench: bool, as_json: bool, replay: Path | None) -> int:
         console.print(doctor_page(checks), crop=False)
     ceilings = _bench(console, as_json) if bench else None
     if as_json:
-        found = {"snapshot": snapshot.to_json(), "checks": [check.to_json() for check in checks]}
-        click.echo(json.dumps(found | ({"ceilings": ceilings.to_json()} if ceilings else {}), indent=1))
+        print_json(DoctorRecord(snapshot, checks, ceilings))
     return int(any(check.verdict == Verdict.PROBLEM for check in checks))
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import stat
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
 
+from flatout.cli.options.json_output import json_option, print_json
 from flatout.diagnose.explain import Explanation, explain_text, lines
 from flatout.diagnose.failures import TABLE
+from flatout.diagnose.kind import FailureKind
 from flatout.diagnose.logs import gather
+from flatout.schema import outputs
 from flatout.schema.errors import UsageError
 
 CODE = re.compile(r"FE\d{3}")
@@ -29,7 +32,7 @@ USAGE = """give the error's text, a file, or - for standard input:
 
 @click.command()
 @click.argument("words", metavar="[ERROR TEXT|FILE|-|FE...]", nargs=-1)
-@click.option("--json", "as_json", is_flag=True, help="Print the explanations as JSON.")
+@json_option
 @click.option("--list", "all_kinds", is_flag=True, help="List the kinds of failure that flatout knows.")
 def command(words: tuple[str, ...], as_json: bool, all_kinds: bool) -> int:
     """Explain an error: the cause in one sentence, the line in your own code, and the fix.
@@ -38,14 +41,15 @@ def command(words: tuple[str, ...], as_json: bool, all_kinds: bool) -> int:
     and 1 if it does not; it never guesses.
     """
     if all_kinds:
-        click.echo("\n".join(f"{kind.code}  {kind.page.strip().splitlines()[0]}" for kind in TABLE))
-        return 0
+        text = "\n".join(f"{kind.code}  {kind.page.strip().splitlines()[0]}" for kind in TABLE)
+        return _show_pages(TABLE, text, as_json)
     if len(words) == 1 and CODE.fullmatch(words[0]):
-        click.echo(_page(words[0]))
-        return 0
+        kind = _kind(words[0])
+        return _show_pages([kind], f"{kind.code} {kind.name}\n\n{kind.page.strip()}", as_json)
     info = explain_text(_text(words))
     if as_json:
-        click.echo(json.dumps([{**one.finding.to_json(), "ranks": one.ranks} for one in info], indent=1))
+        found = [outputs.Explanation(**vars(one.finding), ranks=one.ranks) for one in info]
+        print_json(outputs.ExplanationsRecord(found))
     elif info:
         click.echo("\n\n".join(_paragraph(one) for one in info))
     else:
@@ -99,10 +103,19 @@ def _paragraph(info: Explanation) -> str:
     return "\n".join([f"{info.finding.rule} {info.finding.name}: {first}", *others])
 
 
-def _page(code: str) -> str:
+def _show_pages(kinds: Iterable[FailureKind], text: str, as_json: bool) -> int:
+    if as_json:
+        pages = [outputs.Page(kind.code, kind.name, kind.page.strip()) for kind in kinds]
+        print_json(outputs.PagesRecord(pages))
+    else:
+        click.echo(text)
+    return 0
+
+
+def _kind(code: str) -> FailureKind:
     kind = next((kind for kind in TABLE if kind.code == code), None)
     if kind is None:
         raise UsageError(
             f"there is no kind {code}. The codes range from {TABLE[0].code} to {TABLE[-1].code}; `flatout explain --list` lists them."
         )
-    return f"{kind.code} {kind.name}\n\n{kind.page.strip()}"
+    return kind

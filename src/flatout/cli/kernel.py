@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from flatout.cli.options.json_output import json_option
+
 
 @click.group()
 def command() -> None:
@@ -21,7 +23,8 @@ def command() -> None:
 @click.argument("subjects", nargs=-1, metavar="[NAME | FOLDER | FILE.py:FUNCTION]...")
 @click.option("--limit", default="10m", help="Time limit for the checks of one kernel (10m).")
 @click.option("--quiet", is_flag=True, help="Show only checks that did not pass.")
-def check(subjects: tuple[str, ...], limit: str, quiet: bool) -> int:
+@json_option
+def check(subjects: tuple[str, ...], limit: str, quiet: bool, as_json: bool) -> int:
     """Check the correctness of a kernel.
 
     Tests values and gradients against float64, memory, determinism, registration, and known-wrong variants.
@@ -29,18 +32,19 @@ def check(subjects: tuple[str, ...], limit: str, quiet: bool) -> int:
     """
     from flatout.cli.kernel_check import check_all
 
-    return check_all(subjects, limit, quiet)
+    return check_all(subjects, limit, quiet, as_json)
 
 
 @command.command()
 @click.argument("subject", metavar="NAME | FOLDER | FILE.py:FUNCTION")
 @click.option("--rounds", default=8, show_default=True, help="Rounds for each implementation.")
 @click.option("--case", "only", default="", help="Measure only cases whose title contains this text.")
-def bench(subject: str, rounds: int, only: str) -> None:
+@json_option
+def bench(subject: str, rounds: int, only: str, as_json: bool) -> None:
     """Measure a kernel against its reference, torch.compile of it, and the roofline of this device."""
-    from flatout.cli.kernel_bench import show
+    from flatout.cli.kernel_bench import print_timings, show
 
-    show(subject, rounds, only)
+    (print_timings if as_json else show)(subject, rounds, only)
 
 
 @command.command()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
@@ -12,9 +14,11 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from flatout.cli.options.json_output import print_json
 from flatout.measure.clock import Clock, clock_for
 from flatout.measure.statistics import Round, compare, median
 from flatout.schema.errors import UsageError
+from flatout.schema.outputs import KernelBenchRecord
 
 if TYPE_CHECKING:
     from flatout.kernels.kernel import Case, Kernel
@@ -298,3 +302,12 @@ def show(subject: str, rounds: int, only: str) -> None:
         for row in rows:
             table.add_row(*cells(row))
         Console().print(table)
+
+
+def print_timings(subject: str, rounds: int, only: str) -> None:
+    """Measure all, and print one record. What the kernels print goes to standard error."""
+    kernel = kernel_of(subject)
+    with redirect_stdout(sys.stderr):
+        roof = roofline()
+        rows = [row.to_json() for row in rows_of(kernel, rounds, only, roof=roof)]
+    print_json(KernelBenchRecord(roof.device, roof.gb_per_s, roof.tflop_per_s, rows))

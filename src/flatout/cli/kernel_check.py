@@ -15,10 +15,12 @@ from typing import Any
 import click
 
 from flatout.cli.options.arguments import Duration
+from flatout.cli.options.json_output import print_json
 from flatout.kernels import NAMES
 from flatout.launch.compiler import Ended, cpp_compiler, emulate, nvcc, run_child
 from flatout.measure.clock import seconds
 from flatout.schema.errors import UsageError
+from flatout.schema.outputs import KernelCheck, KernelChecksRecord
 
 OK, FAILED, NOT_RUN = "ok", "failed", "not run"
 MARK = {OK: "ok     ", FAILED: "FAILED ", NOT_RUN: "not run"}
@@ -68,14 +70,18 @@ class Gate:
         return sum(1 for found, _ in self.outcomes.values() if found == status)
 
 
-def check_all(subjects: Sequence[str], limit: str, quiet: bool) -> int:
+def check_all(subjects: Sequence[str], limit: str, quiet: bool, as_json: bool = False) -> int:
     """Check every subject and print the results. Return 1 if a check failed."""
     limit_s = float(Duration().convert(limit, None, None))
-    failed = 0
+    failed, found = 0, []
     for subject in subjects or NAMES:
         gate = check(subject, limit_s)
-        show(gate, quiet)
+        found += [KernelCheck(subject, name, *outcome) for name, outcome in gate.outcomes.items()]
+        if not as_json:
+            show(gate, quiet)
         failed += gate.count(FAILED)
+    if as_json:
+        print_json(KernelChecksRecord([each for each in found if not quiet or each.status != OK]))
     return 1 if failed else 0
 
 

@@ -9,10 +9,13 @@ from rich.console import Console
 from rich.table import Table
 
 from flatout.cli.options.arguments import lever_of
+from flatout.cli.options.json_output import json_option, print_json
 from flatout.job.folder import FOLDER, JobFolder
 from flatout.levers import TABLE
 from flatout.render import why_left_out
 from flatout.schema.errors import UsageError
+from flatout.schema.lever import Lever
+from flatout.schema.outputs import LeftOutRecord, LeverPage, LeversRecord
 from flatout.tune.session import load_session, newest
 
 
@@ -25,7 +28,8 @@ from flatout.tune.session import load_session, newest
     metavar="DIRECTORY",
     help="With --why: the folder of another session.",
 )
-def command(name: str | None, why: bool, job: Path | None) -> None:
+@json_option
+def command(name: str | None, why: bool, job: Path | None, as_json: bool) -> None:
     """List the levers in the order in which they are applied, or show the page of one.
 
     With --why, NAME shows only the reason for this lever.
@@ -34,22 +38,33 @@ def command(name: str | None, why: bool, job: Path | None) -> None:
     if job is not None and not why:
         raise UsageError(f"--job names a session for --why. Use `flatout levers --why --job {job}`.")
     if why:
-        record = newest("session.json")
-        folder = job or (record.parent if record is not None else None)
-        session = load_session(JobFolder(folder)) if folder is not None else None
-        if folder is None or session is None:
-            raise UsageError(
-                f"there is no session in {folder or FOLDER}. Run `flatout tune COMMAND...` first."
-            )
-        which = f"the {'' if job else 'newest '}session, in {folder},"
-        Console().print(why_left_out(session, which, name))
-        return
-    if lever is None:
+        _why(name, job, as_json)
+    elif as_json:
+        print_json(LeversRecord([_page(each) for each in ([lever] if lever is not None else TABLE)]))
+    elif lever is None:
         table = Table(box=None, padding=(0, 2))
         for column in ("lever", "may change", "what it does"):
             table.add_column(column)
         for each in TABLE:
             table.add_row(each.name, each.effect.value, each.page.strip().splitlines()[0])
         Console().print(table)
+    else:
+        click.echo(lever.page.strip())
+
+
+def _page(lever: Lever) -> LeverPage:
+    return LeverPage(lever.name, lever.effect.value, lever.moment.value, lever.live, lever.page.strip())
+
+
+def _why(name: str | None, job: Path | None, as_json: bool) -> None:
+    record = newest("session.json")
+    folder = job or (record.parent if record is not None else None)
+    session = load_session(JobFolder(folder)) if folder is not None else None
+    if folder is None or session is None:
+        raise UsageError(f"there is no session in {folder or FOLDER}. Run `flatout tune COMMAND...` first.")
+    if as_json:
+        left_out = [each for each in session.levers if each.status != "applied" and name in (None, each.name)]
+        print_json(LeftOutRecord(str(folder), session.status, session.message, left_out))
         return
-    click.echo(lever.page.strip())
+    which = f"the {'' if job else 'newest '}session, in {folder},"
+    Console().print(why_left_out(session, which, name))

@@ -40,6 +40,9 @@ GROUPS = {
         "trial": "Measure one run: steps, phases, exact losses.",
         "kernel": "Check, measure or start a kernel, ours or your own.",
     },
+    "Settings, scripts and agents": {
+        "schema": "Print the JSON Schema of a record.",
+    },
 }
 COMMANDS = {name: text for commands in GROUPS.values() for name, text in commands.items()}
 

@@ -9,6 +9,7 @@ import click
 from rich.console import Console
 
 from flatout.cli.options.arguments import PROGRAM, program, read_plan, words_or_usage
+from flatout.cli.options.json_output import json_option, print_json
 from flatout.launch.command import understand
 from flatout.levers import TABLE
 from flatout.probe.machine import look
@@ -17,6 +18,7 @@ from flatout.render.terminal import plan_table
 from flatout.schema.enums import Origin
 from flatout.schema.errors import PlanError
 from flatout.schema.lever import Lever, Value
+from flatout.schema.outputs import PlanChoice, PlanRecord
 from flatout.schema.plan import Choice, Plan
 from flatout.tune.session import Skipped, find_plan, job_folder, load_session
 
@@ -33,9 +35,13 @@ INDENT = 4  # of code below its lever
     help="Plan file. The default is the tuned plan of the command, or flatout.toml next to the script.",
 )
 @click.option("--template", is_flag=True, help="Print a plan to start from.")
+@json_option
 @program
-def command(plan_path: str | None, template: bool, words: tuple[str, ...]) -> None:
+def command(plan_path: str | None, template: bool, as_json: bool, words: tuple[str, ...]) -> None:
     """Show a plan: each lever with its value, origin and evidence, and the equivalent lines of code."""
+    if template and as_json:
+        print_json(_record("", TEMPLATE, {}, {}))
+        return
     if template:
         click.echo(TEMPLATE.to_toml(), nl=False)
         return
@@ -58,12 +64,23 @@ def command(plan_path: str | None, template: bool, words: tuple[str, ...]) -> No
     plan = read_plan(str(path))
     table = {lever.name: lever for lever in TABLE}
     code = {c.name: _code(table[c.name], c.value, path) for c in plan if c.name in table}
+    if as_json:
+        print_json(_record(str(path), plan, code, reasons))
+        return
     console = Console()
     if not console.is_terminal:  # a file or a pipe: code keeps its lines, so that it can be used as it is
         console.width = max(
             console.width, *(len(line) + INDENT for text in code.values() for line in text.splitlines()), 0
         )
     console.print(plan_table(plan, code, reasons))
+
+
+def _record(path: str, plan: Plan, code: dict[str, str], reasons: dict[str, str]) -> PlanRecord:
+    choices = [
+        PlanChoice(c.name, c.value, c.origin.value, c.evidence, code.get(c.name, ""), reasons.get(c.name, ""))
+        for c in plan
+    ]
+    return PlanRecord(path, choices, dict(plan.made_for))
 
 
 def _none_fits(command: str, skipped: Sequence[Skipped]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from rich.console import Console
 
 from flatout.cli.options.arguments import PROGRAM, Duration, program, words_or_usage, writable
 from flatout.cli.options.device import choose, device_option
+from flatout.cli.options.json_output import json_option, print_json
 from flatout.cli.options.measurement import header, kept
 from flatout.cli.options.progress import LiveProgress
 from flatout.diagnose.profiled_program import ProfiledProgram, ProfileOptions
@@ -90,7 +90,7 @@ class Schedule(click.ParamType):
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder for the records instead of .flatout/<job>.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the record instead of tables.")
+@json_option
 @device_option
 @program
 def command(
@@ -139,7 +139,7 @@ def command(
 
         write_log(record, tensorboard)
     if as_json:
-        click.echo(json.dumps(record.to_json(), indent=1))
+        print_json(record)
         return 0
     from flatout.render.profile_terminal import profile_tables
 

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import click
 
+from flatout.cli.options.json_output import json_option, print_json
 from flatout.diagnose.stored_profile import load_profile
 from flatout.job.folder import FOLDER, JobFolder, write_whole
 from flatout.render.profile_report import profile_html
 from flatout.render.report import report_html
 from flatout.schema.errors import UsageError
+from flatout.schema.outputs import ReportRecord
 from flatout.tune.session import load_session, newest
 
 NOT_OF_ITS_FORM = (
@@ -28,7 +30,8 @@ NOT_OF_ITS_FORM = (
 @click.command()
 @click.argument("job", required=False, type=click.Path(path_type=Path))
 @click.option("--open", "open_", is_flag=True, help="Open the pages in the browser.")
-def command(job: Path | None, open_: bool) -> None:
+@json_option
+def command(job: Path | None, open_: bool, as_json: bool) -> None:
     """Regenerate report.html of a session and profile.html of a profile.
 
     JOB is their folder. The default is the newest folder below .flatout.
@@ -48,9 +51,12 @@ def command(job: Path | None, open_: bool) -> None:
         )
     for path, page in pages:
         write_whole(path, page)
-        click.echo(str(path))
+        if not as_json:
+            click.echo(str(path))
         if open_:
             webbrowser.open(path.resolve().as_uri())
+    if as_json:
+        print_json(ReportRecord([str(path) for path, _ in pages]))
 
 
 def _pages(folder: JobFolder) -> list[tuple[Path, str]]:

@@ -11,10 +11,12 @@ from flatout.checkpoint.checkpoints import CheckpointFolder
 from flatout.checkpoint.metadata import CheckpointMeta
 from flatout.checkpoint.rescue_writer import KIND
 from flatout.checkpoint.runs import earlier_runs
+from flatout.cli.options.json_output import json_option, print_json
 from flatout.job.folder import FOLDER
 from flatout.job.sanitize import harmless
 from flatout.render.formatting import count, duration, size
 from flatout.schema.errors import SaveError, UsageError
+from flatout.schema.outputs import CheckpointSeen, CheckpointsRecord, ExportRecord
 from flatout.tune.session import newest
 
 RESCUE = "rescue"
@@ -42,7 +44,8 @@ MANY = {
     type=click.IntRange(min=0),
     help="Step of the checkpoint to write, instead of the newest; needs --to.",
 )
-def command(folder: Path | None, target: Path | None, step: int | None) -> int:
+@json_option
+def command(folder: Path | None, target: Path | None, step: int | None, as_json: bool) -> int:
     """List the checkpoints of `flatout run --rescue`, or write one as ordinary state_dict files.
 
     DIR is a job's folder. The default is the newest folder below .flatout.
@@ -51,9 +54,13 @@ def command(folder: Path | None, target: Path | None, step: int | None) -> int:
         raise UsageError("--step selects the checkpoint to write, so it needs a folder: --to DIR.")
     saves = CheckpointFolder(_folder(folder))
     if target is not None:
-        _write(_chosen(saves, step), target)
+        _write(_chosen(saves, step), target, as_json)
         return 0
-    for run in (saves, *map(CheckpointFolder, earlier_runs(saves.folder))):
+    runs = (saves, *map(CheckpointFolder, earlier_runs(saves.folder)))
+    if as_json:
+        print_json(CheckpointsRecord([_seen(path) for run in runs for path in run.paths()]))
+        return 0
+    for run in runs:
         if run is not saves:
             click.echo(f"\nfrom an earlier run, {run.folder}")
         else:
@@ -105,6 +112,28 @@ def _chosen(saves: CheckpointFolder, step: int | None) -> Checkpoint:
     return save
 
 
+def _seen(path: Path) -> CheckpointSeen:
+    step = int(path.name.split("-")[1])
+    try:
+        save = verified(path)
+    except SaveError as error:
+        return CheckpointSeen(str(path), step, valid=False, why_not=str(error))
+    manifest, meta = save.manifest, CheckpointMeta.from_json(save.manifest.metadata)
+    return CheckpointSeen(
+        str(path),
+        manifest.step,
+        valid=True,
+        inside=meta.inside,
+        epoch=meta.epoch,
+        ran_s=meta.ran_s,
+        at=meta.at,
+        why=meta.why,
+        total_bytes=sum(stored.bytes for stored in manifest.files.values()),
+        holds=[vars(kept) for kept in meta.holds],
+        left_out=dict(manifest.left_out),
+    )
+
+
 def _paragraph(path: Path) -> str:
     try:
         save = verified(path)
@@ -137,7 +166,7 @@ def _word(text: str) -> str:
     return " ".join(harmless(text)[:200].split())
 
 
-def _write(save: Checkpoint, target: Path) -> None:
+def _write(save: Checkpoint, target: Path, as_json: bool) -> None:
     import torch
 
     from flatout.checkpoint.exported import export
@@ -150,4 +179,7 @@ def _write(save: Checkpoint, target: Path) -> None:
         f"{meta.position(save.step)} of {save.path} is in {target}: {', '.join(found.files)}\n",
         err=True,
     )
-    click.echo("\n".join(found.lines))
+    if as_json:
+        print_json(ExportRecord(str(save.path), save.step, str(target), found.files, found.lines))
+    else:
+        click.echo("\n".join(found.lines))

@@ -6,12 +6,14 @@ import json
 import shutil
 import sys
 import tempfile
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 import click
 
 from flatout.cli.options.arguments import PROGRAM, Duration, program, read_plan, words_or_usage
 from flatout.cli.options.device import choose, device_option
+from flatout.cli.options.json_output import json_option, print_json
 from flatout.diagnose.crash_explanation import of_death
 from flatout.job.folder import TrialFolder, write_whole
 from flatout.launch.command import understand
@@ -41,6 +43,7 @@ from flatout.trial.spec import TrialOptions
 @click.option(
     "--timeout", default="1h", type=Duration(), show_default=True, help="End the program after this time."
 )
+@json_option
 @device_option
 @program
 def command(
@@ -49,20 +52,26 @@ def command(
     plan_path: str,
     out: Path | None,
     timeout: float,
+    as_json: bool,
     device: str | None,
     words: tuple[str, ...],
 ) -> int:
     """Run a program for some steps in steady state, stop it, and write a JSON record.
 
-    The program's output and exit code are passed through.
+    The program's output and exit code are passed through; with --json, its output goes to standard error.
     """
     plan = read_plan(plan_path)
     cmd = understand(words_or_usage(words, "trial"))
     choose(device, cmd, "trial")
     folder = TrialFolder(Path(tempfile.mkdtemp(prefix="flatout-trial-")))
     kills = oom_kills()
-    with Trial(cmd, folder, plan, look(), TrialOptions(seed, show=True)) as trial:
+    with (
+        redirect_stdout(sys.stderr) if as_json else nullcontext(),
+        Trial(cmd, folder, plan, look(), TrialOptions(seed, show=True)) as trial,
+    ):
         record = measure(trial, steps, seconds() + timeout)
+    if as_json:
+        print_json(record)
     if out is not None:
         write_whole(out, json.dumps(record.to_json(), indent=1) + "\n")
         shutil.rmtree(folder.path, ignore_errors=True)

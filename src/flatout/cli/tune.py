@@ -26,6 +26,7 @@ from flatout.cli.options.arguments import (
 )
 from flatout.cli.options.device import choose, device_option
 from flatout.cli.options.grouped import Grouped
+from flatout.cli.options.json_output import json_option, print_json
 from flatout.cli.options.measurement import interrupt
 from flatout.cli.options.progress import LiveProgress
 from flatout.diagnose.crash_explanation import of_death
@@ -116,6 +117,7 @@ EFFECTS = ("exact", "rounding", "precision", "resampled")  # without those that 
 @click.option(
     "--from-scratch", is_flag=True, help="Start a new session, even if an interrupted one could continue."
 )
+@json_option
 @device_option
 @ranks.options
 @program
@@ -130,6 +132,7 @@ def command(
     job: Path | None,
     ray: str | None,
     from_scratch: bool,
+    as_json: bool,
     device: str | None,
     words: tuple[str, ...],
     **given: object,
@@ -157,9 +160,11 @@ def command(
     session, folder, plan = tune(
         words, goal, beside=not no_write, job=job, again=from_scratch, asked=asked, ray=ray
     )
-    console = Console()
     from flatout.render.terminal import session_tables
 
+    if as_json:
+        print_json(session)
+    console = Console(stderr=as_json)
     console.print(session_tables(session))
     console.print(f"report: {folder.report}\nplan:   {plan}", markup=False, highlight=False, soft_wrap=True)
     return 0

@@ -115,18 +115,6 @@ def summary(
     )
 
 
-def json_text(findings: Sequence[Finding], files: Sequence[str], unread: Sequence[str]) -> str:
-    return json.dumps(
-        {
-            "schema": 1,
-            "files": list(files),
-            "unread": list(unread),
-            "findings": [finding.to_json() for finding in findings],
-        },
-        indent=1,
-    )
-
-
 def github_lines(findings: Iterable[Finding]) -> Iterator[str]:
     """Yield one GitHub workflow command per finding. GitHub shows it next to the line."""
     for finding in findings:

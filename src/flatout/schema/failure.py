@@ -12,6 +12,8 @@ from typing import Any
 from flatout.schema.findings import SourceLocation
 from flatout.schema.records import Record
 
+FAILURE_SCHEMA = 1
+
 
 @dataclass
 class TensorSeen(Record):
@@ -121,6 +123,7 @@ class FailureRecord(Record):
     signal: int | None = None
     memory: dict[str, int] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+    schema: int = FAILURE_SCHEMA
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> FailureRecord:

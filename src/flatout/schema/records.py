@@ -14,6 +14,7 @@ from typing import Any, Self, get_args, get_origin, get_type_hints
 
 CONFIDENCE = 0.95  # of every interval
 QUANTILE = 1.96  # of the normal law, at that level
+TRIAL_SCHEMA = 1
 NOT_SLOWER = 0.98  # a plan with a median gain is kept if the low end of its interval is at least this
 PHASES = (
     "data",
@@ -192,6 +193,7 @@ class TrialRecord(Record):
     context: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     log_tail: str = ""
+    schema: int = TRIAL_SCHEMA
 
     @property
     def last_line(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -16,6 +15,7 @@ from rich.console import Console
 
 from flatout import __version__
 from flatout.cli.options.arguments import program, words_or_usage, writable
+from flatout.cli.options.json_output import json_option, print_json
 from flatout.cli.options.progress import LiveProgress
 from flatout.job.folder import write_json, write_whole
 from flatout.launch.command import understand
@@ -29,9 +29,7 @@ from flatout.tune.session import job_folder
 
 def measurement_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the shared options: ``job``, ``as_json`` and the program's ``words``."""
-    function = click.option("--json", "as_json", is_flag=True, help="Print the record instead of a table.")(
-        function
-    )
+    function = json_option(function)
     return program(
         click.option(
             "--job",
@@ -120,7 +118,7 @@ def output(
     if html is not None:
         write_whole(page, html)
     if as_json:
-        click.echo(json.dumps(record.to_json(), indent=1))
+        print_json(record)
         return
     console = Console()
     for part in parts:

@@ -1,0 +1,33 @@
+"""`--json`: print one JSON document on standard output. What is for people goes to standard error."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from flatout.schema.records import Record
+
+
+def json_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--json`` to a command, as ``as_json``."""
+    return click.option("--json", "as_json", is_flag=True, help="Print a JSON record; see `flatout schema`.")(
+        function
+    )
+
+
+def print_json(data: Record | dict[str, Any]) -> None:
+    """Print a record. A number that is not finite becomes null, because JSON has none."""
+    table = data.to_json() if isinstance(data, Record) else data
+    click.echo(json.dumps(_finite(table), indent=1, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,196 @@
+"""Records that commands print with --json and keep in no file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from flatout.schema.ceilings import CeilingsRecord
+from flatout.schema.findings import Finding
+from flatout.schema.machine_snapshot import CheckResult, MachineSnapshot
+from flatout.schema.records import Record
+from flatout.schema.session import LeverRecord
+
+OUTPUT_SCHEMA = 1
+
+
+@dataclass
+class FindingsRecord(Record):
+    """Output of `flatout check --json`. ``unread`` are files that could not be read, with the reason."""
+
+    files: list[str]
+    unread: list[str]
+    findings: list[Finding]
+    schema: int = OUTPUT_SCHEMA
+
+
+@dataclass
+class Explanation(Finding):
+    """A failure that `flatout explain` knows. ``ranks`` are the ranks that report it."""
+
+    ranks: list[int] = field(default_factory=list)
+
+
+@dataclass
+class ExplanationsRecord(Record):
+    """Output of `flatout explain --json`. Without a known failure, ``explanations`` is empty."""
+
+    explanations: list[Explanation]
+    schema: int = OUTPUT_SCHEMA
+
+
+@dataclass
+class Page(Record):
+    """The page of a rule or of a kind of failure."""
+
+    code: str
+    name: str
+    page: str
+
+
+@dataclass
+class PagesRecord(Record):
+    """Output of `flatout check --explain CODE --json`, and of `flatout explain --list --json`."""
+
+    pages: list[Page]
+    schema: int = OUTPUT_SCHEMA
+
+
+@dataclass
+class DoctorRecord(Record):
+    """Output of `flatout doctor --json`. ``ceilings`` is there with --bench."""
+
+    snapshot: MachineSnapshot
+    checks: list[CheckResult]
+    ceilings: CeilingsRecord | None = None
+    schema: int = OUTPUT_SCHEMA
+
+
+@dataclass
+class PlanChoice(Record):
+    """One lever of a plan.
+
+    ``code`` is the equivalent code. ``reason`` is why the newest session did not apply the lever.
+    """
+
+    name: str
+    value: Any
+    origin: str
+    evidence: str = ""
+    code: str = ""
+    reason: str = ""
+
+
+@dataclass
+class PlanRecord(Record):
+    """Output of `flatout plan --json`. ``path`` is empty for --template."""
+
+    path: str
+    choices: list[PlanChoice]
+    made_for: dict[str, Any] = field(default_factory=dict)
+    schema: int = OUTPUT_SCHEMA
+
+
+@dataclass
+class LeverPage(Record):
+    """One lever. ``live`` is whether it can be switched between steps; ``moment`` is when it acts."""
+
+    name: str
+    effect: str
+    moment: str
+    live: bool
+    page: str
+
+
+@dataclass
+class LeversRecord(Record):
+    """Output of `flatout levers --json`: all levers in the order in which they are applied, or one."""
+
+    levers: list[LeverPage]
+    schema: int = OUTPUT_SCHEMA
+
+
+@dataclass
+class LeftOutRecord(Record):
+    """Output of `flatout levers --why --json`. ``session`` is the folder of the session."""
+
+    session: str
+    status: str
+    message: str
+    levers: list[LeverRecord]
+    schema: int = OUTPUT_SCHEMA
+
+
+@dataclass
+class ReportRecord(Record):
+    """Output of `flatout report --json`: the files that were written."""
+
+    files: list[str]
+    schema: int = OUTPUT_SCHEMA
+
+
+@dataclass
+class CheckpointSeen(Record):
+    """One checkpoint. ``why_not`` is why it is not valid; then the other fields are empty."""
+
+    path: str
+    step: int
+    valid: bool
+    why_not: str = ""
+    inside: bool = False  # taken inside a step
+    epoch: int = 0
+    ran_s: float | None = None  # age of the process
+    at: str = ""
+    why: str = ""  # what asked for the checkpoint
+    total_bytes: int = 0
+    holds: list[dict[str, Any]] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class CheckpointsRecord(Record):
+    """Output of `flatout rescue --json`: the checkpoints of the newest run, then those of earlier runs."""
+
+    checkpoints: list[CheckpointSeen]
+    schema: int = OUTPUT_SCHEMA
+
+
+@dataclass
+class ExportRecord(Record):
+    """Output of `flatout rescue --to DIR --json`. ``lines`` of Python load the files."""
+
+    checkpoint: str
+    step: int
+    folder: str
+    files: list[str]
+    lines: list[str]
+    schema: int = OUTPUT_SCHEMA
+
+
+@dataclass
+class KernelCheck(Record):
+    """One check of a kernel. ``status`` is ``ok``, ``failed`` or ``not run``."""
+
+    kernel: str
+    name: str
+    status: str
+    why: str = ""
+
+
+@dataclass
+class KernelChecksRecord(Record):
+    """Output of `flatout kernel check --json`."""
+
+    checks: list[KernelCheck]
+    schema: int = OUTPUT_SCHEMA
+
+
+@dataclass
+class KernelBenchRecord(Record):
+    """Output of `flatout kernel bench --json`. ``timings`` has one table per implementation, case and work."""
+
+    device: str
+    gb_per_s: float
+    tflop_per_s: dict[str, float]
+    timings: list[dict[str, Any]]
+    schema: int = OUTPUT_SCHEMA

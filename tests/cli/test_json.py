@@ -1,0 +1,131 @@
+"""`--json`: one document on standard output that its published schema describes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from flatout.schema.json_schema import PUBLISHED
+
+pytestmark = pytest.mark.timeout(60)
+
+RECORDED = Path(__file__).parent.parent / "render" / "session.json"
+SNAPSHOTS = Path(__file__).parent.parent / "diagnose" / "recorded"
+
+
+@pytest.fixture
+def valid(flatout):
+    """``valid(name, text)`` parses the text strictly and checks it against `flatout schema name`."""
+
+    def check(name: str, text: str) -> dict:
+        schema = json.loads(flatout.here("schema", name).out)
+        Draft202012Validator.check_schema(schema)
+        data = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+        assert [each.message for each in Draft202012Validator(schema).iter_errors(data)] == []
+        return data
+
+    return check
+
+
+@pytest.fixture
+def job(flatout):
+    folder = flatout.folder / ".flatout" / "train-01234567"
+    folder.mkdir(parents=True)
+    (folder / "session.json").write_text(RECORDED.read_text())
+    (folder / "flatout.toml").write_text("[levers]\nchannels_last = true\nof_tomorrow = 3\n")
+    return folder
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_schema_describes_its_record_and_no_other(flatout, name):
+    schema = json.loads(flatout.here("schema", name).out)
+    Draft202012Validator.check_schema(schema)
+    assert schema["properties"]["schema"] == {"const": PUBLISHED[name].number}
+    assert not Draft202012Validator(schema).is_valid({"schema": PUBLISHED[name].number + 1})
+    assert not Draft202012Validator(schema).is_valid([])
+
+
+def test_the_list_of_schemas(flatout):
+    done = flatout.here("schema")
+    assert [line.split()[0] for line in done.out.splitlines()[1:]] == list(PUBLISHED)
+    wrong = flatout.here("schema", "sesion")
+    assert (wrong.code, wrong.out) == (2, "")
+    assert "did you mean session? `flatout schema` lists them." in wrong.err
+
+
+def test_a_recorded_session_fits_its_schema(flatout, valid):
+    data = valid("session", RECORDED.read_text())
+    assert data["speedup"]["median"]
+    data["speedup"]["median"] = "fast"
+    errors = Draft202012Validator(json.loads(flatout.here("schema", "session").out)).iter_errors(data)
+    assert [list(each.absolute_path) for each in errors] == [["speedup"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "code"),
+    [
+        ("levers", "levers", 0),
+        ("levers tf32", "levers", 0),
+        ("levers --why", "left_out", 0),
+        ("report", "report", 0),
+        ("plan --plan .flatout/train-01234567/flatout.toml", "plan", 0),
+        ("plan --template", "plan", 0),
+        ("explain --list", "pages", 0),
+        ("explain FE001", "pages", 0),
+        ("explain nothing that is known", "explanations", 1),
+        ("check --explain FL001", "pages", 0),
+    ],
+)
+def test_what_commands_print(flatout, valid, job, words, name, code):
+    command, *rest = words.split()
+    done = flatout.here(command, "--json", *rest)
+    assert done.code == code, done.err
+    valid(name, done.out)
+
+
+def test_findings_and_explanations(flatout, valid, script):
+    script("import torch\nmodel = torch.nn.Linear(1, 1)\nx = torch.nn.Softmax()(model(torch.ones(1, 1)))\n")
+    done = flatout.here("check", "--json", "train.py")
+    assert valid("findings", done.out)["files"] == ["train.py"]
+    assert done.out == flatout.here("check", "--format", "json", "train.py").out
+    error = "RuntimeError: mat1 and mat2 shapes cannot be multiplied (64x512 and 256x10)"
+    (found,) = valid("explanations", flatout.here("explain", "--json", error).out)["explanations"]
+    assert found["rule"].startswith("FE")
+
+
+def test_a_failure_prints_no_record(flatout):
+    for words in (("levers", "--json", "nonesuch"), ("report", "--json"), ("plan", "--json")):
+        done = flatout.here(*words)
+        assert (done.code, done.out) == (2, ""), words
+
+
+@pytest.mark.processes
+def test_a_trial_prints_its_record_alone(flatout, valid, script, by_hand):
+    """What the program prints goes to standard error."""
+    script(by_hand)
+    done = flatout("trial", "--json", "--steps", "5", "python", "train.py")
+    assert done.code == 0, done.err
+    assert valid("trial", done.out)["steps"] == 5
+    assert "loss 0 " in done.err
+
+
+@pytest.mark.parametrize("path", sorted(SNAPSHOTS.glob("*.json")), ids=lambda path: path.stem)
+def test_the_checks_of_a_recorded_machine(flatout, valid, path):
+    recorded = json.loads(path.read_text())
+    data = recorded if "snapshot" in recorded else {"snapshot": recorded}
+    (flatout.folder / "machine.json").write_text(json.dumps(data))
+    done = flatout.here("doctor", "--replay", "machine.json", "--json")
+    assert valid("doctor", done.out)["checks"]
+
+
+def test_numbers_that_are_not_finite(flatout, valid, job, capsys):
+    from flatout.cli.options.json_output import print_json
+    from flatout.schema.session import SessionRecord
+
+    data = json.loads(RECORDED.read_text())
+    data["guard"]["plain_losses"] = [[1.0, float("nan"), float("inf")]]
+    print_json(SessionRecord.from_json(data))
+    assert valid("session", capsys.readouterr().out)["guard"]["plain_losses"] == [[1.0, None, None]]
