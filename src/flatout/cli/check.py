@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from flatout.cli.options.arguments import PROGRAM, Duration, words_or_usage, writable
+from flatout.cli.options.arguments import PROGRAM, Duration, complete_files, words_or_usage, writable
 from flatout.cli.options.json_output import json_option, print_json
 from flatout.cli.profile import SHORTEST_S, profile
 from flatout.diagnose.check import check
@@ -60,7 +60,9 @@ def codes(ctx: object, option: object, value: tuple[str, ...]) -> list[str]:
     help="Also run the program for this long in steady state, and check the measured rules.",
 )
 @click.option("--explain", metavar="CODE", help="Show the page of a rule; `all` lists the rules.")
-@click.argument("words", metavar="SCRIPT | COMMAND...", nargs=-1, type=click.UNPROCESSED)
+@click.argument(
+    "words", metavar="SCRIPT | COMMAND...", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files
+)
 def command(
     words: tuple[str, ...],
     select: list[str],

@@ -8,11 +8,12 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from flatout.cli.options.arguments import lever_of
+from flatout.cli.options.arguments import complete_levers, lever_of
 from flatout.cli.options.json_output import json_option, print_json
 from flatout.job.folder import FOLDER, JobFolder
 from flatout.levers import TABLE
 from flatout.render import why_left_out
+from flatout.schema.enums import Status
 from flatout.schema.errors import UsageError
 from flatout.schema.lever import Lever
 from flatout.schema.outputs import LeftOutRecord, LeverPage, LeversRecord
@@ -20,7 +21,7 @@ from flatout.tune.session import load_session, newest
 
 
 @click.command()
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=complete_levers)
 @click.option("--why", is_flag=True, help="Say why the newest session left levers out.")
 @click.option(
     "--job",
@@ -63,7 +64,9 @@ def _why(name: str | None, job: Path | None, as_json: bool) -> None:
     if folder is None or session is None:
         raise UsageError(f"there is no session in {folder or FOLDER}. Run `flatout tune COMMAND...` first.")
     if as_json:
-        left_out = [each for each in session.levers if each.status != "applied" and name in (None, each.name)]
+        left_out = [
+            each for each in session.levers if each.status == Status.SKIPPED and name in (None, each.name)
+        ]
         print_json(LeftOutRecord(str(folder), session.status, session.message, left_out))
         return
     which = f"the {'' if job else 'newest '}session, in {folder},"

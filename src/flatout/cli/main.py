@@ -41,9 +41,11 @@ GROUPS = {
         "kernel": "Check, measure or start a kernel, ours or your own.",
     },
     "Settings, scripts and agents": {
+        "init": "Write a section for options into pyproject.toml.",
         "schema": "Print the JSON Schema of a record.",
     },
 }
+HELP = {"-h", "--help"}
 COMMANDS = {name: text for commands in GROUPS.values() for name, text in commands.items()}
 
 
@@ -58,6 +60,18 @@ class Commands(click.Group):
             return None
         command: click.Command = importlib.import_module(f"flatout.cli.{name}").command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command, and give it the options of the environment and of pyproject.toml."""
+        name, command, rest = super().resolve_command(ctx, args)
+        asks_for_help = HELP & set(rest[: 2 if isinstance(command, click.Group) else 1])
+        if name is not None and command is not None and not ctx.resilient_parsing and not asks_for_help:
+            from flatout.cli.options.configuration import configure
+
+            configure(ctx, name, command)
+        return name, command, rest
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for heading, commands in GROUPS.items():

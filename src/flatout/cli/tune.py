@@ -18,6 +18,7 @@ from flatout.cli.options.arguments import (
     Amount,
     Duration,
     LeverByName,
+    complete_levers,
     did_you_mean,
     lever_of,
     program,
@@ -78,7 +79,11 @@ EFFECTS = ("exact", "rounding", "precision", "resampled")  # without those that 
     help="Effects that levers may have; without `precision`, nothing is computed or sent in half precision.",
 )
 @click.option(
-    "--levers", "only", default=None, help="Try only these levers, separated by commas; see `flatout levers`."
+    "--levers",
+    "only",
+    default=None,
+    shell_complete=complete_levers,
+    help="Try only these levers, separated by commas; see `flatout levers`.",
 )
 @click.option(
     "--with",

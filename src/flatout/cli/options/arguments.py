@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 import tempfile
 import tomllib
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from flatout.job import plan_file
 from flatout.job.folder import JobFolder
@@ -100,6 +102,31 @@ class LeverByName(click.ParamType):
                 self.fail(f"{error}. `flatout levers {name}` shows its page.", param, ctx)
         return Choice(name, read, Origin.USER)
 
+    def split_envvar_value(self, rv: str) -> list[str]:
+        """Split the levers of an environment variable as a shell does: a table may contain spaces."""
+        try:
+            return shlex.split(rv)
+        except ValueError as error:
+            raise click.BadParameter(f"{rv!r} cannot be split into levers: {error}") from None
+
+    def shell_complete(self, ctx: Any, param: Any, incomplete: str) -> list[CompletionItem]:
+        return complete_levers(ctx, param, incomplete)
+
+
+def complete_levers(ctx: Any, param: Any, incomplete: str) -> list[CompletionItem]:
+    """Complete the name of a lever, or the last of several with commas between them."""
+    before, comma, word = incomplete.rpartition(",")
+    return [
+        CompletionItem(f"{before}{comma}{lever.name}", help=lever.page.strip().splitlines()[0])
+        for lever in TABLE
+        if lever.name.startswith(word)
+    ]
+
+
+def complete_files(ctx: Any, param: Any, incomplete: str) -> list[CompletionItem]:
+    """Let the shell complete the words of the program, as without flatout."""
+    return [CompletionItem(incomplete, type="file")]
+
 
 def lever_of(name: str) -> Lever:
     """Return the lever of this name. Raises UsageError."""
@@ -145,7 +172,9 @@ class Sizes(click.ParamType):
 
 
 def program(function: Callable[..., Any]) -> Callable[..., Any]:
-    return click.argument("words", metavar="COMMAND...", nargs=-1, type=click.UNPROCESSED)(function)
+    return click.argument(
+        "words", metavar="COMMAND...", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files
+    )(function)
 
 
 def read_plan(path: str) -> Plan:

@@ -1,0 +1,245 @@
+"""Options from pyproject.toml and environment variables, `flatout init`, and completion in bash."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import click
+import pytest
+
+import flatout as package
+from flatout.cli.main import COMMANDS
+from flatout.cli.options.configuration import COMMAND_LINE_ONLY, options_of
+from flatout.levers import TABLE
+
+pytestmark = pytest.mark.timeout(60)
+
+TUNE = ("tune", "python", "train.py")
+
+
+@pytest.fixture
+def config(flatout):
+    def write(text: str) -> None:
+        (flatout.folder / "pyproject.toml").write_text(text)
+
+    return write
+
+
+def budget(done) -> int:
+    """The budget in the message about one that is too short."""
+    assert done.code == 2
+    return int(re.search(r"a budget of (\d) s cannot", done.err)[1])
+
+
+def test_the_precedence(flatout, config, script):
+    """The command line beats the variable, which beats the command's table, which beats the shared key."""
+    script("pass")
+    config('[tool.flatout]\nbudget = "1s"\n')
+    assert budget(flatout.here(*TUNE)) == 1
+    config('[tool.flatout]\nbudget = "1s"\n[tool.flatout.tune]\nbudget = 2\n[tool.flatout.run]\nbudget = 9\n')
+    assert budget(flatout.here(*TUNE)) == 2
+    variable = {"FLATOUT_TUNE_BUDGET": "3s"}
+    assert budget(flatout.here(*TUNE, env=variable)) == 3
+    assert budget(flatout.here("tune", "--budget", "4s", *TUNE[1:], env=variable)) == 4
+
+
+def test_the_nearest_file_above(flatout, script):
+    script("pass", "project/part/deeper/train.py")
+    outer, inner = (flatout.folder / "project" / name / "pyproject.toml" for name in (".", "part"))
+    outer.write_text("[tool.flatout.levers]\njson = true\n")
+    flatout.folder = flatout.folder / "project" / "part" / "deeper"
+    assert json.loads(flatout.here("levers").out)["levers"]
+    inner.write_text("")
+    assert flatout.here("levers").out.startswith("  lever")
+    inner.write_text('this is = "not TOML')  # of no concern to flatout
+    assert flatout.here("levers").code == 0
+
+
+def test_kinds_of_values(flatout, config, script):
+    """Flags, options that repeat, lists with commas, and the commands of a group."""
+    script("pass")
+    config('[tool.flatout.check]\nselect = ["FL001", "FL002"]\nformat = "json"\n')
+    assert json.loads(flatout.here("check", "train.py").out)["findings"] == []
+    config('[tool.flatout.tune]\neffects = ["exact", "exakt"]\n')
+    assert "did you mean exact?" in flatout.here(*TUNE).err
+    config('[tool.flatout.kernel.check]\nlimit = "soon"\n')
+    assert "'soon' is not a time" in flatout.here("kernel", "check", "nothing").err
+    several = {"FLATOUT_RUN_WITH": "tf32 'chanels_last={a = 1}'"}
+    assert "did you mean channels_last?" in flatout.here("run", "python", "train.py", env=several).err
+    flag = {"FLATOUT_LEVERS_JSON": "1"}
+    assert json.loads(flatout.here("levers", env=flag).out)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "[tool.flatout.levers]\njsn = true",
+            "[tool.flatout.levers] has the unknown key 'jsn'; did you mean json?",
+        ),
+        (
+            "[tool.flatout.leverz]\njson = true",
+            "[tool.flatout] has the unknown table 'leverz'; did you mean levers?",
+        ),
+        ('[tool.flatout]\nbudgt = "3m"', "[tool.flatout] has the unknown key 'budgt'; did you mean budget?"),
+        ("[tool.flatout.levers]\njson = 1", "[tool.flatout.levers] json: 1 is not true or false."),
+        ("[tool.flatout]\njson = 'yes'", "[tool.flatout] json: 'yes' is not true or false."),
+        ("[tool]\nflatout = 3", "tool.flatout is not a table"),
+        ("[tool.flatout", "cannot be read"),
+    ],
+)
+def test_a_mistake_names_the_file_and_the_key(flatout, config, text, says):
+    config(text)
+    done = flatout.here("levers")
+    assert (done.code, done.out) == (2, "")
+    assert done.said[0].startswith(f"flatout: {flatout.folder / 'pyproject.toml'}")
+    assert says in done.said[0]
+    assert flatout.here("levers", "--help").code == 0
+
+
+def test_an_unknown_variable(flatout):
+    done = flatout.here("tune", env={"FLATOUT_TUNE_BUDGT": "3m"})
+    assert done.code == 2
+    assert (
+        "FLATOUT_TUNE_BUDGT belongs to no option of `flatout tune`; did you mean FLATOUT_TUNE_BUDGET?"
+        in done.err
+    )
+    assert flatout.here("levers", env={"FLATOUT_TUNE_BUDGT": "3m", "FLATOUT_VERSION": "7"}).code == 0
+
+
+def leaves(command: click.Command, words: tuple[str, ...]) -> list[tuple[tuple[str, ...], click.Command]]:
+    if isinstance(command, click.Group):
+        return [each for name, sub in command.commands.items() for each in leaves(sub, (*words, name))]
+    return [(words, command)]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_can_be_set(flatout, config, name):
+    """Each option reads its key: a value of a wrong type is an error that names the file and the key."""
+    for words, command in leaves(importlib.import_module(f"flatout.cli.{name}").command, (name,)):
+        for key, option in options_of(command).items():
+            table = ".".join(("tool.flatout", *words))
+            config(f"[{table}]\n{key} = 1979-05-27\n")
+            done = flatout.here(*words)
+            assert done.code == 2, key
+            assert f"pyproject.toml: [{table}] {key}: " in done.err
+            config("")
+            if key not in COMMAND_LINE_ONLY and not isinstance(option.type, (click.Path, type(click.STRING))):
+                variable = "_".join((*words, key)).replace("-", "_").upper()
+                done = flatout.here(*words, env={f"FLATOUT_{variable}": "@ @"})
+                assert f"the environment variable FLATOUT_{variable} is wrong: " in done.err
+
+
+def test_a_submitted_job_does_not_submit_itself(flatout, config, script):
+    script("pass")
+    for key in COMMAND_LINE_ONLY:
+        config(f"[tool.flatout.run]\n{key} = true\n")
+        assert f"{key}: it works only on the command line." in flatout.here("run", "python", "train.py").err
+        config("")
+        variable = {f"FLATOUT_RUN_{key.upper()}": "1"}
+        assert "belongs to no option" in flatout.here("run", "python", "train.py", env=variable).err
+
+
+def test_internal_variables_belong_to_no_command():
+    """A variable that flatout sets for a program must not set an option of a command that the program starts."""
+    source = Path(package.__file__).parent
+    names = {
+        name for path in source.rglob("*.py") for name in re.findall(r"FLATOUT_[A-Z_]+", path.read_text())
+    }
+    taken = {name for name in names for command in COMMANDS if name.startswith(f"FLATOUT_{command.upper()}_")}
+    assert len(names) > 10
+    assert taken == set()
+
+
+def test_settings_of_another_user_are_not_used(flatout, config):
+    config("[tool.flatout.levers]\njson = true\n")
+    (flatout.folder / "pyproject.toml").chmod(0o666)
+    done = flatout.here("levers")
+    assert done.out.startswith("  lever")
+    assert "is not used: anyone can write to it" in done.said[0]
+
+
+# -- init -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "old", [None, b"", b"[project]\nname = 'x'  # here", b"[tool.ruff]\r\nline-length=99\r\n"]
+)
+def test_init_adds_a_section_and_keeps_the_rest(flatout, old):
+    path = flatout.folder / "pyproject.toml"
+    if old is not None:
+        path.write_bytes(old)
+    done = flatout.here("init")
+    assert (done.code, done.out) == (0, f"{path}: added [tool.flatout]\n")
+    new = path.read_bytes()
+    assert new.startswith(old or b"")
+    assert set(tomllib.loads(new.decode())["tool"]["flatout"]) <= set(COMMANDS)
+    assert (b"\r\n" in new) == (b"\r\n" in (old or b""))
+    again = flatout.here("init")
+    assert again.code == 2
+    assert "already has [tool.flatout]" in again.err
+    assert path.read_bytes() == new
+
+
+def test_what_init_proposes_is_valid(flatout, script):
+    flatout.here("init")
+    path = flatout.folder / "pyproject.toml"
+    path.write_text(re.sub(r"^# (?=[\w-]+ = )", "", path.read_text(), flags=re.MULTILINE))
+    held = tomllib.loads(path.read_text())["tool"]["flatout"]
+    assert {name for name, value in held.items() if isinstance(value, dict) and value} >= {"tune", "run"}
+    for name in held:
+        assert "pyproject.toml" not in (flatout.here(name).err if name in COMMANDS else "")
+
+
+@pytest.mark.parametrize("text", ["[tool", "tool = {ruff = 1}\n", "tool = 3\n"])
+def test_init_leaves_a_file_that_takes_no_section(flatout, config, text):
+    config(text)
+    done = flatout.here("init")
+    assert done.code == 2
+    assert (flatout.folder / "pyproject.toml").read_text() == text
+
+
+# -- completion -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_completion_in_bash(flatout, script):
+    """In a real bash: the script that click prints, with words as bash splits them."""
+    script("pass")
+    home = Path(sys.executable).parent
+    wanted = {
+        "flatout tu": {"tune"},
+        "flatout run --with cha": {"channels_last"},
+        "flatout levers chan": {"channels_last"},
+        "flatout tune --levers tf32,chan": {"tf32,channels_last"},
+        "flatout schema sess": {"session"},
+        "flatout run --resc": {"--rescue"},
+    }
+    lines = ['eval "$(_FLATOUT_COMPLETE=bash_source flatout)"', "compopt() { echo files; }"]
+    for line in [*wanted, "flatout run python tr"]:
+        words = line.split()
+        lines += [
+            f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; COMPREPLY=()",
+            '_flatout_completion flatout; echo "${COMPREPLY[@]}"',
+        ]
+    env = {**flatout.environment(), "PATH": f"{home}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(lines)],
+        cwd=flatout.folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert done.stderr == ""
+    shown = done.stdout.splitlines()
+    assert [set(line.split()) for line in shown[: len(wanted)]] == list(wanted.values())
+    assert shown[len(wanted)] == "files"  # bash completes the words of the program
+    assert len(TABLE) > 1
