@@ -9,6 +9,7 @@
     schemas/          the JSON Schema of each of them
     doctor.md         the checks of the machine; templates.md: the examples, side by side
     ../explanation/packages.md  which process runs which package, and which imports which
+    ../agents.md      what `flatout skill` prints
     ../benchmarks/    the pages that the benchmarks wrote
 """
 
@@ -36,6 +37,7 @@ import packages_page  # noqa: E402
 import templates_page  # noqa: E402
 
 from flatout.cli.main import GROUPS  # noqa: E402
+from flatout.cli.skill import PAGE as SKILL  # noqa: E402
 from flatout.diagnose import failures, rules  # noqa: E402
 from flatout.levers import TABLE as LEVERS  # noqa: E402
 from flatout.schema.json_schema import PUBLISHED, json_schema  # noqa: E402
@@ -93,6 +95,7 @@ SHELVES = (
 def pages() -> dict[str, str]:
     """Every generated page: its path in the site, and its text."""
     made = {
+        "agents.md": SKILL.read_text(encoding="utf-8"),
         "reference/commands.md": commands(),
         "reference/levers.md": levers(),
         "reference/records.md": records(),

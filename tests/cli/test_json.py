@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from jsonschema import Draft202012Validator
 
-from flatout.schema.json_schema import PUBLISHED
+import flatout as package
+from flatout.schema.json_schema import PUBLISHED, json_schema
+from flatout.schema.session import SessionOutcome
 
 pytestmark = pytest.mark.timeout(60)
 
 RECORDED = Path(__file__).parent.parent / "render" / "session.json"
+NAMED = {"check": "findings", "profile": "profile", "tune": "session", "explain": "explanations"}
 SNAPSHOTS = Path(__file__).parent.parent / "diagnose" / "recorded"
 
 
@@ -129,3 +133,21 @@ def test_numbers_that_are_not_finite(flatout, valid, job, capsys):
     data["guard"]["plain_losses"] = [[1.0, float("nan"), float("inf")]]
     print_json(SessionRecord.from_json(data))
     assert valid("session", capsys.readouterr().out)["guard"]["plain_losses"] == [[1.0, None, None]]
+
+
+def test_the_skill_names_what_exists(flatout):
+    """It is a skill file, and the fields that it names are in the schemas."""
+    text = flatout.here("skill").out
+    assert text == (Path(package.__file__).parent / "cli" / "skill.md").read_text()
+    _, front, _ = text.split("---\n", 2)
+    assert [line.partition(":")[0] for line in front.splitlines()] == ["name", "description"]
+    outcomes = re.findall(r"^\| `([a-z]+)` \| ", text.split("## How to read a verdict")[1], re.MULTILINE)
+    assert {*outcomes} == {*SessionOutcome, "outcome"} - {SessionOutcome.RUNNING}
+    for command, name in NAMED.items():
+        part = text.split(f". `flatout {command} --json", 1)[1].split("\n#", 1)[0]
+        bullets = [line for line in part.splitlines() if line.startswith("* ")]
+        words = re.findall(r"`([a-z_.]+)(?:\[\])?`", re.sub(r"\([^)]*\)", "", " ".join(bullets)))
+        fields = {field for word in words for field in word.split(".")}
+        known = json.dumps(json_schema(name))
+        assert len(fields) > 3
+        assert {field for field in fields if f'"{field}": ' not in known} == set()

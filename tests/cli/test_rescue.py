@@ -12,6 +12,9 @@ import shutil
 import signal
 
 import pytest
+from jsonschema import Draft202012Validator
+
+from flatout.schema.json_schema import json_schema
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(120)
@@ -148,6 +151,10 @@ def test_the_list(terminated, tmp_path):
         assert line in done.out
     (job,) = (cli.folder / ".flatout").glob("*/")
     assert cli.here("rescue", str(job)).out.splitlines()[1:] == done.out.splitlines()[1:]
+    seen = json.loads(cli.here("rescue", "--json").out)["checkpoints"]
+    Draft202012Validator(json_schema("checkpoints")).validate({"schema": 1, "checkpoints": seen})
+    assert all(f"step {each['step']}" in done.out for each in seen if each["valid"])
+    assert seen
     assert (job / "rescue").stat().st_mode & 0o777 == 0o700
     older = cli.here("rescue", "--to", "of one", "--step", "1")
     assert older.code == 0

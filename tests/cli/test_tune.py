@@ -32,6 +32,7 @@ def tuned(flatout_in, tmp_path_factory, tiny):
         "25s",
         "--levers",
         "debug_off,gc_pause,fused_optimizer",
+        "--json",
         "python",
         "train.py",
         timeout=200,
@@ -50,6 +51,10 @@ def test_it_ends_well_and_leaves_nothing_running(tuned):
     assert done.code == 0, done.err
     assert done.left == []
     assert "Traceback" not in done.err
+
+
+def test_it_prints_the_session_alone(tuned, session):
+    assert json.loads(tuned[1].out) == session
 
 
 def test_its_files(tuned):
@@ -127,7 +132,7 @@ def test_the_parts_agree(tuned, session):
     assert dict(plan.made_for) == session["key"]
     assert all(choice.evidence for choice in plan)
     assert (
-        session["message"].split("x")[0] in done.out or "plain" in session["message"] or session["undecided"]
+        session["message"].split("x")[0] in done.err or "plain" in session["message"] or session["undecided"]
     )
 
 

@@ -13,7 +13,8 @@ from flatout.cli.main import COMMANDS
 from flatout.levers import TABLE as LEVERS
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SKILL = ROOT / "src" / "flatout" / "cli" / "skill.md"
+PAGES = [ROOT / "README.md", SKILL, *sorted((ROOT / "docs").rglob("*.md"))]
 LEVER_NAMES = {lever.name for lever in LEVERS}
 
 
