@@ -183,7 +183,10 @@ class _Comparison:
         lines = []
         if save_as:
             path = baselines.save(save_as, self.sides[-1], self.key, now)
-            lines.append(f"baseline: {path} ({len(now)} processes)")
+            stored_in = f"baseline: {path} ({len(now)} processes)"
+            lines.append(stored_in)
+            if as_json:
+                click.echo(stored_in, err=True)
         self._show(as_json, lines)
         return 1 if record.gate_failed else 0
 
