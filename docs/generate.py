@@ -194,7 +194,9 @@ def commands() -> str:
 
 
 def _command(command: click.Command, name: str, depth: int = 2) -> Iterator[str]:
-    context = click.Context(command, info_name=name)
+    context = click.Context(
+        command, info_name=name, help_option_names=["-h", "--help"]
+    )  # click keeps the first
     yield from (
         "#" * depth + f" {name}",
         "",

@@ -110,7 +110,7 @@ def test_help_has_none():
 
     for name in COMMANDS:
         command = importlib.import_module(f"flatout.cli.{name}").command
-        said = command.get_help(click.Context(command, info_name=name))
+        said = command.get_help(click.Context(command, info_name=name, help_option_names=["-h", "--help"]))
         assert retired(said) == [], name
 
 

@@ -16,7 +16,13 @@ from flatout.schema.session import SessionOutcome
 pytestmark = pytest.mark.timeout(60)
 
 RECORDED = Path(__file__).parent.parent / "render" / "session.json"
-NAMED = {"check": "findings", "profile": "profile", "tune": "session", "explain": "explanations"}
+NAMED = {
+    "check": "findings",
+    "profile": "profile",
+    "tune": "session",
+    "run": "run",
+    "explain": "explanations",
+}
 SNAPSHOTS = Path(__file__).parent.parent / "diagnose" / "recorded"
 
 
@@ -144,7 +150,7 @@ def test_the_skill_names_what_exists(flatout):
     outcomes = re.findall(r"^\| `([a-z]+)` \| ", text.split("## How to read a verdict")[1], re.MULTILINE)
     assert {*outcomes} == {*SessionOutcome, "outcome"} - {SessionOutcome.RUNNING}
     for command, name in NAMED.items():
-        part = text.split(f". `flatout {command} --json", 1)[1].split("\n#", 1)[0]
+        part = text.split(f". `flatout {command} ", 1)[1].split("\n#", 1)[0]
         bullets = [line for line in part.splitlines() if line.startswith("* ")]
         words = re.findall(r"`([a-z_.]+)(?:\[\])?`", re.sub(r"\([^)]*\)", "", " ".join(bullets)))
         fields = {field for word in words for field in word.split(".")}
