@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 
 from flatout.cli.options.arguments import PROGRAM, Duration, complete_files, words_or_usage, writable
+from flatout.cli.options.each_script import findings_of_each
 from flatout.cli.options.json_output import json_option, print_json
 from flatout.cli.profile import SHORTEST_S, profile
 from flatout.diagnose.check import check
@@ -59,9 +60,18 @@ def codes(ctx: object, option: object, value: tuple[str, ...]) -> list[str]:
     type=Duration(),
     help="Also run the program for this long in steady state, and check the measured rules.",
 )
+@click.option(
+    "--each",
+    is_flag=True,
+    help="Check every FILE that follows as a script; report findings in these files only.",
+)
 @click.option("--explain", metavar="CODE", help="Show the page of a rule; `all` lists the rules.")
 @click.argument(
-    "words", metavar="SCRIPT | COMMAND...", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files
+    "words",
+    metavar="SCRIPT | COMMAND... | FILES",
+    nargs=-1,
+    type=click.UNPROCESSED,
+    shell_complete=complete_files,
 )
 def command(
     words: tuple[str, ...],
@@ -70,6 +80,7 @@ def command(
     form: str,
     as_json: bool,
     run_s: float | None,
+    each: bool,
     explain: str | None,
 ) -> int:
     """Find mistakes that raise no error: wrong results, wasted time, wasted memory, fragile code.
@@ -84,20 +95,28 @@ def command(
     if explain is not None:
         _explain(explain.upper(), form)
         return 0
-    program = read(words)
-    found = check(program, select, ignore, ran(words, run_s) if run_s is not None else ())
+    if each and run_s is not None:
+        raise UsageError("--each checks files that are not run. Remove --run, or check one command.")
+    programs = [read((word,)) for word in words] if each and words else [read(words)]
+    if each:
+        found = findings_of_each(programs, select, ignore)
+    else:
+        found = check(programs[0], select, ignore, ran(words, run_s) if run_s is not None else ())
+    unread = list(dict.fromkeys(note for program in programs for note in program.unread))
+    files = list(dict.fromkeys(source.path for program in programs for source in program.sources))
     if form == "text":
         console = Console(highlight=False, soft_wrap=True)
-        for note in program.unread:
+        for note in unread:
             click.echo(f"flatout: not read: {note}", err=True)
         console.print(finding_lines(found, titles={rule.code: rule.title for rule in TABLE}))
+        words = words[:1] if each else words
         command = words if len(words) > 1 and words[0] != "-m" else ("python", *words)
         shown = "python train.py" if words[-1].endswith(".ipynb") else shell(masked(command))
-        console.print(summary(found, len(program.sources), shown, run_s is not None))
+        console.print(summary(found, len(files), shown, run_s is not None))
     elif form == "github":
         click.echo("\n".join(github_lines(found)), nl=bool(found))
     elif form == "json":
-        print_json(FindingsRecord([source.path for source in program.sources], list(program.unread), found))
+        print_json(FindingsRecord(files, unread, found))
     else:
         rules = [
             (

@@ -60,10 +60,11 @@ def check(
         if (not select or rule.code.startswith(tuple(select)))
         and not (ignore and rule.code.startswith(tuple(ignore)))
     ]
-    return sorted(_kept(program, chosen, measured), key=_order)
+    return sorted(_kept(program, chosen, measured), key=order)
 
 
-def _order(finding: Finding) -> tuple[int, str, int, int, str]:
+def order(finding: Finding) -> tuple[int, str, int, int, str]:
+    """The key by which findings are sorted: worst severity first, then by file and line."""
     place = finding.place
     return (
         ORDER[finding.severity],
