@@ -12,6 +12,7 @@ import click
 
 from flatout.cli.options.arguments import PROGRAM, Duration, program, read_plan, words_or_usage, writable
 from flatout.cli.options.json_output import json_option
+from flatout.cli.options.markdown import append_markdown
 from flatout.cli.options.measurement import header, kept, output
 from flatout.cli.options.progress import LiveProgress
 from flatout.compare import baselines, sides
@@ -82,6 +83,11 @@ def gate_options(function: Any) -> Any:
 )
 @json_option
 @click.option(
+    "--markdown",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Append the result to this file as Markdown, such as $GITHUB_STEP_SUMMARY.",
+)
+@click.option(
     "--job",
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder for the records instead of .flatout/<job>.",
@@ -97,6 +103,7 @@ def command(
     budget: float,
     pairs: int,
     as_json: bool,
+    markdown: Path | None,
     job: Path | None,
     **limits: Any,
 ) -> int:
@@ -130,9 +137,11 @@ def command(
             pair = (Side("now", understand(words)),)
         else:
             pair = sides.of_commands(words)
-        return _Comparison(pair, facts, budget, job, {**limits, "pairs": pairs}).run(
-            baseline, save_as, as_json
-        )
+        comparison = _Comparison(pair, facts, budget, job, {**limits, "pairs": pairs})
+        code = comparison.run(baseline, save_as, as_json)
+    if markdown is not None and comparison.record.a is not None:
+        append_markdown(comparison.record, markdown)
+    return code
 
 
 class _Comparison:
