@@ -131,6 +131,11 @@ def test_revisions_import_their_own_files_and_share_untracked_data(flatout, proj
     assert git("status", "--short").split() == ["M", "work.py"]
 
 
+def test_the_two_words_of_one_command_can_be_stored(flatout):
+    done = flatout.here("compare", "--save", "before", "python", "missing.py")
+    assert "there is no script 'missing.py'" in done.err, done.err
+
+
 @pytest.mark.full
 def test_bisect_finds_the_commit_and_skips_one_that_fails(flatout, project):
     (project / ".gitignore").write_text(".flatout/\n")

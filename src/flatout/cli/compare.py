@@ -10,7 +10,15 @@ from typing import Any
 
 import click
 
-from flatout.cli.options.arguments import PROGRAM, Duration, program, read_plan, words_or_usage, writable
+from flatout.cli.options.arguments import (
+    PROGRAM,
+    Amount,
+    Duration,
+    program,
+    read_plan,
+    words_or_usage,
+    writable,
+)
 from flatout.cli.options.json_output import json_option
 from flatout.cli.options.markdown import append_markdown
 from flatout.cli.options.measurement import header, kept, output
@@ -44,6 +52,17 @@ class Share(click.ParamType):
         return share
 
 
+class ShareOrAmount(click.ParamType):
+    """A share (``5%``) as a float, or an amount of memory (``2GB``) in bytes as an integer."""
+
+    name = "share or size"
+
+    def convert(self, value: object, param: Any, ctx: Any) -> float | int:
+        if isinstance(value, int | float):
+            return value
+        return (Amount() if re.search(r"[a-zA-Z]", str(value)) else Share()).convert(value, param, ctx)
+
+
 def gate_options(function: Any) -> Any:
     """Add the options that turn a change into an exit code."""
     for option in (
@@ -52,7 +71,11 @@ def gate_options(function: Any) -> Any:
             type=click.Choice(["bits", "spread"]),
             help="Exit with 1 if losses differ in a bit, or by more than the spread of A's seeds.",
         ),
-        click.option("--gate-memory", type=Share(), help="The same for the peak memory of the process."),
+        click.option(
+            "--gate-memory",
+            type=ShareOrAmount(),
+            help="The same for the peak memory of the process; or an amount, such as 2GB.",
+        ),
         click.option(
             "--gate",
             type=Share(),
@@ -133,7 +156,7 @@ def command(
             pair = sides.of_pythons(words, pythons)
         elif plans:
             pair = sides.of_plans(words, [(name, read_plan(name)) for name in sides.two(plans, "--plan")])
-        elif baseline or (save_as and len(words) != 2):
+        elif baseline or (save_as and not sides.are_two_commands(words)):
             pair = (Side("now", understand(words)),)
         else:
             pair = sides.of_commands(words)

@@ -18,7 +18,7 @@ from flatout.compare.pairs import Run
 from flatout.compare.sides import Side
 from flatout.job.folder import FOLDER, read_json, write_json
 from flatout.measure.clock import today
-from flatout.schema.errors import UsageError
+from flatout.schema.errors import NoBaseline, UsageError
 from flatout.schema.plan import Plan
 from flatout.schema.records import Record
 
@@ -81,14 +81,15 @@ def save(name: str, side: Side, key: dict[str, str], runs: Sequence[Run]) -> Pat
 def load(name: str, key: dict[str, str], any_machine: bool) -> tuple[Baseline, list[str]]:
     """Return a baseline and what differs from today.
 
-    Raises UsageError if it is missing, unreadable, or of another machine without ``any_machine``.
+    Raises NoBaseline if it is missing, or of another machine without ``any_machine``; UsageError if it is
+    unreadable.
     """
     path = path_of(name)
     data = read_json(path)
     if data is None:
         known = sorted(each.stem for each in path.parent.glob("*.json"))
         has = f"There are: {', '.join(known)}." if known else "None is stored yet."
-        raise UsageError(
+        raise NoBaseline(
             f"there is no baseline {name!r} in {path.parent}. {has} `flatout compare --save {name} COMMAND` stores one."
         )
     try:
@@ -101,7 +102,7 @@ def load(name: str, key: dict[str, str], any_machine: bool) -> tuple[Baseline, l
         ) from None
     unlike = {part for part in key if stored.key.get(part) != key[part]}
     if "machine" in unlike and not any_machine:
-        raise UsageError(
+        raise NoBaseline(
             f"baseline {name!r} was measured on another machine ({stored.key.get('machine')}; this is {key['machine']}). "
             "Store one here with --save, or add --any-machine to compare across machines."
         )

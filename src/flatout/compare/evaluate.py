@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from flatout.compare.amount import memory_amount
 from flatout.compare.pairs import Pair, Run
 from flatout.compare.sides import Side
 from flatout.guard.loss_curves import curves_within_spread, finite_losses
@@ -161,13 +162,17 @@ def compare_losses(
 
 
 def gates(
-    record: CompareRecord, time: float | None, memory: float | None, losses: str | None, pair_s: float
+    record: CompareRecord, time: float | None, memory: float | int | None, losses: str | None, pair_s: float
 ) -> list[Gate]:
-    """Judge the limits: shares of step time and memory, and ``bits`` or ``spread`` for losses."""
+    """Judge the limits: shares of step time and memory, and ``bits`` or ``spread`` for losses.
+
+    ``memory`` may also be an amount, in bytes as an integer."""
     found = []
     if time is not None:
         found.append(_limit("step time", record.step_time, time, pair_s))
-    if memory is not None:
+    if isinstance(memory, int):
+        found.append(memory_amount(record, memory))
+    elif memory is not None:
         found.append(_limit("peak memory", record.memory, memory, pair_s))
     if losses is not None:
         allowed = {"bits": ("same bits",), "spread": ("same bits", "within the spread")}[losses]

@@ -33,9 +33,14 @@ def two(text: str, option: str) -> tuple[str, str]:
     return parts[0], parts[1]
 
 
+def are_two_commands(words: Sequence[str]) -> bool:
+    """Whether these are two quoted command lines, not the two words of one (``python train.py``)."""
+    return len(words) == 2 and not (Path(words[0]).name.startswith("python") and " " not in words[0])
+
+
 def of_commands(words: Sequence[str]) -> tuple[Side, Side]:
     """Return the sides of two quoted command lines. Raises UsageError, ProgramNotFound."""
-    if len(words) != 2 or (Path(words[0]).name.startswith("python") and " " not in words[0]):
+    if not are_two_commands(words):
         raise UsageError(
             "give two command lines in quotes: `flatout compare 'python a.py' 'python b.py'`; "
             "or one command and what differs: --rev main.., --python, --plan or --baseline."

@@ -2,6 +2,7 @@
 
 FlatoutError
 ├── UsageError            the command line cannot be understood                      exit 2
+│   └── NoBaseline        the named baseline is missing, or of another machine       exit 2
 ├── PlanError             a flatout.toml that is broken, hostile or too new           exit 2
 ├── ProgramNotFound       there is no such program or script                         exit 127
 ├── ProgramFailed         the user's program failed by itself                        its own exit code
@@ -28,6 +29,10 @@ class FlatoutError(Exception):
 
 class UsageError(FlatoutError):
     exit_code = 2
+
+
+class NoBaseline(UsageError):
+    """The baseline to compare with is missing, or was measured on another machine."""
 
 
 class PlanError(FlatoutError):
