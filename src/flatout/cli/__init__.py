@@ -3,6 +3,6 @@
 Options that several commands share, and what they do with them, are in options/.
 
 Runs in: the terminal.
-Imports: all packages but loop; click and rich.
+Imports: all packages but loop and integrations; click and rich.
 Start with: main.py, run.py, tune.py, options/arguments.py.
 """

@@ -1,0 +1,69 @@
+"""Runs the `flatout` command in a process of its own, with the interpreter of this one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# Jupyter and CI set these for colours. The command would also redraw its progress, as in a terminal.
+LIKE_A_TERMINAL = ("FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How the command ended. ``err`` is empty if it was joined with ``out``."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run_flatout(words: Sequence[str], folder: Path) -> Finished:
+    """Run `flatout WORDS` in a folder."""
+    with _start(words, folder, subprocess.PIPE) as process:
+        try:
+            out, err = process.communicate()
+        except BaseException:
+            _stop(process)
+            raise
+    return Finished(process.returncode, out, err)
+
+
+def show_flatout(words: Sequence[str], folder: Path, line: Callable[[str], None]) -> Finished:
+    """The same; ``line`` receives each line of both outputs at once."""
+    found = []
+    with _start(words, folder, subprocess.STDOUT) as process:
+        assert process.stdout is not None
+        try:
+            for text in process.stdout:
+                found.append(text)
+                line(text)
+        except BaseException:
+            _stop(process)
+            raise
+    return Finished(process.returncode, "".join(found), "")
+
+
+def _start(words: Sequence[str], folder: Path, errors: int) -> subprocess.Popen[str]:
+    # -P: a file of the user's folder must not hide a module of flatout. -u: lines arrive as they are written.
+    return subprocess.Popen(
+        [sys.executable, "-u", "-P", "-m", "flatout", *words],
+        cwd=folder,
+        env={name: value for name, value in os.environ.items() if name not in LIKE_A_TERMINAL},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+    )
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """End the command as Ctrl-C does: it then ends the programs that it started."""
+    process.terminate()
+    process.wait()
