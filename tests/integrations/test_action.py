@@ -164,7 +164,11 @@ def test_a_slower_step_fails_the_job(flatout, pull_request, tmp_path):
 
 def test_a_push_compares_nothing_and_says_so(flatout, pull_request, tmp_path):
     job = Runner(
-        pull_request[0], tmp_path / "runner", flatout.environment(), command="python train.py", check="work.py"
+        pull_request[0],
+        tmp_path / "runner",
+        flatout.environment(),
+        command="python train.py",
+        check="work.py",
     )
     job.run()
     assert job.codes == {"install": 0, "check": 0, "upload": 0, "compare": 0}, job.said
