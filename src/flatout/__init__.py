@@ -21,6 +21,7 @@ _LAZY = {
     "read_plan": "flatout.job.plan_file",
     "device": "flatout.loop.start",
     "seed": "flatout.loop.start",
+    "load_ipython_extension": "flatout.integrations.notebook",  # called by %load_ext flatout
 }
 
 

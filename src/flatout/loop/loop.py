@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flatout.agent.applier import Outcome
 from flatout.loop.assembly import LoopAssembly
+from flatout.loop.notebook_view import loop_view
 from flatout.loop.pipeline_parallel import Pipeline
 from flatout.loop.settings import LoopSettings
 from flatout.loop.sizing import Sized
@@ -199,6 +200,12 @@ class Loop(LoopAssembly):
         return (
             f"Loop({made_of}, {self.index} steps done{of}, epoch {self.epoch}, {self.plan.describe()}{doing})"
         )
+
+    def _repr_html_(self) -> str:
+        length = _length(self.loader) if self.effective_batch is None else None
+        whole = self.epochs * length if length is not None else None
+        known = [steps for steps in (self.steps, whole) if steps is not None]
+        return loop_view(self, min(known, default=None), self._rate.samples_per_s())
 
     @property
     def outcomes(self) -> list[Outcome]:

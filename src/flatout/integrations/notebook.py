@@ -1,0 +1,114 @@
+"""`%load_ext flatout`, then `%%flatout profile` (or `tune`, `memory`) as the first line of a cell that trains.
+
+The cell does not run in the notebook. The `flatout` command runs it in processes of its own, after the earlier
+cells. Its text appears as it is written, then its page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flatout.integrations.flatout_command import show_flatout
+from flatout.integrations.notebook_script import script_of
+
+PAGES = {"profile": "profile.html", "tune": "report.html", "memory": "memory.html"}
+FOLDER = Path(".flatout") / "notebook"
+HEIGHT = 640
+USAGE = f"write `%%flatout {'|'.join(PAGES)} [options]` above the code of a training loop"
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Called by `%load_ext flatout`."""
+    magic = FlatoutMagic(shell)
+    shell.events.register("post_run_cell", magic.ran)
+    shell.register_magic_function(magic.run, "cell", "flatout")
+
+
+class Page:
+    """A page of flatout: shown in a notebook, named in a terminal."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __repr__(self) -> str:
+        return f"page: {self.path}"
+
+    def _repr_html_(self) -> str:
+        page = html.escape(self.path.read_text(encoding="utf-8"), quote=True)
+        # The page has no script. The frame keeps its style apart from the notebook's.
+        return f'<iframe sandbox srcdoc="{page}" style="width:100%;height:{HEIGHT}px;border:0"></iframe>'
+
+
+class FlatoutMagic:
+    """`%%flatout` of one session of IPython."""
+
+    def __init__(self, shell: Any) -> None:
+        self.shell = shell
+        self.failed: set[int] = set()
+
+    def ran(self, result: Any) -> None:
+        """Remember cells that failed: the script leaves them out."""
+        if not result.success and result.execution_count is not None:
+            self.failed.add(result.execution_count)
+
+    def run(self, line: str, cell: str) -> Page:
+        """Run `flatout LINE` on this cell. Raises UsageError of IPython, which is shown as one line."""
+        words = self._words(line)
+        path = self._script(cell)
+        folder = path.with_suffix("")
+        options = ["--job", str(folder), *(["--no-write"] if words[0] == "tune" else []), *words[1:]]
+        done = show_flatout([words[0], *options, sys.executable, str(path)], Path.cwd(), _show)
+        if done.code:
+            raise _usage(
+                f"`flatout {words[0]}` ended with exit code {done.code}; its message is above. The script is {path}."
+            )
+        return Page(folder / PAGES[words[0]])
+
+    def _words(self, line: str) -> Sequence[str]:
+        try:
+            words = shlex.split(line)
+        except ValueError as error:
+            raise _usage(f"the options cannot be split into words ({error}); {USAGE}.") from None
+        if not words:
+            raise _usage(f"no command was given; {USAGE}.")
+        if words[0] not in PAGES:
+            raise _usage(f"`flatout {words[0]}` cannot run on a cell; {USAGE}.")
+        return words
+
+    def _script(self, cell: str) -> Path:
+        """Write the script of a cell. Its name depends on its content, so a later cell does not change it."""
+        count = self.shell.execution_count
+        history = list(enumerate(self.shell.history_manager.input_hist_raw))[1:count]
+        earlier = [(number, source) for number, source in history if number not in self.failed]
+        try:
+            text = script_of(earlier, cell, count, self.shell.input_transformer_manager.transform_cell)
+        except SyntaxError as error:
+            raise _usage(f"the cell is not Python: {error}.") from None
+        path = FOLDER / f"cell-{hashlib.sha256(text.encode()).hexdigest()[:8]}.py"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            (path.parent.parent / ".gitignore").write_text("*\n", encoding="utf-8")
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise _usage(
+                f"{path} cannot be written: {error.strerror}. Change to a folder of yours with %cd."
+            ) from None
+        return path
+
+
+def _show(line: str) -> None:
+    sys.stdout.write(line)
+    sys.stdout.flush()
+
+
+def _usage(message: str) -> Exception:
+    from IPython.core.error import UsageError
+
+    error: Exception = UsageError(f"flatout: {message}")
+    return error
