@@ -9,7 +9,7 @@ import sys
 import pytest
 
 pytest.importorskip("IPython")
-from processes import until
+from processes import alive, until
 
 from flatout.integrations.notebook_script import script_of
 
@@ -123,16 +123,20 @@ def test_a_cell_is_measured_and_mistakes_are_one_line(flatout):
 
 
 @pytest.mark.processes
-def test_an_interrupted_cell_leaves_no_process(flatout, script):
+def test_an_interrupted_cell_ends_its_program(flatout, script):
     pytest.importorskip("torch")
-    script(f"size = 8\nopen('began', 'w').close()\n{TRAIN}")
+    begin = "import os\nwith open('began', 'w') as file:\n    file.write(str(os.getpid()))\n"
+    script(f"{begin}size = 8\n{TRAIN}")
     started = (
         "import sys\nfrom pathlib import Path\nfrom flatout.integrations.flatout_command import show_flatout\n"
         "show_flatout(['profile', sys.executable, 'train.py'], Path.cwd(), sys.stdout.write)"
     )
     process = flatout.start("-c", started, python=[sys.executable])
-    until((flatout.folder / "began").exists, 40)
+    began = flatout.folder / "began"
+    program = int(until(lambda: began.exists() and began.read_text(), 40))
     process.send_signal(signal.SIGINT)
+    process.wait(20)
+    assert not alive(program)  # the command has ended it before it ended itself
     done = flatout.finish(process)
     assert "KeyboardInterrupt" in done.err
     assert done.left == []
