@@ -49,11 +49,10 @@ def test_the_notebook_of_a_script_runs(flatout, executed):
 @pytest.mark.full
 def test_the_notebook_with_the_magic_runs(executed):
     """The first cell installs what is installed already; nothing is downloaded."""
-    _, _, _, _, profile, memory, tune, loop = executed("notebook_magic.ipynb")
+    _, _, _, _, profile, tune, loop = executed("notebook_magic.ipynb")
     assert "forward" in text(profile)
-    assert "A step takes" in text(memory)
     assert "time of a step" in text(tune)
-    for cell, page in ((profile, "profile"), (memory, "memory"), (tune, "report")):
+    for cell, page in ((profile, "profile"), (tune, "report")):
         assert html(cell).startswith("<iframe sandbox srcdoc=")
         assert "&lt;html" in html(cell)
         (shown,) = [out["data"]["text/plain"] for out in cell.outputs if "data" in out]
