@@ -150,7 +150,7 @@ def test_a_slower_step_fails_the_job(flatout, pull_request, tmp_path):
         command="python 'train.py'",
         gate="50%",
         budget="1s",
-        options="--pairs 2",
+        options="--pairs 3",
     )
     job.values["github.event.pull_request.base.sha"] = base
     job.run()

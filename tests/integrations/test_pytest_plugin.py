@@ -91,7 +91,7 @@ def test_a_slower_program_fails_against_its_baseline(inner, flatout, script):
     script(PROGRAM)
     pause = flatout.folder / "pause"
     pause.write_text("0.004")
-    limits = "max_slowdown='50%', max_memory='{memory}', pairs=2, budget='1s'"
+    limits = "max_slowdown='50%', max_memory='{memory}', pairs=3, budget='1s'"
     test = TEST.format(limits=limits.format(memory="8GB"), command="python train.py")
     done = inner(test, "--flatout-save")
     assert done.code == 0, done.out
