@@ -117,6 +117,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=int, default=40, help="comparisons of each difference (default 40)")
+    parser.add_argument(
+        "--only", default=",".join(f"{more:g}" for more in MORE), help="only these differences: 0,0.05"
+    )
     parser.add_argument("--out", type=Path, help="folder of the results, instead of bench/results")
     args = parser.parse_args()
     made = stamp(look())
@@ -131,7 +134,7 @@ def main() -> None:
         if done["overhead"] is None:
             done["overhead"] = overhead(folder)
         for number in range(args.runs):
-            for more in MORE:
+            for more in map(float, args.only.split(",")):
                 runs = done["runs"].setdefault(f"{more:g}", [])
                 if len(runs) > number:
                     continue
