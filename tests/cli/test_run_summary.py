@@ -58,6 +58,7 @@ def test_a_run_leaves_a_record_and_a_box_and_the_same_output(flatout, script, op
     assert [choice["name"] for choice in record["plan"].get("choices", ())] == [
         o for o in options if o != "--with"
     ]
+    assert (flatout.folder / ".flatout" / ".gitignore").read_text() == "*\n"
     lines = box(done.err)
     assert 5 <= len(lines) <= 8
     assert {len(line) for line in lines} == {78}

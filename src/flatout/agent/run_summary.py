@@ -20,7 +20,7 @@ from flatout.agent.bootstrap import show
 from flatout.agent.ledger import Ledger
 from flatout.agent.step_counters import StepCounters
 from flatout.job.claims import sums_up_first
-from flatout.job.folder import write_json
+from flatout.job.folder import JobFolder, write_json
 from flatout.job.rank_environment import rank_number, this_rank
 from flatout.measure.clock import seconds
 from flatout.schema.errors import StorageError
@@ -108,6 +108,7 @@ class Summarizer:
             self._write_live()
             self._line({"end": record.to_json()})
         try:
+            JobFolder(Path(self.request.folder).parent).make()  # with a .gitignore, and only if it is trusted
             path = self._free_path(record.rank)
             write_json(path, record.to_json())
         except (OSError, StorageError):
