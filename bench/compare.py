@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from provenance import SRC, read_result, stamp, write_result
+from provenance import RESULTS, SRC, read_result, stamp, write_result
 
 from flatout.measure.statistics import median
 from flatout.probe.machine import look
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument(
         "--only", default=",".join(f"{more:g}" for more in MORE), help="only these differences: 0,0.05"
     )
-    parser.add_argument("--out", type=Path, help="folder of the results, instead of bench/results")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
     made = stamp(look())
     done = {
