@@ -83,6 +83,20 @@ def test_without_training_or_a_summary_nothing_is_left(flatout, script):
     assert not list(flatout.folder.glob(".flatout/*/runs"))
 
 
+@pytest.mark.full
+def test_each_rank_leaves_its_record_and_the_first_shows_the_box(flatout, script):
+    script(PROGRAM)
+    done = flatout("run", "--procs", "2", "--export", "jsonl", "python", "train.py", "0.001", "8")
+    assert done.code == 0, done.err
+    found = [json.loads(path.read_text()) for path in flatout.folder.glob(".flatout/*/runs/*/rank?.json")]
+    assert sorted((each["rank"], each["world_size"], each["steps"]) for each in found) == [
+        (0, 2, 96),
+        (1, 2, 96),
+    ]
+    assert len(list(flatout.folder.glob(".flatout/*/runs/*/rank?.jsonl"))) == 2
+    assert done.err.count("+-- flatout run") == 1
+
+
 def wait_for(found, seconds=60.0):
     """Wait until the exporter, a process of its own, has done its work."""
     end = time.monotonic() + seconds

@@ -62,10 +62,11 @@ class Attached(Listener):
         self.checkpoints = checkpoints(ledger, self.resumed)
         listener = self if self.checkpoints is None else Several(self, self.checkpoints.listener)
         self.context = TrainingContext(torch, listener, ledger)
+        self.real_files: Callable[[], AbstractContextManager[None]] = nullcontext
         if here is not None and here.world_size > 1:
             from flatout.agent.rank_files import keep_aside, launch_folder
 
-            keep_aside(torch, launch_folder(here), here.rank, self.context.ledger)
+            self.real_files = keep_aside(torch, launch_folder(here), here.rank, self.context.ledger)
         self.applier = Applier(TABLE, request.facts, self.context)
         self.applier.start(self.plan, EARLY)
         self.context.install()

@@ -38,7 +38,7 @@ class MonitoredRun(Attached):
         self.counts.steps = self.context.steps
         self.counts.install(torch, Ledger())
         if request.summary is not None:
-            Summarizer(request.summary, self.plan.to_json(), self.counts, torch)
+            Summarizer(request.summary, self.plan.to_json(), self.counts, torch, self.real_files)
         if request.watch is not None and self.speaks:
             from flatout.agent.live_line import LiveLine
 

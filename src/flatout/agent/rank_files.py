@@ -15,6 +15,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from pathlib import Path
 from types import ModuleType
@@ -109,11 +110,15 @@ def launch_folder(here: RankEnvironment) -> str:
     return folder
 
 
-def keep_aside(torch: ModuleType, launch: str, rank: int, ledger: Ledger) -> None:
+RealFiles = Callable[[], AbstractContextManager[None]]  # inside, files are the user's, in every rank
+
+
+def keep_aside(torch: ModuleType, launch: str, rank: int, ledger: Ledger) -> RealFiles:
     """Redirect the files of a rank from here on; ``launch`` is the launch folder."""
     if rank:
-        RankFileSandbox(launch, rank, ledger).install(torch)
-        return
+        sandbox = RankFileSandbox(launch, rank, ledger)
+        sandbox.install(torch)
+        return sandbox.overlay.looking
     folders, really = Folders(launch, rank), os.mkdir
 
     @wraps(really)
@@ -121,3 +126,4 @@ def keep_aside(torch: ModuleType, launch: str, rank: int, ledger: Ledger) -> Non
         folders.make(really, path, *args, **kwargs)
 
     ledger.set(os, "mkdir", make)
+    return nullcontext

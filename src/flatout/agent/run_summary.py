@@ -12,6 +12,8 @@ import os
 import resource
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
@@ -42,17 +44,30 @@ class Summarizer:
     """Writes the record when the process exits, if it trained."""
 
     def __init__(
-        self, request: SummaryRequest, plan: dict[str, Any], counts: StepCounters, torch: ModuleType
+        self,
+        request: SummaryRequest,
+        plan: dict[str, Any],
+        counts: StepCounters,
+        torch: ModuleType,
+        real_files: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        """``real_files``: inside, files are the user's, and not the private copies of a rank."""
+        self.real_files = real_files
         self.request, self.plan, self.counts, self.torch = request, plan, counts, torch
         self.pid = os.getpid()
         self.gpu = GpuShare(torch)
         self.stopped = threading.Event()
         self.live: TextIO | None = None
         self.first = self.last = self._now()
-        self.thread = threading.Thread(target=self._watch, name="flatout-summary", daemon=True)
-        self.thread.start()
+        self.thread: threading.Thread | None = None
+        counts.at_first = self._begin
         atexit.register(self.close)
+
+    def _begin(self) -> None:
+        """Start the thread, if there is anything to sample: a process with threads is less safe to fork."""
+        if self.request.every_s or _on_cuda(self.torch):
+            self.thread = threading.Thread(target=self._watch, name="flatout-summary", daemon=True)
+            self.thread.start()
 
     # -- live figures -----------------------------------------------------------------------------------------------
 
@@ -85,11 +100,12 @@ class Summarizer:
 
     def _line(self, data: dict[str, Any]) -> None:
         try:
-            if self.live is None:
-                path = self._path(f"rank{rank_number()}.jsonl")
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self.live = path.open("a", encoding="utf-8", buffering=1)
-            self.live.write(json.dumps(data) + "\n")
+            with self.real_files():
+                if self.live is None:
+                    path = self._path(f"rank{rank_number()}.jsonl")
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    self.live = path.open("a", encoding="utf-8", buffering=1)
+                self.live.write(json.dumps(data) + "\n")
         except (OSError, ValueError):
             self.request = SummaryRequest(**{**vars(self.request), "every_s": 0.0})  # the disk is full
 
@@ -100,7 +116,8 @@ class Summarizer:
         if os.getpid() != self.pid or self.stopped.is_set():
             return
         self.stopped.set()
-        self.thread.join(timeout=2)
+        if self.thread is not None:
+            self.thread.join(timeout=2)
         if self.counts.last_ns <= self.counts.first_ns:
             return
         record, path = self.record(), None
@@ -108,9 +125,11 @@ class Summarizer:
             self._write_live()
             self._line({"end": record.to_json()})
         try:
-            JobFolder(Path(self.request.folder).parent).make()  # with a .gitignore, and only if it is trusted
-            path = self._free_path(record.rank)
-            write_json(path, record.to_json())
+            with self.real_files():
+                # It has a .gitignore, and is only written if it is trusted
+                JobFolder(Path(self.request.folder).parent).make()
+                path = self._free_path(record.rank)
+                write_json(path, record.to_json())
         except (OSError, StorageError):
             path = None
         if self.request.shows and record.rank == 0 and sums_up_first(os.environ.get("FLATOUT_JOB", "")):

@@ -25,6 +25,7 @@ class StepCounters:
         self.steps = self.waited_ns = 0
         self.first_ns = self.last_ns = self.first_step = 0  # when the first and the last counted step ended
         self.known_samples = 0.0  # of a step, if they were counted otherwise
+        self.at_first: Callable[[], None] = lambda: None  # called when the first step is counted
         self._counted: int | None = None
         self._samples: list[int] = []  # of each of the first steps
         self._fetched = 0
@@ -44,7 +45,9 @@ class StepCounters:
     def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count a step; of several optimizers, only the first counts."""
         if self._counted is None:
-            self._counted, self.first_ns, self.first_step = id(optimizer), HostClock.mark(), self.steps + 1
+            self._counted, self.first_step = id(optimizer), self.steps + 1
+            self.at_first()
+            self.first_ns = HostClock.mark()
         if id(optimizer) == self._counted:
             self.steps += 1
             self.last_ns = HostClock.mark()
