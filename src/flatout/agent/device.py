@@ -240,7 +240,7 @@ def _install_modules(devices: DeviceArguments) -> None:
             devices.set(owner, name, partial(_asked, devices, name, of_target=owner is getattr(torch, kind)))
 
 
-def _answer_for(devices: DeviceArguments, module: Any, answers: dict[str, Any]) -> None:
+def _answer_for(devices: DeviceArguments, module: ModuleType, answers: dict[str, Any]) -> None:
     owners = [
         module,
         *(part for name in OF_A_MODULE if isinstance(part := getattr(module, name, None), ModuleType)),

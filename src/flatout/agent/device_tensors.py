@@ -50,7 +50,7 @@ def redirect_tensors(devices: DeviceArguments) -> None:
     devices.ledger.set(torch, "Generator", _generators(devices, torch.Generator))
 
 
-def _moved(devices: DeviceArguments, kind: str, moves: Any, really: Callable[..., Any]) -> Any:
+def _moved(devices: DeviceArguments, kind: str, moves: Callable[..., Any], really: Callable[..., Any]) -> Any:
     """Wrap `Tensor.cuda` and similar methods."""
     if kind == devices.target.type:
         return lambda tensor, device=None, *args, **kwargs: really(
@@ -99,14 +99,14 @@ def _default_device(devices: DeviceArguments, really: Callable[..., Any]) -> Any
     return set_default_device
 
 
-def _generators(devices: DeviceArguments, really: Any) -> Any:
+def _generators(devices: DeviceArguments, really: type) -> Any:
     """Wrap `torch.Generator`, a C type; the wrapper creates generators of that type."""
 
     class Makes(type(really)):  # type: ignore[misc]
         def __call__(cls, device: Device = "cpu") -> Any:
             return really(devices(device))
 
-        def __instancecheck__(cls, thing: Any) -> bool:
+        def __instancecheck__(cls, thing: object) -> bool:
             return isinstance(thing, really)
 
         def __subclasscheck__(cls, kind: type) -> bool:
