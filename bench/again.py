@@ -59,7 +59,8 @@ TIMES = re.compile(
   | ms/batch \s+ [\d.]+
   | mfu \s+ -?[\d.]+%
   | [\d.?]+ \s* (?: it/s | s/it )
-  | \d+:\d\d (?: :\d\d )? (?: < (?: [\d:]+ | \? ) )?
+  | \b (?: fps | time_elapsed ) [\s|]* [\d.]+
+  | \d+:\d\d (?: :\d\d (?: ,\d+ )? )? (?: < (?: [\d:]+ | \? ) )?
   | \b (?: \d+ (?: ms | s | m | h | D ) )+ \b
   | \b [\d.]+ \s? (?: seconds | secs? | ms | s ) \b
   | [━╸╺]{2,}  # a progress bar; its length depends on the times next to it

@@ -178,6 +178,11 @@ THEMES = (
         "Each check of exact resume, disabled: which rejected program then resumes wrongly",
     ),
     (
+        "trainers",
+        "python bench/trainers.py",
+        "Programs of trainer frameworks: losses bit by bit, what a profile finds, speed-up, exact resume",
+    ),
+    (
         "two_hosts",
         "python bench/two_hosts.py",
         "A training over two hosts with link cuts and kills: continues, restarts or ends, and never hangs",

@@ -1,0 +1,56 @@
+"""LoRA adapters of PEFT on a small GPT-2, trained by the Trainer of transformers on random tokens."""
+
+import tempfile
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+VOCABULARY, LENGTH = 128, 32
+
+
+class Tokens(Dataset):
+    """Sequences of random tokens in which every second one repeats the one before."""
+
+    def __init__(self, count):
+        half = torch.randint(VOCABULARY, (count, LENGTH // 2), generator=torch.Generator().manual_seed(0))
+        self.rows = half.repeat_interleave(2, 1)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, at):
+        return {"input_ids": self.rows[at], "labels": self.rows[at]}
+
+
+def main():
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=LENGTH,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    adapters = LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], r=8, fan_in_fan_out=True)
+    with tempfile.TemporaryDirectory() as folder:
+        options = TrainingArguments(
+            output_dir=folder,
+            max_steps=100_000,
+            per_device_train_batch_size=8,
+            learning_rate=1e-3,
+            logging_steps=10,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        model = get_peft_model(GPT2LMHeadModel(config), adapters)
+        Trainer(model, options, train_dataset=Tokens(1024)).train()
+
+
+if __name__ == "__main__":
+    main()

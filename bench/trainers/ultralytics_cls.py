@@ -1,0 +1,49 @@
+"""The smallest YOLO classifier of Ultralytics, from its yaml, on generated images."""
+
+import os
+import tempfile
+from pathlib import Path
+
+CONFIG = Path(tempfile.gettempdir()) / "bench-ultralytics"
+os.environ.update(
+    YOLO_OFFLINE="true", YOLO_AUTOINSTALL="false", YOLO_VERBOSE="false", YOLO_CONFIG_DIR=str(CONFIG)
+)
+CONFIG.mkdir(exist_ok=True)
+
+import numpy
+from PIL import Image
+from ultralytics import YOLO
+
+
+def images(folder):
+    """Writes images of two classes, darker and brighter ones."""
+    rng = numpy.random.default_rng(0)
+    for part, count in (("train", 64), ("val", 8)):
+        for name, level in (("dark", 80), ("bright", 170)):
+            place = folder / part / name
+            place.mkdir(parents=True, exist_ok=True)
+            for number in range(count):
+                pixels = rng.normal(level, 40, (32, 32, 3)).clip(0, 255).astype("uint8")
+                Image.fromarray(pixels).save(place / f"{number}.png")
+
+
+def main():
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        images(folder / "data")
+        YOLO("yolo11n-cls.yaml").train(
+            data=str(folder / "data"),
+            epochs=2000,
+            imgsz=32,
+            batch=16,
+            workers=0,
+            device="cpu",
+            project=str(folder / "runs"),
+            plots=False,
+            save=False,
+            val=False,
+        )
+
+
+if __name__ == "__main__":
+    main()
