@@ -49,7 +49,8 @@ PACKAGES = {  # the program's framework, and what it trains with
     "monai_segmentation": ("monai", "pytorch-ignite"),
 }
 PARTS = ("transparent", "profile", "tune", "resume")
-ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # except for `tune`, which chooses the number of threads
+# Except for `tune`, which chooses the number of threads. `flatout trial` sets WANDB_MODE, and transformers prints it.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
 RESUME = {"lives": 3, "span": 6.0, "later": 10.0, "first": 0.0, "seed": 0}
 
 

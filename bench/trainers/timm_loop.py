@@ -22,7 +22,6 @@ def main():
         batch_size=16,
         is_training=True,
         num_workers=0,
-        use_prefetcher=False,
         auto_augment="rand-m5",
         device=torch.device("cpu"),
     )

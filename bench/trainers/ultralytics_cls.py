@@ -4,15 +4,16 @@ import os
 import tempfile
 from pathlib import Path
 
+import numpy
+from PIL import Image
+
 CONFIG = Path(tempfile.gettempdir()) / "bench-ultralytics"
 os.environ.update(
     YOLO_OFFLINE="true", YOLO_AUTOINSTALL="false", YOLO_VERBOSE="false", YOLO_CONFIG_DIR=str(CONFIG)
 )
 CONFIG.mkdir(exist_ok=True)
 
-import numpy
-from PIL import Image
-from ultralytics import YOLO
+from ultralytics import YOLO  # noqa: E402  reads them
 
 
 def images(folder):

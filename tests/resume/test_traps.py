@@ -21,6 +21,8 @@ GOES_ON = (
     "data_set_counts",
     "tensor_of_losses",
     "hard_samples_by_a_mask",
+    "batches_fetched_ahead",
+    "batches_fetched_ahead_of_workers",
 )
 REFUSED = {  # program -> part of its error, from one check each
     "other_place_before_the_save": "takes another path than in the first run",

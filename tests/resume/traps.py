@@ -241,6 +241,40 @@ trap(
     end()
 """,
 )
+AHEAD = """
+    def ahead(loader):
+        batches = iter(loader)
+        current = next(batches) * 0.5
+        for coming in batches:
+            yield current
+            current = coming * 0.5
+        yield current
+    def counted(loader):
+        for at, x in enumerate(ahead(loader)):
+            yield x + at
+"""
+trap(
+    "batches_fetched_ahead",
+    AHEAD
+    + """
+    loader = torch.utils.data.DataLoader(data, 8, shuffle=True)
+    for epoch in range(STEPS // 6):
+        for x in counted(loader):
+            train(x)
+    end()
+""",
+)
+trap(
+    "batches_fetched_ahead_of_workers",
+    AHEAD
+    + """
+    loader = torch.utils.data.DataLoader(data, 8, shuffle=True, num_workers=2)
+    for epoch in range(STEPS // 6):
+        for _, x in enumerate(ahead(loader)):
+            train(x)
+    end()
+""",
+)
 
 # -- random numbers -------------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ A data set without indices, and batches that hold more than tensors, are loaded 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from functools import wraps
@@ -23,6 +24,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDat
 
 from flatout.agent.ledger import Ledger
 from flatout.checkpoint.loader_kinds import in_place
+from flatout.checkpoint.resume.batch_holders import held_batches, is_of_generator
 from flatout.checkpoint.resume.replayed_iterator import (
     BEGAN,
     ReplayedIterator,
@@ -102,9 +104,10 @@ class ReplayedLoaders:
         value_log = self.value_log
 
         @wraps(really)
-        def take(iterator: object) -> Any:
+        def take(iterator: Any) -> Any:
             if value_log.observes:
                 self.begins()
+                iterator.flatout_in_generator = is_of_generator(sys._getframe(1))
             return really(iterator)
 
         return take
@@ -242,6 +245,11 @@ class ReplayedLoaders:
                     "worker_states": list(real.flatout_worker_states),
                 }
         return {"workers": found, "fetched": sorted(self.fetched)}
+
+    def held(self) -> dict[str, Any]:
+        """Return the variables of the generators that pass batches on; they may be a batch ahead."""
+        living = [(number, ref()) for number, ref in enumerate(self.iterators)]
+        return held_batches([each for each in living if getattr(each[1], "flatout_in_generator", False)])
 
     def waiting(self) -> list[Any]:
         """Return tensors of batches that real workers have finished and the script has not taken yet."""

@@ -183,7 +183,7 @@ class ScriptReplay(Listener):
             self.value_log.journal.flush()
 
     def _also(self) -> dict[str, Any]:
-        return {"call": self._call, **self.drawn.held()}
+        return {"call": self._call, **self.drawn.held(), **self.batches.held()}
 
     def _begins(self) -> None:
         """Start the training at the first batch or module call; everything before it was really executed."""
