@@ -51,7 +51,7 @@ PACKAGES = {  # the program's framework, and what it trains with
 PARTS = ("transparent", "profile", "tune", "resume")
 # Except for `tune`, which chooses the number of threads. `flatout trial` sets WANDB_MODE, and transformers prints it.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
-RESUME = {"lives": 3, "span": 6.0, "later": 10.0, "first": 0.0, "seed": 0}
+RESUME = {"lives": 2, "span": 4.0, "later": 6.0, "first": 0.0, "seed": 0}
 
 
 def versions_of(name: str) -> dict[str, str]:
@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only these programs, separated by commas")
     parser.add_argument("--parts", default="", help="only these parts, separated by commas")
     parser.add_argument("--steps", type=int, default=30, help="steps of transparent and profile (default 30)")
-    parser.add_argument("--kills", type=int, default=3, help="kills of each program (default 3)")
+    parser.add_argument("--kills", type=int, default=2, help="kills of each program (default 2)")
     parser.add_argument(
         "--pairs", type=int, default=PAIRS, help="sets of processes of tune's second measurement (default 3)"
     )

@@ -1,7 +1,5 @@
 """A small GPT-2 on random tokens, trained by the Trainer of transformers."""
 
-import tempfile
-
 import torch
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -34,19 +32,18 @@ def main():
         bos_token_id=0,
         eos_token_id=0,
     )
-    with tempfile.TemporaryDirectory() as folder:
-        options = TrainingArguments(
-            output_dir=folder,
-            max_steps=100_000,
-            per_device_train_batch_size=8,
-            learning_rate=1e-3,
-            logging_steps=10,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=True,
-        )
-        Trainer(GPT2LMHeadModel(config), options, train_dataset=Tokens(1024)).train()
+    options = TrainingArguments(
+        output_dir="output",
+        max_steps=100_000,
+        per_device_train_batch_size=8,
+        learning_rate=1e-3,
+        logging_steps=10,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    Trainer(GPT2LMHeadModel(config), options, train_dataset=Tokens(1024)).train()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """LoRA adapters of PEFT on a small GPT-2, trained by the Trainer of transformers on random tokens."""
 
-import tempfile
-
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import Dataset
@@ -36,20 +34,19 @@ def main():
         eos_token_id=0,
     )
     adapters = LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], r=8, fan_in_fan_out=True)
-    with tempfile.TemporaryDirectory() as folder:
-        options = TrainingArguments(
-            output_dir=folder,
-            max_steps=100_000,
-            per_device_train_batch_size=8,
-            learning_rate=1e-3,
-            logging_steps=10,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=True,
-        )
-        model = get_peft_model(GPT2LMHeadModel(config), adapters)
-        Trainer(model, options, train_dataset=Tokens(1024)).train()
+    options = TrainingArguments(
+        output_dir="output",
+        max_steps=100_000,
+        per_device_train_batch_size=8,
+        learning_rate=1e-3,
+        logging_steps=10,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    model = get_peft_model(GPT2LMHeadModel(config), adapters)
+    Trainer(model, options, train_dataset=Tokens(1024)).train()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """A small Llama on made-up sentences, trained by the SFTTrainer of TRL."""
 
 import random
-import tempfile
 
 import torch
 from datasets import Dataset
@@ -31,28 +30,27 @@ def main():
         eos_token_id=1,
         bos_token_id=1,
     )
-    with tempfile.TemporaryDirectory() as folder:
-        options = SFTConfig(
-            output_dir=folder,
-            max_steps=100_000,
-            per_device_train_batch_size=8,
-            learning_rate=1e-3,
-            max_length=32,
-            logging_steps=10,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=True,
-            bf16=False,
-        )
-        SFTTrainer(
-            LlamaForCausalLM(config),
-            options,
-            train_dataset=Dataset.from_dict({"text": texts}),
-            processing_class=PreTrainedTokenizerFast(
-                tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-            ),
-        ).train()
+    options = SFTConfig(
+        output_dir="output",
+        max_steps=100_000,
+        per_device_train_batch_size=8,
+        learning_rate=1e-3,
+        max_length=32,
+        logging_steps=10,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        bf16=False,
+    )
+    SFTTrainer(
+        LlamaForCausalLM(config),
+        options,
+        train_dataset=Dataset.from_dict({"text": texts}),
+        processing_class=PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+        ),
+    ).train()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """The smallest YOLO classifier of Ultralytics, from its yaml, on generated images."""
 
 import os
-import tempfile
 from pathlib import Path
 
 import numpy
 from PIL import Image
 
-CONFIG = Path(tempfile.gettempdir()) / "bench-ultralytics"
+CONFIG = Path("config").absolute()
 os.environ.update(
     YOLO_OFFLINE="true", YOLO_AUTOINSTALL="false", YOLO_VERBOSE="false", YOLO_CONFIG_DIR=str(CONFIG)
 )
@@ -29,21 +28,19 @@ def images(folder):
 
 
 def main():
-    with tempfile.TemporaryDirectory() as text:
-        folder = Path(text)
-        images(folder / "data")
-        YOLO("yolo11n-cls.yaml").train(
-            data=str(folder / "data"),
-            epochs=2000,
-            imgsz=32,
-            batch=16,
-            workers=0,
-            device="cpu",
-            project=str(folder / "runs"),
-            plots=False,
-            save=False,
-            val=False,
-        )
+    images(Path("data"))
+    YOLO("yolo11n-cls.yaml").train(
+        data="data",
+        epochs=2000,
+        imgsz=32,
+        batch=16,
+        workers=0,
+        device="cpu",
+        project="runs",
+        plots=False,
+        save=False,
+        val=False,
+    )
 
 
 if __name__ == "__main__":
