@@ -1,4 +1,4 @@
-"""Finds the suspended generators through which the batches of a loader reach the script.
+"""Finds the generators through which the batches of a loader reach the script.
 
 A library may wrap a loader in a generator that is one batch ahead of the script. Only the loop that runs holds
 the generator, so no variable leads to the batch that waits in it.
@@ -8,43 +8,59 @@ from __future__ import annotations
 
 import gc
 import inspect
+import weakref
 from collections.abc import Iterable
 from types import FrameType, GeneratorType
 from typing import Any
 
 from flatout.agent.frames import HOME
 from flatout.agent.names import variables_of
-from flatout.checkpoint.resume.reachable_state import HOLDING
 
-DEEPEST = 6  # generators and iterators such as `enumerate`, one around the other
+GENERATIONS = (
+    0,
+    1,
+    2,
+)  # of Python's garbage collector; a generator is usually young when it takes the first batch
 
 
-def is_of_generator(frame: FrameType | None) -> bool:
-    """Whether the function that takes a batch, past flatout's own, is a generator."""
-    while frame is not None and frame.f_code.co_filename.startswith(HOME):
+class BatchHolders:
+    """The generators on the stack when a batch is taken, innermost first."""
+
+    def __init__(self) -> None:
+        self._found: list[weakref.ref[Any]] = []
+
+    def taken(self, frame: FrameType | None) -> None:
+        """Look for the generators when another one takes batches. ``frame``: the caller of the iterator."""
+        while frame is not None and frame.f_code.co_filename.startswith(HOME):
+            frame = frame.f_back
+        if frame is None or not frame.f_code.co_flags & inspect.CO_GENERATOR:
+            self._found.clear()
+            return
+        innermost = self._found[0]() if self._found else None
+        if innermost is None or innermost.gi_frame is not frame:
+            self._found = list(map(weakref.ref, _running(frame)))
+
+    def variables(self) -> Iterable[tuple[str, dict[str, Any]]]:
+        """Yield the variables of each suspended generator, by a name that is the same in each run."""
+        for at, ref in enumerate(self._found):
+            generator = ref()
+            if generator is not None and generator.gi_suspended:
+                yield f"{generator.__qualname__} {at}", variables_of(generator.gi_frame, always=True)
+
+
+def _running(frame: FrameType | None) -> list[Any]:
+    """Return the running generators from a frame outwards."""
+    frames = []
+    while frame is not None:
+        if frame.f_code.co_flags & inspect.CO_GENERATOR:
+            frames.append(frame)
         frame = frame.f_back
-    return frame is not None and bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
-
-
-def held_batches(iterators: Iterable[tuple[int, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the variables of each generator around these numbered iterators, by a name stable between runs."""
-    names = {id(iterator): f"batches {number}" for number, iterator in iterators}
-    around: list[Any] = [iterator for _, iterator in iterators]
-    found: dict[str, dict[str, Any]] = {}
-    for _ in range(DEEPEST):
-        holders = [
-            each
-            for each in (gc.get_referrers(*around) if around else ())
-            if isinstance(each, (GeneratorType, *HOLDING)) and id(each) not in names
-        ]
-        for holder in holders:
-            inside = min(names[id(each)] for each in gc.get_referents(holder) if id(each) in names)
-            names[id(holder)] = f"{inside}, {getattr(holder, '__qualname__', type(holder).__name__)}"
-            if isinstance(holder, GeneratorType) and holder.gi_frame is not None:
-                found[_unused(names[id(holder)], found)] = variables_of(holder.gi_frame, always=True)
-        around = holders
-    return found
-
-
-def _unused(name: str, known: dict[str, Any]) -> str:
-    return name if name not in known else _unused(f"{name}'", known)
+    codes = {frame.f_code for frame in frames}
+    found: dict[int, Any] = {}
+    for generation in GENERATIONS:
+        for each in gc.get_objects(generation):
+            if type(each) is GeneratorType and each.gi_running and each.gi_code in codes:
+                found[id(each.gi_frame)] = each
+        if all(id(frame) in found for frame in frames):
+            break
+    return [found[id(frame)] for frame in frames if id(frame) in found]

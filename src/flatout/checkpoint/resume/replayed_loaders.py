@@ -24,7 +24,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDat
 
 from flatout.agent.ledger import Ledger
 from flatout.checkpoint.loader_kinds import in_place
-from flatout.checkpoint.resume.batch_holders import held_batches, is_of_generator
+from flatout.checkpoint.resume.batch_holders import BatchHolders
 from flatout.checkpoint.resume.replayed_iterator import (
     BEGAN,
     ReplayedIterator,
@@ -107,7 +107,9 @@ class ReplayedLoaders:
         def take(iterator: Any) -> Any:
             if value_log.observes:
                 self.begins()
-                iterator.flatout_in_generator = is_of_generator(sys._getframe(1))
+                if "flatout_holders" not in vars(iterator):
+                    iterator.flatout_holders = BatchHolders()
+                iterator.flatout_holders.taken(sys._getframe(1))
             return really(iterator)
 
         return take
@@ -248,8 +250,12 @@ class ReplayedLoaders:
 
     def held(self) -> dict[str, Any]:
         """Return the variables of the generators that pass batches on; they may be a batch ahead."""
-        living = [(number, ref()) for number, ref in enumerate(self.iterators)]
-        return held_batches([each for each in living if getattr(each[1], "flatout_in_generator", False)])
+        return {
+            f"batches {number}, {name}": variables
+            for number, ref in enumerate(self.iterators)
+            if (holders := getattr(ref(), "flatout_holders", None)) is not None
+            for name, variables in holders.variables()
+        }
 
     def waiting(self) -> list[Any]:
         """Return tensors of batches that real workers have finished and the script has not taken yet."""
