@@ -23,6 +23,7 @@ GOES_ON = (
     "hard_samples_by_a_mask",
     "batches_fetched_ahead",
     "batches_fetched_ahead_of_workers",
+    "loaded_again_in_an_enumerate",
 )
 REFUSED = {  # program -> part of its error, from one check each
     "other_place_before_the_save": "takes another path than in the first run",
@@ -32,6 +33,7 @@ REFUSED = {  # program -> part of its error, from one check each
     "large_table_through_data": "`table` had other values than in the first run",
     "teacher_in_a_generator_in_a_zip": "no variable leads to",
     "generator_of_another_kind": "another type of random generator",
+    "loaded_again_in_a_cycle": "needs a tensor that the checkpoint does not hold",
     "loader_in_a_cycle": "needs a tensor that the checkpoint does not hold",
     "hidden_state_with_its_graph": "a backward pass goes through `state`",
     "numbers_change_meanwhile": "has changed since the script read it",

@@ -275,6 +275,32 @@ trap(
     end()
 """,
 )
+trap(
+    "loaded_again_in_an_enumerate",
+    """
+    class Rows(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(data)
+    def fit(loader):
+        for pair in enumerate(loader):
+            train(*pair[1:])
+    for epoch in range(STEPS // 6):
+        fit(torch.utils.data.DataLoader(Rows(), 8))
+    end()
+""",
+)
+trap(
+    "loaded_again_in_a_cycle",
+    """
+    import itertools
+    class Rows(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return (row * torch.rand(()) for row in data)
+    for step, x in zip(range(STEPS), itertools.cycle(torch.utils.data.DataLoader(Rows(), 8))):
+        train(functional.dropout(x))
+    end()
+""",
+)
 
 # -- random numbers -------------------------------------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ from flatout.checkpoint.resume.value_log import ValueLog
 from flatout.checkpoint.worker_state import BatchWithWorkerState, Find, WorkerStateCollate
 
 FETCHED = -1  # instead of a shape: the batch holds more than tensors
+LOADED = "flatout_loaded"  # an attribute of tensors that a replay has loaded again
 
 
 class ReplayedLoaders:
@@ -129,7 +130,9 @@ class ReplayedLoaders:
                     return batch
             with value_log.unheard:
                 batch = really(fetcher, index)
-            if by_index and not value_log.going:
+            if value_log.going:
+                mark_loaded(batch)
+            elif by_index:
                 self._note(batch)
             return batch
 
@@ -283,3 +286,9 @@ class ReplayedLoaders:
                     continue
                 iterator.becomes_real(stood["worker_states"])
         return said
+
+
+def mark_loaded(batch: object) -> None:
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            setattr(leaf, LOADED, True)

@@ -22,9 +22,10 @@ from torch.utils import _pytree as pytree
 
 from flatout.checkpoint.random_states import random_states, set_state_of
 from flatout.checkpoint.resume.fake_operators import FakeOperators
-from flatout.checkpoint.resume.fake_tensors import ReplayTensor
+from flatout.checkpoint.resume.fake_tensors import ReplayTensor, meta_of
 from flatout.checkpoint.resume.initial_tensors import InitialTensors, bytes_of, digest_of, few, living
 from flatout.checkpoint.resume.reachable_state import ReachableState
+from flatout.checkpoint.resume.replayed_loaders import LOADED
 from flatout.checkpoint.resume.sample_orders import DRAWN
 from flatout.checkpoint.resume.saved_world import USUAL, weights_of
 
@@ -113,7 +114,8 @@ class ResumePoint:
         """Check tensors that no variable leads to.
 
         A fake one stops the code that reads it. One that seems to have values cannot be restored, so it is
-        rejected.
+        rejected. A batch that the replay has loaded again becomes a fake one: `enumerate` holds such a batch
+        without using it.
         """
         gc.collect()
         self.origins.let_go()
@@ -150,6 +152,9 @@ class ResumePoint:
             # a view's base is restored with it: rows of a variable that a loop iterates over
             and id(tensor._base) not in there
         ]
+        for tensor in [tensor for tensor in others if hasattr(tensor, LOADED)]:
+            others = [each for each in others if each is not tensor]
+            torch.utils.swap_tensors(tensor, ReplayTensor(meta_of(tensor)))
         if others:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in others[:SHOWN])
             self.refuse(
