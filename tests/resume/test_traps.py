@@ -24,6 +24,7 @@ GOES_ON = (
     "batches_fetched_ahead",
     "batches_fetched_ahead_of_workers",
     "loaded_again_in_an_enumerate",
+    "gradients_detached_in_place",
 )
 REFUSED = {  # program -> part of its error, from one check each
     "other_place_before_the_save": "takes another path than in the first run",

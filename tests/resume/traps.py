@@ -301,6 +301,20 @@ trap(
     end()
 """,
 )
+trap(
+    "gradients_detached_in_place",
+    """
+    for step in range(STEPS):
+        loss = model(batch(step)).square().mean()
+        for weight in model.parameters():
+            if weight.grad is not None:
+                weight.grad.detach_()
+                weight.grad.zero_()
+        loss.backward()
+        optimizer.step()
+    end()
+""",
+)
 
 # -- random numbers -------------------------------------------------------------------------------------------------------------
 

@@ -197,7 +197,8 @@ class ResumePoint:
         for path, tensor in world.tensors.items():
             if type(tensor) is not ReplayTensor and tensor.is_leaf:
                 grad = state["grads"].get(path)
-                tensor.grad = grad.to(tensor.device) if grad is not None else None
+                # a copy: what was read is a view, which cannot be detached in place
+                tensor.grad = grad.to(tensor.device, copy=True) if grad is not None else None
         for path, optimizer in world.optimizers.items():
             self._put_back_optimizer(optimizer, state["optimizers"][path])
         for path, (content, at) in state["buffers"].items():
