@@ -48,6 +48,7 @@ PACKAGES = {  # the program's framework, and what it trains with
     "timm_loop": ("timm",),
     "monai_segmentation": ("monai", "pytorch-ignite"),
 }
+PREPARED = ("ultralytics_cls",)  # `prepare` writes their data; a training that is killed finds it
 PARTS = ("transparent", "profile", "tune", "resume")
 # Except for `tune`, which chooses the number of threads. `flatout trial` sets WANDB_MODE, and transformers prints it.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
@@ -60,6 +61,13 @@ def versions_of(name: str) -> dict[str, str]:
         return {package: version(package) for package in PACKAGES[name]}
     except PackageNotFoundError:
         return {}
+
+
+def prepare(name: str, folder: Path) -> None:
+    """Copies the programs into a folder, and writes the data of one."""
+    shutil.copytree(PROGRAMS, folder, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    if name in PREPARED:
+        subprocess.run([sys.executable, f"{name}.py", "prepare"], cwd=folder, check=True)
 
 
 # -- parts ---------------------------------------------------------------------------------------------------
@@ -109,7 +117,7 @@ def tune(script: dict[str, Any], home: Path, options: argparse.Namespace) -> dic
 
 def resume(script: dict[str, Any], home: Path, options: argparse.Namespace) -> dict[str, Any]:
     asked = argparse.Namespace(**RESUME, kills=options.kills, keep=options.keep)
-    found = again.measure({**script, "env": ENVIRONMENT}, home, HERE, asked)
+    found = again.measure({**script, "env": ENVIRONMENT}, home, home.with_name("original"), asked)
     return {**found, "failed": any(row["verdict"] == "failed" for row in found["kills"])}
 
 
@@ -204,10 +212,9 @@ def main() -> None:
                 continue
             print(f"{name}, {part} ...", flush=True)
             with tempfile.TemporaryDirectory(prefix="trainers-") as text:
-                home = Path(text)
-                shutil.copytree(
-                    PROGRAMS, home / PROGRAMS.name, ignore=shutil.ignore_patterns("__pycache__", ".*")
-                )
+                home, original = Path(text) / "home", Path(text) / "original"
+                prepare(name, original / PROGRAMS.name)
+                shutil.copytree(original, home)
                 script = {"name": name, "cwd": PROGRAMS.name, "argv": ["python", f"{name}.py"], "env": {}}
                 entry[part] = {"made": stamp(), **MEASURES[part](script, home, args)}
             print(f"{name}, {part}: {cell(part, entry)}", flush=True)

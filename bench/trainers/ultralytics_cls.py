@@ -1,6 +1,7 @@
-"""The smallest YOLO classifier of Ultralytics, from its yaml, on generated images."""
+"""The smallest YOLO classifier of Ultralytics, from its yaml, on generated images: `ultralytics_cls.py prepare`."""
 
 import os
+import sys
 from pathlib import Path
 
 import numpy
@@ -28,7 +29,6 @@ def images(folder):
 
 
 def main():
-    images(Path("data"))
     YOLO("yolo11n-cls.yaml").train(
         data="data",
         epochs=2000,
@@ -44,4 +44,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    images(Path("data")) if sys.argv[1:] == ["prepare"] else main()
