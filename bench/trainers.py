@@ -82,20 +82,14 @@ def transparent(script: dict[str, Any], home: Path, options: argparse.Namespace)
 
 def profile(script: dict[str, Any], home: Path, options: argparse.Namespace) -> dict[str, Any]:
     words = ["profile", "--json", "--steps", str(options.steps), "--budget", "20s", *script["argv"]]
-    done = subprocess.run(
-        [sys.executable, "-m", "flatout", *words],
-        cwd=home / script["cwd"],
-        env={**os.environ, **ENVIRONMENT},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=options.limit,
-        check=False,
-    )
+    command, environment = [sys.executable, "-m", "flatout", *words], {**os.environ, **ENVIRONMENT}
+    code, out, err = transparency.run_quietly(command, home / script["cwd"], environment, options.limit)
+    if code is None:
+        return {"failed": True, "why": f"it did not end within {options.limit:.0f} s"}
     try:
-        record = json.loads(done.stdout)
+        record = json.loads(out)
     except json.JSONDecodeError:
-        return {"failed": True, "why": done.stderr.strip()[-300:]}
+        return {"failed": True, "why": err.strip()[-300:]}
     context = record["context"]
     at = context["training_loader"]
     return {

@@ -47,6 +47,7 @@ def context():
         loaders=[{}],
         optimizers=[optimizer],
         closure_steps=False,
+        backwards=0,
         backwards_in_last_step=1,
         device_type="cpu",
         steps=1,
@@ -125,6 +126,17 @@ def test_entries_removed_from_a_batch_are_back_the_next_time(context, monkeypatc
     seen = [next(iterator).pop("y").tolist() for _ in range(12)]
     undo()
     assert seen[:4] == seen[4:8] == seen[8:]
+
+
+def test_an_evaluation_with_gradients_ends_without_the_loader(context):
+    loader = torch.utils.data.DataLoader(torch.arange(80.0), batch_size=1)
+    undo = switched("loader", context)
+    iterator = iter(loader)
+    for _ in range(200):  # training goes on for longer than an epoch
+        next(iterator)
+        context.backwards += 1
+    assert 80 < len(list(iter(loader))) < 200
+    undo()
 
 
 def test_an_optimizer_that_does_nothing_still_calls_its_hooks(context):

@@ -1,8 +1,8 @@
 """What if batches were ready in advance? The same few batches are reused.
 
 The first batches of each loader are cached. While the what-if is active, the loader's iterator returns them
-in rotation. Evaluation (gradients off) gets its own batches as usual. Afterwards the real iterator continues
-from its position.
+in rotation. Evaluation gets its own batches as usual, so that it ends: gradients are off, or many batches pass
+without a backward pass. Afterwards the real iterator continues from its position.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from flatout.schema.program import Ledger, TrainingContext
 
 KEPT = 4  # batches per loader: lengths may differ from batch to batch
+MOST_UNUSED = 32  # batches of an iterator without a backward pass; more are an evaluation
 SPARE_BYTES = 2**30  # no spare copy is kept beyond this size
 
 _KEPT: WeakKeyDictionary[Any, dict[int, CachedBatches]] = (
@@ -72,6 +73,13 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     iterator_class = context.torch.utils.data.dataloader._BaseDataLoaderIter
     take = iterator_class.__next__
     kept = _KEPT.setdefault(context, {})
+    # iterator -> backward passes so far, and its batches since the last one
+    unused: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+
+    def evaluates(iterator: Any) -> bool:
+        backwards, count = unused.get(iterator, (context.backwards, 0))
+        unused[iterator] = context.backwards, count + 1 if backwards == context.backwards else 0
+        return unused[iterator][1] > MOST_UNUSED
 
     def next_kept(iterator: Any) -> Any:
         if context.asleep or not context.torch.is_grad_enabled():
@@ -80,7 +88,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
         if mine is None:
             mine = kept[id(iterator._dataset)] = CachedBatches(iterator._dataset)
         if mine.full:
-            return mine.give()
+            return take(iterator) if evaluates(iterator) else mine.give()
         batch = take(iterator)
         mine.take(batch)
         return batch
