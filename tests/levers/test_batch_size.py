@@ -147,6 +147,15 @@ def test_the_loader_that_trains_is_known(context):
     assert isinstance(LEVER.applies(Facts(), context), Options)
 
 
+def test_a_loader_that_makes_its_iterator_by_itself_is_known(context):
+    class Endless(DataLoader):
+        def __iter__(self):
+            yield from self._get_iterator()
+
+    train(Endless(TRAIN, 4))
+    assert context.training_loader == 0
+
+
 @pytest.mark.parametrize(
     "value",
     [

@@ -173,6 +173,8 @@ class Loaders:
         @wraps(init)
         def init_fed(iterator: _BaseDataLoaderIter, loader: DataLoader) -> None:
             init(iterator, loader)
+            if loader in self.number:  # a subclass may make its iterator without `__iter__`
+                self._numbers[iterator] = self.number[loader]
             feed = self._feeds.get(loader)
             for rule in self.feed_rules:
                 feed = rule(loader, self.alive.get(loader, {}), feed)
