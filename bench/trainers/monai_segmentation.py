@@ -1,7 +1,5 @@
 """A small U-Net on the synthetic volumes of MONAI, trained by its SupervisedTrainer."""
 
-import logging
-
 import numpy
 import torch
 from monai.data import CacheDataset, DataLoader, create_test_image_2d
@@ -39,8 +37,6 @@ def main():
         loss_function=DiceLoss(sigmoid=True),
         train_handlers=[StatsHandler(output_transform=lambda output: output[0]["loss"])],
     )
-    for handler in trainer.logger.handlers:
-        handler.setFormatter(logging.Formatter("%(message)s"))  # without the time
     trainer.run()
 
 
