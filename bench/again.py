@@ -273,10 +273,11 @@ def whole_lines(text: str) -> list[str]:
     return lines_of(text[: max(text.rfind("\n"), text.rfind("\r")) + 1])
 
 
-def lines_differ(text: str, all_text: str, between: tuple[int, int]) -> str:
+def lines_differ(text: str, all_text: str, between: tuple[int, int], cut: bool = False) -> str:
     """Returns why ``text``, printed after a resume point, differs from the reference; "" where it does not.
 
-    ``between``: the range of bytes of ``all_text`` in which the script's own output continues.
+    ``cut``: the reference was stopped, so lines after its last one cannot be compared. ``between``: the range
+    of bytes of ``all_text`` in which the script's own output continues.
     """
     found, known = whole_lines(text), lines_of(all_text)
     before, upto = (all_text.encode()[:place].decode(errors="replace") for place in between)
@@ -288,7 +289,7 @@ def lines_differ(text: str, all_text: str, between: tuple[int, int]) -> str:
             if here != there and not (same == 0 and there.endswith(here)):  # a resume point within a line
                 break
             same += 1
-        if same == len(found):
+        if same == len(found) or (cut and same and at + same == len(known)):
             return ""
         best = max(best, (same, at))
     same, at = best
@@ -377,6 +378,7 @@ class Alone:
     ) -> None:
         self.events, self.by_hand = max(optimizers, 1), not optimizers
         self.weights = undisturbed(script, folder, place, count, by_hand=self.by_hand)
+        self.cut = len(self.weights) >= count
         self.text = (place / "trace.out").read_bytes().decode(errors="replace")
         at = place / "trace.at"
         self.places = [int(line) for line in at.read_text().split()] if at.is_file() else []
@@ -427,7 +429,7 @@ def rows_of(lives: list[dict[str, Any]], alone: Alone | None, place: Path) -> It
             alone.events,
         )
         text = (place / f"{life['number']}.out").read_bytes()[: life["said_bytes"]].decode(errors="replace")
-        lines = lines_differ(text, alone.text, alone.between(life["resume_point"]))
+        lines = lines_differ(text, alone.text, alone.between(life["resume_point"]), alone.cut)
         verdict = "WRONG" if about["verdict"] == "differs" or lines else about["verdict"]
         yield {
             **row,

@@ -291,4 +291,4 @@ class ReplayedLoaders:
 def mark_loaded(batch: object) -> None:
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, torch.Tensor):
-            setattr(leaf, LOADED, True)
+            vars(leaf)[LOADED] = True
