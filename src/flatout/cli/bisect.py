@@ -8,12 +8,11 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from flatout.cli.options.arguments import PROGRAM, Duration, program, words_or_usage, writable
-from flatout.cli.options.json_output import json_option, print_json
-from flatout.cli.options.measurement import header, kept
+from flatout.cli.options.arguments import PROGRAM, Duration, words_or_usage, writable
+from flatout.cli.options.json_output import print_json
+from flatout.cli.options.measurement import header, kept, measurement_options, pairs_option
 from flatout.cli.options.progress import LiveProgress
 from flatout.compare.bisect import Bisection
-from flatout.compare.evaluate import FEWEST_PAIRS
 from flatout.compare.pairs import PairTimer
 from flatout.compare.sides import Side, at_revision
 from flatout.compare.work_trees import WorkTrees
@@ -41,20 +40,8 @@ from flatout.tune.session import job_folder
     type=Duration(),
     help="Longest time for the test of one commit.",
 )
-@click.option(
-    "--pairs",
-    default=FEWEST_PAIRS,
-    show_default=True,
-    type=click.IntRange(2),
-    help="Fewest pairs of processes; a small number gives wide intervals.",
-)
-@json_option
-@click.option(
-    "--job",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for the records instead of .flatout/<job>.",
-)
-@program
+@pairs_option
+@measurement_options
 def command(
     good: str,
     bad: str,

@@ -9,22 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
 
 from flatout.cli.options.arguments import (
     PROGRAM,
     Amount,
     Duration,
-    program,
     read_plan,
     words_or_usage,
     writable,
 )
-from flatout.cli.options.json_output import json_option
 from flatout.cli.options.markdown import append_markdown
-from flatout.cli.options.measurement import header, kept, output
+from flatout.cli.options.measurement import header, kept, measurement_options, output, pairs_option
 from flatout.cli.options.progress import LiveProgress
 from flatout.compare import baselines, sides
-from flatout.compare.evaluate import FEWEST_PAIRS, compare_losses, enough, fill, gates
+from flatout.compare.evaluate import compare_losses, enough, fill, gates
 from flatout.compare.pairs import Pair, PairTimer
 from flatout.compare.sides import Side
 from flatout.compare.work_trees import WorkTrees
@@ -97,25 +96,13 @@ def gate_options(function: Any) -> Any:
 @click.option(
     "--budget", default="5m", show_default=True, type=Duration(), help="Time for all pairs of processes."
 )
-@click.option(
-    "--pairs",
-    default=FEWEST_PAIRS,
-    show_default=True,
-    type=click.IntRange(2),
-    help="Fewest pairs of processes; a small number gives wide intervals.",
-)
-@json_option
+@pairs_option
 @click.option(
     "--markdown",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Append the result to this file as Markdown, such as $GITHUB_STEP_SUMMARY.",
 )
-@click.option(
-    "--job",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for the records instead of .flatout/<job>.",
-)
-@program
+@measurement_options
 def command(
     words: tuple[str, ...],
     rev: str | None,
@@ -186,13 +173,11 @@ class _Comparison:
         record, gate = self.record, self.limits["gate"]
         with (
             kept(record, self.folder.path / "compare.json"),
-            LiveProgress(_stderr(), self.budget_s) as progress,
+            LiveProgress(Console(stderr=True), self.budget_s) as progress,
         ):
             start_s = seconds()
             timer = PairTimer(self.sides, self.folder, self.facts, progress)
-            pairs = timer.run(
-                start_s + self.budget_s, enough(gate, self.limits["pairs"]), self.limits["pairs"]
-            )
+            pairs = timer.run(start_s + self.budget_s, enough(gate), self.limits["pairs"])
             now = [pair.b or pair.a for pair in pairs]
             if stored is not None:
                 before = stored.measured
@@ -248,9 +233,3 @@ class _Comparison:
             *lines,
         ]
         output(record, self.folder.path / "compare.html", compare_html(record), parts, as_json)
-
-
-def _stderr() -> Any:
-    from rich.console import Console
-
-    return Console(stderr=True)

@@ -75,9 +75,9 @@ class Bisection:
         if not seen.low > math.log1p(SMALLEST):
             raise NothingMeasured(
                 f"the bad revision does not take certainly more {self.record.what} than the good one "
-                f"({100 * math.expm1(seen.low):+.1f} to {100 * math.expm1(seen.high):+.1f} %). Give a longer --budget, or other revisions."
+                f"({_interval(seen)} %). Give a longer --budget, or other revisions."
             )
-        self.record.change = f"{100 * math.expm1(seen.mean):+.1f} % ({100 * math.expm1(seen.low):+.1f} to {100 * math.expm1(seen.high):+.1f})"
+        self.record.change = f"{100 * math.expm1(seen.mean):+.1f} % ({_interval(seen)})"
         return seen.mean / 2
 
     def _test(self, good: Side, commit: str, half: float) -> TestedCommit:
@@ -99,7 +99,7 @@ class Bisection:
         seen = self._of(pairs)
         inside = seen.low <= half <= seen.high
         tested.verdict = "cannot tell" if inside else "bad" if seen.mean > half else "good"
-        tested.why = f"{100 * math.expm1(seen.low):+.1f} to {100 * math.expm1(seen.high):+.1f} %, n={seen.n}"
+        tested.why = f"{_interval(seen)} %, n={seen.n}"
         return tested
 
     def _pairs(
@@ -123,3 +123,7 @@ class Bisection:
             if pair.b is not None
             for x, y in zip(pair.a.record.losses, pair.b.record.losses, strict=False)
         )
+
+
+def _interval(seen: Estimate) -> str:
+    return f"{100 * math.expm1(seen.low):+.1f} to {100 * math.expm1(seen.high):+.1f}"

@@ -25,15 +25,14 @@ from flatout.schema.records import PHASES, PhaseTime, TrialRecord
 LEVEL = 0.965
 FEWEST_PAIRS = 6  # fewer do not show their spread
 NARROW = 0.01  # half of the interval's width, without a gate
+PHASE_FIELDS = ("median_ms", "low_ms", "high_ms", "share")
 MOST_WAIT_S = 24 * 3600.0
 
 
-def enough(gate: float | None, fewest: int = FEWEST_PAIRS) -> Callable[[Sequence[Pair]], bool]:
+def enough(gate: float | None) -> Callable[[Sequence[Pair]], bool]:
     """Return whether pairs suffice: the interval lies on one side of the gate (0.03 for 3 %), or is narrow."""
 
     def suffice(pairs: Sequence[Pair]) -> bool:
-        if len(pairs) < fewest:
-            return False
         seen = estimate([pair.log_change for pair in pairs], LEVEL)
         if gate is None:
             return seen.half <= NARROW
@@ -116,9 +115,6 @@ def _phases(records: Sequence[TrialRecord]) -> dict[str, PhaseTime]:
         )
         for name in records[0].phases
     }
-
-
-PHASE_FIELDS = ("median_ms", "low_ms", "high_ms", "share")
 
 
 def compare_losses(

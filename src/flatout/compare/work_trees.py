@@ -65,12 +65,6 @@ class WorkTrees:
             raise UsageError(f"the folder {self.inside} does not exist at revision {revision}.")
         return folder
 
-    def drop(self, revision: str) -> None:
-        """Remove the work tree of a revision before the end."""
-        tree = self._trees.pop(self.commit(revision), None)
-        if tree is not None:
-            _git(self.root, "worktree", "remove", "--force", str(tree))
-
     def _link(self, tree: Path) -> None:
         untracked = ("ls-files", "--others", "--exclude-standard", "--directory", "-z")
         ignored = ("ls-files", "--others", "--ignored", "--exclude-standard", "--directory", "-z")

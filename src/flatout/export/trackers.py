@@ -132,13 +132,7 @@ TRACKERS: dict[str, type[TensorBoard | WeightsAndBiases | MLflow | Prometheus]] 
     "mlflow": MLflow,
     "prometheus": Prometheus,
 }
-PACKAGES = {
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "prometheus": "prometheus-client",
-}
-MODULES = {
+MODULES = {  # of the clients; their packages have the same names with hyphens
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "mlflow": "mlflow",

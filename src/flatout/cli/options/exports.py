@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from flatout.cli.options.arguments import Duration, did_you_mean
-from flatout.export.trackers import MODULES, PACKAGES
+from flatout.export.trackers import MODULES
 from flatout.launch.command import Command
 from flatout.measure.clock import today
 from flatout.render.formatting import shell
@@ -66,7 +66,9 @@ def summary_of(cmd: Command, shows: bool, export: Sequence[str], every_s: float)
                 f"there is no tracker {name!r}{did_you_mean(name, NAMES)} Choose from {', '.join(NAMES)}."
             )
         if name in MODULES and find_spec(MODULES[name]) is None:
-            raise UsageError(f"{name} is not installed. Install it: pip install {PACKAGES[name]}.")
+            raise UsageError(
+                f"{name} is not installed. Install it: pip install {MODULES[name].replace('_', '-')}."
+            )
     now = today()
     name = f"{''.join(c for c in now[:19] if c.isdigit() or c == 'T')}-{os.getpid()}"
     folder = job_folder(cmd).path.resolve() / "runs"

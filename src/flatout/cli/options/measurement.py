@@ -17,6 +17,7 @@ from flatout import __version__
 from flatout.cli.options.arguments import program, words_or_usage, writable
 from flatout.cli.options.json_output import json_option, print_json
 from flatout.cli.options.progress import LiveProgress
+from flatout.compare.evaluate import FEWEST_PAIRS
 from flatout.job.folder import write_json, write_whole
 from flatout.launch.command import understand
 from flatout.measure.clock import today
@@ -37,6 +38,17 @@ def measurement_options(function: Callable[..., Any]) -> Callable[..., Any]:
             help="Folder for the records instead of .flatout/<job>.",
         )(function)
     )
+
+
+def pairs_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--pairs`` to a command that compares programs."""
+    return click.option(
+        "--pairs",
+        default=FEWEST_PAIRS,
+        show_default=True,
+        type=click.IntRange(2),
+        help="Fewest pairs of processes; a small number gives wide intervals.",
+    )(function)
 
 
 def header(typed: Iterable[str], facts: Facts) -> dict[str, Any]:
