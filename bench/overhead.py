@@ -151,7 +151,7 @@ def measure_steps(
     plain: dict[str, str],
     facts: Facts,
     made: dict[str, Any],
-    watched: bool = False,
+    counted: bool = False,
 ) -> list[dict[str, Any]]:
     results = []
     for size in sizes:
@@ -172,7 +172,7 @@ def measure_steps(
                             str(layers),
                             "--seconds",
                             str(seconds),
-                            *["--watched"] * watched,
+                            *["--counted"] * counted,
                         ],
                         attached,
                     )
@@ -218,7 +218,8 @@ def measure_inside(count: int, facts: Facts) -> dict[str, Any]:
     return {"seconds": took, **interval([[each] for each in took])}
 
 
-def page(steps: list[dict[str, Any]], start: dict[str, Any]) -> str:
+def steps_table(steps: list[dict[str, Any]], name: str) -> str:
+    """A row for each step size. ``name``: what is switched on and off."""
     rows = [
         (
             f"{s['plain_us'] / 1000:.3g}",
@@ -231,21 +232,22 @@ def page(steps: list[dict[str, Any]], start: dict[str, Any]) -> str:
         )
         for s in steps
     ]
+    head = (
+        "plain step, ms",
+        f"{name}, us a step",
+        "A/A, us a step",
+        "share of a step",
+        "processes x rounds",
+        "date",
+    )
+    return markdown_table((*head, f"at most {GOAL_US:.0f} us"), rows)
+
+
+def page(steps: list[dict[str, Any]], counted: list[dict[str, Any]], start: dict[str, Any]) -> str:
     parts = [
         "# The cost of attaching flatout\n",
         "Baseline: the same process with flatout detached; blocks off, on, on, off. 95 % intervals, bootstrap over processes and rounds.\n",
-        markdown_table(
-            (
-                "plain step, ms",
-                "attached, us a step",
-                "A/A, us a step",
-                "share of a step",
-                "processes x rounds",
-                "date",
-                f"at most {GOAL_US:.0f} us",
-            ),
-            rows,
-        ),
+        steps_table(steps, "attached"),
     ]
     two = next((s for s in steps if s["target_ms"] == 2.0), None)
     if two:
@@ -253,6 +255,9 @@ def page(steps: list[dict[str, Any]], start: dict[str, Any]) -> str:
         parts.append(
             f"\nOn the step of {two['plain_us'] / 1000:.2g} ms, 1 % is {limit:.0f} us: {verdict(two['cost_us'], two['aa_us'], limit)}."
         )
+    if counted:
+        parts.append("\n## Counting the steps of a run, for its record and `--watch`\n")
+        parts.append(steps_table(counted, "counted"))
     rows = [
         (
             name,
@@ -312,9 +317,9 @@ def main() -> None:
         help="milliseconds a step, of " + ", ".join(map(str, SIZES)),
     )
     parser.add_argument(
-        "--watched",
+        "--counted",
         action="store_true",
-        help="measure the steps of `flatout run --watch`; print the figures without saving them",
+        help="measure only the steps that are counted until the end, for the record of a run and for --watch",
     )
     parser.add_argument("--out", type=Path, help="write the results to this folder instead of bench/results")
     args = parser.parse_args()
@@ -326,24 +331,18 @@ def main() -> None:
     plain = dict(os.environ)
     with attached_environment(facts) as attached:  # the same path on both sides, except flatout's own folder
         plain["PYTHONPATH"] = attached["PYTHONPATH"].split(os.pathsep, 1)[-1]
-    if args.watched:
-        for step in measure_steps(sizes, args.processes, args.seconds, plain, facts, made, watched=True):
-            share = step["cost_us"]["median"] / step["plain_us"]
-            print(
-                f"{step['plain_us'] / 1000:.3g} ms: monitored {spell(step['cost_us'], 1)} us a step, {share:+.2%}; A/A {spell(step['aa_us'], 1)}"
-            )
-        return
-    start = measure_start(args.start_rounds, plain, facts)
-    kept = {
-        step["target_ms"]: step
-        for step in read_result("overhead", made, args.out or RESULTS).get("steps", ())
+    earlier = read_result("overhead", made, args.out or RESULTS)
+    kind = "counted" if args.counted else "steps"
+    tables = {
+        name: {step["target_ms"]: step for step in earlier.get(name, ())} for name in ("steps", "counted")
     }
-    kept |= {
+    tables[kind] |= {
         step["target_ms"]: step
-        for step in measure_steps(sizes, args.processes, args.seconds, plain, facts, made)
+        for step in measure_steps(sizes, args.processes, args.seconds, plain, facts, made, args.counted)
     }
-    steps = [kept[size] for size in sorted(kept)]
-    text = page(steps, start)
+    start = earlier["start"] if args.counted and earlier else measure_start(args.start_rounds, plain, facts)
+    steps, counted = ([table[size] for size in sorted(table)] for table in tables.values())
+    text = page(steps, counted, start)
     paths = write_result(
         "overhead",
         made,
@@ -352,6 +351,7 @@ def main() -> None:
             "goals": {"us": GOAL_US, "share": GOAL_SHARE, "start_s": GOAL_START_S},
             "start": start,
             "steps": steps,
+            "counted": counted,
         },
         **({"folder": args.out} if args.out else {}),
     )

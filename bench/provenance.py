@@ -63,6 +63,11 @@ THEMES = (
         "Comparisons of programs with a known difference: gates, and how often the interval covers it",
     ),
     (
+        "trackers",
+        "python bench/trackers.py",
+        "The cost of sending a run's live figures to experiment trackers, slow and unreachable ones too",
+    ),
+    (
         "check_open_set",
         "python bench/check_open_set.py DIR",
         "The findings of `flatout check` on public training scripts, each reviewed by hand",

@@ -21,11 +21,11 @@ BLOCK_S = 0.004  # short, so that disturbances affect all four blocks equally
 FEWEST_STEPS = 5
 
 
-def switch(context, on, watched):
+def switch(context, on, counted):
     if on and not context.ledger.entries():
         context.install()
         context.rest()
-        if watched:
+        if counted:
             StepCounters().install(torch, context.ledger)
     elif not on:
         context.ledger.restore()
@@ -42,7 +42,7 @@ def main():
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=10.0, help="how long to measure")
     parser.add_argument(
-        "--watched", action="store_true", help="count as `flatout run --watch` does, beside resting"
+        "--counted", action="store_true", help="count steps as `flatout run` does for its record"
     )
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -57,7 +57,7 @@ def main():
     while time.perf_counter() - start < args.seconds or len(rounds) < 3:
         times = []
         for on in (False, True, True, False):
-            switch(context, on, args.watched)
+            switch(context, on, args.counted)
             steps(model, optimizer, data, fewest=2)  # what a switch has made cold
             times.append(round(1e6 * statistics.median(steps(model, optimizer, data, fewest=count)), 2))
         rounds.append(times)
