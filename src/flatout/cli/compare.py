@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,8 +12,9 @@ from rich.console import Console
 
 from flatout.cli.options.arguments import (
     PROGRAM,
-    Amount,
     Duration,
+    Share,
+    ShareOrAmount,
     read_plan,
     words_or_usage,
     writable,
@@ -34,32 +34,6 @@ from flatout.schema.compare import CompareRecord
 from flatout.schema.errors import UsageError
 from flatout.schema.facts import Facts
 from flatout.tune.session import job_folder, key_of
-
-
-class Share(click.ParamType):
-    """A share (``3%`` or ``0.03``) as a float."""
-
-    name = "share"
-
-    def convert(self, value: object, param: Any, ctx: Any) -> float:
-        if isinstance(value, float):
-            return value
-        found = re.fullmatch(r"(\d+\.?\d*)\s*(%?)", str(value).strip())
-        share = float(found[1]) / (100 if found[2] else 1) if found else 0.0
-        if not 0 < share < 10:
-            self.fail(f"{value!r} is not a share; write 3% or 0.03", param, ctx)
-        return share
-
-
-class ShareOrAmount(click.ParamType):
-    """A share (``5%``) as a float, or an amount of memory (``2GB``) in bytes as an integer."""
-
-    name = "share or size"
-
-    def convert(self, value: object, param: Any, ctx: Any) -> float | int:
-        if isinstance(value, int | float):
-            return value
-        return (Amount() if re.search(r"[a-zA-Z]", str(value)) else Share()).convert(value, param, ctx)
 
 
 def gate_options(function: Any) -> Any:
