@@ -47,6 +47,16 @@ def test_a_healthy_program_has_no_findings():
     assert judge(healthy(), TABLE) == []
 
 
+@pytest.mark.parametrize("name", ILL)
+@pytest.mark.parametrize("shorter", [1.0, 0.3, 0.05])
+def test_no_part_takes_more_than_the_step(name, shorter):
+    """A wait of an epoch's first step is not a share of the typical step, which leaves that one out."""
+    record = healthy(**ILL[name][0])
+    record = dataclasses.replace(record, step_ms=record.step_ms * shorter)
+    texts = [text for f in judge(record, TABLE) for text in (f.said, *f.evidence) if " of a " in text]
+    assert all(int(share) <= 100 for text in texts for share in re.findall(r"\((\d+) %\)", text)), texts
+
+
 def test_an_empty_profile_has_no_findings():
     """A part that was not measured is no fault."""
     assert judge(ProfileRecord([], ""), TABLE) == []

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from flatout.diagnose.rule import Rule
 
 WORTH = 1.05
+NOTABLE = 1.1  # from here on the mean step is not the typical one, and is called so
 OFTEN = 3  # times at one line that count as repeated
 BOUND = {
     "loader": "cached batches, without the loader",
@@ -50,7 +51,7 @@ def without(profile: ProfileRecord, ms: float | None) -> Ratio | None:
 
     Their time is measured; that nothing else would wait instead is not.
     """
-    step = profile.step_ms
+    step = profile.step_with_ms(ms or 0.0)
     if not ms or not step or ms <= 0:
         return None
     ratio = step / max(step - ms, 0.05 * step)
@@ -121,10 +122,12 @@ def said_ms(ms: float) -> str:
 
 
 def of_step(profile: ProfileRecord, ms: float) -> str:
-    """``3.1 ms of a step of 9.8 ms (32 %)``"""
-    if not profile.step_ms:
+    """``3.1 ms of a step of 9.8 ms (32 %)``; the step is the mean one, of which parts are shares."""
+    step = profile.step_with_ms(ms)
+    if not step:
         return said_ms(ms)
-    return f"{said_ms(ms)} of a {profile.unit} of {said_ms(profile.step_ms)} ({100 * ms / profile.step_ms:.0f} %)"
+    mean = "mean " if profile.step_ms and step > NOTABLE * profile.step_ms else ""
+    return f"{said_ms(ms)} of a {mean}{profile.unit} of {said_ms(step)} ({100 * ms / step:.0f} %)"
 
 
 def size(count_bytes: float) -> str:

@@ -190,7 +190,7 @@ def _pointless(program: ProfiledProgram, name: str) -> str:
     """The reason why there is nothing to switch off, according to the records."""
     if name == "syncs" and program.record.operations and not program.record.synchronisations:
         return "Python never waits for a tensor"
-    if name == "gc" and program.record.gc_ms < LITTLE * (program.record.step_ms or 0.0):
+    if name == "gc" and program.record.gc_ms < LITTLE * (program.record.mean_step_ms or 0.0):
         return f"the collector takes less than {LITTLE:.0%} of the {program.record.unit}"
     return ""
 

@@ -62,10 +62,11 @@ def gain_without_wait(profile: ProfileRecord, loader: LoaderSeen) -> Ratio | Non
     """
     total = sum(each.wait_ms for each in profile.loaders)
     mine = loader.wait_ms / total if total > 0 else 1.0 / max(1, len(profile.loaders))
-    if not profile.step_ms or not loader.wait_ms:
-        return None
     waited = max(loader.wait_ms, begin_ms(profile, loader) if loader.begun >= OFTEN else 0.0)
-    alone = profile.step_ms / max(profile.step_ms - waited, 0.05 * profile.step_ms)
+    step = profile.step_with_ms(waited)
+    if not step or not loader.wait_ms:
+        return None
+    alone = step / max(step - waited, 0.05 * step)
     if alone < LEAST:
         return None
     ratio = certain_gain(profile, "loader")

@@ -1,7 +1,9 @@
 """Records of `flatout profile`, the input of rules and pages.
 
-Times are milliseconds of one mean step unless a name says otherwise. Sizes are in bytes. A value that is not
-available on this machine is None, never 0: a rule must be able to tell "none" from "not checked".
+Times of parts are means over the measured steps, in milliseconds. Their whole is ``mean_step_ms``, the mean
+over the same steps, so shares of it add up to at most 1. ``step_ms`` is the typical step: it leaves out steps
+of many times the median, such as the first of an epoch. Sizes are in bytes. A value that is not available on
+this machine is None, never 0: a rule must be able to tell "none" from "not checked".
 """
 
 from __future__ import annotations
@@ -222,3 +224,17 @@ class ProfileRecord(ProgramRecord):
     events: dict[str, Any] = field(default_factory=dict)
     ceilings: dict[str, float] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def mean_step_ms(self) -> float | None:
+        """The whole of which the times of parts are shares. None if no step was measured."""
+        times = self.step_ms_list
+        return sum(times) / len(times) if times else self.step_ms
+
+    def step_with_ms(self, part_ms: float) -> float | None:
+        """The mean step that contains a part of ``part_ms`` milliseconds. None if no step was measured.
+
+        A rare part may lie outside the measured steps: it is then added to the typical step.
+        """
+        mean = self.mean_step_ms
+        return mean if mean is None or part_ms <= mean else (self.step_ms or mean) + part_ms

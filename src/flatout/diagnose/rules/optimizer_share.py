@@ -32,7 +32,7 @@ MUCH = 1.15  # a fused optimizer, or one with few parameters, rarely takes more 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
     phase = profile.phases.get("optimizer")
     what_if = certain_gain(profile, "optimizer")
-    own = without(profile, phase.share * (profile.step_ms or 0.0)) if phase else what_if
+    own = without(profile, phase.share * (profile.mean_step_ms or 0.0)) if phase else what_if
     if own is None or (measured(profile, "optimizer") and what_if is None):
         return
     # No fix saves more than the optimizer's own time, which also replaces a what-if that was not measured.
@@ -41,7 +41,7 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     if ratio.median < MUCH or not optimizers:
         return
     takes = (
-        f"takes {of_step(profile, phase.share * (profile.step_ms or 0.0))}"
+        f"takes {of_step(profile, phase.share * (profile.mean_step_ms or 0.0))}"
         if phase
         else "takes much of the step"
     )
