@@ -23,7 +23,11 @@ SECTIONS = ("What", "Why it matters", "How to fix it", "Bad", "Good", "Sources")
 
 @dataclass(frozen=True)
 class Rule:
-    """``look(program)`` checks the source, ``judge(profile)`` a profile. At least one of them is set."""
+    """``look(program)`` checks the source, ``judge(profile)`` a profile. At least one of them is set.
+
+    ``fix_changes`` says what the edits of its findings change in what the program learns; "" if all losses stay
+    the same, bit for bit; None if its findings have no edits.
+    """
 
     code: str
     name: str
@@ -32,6 +36,7 @@ class Rule:
     look: Callable[[ScriptProgram], Iterable[Finding]] | None = None
     judge: Callable[[ProfileRecord], Iterable[Finding]] | None = None
     levers: tuple[str, ...] = ()
+    fix_changes: str | None = None
 
     @property
     def title(self) -> str:

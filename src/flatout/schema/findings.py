@@ -39,13 +39,28 @@ class SourceLocation(Record):
 
 
 @dataclass
+class Edit(Record):
+    """A span of a file, from a place up to another one, and the text that replaces it.
+
+    Lines and columns count from 1, columns in characters.
+    """
+
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+    text: str
+
+
+@dataclass
 class Finding(Record):
     """One finding.
 
     ``said`` is one sentence with the figures. ``evidence`` are further lines, most important first. ``fix``
     is the fix, as lines of code or one command. ``levers`` are the levers that apply the fix without editing
     the script. ``predicted`` is the speed-up measured by a what-if, which ``how`` names. ``measured`` is the
-    speed-up of a lever.
+    speed-up of a lever. ``edits`` of the file in ``place`` are the fix, where it is certain; `flatout fix`
+    applies them.
     """
 
     rule: str
@@ -60,3 +75,4 @@ class Finding(Record):
     how: str = ""
     measured: Ratio | None = None
     others: list[SourceLocation] = field(default_factory=list)  # further places with the same problem
+    edits: list[Edit] = field(default_factory=list)

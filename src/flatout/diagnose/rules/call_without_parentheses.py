@@ -26,6 +26,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from flatout.diagnose.rewrites import insert_after
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
@@ -64,7 +65,15 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 f"`{source.code(node.value)}` is named here but not called: the line has no effect",
                 source.place(node),
                 f"{source.code(node.value)}()",
+                edits=insert_after(source, node.value, "()"),
             )
 
 
-RULE = Rule("FL028", "call_without_parentheses", Severity.WRONG, __doc__, look=look)
+RULE = Rule(
+    "FL028",
+    "call_without_parentheses",
+    Severity.WRONG,
+    __doc__,
+    look=look,
+    fix_changes="the call takes effect",
+)

@@ -40,6 +40,7 @@ import ast
 from collections.abc import Iterable, Iterator
 
 from flatout.diagnose.gains import event_of, found
+from flatout.diagnose.rewrites import without_statement
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
@@ -77,6 +78,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 f"`{event.source.code(call)}` is enabled for the whole training",
                 event.place,
                 "# remove it, or make it optional",
+                edits=without_statement(event.source, call) if dotted in SWITCHES else [],
             )
 
 
@@ -90,5 +92,12 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
 
 
 RULE = Rule(
-    "FL112", "debugging_left_on", Severity.TIME, __doc__, look=look, judge=judge, levers=("debug_off",)
+    "FL112",
+    "debugging_left_on",
+    Severity.TIME,
+    __doc__,
+    look=look,
+    judge=judge,
+    levers=("debug_off",),
+    fix_changes="",
 )

@@ -37,6 +37,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from flatout.diagnose.gains import TIMED, event_of, found, of_step, without
+from flatout.diagnose.rewrites import without_statement
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.synchronize_every_step import every_step
 from flatout.probe.program import ScriptProgram
@@ -58,6 +59,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             f"`{event.source.code(event.node)}` frees memory in every step that the next step must allocate again",
             event.place,
             f"# remove {event.source.code(event.node)}",
+            edits=without_statement(event.source, event.node),
         )
 
 
@@ -81,5 +83,12 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
 
 
 RULE = Rule(
-    "FL104", "empty_cache_every_step", Severity.TIME, __doc__, look=look, judge=judge, levers=("allocator",)
+    "FL104",
+    "empty_cache_every_step",
+    Severity.TIME,
+    __doc__,
+    look=look,
+    judge=judge,
+    levers=("allocator",),
+    fix_changes="",
 )

@@ -27,6 +27,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from flatout.diagnose.rewrites import without_attribute
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
@@ -45,7 +46,15 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 f"`{source.code(owner)}.forward` skips every hook of the module",
                 source.place(call),
                 f"{source.code(owner)}({shown})",
+                edits=without_attribute(source, call.func),
             )
 
 
-RULE = Rule("FL306", "forward_called", Severity.FRAGILE, __doc__, look=look)
+RULE = Rule(
+    "FL306",
+    "forward_called",
+    Severity.FRAGILE,
+    __doc__,
+    look=look,
+    fix_changes="the hooks of the module run, if it has any",
+)

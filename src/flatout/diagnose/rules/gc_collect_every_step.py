@@ -40,6 +40,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from flatout.diagnose.gains import TIMED, certain_gain, event_of, found, how, of_step, without
+from flatout.diagnose.rewrites import without_statement
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.synchronize_every_step import every_step
 from flatout.probe.program import ScriptProgram
@@ -53,6 +54,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             "`gc.collect()` visits every object of the program in every step",
             event.place,
             "# remove it, or collect once per epoch",
+            edits=without_statement(event.source, event.node),
         )
 
 
@@ -73,5 +75,12 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
 
 
 RULE = Rule(
-    "FL105", "gc_collect_every_step", Severity.TIME, __doc__, look=look, judge=judge, levers=("gc_pause",)
+    "FL105",
+    "gc_collect_every_step",
+    Severity.TIME,
+    __doc__,
+    look=look,
+    judge=judge,
+    levers=("gc_pause",),
+    fix_changes="",
 )

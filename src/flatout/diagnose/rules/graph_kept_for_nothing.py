@@ -35,6 +35,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from flatout.diagnose.rewrites import without_argument
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.probe.step_loops import StepLoop
@@ -67,6 +68,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 "this is the only backward pass of the loop, and it keeps the whole graph for a second one",
                 passes[0].place,
                 shown,
+                edits=without_argument(passes[0].source, call, "retain_graph"),
             )
 
 
@@ -92,4 +94,4 @@ def _carried(program: ScriptProgram, loop: StepLoop) -> bool:
     return False
 
 
-RULE = Rule("FL203", "graph_kept_for_nothing", Severity.MEMORY, __doc__, look=look)
+RULE = Rule("FL203", "graph_kept_for_nothing", Severity.MEMORY, __doc__, look=look, fix_changes="")

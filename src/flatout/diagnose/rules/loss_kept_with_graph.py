@@ -44,6 +44,7 @@ import ast
 from collections.abc import Iterable, Iterator
 
 from flatout.diagnose.memory_growth import growing
+from flatout.diagnose.rewrites import insert_after
 from flatout.diagnose.rule import Rule
 from flatout.probe.names import Binding
 from flatout.probe.program import ScriptProgram
@@ -59,15 +60,16 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             if held is None:
                 continue
             reaper, kept = held
-            name = _graph(program, loop, event, kept)
-            if name is not None and not _backward(loop, reaper) and _outlives(loop, event, reaper):
-                into = event.source.code(reaper)
+            graph = _graph(program, loop, event, kept)
+            if graph is not None and not _backward(loop, reaper) and _outlives(loop, event, reaper):
+                into, name = event.source.code(reaper), event.source.code(graph)
                 yield RULE.finding(
                     f"`{into}` keeps `{name}` with its whole graph: memory grows with every step",
                     event.place,
                     event.source.code(event.node).replace(name, f"{name}.detach()")
                     if event.kind == "call"
                     else f"{into} += {event.source.code(kept).replace(name, name + '.detach()')}",
+                    edits=insert_after(event.source, graph, ".detach()"),
                 )
 
 
@@ -93,8 +95,8 @@ def _held(event: ProgramEvent) -> tuple[ast.expr, ast.expr] | None:
     return None
 
 
-def _graph(program: ScriptProgram, loop: StepLoop, event: ProgramEvent, kept: ast.expr) -> str | None:
-    """Return the name of the loss in the kept value if it still has its graph, alone or scaled by numbers."""
+def _graph(program: ScriptProgram, loop: StepLoop, event: ProgramEvent, kept: ast.expr) -> ast.expr | None:
+    """Return the loss in the kept value if it still has its graph, alone or scaled by numbers."""
     if isinstance(kept, ast.BinOp) and isinstance(kept.op, (ast.Mult, ast.Div)):
         return _graph(program, loop, event, kept.left) or _graph(program, loop, event, kept.right)
     if (isinstance(kept, ast.Attribute) and kept.attr in ("data", "grad")) or not isinstance(
@@ -117,7 +119,7 @@ def _graph(program: ScriptProgram, loop: StepLoop, event: ProgramEvent, kept: as
         if event.source.function(event.node) is event.source.function(backward.node) and not _detached(
             event, kept
         ):
-            return event.source.code(kept)
+            return kept
     return None
 
 
@@ -174,4 +176,4 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
         yield growing(RULE, profile, profile.leak, "with its graph")
 
 
-RULE = Rule("FL202", "loss_kept_with_graph", Severity.MEMORY, __doc__, look=look, judge=judge)
+RULE = Rule("FL202", "loss_kept_with_graph", Severity.MEMORY, __doc__, look=look, judge=judge, fix_changes="")

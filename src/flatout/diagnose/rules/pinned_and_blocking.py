@@ -39,6 +39,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from flatout.diagnose.rewrites import with_argument
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.probe.step_loops import ProgramEvent
@@ -58,6 +59,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 event.place,
                 info,
                 others=[loader.source.place(loader.node)],
+                edits=with_argument(event.source, event.node, "non_blocking=True"),
             )
 
 
@@ -130,4 +132,12 @@ def non_blocking(call: ast.Call) -> bool:
     )
 
 
-RULE = Rule("FL109", "pinned_and_blocking", Severity.TIME, __doc__, look=look, levers=("device_prefetch",))
+RULE = Rule(
+    "FL109",
+    "pinned_and_blocking",
+    Severity.TIME,
+    __doc__,
+    look=look,
+    levers=("device_prefetch",),
+    fix_changes="",
+)

@@ -35,6 +35,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from flatout.diagnose.rewrites import without_statement
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.probe.step_loops import ProgramEvent
@@ -55,6 +56,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             f"`{event.source.code(event.node)}` makes the host wait for the device in every step",
             event.place,
             f"# remove {event.source.code(event.node)}, or time every hundredth step",
+            edits=without_statement(event.source, event.node),
         )
 
 
@@ -70,4 +72,4 @@ def every_step(program: ScriptProgram, *dotted: str) -> Iterator[ProgramEvent]:
                 yield event
 
 
-RULE = Rule("FL103", "synchronize_every_step", Severity.TIME, __doc__, look=look)
+RULE = Rule("FL103", "synchronize_every_step", Severity.TIME, __doc__, look=look, fix_changes="")

@@ -50,6 +50,7 @@ import ast
 from collections.abc import Iterable, Iterator
 
 from flatout.diagnose.gains import found, of_step
+from flatout.diagnose.rewrites import with_argument
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.wait_causes import WaitCause, begin_ms, cause, gain_without_wait, how_known
 from flatout.probe.program import ScriptProgram
@@ -82,6 +83,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                     f"this loader restarts its {count} workers in every epoch",
                     origin.source.place(call),
                     f"{origin.source.code(call)[:-1]}, persistent_workers=True)",
+                    edits=with_argument(origin.source, call, "persistent_workers=True"),
                 )
 
 
@@ -101,4 +103,13 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
         )
 
 
-RULE = Rule("FL108", "workers_not_kept", Severity.TIME, __doc__, look=look, judge=judge, levers=("loader",))
+RULE = Rule(
+    "FL108",
+    "workers_not_kept",
+    Severity.TIME,
+    __doc__,
+    look=look,
+    judge=judge,
+    levers=("loader",),
+    fix_changes="later epochs draw other random numbers, because their loader draws no new seed",
+)

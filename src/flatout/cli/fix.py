@@ -1,0 +1,119 @@
+"""`flatout fix`: edit the script where a finding has a certain fix."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import click
+
+from flatout.cli.check import codes, read
+from flatout.cli.options.arguments import PROGRAM, complete_files
+from flatout.cli.options.json_output import json_option, print_json
+from flatout.diagnose.check import check
+from flatout.diagnose.fix import fixes
+from flatout.diagnose.rules import TABLE
+from flatout.schema.errors import StorageError
+from flatout.schema.findings import Finding
+from flatout.schema.outputs import FixedFile, FixesRecord
+
+CHANGES = {rule.code: rule.fix_changes for rule in TABLE}
+
+
+@click.command(context_settings=PROGRAM)
+@click.option(
+    "--select", multiple=True, callback=codes, metavar="CODES", help="Fix only findings of these rules."
+)
+@click.option("--ignore", multiple=True, callback=codes, metavar="CODES", help="Skip these rules.")
+@click.option("--diff/--apply", "only_diff", default=True, help="Show the edits (default), or write them.")
+@click.option("--all", "every", is_flag=True, help="Also edits that change what the program learns.")
+@json_option
+@click.argument(
+    "words",
+    metavar="SCRIPT | COMMAND...",
+    nargs=-1,
+    type=click.UNPROCESSED,
+    shell_complete=complete_files,
+)
+def command(
+    words: tuple[str, ...],
+    select: list[str],
+    ignore: list[str],
+    only_diff: bool,
+    every: bool,
+    as_json: bool,
+) -> int:
+    """Edit a script where `flatout check` has a certain fix.
+
+    Without --apply it prints a diff and changes nothing. It reads the script and the modules it imports from
+    its own folder. All losses stay the same, bit for bit. With --all it also makes edits that change what the
+    program learns, such as a missing call, and says what they change. Findings without a certain fix stay
+    advice: `flatout check` shows them.
+
+    The exit code is 0 without edits or after --apply, 1 if there are edits to apply, 2 for a usage error.
+    """
+    program = read(words)
+    findings = check(program, select, ignore)
+    wanted = [finding for finding in findings if every or not CHANGES[finding.rule]]
+    changed = fixes(program, wanted)
+    if not only_diff:
+        for file, text in changed:
+            if file.fixed:
+                _write(Path(file.file), text)
+    files = [file for file, _ in changed]
+    advice = [finding for finding in findings if not finding.edits]
+    if as_json:
+        print_json(FixesRecord(not only_diff, files, advice))
+    else:
+        if only_diff:
+            click.echo("".join(file.diff for file in files), nl=False)
+        _report(files, only_diff)
+        if others := [finding for finding in findings if finding.edits and finding not in wanted]:
+            _say(f"{_counted(len(others))} would change what the program learns when fixed: add --all")
+        if advice:
+            _say(f"{_counted(len(advice))} without a certain fix: flatout check")
+    return 1 if only_diff and any(file.fixed for file in files) else 0
+
+
+def _report(files: list[FixedFile], only_diff: bool) -> None:
+    for finding in (each for file in files for each in file.fixed):
+        changes = CHANGES[finding.rule]
+        effect = f"changes what it learns: {changes}" if changes else "losses stay the same, bit for bit"
+        click.echo(f"{_at(finding)}: {finding.said}; {effect}", err=True)
+    for finding in (each for file in files for each in file.left):
+        click.echo(f"{_at(finding)}: not fixed, its edit overlaps another; run the command again", err=True)
+    count = sum(len(file.fixed) for file in files)
+    said = f"{_counted(count)} can be fixed: add --apply" if only_diff else f"fixed {_counted(count)}"
+    _say(said if count else "nothing to fix")
+
+
+def _counted(count: int) -> str:
+    return f"{count} finding{'' if count == 1 else 's'}"
+
+
+def _say(sentence: str) -> None:
+    click.echo(f"flatout: {sentence}", err=True)
+
+
+def _at(finding: Finding) -> str:
+    place = finding.place
+    return f"{place.file}:{place.line}: {finding.rule}" if place is not None else finding.rule
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace the text of a file; keep its mode, its encoding and links to it. Raises StorageError."""
+    real = Path(os.path.realpath(path))
+    try:
+        mark = "utf-8-sig" if real.read_bytes().startswith(b"\xef\xbb\xbf") else "utf-8"
+        with tempfile.NamedTemporaryFile(
+            "w", dir=real.parent, prefix=f".{real.name}.", delete=False, encoding=mark, newline=""
+        ) as file:
+            file.write(text)
+        shutil.copymode(real, file.name)
+        os.replace(file.name, real)
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror or error}. Apply the diff yourself: flatout fix {path}."
+        ) from None

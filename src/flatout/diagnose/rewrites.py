@@ -1,0 +1,155 @@
+"""Edits of a source file that keep everything else as it is written: comments, layout, line ends.
+
+A rule attaches them to its finding if they are certain. Each function returns an empty list where it is not
+sure of the exact span, in a notebook for example.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+
+from flatout.probe.script import SourceFile
+from flatout.schema.findings import Edit
+
+Position = tuple[int, int]  # line from 1, column from 0, in characters
+LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT}
+
+
+def insert_after(source: SourceFile, node: ast.expr, text: str) -> list[Edit]:
+    """Insert text right after an expression without parentheses around it."""
+    if _unsure(source):
+        return []
+    end = _end(source, node)
+    return [_edit(end, end, text)]
+
+
+def without_attribute(source: SourceFile, node: ast.Attribute) -> list[Edit]:
+    """Replace ``value.name`` by ``value``."""
+    end = _end(source, node)
+    dots = [token for token in _tokens(source, node) if token.string == "." and token.end <= end]
+    return [_edit(dots[-1].start, end, "")] if dots and not _unsure(source) else []
+
+
+def with_argument(source: SourceFile, call: ast.Call, argument: str) -> list[Edit]:
+    """Add an argument at the end of a call."""
+    tokens = [token for token in _tokens(source, call) if token.type not in LAYOUT]
+    if _unsure(source) or len(tokens) < 3 or tokens[-1].string != ")":
+        return []
+    last, close = tokens[-2], tokens[-1]
+    between = "" if last.string == "(" else " " if last.string == "," else ", "
+    if last.string != "(" and last.end[0] < close.start[0]:  # one argument a line
+        line = source.lines[last.start[0] - 1]
+        between = between.rstrip() + "\n" + line[: len(line) - len(line.lstrip())]
+        argument += ","
+    return [_edit(last.end, last.end, between + argument)]
+
+
+def without_argument(source: SourceFile, call: ast.Call, name: str) -> list[Edit]:
+    """Remove a keyword argument of a call."""
+    found = next((keyword for keyword in call.keywords if keyword.arg == name), None)
+    if found is None or _unsure(source):
+        return []
+    start, end = _start(source, found), _end(source, found.value)
+    tokens = [token for token in _tokens(source, call) if token.type not in LAYOUT]
+    before = [token for token in tokens if token.end <= start]
+    after = [token for token in tokens if token.start >= end]
+    if not before or not after:
+        return []
+    if before[-1].string == ",":
+        return [_edit(before[-1].start, end, "")]
+    if after[0].string == "," and len(after) > 1:
+        return [_edit(start, after[1].start, "")]
+    return [_edit(start, end, "")]
+
+
+def without_statement(source: SourceFile, node: ast.AST) -> list[Edit]:
+    """Remove the lines of an expression statement; `pass` replaces the only statement of a block."""
+    statement = source.statement(node)
+    if _unsure(source) or not isinstance(statement, ast.Expr) or statement.value is not node:
+        return []
+    start, end = _start(source, statement), _end(source, statement)
+    before, after = source.lines[start[0] - 1][: start[1]], source.lines[end[0] - 1][end[1] :].strip()
+    if before.strip() or (after and not after.startswith("#")):
+        return []  # another statement on the same line
+    parent = source.parent(statement)
+    blocks = [getattr(parent, name, None) for name in ("body", "orelse", "finalbody")]
+    block = next((each for each in blocks if isinstance(each, list) and statement in each), None)
+    if block is None:
+        return []
+    if len(block) == 1:
+        return [_edit(start, end, "pass")]
+    return [_edit((start[0], 0), (end[0] + 1, 0), "")]
+
+
+def apply_edits(text: str, edits: list[Edit]) -> str | None:
+    """Return the text with all edits; None if two overlap, or if the result is no Python source."""
+    starts = [0]
+    for line in _lines(text):
+        starts.append(starts[-1] + len(line))
+    spans = sorted(
+        (starts[e.line - 1] + e.column - 1, starts[e.end_line - 1] + e.end_column - 1, e.text) for e in edits
+    )
+    newline = "\r\n" if "\r\n" in text else "\n"
+    parts, at = [], 0
+    for start, end, new in spans:
+        if start < at:
+            return None
+        parts += [text[at:start], new.replace("\n", newline)]
+        at = end
+    changed = "".join([*parts, text[at:]])
+    try:
+        ast.parse(changed)
+    except (SyntaxError, ValueError):
+        return None
+    return changed
+
+
+def _lines(text: str) -> list[str]:
+    """The lines as Python counts them, with their ends."""
+    return list(io.StringIO(text, newline=""))
+
+
+def _unsure(source: SourceFile) -> bool:
+    """Whether lines of the text are not lines of the file: in a notebook, or with odd line ends."""
+    return bool(source.cells) or len(source.lines) != len(_lines(source.text))
+
+
+def _edit(start: Position, end: Position, text: str) -> Edit:
+    return Edit(start[0], start[1] + 1, end[0], end[1] + 1, text)
+
+
+def _column(source: SourceFile, line: int, offset: int) -> int:
+    """A column in characters; ast counts bytes."""
+    return len(source.lines[line - 1].encode()[:offset].decode(errors="replace"))
+
+
+def _start(source: SourceFile, node: ast.expr | ast.stmt | ast.keyword) -> Position:
+    return node.lineno, _column(source, node.lineno, node.col_offset)
+
+
+def _end(source: SourceFile, node: ast.expr | ast.stmt | ast.keyword) -> Position:
+    line = node.end_lineno or node.lineno
+    return line, _column(source, line, node.end_col_offset or 0)
+
+
+def _tokens(source: SourceFile, node: ast.expr) -> list[tokenize.TokenInfo]:
+    """The tokens of an expression, with positions in the file."""
+    start, end = _start(source, node), _end(source, node)
+    lines = source.lines[start[0] - 1 : end[0]]
+    text = "\n".join(
+        ["(" + " " * (start[1] - 1) + lines[0][start[1] :] if start[1] else lines[0], *lines[1:]]
+    )
+    found = []
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            moved = token._replace(
+                start=(token.start[0] + start[0] - 1, token.start[1]),
+                end=(token.end[0] + start[0] - 1, token.end[1]),
+            )
+            if start <= moved.start and moved.end <= end:
+                found.append(moved)
+    except (tokenize.TokenError, IndentationError):
+        pass  # the text after the expression is cut off
+    return found

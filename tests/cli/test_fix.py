@@ -1,0 +1,197 @@
+"""`flatout fix` edits what has a certain fix, and nothing else; the losses stay, or change as the rule says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from flatout.cli.main import flatout
+from flatout.diagnose.check import check
+from flatout.diagnose.fix import fixes
+from flatout.diagnose.rules import TABLE
+from flatout.probe.program import ScriptProgram
+
+FIXABLE = [rule for rule in TABLE if rule.fix_changes is not None]
+HEAD = "import gc, torch\nmodel = torch.nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+
+
+def fixed(text: str, code: str) -> str:
+    program = ScriptProgram.of_text(text)
+    (changed,) = fixes(program, check(program, [code]))
+    assert not changed[0].left
+    return changed[1]
+
+
+def step(*lines: str) -> str:
+    loop = [
+        "for _ in range(9):",
+        "    loss = model(torch.randn(2, 4)).sum()",
+        *(f"    {line}" for line in lines),
+    ]
+    return HEAD + "\n".join(loop) + "\n"
+
+
+@pytest.mark.parametrize("rule", FIXABLE, ids=lambda rule: rule.code)
+def test_the_fixed_program_has_the_finding_no_more(rule):
+    text = fixed(rule.section("Bad"), rule.code)
+    assert check(ScriptProgram.of_text(text), [rule.code]) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "before", "after"),
+    [
+        (
+            "FL203",
+            ("loss.backward(retain_graph=True)  # twice?", "optimizer.step()"),
+            ("loss.backward()  # twice?", "optimizer.step()"),
+        ),
+        (
+            "FL203",
+            ("loss.backward(retain_graph=True, inputs=(list(model.parameters())))", "optimizer.step()"),
+            ("loss.backward(inputs=(list(model.parameters())))", "optimizer.step()"),
+        ),
+        (
+            "FL203",
+            ("loss.backward((None), retain_graph=True)", "optimizer.step()"),
+            ("loss.backward((None))", "optimizer.step()"),
+        ),
+        (
+            "FL105",
+            ("loss.backward()", "gc.collect()  # of everything", "optimizer.step()"),
+            ("loss.backward()", "optimizer.step()"),
+        ),
+        (
+            "FL105",
+            ("with torch.enable_grad():", "    gc.collect()", "loss.backward()", "optimizer.step()"),
+            ("with torch.enable_grad():", "    pass", "loss.backward()", "optimizer.step()"),
+        ),
+        (
+            "FL306",
+            ("loss = (model).forward(torch.ones(2, 4)).sum() # é", "loss.backward()", "optimizer.step()"),
+            ("loss = (model)(torch.ones(2, 4)).sum() # é", "loss.backward()", "optimizer.step()"),
+        ),
+    ],
+)
+def test_the_rest_of_the_line_stays_as_it_is_written(code, before, after):
+    assert fixed(step(*before), code) == step(*after)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("data, num_workers=2", "data, num_workers=2, persistent_workers=True"),
+        ("data, num_workers=2,", "data, num_workers=2, persistent_workers=True"),
+        (
+            "\n    data,\n    num_workers=2,  # two\n",
+            "\n    data,\n    num_workers=2,\n    persistent_workers=True,  # two\n",
+        ),
+        (
+            "\n    data,\n    num_workers=2  # two\n",
+            "\n    data,\n    num_workers=2,\n    persistent_workers=True,  # two\n",
+        ),
+    ],
+)
+def test_an_argument_is_added_in_the_style_of_the_call(arguments, expected):
+    text = (
+        f"{HEAD}data = torch.randn(64, 4)\nloader = torch.utils.data.DataLoader({arguments})\n"
+        "for epoch in range(3):\n    for x in loader:\n        optimizer.zero_grad()\n"
+        "        model(x).sum().backward()\n        optimizer.step()\n"
+    )
+    assert fixed(text, "FL108") == text.replace(f"DataLoader({arguments})", f"DataLoader({expected})")
+
+
+def test_a_line_with_another_statement_is_left():
+    text = step("loss.backward(); gc.collect()", "optimizer.step()")
+    program = ScriptProgram.of_text(text)
+    found = check(program, ["FL105"])
+    assert found
+    assert fixes(program, found) == []
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = step("optimizer.zero_grad", "loss.backward(retain_graph=True)", "optimizer.step()")
+    path = tmp_path / "train.py"
+    path.write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    path.chmod(0o754)
+    return path
+
+
+def test_without_apply_only_a_diff_is_printed(script):
+    before = script.read_bytes()
+    done = CliRunner().invoke(flatout, ["fix", "train.py"], standalone_mode=False)
+    assert done.return_value == 1
+    assert "+    loss.backward()" in done.stdout
+    assert "optimizer.zero_grad()" not in done.stdout, "it changes what the program learns"
+    assert "1 finding would change what the program learns when fixed: add --all" in done.stderr
+    assert script.read_bytes() == before
+
+
+def test_apply_keeps_the_bytes_around_and_the_mode(script):
+    before = script.read_bytes()
+    done = CliRunner().invoke(flatout, ["fix", "--apply", "--all", "train.py"], standalone_mode=False)
+    assert done.return_value == 0
+    assert "the call takes effect" in done.stderr
+    expected = before.replace(b"retain_graph=True", b"").replace(b"zero_grad\r", b"zero_grad()\r")
+    assert script.read_bytes() == expected
+    assert script.stat().st_mode & 0o777 == 0o754
+    again = CliRunner().invoke(flatout, ["fix", "--all", "train.py"], standalone_mode=False)
+    assert again.return_value == 0
+    assert again.stdout == ""
+
+
+def test_json_has_the_diff_and_the_findings(script):
+    done = CliRunner().invoke(flatout, ["fix", "--json", "train.py"], standalone_mode=False)
+    record = json.loads(done.stdout)
+    assert [each["rule"] for each in record["files"][0]["fixed"]] == ["FL203"]
+    assert record["applied"] is False
+    assert record["files"][0]["diff"].startswith("--- train.py")
+
+
+LOSSES = """
+import contextlib, io, json, sys, warnings
+import torch
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+backward, losses = torch.Tensor.backward, []
+def kept(self, *args, **kwargs):
+    losses.append(self.detach().double().sum().item().hex())
+    return backward(self, *args, **kwargs)
+torch.Tensor.backward = kept
+for code in json.load(sys.stdin):
+    losses = []
+    torch.manual_seed(0)
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(code, "train.py", "exec"), {"__name__": "__main__"})
+    torch.autograd.set_detect_anomaly(False)
+    print(json.dumps(losses))
+"""
+
+
+@pytest.mark.processes
+def test_the_losses_stay_where_the_rule_says_so(tmp_path):
+    programs, names = [], []
+    for rule in FIXABLE:
+        bad = rule.section("Bad").replace("num_workers=2", "num_workers=0").replace("range(100)", "range(5)")
+        if rule.fix_changes or "cuda" in bad.replace("torch.cuda.empty_cache", ""):
+            continue  # needs a GPU
+        names.append(rule.code)
+        programs += [bad, fixed(bad, rule.code)]
+    done = subprocess.run(
+        [sys.executable, "-c", LOSSES],
+        input=json.dumps(programs),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    losses = [json.loads(line) for line in done.stdout.splitlines()]
+    for name, before, after in zip(names, losses[::2], losses[1::2], strict=True):
+        assert len(before) >= 2, name
+        assert before == after, name
+    assert len(names) >= 4
