@@ -38,6 +38,7 @@ from flatout.diagnose.rules.generator_copied_to_workers import RULE as generator
 from flatout.diagnose.rules.gradients_zeroed import RULE as gradients_zeroed
 from flatout.diagnose.rules.graph_breaks import RULE as graph_breaks
 from flatout.diagnose.rules.graph_kept_for_nothing import RULE as graph_kept_for_nothing
+from flatout.diagnose.rules.group_for_each_parameter import RULE as group_for_each_parameter
 from flatout.diagnose.rules.host_growth import RULE as host_growth
 from flatout.diagnose.rules.host_sync_every_step import RULE as host_sync_every_step
 from flatout.diagnose.rules.ignore_without_effect import RULE as ignore_without_effect
@@ -56,6 +57,7 @@ from flatout.diagnose.rules.loss_kept_with_graph import RULE as loss_kept_with_g
 from flatout.diagnose.rules.loss_made_a_leaf import RULE as loss_made_a_leaf
 from flatout.diagnose.rules.loss_not_divided import RULE as loss_not_divided
 from flatout.diagnose.rules.main_guard_missing import RULE as main_guard_missing
+from flatout.diagnose.rules.memory_filled_for_nothing import RULE as memory_filled_for_nothing
 from flatout.diagnose.rules.memory_limit import RULE as memory_limit
 from flatout.diagnose.rules.model_moved_every_step import RULE as model_moved_every_step
 from flatout.diagnose.rules.nan_check_every_step import RULE as nan_check_every_step
@@ -73,6 +75,7 @@ from flatout.diagnose.rules.python_between import RULE as python_between
 from flatout.diagnose.rules.ranks_see_the_same_data import RULE as ranks_see_the_same_data
 from flatout.diagnose.rules.recompiles import RULE as recompiles
 from flatout.diagnose.rules.result_discarded import RULE as result_thrown_away
+from flatout.diagnose.rules.same_noise_for_every_sample import RULE as same_noise_for_every_sample
 from flatout.diagnose.rules.same_seed_in_workers import RULE as same_seed_in_workers
 from flatout.diagnose.rules.saved_by_every_rank import RULE as saved_by_every_rank
 from flatout.diagnose.rules.scaler_on_one_side import RULE as scaler_on_one_side
@@ -138,6 +141,7 @@ TABLE: tuple[Rule, ...] = (
     parameters_used_up,
     freeze_without_effect,
     ranks_see_the_same_data,
+    same_noise_for_every_sample,
     not_finite,
     scheduler_remade,
     host_sync_every_step,
@@ -158,6 +162,8 @@ TABLE: tuple[Rule, ...] = (
     accumulation_without_no_sync,
     fresh_iterator_every_step,
     one_sample_at_a_time,
+    group_for_each_parameter,
+    memory_filled_for_nothing,
     data_wait,
     optimizer_share,
     tiny_operators,

@@ -1,7 +1,9 @@
 """The evaluation builds autograd graphs that are never used.
 
 What:
-    After `model.eval()`, a loop runs the model without `backward()` and outside `torch.no_grad()`.
+    After `model.eval()`, a loop runs the model without `backward()` and outside `torch.no_grad()`. Or a loop
+    over a DataLoader does so with a model that another loop trains, and uses only numbers and classes of its
+    output.
 Why it matters:
     Autograd keeps every activation of the batch for a backward pass that never runs. An evaluation needs as
     much memory as a training step, and each operation is slower. If the program keeps an output or a loss,
@@ -38,7 +40,8 @@ from flatout.diagnose.gains import event_of, found
 from flatout.diagnose.rule import Rule
 from flatout.probe.names import FUNCTIONS
 from flatout.probe.program import ScriptProgram
-from flatout.probe.step_loops import LoopVisit, ProgramEvent
+from flatout.probe.script import SourceFile
+from flatout.probe.step_loops import LoopVisit, ProgramEvent, loops_over
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
@@ -51,6 +54,8 @@ OFF = (
     "torch.autograd.set_grad_enabled",
     "torch.autograd.grad_mode.set_grad_enabled",
 )
+
+CUTS = ("item", "argmax", "max", "topk", "detach", "tolist", "numpy")  # a number, or classes among others
 
 HARMLESS = (
     "torch.autocast",
@@ -79,13 +84,15 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             or id(event.loops[-1].node) in info
         ):
             continue
-        if _evaluates(program, event, modes) and not any(
-            each.kind in ("backward", "step") for each in _inside(program, event.loops[-1])
-        ):
+        if any(each.kind in ("backward", "step") for each in _inside(program, event.loops[-1])):
+            continue
+        in_evaluation = _evaluates(program, event, modes)
+        if in_evaluation or _only_measures(program, event):
             info.add(id(event.loops[-1].node))
             name = event.source.code(event.node.func)
+            where = "is in evaluation mode here and" if in_evaluation else "only computes a metric here, but"
             yield RULE.finding(
-                f"`{name}` is in evaluation mode here and builds a graph for a backward pass that never runs",
+                f"`{name}` {where} builds a graph for a backward pass that never runs",
                 event.place,
                 f"with torch.no_grad():  # around the loop on line {event.loops[-1].source.place(event.loops[-1].node).line}",
             )
@@ -121,6 +128,59 @@ def _evaluates(program: ScriptProgram, event: ProgramEvent, modes: list[ProgramE
         and program.values.same(mode.source, mode.subject, event.source, model)
     ]
     return bool(own) and own[-1].kind == "eval" and bool(own[-1].frames) == bool(event.frames)
+
+
+def _only_measures(program: ScriptProgram, event: ProgramEvent) -> bool:
+    """Return whether a loop over a loader calls a model that another loop trains, for numbers and classes only."""
+    assert isinstance(event.node, ast.Call)
+    loop, model = event.loops[-1], event.node.func
+    over = loops_over(loop.node)
+    if (
+        over is None
+        or not program.values.is_a(loop.source, over, "DataLoader")
+        or "Module" not in program.values.kinds(event.source, model)
+        or "Loss" in program.values.kinds(event.source, model)
+        or any(_off(event))
+    ):
+        return False
+    trained = any(
+        isinstance(each.node, ast.Call)
+        and program.values.same(each.source, each.node.func, event.source, model)
+        for step_loop in program.step_loops
+        for each in step_loop.of("call")
+    )
+    # A loss that is summed up here may be differentiated after the loop.
+    later = any(each.kind == "backward" and each.loops == event.loops[:-1] for each in program.events)
+    return trained and not later and _leaves_no_graph(event.source, event.node, loop.node)
+
+
+def _leaves_no_graph(source: SourceFile, call: ast.Call, loop: ast.AST) -> bool:
+    """Return whether every use of the model's output in the loop gives numbers, classes or detached values."""
+    if _cut(source, call):
+        return True
+    statement = source.statement(call)
+    if not isinstance(statement, ast.Assign):
+        return False
+    names = {
+        node.id for target in statement.targets for node in ast.walk(target) if isinstance(node, ast.Name)
+    }
+    uses = [
+        node
+        for node in ast.walk(loop)
+        if isinstance(node, ast.Name) and node.id in names and isinstance(node.ctx, ast.Load)
+    ]
+    return bool(uses) and all(_cut(source, use) for use in uses)
+
+
+def _cut(source: SourceFile, value: ast.expr) -> bool:
+    """Return whether a call around a value, in the same statement, cuts its graph."""
+    for around in source.parents(value):
+        if isinstance(around, ast.stmt):
+            return False
+        func = around.func if isinstance(around, ast.Call) else None
+        if isinstance(func, ast.Attribute) and func.attr in CUTS:
+            return True
+    return False
 
 
 def _off(event: ProgramEvent) -> Iterator[bool]:

@@ -1,8 +1,9 @@
-"""The optimizer is created before the model gets its parameters.
+"""The optimizer holds other parameters than those of the model that trains.
 
 What:
     After `optimizer = Adam(model.parameters())`, the name `model` gets another module, or one of its layers
-    is replaced.
+    is replaced. Or the loop computes its loss with another model than the one whose parameters the optimizer
+    holds.
 Why it matters:
     The optimizer keeps the parameters it was given and continues to update the old ones. The new parameters
     get gradients but are never updated. The replaced head of a fine-tuned network stays random.
@@ -38,6 +39,7 @@ from collections.abc import Iterator
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
+from flatout.probe.step_loops import StepLoop
 from flatout.schema.findings import Finding, Severity
 
 WITHOUT_PARAMETERS = {
@@ -67,6 +69,58 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             model = _whose(call.args[0])
             if model is not None:
                 yield from _replaced(program, source, call, model)
+    for loop in program.step_loops:
+        yield from _of_another(program, loop)
+
+
+def _of_another(program: ScriptProgram, loop: StepLoop) -> Iterator[Finding]:
+    """Find a loop whose only optimizer holds the parameters of a module that it never calls."""
+    steps = loop.of("step", "scaler_step")
+    if not steps or steps[0].subject is None or not loop.one_optimizer(program):
+        return
+    (made, *others) = program.origins(steps[0].source, steps[0].subject)
+    if others or not isinstance(made.node, ast.Call) or made.part or not made.node.args:
+        return
+    model = _whose(made.node.args[0])
+    called = [
+        (event, event.node.func)
+        for event in loop.of("call")
+        if isinstance(event.node, ast.Call) and _has_parameters(program, event.source, event.node.func)
+    ]
+    if model is None or not called:
+        return
+    if all(_apart(program, made.source, model, event.source, func) for event, func in called):
+        event, func = called[0]
+        yield RULE.finding(
+            f"the loss comes from `{event.source.code(func)}`, but the optimizer holds the parameters of `{model.id}`",
+            steps[0].place,
+            f"{made.source.code(made.node.func)}({event.source.code(func)}.parameters(), ...)",
+            others=[made.source.place(made.node)],
+        )
+
+
+def _has_parameters(program: ScriptProgram, source: SourceFile, func: ast.expr) -> bool:
+    kinds = program.values.kinds(source, func)
+    return "Module" in kinds and not kinds & {"Loss", *WITHOUT_PARAMETERS}
+
+
+def _apart(
+    program: ScriptProgram, source: SourceFile, one: ast.expr, other_source: SourceFile, other: ast.expr
+) -> bool:
+    """Return whether two modules are known to be different ones, and neither is made from the other."""
+    if program.values.same(source, one, other_source, other) is not False:
+        return False
+    for origin in [*program.origins(source, one), *program.origins(other_source, other)]:
+        assert isinstance(origin.node, ast.Call)  # otherwise it would not be known that they differ
+        given = [*origin.node.args, *(keyword.value for keyword in origin.node.keywords)]
+        if any(
+            "Module" in program.values.kinds(origin.source, node)
+            for argument in given
+            for node in ast.walk(argument)
+            if isinstance(node, (ast.Name, ast.Attribute))
+        ):
+            return False
+    return True
 
 
 def _whose(parameters: ast.AST) -> ast.Name | None:

@@ -1,0 +1,61 @@
+"""Deterministic algorithms fill every new tensor.
+
+What:
+    `torch.use_deterministic_algorithms(True)` is set, and `torch.utils.deterministic.fill_uninitialized_memory`
+    has its default, which is true.
+Why it matters:
+    `torch.empty` and all operators that use it then write NaN into new memory, which the next operator
+    overwrites. A step has hundreds of these calls, each a kernel of its own on a GPU. Only code that reads
+    memory before writing it needs this.
+How to fix it:
+    Set `torch.utils.deterministic.fill_uninitialized_memory = False` next to it. Algorithms stay
+    deterministic.
+Bad:
+    import torch
+
+    torch.use_deterministic_algorithms(True)  # <-
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(100):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+Good:
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(100):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+Sources:
+    https://docs.pytorch.org/docs/stable/deterministic.html
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from flatout.diagnose.rule import Rule
+from flatout.probe.program import ScriptProgram
+from flatout.schema.findings import Finding, Severity
+
+
+def look(program: ScriptProgram) -> Iterator[Finding]:
+    if program.mentions("fill_uninitialized_memory"):
+        return
+    for source, call in program.calls("torch.use_deterministic_algorithms"):
+        mode = call.args[0] if call.args else next((k.value for k in call.keywords if k.arg == "mode"), None)
+        if isinstance(mode, ast.Constant) and mode.value is True:
+            yield RULE.finding(
+                "this also fills the memory of every new tensor, which costs a kernel for each on a GPU",
+                source.place(call),
+                "torch.utils.deterministic.fill_uninitialized_memory = False",
+            )
+
+
+RULE = Rule("FL120", "memory_filled_for_nothing", Severity.TIME, __doc__, look=look)
