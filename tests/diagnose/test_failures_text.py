@@ -165,7 +165,6 @@ def test_ordinary_errors_stay_unknown(line, error):
         "hello",
         "the kernel was killed by a new design",
         "memory 3.2 GiB",
-        "loss nan",
         "step 137 size 64 CUDA memory 3 GB",
         "Killed it! 97 % accuracy\nbest epoch 12",
         "epoch 3\ndone",

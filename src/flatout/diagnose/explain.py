@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from flatout.diagnose.failures import TABLE
+from flatout.diagnose.failures import TABLE, symptoms
 from flatout.diagnose.kind import FailureKind
 from flatout.diagnose.tracebacks import clean, read, unfolded
 from flatout.schema.failure import FailureRecord
@@ -39,7 +39,10 @@ def explain(failure: FailureRecord, table: Sequence[FailureKind] = TABLE) -> Fin
 
 
 def explain_text(text: str) -> list[Explanation]:
-    """Explanations of a pasted error or a log, causes before consequences. Empty if nothing is recognised."""
+    """Explanations of a pasted error or a log, causes before consequences. Empty if nothing is recognised.
+
+    A log without a known failure may still show a loss that is NaN.
+    """
     info: list[Explanation] = []
     for failure in read(text):
         finding = explain(failure)
@@ -54,6 +57,8 @@ def explain_text(text: str) -> list[Explanation]:
             info.append(same)
         if failure.rank is not None and failure.rank not in same.ranks:
             same.ranks.append(failure.rank)
+    if not info and (symptom := symptoms.of_log(text.split("\n"))) is not None:
+        return [Explanation(_cleaned(symptom))]
     reports = {kind.code for kind in TABLE if kind.reports}
     first = [one for one in info if one.finding.rule not in reports]
     return (first or info)[:MOST_LINES]

@@ -12,10 +12,12 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from flatout.diagnose.rule import Rule
 from flatout.schema.failure import ExceptionRecord, FailureRecord, TensorSeen
 from flatout.schema.findings import Finding, Severity, SourceLocation
+from flatout.schema.records import Record
 
 SECTIONS = ("What", "Why it happens", "How to fix it", "Sources")
 RUNTIME = ("RuntimeError",)
@@ -41,12 +43,16 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class FailureKind:
-    """A known failure. ``reports`` marks kinds that only report the failure of another process."""
+    """A known failure. ``reports`` marks kinds that only report the failure of another process.
+
+    A kind with ``judged`` is no failure: it takes a record of this type, and never matches a failure.
+    """
 
     code: str
     name: str
-    match: Callable[[FailureRecord], Diagnosis | None]
+    judge: Callable[[Any], Diagnosis | None]
     reports: bool = False
+    judged: type[Record] | None = None
 
     # A kind and a rule share the format of their pages.
     severity = Severity.FATAL
@@ -56,7 +62,10 @@ class FailureKind:
 
     @property
     def page(self) -> str:
-        return inspect.getdoc(self.match) or ""
+        return inspect.getdoc(self.judge) or ""
+
+    def match(self, failure: FailureRecord) -> Diagnosis | None:
+        return self.judge(failure) if self.judged is None else None
 
     def explain(self, failure: FailureRecord) -> Finding | None:
         """The finding for a failure, always fatal, or None.
@@ -81,9 +90,9 @@ class FailureKind:
 
 
 def kind(
-    code: str, name: str, reports: bool = False
-) -> Callable[[Callable[[FailureRecord], Diagnosis | None]], FailureKind]:
-    return lambda match: FailureKind(code, name, match, reports)
+    code: str, name: str, reports: bool = False, judged: type[Record] | None = None
+) -> Callable[[Callable[[Any], Diagnosis | None]], FailureKind]:
+    return lambda judge: FailureKind(code, name, judge, reports, judged)
 
 
 LONGEST_LINE = 1000  # of the searched lines: a regular expression may need quadratic time

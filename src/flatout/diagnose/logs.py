@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import deque
+from collections.abc import Iterator
 from typing import IO
 
 TAIL_LINES = 4000
@@ -18,12 +20,26 @@ BEGINS = re.compile(
 )
 
 
+NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)"
+LOSS = re.compile(
+    rf"\b(?P<name>\w*loss\w*)\b['\"]?\s*[:=]?\s*(?:tensor\()?(?P<value>{NUMBER})\b", re.IGNORECASE
+)
+NO_LOSS = re.compile(r"best|min|lowest|scale", re.IGNORECASE)  # a best loss begins as infinity
+
+
+def losses(line: str) -> Iterator[tuple[str, float]]:
+    """Names and values of the losses that a line of a log shows."""
+    for found in LOSS.finditer(line[:1000]):
+        if not NO_LOSS.search(found["name"]):
+            yield found["name"], float(found["value"])
+
+
 def gather(stream: IO[str]) -> str:
     """Relevant lines of a stream, in order, in bounded memory. An empty line marks omitted lines."""
     tail: deque[tuple[int, str]] = deque()
     before: deque[tuple[int, str]] = deque(maxlen=BEFORE_LINES)
     kept: dict[int, str] = {}
-    left, stretches, number = 0, 0, 0
+    left, stretches, number, finite = 0, 0, 0, True
     size = 0
     while line := stream.readline(LONGEST_LINE):
         rest = line
@@ -37,6 +53,12 @@ def gather(stream: IO[str]) -> str:
         if left:
             kept[number] = line
             left -= 1
+        elif finite and not all(
+            math.isfinite(loss) for _, loss in losses(line)
+        ):  # the first of perhaps thousands
+            kept.update(before)
+            kept[number] = line
+            finite = False
         before.append((number, line))
         tail.append((number, line))
         size += len(line)

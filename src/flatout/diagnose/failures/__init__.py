@@ -23,6 +23,7 @@ from flatout.diagnose.failures import (
     resources,
     samples,
     shapes,
+    symptoms,
 )
 from flatout.diagnose.kind import FailureKind
 
@@ -39,6 +40,7 @@ FAMILIES = {
     "08": "Distributed training",
     "09": "Checkpoints",
     "10": "torch.compile and extensions",
+    "11": "Without an exception",
 }
 
 TABLE: tuple[FailureKind, ...] = (
@@ -122,4 +124,7 @@ TABLE: tuple[FailureKind, ...] = (
     compiling.no_triton,
     compiling.extension_does_not_fit,
     compiling.numpy_does_not_fit,
+    symptoms.loss_not_finite,
+    symptoms.slower,
+    symptoms.device_waits,
 )

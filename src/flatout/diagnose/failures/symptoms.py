@@ -1,0 +1,172 @@
+"""What goes wrong without an exception: a loss that is NaN in a log, a run that became slower, an idle GPU."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from flatout.diagnose.kind import Diagnosis, FailureKind, kind
+from flatout.diagnose.logs import losses
+from flatout.schema.compare import CompareRecord
+from flatout.schema.failure import FailureRecord
+from flatout.schema.findings import Finding, Severity
+from flatout.schema.records import Record
+from flatout.schema.run_summary import BUSY, WAITS, RunSummary
+
+GREW = 3.0  # times the smallest of the last losses
+LAST = 8
+HALF = re.compile(r"fp16|float16|gradscaler|loss.?scale", re.IGNORECASE)
+
+
+@kind("FE110", "loss-not-finite")
+def loss_not_finite(failure: FailureRecord) -> Diagnosis | None:
+    """The loss is NaN or infinite, and the program goes on.
+
+    What:
+        A log shows a loss that is NaN or infinite. From that step on, all weights are NaN as well, and
+        everything that the program saves afterwards is useless.
+    Why it happens:
+        If the loss grew before: the learning rate is too high, or gradients are not clipped. If it came at once:
+        a division by zero, a logarithm or a square root of zero, an average over no element (a mask that hides
+        all of a sample), a NaN in the data, or float16 without a gradient scaler.
+    How to fix it:
+        `flatout run --supervise --on-nan stop` ends the run at the first such loss, before a checkpoint holds
+        it. `torch.autograd.set_detect_anomaly(True)` names the operator whose gradient is NaN.
+        `flatout lr` finds the largest stable learning rate, `flatout check` finds the usual mistakes.
+    Sources:
+        https://docs.pytorch.org/docs/stable/autograd.html#anomaly-detection
+    """
+    if failure.chain:
+        return None
+    before: list[float] = []
+    for line in failure.around:
+        for name, value in losses(line):
+            if math.isfinite(value):
+                before = [*before[1 - LAST :], value]
+                continue
+            return _not_finite(name, value, line, before, any(map(HALF.search, failure.around)))
+    return None
+
+
+def _not_finite(name: str, value: float, line: str, before: list[float], half: bool) -> Diagnosis:
+    grew = len(before) > 1 and before[-1] > GREW * min(map(abs, before)) > 0
+    lower = "flatout lr python train.py   # a lower learning rate, or torch.nn.utils.clip_grad_norm_"
+    anomaly = "torch.autograd.set_detect_anomaly(True)   # names the operator; run without float16" + (
+        " and its scaler first" if half else ""
+    )
+    how = (
+        f"after it had grown from {min(before):.4g} to {before[-1]:.4g}: the training diverged"
+        if grew
+        else f"at once, after {before[-1]:.4g}: one operator or one sample made it"
+        if before
+        else "in the first line that shows it"
+    )
+    what = "NaN" if math.isnan(value) else "infinite"
+    return Diagnosis(
+        f"`{name}` became {what} {how}",
+        "\n".join([lower if grew else anomaly, "flatout run --supervise --on-nan stop python train.py"]),
+        [f"the first such line: {line.strip()[:160]}"],
+    )
+
+
+@kind("FE111", "slower-than-before", judged=CompareRecord)
+def slower(record: CompareRecord) -> Diagnosis | None:
+    """A program became slower.
+
+    What:
+        `flatout compare` measured that B takes longer than A.
+    Why it happens:
+        The phase that grew says where to look: a wait for data, the forward pass, the optimizer. A new version
+        of a package explains it if the source is the same.
+    How to fix it:
+        `flatout bisect` finds the commit. For a package, compare two environments: `flatout compare --python`.
+        `flatout profile` shows the lines and operators of the phase that grew.
+    Sources:
+        https://docs.pytorch.org/docs/stable/profiler.html
+    """
+    seen, a, b = record.step_time, record.a, record.b
+    if seen is None or a is None or b is None or seen.low <= 0:
+        return None
+    grown = {name: ms for name, (ms, low, _) in record.phases_ms.items() if low > 0}
+    where = max(grown, key=lambda name: grown[name], default="")
+    phase = f", most of it in {where} ({grown[where]:+.3g} ms)" if where else ""
+    versions = [
+        f"{name} {a.versions[name]} became {b.versions[name]}"
+        for name in a.versions.keys() & b.versions.keys()
+        if a.versions[name] != b.versions[name]
+    ]
+    command = " ".join(b.command)
+    fixes = [f"flatout profile {command}"]
+    if a.revision != b.revision:
+        fixes.insert(0, f"flatout bisect --good {a.revision} --bad {b.revision or 'HEAD'} {command}")
+    memory = record.memory
+    more = [f"peak memory {100 * memory.value:+.1f} %"] if memory is not None and memory.certain else []
+    return Diagnosis(
+        f"{b.label} takes {100 * seen.value:.1f} % more time a {b.unit} than {a.label} "
+        f"({100 * seen.low:.1f} to {100 * seen.high:.1f} %, {seen.n} pairs){phase}",
+        "\n".join(fixes),
+        [*versions, *more, f"losses: {record.losses.verdict}"],
+    )
+
+
+@kind("FE112", "device-waits", judged=RunSummary)
+def device_waits(record: RunSummary) -> Diagnosis | None:
+    """The GPU, or the program, spent much of a run waiting.
+
+    What:
+        The record of a run shows a long wait for data, or a GPU that was busy for a small share of the time.
+    Why it happens:
+        The loader is slower than the model. Or the host launches work more slowly than the GPU does it: many
+        small operators, values read in every step, Python between the phases.
+    How to fix it:
+        `flatout profile` names the lines, and `flatout tune` tries what needs no edit.
+    Sources:
+        https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html
+    """
+    idle = record.gpu_busy is not None and record.gpu_busy < BUSY
+    if record.data_wait < WAITS and not idle:
+        return None
+    return Diagnosis(
+        f"the run was limited by {record.limited_by}",
+        "\n".join(f"flatout {each} {' '.join(record.command)}" for each in ("profile", "tune")),
+        [f"{record.steps_per_s or 0:.3g} steps/s over {record.steps} steps"],
+    )
+
+
+SYMPTOMS = (loss_not_finite, slower, device_waits)
+
+
+def of_log(lines: list[str]) -> Finding | None:
+    """The symptom that a log without an exception shows."""
+    finding = loss_not_finite.explain(FailureRecord([], lines))
+    return replace(finding, severity=Severity.WRONG.value) if finding is not None else None
+
+
+def of_record(data: Mapping[str, Any]) -> Iterator[Finding]:
+    """The symptoms in a record of `flatout compare` or of a run. Raises nothing for other JSON."""
+    for one in SYMPTOMS:
+        if one.judged is None or not {"schema", *MARKS[one.judged]} <= data.keys():
+            continue
+        try:
+            finding = _finding(one, one.judged.from_json(dict(data)))
+        except (TypeError, AttributeError, KeyError, ValueError):
+            continue
+        if finding is not None:
+            yield finding
+
+
+MARKS: dict[type[Record], set[str]] = {
+    CompareRecord: {"step_time", "phases_ms", "pairs"},
+    RunSummary: {"data_wait", "gpu_busy", "cores_used"},
+}
+
+
+def _finding(one: FailureKind, record: Record) -> Finding | None:
+    answer = one.judge(record)
+    if answer is None:
+        return None
+    evidence = [line for line in answer.evidence if line]
+    return Finding(one.code, one.name, Severity.TIME, answer.said, None, evidence, answer.fix)
