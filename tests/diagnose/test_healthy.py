@@ -21,6 +21,42 @@ loader = DataLoader(TensorDataset(torch.randn(64, 4), torch.zeros(64, dtype=torc
 """
 
 HEALTHY = {
+    "an evaluation whose losses are differentiated after it": """
+        for epoch in range(3):
+            losses = []
+            for x, y in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            for x, y in loader:
+                losses.append(F.cross_entropy(model(x), y))
+            optimizer.zero_grad()
+            torch.stack(losses).mean().backward()
+            optimizer.step()
+    """,
+    "an optimizer for a module inside the model that is called": """
+        head = nn.Linear(3, 2)
+        whole = nn.Sequential(model, head)
+        small = torch.optim.SGD(head.parameters(), lr=0.1)
+        for x, y in loader:
+            small.zero_grad()
+            whole(x).mean().backward()
+            small.step()
+    """,
+    "an optimizer for each parameter, which steps in the backward pass": """
+        each = {p: torch.optim.SGD([{"params": [p]}], lr=0.1) for p in model.parameters()}
+        for p in each:
+            p.register_post_accumulate_grad_hook(lambda p: (each[p].step(), each[p].zero_grad()))
+        for x, y in loader:
+            F.cross_entropy(model(x), y).backward()
+    """,
+    "noise with a seed for each sample": """
+        class Noisy(torch.utils.data.Dataset):
+            def __len__(self):
+                return 9
+            def __getitem__(self, index):
+                return torch.randn(4, generator=torch.Generator().manual_seed(7 + index))
+    """,
     "two networks, three backward passes": """
         other = nn.Linear(3, 4)
         second = torch.optim.Adam(other.parameters())

@@ -48,6 +48,8 @@ from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 from flatout.schema.findings import Finding, Severity
 
+COLLECTS = {"append", "extend", "insert", "add_param_group"}
+
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
     for source, node in program.nodes(ast.Dict):
@@ -71,6 +73,8 @@ def _is(key: ast.expr | None, name: str) -> bool:
 def _each_parameter(source: SourceFile, node: ast.AST, name: str) -> bool:
     """Whether the innermost loop over this name is one over the parameters of a module."""
     for around in source.parents(node):
+        if isinstance(around, ast.Call) and getattr(around.func, "attr", "") not in COLLECTS:
+            return False  # an optimizer for each parameter, which steps during the backward pass
         loops: list[tuple[ast.expr, ast.expr]] = []
         if isinstance(around, (ast.For, ast.AsyncFor)):
             loops = [(around.target, around.iter)]
