@@ -8,7 +8,19 @@ import dataclasses
 import re
 
 import pytest
-from profiles import GAIN, ILL, NO_GAIN, SourceLocation, event, healthy, loader, settings, what_ifs
+from profiles import (
+    GAIN,
+    ILL,
+    LINE,
+    NO_GAIN,
+    Operation,
+    SourceLocation,
+    event,
+    healthy,
+    loader,
+    settings,
+    what_ifs,
+)
 
 from flatout.diagnose.ranking import judge, ranked
 from flatout.diagnose.rules import TABLE
@@ -55,6 +67,17 @@ def test_no_part_takes_more_than_the_step(name, shorter):
     record = dataclasses.replace(record, step_ms=record.step_ms * shorter)
     texts = [text for f in judge(record, TABLE) for text in (f.said, *f.evidence) if " of a " in text]
     assert all(int(share) <= 100 for text in texts for share in re.findall(r"\((\d+) %\)", text)), texts
+
+
+def test_a_float64_detour_is_found_at_the_cast():
+    """A few lines of double precision in a float32 model; a Python number beside a tensor is none."""
+    cast = Operation("aten::copy_", 6, 1.0, share=0.1, dtypes=["float64"], place=LINE)
+    between = Operation("aten::div", 5, 2.0, share=0.2, dtypes=["float64"])
+    scaled = Operation("aten::mul", 5, 2.0, share=0.3, dtypes=["float32", "float64"])
+    findings = judge(healthy(operations=[cast, between, scaled]), TABLE)
+    assert [(f.name, f.place) for f in findings] == [("double_precision", LINE)]
+    assert findings[0].said.startswith("30 %")
+    assert judge(healthy(operations=[scaled]), TABLE) == []
 
 
 def test_an_empty_profile_has_no_findings():

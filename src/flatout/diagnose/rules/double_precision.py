@@ -2,7 +2,7 @@
 
 What:
     Operators on float64 tensors take part of the step. NumPy floats are doubles by default, and
-    torch.from_numpy keeps that type.
+    torch.from_numpy keeps that type. Or a few lines in the middle of a float32 model convert to float64.
 Why it matters:
     Doubles are half as fast as float32 on a CPU and take twice the memory. On most GPUs they are 32 or 64
     times slower.
@@ -30,8 +30,11 @@ FASTER = 2.0  # float32 versus float64 when memory or vector width is the limit
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
-    if not any(_double(o) and o.name.endswith(PRODUCTS) for o in profile.operations) and "float64" not in (
-        profile.settings.get("dtypes") or {}
+    casts = [o for o in profile.operations if o.name == "aten::copy_" and o.dtypes[:1] == ["float64"]]
+    if (
+        not casts
+        and not any(_double(o) and o.name.endswith(PRODUCTS) for o in profile.operations)
+        and "float64" not in (profile.settings.get("dtypes") or {})
     ):
         return  # a Python number next to a tensor is a double too, and costs nothing
     doubles = sorted((o for o in profile.operations if _double(o)), key=lambda o: -o.share)
@@ -40,7 +43,7 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     if ratio < WORTH:
         return
     _, _, called = event_of(profile, "forward")
-    place = next((o.place for o in doubles if o.place), called[0] if called else None)
+    place = next((o.place for o in [*casts, *doubles] if o.place), called[0] if called else None)
     evidence = [f"{o.name}: {100 * o.share:.0f} % of the operators' time" for o in doubles[:5]]
     yield found(
         RULE,
@@ -53,7 +56,10 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
 
 
 def _double(operation: Operation) -> bool:
-    return any(name in kind for kind in operation.dtypes for name in ("float64", "double", "complex128"))
+    """Whether its tensors are doubles. Beside a tensor of another float type, a double is a Python number."""
+    doubles = {"float64", "double", "complex128"} & set(operation.dtypes)
+    others = {"float32", "float16", "bfloat16", "float", "half", "complex64"} & set(operation.dtypes)
+    return bool(doubles) and not others
 
 
 RULE = Rule("FL157", "double_precision", Severity.TIME, __doc__ or "", judge=judge)
