@@ -56,10 +56,7 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
 
 
 def _double(operation: Operation) -> bool:
-    """Whether its tensors are doubles. Beside a tensor of another float type, a double is a Python number."""
-    doubles = {"float64", "double", "complex128"} & set(operation.dtypes)
-    others = {"float32", "float16", "bfloat16", "float", "half", "complex64"} & set(operation.dtypes)
-    return bool(doubles) and not others
+    return any(name in kind for kind in operation.dtypes for name in ("float64", "double", "complex128"))
 
 
 RULE = Rule("FL157", "double_precision", Severity.TIME, __doc__ or "", judge=judge)
