@@ -283,4 +283,11 @@ RECORDED = (
         "epoch 3 loss 0.21\nbash: line 1:  4242 Killed                  python train.py\n",
         "a machine out of memory",
     ),
+    Recorded(
+        "FE106",
+        ("no torch", "source .venv/bin/activate"),
+        "https://docs.python.org/3/library/venv.html",
+        "Traceback (most recent call last):\n  File \"train.py\", line 1, in <module>\n    import torch\nModuleNotFoundError: No module named 'torch'\n",
+        "a Python without torch",
+    ),
 )

@@ -124,6 +124,7 @@ TABLE: tuple[FailureKind, ...] = (
     compiling.no_triton,
     compiling.extension_does_not_fit,
     compiling.numpy_does_not_fit,
+    compiling.no_torch,
     symptoms.loss_not_finite,
     symptoms.slower,
     symptoms.device_waits,

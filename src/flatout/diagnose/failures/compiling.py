@@ -268,3 +268,30 @@ def numpy_does_not_fit(failure: FailureRecord) -> Diagnosis | None:
         else "torch finds no NumPy that it can use (none is installed, or one of another major version)",
         'pip install "numpy<2"          # for a module built for NumPy 1\npip install --upgrade numpy     # if NumPy is missing, or torch is newer',
     )
+
+
+@kind("FE106", "no-torch")
+def no_torch(failure: FailureRecord) -> Diagnosis | None:
+    """The Python that runs the script has no torch.
+
+    What:
+        `import torch` finds no package of this name.
+    Why it happens:
+        The command started another Python than the one into which torch was installed: the environment is not
+        activated, `python` names the system's Python, or torch was never installed here.
+    How to fix it:
+        Activate the environment, or name its Python in the command. flatout itself must be installed there, too.
+    Sources:
+        https://docs.python.org/3/library/venv.html#how-venvs-work
+    """
+    found = match_message(
+        failure, ("ModuleNotFoundError", "ImportError"), r"No module named '(?:torch|torchvision)'"
+    )
+    if found is None:
+        return None
+    return Diagnosis(
+        "the Python that runs this script has no torch",
+        "source .venv/bin/activate            # the environment that has torch, then the same command\n"
+        ".venv/bin/python train.py            # or name its Python\n"
+        'pip install torch "flatout[malloc]"  # or install both here',
+    )
