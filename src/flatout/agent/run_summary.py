@@ -24,6 +24,7 @@ from flatout.agent.step_counters import StepCounters
 from flatout.job.claims import sums_up_first
 from flatout.job.folder import JobFolder, write_json
 from flatout.job.rank_environment import rank_number, this_rank
+from flatout.job.runs import remove_old
 from flatout.measure.clock import seconds
 from flatout.schema.errors import StorageError
 from flatout.schema.run_summary import LIVE, RunSummary, SummaryRequest
@@ -130,6 +131,8 @@ class Summarizer:
                 JobFolder(Path(self.request.folder).parent).make()
                 path = self._free_path(record.rank)
                 write_json(path, record.to_json())
+                if record.rank == 0 and self.request.keeps:
+                    remove_old(Path(self.request.folder), self.request.keeps, self.request.name)
         except (OSError, StorageError):
             path = None
         if self.request.shows and record.rank == 0 and sums_up_first(os.environ.get("FLATOUT_JOB", "")):
@@ -160,6 +163,7 @@ class Summarizer:
             status="done",
             device="cuda" if _on_cuda(self.torch) else "cpu",
             versions={"python": sys.version.split()[0], "torch": str(self.torch.__version__)},
+            machine=self.request.machine,
             rank=rank_number(),
             world_size=here.world_size if here is not None else int(os.environ.get("WORLD_SIZE") or 1),
             plan=self.plan,

@@ -111,6 +111,7 @@ def command(
     summary: bool,
     export: tuple[str, ...],
     export_every: float,
+    keep_runs: int,
     words: tuple[str, ...],
     **elsewhere: object,
 ) -> int:
@@ -139,8 +140,8 @@ def command(
             *(["--rescue"] if rescue else []),
         ]
         return launch_targets.go(place, cmd, os.environ, options)
-    left = exports.summary_of(cmd, summary, export, export_every)
     facts = look()
+    left = exports.summary_of(cmd, facts.machine, summary, export, export_every, keep_runs)
     if asked.shard == "always" and not asked.several and place is None:
         raise UsageError(
             "--shard splits weights between ranks, but there is only one rank. Give their number: --procs 2 --shard always."

@@ -6,6 +6,7 @@
     flatout.toml           the Plan
     report.html
     profile.json           record of `flatout profile`, next to profile.html
+    runs/<run>/rank0.json  record of `flatout run`
     trials/<n>/            one measured run: spec.json, result.json, stdout.log, stderr.log, saved/
     trials/handed_on/      samples shared by the programs of a search, while it runs
 """

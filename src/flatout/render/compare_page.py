@@ -40,13 +40,19 @@ LOSS_STATUS = {"same bits": "same", "within the spread": "equivalent", "differen
 
 def headline(record: CompareRecord) -> str:
     """Say in one line whether B is faster or slower, with the interval."""
-    seen = record.step_time
+    return change_sentence(record.step_time, _unit(record))
+
+
+def change_sentence(seen: Change | None, unit: str) -> str:
+    """Say in one line how the step time of B differs from that of A, with the interval."""
     if seen is None or drawable(seen.value) is None:
         return "Nothing was compared"
     inside = f"({_ends(seen)}, n={seen.n})"
     if not seen.certain:
         return f"No difference in step time beyond the noise {inside}"
-    return f"B is {'slower' if seen.value > 0 else 'faster'}: {change_text(seen.value)} time per {_unit(record)} {inside}"
+    return (
+        f"B is {'slower' if seen.value > 0 else 'faster'}: {change_text(seen.value)} time per {unit} {inside}"
+    )
 
 
 def change_text(share: float) -> str:

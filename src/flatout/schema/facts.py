@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 ASKED_DEVICE = "FLATOUT_DEVICE"  # environment variable with the device of `--device`
+
+
+def machine_name(cpu: object, cores: object, gpus: Iterable[object]) -> str:
+    """Name a machine by what its speed depends on; records of another name are of another machine."""
+    return ", ".join([f"{cpu}, {cores} cores", *map(str, gpus)])
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,10 @@ class Facts:
     def asked_device(self) -> str:
         """Return the device that the program is redirected to (`--device`), or "" without a redirection."""
         return self.environment.get(ASKED_DEVICE, "")
+
+    @property
+    def machine(self) -> str:
+        return machine_name(self.cpu, self.cores, (gpu.name for gpu in self.gpus))
 
     @property
     def cuda(self) -> bool:

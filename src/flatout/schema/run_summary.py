@@ -18,7 +18,10 @@ LIVE = ("steps_per_s", "samples_per_s", "data_wait", "cores_used", "memory_bytes
 
 @dataclass(frozen=True)
 class SummaryRequest:
-    """``folder`` and ``name`` of the record. ``shows``: print it. ``every_s``: seconds between live figures; 0 for none."""
+    """``folder`` and ``name`` of the record. ``shows``: print it. ``every_s``: seconds between live figures; 0 for none.
+
+    ``machine``: its name (`Facts.machine`). ``keeps``: how many runs of the job keep their record; 0 for all.
+    """
 
     folder: str
     name: str
@@ -26,6 +29,8 @@ class SummaryRequest:
     created: str
     shows: bool = True
     every_s: float = 0.0
+    machine: str = ""
+    keeps: int = 0
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SummaryRequest:
@@ -41,6 +46,7 @@ class RunSummary(ProgramRecord):
     """
 
     schema: int = SCHEMA
+    machine: str = ""
     rank: int = 0
     world_size: int = 1
     plan: dict[str, Any] = field(default_factory=dict)
@@ -65,6 +71,10 @@ class RunSummary(ProgramRecord):
         if self.device == "cuda":
             return "computing on the GPU"
         return f"computing, on {self.cores_used:.1f} of {self.cores} cores"
+
+    @property
+    def result(self) -> str:
+        return {"ended": "finished", "KeyboardInterrupt": "interrupted"}.get(self.how, "failed")
 
     @property
     def tuned(self) -> bool:

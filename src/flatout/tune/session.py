@@ -39,11 +39,10 @@ def key_of(command: Command, facts: Facts, ranks: str = "") -> dict[str, str]:
 
     ``ranks``: how it is split, "" for one process.
     """
-    gpus = ", ".join(gpu.name for gpu in facts.gpus)
     return {
         "command": " ".join(command.shown),
         "script": command.script_digest,
-        "machine": f"{facts.cpu}, {facts.cores} cores" + (f", {gpus}" if gpus else ""),
+        "machine": facts.machine,
         "versions": ", ".join(
             f"{name} {facts.versions[name]}" for name in ("torch", "torchvision") if name in facts.versions
         ),

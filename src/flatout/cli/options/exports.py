@@ -14,6 +14,7 @@ import click
 
 from flatout.cli.options.arguments import Duration, did_you_mean
 from flatout.export.trackers import MODULES
+from flatout.job.runs import RUNS
 from flatout.launch.command import Command
 from flatout.measure.clock import today
 from flatout.render.formatting import shell
@@ -23,11 +24,19 @@ from flatout.tune.session import job_folder
 
 JSONL = "jsonl"
 NAMES = (JSONL, *MODULES)
+KEPT_RUNS = 200
 
 
 def options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add ``summary``, ``export`` and ``export_every``."""
+    """Add ``summary``, ``export``, ``export_every`` and ``keep_runs``."""
     for option in (
+        click.option(
+            "--keep-runs",
+            default=KEPT_RUNS,
+            show_default=True,
+            type=click.IntRange(0),
+            help="How many runs of a command keep their record; older ones are removed. 0 keeps all.",
+        ),
         click.option(
             "--export-every",
             default="5s",
@@ -52,7 +61,9 @@ def options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def summary_of(cmd: Command, shows: bool, export: Sequence[str], every_s: float) -> SummaryRequest | None:
+def summary_of(
+    cmd: Command, machine: str, shows: bool, export: Sequence[str], every_s: float, keeps: int
+) -> SummaryRequest | None:
     """Return the request for the record of this run; None without one.
 
     Raises UsageError for an unknown or missing tracker.
@@ -71,8 +82,9 @@ def summary_of(cmd: Command, shows: bool, export: Sequence[str], every_s: float)
             )
     now = today()
     name = f"{''.join(c for c in now[:19] if c.isdigit() or c == 'T')}-{os.getpid()}"
-    folder = job_folder(cmd).path.resolve() / "runs"
-    return SummaryRequest(str(folder), name, cmd.shown, now, shows, max(0.1, every_s) if export else 0.0)
+    folder = job_folder(cmd).path.resolve() / RUNS
+    live_s = max(0.1, every_s) if export else 0.0
+    return SummaryRequest(str(folder), name, cmd.shown, now, shows, live_s, machine, keeps)
 
 
 def start(request: SummaryRequest, export: Sequence[str]) -> None:
