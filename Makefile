@@ -37,6 +37,7 @@ quick: $(VENV)/.ready
 lint: $(VENV)/.ready
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file bench/mypy.ini bench/*.py
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix --select I $(CHECKED)

@@ -17,8 +17,8 @@ from provenance import ROOT, markdown_table, read_result, some_or_all, stamp, wr
 
 sys.path.insert(0, str(ROOT / "tests" / "resume"))
 from interrupted import Programs, live
-from mutants import CHECKS, Check
-from traps import TRAPS
+from mutants import CHECKS, Check  # type: ignore[attr-defined]  # of tests/resume
+from traps import TRAPS  # type: ignore[attr-defined]  # of tests/resume
 
 SAFE, SEEN = ("refused", "right"), ("WRONG", "crashed")
 

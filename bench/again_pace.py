@@ -19,7 +19,7 @@ from again import GOES_ON, measure
 from provenance import HERE, RESULTS, markdown_table, stamp, write_result
 
 PROGRAM = HERE / "programs" / "again_small.py"
-SMALL = {"name": "small", "cwd": "small", "argv": ["python", "train.py"]}
+SMALL: dict[str, Any] = {"name": "small", "cwd": "small", "argv": ["python", "train.py"]}
 
 
 def measured(seconds: float, processes: int) -> list[dict[str, Any]]:

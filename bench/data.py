@@ -30,8 +30,8 @@ from typing import Any
 
 from pairs import ComparisonSide, comparison, ratio_of, spell
 from provenance import HERE, markdown_table, read_result, stamp, write_result
+from run_environment import run_environment
 
-from flatout.cli.run import _environment as run_environment
 from flatout.job.folder import JobFolder
 from flatout.launch.command import understand
 from flatout.measure.clock import seconds

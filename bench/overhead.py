@@ -36,8 +36,8 @@ from statistics import median
 from typing import Any
 
 from provenance import HERE, RESULTS, markdown_table, read_result, stamp, write_result
+from run_environment import run_environment
 
-from flatout.cli.run import _environment as run_environment
 from flatout.measure.statistics import quantile
 from flatout.probe.machine import look
 from flatout.schema.facts import Facts

@@ -7,7 +7,7 @@ outer two. The start of the client is not in the blocks; its processor time is a
 
 The row `none` has no tracker and stops nothing: it shows how far equal blocks are apart.
 
-    python bench/trackers.py                     all trackers, about 10 minutes
+    python bench/trackers.py                     all trackers, about 30 minutes
     python bench/trackers.py --only jsonl,wandb
 """
 
@@ -39,8 +39,8 @@ THEME = "trackers"
 PROGRAM = HERE / "programs" / "timed_steps.py"
 EVERY = "1s"
 START_S = 20.0  # until the client has started
-BLOCK_S = 5.0
-SETTLE_S = 0.5  # after a switch
+BLOCK_S = 2.5
+SETTLE_S = 0.3  # after a switch
 GOAL_US, GOAL_SHARE = 20.0, 0.01
 CASES = (
     "none",
@@ -241,8 +241,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default=",".join(CASES), help="the cases, separated by commas")
-    parser.add_argument("--processes", type=int, default=3, help="trainings of each case (default 3)")
-    parser.add_argument("--rounds", type=int, default=2, help="rounds of four blocks in each (default 2)")
+    parser.add_argument("--processes", type=int, default=2, help="trainings of each case (default 2)")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds of four blocks in each (default 8)")
     args = parser.parse_args()
     chosen = [case for case in CASES if case in args.only.split(",")]
     if not chosen:

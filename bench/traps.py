@@ -18,7 +18,7 @@ from provenance import ROOT, markdown_table, read_result, some_or_all, stamp, wr
 
 sys.path.insert(0, str(ROOT / "tests" / "resume"))
 from interrupted import BEFORE_ITS_NEXT_SAVE, ONCE, TWICE, Programs, live
-from traps import TRAPS, Trap
+from traps import TRAPS, Trap  # type: ignore[attr-defined]  # of tests/resume
 
 OF_ITS_OWN = ("accumulator_made_inside", "list_of_losses", "own_generators")
 OWN_PROCESS, EARLY = "in a process of its own", "killed twice, the second time before its next save"

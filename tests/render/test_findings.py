@@ -14,7 +14,7 @@ from flatout.diagnose.check import check
 from flatout.diagnose.rules import TABLE
 from flatout.probe.program import ScriptProgram
 from flatout.render.findings import finding_lines, github_lines, sarif_text
-from flatout.schema.findings import Finding, Severity, SourceLocation
+from flatout.schema.findings import Edit, Finding, Severity, SourceLocation
 from flatout.schema.outputs import FindingsRecord
 
 PLACE = SourceLocation("my train.py", 3, 5, "Net.forward", "x = y.item()", 4)
@@ -35,6 +35,7 @@ FOUND = [
         "waits [red]always[/red]",
         PLACE,
         levers=["loader"],
+        edits=[Edit(3, 5, 3, 9, "b()")],
     ),
     Finding("FD001", "no_place", Severity.FRAGILE.value, "has no place"),
 ]
@@ -154,6 +155,16 @@ def sarif_complaints(log: dict) -> list[str]:
                     "startLine counts from 1",
                 )
                 want(region.get("startColumn", 1) >= 1, "startColumn counts from 1")
+            for change in [c for fix in result.get("fixes", []) for c in fix["artifactChanges"]]:
+                want(" " not in change["artifactLocation"]["uri"], "uri of a fix is one")
+                for each in change["replacements"]:
+                    region = each["deletedRegion"]
+                    start, end = (
+                        (region["startLine"], region["startColumn"]),
+                        (region["endLine"], region["endColumn"]),
+                    )
+                    want((1, 1) <= start <= end, "the region of a fix")
+                    want(isinstance(each["insertedContent"]["text"], str), "the text of a fix")
     return found
 
 
@@ -162,6 +173,7 @@ def test_sarif_meets_the_standard():
     assert sarif_complaints(log) == []
     assert [result["ruleId"] for result in log["runs"][0]["results"]] == ["FL001", "FL101", "FD001"]
     assert "ruleIndex" not in log["runs"][0]["results"][2]
+    assert ["fixes" in result for result in log["runs"][0]["results"]] == [False, True, False]
 
 
 @pytest.mark.parametrize(

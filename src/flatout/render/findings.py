@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from flatout.render.formatting import legible, one_line, sentence
-from flatout.schema.findings import Finding, Severity, SourceLocation
+from flatout.schema.findings import Edit, Finding, Severity, SourceLocation
 
 STYLES = {
     Severity.WRONG.value: "bold red",
@@ -172,7 +172,26 @@ def _result(finding: Finding, order: Sequence[str]) -> dict[str, Any]:
             {"id": number, "physicalLocation": _location(place)}
             for number, place in enumerate(finding.others)
         ]
+    if finding.place is not None and finding.edits:
+        result["fixes"] = [_fix(finding.place.file, finding.edits)]
     return result
+
+
+def _fix(file: str, edits: Sequence[Edit]) -> dict[str, Any]:
+    replacements = [
+        {
+            "deletedRegion": {
+                "startLine": edit.line,
+                "startColumn": edit.column,
+                "endLine": edit.end_line,
+                "endColumn": edit.end_column,
+            },
+            "insertedContent": {"text": edit.text},
+        }
+        for edit in edits
+    ]
+    change = {"artifactLocation": {"uri": quote(file)}, "replacements": replacements}
+    return {"description": {"text": "flatout fix --apply"}, "artifactChanges": [change]}
 
 
 def _location(place: SourceLocation) -> dict[str, Any]:
