@@ -73,6 +73,11 @@ THEMES = (
         "The findings of `flatout check` on public training scripts, each reviewed by hand",
     ),
     (
+        "pull_requests",
+        "python bench/pull_requests.py --mirrors DIR",
+        "Whether `check` and `profile` name what maintainers of public trainers found and fixed; other findings, each reviewed by hand",
+    ),
+    (
         "data",
         "python bench/data.py",
         "The speed-up of the data path, by itself and in training, compared with a preloaded batch and other libraries",
