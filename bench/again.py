@@ -59,7 +59,7 @@ TIMES = re.compile(
   | ms/batch \s+ [\d.]+
   | mfu \s+ -?[\d.]+%
   | [\d.?]+ \s* (?: it/s | s/it )
-  | \b (?: fps | time_elapsed ) [\s|]* [\d.]+
+  | \b (?: fps | time_elapsed | tokens_per_second \w* ) [\s|:]* [\d.]+
   | \d+:\d\d (?: :\d\d (?: ,\d+ )? )? (?: < (?: [\d:]+ | \? ) )?
   | \b (?: \d+ (?: ms | s | m | h | D ) )+ \b
   | \b [\d.]+ \s? (?: seconds | secs? | ms | s ) \b

@@ -193,6 +193,11 @@ THEMES = (
         "Programs of trainer frameworks: losses bit by bit, what a profile finds, speed-up, exact resume",
     ),
     (
+        "rivals",
+        "python bench/rivals.py DIR",
+        "Other tools on public scripts, as their own documentation says, and flatout: speed, losses, lines edited",
+    ),
+    (
         "two_hosts",
         "python bench/two_hosts.py",
         "A training over two hosts with link cuts and kills: continues, restarts or ends, and never hangs",

@@ -258,7 +258,7 @@ def stall(seconds_each: float, scratch: Path) -> list[dict[str, Any]]:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
             batches = [torch.randn(batch, width)] * 10**6
             more: dict[str, Any] = {"checkpoint_dir": scratch / f"stall {name}"} if side == "saves" else {}
-            loops[side] = flatout.Loop(model, optimizer, lambda m, b: m(b).square().mean(), batches, **more)
+            loops[side] = flatout.Loop(model, optimizer, lambda m, b: m(b).square().mean(), batches, **more)  # type: ignore[operator]
         steps = {side: iter(loop) for side, loop in loops.items()}
         saver = loops["saves"]._saving.saver
 

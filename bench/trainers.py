@@ -47,8 +47,12 @@ PACKAGES = {  # the program's framework, and what it trains with
     "ultralytics_cls": ("ultralytics",),
     "timm_loop": ("timm",),
     "monai_segmentation": ("monai", "pytorch-ignite"),
+    "torchtune_full": ("torchtune", "torchao"),
 }
-PREPARED = ("ultralytics_cls",)  # `prepare` writes their data; a training that is killed finds it
+PREPARED = (
+    "ultralytics_cls",
+    "torchtune_full",
+)  # `prepare` writes their data; a training that is killed finds it
 PARTS = ("transparent", "profile", "tune", "resume")
 # Except for `tune`, which chooses the number of threads. `flatout trial` sets WANDB_MODE, and transformers prints it.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
@@ -64,7 +68,7 @@ def versions_of(name: str) -> dict[str, str]:
 
 
 def prepare(name: str, folder: Path) -> None:
-    """Copies the programs into a folder, and writes the data of one."""
+    """Copies the programs into a folder, and writes the data of those that need it."""
     shutil.copytree(PROGRAMS, folder, ignore=shutil.ignore_patterns("__pycache__", ".*"))
     if name in PREPARED:
         subprocess.run([sys.executable, f"{name}.py", "prepare"], cwd=folder, check=True)
