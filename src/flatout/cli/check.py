@@ -149,21 +149,21 @@ def ran(words: tuple[str, ...], run_s: float) -> list[Finding]:
     ]
 
 
-def read(words: tuple[str, ...]) -> ScriptProgram:
-    """Return the program that a command line starts.
+def read(words: tuple[str, ...], name: str = "check") -> ScriptProgram:
+    """Return the program that a command line starts. ``name``: the flatout command, for messages.
 
     Raises UsageError if its source is missing or unreadable."""
     if not words:
         raise UsageError(
-            "no program was given. Try `flatout check train.py`, or `flatout check python train.py --lr 0.1`."
+            f"no program was given. Try `flatout {name} train.py`, or `flatout {name} python train.py --lr 0.1`."
         )
     if words[0] != "-m":
-        words_or_usage(words, "check")
+        words_or_usage(words, name)
     script, module = _script(words)
     try:
         return ScriptProgram.read(script, Path.cwd() if module else None)
     except Unreadable as error:
-        raise UsageError(f"{error}. `flatout check` reads Python source; nothing was checked.") from None
+        raise UsageError(f"{error}. `flatout {name}` reads Python source; nothing was checked.") from None
     except FileNotFoundError:
         raise UsageError(
             f"no script {str(script)!r} here. Check the path, or change to the script's folder."

@@ -54,7 +54,7 @@ def command(
 
     The exit code is 0 without edits or after --apply, 1 if there are edits to apply, 2 for a usage error.
     """
-    program = read(words)
+    program = read(words, "fix")
     findings = check(program, select, ignore)
     wanted = [finding for finding in findings if every or not CHANGES[finding.rule]]
     changed = fixes(program, wanted)
