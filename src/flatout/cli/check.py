@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import click
 from rich.console import Console
 
-from flatout.cli.options.arguments import PROGRAM, Duration, complete_files, words_or_usage, writable
+from flatout.cli.options.arguments import PROGRAM, Duration, complete_files, writable
 from flatout.cli.options.each_script import findings_of_each
 from flatout.cli.options.json_output import json_option, print_json
+from flatout.cli.options.scripts import read, rule_options
 from flatout.cli.profile import SHORTEST_S, profile
 from flatout.diagnose.check import check
 from flatout.diagnose.profiled_program import ProfileOptions
@@ -20,11 +20,9 @@ from flatout.diagnose.rules import TABLE
 from flatout.job.secrets import masked
 from flatout.launch.command import understand
 from flatout.probe.machine import look
-from flatout.probe.program import ScriptProgram
-from flatout.probe.script import Unreadable
 from flatout.render.findings import finding_lines, github_lines, sarif_text, summary
 from flatout.render.formatting import shell
-from flatout.schema.errors import ProgramNotFound, UsageError
+from flatout.schema.errors import UsageError
 from flatout.schema.findings import Finding
 from flatout.schema.outputs import FindingsRecord, Page, PagesRecord
 from flatout.tune.session import job_folder
@@ -32,19 +30,8 @@ from flatout.tune.session import job_folder
 FORMATS = ("text", "json", "github", "sarif")
 
 
-def codes(ctx: object, option: object, value: tuple[str, ...]) -> list[str]:
-    return [code.strip().upper() for each in value for code in each.split(",") if code.strip()]
-
-
 @click.command(context_settings=PROGRAM)
-@click.option(
-    "--select",
-    multiple=True,
-    callback=codes,
-    metavar="CODES",
-    help="Check only these rules: FL012, or FL1 for all rules with this prefix.",
-)
-@click.option("--ignore", multiple=True, callback=codes, metavar="CODES", help="Skip these rules.")
+@rule_options
 @click.option(
     "--format",
     "form",
@@ -147,58 +134,6 @@ def ran(words: tuple[str, ...], run_s: float) -> list[Finding]:
         )
         for finding in found
     ]
-
-
-def read(words: tuple[str, ...], name: str = "check") -> ScriptProgram:
-    """Return the program that a command line starts. ``name``: the flatout command, for messages.
-
-    Raises UsageError if its source is missing or unreadable."""
-    if not words:
-        raise UsageError(
-            f"no program was given. Try `flatout {name} train.py`, or `flatout {name} python train.py --lr 0.1`."
-        )
-    if words[0] != "-m":
-        words_or_usage(words, name)
-    script, module = _script(words)
-    try:
-        return ScriptProgram.read(script, Path.cwd() if module else None)
-    except Unreadable as error:
-        raise UsageError(f"{error}. `flatout {name}` reads Python source; nothing was checked.") from None
-    except FileNotFoundError:
-        raise UsageError(
-            f"no script {str(script)!r} here. Check the path, or change to the script's folder."
-        ) from None
-    except OSError as error:
-        raise UsageError(f"{script} cannot be read: {error.strerror or error}.") from None
-
-
-def _script(words: tuple[str, ...]) -> tuple[Path, bool]:
-    first = Path(words[0])
-    if words[0] == "-m":
-        words = ("python", *words)
-    elif first.suffix in (".py", ".ipynb") or first.is_dir() or (first.is_file() and len(words) == 1):
-        return first, False
-    try:
-        understood = understand(words)
-    except ProgramNotFound as error:
-        raise UsageError(str(error)) from None
-    if understood.script is None:
-        what = (
-            f"module {understood.module!r} has no file below this folder"
-            if understood.module
-            else f"`{' '.join(words)}` names no Python file"
-        )
-        raise UsageError(f"{what}, so there is nothing to check. Give the script: `flatout check train.py`.")
-    if (
-        understood.script.suffix == ""
-        and understood.script.is_file()
-        and understood.script.read_bytes()[:2] == b"#!"
-        and b"python" not in understood.script.open("rb").readline()
-    ):
-        raise UsageError(
-            f"{understood.script} is not a Python script. Give the script that it starts: `flatout check train.py`."
-        )
-    return understood.script, understood.module is not None
 
 
 def _explain(code: str, form: str) -> None:

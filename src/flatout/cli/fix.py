@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
+from codecs import BOM_UTF8
 from pathlib import Path
 
 import click
 
-from flatout.cli.check import codes, read
 from flatout.cli.options.arguments import PROGRAM, complete_files
 from flatout.cli.options.json_output import json_option, print_json
+from flatout.cli.options.messages import say
+from flatout.cli.options.scripts import read, rule_options
 from flatout.diagnose.check import check
 from flatout.diagnose.fix import fixes
 from flatout.diagnose.rules import TABLE
+from flatout.job.folder import write_whole
+from flatout.render.formatting import several
 from flatout.schema.errors import StorageError
 from flatout.schema.findings import Finding
 from flatout.schema.outputs import FixedFile, FixesRecord
@@ -23,10 +24,7 @@ CHANGES = {rule.code: rule.fix_changes for rule in TABLE}
 
 
 @click.command(context_settings=PROGRAM)
-@click.option(
-    "--select", multiple=True, callback=codes, metavar="CODES", help="Fix only findings of these rules."
-)
-@click.option("--ignore", multiple=True, callback=codes, metavar="CODES", help="Skip these rules.")
+@rule_options
 @click.option("--diff/--apply", "only_diff", default=True, help="Show the edits (default), or write them.")
 @click.option("--all", "every", is_flag=True, help="Also edits that change what the program learns.")
 @json_option
@@ -71,9 +69,11 @@ def command(
             click.echo("".join(file.diff for file in files), nl=False)
         _report(files, only_diff)
         if others := [finding for finding in findings if finding.edits and finding not in wanted]:
-            _say(f"{_counted(len(others))} would change what the program learns when fixed: add --all")
+            say(
+                f"{several(len(others), 'finding')} would change what the program learns when fixed: add --all"
+            )
         if advice:
-            _say(f"{_counted(len(advice))} without a certain fix: flatout check")
+            say(f"{several(len(advice), 'finding')} without a certain fix: flatout check")
     return 1 if only_diff and any(file.fixed for file in files) else 0
 
 
@@ -85,16 +85,12 @@ def _report(files: list[FixedFile], only_diff: bool) -> None:
     for finding in (each for file in files for each in file.left):
         click.echo(f"{_at(finding)}: not fixed, its edit overlaps another; run the command again", err=True)
     count = sum(len(file.fixed) for file in files)
-    said = f"{_counted(count)} can be fixed: add --apply" if only_diff else f"fixed {_counted(count)}"
-    _say(said if count else "nothing to fix")
-
-
-def _counted(count: int) -> str:
-    return f"{count} finding{'' if count == 1 else 's'}"
-
-
-def _say(sentence: str) -> None:
-    click.echo(f"flatout: {sentence}", err=True)
+    said = (
+        f"{several(count, 'finding')} can be fixed: add --apply"
+        if only_diff
+        else f"fixed {several(count, 'finding')}"
+    )
+    say(said if count else "nothing to fix")
 
 
 def _at(finding: Finding) -> str:
@@ -104,16 +100,13 @@ def _at(finding: Finding) -> str:
 
 def _write(path: Path, text: str) -> None:
     """Replace the text of a file; keep its mode, its encoding and links to it. Raises StorageError."""
-    real = Path(os.path.realpath(path))
+    real = path.resolve()
     try:
-        mark = "utf-8-sig" if real.read_bytes().startswith(b"\xef\xbb\xbf") else "utf-8"
-        with tempfile.NamedTemporaryFile(
-            "w", dir=real.parent, prefix=f".{real.name}.", delete=False, encoding=mark, newline=""
-        ) as file:
-            file.write(text)
-        shutil.copymode(real, file.name)
-        os.replace(file.name, real)
-    except OSError as error:
+        mode, marked = real.stat().st_mode, real.read_bytes().startswith(BOM_UTF8)
+        write_whole(real, "\N{ZERO WIDTH NO-BREAK SPACE}" * marked + text)
+        real.chmod(mode)
+    except (OSError, StorageError) as error:
+        why = error.__cause__ or error
         raise StorageError(
-            f"{path} cannot be written: {error.strerror or error}. Apply the diff yourself: flatout fix {path}."
+            f"{path} was not edited: {why}. Apply the diff yourself: flatout fix {path}."
         ) from None

@@ -27,8 +27,8 @@ from flatout.cli.options.arguments import (
 )
 from flatout.cli.options.device import choose, device_option, hint
 from flatout.cli.options.grouped import Grouped, survival_option
+from flatout.cli.options.messages import say
 from flatout.job.folder import read_json, write_json
-from flatout.job.sanitize import harmless
 from flatout.launch.caches import private_caches
 from flatout.launch.command import Command, understand
 from flatout.launch.environment import attached, listening
@@ -154,9 +154,9 @@ def command(
         plan = (plan or Plan()).with_choice(choice)
     if plan is None and not asked.several and place is None:
         remark = remark or f"no plan fits this command yet{other}"
-        _say(f"{remark}; running it as it is. To tune: flatout tune {hint(device)}{shell(cmd.shown)}")
+        say(f"{remark}; running it as it is. To tune: flatout tune {hint(device)}{shell(cmd.shown)}")
     elif remark:
-        _say(remark)
+        say(remark)
     keeps = rescue or resume or watched.asked
     request = RunRequest(
         WITH_CHECKPOINTS if keeps else ENTRY,
@@ -184,7 +184,7 @@ def _run_alone(cmd: Command, request: RunRequest, watched: supervision.Supervisi
         _become(becomes, {**_listening(), **watched.environment})
     if cmd.closed:
         if not counted:
-            _say(f"nothing can be applied: `python {cmd.closed}` disables flatout; remove the option")
+            say(f"nothing can be applied: `python {cmd.closed}` disables flatout; remove the option")
         _become(becomes, dict(os.environ))
     if counted:
         request = replace(request, entry=COUNTED)
@@ -211,7 +211,7 @@ def _run_as_ranks(
             f"`python {cmd.closed}` disables flatout, so every rank would train on the same data. Remove the option."
         )
     first = place is None or not place.nodes.node_rank
-    plan = plan_of_ranks(cmd, request.facts, request.plan, chosen, asked.at_least_two, _say, first)
+    plan = plan_of_ranks(cmd, request.facts, request.plan, chosen, asked.at_least_two, say, first)
     environment = _environment(replace(request, plan=plan, seed=secrets.randbits(31)))
     if place is not None and place.cluster == "ray":
         return launch_targets.go(place, cmd, environment)
@@ -293,9 +293,9 @@ def _tune_first(words: tuple[str, ...], budget: float, asked: ranks.RankOptions)
     except ProgramNotFound:
         raise
     except FlatoutError as error:
-        _say(f"tuning ended without a plan ({str(error).splitlines()[0]}); running the program as it is")
+        say(f"tuning ended without a plan ({str(error).splitlines()[0]}); running the program as it is")
         return Plan()
-    _say(session.message)
+    say(session.message)
     return plan_of(session)
 
 
@@ -311,7 +311,7 @@ def _environment(request: RunRequest) -> dict[str, str]:
         extra["PYTHONHASHSEED"] = os.environ.get("PYTHONHASHSEED") or "0"
     variables, outcomes = before_start(TABLE, request.plan, request.facts)
     for sentence in private_caches(os.environ)[1]:
-        _say(sentence)
+        say(sentence)
     job = Path(tempfile.mkdtemp(prefix="flatout-run-")) / "job.json"
     write_json(job, replace(request, started=tuple(outcome.to_json() for outcome in outcomes)).to_json())
     return attached(job, {**extra, **variables}, becomes=request.seed is None)
@@ -329,7 +329,3 @@ def _become(cmd: Command, environment: dict[str, str]) -> NoReturn:
         os.execvpe(cmd.argv[0], list(cmd.argv), environment)
     except OSError as error:
         raise ProgramNotFound(f"{cmd.argv[0]} cannot be started: {error.strerror}.") from None
-
-
-def _say(sentence: str) -> None:
-    sys.stderr.write(f"flatout: {harmless(sentence)}\n")

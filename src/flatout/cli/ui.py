@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import webbrowser
 from pathlib import Path
 
@@ -10,9 +9,9 @@ import click
 
 from flatout import __version__
 from flatout.cli.options.json_output import json_option, print_json
+from flatout.cli.options.messages import say
 from flatout.compare.history import read_history, records_folder
 from flatout.job.folder import FOLDER, write_whole
-from flatout.job.sanitize import harmless
 from flatout.measure.clock import today
 from flatout.probe.machine import look
 from flatout.render.formatting import shell
@@ -42,9 +41,9 @@ def command(folder: Path, open_: bool, as_json: bool) -> None:
     here = Origin(facts.machine, facts.versions.get("torch", ""), "cuda" if facts.cuda else "cpu")
     history = read_history(root, HistoryRecord(str(root.resolve()), today(), __version__, here))
     for each in history.skipped[:MOST_NAMED]:
-        _say(f"skipped {root / each.path}: {each.why}")
+        say(f"skipped {root / each.path}: {each.why}")
     if len(history.skipped) > MOST_NAMED:
-        _say(f"skipped {len(history.skipped) - MOST_NAMED} more; the page names them")
+        say(f"skipped {len(history.skipped) - MOST_NAMED} more; the page names them")
     if not history.jobs and not history.baselines:
         raise _nothing_in(folder)
     if as_json:
@@ -75,7 +74,3 @@ def _nothing_in(folder: Path) -> UsageError:
         f"flatout has left no records in {folder.resolve()}. "
         + (near or "`flatout run COMMAND...` records a run, `flatout tune COMMAND...` finds a faster plan.")
     )
-
-
-def _say(sentence: str) -> None:
-    sys.stderr.write(f"flatout: {harmless(sentence)}\n")

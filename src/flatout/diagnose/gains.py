@@ -46,8 +46,8 @@ def how(name: str) -> str:
     return f"what-if: {BOUND.get(name, name)}"
 
 
-def without(profile: ProfileRecord, ms: float | None) -> Ratio | None:
-    """The speed-up without calls of ``ms``, if it reaches WORTH.
+def without(profile: ProfileRecord, ms: float | None, least: float = WORTH) -> Ratio | None:
+    """The speed-up without calls of ``ms``, if it reaches ``least``.
 
     Their time is measured; that nothing else would wait instead is not.
     """
@@ -55,7 +55,7 @@ def without(profile: ProfileRecord, ms: float | None) -> Ratio | None:
     if not ms or not step or ms <= 0:
         return None
     ratio = step / max(step - ms, 0.05 * step)
-    return Ratio(ratio, ratio, ratio, max(1, profile.steps)) if ratio >= WORTH else None
+    return Ratio(ratio, ratio, ratio, max(1, profile.steps)) if ratio >= least else None
 
 
 def found(

@@ -53,9 +53,9 @@ class FailureKind:
     judge: Callable[[Any], Diagnosis | None]
     reports: bool = False
     judged: type[Record] | None = None
+    severity: Severity = Severity.FATAL
 
     # A kind and a rule share the format of their pages.
-    severity = Severity.FATAL
     sections = SECTIONS
     title = Rule.title
     section = Rule.section
@@ -68,21 +68,23 @@ class FailureKind:
         return self.judge(failure) if self.judged is None else None
 
     def explain(self, failure: FailureRecord) -> Finding | None:
-        """The finding for a failure, always fatal, or None.
+        """The finding for a failure, or None.
 
         Raises any exception of the matcher: that is a bug in flatout.
         """
-        answer = self.match(failure)
+        own = failure.own
+        return self.finding(self.match(failure), own.place() if own else None)
+
+    def finding(self, answer: Diagnosis | None, place: SourceLocation | None = None) -> Finding | None:
+        """The finding for an answer; ``place`` is that of the user's line, if the answer has no other."""
         if answer is None:
             return None
-        own = failure.own
-        place = answer.place or (own.place() if own else None)
         return Finding(
             self.code,
             self.name,
-            Severity.FATAL,
+            self.severity,
             answer.said,
-            place,
+            answer.place or place,
             [line for line in answer.evidence if line],
             answer.fix,
             list(answer.levers),
@@ -90,9 +92,13 @@ class FailureKind:
 
 
 def kind(
-    code: str, name: str, reports: bool = False, judged: type[Record] | None = None
+    code: str,
+    name: str,
+    reports: bool = False,
+    judged: type[Record] | None = None,
+    severity: Severity = Severity.FATAL,
 ) -> Callable[[Callable[[Any], Diagnosis | None]], FailureKind]:
-    return lambda judge: FailureKind(code, name, judge, reports, judged)
+    return lambda judge: FailureKind(code, name, judge, reports, judged, severity)
 
 
 LONGEST_LINE = 1000  # of the searched lines: a regular expression may need quadratic time

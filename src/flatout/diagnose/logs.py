@@ -21,17 +21,20 @@ BEGINS = re.compile(
 
 
 NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)"
-LOSS = re.compile(
-    rf"\b(?P<name>\w*loss\w*)\b['\"]?\s*[:=]?\s*(?:tensor\()?(?P<value>{NUMBER})\b", re.IGNORECASE
+NAMED_VALUE = re.compile(
+    # The possessive quantifiers keep it linear: a log may hold anything.
+    rf"\b(?P<name>\w++)['\"]?\s*+[:=]?\s*+(?:tensor\()?(?P<value>{NUMBER})\b",
+    re.IGNORECASE,
 )
 NO_LOSS = re.compile(r"best|min|lowest|scale", re.IGNORECASE)  # a best loss begins as infinity
 
 
 def losses(line: str) -> Iterator[tuple[str, float]]:
     """Names and values of the losses that a line of a log shows."""
-    for found in LOSS.finditer(line[:1000]):
-        if not NO_LOSS.search(found["name"]):
-            yield found["name"], float(found["value"])
+    for found in NAMED_VALUE.finditer(line[:1000]):
+        name = found["name"]
+        if "loss" in name.lower() and not NO_LOSS.search(name):
+            yield name, float(found["value"])
 
 
 def gather(stream: IO[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from flatout.diagnose.gains import OFTEN, TIMED, certain_gain, how, measured
+from flatout.diagnose.gains import OFTEN, TIMED, certain_gain, how, measured, without
 from flatout.schema.profile import LoaderSeen, ProfileRecord
 from flatout.schema.records import Ratio
 
@@ -63,16 +63,13 @@ def gain_without_wait(profile: ProfileRecord, loader: LoaderSeen) -> Ratio | Non
     total = sum(each.wait_ms for each in profile.loaders)
     mine = loader.wait_ms / total if total > 0 else 1.0 / max(1, len(profile.loaders))
     waited = max(loader.wait_ms, begin_ms(profile, loader) if loader.begun >= OFTEN else 0.0)
-    step = profile.step_with_ms(waited)
-    if not step or not loader.wait_ms:
-        return None
-    alone = step / max(step - waited, 0.05 * step)
-    if alone < LEAST:
+    alone = without(profile, waited, LEAST) if loader.wait_ms else None
+    if alone is None:
         return None
     ratio = certain_gain(profile, "loader")
     if ratio is not None:
         return ratio if mine > MOST_OF_IT and ratio.median >= LEAST else None
-    return None if measured(profile, "loader") else Ratio(alone, alone, alone, max(1, profile.steps))
+    return None if measured(profile, "loader") else alone
 
 
 def how_known(profile: ProfileRecord) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
-from flatout.diagnose.kind import Diagnosis, FailureKind, kind
+from flatout.diagnose.kind import Diagnosis, kind
 from flatout.diagnose.logs import losses
 from flatout.schema.compare import CompareRecord
 from flatout.schema.failure import FailureRecord
@@ -21,7 +21,7 @@ LAST = 8
 HALF = re.compile(r"fp16|float16|gradscaler|loss.?scale", re.IGNORECASE)
 
 
-@kind("FE110", "loss-not-finite")
+@kind("FE110", "loss-not-finite", severity=Severity.WRONG)
 def loss_not_finite(failure: FailureRecord) -> Diagnosis | None:
     """The loss is NaN or infinite, and the program goes on.
 
@@ -72,7 +72,7 @@ def _not_finite(name: str, value: float, line: str, before: list[float], half: b
     )
 
 
-@kind("FE111", "slower-than-before", judged=CompareRecord)
+@kind("FE111", "slower-than-before", judged=CompareRecord, severity=Severity.TIME)
 def slower(record: CompareRecord) -> Diagnosis | None:
     """A program became slower.
 
@@ -98,7 +98,7 @@ def slower(record: CompareRecord) -> Diagnosis | None:
         for name in a.versions.keys() & b.versions.keys()
         if a.versions[name] != b.versions[name]
     ]
-    command = " ".join(b.command)
+    command = shlex.join(b.command)
     fixes = [f"flatout profile {command}"]
     if a.revision != b.revision:
         fixes.insert(0, f"flatout bisect --good {a.revision} --bad {b.revision or 'HEAD'} {command}")
@@ -112,7 +112,7 @@ def slower(record: CompareRecord) -> Diagnosis | None:
     )
 
 
-@kind("FE112", "device-waits", judged=RunSummary)
+@kind("FE112", "device-waits", judged=RunSummary, severity=Severity.TIME)
 def device_waits(record: RunSummary) -> Diagnosis | None:
     """The GPU, or the program, spent much of a run waiting.
 
@@ -131,42 +131,31 @@ def device_waits(record: RunSummary) -> Diagnosis | None:
         return None
     return Diagnosis(
         f"the run was limited by {record.limited_by}",
-        "\n".join(f"flatout {each} {' '.join(record.command)}" for each in ("profile", "tune")),
+        "\n".join(f"flatout {each} {shlex.join(record.command)}" for each in ("profile", "tune")),
         [f"{record.steps_per_s or 0:.3g} steps/s over {record.steps} steps"],
     )
 
 
-SYMPTOMS = (loss_not_finite, slower, device_waits)
-
-
-def of_log(lines: list[str]) -> Finding | None:
-    """The symptom that a log without an exception shows."""
-    finding = loss_not_finite.explain(FailureRecord([], lines))
-    return replace(finding, severity=Severity.WRONG.value) if finding is not None else None
-
-
-def of_record(data: Mapping[str, Any]) -> Iterator[Finding]:
-    """The symptoms in a record of `flatout compare` or of a run. Raises nothing for other JSON."""
-    for one in SYMPTOMS:
-        if one.judged is None or not {"schema", *MARKS[one.judged]} <= data.keys():
-            continue
-        try:
-            finding = _finding(one, one.judged.from_json(dict(data)))
-        except (TypeError, AttributeError, KeyError, ValueError):
-            continue
-        if finding is not None:
-            yield finding
-
-
-MARKS: dict[type[Record], set[str]] = {
+JUDGED = (slower, device_waits)
+MARKS: dict[type[Record], set[str]] = {  # fields that tell a record from other JSON
     CompareRecord: {"step_time", "phases_ms", "pairs"},
     RunSummary: {"data_wait", "gpu_busy", "cores_used"},
 }
 
 
-def _finding(one: FailureKind, record: Record) -> Finding | None:
-    answer = one.judge(record)
-    if answer is None:
-        return None
-    evidence = [line for line in answer.evidence if line]
-    return Finding(one.code, one.name, Severity.TIME, answer.said, None, evidence, answer.fix)
+def of_log(lines: list[str]) -> Finding | None:
+    """The symptom that a log without an exception shows."""
+    return loss_not_finite.explain(FailureRecord([], lines))
+
+
+def of_record(data: Mapping[str, Any]) -> Iterator[Finding]:
+    """The symptoms in a record of `flatout compare` or of a run. Raises nothing for other JSON."""
+    for one in JUDGED:
+        if one.judged is None or not {"schema", *MARKS[one.judged]} <= data.keys():
+            continue
+        try:
+            finding = one.finding(one.judge(one.judged.from_json(dict(data))))
+        except (TypeError, AttributeError, KeyError, ValueError):
+            continue
+        if finding is not None:
+            yield finding
