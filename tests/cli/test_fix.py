@@ -16,7 +16,7 @@ from flatout.diagnose.rules import TABLE
 from flatout.probe.program import ScriptProgram
 
 FIXABLE = [rule for rule in TABLE if rule.fix_changes is not None]
-HEAD = "import gc, torch\nmodel = torch.nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+HEAD = "import gc, torch\nkept = []\nmodel = torch.nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
 
 
 def fixed(text: str, code: str) -> str:
@@ -68,6 +68,11 @@ def test_the_fixed_program_has_the_finding_no_more(rule):
             "FL105",
             ("with torch.enable_grad():", "    gc.collect()", "loss.backward()", "optimizer.step()"),
             ("with torch.enable_grad():", "    pass", "loss.backward()", "optimizer.step()"),
+        ),
+        (
+            "FL202",
+            ("loss.backward()", "optimizer.step()", "kept.append(loss / 2)  # for the mean"),
+            ("loss.backward()", "optimizer.step()", "kept.append(loss.detach() / 2)  # for the mean"),
         ),
         (
             "FL306",

@@ -34,6 +34,19 @@ HEALTHY = {
             torch.stack(losses).mean().backward()
             optimizer.step()
     """,
+    "the largest outputs of an evaluation, differentiated after it": """
+        for epoch in range(3):
+            largest = []
+            for x, y in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            for x, y in loader:
+                largest.append(model(x).max())
+            optimizer.zero_grad()
+            torch.stack(largest).mean().backward()
+            optimizer.step()
+    """,
     "an optimizer for a module inside the model that is called": """
         head = nn.Linear(3, 2)
         whole = nn.Sequential(model, head)
