@@ -21,6 +21,26 @@ loader = DataLoader(TensorDataset(torch.randn(64, 4), torch.zeros(64, dtype=torc
 """
 
 HEALTHY = {
+    "an optimizer of another module, whose step may clear the gradients": """
+        from project.optimizers import MasterWeightOptimizer
+        optimizer = MasterWeightOptimizer(model, lr=0.1)
+        for x, y in loader:
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    """,
+    "a loss that is scaled and then divided": """
+        scaler = torch.amp.GradScaler("cpu")
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            if scaler.is_enabled():
+                part = scaler.scale(loss) / 2
+            else:
+                part = loss / 2
+            part.backward()
+            scaler.step(optimizer)
+            scaler.update()
+    """,
     "an evaluation whose losses are differentiated after it": """
         for epoch in range(3):
             losses = []

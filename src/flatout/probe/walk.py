@@ -262,13 +262,15 @@ class Walk:
             and not call.keywords
         ):
             return "backward", handed, True  # accelerator.backward(loss), fabric.backward(loss): it may scale
-        scaled = any(
-            isinstance(origin.node, ast.Call)
-            and isinstance(origin.node.func, ast.Attribute)
-            and origin.node.func.attr == "scale"
-            for origin in self.values.origins(source, owner)
-        )
+        scaled = any(_scales(origin.node) for origin in self.values.origins(source, owner))
         return "backward", owner, scaled
+
+
+def _scales(node: ast.AST) -> bool:
+    """Return whether this is ``scaler.scale(loss)``, also with a factor or a divisor."""
+    if isinstance(node, ast.BinOp):
+        return _scales(node.left) or _scales(node.right)
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "scale"
 
 
 def _forgets_gradient(node: ast.AST) -> bool:

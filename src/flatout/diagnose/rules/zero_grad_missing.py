@@ -70,8 +70,10 @@ def uncleared(program: ScriptProgram) -> Iterator[tuple[StepLoop, ProgramEvent]]
                 loop.zeroes(program, zero, step) is not False for zero in loop.of("zero_grad")
             ):
                 continue
-            if not any(handed_over(program, event, step) for event in calls) and not _made_inside(
-                program, loop, step
+            if (
+                not any(handed_over(program, event, step) for event in calls)
+                and not _made_inside(program, loop, step)
+                and not _of_unknown_class(program, step)
             ):
                 yield loop, step
 
@@ -89,6 +91,13 @@ def _made_inside(program: ScriptProgram, loop: StepLoop, step: ProgramEvent) -> 
     assert step.subject is not None
     inside = {id(node) for node in ast.walk(loop.loop.node)}
     return any(id(origin.node) in inside for origin in program.origins(step.source, step.subject))
+
+
+def _of_unknown_class(program: ScriptProgram, step: ProgramEvent) -> bool:
+    """Return whether it is a wrapper from another module, whose ``step`` may clear the gradients itself."""
+    assert step.subject is not None
+    made = [origin.dotted for origin in program.origins(step.source, step.subject)]
+    return any(name.endswith("Optimizer") and not name.startswith("torch.") for name in made)
 
 
 RULE = Rule("FL001", "zero_grad_missing", Severity.WRONG, __doc__, look=look)
