@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 class Slow(Dataset):
     def __len__(self):
-        return 64
+        return 40
 
     def __getitem__(self, index):
         time.sleep(0.0004)

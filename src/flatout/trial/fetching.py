@@ -6,6 +6,7 @@ random generators and the data set's own state.
 
 from __future__ import annotations
 
+from itertools import chain, islice, repeat
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -46,12 +47,9 @@ def _fetch(torch: ModuleType, loader: DataLoader) -> dict[str, Any]:
     fetcher = kinds.create_fetcher(
         loader._dataset_kind, loader.dataset, loader._auto_collation, loader.collate_fn, loader.drop_last
     )
-    indices = iter(loader._index_sampler)
+    epochs = chain.from_iterable(repeat(loader._index_sampler, 2 * BATCHES))  # an epoch may have one batch
     clock, until_s, times = HostClock(), seconds() + LONGEST_S / 2, []
-    for _ in range(BATCHES):
-        index = next(indices, None)
-        if index is None:
-            break
+    for index in islice(epochs, BATCHES):
         start = clock.mark()
         fetcher.fetch(index)
         times.append(clock.elapsed_ms(start, clock.mark()))
@@ -59,9 +57,8 @@ def _fetch(torch: ModuleType, loader: DataLoader) -> dict[str, Any]:
             break
     until_s = seconds() + LONGEST_S / 2
     with LineTimer(is_users) as timer:
-        for _ in range(BATCHES):
-            index = next(indices, None)
-            if index is None or seconds() > until_s:
+        for index in islice(epochs, BATCHES):
+            if seconds() > until_s:
                 break
             fetcher.fetch(index)
     if not times:
