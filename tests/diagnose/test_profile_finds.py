@@ -19,8 +19,9 @@ import random
 import torch
 
 torch.manual_seed(0)
+torch.autograd.set_detect_anomaly(True, check_nan=False)  # debugging_left_on
 rows = [[random.random() for _ in range(400)] for _ in range(500)]
-model = torch.nn.Sequential(torch.nn.Linear(400, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+model = torch.nn.Sequential(torch.nn.Linear(400, 64), torch.nn.Dropout(), torch.nn.Linear(64, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 for step in range(100_000):
     if step % 4 == 0:
@@ -31,6 +32,8 @@ for step in range(100_000):
     loss = (prediction - 1).log().mean()
     loss.backward()  # not_finite
     optimizer.step()
+    if step == 60:
+        model.eval()  # train_mode_not_restored
 """
 LINES = {
     line.rpartition("# ")[2]: number for number, line in enumerate(PROGRAM.splitlines(), 1) if "  # " in line
@@ -48,7 +51,7 @@ def profile(flatout_in, tmp_path_factory):
 
 @pytest.mark.full
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["not_finite", "scheduler_remade", "python_between", "gradients_zeroed"])
+@pytest.mark.parametrize("name", LINES)
 def test_a_fault_is_found_with_its_line(profile, name):
     found = {finding.name: finding for finding in profile.findings}
     assert name in found, list(found)

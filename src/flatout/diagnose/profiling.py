@@ -10,16 +10,19 @@ A program that ends early is started again for the remaining stages.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from flatout.diagnose.bottleneck import name_bottleneck
 from flatout.diagnose.profiled_program import SETTLING_TICKS, ProfiledProgram
-from flatout.diagnose.ranking import judge
+from flatout.diagnose.ranking import judge, placed
 from flatout.diagnose.rules import TABLE as RULES
 from flatout.diagnose.what_ifs import TABLE as WHAT_IFS
 from flatout.measure.clock import seconds
 from flatout.measure.roofline import flops_a_step, place_under_roof, utilisation
 from flatout.measure.statistics import Round, compare, median
+from flatout.probe.program import ScriptProgram
+from flatout.probe.script import Unreadable
 from flatout.schema.enums import Origin
 from flatout.schema.findings import SourceLocation
 from flatout.schema.lever import Lever
@@ -77,6 +80,9 @@ def run_profile(program: ProfiledProgram) -> ProfileRecord:
         )
     record.bound, record.bound_why = name_bottleneck(record)
     record.findings = judge(record, RULES)
+    if program.command.script is not None and record.findings:
+        with suppress(Unreadable):
+            placed(record.findings, RULES, ScriptProgram.read(program.command.script))
     record.status = "done"
     return record
 
@@ -144,6 +150,8 @@ def _leak(program: ProfiledProgram, trial: Trial) -> None:
 
 
 def _fetches(program: ProfiledProgram, trial: Trial) -> None:
+    later = trial.ask({"do": "watch"}, seconds() + 60)["settings"]
+    program.record.settings["training"] = later["training"]  # an evaluation may have changed the mode
     places = {
         (seen.place.file, seen.place.line): seen for seen in program.record.loaders if seen.place is not None
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from flatout.diagnose.rule import Rule
+from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
@@ -54,6 +55,20 @@ NEAR = 3  # lines
 def judge(profile: ProfileRecord, table: Iterable[Rule]) -> list[Finding]:
     """All findings of the table's rules in a profile, ranked. An error in a rule is raised."""
     return ranked([finding for rule in table if rule.judge is not None for finding in rule.judge(profile)])
+
+
+def placed(findings: Iterable[Finding], table: Iterable[Rule], program: ScriptProgram) -> None:
+    """Give measured findings the line of their cause, where the same rule finds it in the source.
+
+    A measurement of a wrong result knows the step, but not the cause. Other findings keep their line.
+    """
+    looks = {rule.code: rule.look for rule in table if rule.look is not None}
+    for finding in findings:
+        if finding.rule in looks and (finding.place is None or finding.severity == Severity.WRONG.value):
+            causes = [seen.place for seen in looks[finding.rule](program) if seen.place is not None]
+            if causes:
+                finding.others = [*causes[1:], *([finding.place] if finding.place else []), *finding.others]
+                finding.place = causes[0]
 
 
 def ranked(findings: Sequence[Finding]) -> list[Finding]:
