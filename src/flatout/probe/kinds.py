@@ -43,6 +43,7 @@ HINTS = (
     ("Scheduler", ("scheduler", "lr_scheduler", "sched")),
     ("GradScaler", ("scaler", "grad_scaler")),
     ("Profiler", ("profiler", "prof")),
+    ("Accelerator", ("accelerator",)),
 )
 
 
@@ -74,10 +75,18 @@ def kinds_of_name(dotted: str) -> set[str]:
         "ConcatDataset",
     ):
         return {"Dataset", last}
+    if (
+        package == "transformers"
+        and last.startswith("get_")
+        and last.endswith(("scheduler", "schedule", "_warmup"))
+    ):
+        return {"Scheduler"}
+    if package == "accelerate" and last == "Accelerator":
+        return {"Accelerator"}
     if package != "torch":
         return set()
     if "lr_scheduler" in parts or "swa_utils" in parts:
-        return {"Scheduler"} if last[:1].isupper() and last != "AveragedModel" else set()
+        return {"Scheduler"} if last.strip("_")[:1].isupper() and last != "AveragedModel" else set()
     if "optim" in parts[1:2] and last[:1].isupper():
         return {"Optimizer"}
     if dotted in ("torch.profiler.profile", "torch.autograd.profiler.profile"):

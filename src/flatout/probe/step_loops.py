@@ -28,6 +28,7 @@ class LoopVisit:
     source: SourceFile
     node: ast.AST
     arms: int = 0  # number of arms around it
+    frames: int = 0  # number of functions around it
 
 
 @dataclass(eq=False)
@@ -49,6 +50,7 @@ class ProgramEvent:
     frames: tuple[ast.AST, ...]
     root: ast.AST
     scaled: bool = False
+    calls: tuple[tuple[SourceFile, ast.Call] | None, ...] = ()  # the call that entered each frame, if visible
 
     @property
     def place(self) -> SourceLocation:
@@ -120,6 +122,11 @@ class StepLoop:
         Then there is no arm and no further loop between this loop and it.
         """
         return event.loops[-1:] == (self.loop,) and not self.arms(event)
+
+    def reached(self, event: ProgramEvent) -> tuple[SourceFile, ast.AST]:
+        """Return the node in the function of this loop that leads to the event: the event or a call."""
+        called = event.calls[self.loop.frames : self.loop.frames + 1]
+        return (called[0] if called else None) or (event.source, event.node)
 
     def arms(self, event: ProgramEvent) -> list[tuple[ast.AST, str, SourceFile]]:
         """Return the arms between this loop and the event."""

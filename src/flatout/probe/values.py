@@ -300,7 +300,7 @@ class Values:
 
         For example, ``optimizer`` from an unknown caller seems to be an optimizer.
         """
-        known = self.kinds(source, node)
+        known = self.kinds(source, node) - {"NoneType"}
         if known:
             return kind in known
         name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

@@ -28,6 +28,7 @@ class Walk:
         self.arms: tuple[tuple[ast.AST, str, SourceFile], ...] = ()
         self.blocks: tuple[tuple[SourceFile, ast.expr], ...] = ()
         self.frames: tuple[ast.AST, ...] = ()
+        self.calls: tuple[tuple[SourceFile, ast.Call] | None, ...] = ()
         self.entered: set[int] = set()
         self.kinds: dict[
             int, tuple[str, ast.expr | None, bool]
@@ -51,18 +52,20 @@ class Walk:
                         self._enter(source, function)
         return self.found
 
-    def _enter(self, source: SourceFile, function: ast.AST) -> None:
+    def _enter(
+        self, source: SourceFile, function: ast.AST, call: tuple[SourceFile, ast.Call] | None = None
+    ) -> None:
         if function in self.frames or len(self.frames) >= MAX_CALLS or len(self.found) > MAX_EVENTS:
             return
         self.entered.add(id(function))
-        frames, blocks = self.frames, self.blocks
-        self.frames = (*frames, function)
+        frames, calls, blocks = self.frames, self.calls, self.blocks
+        self.frames, self.calls = (*frames, function), (*calls, call)
         self.blocks = (*blocks, *((source, each) for each in getattr(function, "decorator_list", [])))
         if isinstance(function, ast.Lambda):
             self._expression(source, function.body)
         else:
             self._body(source, function.body)  # type: ignore[attr-defined]
-        self.frames, self.blocks = frames, blocks
+        self.frames, self.calls, self.blocks = frames, calls, blocks
 
     def _body(self, source: SourceFile, statements: list[ast.stmt]) -> None:
         for statement in statements:
@@ -78,7 +81,7 @@ class Walk:
         self, source: SourceFile, node: ast.AST, statements: list[ast.stmt], test: ast.expr | None = None
     ) -> None:
         loops = self.loops
-        self.loops = (*loops, LoopVisit(source, node, len(self.arms)))
+        self.loops = (*loops, LoopVisit(source, node, len(self.arms), len(self.frames)))
         if test is not None:
             self._expression(source, test)
         self._body(source, statements)
@@ -128,7 +131,7 @@ class Walk:
         for each in self._in_order(node):
             if not isinstance(each, ast.Call):
                 loops = self.loops
-                self.loops = (*loops, LoopVisit(source, each, len(self.arms)))
+                self.loops = (*loops, LoopVisit(source, each, len(self.arms), len(self.frames)))
                 for child in sorted(
                     ast.iter_child_nodes(each), key=lambda child: not isinstance(child, ast.comprehension)
                 ):
@@ -147,7 +150,7 @@ class Walk:
                     *self.program.functions_called(source, each),
                     *self.program.makers(source, each),
                 ]:
-                    self._enter(home, function)
+                    self._enter(home, function, (source, each))
             self._add(kind, source, each, subject, scaled)
 
     def _in_order(self, node: ast.AST) -> list[ast.AST]:
@@ -188,6 +191,7 @@ class Walk:
                     self.frames,
                     self.root,
                     scaled,
+                    self.calls,
                 )
             )
 

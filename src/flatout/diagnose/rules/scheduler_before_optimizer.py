@@ -41,44 +41,89 @@ Sources:
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
+from flatout.probe.call_chain import origins, passed
+from flatout.probe.kinds import called_like
 from flatout.probe.program import ScriptProgram
-from flatout.probe.step_loops import together
+from flatout.probe.script import SourceFile
+from flatout.probe.step_loops import LoopVisit, ProgramEvent, implies, together
 from flatout.schema.findings import Finding, Severity
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
-    for loop in program.step_loops:
-        steps = loop.of("step", "scaler_step")
-        for event in [*loop.around, *loop.events]:
-            if (
-                event.kind != "scheduler"
-                or event.subject is None
-                or not program.values.is_a(event.source, event.subject, "Scheduler")
-                or not event.loops
-            ):
-                continue
-            own = event.loops[-1]
-            met = [step for step in steps if own in step.loops and together(step, event)]
-            if (
-                not met
-                or len(met) != len(steps)
-                or event.arms[own.arms :]
-                or (own is loop.loop and not all(loop.always(step) for step in steps))
-            ):
-                continue
-            order = {id(each): at for at, each in enumerate(program.events)}
-            if order[id(event)] < min(order[id(step)] for step in met):
-                name = event.source.code(event.node)
-                yield RULE.finding(
-                    f"`{name}` runs before `{met[0].source.code(met[0].node)}` on line {met[0].place.line}: the first learning rate of the "
-                    "schedule is never used",
-                    event.place,
-                    f"{name}  # at the end of the loop body",
-                    others=[met[0].place],
-                )
+    order = {id(event): at for at, event in enumerate(program.events)}
+    around = {loop for each in program.step_loops for loop in (each.loop, *each.outer)}
+    innermost = {each.loop for each in program.step_loops}
+    for event in program.events:
+        if event.kind != "scheduler" or event.loops[-1:] == () or event.loops[-1] not in around:
+            continue
+        own = event.loops[-1]
+        if not _of_learning_rates(program, event):
+            continue
+        steps = [step for step in _steps(program, own) if not _of_another(program, event, step)]
+        if own in innermost and not all(
+            step.loops[-1] is own and step.arms in (event.arms, event.arms[: own.arms]) for step in steps
+        ):
+            continue  # it steps every few passes, or skips some
+        every = [step for step in steps if implies(step, event)]
+        if every and all(together(step, event) and order[id(event)] < order[id(step)] for step in steps):
+            name = event.source.code(event.node)
+            yield RULE.finding(
+                f"`{name}` runs before `{every[0].source.code(every[0].node)}` on line {every[0].place.line}: the first learning rate of the "
+                "schedule is never used",
+                event.place,
+                f"{name}  # at the end of the loop body",
+                others=[every[0].place],
+            )
+
+
+def _steps(program: ScriptProgram, loop: LoopVisit) -> list[ProgramEvent]:
+    return [
+        event for event in program.events if event.kind in ("step", "scaler_step") and loop in event.loops
+    ]
+
+
+def _of_learning_rates(program: ScriptProgram, event: ProgramEvent) -> bool:
+    """Return whether this is a call ``scheduler.step()`` of a scheduler of learning rates.
+
+    A call with arguments sets the value of the given epoch, so it may come first.
+    """
+    assert isinstance(event.node, ast.Call)
+    if event.subject is None or event.node.args or event.node.keywords:
+        return False
+    source, subject = passed(event, event.subject)
+    known = program.values.kinds(source, subject) - {"NoneType"}
+    name = getattr(subject, "attr", "") or getattr(subject, "id", "")
+    return "Scheduler" in known if known else called_like(name, "Scheduler") and not _other_rate(name)
+
+
+def _other_rate(name: str) -> bool:
+    """Return whether a name says that the scheduler sets something else, as in ``noise_scheduler``."""
+    before = name.lower().strip("_").partition("sched")[0].strip("_")
+    return bool(before) and not before.endswith(("lr", "learning_rate", "optimizer", "optim"))
+
+
+def _of_another(program: ScriptProgram, event: ProgramEvent, step: ProgramEvent) -> bool:
+    """Return whether the step is of an optimizer that the scheduler is known not to change."""
+    if step.subject is None or event.subject is None:
+        return False
+    own = [
+        pair
+        for origin in origins(program, event, event.subject)
+        for pair in _optimizers(origin.source, origin.node)
+    ]
+    source, subject = passed(step, step.subject)
+    return bool(own) and all(program.values.same(home, each, source, subject) is False for home, each in own)
+
+
+def _optimizers(source: SourceFile, made: ast.AST) -> Iterator[tuple[SourceFile, ast.expr]]:
+    """Yield the optimizer that a call gives to a scheduler."""
+    if isinstance(made, ast.Call):
+        named = [k.value for k in made.keywords if k.arg == "optimizer"]
+        yield from ((source, each) for each in named or made.args[:1])
 
 
 RULE = Rule("FL011", "scheduler_before_optimizer", Severity.WRONG, __doc__, look=look)

@@ -1,0 +1,62 @@
+"""Expressions of an event as seen from its callers: parameters are replaced by what this chain of calls passes.
+
+``Values`` follows a parameter to the arguments of all callers. An event was reached through one chain of calls,
+so it knows which of them applies.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from flatout.probe.names import FUNCTIONS
+from flatout.probe.program import ScriptProgram
+from flatout.probe.script import SourceFile
+from flatout.probe.step_loops import ProgramEvent
+from flatout.probe.value_paths import is_static
+from flatout.probe.values import ValueOrigin
+
+
+def passed(event: ProgramEvent, node: ast.expr) -> tuple[SourceFile, ast.expr]:
+    """Return the expression that a name of the event stands for in the outermost caller that passes it."""
+    source = event.source
+    for frame, entered in zip(reversed(event.frames), reversed(event.calls), strict=True):
+        bindings = source.names.reaching(node) if isinstance(node, ast.Name) else []
+        if entered is None or len(bindings) != 1 or bindings[0].how != "parameter":
+            break
+        handed = argument(source, frame, bindings[0].node, entered[1])
+        if handed is None:
+            break
+        source, node = entered[0], handed
+    return source, node
+
+
+def argument(source: SourceFile, function: ast.AST, parameter: ast.AST, call: ast.Call) -> ast.expr | None:
+    """Return what a call passes for a parameter of a function, or None if that is not visible."""
+    if not isinstance(function, (*FUNCTIONS, ast.Lambda)) or not isinstance(parameter, ast.arg):
+        return None
+    arguments = function.args
+    names = [each.arg for each in [*arguments.posonlyargs, *arguments.args]]
+    if parameter.arg not in [*names, *(each.arg for each in arguments.kwonlyargs)]:
+        return None
+    named = next((k.value for k in call.keywords if k.arg == parameter.arg), None)
+    if named is not None or parameter.arg not in names:
+        return named
+    method = isinstance(source.parent(function), ast.ClassDef) and not is_static(function)
+    position = names.index(parameter.arg) - method
+    if any(isinstance(each, ast.Starred) for each in call.args) or not 0 <= position < len(call.args):
+        return None
+    return call.args[position]
+
+
+def origins(program: ScriptProgram, event: ProgramEvent, node: ast.expr) -> list[ValueOrigin]:
+    """Return the origins of an expression of the event, along the calls that led to it."""
+    return program.origins(*passed(event, node))
+
+
+def same(
+    program: ScriptProgram, one: ProgramEvent, node: ast.expr, other: ProgramEvent, other_node: ast.expr
+) -> bool | None:
+    """Return whether two expressions are one object where the two events happen, or None if unknown."""
+    source, first = passed(one, node)
+    other_source, second = passed(other, other_node)
+    return program.values.same(source, first, other_source, second)
