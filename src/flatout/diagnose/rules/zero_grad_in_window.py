@@ -1,13 +1,14 @@
 """Gradients are cleared inside the accumulation window.
 
 What:
-    The optimizer steps once per several batches (`if (i + 1) % n == 0`, or after an inner loop).
-    `zero_grad()` runs for every batch.
+    The optimizer steps once per several batches: `if (i + 1) % n == 0`, after an inner loop, in a method of its
+    own, or as the optimizer that `accelerator.prepare` wraps. The gradients are cleared for every batch.
 Why it matters:
     When the optimizer steps, only the gradients of the last batch of the window are left. The work of all
     other batches is lost, and the effective batch size is not the one in the script.
 How to fix it:
-    Clear the gradients where the optimizer steps, directly after `step()`.
+    Clear the gradients where the optimizer steps, directly after `step()`. Under `accelerator.accumulate`, use
+    `optimizer.zero_grad()` of the prepared optimizer: it waits like its `step()`. `model.zero_grad()` does not.
 Bad:
     import torch
 
@@ -36,9 +37,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import replace
 
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
+from flatout.probe.script import SourceFile
 from flatout.probe.step_loops import ProgramEvent, StepLoop
 from flatout.schema.findings import Finding, Severity
 
@@ -53,14 +56,21 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 ):
                     continue
                 if _every_batch(loop, zero, step):
-                    call = zero.source.code(zero.node)
-                    yield RULE.finding(
-                        f"the gradients are cleared for every batch, but `{step.source.code(step.node)}` on line {step.place.line} runs only "
-                        "after several: all gradients except the last are lost",
-                        zero.place,
-                        f"{call}  # directly after the step",
-                        others=[step.place],
+                    yield _finding(
+                        zero, step, "runs only after several: all gradients except the last are lost"
                     )
+    yield from _under_accumulate(program)
+    yield from _methods_apart(program)
+
+
+def _finding(zero: ProgramEvent, step: ProgramEvent, said: str) -> Finding:
+    call = zero.source.code(zero.node)
+    return RULE.finding(
+        f"the gradients are cleared for every batch, but `{step.source.code(step.node)}` on line {step.place.line} {said}",
+        zero.place,
+        f"{call}  # directly after the step",
+        others=[step.place],
+    )
 
 
 def window(loop: StepLoop, step: ProgramEvent) -> ast.If | None:
@@ -93,6 +103,101 @@ def _every_batch(loop: StepLoop, zero: ProgramEvent, step: ProgramEvent) -> bool
         and all(event.loops == zero.loops for event in passes)
         and loop.events.index(step) > loop.events.index(zero)
     )
+
+
+def _under_accumulate(program: ScriptProgram) -> Iterator[Finding]:
+    """Yield what clears gradients in every pass of ``with accelerator.accumulate(model):``.
+
+    Only the methods of a prepared optimizer do nothing while gradients accumulate.
+    """
+    for loop in program.step_loops:
+        for step in loop.of("step"):
+            blocks = [
+                (source, block) for source, block in step.blocks if _accumulates(program, source, block)
+            ]
+            for zero in loop.of("zero_grad") if blocks else ():
+                if blocks[0] not in zero.blocks or _only_at_the_step(loop, zero):
+                    continue
+                if zero.subject is None or _is_model(program, zero, blocks[0][1]):
+                    found = _finding(
+                        zero, step, "waits while gradients accumulate: all gradients except the last are lost"
+                    )
+                    optimizer = step.source.code(step.subject) if step.subject is not None else "optimizer"
+                    yield replace(found, fix=f"{optimizer}.zero_grad()  # of the prepared optimizer")
+
+
+def _accumulates(program: ScriptProgram, source: SourceFile, block: ast.expr) -> bool:
+    if not (
+        isinstance(block, ast.Call)
+        and isinstance(block.func, ast.Attribute)
+        and block.func.attr == "accumulate"
+        and program.values.seems(source, block.func.value, "Accelerator")
+    ):
+        return False
+    made = [each.node for each in program.origins(source, block.func.value) if each.dotted]
+    return not made or any(
+        keyword.arg is None
+        or keyword.arg.startswith("gradient_accumulation")
+        or keyword.arg == "deepspeed_plugin"
+        for call in made
+        if isinstance(call, ast.Call)
+        for keyword in call.keywords
+    )
+
+
+def _only_at_the_step(loop: StepLoop, zero: ProgramEvent) -> bool:
+    return any(
+        isinstance(node, ast.If) and "sync_gradients" in ast.unparse(node.test)
+        for node, _, _ in loop.arms(zero)
+    )
+
+
+def _is_model(program: ScriptProgram, zero: ProgramEvent, block: ast.expr) -> bool:
+    assert zero.subject is not None
+    return program.values.is_a(zero.source, zero.subject, "Module") or (
+        isinstance(block, ast.Call) and any(ast.dump(each) == ast.dump(zero.subject) for each in block.args)
+    )
+
+
+def _methods_apart(program: ScriptProgram) -> Iterator[Finding]:
+    """Yield a ``zero_grad`` before the backward pass in one method of a class, if another method steps.
+
+    Other code decides how often it calls the first method before the second.
+    """
+    by_method: dict[int, list[ProgramEvent]] = {}
+    for event in program.events:
+        if not event.loops and event.source.parent(event.root) is not None:
+            by_method.setdefault(id(event.root), []).append(event)
+    for events in by_method.values():
+        zeros = [event for event in events if event.kind == "zero_grad" and not event.arms]
+        if not zeros or any(event.kind in ("step", "scaler_step") for event in events):
+            continue
+        backward = [event for event in events if event.kind == "backward"]
+        klass = zeros[0].source.parent(zeros[0].root)
+        for step in _steps_of(by_method, klass):
+            for zero in zeros:
+                if backward and events.index(zero) < events.index(backward[0]) and _own(zero, step):
+                    name = getattr(step.root, "name", "")
+                    yield _finding(
+                        zero, step, f"is in `{name}`: two calls before it lose the gradients of the first"
+                    )
+
+
+def _steps_of(by_method: dict[int, list[ProgramEvent]], klass: ast.AST | None) -> Iterator[ProgramEvent]:
+    """Yield the steps in methods of a class that neither clear gradients nor compute them."""
+    for events in by_method.values():
+        if not isinstance(klass, ast.ClassDef) or events[0].source.parent(events[0].root) is not klass:
+            continue
+        if not any(event.kind in ("zero_grad", "backward") for event in events):
+            yield from (event for event in events if event.kind == "step")
+
+
+def _own(zero: ProgramEvent, step: ProgramEvent) -> bool:
+    """Return whether both act on one attribute of ``self``."""
+    return all(
+        isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id == "self"
+        for each in (zero.subject, step.subject)
+    ) and ast.dump(zero.subject) == ast.dump(step.subject)  # type: ignore[arg-type]
 
 
 RULE = Rule("FL004", "zero_grad_in_window", Severity.WRONG, __doc__, look=look)
