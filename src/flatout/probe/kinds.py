@@ -44,6 +44,7 @@ HINTS = (
     ("GradScaler", ("scaler", "grad_scaler")),
     ("Profiler", ("profiler", "prof")),
     ("Accelerator", ("accelerator",)),
+    ("Fabric", ("fabric",)),
 )
 
 
@@ -81,8 +82,10 @@ def kinds_of_name(dotted: str) -> set[str]:
         and last.endswith(("scheduler", "schedule", "_warmup"))
     ):
         return {"Scheduler"}
-    if package == "accelerate" and last == "Accelerator":
-        return {"Accelerator"}
+    if (package == "accelerate" and last == "Accelerator") or (
+        package.startswith("lightning") and last == "Fabric"
+    ):
+        return {last}
     if package != "torch":
         return set()
     if "lr_scheduler" in parts or "swa_utils" in parts:

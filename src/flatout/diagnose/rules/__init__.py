@@ -57,11 +57,13 @@ from flatout.diagnose.rules.loss_kept_with_graph import RULE as loss_kept_with_g
 from flatout.diagnose.rules.loss_made_a_leaf import RULE as loss_made_a_leaf
 from flatout.diagnose.rules.loss_not_divided import RULE as loss_not_divided
 from flatout.diagnose.rules.main_guard_missing import RULE as main_guard_missing
+from flatout.diagnose.rules.mean_of_token_means import RULE as mean_of_token_means
 from flatout.diagnose.rules.memory_filled_for_nothing import RULE as memory_filled_for_nothing
 from flatout.diagnose.rules.memory_limit import RULE as memory_limit
 from flatout.diagnose.rules.model_moved_every_step import RULE as model_moved_every_step
 from flatout.diagnose.rules.nan_check_every_step import RULE as nan_check_every_step
 from flatout.diagnose.rules.nll_loss_without_log import RULE as nll_loss_without_log
+from flatout.diagnose.rules.no_sync_on_the_step import RULE as no_sync_on_the_step
 from flatout.diagnose.rules.non_blocking_without_pinning import RULE as non_blocking_without_pinning
 from flatout.diagnose.rules.not_finite import RULE as not_finite
 from flatout.diagnose.rules.one_sample_at_a_time import RULE as one_sample_at_a_time
@@ -75,6 +77,7 @@ from flatout.diagnose.rules.python_between import RULE as python_between
 from flatout.diagnose.rules.ranks_see_the_same_data import RULE as ranks_see_the_same_data
 from flatout.diagnose.rules.recompiles import RULE as recompiles
 from flatout.diagnose.rules.result_discarded import RULE as result_thrown_away
+from flatout.diagnose.rules.same_draw_on_every_rank import RULE as same_draw_on_every_rank
 from flatout.diagnose.rules.same_noise_for_every_sample import RULE as same_noise_for_every_sample
 from flatout.diagnose.rules.same_seed_in_workers import RULE as same_seed_in_workers
 from flatout.diagnose.rules.saved_by_every_rank import RULE as saved_by_every_rank
@@ -142,6 +145,9 @@ TABLE: tuple[Rule, ...] = (
     freeze_without_effect,
     ranks_see_the_same_data,
     same_noise_for_every_sample,
+    no_sync_on_the_step,
+    mean_of_token_means,
+    same_draw_on_every_rank,
     not_finite,
     scheduler_remade,
     host_sync_every_step,

@@ -1,13 +1,14 @@
 """Every micro-batch averages the gradients between devices.
 
 What:
-    The model is a `DistributedDataParallel`, and several backward passes accumulate gradients before a step.
-    `no_sync()` is not used.
+    The model is a `DistributedDataParallel`, or an `Accelerator` or `Fabric` set it up. Several backward passes accumulate
+    gradients before a step. `no_sync()` is not used.
 Why it matters:
     Every backward pass sends all gradients over the network, but only their sum is needed. With n
     micro-batches, this multiplies the traffic by n.
 How to fix it:
     Put `with model.no_sync():` around the forward and backward passes of all micro-batches except the last.
+    With an `Accelerator`, this is `with accelerator.no_sync(model):`.
 Bad:
     import torch
 
@@ -48,36 +49,57 @@ from collections.abc import Iterator
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.zero_grad_in_window import window
 from flatout.probe.program import ScriptProgram
+from flatout.probe.step_loops import ProgramEvent, StepLoop
 from flatout.schema.findings import Finding, Severity
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
-    if not program.mentions("DistributedDataParallel") or program.mentions(
-        "no_sync", "require_backward_grad_sync", "set_requires_gradient_sync"
+    if program.mentions(
+        "no_sync", "no_backward_sync", "require_backward_grad_sync", "set_requires_gradient_sync"
     ):
         return
     for loop in program.step_loops:
         steps, passes = loop.of("step", "scaler_step"), loop.of("backward")
-        wrapped = any(
-            isinstance(event.node, ast.Call)
-            and any(
-                origin.dotted.endswith("DistributedDataParallel")
-                for origin in program.origins(event.source, event.node.func)
-            )
-            for event in loop.of("call")
-        )
-        if (
-            wrapped
-            and len(steps) == len(passes) == 1
-            and window(loop, steps[0]) is not None
-            and loop.always(passes[0])
-        ):
+        if not (len(steps) == len(passes) == 1 and loop.always(passes[0])):
+            continue
+        if window(loop, steps[0]) is None:
+            continue
+        source, node = loop.reached(passes[0])
+        without = _of_a_launcher(program, passes[0]) or ("model.no_sync()" if _wrapped(program, loop) else "")
+        if without:
             yield RULE.finding(
                 f"every backward pass averages the gradients between all devices, but the optimizer steps only on line {steps[0].place.line}",
-                passes[0].place,
-                "with model.no_sync():  # for all micro-batches except the last",
-                others=[steps[0].place],
+                source.place(node),
+                f"with {without}:  # for all micro-batches except the last",
+                others=[*([passes[0].place] if node is not passes[0].node else []), steps[0].place],
             )
+
+
+def _wrapped(program: ScriptProgram, loop: StepLoop) -> bool:
+    return any(
+        isinstance(event.node, ast.Call)
+        and any(
+            origin.dotted.endswith("DistributedDataParallel")
+            for origin in program.origins(event.source, event.node.func)
+        )
+        for event in loop.of("call")
+    )
+
+
+def _of_a_launcher(program: ScriptProgram, backward: ProgramEvent) -> str:
+    """Return how the Accelerator or Fabric that runs the backward pass leaves out the exchange, or "".
+
+    An Accelerator with ``accumulate`` leaves it out by itself.
+    """
+    call = backward.node
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+        return ""
+    source, owner = backward.source, call.func.value
+    if program.values.seems(source, owner, "Fabric") and program.mentions("setup", "setup_module"):
+        return f"{source.code(owner)}.no_backward_sync(model)"
+    if program.values.seems(source, owner, "Accelerator") and program.mentions("prepare", "prepare_model"):
+        return "" if program.mentions("accumulate") else f"{source.code(owner)}.no_sync(model)"
+    return ""
 
 
 RULE = Rule("FL116", "accumulation_without_no_sync", Severity.TIME, __doc__, look=look)

@@ -2,7 +2,7 @@
 
 What:
     A `DistributedSampler` shuffles, and there is a loop over epochs, but `sampler.set_epoch(epoch)` is never
-    called.
+    called. A generator that starts a loader again and again is a loop over epochs, too.
 Why it matters:
     The sampler shuffles with a generator seeded by `seed + epoch`. Without `set_epoch`, the epoch stays 0.
     Every epoch has the same order and the same batches, and SGD loses the noise from shuffling.
@@ -52,8 +52,10 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
+from flatout.probe.script import SourceFile
 from flatout.probe.step_loops import StepLoop
 from flatout.probe.value_paths import iterated
+from flatout.probe.values import ValueOrigin
 from flatout.schema.findings import Finding, Severity
 
 SAMPLERS = ("torch.utils.data.distributed.DistributedSampler", "torch.utils.data.DistributedSampler")
@@ -62,6 +64,7 @@ SAMPLERS = ("torch.utils.data.distributed.DistributedSampler", "torch.utils.data
 def look(program: ScriptProgram) -> Iterator[Finding]:
     if program.mentions("set_epoch", "Trainer", "Fabric", "Accelerator"):
         return
+    yield from _endless(program)
     epochs = [loop for loop in program.step_loops if loop.outer and isinstance(loop.loop.node, ast.For)]
     for source, call in program.calls(*SAMPLERS):
         options = {keyword.arg: keyword.value for keyword in call.keywords}
@@ -83,14 +86,76 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
 def _feeds(program: ScriptProgram, sampler: ast.Call, loop: StepLoop) -> bool:
     """Return whether the training loop iterates over a loader with this sampler."""
     assert isinstance(loop.loop.node, ast.For)
-    for origin in program.origins(loop.source, iterated(loop.loop.node.iter)):
-        if isinstance(origin.node, ast.Call):
-            handed = next((k.value for k in origin.node.keywords if k.arg == "sampler"), None)
-            if handed is not None and any(
-                each.node is sampler for each in program.origins(origin.source, handed)
-            ):
-                return True
-    return False
+    return any(
+        sampler is each.node
+        for origin in program.origins(loop.source, iterated(loop.loop.node.iter))
+        for each in _samplers(program, origin)
+    )
+
+
+def _samplers(program: ScriptProgram, loader: ValueOrigin) -> list[ValueOrigin]:
+    """Return the origins of what a call gets as ``sampler``."""
+    if not isinstance(loader.node, ast.Call):
+        return []
+    handed = next((k.value for k in loader.node.keywords if k.arg == "sampler"), None)
+    return program.origins(loader.source, handed) if handed is not None else []
+
+
+def _endless(program: ScriptProgram) -> Iterator[Finding]:
+    """Yield generators that start a loader again for ever, in a program of several ranks."""
+    if program.mentions("IterableDataset") or not any(
+        source.dotted(call.func).startswith("torch.distributed.")
+        for source in program.sources
+        for call in source.calls
+    ):
+        return
+    for source in program.sources:
+        for function in source.functions:
+            for again, loader in restarts(source, function):
+                made = [each for each in program.origins(source, loader) if isinstance(each.node, ast.Call)]
+                samplers = [each for origin in made for each in _samplers(program, origin)]
+                if made and not any(each.dotted in SAMPLERS for each in samplers):
+                    continue
+                if made or _named_loader(source, loader):
+                    name = source.code(loader)
+                    yield RULE.finding(
+                        f"this starts `{name}` again and again, but its DistributedSampler does not get the epoch: every epoch has the "
+                        "same order",
+                        source.place(again),
+                        f"{name}.sampler.set_epoch(epoch)  # before each start, with a counter of its own",
+                    )
+
+
+def restarts(source: SourceFile, function: ast.AST) -> Iterator[tuple[ast.AST, ast.expr]]:
+    """Yield where a generator starts an iterable in a loop without end, and the iterable."""
+    nodes = [node for node in ast.walk(function) if source.function(node) is function]
+    if not any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in nodes):
+        return
+    for node in nodes:
+        started = (
+            node.iter
+            if isinstance(node, ast.For)
+            else node.value
+            if isinstance(node, ast.YieldFrom)
+            else node
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "iter"
+            else None
+        )
+        loops = [each for each in source.parents(node) if isinstance(each, (ast.For, ast.While))]
+        endless = loops and isinstance(loops[-1], ast.While) and isinstance(loops[-1].test, ast.Constant)
+        loader = iterated(started) if started is not None else None
+        if endless and isinstance(loader, (ast.Name, ast.Attribute)):
+            yield node, loader
+
+
+def _named_loader(source: SourceFile, loader: ast.expr) -> bool:
+    """Return whether a name or its annotation says that it is a DataLoader."""
+    annotations = [
+        ast.unparse(binding.node.annotation)
+        for binding in source.bindings(loader)
+        if isinstance(binding.node, ast.arg) and binding.node.annotation is not None
+    ]
+    return any("DataLoader" in each for each in annotations) or "loader" in ast.unparse(loader).lower()
 
 
 RULE = Rule("FL012", "set_epoch_missing", Severity.WRONG, __doc__, look=look)
