@@ -13,6 +13,7 @@ import tokenize
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from flatout.diagnose.ranking import AFTER_THE_LOOP
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules import TABLE
 from flatout.diagnose.rules.ignore_without_effect import RULE as UNUSED
@@ -42,7 +43,7 @@ def check(
     ignore: Collection[str] = (),
     measured: Sequence[Finding] = (),
 ) -> list[Finding]:
-    """Every finding, worst severity first, then by file and line.
+    """Every finding, worst severity first, problems of the training loop before others, then by file and line.
 
     ``select`` and ``ignore`` are codes or prefixes of codes. ``measured`` are findings of the same rules from
     a run of the program. If both report the same problem on the same line, only the measured finding is kept.
@@ -63,11 +64,12 @@ def check(
     return sorted(_kept(program, chosen, measured), key=order)
 
 
-def order(finding: Finding) -> tuple[int, str, int, int, str]:
-    """The key by which findings are sorted: worst severity first, then by file and line."""
+def order(finding: Finding) -> tuple[int, bool, str, int, int, str]:
+    """The key by which findings are sorted: worst severity first, the training loop first, then by file and line."""
     place = finding.place
     return (
         ORDER[finding.severity],
+        finding.name in AFTER_THE_LOOP,
         *((place.file, place.line, place.column) if place else ("", 0, 0)),
         finding.rule,
     )

@@ -50,6 +50,18 @@ OF_THE_LINE = {
     "slow_fetch": ("host_growth",),
 }
 NEAR = 3  # lines
+# Rules about any line, or about what matters only on some machines. Within a severity they come after the rules
+# about the loop that trains, whose problems act in every step or epoch.
+AFTER_THE_LOOP = {
+    "call_without_parentheses",
+    "context_thrown_away",
+    "result_thrown_away",
+    "iterator_used_up",
+    "parameters_used_up",
+    "bias_before_batchnorm",
+    "data_parallel_used",
+    "memory_filled_for_nothing",
+}
 
 
 def judge(profile: ProfileRecord, table: Iterable[Rule]) -> list[Finding]:
