@@ -21,10 +21,13 @@ def passed(event: ProgramEvent, node: ast.expr) -> tuple[SourceFile, ast.expr]:
     source = event.source
     for frame, entered in zip(reversed(event.frames), reversed(event.calls), strict=True):
         bindings = source.names.reaching(node) if isinstance(node, ast.Name) else []
-        if entered is None or len(bindings) != 1 or bindings[0].how != "parameter":
+        if len(bindings) != 1 or bindings[0].how != "parameter":
             break
-        handed = argument(source, frame, bindings[0].node, entered[1])
-        if handed is None:
+        parameter = bindings[0].node
+        if source.parent(source.parent(parameter) or source.tree) is not frame:
+            continue  # of a function further out
+        handed = argument(source, frame, parameter, entered[1]) if entered is not None else None
+        if entered is None or handed is None:
             break
         source, node = entered[0], handed
     return source, node

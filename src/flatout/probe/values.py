@@ -298,7 +298,7 @@ class Values:
     def seems(self, source: SourceFile, node: ast.AST, kind: str) -> bool:
         """Return ``is_a``, or whether the name is typical of the kind if nothing is known.
 
-        For example, ``optimizer`` from an unknown caller seems to be an optimizer.
+        For example, ``optimizer`` from an unknown caller seems to be an optimizer. None is a placeholder.
         """
         known = self.kinds(source, node) - {"NoneType"}
         if known:

@@ -266,15 +266,24 @@ class Walk:
             and not call.keywords
         ):
             return "backward", handed, True  # accelerator.backward(loss), fabric.backward(loss): it may scale
-        scaled = any(_scales(origin.node) for origin in self.values.origins(source, owner))
-        return "backward", owner, scaled
+        return "backward", owner, self._scaled(source, owner)
 
-
-def _scales(node: ast.AST) -> bool:
-    """Return whether this is ``scaler.scale(loss)``, also with a factor or a divisor."""
-    if isinstance(node, ast.BinOp):
-        return _scales(node.left) or _scales(node.right)
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "scale"
+    def _scaled(self, source: SourceFile, loss: ast.expr, depth: int = 0) -> bool:
+        """Return whether a loss may be the result of ``scaler.scale(loss)``, perhaps divided by a number."""
+        for origin in self.values.origins(source, loss) if depth < 4 else ():
+            node = origin.node
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr == "scale"
+            ):
+                return True
+            if isinstance(node, ast.BinOp) and (
+                self._scaled(origin.source, node.left, depth + 1)
+                or self._scaled(origin.source, node.right, depth + 1)
+            ):
+                return True
+        return False
 
 
 def _forgets_gradient(node: ast.AST) -> bool:

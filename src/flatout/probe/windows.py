@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+from flatout.probe.script import SourceFile
 
 ARITHMETIC: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -35,52 +37,87 @@ class Window:
     test: ast.expr
     positive: bool
 
-    def comparable(self, other: Window) -> bool:
-        return (self.index, self.size) == (other.index, other.size)
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Return the numbers of micro-batches to try: the one in the source, or a few."""
+        return [int(self.size)] if self.size.isdigit() else range(2, 6)
 
     def holds(self, index: int, size: int) -> bool:
         """Return whether it holds in this pass. A size that the source writes as a number stays that number."""
         return bool(_value(self.test, {self.index: index, self.size: size})) is self.positive
 
 
+def resolved(source: SourceFile, test: ast.expr) -> ast.expr:
+    """Return a test with the names of conditions replaced: ``last = (i + 1) % n == 0`` and then ``if last:``."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return ast.copy_location(ast.UnaryOp(test.op, resolved(source, test.operand)), test)
+    if isinstance(test, ast.BoolOp):
+        return ast.copy_location(
+            ast.BoolOp(test.op, [resolved(source, value) for value in test.values]), test
+        )
+    bindings = source.names.reaching(test) if isinstance(test, ast.Name) else []
+    value = bindings[0].value if len(bindings) == 1 and bindings[0].how == "assign" else None
+    if isinstance(value, (ast.Compare, ast.BoolOp, ast.UnaryOp)) and not bindings[0].path:
+        return value
+    return test
+
+
+def counts(test: ast.expr) -> bool:
+    """Return whether a test has a modulo."""
+    return any(isinstance(each, ast.Mod) for each in ast.walk(test))
+
+
 def window_of(test: ast.expr, holds: bool = True) -> Window | None:
-    """Return the only condition with a modulo in a test that has this value, or None.
+    """Return the condition of the only modulo in a test that has this value, or None."""
+    modulos = [
+        node for node in ast.walk(test) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)
+    ]
+    size = last_name(modulos[0].right) if len(modulos) == 1 else ""
+    names = set(_names(modulos[0].left)) - {"", size} if size else set()
+    return condition(test, holds, names.pop(), size) if len(names) == 1 else None
+
+
+def condition(test: ast.expr, holds: bool, index: str, size: str) -> Window | None:
+    """Return the only condition on these two numbers in a test that has this value, or None.
 
     Other conditions beside it are taken to allow it: ``distributed and i % n != 0``.
     """
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return window_of(test.operand, not holds)
+        return condition(test.operand, not holds, index, size)
     if isinstance(test, ast.BoolOp):
-        found = [each for each in (window_of(value, holds) for value in test.values) if each is not None]
+        found = [each for value in test.values if (each := condition(value, holds, index, size)) is not None]
         return found[0] if len(found) == 1 else None
-    modulos = [
-        node for node in ast.walk(test) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)
-    ]
-    if len(modulos) != 1:
-        return None
-    size = last_name(modulos[0].right)
-    names = {
-        last_name(node) for node in ast.walk(modulos[0].left) if isinstance(node, (ast.Name, ast.Attribute))
-    }
-    names -= {"", "self", size}
-    if not size or len(names) != 1:
-        return None
-    found_window = Window(names.pop(), size, test, holds)
-    return found_window if _value(test, {found_window.index: 1, size: 2}) is not None else None
+    return Window(index, size, test, holds) if _value(test, {index: 1, size: 2}) is not None else None
 
 
 def last_name(node: ast.AST) -> str:
-    """Return ``steps`` of ``self.config.steps``, or the digits of a number; "" for anything else."""
+    """Return ``steps`` of ``self.config.steps`` and of ``state["steps"]``, ``len(x)``, or the digits of a number.
+
+    Anything else has the name "".
+    """
     if isinstance(node, ast.Constant):
         return str(node.value) if isinstance(node.value, int) else ""
+    if isinstance(node, ast.Subscript):
+        return str(getattr(node.slice, "value", "")) if isinstance(node.slice, ast.Constant) else ""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len" and node.args:
+        return f"len({last_name(node.args[0])})"
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _names(node: ast.expr) -> Iterator[str]:
+    """Yield the names of the values in a calculation."""
+    if isinstance(node, ast.BinOp):
+        yield from _names(node.left)
+        yield from _names(node.right)
+    elif not isinstance(node, ast.Constant):
+        yield last_name(node) or ast.unparse(node)
 
 
 def _value(node: ast.expr, known: dict[str, int]) -> int | None:
     """Return the value of an expression of whole numbers, or None if a part is unknown."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, int) else None
-    if isinstance(node, (ast.Name, ast.Attribute)):
+    if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript, ast.Call)):
         return known.get(last_name(node))
     if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
         left, right = _value(node.left, known), _value(node.right, known)

@@ -49,7 +49,8 @@ from collections.abc import Iterator
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.zero_grad_in_window import window
 from flatout.probe.program import ScriptProgram
-from flatout.probe.step_loops import ProgramEvent, StepLoop
+from flatout.probe.step_loops import ProgramEvent, StepLoop, together
+from flatout.probe.windows import counts, resolved
 from flatout.schema.findings import Finding, Severity
 
 
@@ -60,9 +61,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         return
     for loop in program.step_loops:
         steps, passes = loop.of("step", "scaler_step"), loop.of("backward")
-        if not (len(steps) == len(passes) == 1 and loop.always(passes[0])):
-            continue
-        if window(loop, steps[0]) is None:
+        if any(window(loop, step) is None for step in steps) or not passes or not _every_batch(loop, passes):
             continue
         source, node = loop.reached(passes[0])
         without = _of_a_launcher(program, passes[0]) or ("model.no_sync()" if _wrapped(program, loop) else "")
@@ -73,6 +72,18 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 f"with {without}:  # for all micro-batches except the last",
                 others=[*([passes[0].place] if node is not passes[0].node else []), steps[0].place],
             )
+
+
+def _every_batch(loop: StepLoop, passes: list[ProgramEvent]) -> bool:
+    """Return whether each micro-batch has one backward pass. The arms of an ``if`` may have one each."""
+    direct = all(event.loops[-1] is loop.loop for event in passes)
+    counted = any(
+        isinstance(node, ast.If) and counts(resolved(source, node.test))
+        for event in passes
+        for node, _, source in loop.arms(event)
+    )
+    apart = all(not together(one, other) for one in passes for other in passes if one is not other)
+    return direct and not counted and apart
 
 
 def _wrapped(program: ScriptProgram, loop: StepLoop) -> bool:

@@ -152,9 +152,9 @@ def _backward(loop: StepLoop, reaper: ast.expr) -> bool:
 
 
 def _outlives(loop: StepLoop, event: ProgramEvent, reaper: ast.expr) -> bool:
-    """Return whether the container is created outside the loop: nothing resets it, not even every few passes."""
+    """Return whether the container is created outside the loop: nothing in a pass resets it."""
     for each in loop.events:
-        if isinstance(each.node, ast.Assign) and each.node is not event.node and _regular(loop, each):
+        if isinstance(each.node, ast.Assign) and each.node is not event.node and loop.always(each):
             for target in each.node.targets:
                 names = target.elts if isinstance(target, ast.Tuple) else [target]
                 if any(ast.unparse(name) == ast.unparse(reaper) for name in names):
@@ -169,19 +169,6 @@ def _outlives(loop: StepLoop, event: ProgramEvent, reaper: ast.expr) -> bool:
     return in_a_loop or not isinstance(
         reaper, ast.Name
     )  # otherwise it is local to a function called in each step
-
-
-def _regular(loop: StepLoop, event: ProgramEvent) -> bool:
-    """Return whether it happens in every pass, or once in a fixed number of passes."""
-    return loop.always(event) or (
-        event.loops[-1] is loop.loop
-        and all(
-            arm == "body"
-            and isinstance(node, ast.If)
-            and any(isinstance(each, ast.Mod) for each in ast.walk(node.test))
-            for node, arm, _ in loop.arms(event)
-        )
-    )
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:

@@ -42,7 +42,7 @@ import ast
 from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.rules.zero_grad_in_window import window
+from flatout.diagnose.rules.zero_grad_in_window import window, window_test
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 from flatout.schema.findings import Finding, Severity
@@ -62,7 +62,14 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         steps, passes = loop.of("step", "scaler_step"), loop.of("backward")
         gate = window(loop, steps[0]) if len(steps) == 1 else None
-        if gate is None or len(passes) != 1 or not loop.always(passes[0]) or passes[0].subject is None:
+        test = window_test(loop, steps[0]) if gate is not None else None
+        if (
+            gate is None
+            or test is None
+            or len(passes) != 1
+            or not loop.always(passes[0])
+            or passes[0].subject is None
+        ):
             continue
         if not any(
             (gate, "body") in [(node, arm) for node, arm, _ in zero.arms] for zero in loop.of("zero_grad")
@@ -70,7 +77,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             continue
         source, loss = passes[0].source, passes[0].subject
         if not scaled_down(source, loss):
-            by = _count(gate)
+            by = _count(test)
             name = source.code(loss)
             yield RULE.finding(
                 f"the gradients of several batches are accumulated until line {gate.lineno}, but `{name}` is not divided by their number",
@@ -98,11 +105,9 @@ def scaled_down(source: SourceFile, loss: ast.AST, depth: int = 0) -> bool:
     return any(scaled_down(source, name, depth + 1) for name in names)
 
 
-def _count(gate: ast.If) -> str:
+def _count(test: ast.expr) -> str:
     right = next(
-        node.right
-        for node in ast.walk(gate.test)
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)
+        node.right for node in ast.walk(test) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)
     )
     return ast.unparse(right)
 

@@ -54,9 +54,11 @@ import ast
 from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.rules.zero_grad_in_window import window
+from flatout.diagnose.rules.zero_grad_in_window import accumulates, window_test
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
+from flatout.probe.step_loops import ProgramEvent, StepLoop
+from flatout.probe.value_paths import iterated
 from flatout.probe.values import ValueOrigin
 from flatout.probe.windows import last_name, window_of
 from flatout.schema.findings import Finding, Severity
@@ -67,6 +69,7 @@ LOSSES = (
     "torch.nn.CrossEntropyLoss",
     "torch.nn.NLLLoss",
 )
+RESHAPES = {"view", "reshape", "flatten", "transpose", "permute", "mT"}
 OF_TOKENS = {"id", "idx", "index", "token", "tokens", "sequence", "labels", "label", "collate"}
 
 
@@ -76,23 +79,57 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         return
     for loop in program.step_loops:
         passes = loop.of("backward")
-        gates = [gate for step in loop.of("step", "scaler_step") if (gate := window(loop, step)) is not None]
-        wide = window_of(gates[0].test) if gates else None
-        if wide is None or len(passes) != 1 or passes[0].subject is None or not loop.always(passes[0]):
+        if len(passes) != 1 or passes[0].subject is None:
             continue
-        division, losses = divided(program, passes[0].source, passes[0].subject, wide.size)
-        if division is not None and losses and all(_ignores(program, each, filled) for each in losses):
-            yield RULE.finding(
-                f"`{division[0].code(division[1])}` gives every micro-batch the same weight, but its loss is a mean over its valid "
-                "tokens, and their number differs",
-                division[0].place(division[1]),
-                "# sum the loss over tokens, and divide by the number of valid tokens of all micro-batches",
-                others=[passes[0].place],
-            )
+        division, losses = divided(program, passes[0].source, passes[0].subject, _sizes(loop, passes[0]))
+        implicit = division is None and _by_accelerator(program, loop, passes[0])
+        if (
+            not (division or implicit)
+            or not losses
+            or not all(_ignores(program, each, filled) for each in losses)
+        ):
+            continue
+        source, node = division or (passes[0].source, passes[0].node)
+        yield RULE.finding(
+            f"`{source.code(node)}` gives every micro-batch the same weight, but its loss is a mean over its valid tokens, and "
+            "their number differs",
+            source.place(node),
+            "# sum the loss over tokens, and divide by the number of valid tokens of all micro-batches",
+            others=[passes[0].place] if node is not passes[0].node else [],
+        )
+
+
+def _sizes(loop: StepLoop, backward: ProgramEvent) -> set[str]:
+    """Return the names of the number of micro-batches in a step: of a modulo, or the length of an inner loop."""
+    inner = backward.loops[-1]
+    if inner is not loop.loop:
+        if not isinstance(inner.node, ast.For):
+            return set()
+        over = iterated(inner.node.iter)
+        in_range = (
+            isinstance(over, ast.Call) and getattr(over.func, "id", "") == "range" and len(over.args) == 1
+        )
+        return {last_name(over.args[0])} if in_range else {f"len({last_name(over)})"}  # type: ignore[attr-defined]
+    tests = (
+        [window_test(loop, step) for step in loop.of("step", "scaler_step")] if loop.always(backward) else []
+    )
+    found = [window_of(test) for test in tests if test is not None]
+    return {each.size for each in found if each is not None}
+
+
+def _by_accelerator(program: ScriptProgram, loop: StepLoop, backward: ProgramEvent) -> bool:
+    """Return whether an Accelerator accumulates: it divides each loss by the number of micro-batches."""
+    return all(
+        any(
+            accumulates(program, source, block) and (source, block) in backward.blocks
+            for source, block in step.blocks
+        )
+        for step in loop.of("step", "scaler_step")
+    )
 
 
 def divided(
-    program: ScriptProgram, source: SourceFile, loss: ast.expr, size: str
+    program: ScriptProgram, source: SourceFile, loss: ast.expr, sizes: set[str]
 ) -> tuple[tuple[SourceFile, ast.AST] | None, list[ValueOrigin]]:
     """Return the division of a loss by the number of micro-batches, and the losses before it.
 
@@ -102,11 +139,13 @@ def divided(
     found: list[ValueOrigin] = []
     for origin in program.origins(source, loss):
         node = origin.node
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and last_name(node.right) == size:
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and last_name(node.right) in sizes:
             division = (origin.source, node)
             found += program.origins(origin.source, node.left)
         elif (
-            isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div) and last_name(node.value) == size
+            isinstance(node, ast.AugAssign)
+            and isinstance(node.op, ast.Div)
+            and last_name(node.value) in sizes
         ):
             division = (origin.source, node)
         else:
@@ -121,8 +160,10 @@ def _ignores(program: ScriptProgram, origin: ValueOrigin, filled: bool) -> bool:
     """
     node = origin.node
     if isinstance(node, ast.Attribute):
-        return filled and node.attr == "loss" and program.mentions("transformers")
+        return filled and node.attr == "loss" and _given_labels(program, origin.source, node.value)
     if not isinstance(node, ast.Call) or origin.part:
+        return False
+    if not _many_targets(origin.source, node):
         return False
     if origin.dotted in LOSSES:
         return _mean_with_ignored(node, filled)
@@ -133,6 +174,32 @@ def _ignores(program: ScriptProgram, origin: ValueOrigin, filled: bool) -> bool:
     return bool(name) and any(
         isinstance(each, ast.Attribute) and each.attr == "ignore_index" and last_name(each.value) == name
         for _, each in program.nodes(ast.Attribute)
+    )
+
+
+def _many_targets(source: SourceFile, loss: ast.Call) -> bool:
+    """Return whether a sample has several targets: the arguments of the loss are flattened or transposed."""
+    waiting: list[ast.AST] = [
+        *loss.args[:2],
+        *(k.value for k in loss.keywords if k.arg in ("input", "target")),
+    ]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        for each in ast.walk(node):
+            if isinstance(each, ast.Attribute) and each.attr in RESHAPES:
+                return True
+            if isinstance(each, ast.Name) and each.id not in seen:
+                seen.add(each.id)
+                waiting += [binding.value for binding in source.bindings(each) if binding.value is not None]
+    return False
+
+
+def _given_labels(program: ScriptProgram, source: SourceFile, outputs: ast.expr) -> bool:
+    """Return whether outputs come from a model that gets the labels, so that it computes the loss itself."""
+    return any(
+        isinstance(each.node, ast.Call) and {"labels", None} & {keyword.arg for keyword in each.node.keywords}
+        for each in program.origins(source, outputs)
     )
 
 

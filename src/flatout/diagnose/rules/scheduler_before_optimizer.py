@@ -1,7 +1,8 @@
 """The scheduler steps before the optimizer.
 
 What:
-    In a pass of a loop, `scheduler.step()` comes before `optimizer.step()`.
+    In a pass of a loop, or in a function that trains for one epoch, `scheduler.step()` comes before
+    `optimizer.step()`.
 Why it matters:
     The first value of the schedule is skipped, and every later value comes one pass too early. Warm-up starts
     at its second value, and a drop after 30 epochs comes after 29. PyTorch warns once, among other lines, and
@@ -47,27 +48,24 @@ from collections.abc import Iterator
 from flatout.diagnose.rule import Rule
 from flatout.probe.call_chain import origins, passed
 from flatout.probe.kinds import called_like
+from flatout.probe.names import FUNCTIONS
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
-from flatout.probe.step_loops import LoopVisit, ProgramEvent, implies, together
+from flatout.probe.step_loops import ProgramEvent, implies, together
 from flatout.schema.findings import Finding, Severity
+
+STEPS = ("step", "scaler_step")
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
     order = {id(event): at for at, event in enumerate(program.events)}
-    around = {loop for each in program.step_loops for loop in (each.loop, *each.outer)}
-    innermost = {each.loop for each in program.step_loops}
     for event in program.events:
-        if event.kind != "scheduler" or event.loops[-1:] == () or event.loops[-1] not in around:
+        if event.kind != "scheduler" or not _of_learning_rates(program, event):
             continue
-        own = event.loops[-1]
-        if not _of_learning_rates(program, event):
+        around = _of_its_loop(program, event) if event.loops else _of_its_epoch(program, event)
+        steps = [step for step in around if not _of_another(program, event, step)]
+        if event.loops and not _regular(program, event, steps):
             continue
-        steps = [step for step in _steps(program, own) if not _of_another(program, event, step)]
-        if own in innermost and not all(
-            step.loops[-1] is own and step.arms in (event.arms, event.arms[: own.arms]) for step in steps
-        ):
-            continue  # it steps every few passes, or skips some
         every = [step for step in steps if implies(step, event)]
         if every and all(together(step, event) and order[id(event)] < order[id(step)] for step in steps):
             name = event.source.code(event.node)
@@ -75,15 +73,39 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 f"`{name}` runs before `{every[0].source.code(every[0].node)}` on line {every[0].place.line}: the first learning rate of the "
                 "schedule is never used",
                 event.place,
-                f"{name}  # at the end of the loop body",
+                f"{name}  # at the end of the {'loop body' if event.loops else 'function'}",
                 others=[every[0].place],
             )
 
 
-def _steps(program: ScriptProgram, loop: LoopVisit) -> list[ProgramEvent]:
+def _of_its_loop(program: ScriptProgram, event: ProgramEvent) -> list[ProgramEvent]:
+    """Return the steps of optimizers in the innermost loop around the event, if that loop trains."""
+    own = event.loops[-1]
+    if not any(own is loop.loop or own in loop.outer for loop in program.step_loops):
+        return []
+    return [step for step in program.events if step.kind in STEPS and own in step.loops]
+
+
+def _of_its_epoch(program: ScriptProgram, event: ProgramEvent) -> list[ProgramEvent]:
+    """Return the steps in loops of the function of the event, if an epoch is one of its parameters."""
+    function = event.frames[-1] if event.frames else None
+    if not isinstance(function, FUNCTIONS) or not any(
+        "epoch" in each.arg and "epochs" not in each.arg for each in function.args.args
+    ):
+        return []
     return [
-        event for event in program.events if event.kind in ("step", "scaler_step") and loop in event.loops
+        step
+        for step in program.events
+        if step.kind in STEPS and step.loops and step.frames[: len(event.frames)] == event.frames
     ]
+
+
+def _regular(program: ScriptProgram, event: ProgramEvent, steps: list[ProgramEvent]) -> bool:
+    """Return whether the optimizer steps whenever the scheduler does, not only every few passes of its loop."""
+    own = event.loops[-1]
+    return all(own is not loop.loop for loop in program.step_loops) or all(
+        step.loops[-1] is own and step.arms in (event.arms, event.arms[: own.arms]) for step in steps
+    )
 
 
 def _of_learning_rates(program: ScriptProgram, event: ProgramEvent) -> bool:

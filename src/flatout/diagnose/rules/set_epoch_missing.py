@@ -53,7 +53,7 @@ from collections.abc import Iterator
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
-from flatout.probe.step_loops import StepLoop
+from flatout.probe.step_loops import ProgramEvent
 from flatout.probe.value_paths import iterated
 from flatout.probe.values import ValueOrigin
 from flatout.schema.findings import Finding, Severity
@@ -66,6 +66,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         return
     yield from _endless(program)
     epochs = [loop for loop in program.step_loops if loop.outer and isinstance(loop.loop.node, ast.For)]
+    again = [event for loop in program.step_loops for event in loop.events if _starts_again(event)]
     for source, call in program.calls(*SAMPLERS):
         options = {keyword.arg: keyword.value for keyword in call.keywords}
         shuffle = options.get("shuffle", call.args[3] if len(call.args) > 3 else None)
@@ -73,7 +74,9 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             shuffle is not None and not (isinstance(shuffle, ast.Constant) and shuffle.value is True)
         ):
             continue
-        if any(_feeds(program, call, loop) for loop in epochs):
+        if any(_feeds(program, call, loop.source, loop.loop.node.iter) for loop in epochs) or any(
+            _feeds(program, call, event.source, event.node.args[0]) for event in again
+        ):
             target = getattr(source.parent(call), "targets", [None])[0]
             name = source.code(target) if isinstance(target, (ast.Name, ast.Attribute)) else "sampler"
             yield RULE.finding(
@@ -83,12 +86,21 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             )
 
 
-def _feeds(program: ScriptProgram, sampler: ast.Call, loop: StepLoop) -> bool:
-    """Return whether the training loop iterates over a loader with this sampler."""
-    assert isinstance(loop.loop.node, ast.For)
+def _starts_again(event: ProgramEvent) -> bool:
+    """Return whether this is ``iter(loader)`` when a loader has ended within the loop that trains."""
+    return (
+        isinstance(event.node, ast.Call)
+        and getattr(event.node.func, "id", "") == "iter"
+        and len(event.node.args) == 1
+        and any(isinstance(node, ast.ExceptHandler) for node, _, _ in event.arms)
+    )
+
+
+def _feeds(program: ScriptProgram, sampler: ast.Call, source: SourceFile, loader: ast.expr) -> bool:
+    """Return whether a loader that is iterated has this sampler."""
     return any(
         sampler is each.node
-        for origin in program.origins(loop.source, iterated(loop.loop.node.iter))
+        for origin in program.origins(source, iterated(loader))
         for each in _samplers(program, origin)
     )
 
@@ -119,7 +131,7 @@ def _endless(program: ScriptProgram) -> Iterator[Finding]:
                 if made or _named_loader(source, loader):
                     name = source.code(loader)
                     yield RULE.finding(
-                        f"this starts `{name}` again and again, but its DistributedSampler does not get the epoch: every epoch has the "
+                        f"this starts `{name}` again and again, but never sets the epoch: with a DistributedSampler, every epoch has the "
                         "same order",
                         source.place(again),
                         f"{name}.sampler.set_epoch(epoch)  # before each start, with a counter of its own",
@@ -142,10 +154,16 @@ def restarts(source: SourceFile, function: ast.AST) -> Iterator[tuple[ast.AST, a
             else None
         )
         loops = [each for each in source.parents(node) if isinstance(each, (ast.For, ast.While))]
-        endless = loops and isinstance(loops[-1], ast.While) and isinstance(loops[-1].test, ast.Constant)
+        endless = bool(loops) and _without_end(source, loops[-1])
         loader = iterated(started) if started is not None else None
         if endless and isinstance(loader, (ast.Name, ast.Attribute)):
             yield node, loader
+
+
+def _without_end(source: SourceFile, loop: ast.For | ast.While) -> bool:
+    if isinstance(loop, ast.While):
+        return isinstance(loop.test, ast.Constant)
+    return isinstance(loop.iter, ast.Call) and source.dotted(loop.iter.func) == "itertools.count"
 
 
 def _named_loader(source: SourceFile, loader: ast.expr) -> bool:

@@ -43,6 +43,7 @@ from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 from flatout.probe.step_loops import ProgramEvent, StepLoop
+from flatout.probe.windows import counts, resolved
 from flatout.schema.findings import Finding, Severity
 
 
@@ -78,14 +79,20 @@ def window(loop: StepLoop, step: ProgramEvent) -> ast.If | None:
     return next(
         (
             node
-            for node, arm, _ in loop.arms(step)
+            for node, arm, source in loop.arms(step)
             if arm == "body"
             and isinstance(node, ast.If)
             and step.loops[-1] is loop.loop
-            and any(isinstance(each, ast.Mod) for each in ast.walk(node.test))
+            and counts(resolved(source, node.test))
         ),
         None,
     )
+
+
+def window_test(loop: StepLoop, step: ProgramEvent) -> ast.expr | None:
+    """Return the test with the modulo of ``window``, even if a name stands for it."""
+    gate = window(loop, step)
+    return next((resolved(source, node.test) for node, _, source in loop.arms(step) if node is gate), None)  # type: ignore[attr-defined]
 
 
 def _every_batch(loop: StepLoop, zero: ProgramEvent, step: ProgramEvent) -> bool:
@@ -112,9 +119,7 @@ def _under_accumulate(program: ScriptProgram) -> Iterator[Finding]:
     """
     for loop in program.step_loops:
         for step in loop.of("step"):
-            blocks = [
-                (source, block) for source, block in step.blocks if _accumulates(program, source, block)
-            ]
+            blocks = [(source, block) for source, block in step.blocks if accumulates(program, source, block)]
             for zero in loop.of("zero_grad") if blocks else ():
                 if blocks[0] not in zero.blocks or _only_at_the_step(loop, zero):
                     continue
@@ -126,7 +131,8 @@ def _under_accumulate(program: ScriptProgram) -> Iterator[Finding]:
                     yield replace(found, fix=f"{optimizer}.zero_grad()  # of the prepared optimizer")
 
 
-def _accumulates(program: ScriptProgram, source: SourceFile, block: ast.expr) -> bool:
+def accumulates(program: ScriptProgram, source: SourceFile, block: ast.expr) -> bool:
+    """Return whether a block is ``accelerator.accumulate(model)``, and its Accelerator is not known to be without steps."""
     if not (
         isinstance(block, ast.Call)
         and isinstance(block.func, ast.Attribute)
