@@ -58,6 +58,11 @@ STEPS = ("step", "scaler_step")
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
+    if any(
+        getattr(node, "attr", "") == "last_epoch" and isinstance(node.ctx, ast.Store)
+        for _, node in program.nodes(ast.Attribute)
+    ):  # type: ignore[attr-defined]
+        return  # the first call may be meant to reach the first value
     order = {id(event): at for at, event in enumerate(program.events)}
     for event in program.events:
         if event.kind != "scheduler" or not _of_learning_rates(program, event):
