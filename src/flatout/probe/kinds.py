@@ -76,18 +76,8 @@ def kinds_of_name(dotted: str) -> set[str]:
         "ConcatDataset",
     ):
         return {"Dataset", last}
-    if (
-        package == "transformers"
-        and last.startswith("get_")
-        and last.endswith(("scheduler", "schedule", "_warmup"))
-    ):
-        return {"Scheduler"}
-    if (package == "accelerate" and last == "Accelerator") or (
-        package.startswith("lightning") and last == "Fabric"
-    ):
-        return {last}
     if package != "torch":
-        return set()
+        return _of_a_launcher(package, last)
     if "lr_scheduler" in parts or "swa_utils" in parts:
         return {"Scheduler"} if last.strip("_")[:1].isupper() and last != "AveragedModel" else set()
     if "optim" in parts[1:2] and last[:1].isupper():
@@ -114,6 +104,16 @@ def kinds_of_name(dotted: str) -> set[str]:
             else set()
         )
     return set()
+
+
+def _of_a_launcher(package: str, last: str) -> set[str]:
+    """Return the kind of what transformers, accelerate and Fabric create for a training loop."""
+    if package == "transformers" and last.startswith("get_"):
+        return {"Scheduler"} if last.endswith(("scheduler", "schedule", "_warmup")) else set()
+    launches = (package == "accelerate" and last == "Accelerator") or (
+        package.startswith("lightning") and last == "Fabric"
+    )
+    return {last} if launches else set()
 
 
 def called_like(name: str, kind: str) -> bool:

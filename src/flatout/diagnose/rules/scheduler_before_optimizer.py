@@ -59,9 +59,12 @@ STEPS = ("step", "scaler_step")
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
     if any(
-        getattr(node, "attr", "") == "last_epoch" and isinstance(node.ctx, ast.Store)
+        isinstance(node, ast.Attribute)
+        and node.attr == "last_epoch"
+        and isinstance(node.ctx, ast.Store)
+        and getattr(node.value, "id", "") != "self"
         for _, node in program.nodes(ast.Attribute)
-    ):  # type: ignore[attr-defined]
+    ):
         return  # the first call may be meant to reach the first value
     order = {id(event): at for at, event in enumerate(program.events)}
     for event in program.events:

@@ -65,8 +65,17 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
     if program.mentions("set_epoch", "Trainer", "Fabric", "Accelerator"):
         return
     yield from _endless(program)
-    epochs = [loop for loop in program.step_loops if loop.outer and isinstance(loop.loop.node, ast.For)]
-    again = [event for loop in program.step_loops for event in loop.events if _starts_again(event)]
+    loaders = [
+        (loop.source, loop.loop.node.iter)
+        for loop in program.step_loops
+        if loop.outer and isinstance(loop.loop.node, ast.For)
+    ]
+    loaders += [
+        (event.source, loader)
+        for loop in program.step_loops
+        for event in loop.events
+        if (loader := _started_again(event)) is not None
+    ]
     for source, call in program.calls(*SAMPLERS):
         options = {keyword.arg: keyword.value for keyword in call.keywords}
         shuffle = options.get("shuffle", call.args[3] if len(call.args) > 3 else None)
@@ -74,9 +83,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             shuffle is not None and not (isinstance(shuffle, ast.Constant) and shuffle.value is True)
         ):
             continue
-        if any(_feeds(program, call, loop.source, loop.loop.node.iter) for loop in epochs) or any(
-            _feeds(program, call, event.source, event.node.args[0]) for event in again
-        ):
+        if any(_feeds(program, call, home, loader) for home, loader in loaders):
             target = getattr(source.parent(call), "targets", [None])[0]
             name = source.code(target) if isinstance(target, (ast.Name, ast.Attribute)) else "sampler"
             yield RULE.finding(
@@ -86,14 +93,18 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             )
 
 
-def _starts_again(event: ProgramEvent) -> bool:
-    """Return whether this is ``iter(loader)`` when a loader has ended within the loop that trains."""
-    return (
-        isinstance(event.node, ast.Call)
-        and getattr(event.node.func, "id", "") == "iter"
-        and len(event.node.args) == 1
-        and any(isinstance(node, ast.ExceptHandler) for node, _, _ in event.arms)
-    )
+def _started_again(event: ProgramEvent) -> ast.expr | None:
+    """Return the loader of ``iter(loader)`` where a loader has ended within the loop that trains."""
+    call = event.node
+    ended = any(isinstance(node, ast.ExceptHandler) for node, _, _ in event.arms)
+    if (
+        ended
+        and isinstance(call, ast.Call)
+        and getattr(call.func, "id", "") == "iter"
+        and len(call.args) == 1
+    ):
+        return call.args[0]
+    return None
 
 
 def _feeds(program: ScriptProgram, sampler: ast.Call, source: SourceFile, loader: ast.expr) -> bool:

@@ -92,7 +92,8 @@ def window(loop: StepLoop, step: ProgramEvent) -> ast.If | None:
 def window_test(loop: StepLoop, step: ProgramEvent) -> ast.expr | None:
     """Return the test with the modulo of ``window``, even if a name stands for it."""
     gate = window(loop, step)
-    return next((resolved(source, node.test) for node, _, source in loop.arms(step) if node is gate), None)  # type: ignore[attr-defined]
+    sources = [source for node, _, source in loop.arms(step) if node is gate]
+    return resolved(sources[0], gate.test) if gate is not None else None
 
 
 def _every_batch(loop: StepLoop, zero: ProgramEvent, step: ProgramEvent) -> bool:
