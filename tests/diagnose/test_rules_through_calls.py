@@ -99,7 +99,7 @@ NO_SYNC = """
     def train(model, optimizer, loader, every):
         for i, x in enumerate(loader):
             {before}
-            with {context}:
+            with {context}
                 (model(x).square().mean() / every).backward()
             update(optimizer, i, every)
 
@@ -189,6 +189,19 @@ FOUND = {
         "FL116",
         LAUNCHED.format(context="contextlib.nullcontext()", mark="  # <-"),
     ),
+    "FL116 of an inner loop": (
+        "FL116",
+        """
+        def train(every):
+            model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(9):
+                for _ in range(every):
+                    (model(torch.randn(8, 4)).square().mean() / every).backward()  # <-
+                optimizer.step()
+                optimizer.zero_grad()
+        """,
+    ),
     "FL012 in a generator": (
         "FL012",
         """
@@ -236,8 +249,12 @@ FOUND = {
             before="""context = contextlib.nullcontext
             if i % every != 0:  # <-
                 context = model.no_sync""",
-            context="context()",
+            context="context():",
         ),
+    ),
+    "FL037 in Fabric": (
+        "FL037",
+        NO_SYNC.format(before="", context="model.no_backward_sync(model, enabled=i % every > 0):  # <-"),
     ),
     "FL037 by a switch of an inner loop": ("FL037", INNER.format(condition="k == 0  # <-")),
     "FL038 of a loss that says what it ignores": (
@@ -246,6 +263,20 @@ FOUND = {
             loss='self.loss_fn(self.model(batch["tokens"]), labels.masked_fill(labels == self.pad_id, self.loss_fn.ignore_index))',
             mark="  # <-",
         ),
+    ),
+    "FL038 of an inner loop": (
+        "FL038",
+        """
+        def train(model, optimizer, loader, pad_token_id):
+            for batch in loader:
+                optimizer.zero_grad()
+                parts = batch.chunk(4)
+                for tokens in parts:
+                    logits = model(tokens[:, :-1]).flatten(0, 1)
+                    loss = F.cross_entropy(logits, tokens[:, 1:].flatten(), ignore_index=pad_token_id)
+                    (loss / len(parts)).backward()  # <-
+                optimizer.step()
+        """,
     ),
     "FL038 in the model, under accumulate": (
         "FL038",
@@ -273,6 +304,18 @@ FOUND = {
         DRAW.format(group="", use="return schedule.add_noise(clean, noise, t)").replace(
             "src=0)", "src=0)  # <-"
         ),
+    ),
+    "FL039 by an Accelerator": (
+        "FL039",
+        """
+        from accelerate.utils import broadcast
+
+        def noisy(clean):
+            level = torch.rand(1)
+            level = broadcast(level)  # <-
+            noise = torch.randn_like(clean)
+            return torch.lerp(clean, noise, level)
+        """,
     ),
 }
 CLEAN = {
@@ -312,10 +355,10 @@ CLEAN = {
         context="contextlib.nullcontext() if last else self.accelerator.no_sync(self.model)", mark=""
     ),
     "no_sync on all but the step": NO_SYNC.format(
-        before="wait = (i + 1) % every != 0", context="model.no_sync() if wait else contextlib.nullcontext()"
+        before="wait = (i + 1) % every != 0", context="model.no_sync() if wait else contextlib.nullcontext():"
     ),
     "an index that is passed on plus one": NO_SYNC.format(
-        before="pass", context="model.no_sync() if (i + 1) % every else contextlib.nullcontext()"
+        before="pass", context="model.no_sync() if (i + 1) % every else contextlib.nullcontext():"
     )
     .replace("update(optimizer, i, every)\n\n", "update(optimizer, i + 1, every)\n\n")
     .replace("if (i + 1) % every == 0", "if i % every == 0"),

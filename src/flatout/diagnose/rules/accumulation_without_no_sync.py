@@ -61,7 +61,8 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         return
     for loop in program.step_loops:
         steps, passes = loop.of("step", "scaler_step"), loop.of("backward")
-        if any(window(loop, step) is None for step in steps) or not passes or not _every_batch(loop, passes):
+        gated = all(window(loop, step) is not None for step in steps) and _every_batch(loop, passes)
+        if not gated and not _inner_loop(loop, steps, passes):
             continue
         source, node = loop.reached(passes[0])
         without = _of_a_launcher(program, passes[0]) or ("model.no_sync()" if _wrapped(program, loop) else "")
@@ -76,7 +77,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
 
 def _every_batch(loop: StepLoop, passes: list[ProgramEvent]) -> bool:
     """Return whether each micro-batch has one backward pass. The arms of an ``if`` may have one each."""
-    direct = all(event.loops[-1] is loop.loop for event in passes)
+    direct = bool(passes) and all(event.loops[-1] is loop.loop for event in passes)
     counted = any(
         isinstance(node, ast.If) and counts(resolved(source, node.test))
         for event in passes
@@ -84,6 +85,19 @@ def _every_batch(loop: StepLoop, passes: list[ProgramEvent]) -> bool:
     )
     apart = all(not together(one, other) for one in passes for other in passes if one is not other)
     return direct and not counted and apart
+
+
+def _inner_loop(loop: StepLoop, steps: list[ProgramEvent], passes: list[ProgramEvent]) -> bool:
+    """Return whether the backward pass is in a loop over micro-batches, and the optimizer steps after it."""
+    if len(passes) != 1 or any(step.loops[-1] is not loop.loop for step in steps):
+        return False
+    inner = passes[0].loops[-1]
+    return (
+        passes[0].loops[:-1][-1:] == (loop.loop,)
+        and isinstance(inner.node, ast.For)
+        and not passes[0].arms[inner.arms :]
+        and inner.arms == loop.loop.arms
+    )
 
 
 def _wrapped(program: ScriptProgram, loop: StepLoop) -> bool:

@@ -68,8 +68,8 @@ CHOOSES = ("item", "tolist", "cpu", "numpy")  # what follows is a choice that al
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
-    for source, call in program.method_calls("broadcast"):
-        sent = call.args[0] if isinstance(call, ast.Call) and call.args else None
+    for source, call in [*program.method_calls("broadcast"), *program.calls("accelerate.utils.broadcast")]:
+        sent = call.args[0] if call.args else None
         if not isinstance(sent, ast.Name) or not _from_rank_0(program, source, call):
             continue
         drawn = _draw(source, sent)
@@ -87,10 +87,11 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
 
 def _from_rank_0(program: ScriptProgram, source: SourceFile, call: ast.Call) -> bool:
     """Return whether a broadcast goes from rank 0 to the world, not to the ranks of a group."""
-    assert isinstance(call.func, ast.Attribute)
     options = {keyword.arg: keyword.value for keyword in call.keywords}
+    if source.dotted(call.func) == "accelerate.utils.broadcast":
+        return "from_process" not in options and len(call.args) == 1  # of process 0, to all
     sender = options.get("src", call.args[1] if len(call.args) > 1 else None)
-    if not isinstance(sender, ast.Constant) or sender.value != 0:
+    if not isinstance(call.func, ast.Attribute) or not isinstance(sender, ast.Constant) or sender.value != 0:
         return False
     if source.dotted(call.func) == "torch.distributed.broadcast":
         group = options.get("group", call.args[2] if len(call.args) > 2 else None)

@@ -186,7 +186,7 @@ def _methods_apart(program: ScriptProgram) -> Iterator[Finding]:
                 if backward and events.index(zero) < events.index(backward[0]) and _own(zero, step):
                     name = getattr(step.root, "name", "")
                     yield _finding(
-                        zero, step, f"is in `{name}`: two calls before it lose the gradients of the first"
+                        zero, step, f"is in `{name}`: if two batches come before it, the first is lost"
                     )
 
 
