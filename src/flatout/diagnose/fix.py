@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import io
 from collections.abc import Iterable
 
+from flatout.diagnose.notebook_edits import edit_notebook
 from flatout.diagnose.rewrites import apply_edits
 from flatout.probe.program import ScriptProgram
+from flatout.probe.script import SourceFile, notebook
 from flatout.schema.findings import Edit, Finding
 from flatout.schema.outputs import FixedFile
+
+LONG = 2000  # characters; a notebook may be one line of JSON, which nobody can read in a diff
 
 
 def fixes(program: ScriptProgram, findings: Iterable[Finding]) -> list[tuple[FixedFile, str]]:
@@ -20,28 +25,85 @@ def fixes(program: ScriptProgram, findings: Iterable[Finding]) -> list[tuple[Fix
     changed = []
     for source in program.sources:
         edits: list[Edit] = []
-        text, fixed, left = source.text, [], []
+        code, fixed, left = source.text, [], []
         for finding in found:
-            if not finding.edits or finding.place is None or finding.place.file != source.path:
+            own = _edits(source, finding)
+            if not own:
                 continue
-            new = [edit for edit in finding.edits if edit not in edits]
+            new = [edit for edit in own if edit not in edits]
             result = apply_edits(source.text, [*edits, *new])
             if result is None:
                 left.append(finding)
                 continue
             edits += new
-            text = result
+            code = result
             fixed.append(finding)
+        text = code
+        if source.notebook and fixed:
+            text = _notebook(source, edits, code)
+            if text == source.notebook:
+                fixed, left = [], [*fixed, *left]
         if fixed or left:
-            changed.append((FixedFile(source.path, fixed, _diff(source.path, source.text, text), left), text))
+            changed.append((FixedFile(source.path, fixed, _diff(source, text), left), text))
     return changed
 
 
-def _diff(path: str, before: str, after: str) -> str:
-    """A unified diff that `patch -p0` and `git apply -p0` accept."""
-    lines = difflib.unified_diff(
-        before.splitlines(keepends=True), after.splitlines(keepends=True), path, path, n=3
-    )
+def _edits(source: SourceFile, finding: Finding) -> list[Edit]:
+    """The edits of a finding in this file, with lines of its whole text."""
+    place = finding.place
+    first = source.line_of(place.file, 1) if place is not None else None
+    if first is None:
+        return []
+    down = first - 1
+    return [Edit(e.line + down, e.column, e.end_line + down, e.end_column, e.text) for e in finding.edits]
+
+
+def _notebook(source: SourceFile, edits: list[Edit], code: str) -> str:
+    """The JSON text of a notebook with the edits; as it is if its code would not become this one."""
+    of_cells = []
+    for edit in edits:
+        up = edit.line - source.cell(edit.line)[1]
+        number = next(number for first, number in reversed(source.cells) if first <= edit.line)
+        of_cells.append(
+            (number, Edit(edit.line - up, edit.column, edit.end_line - up, edit.end_column, edit.text))
+        )
+    text = edit_notebook(source.notebook, of_cells)
+    if text is None:
+        return source.notebook
+    got, _ = notebook(text, source.path)
+    return text if _lines(got) == _lines(code) else source.notebook
+
+
+def _lines(code: str) -> list[str]:
+    return [line for line in code.splitlines() if line.strip()]
+
+
+def _diff(source: SourceFile, after: str) -> str:
+    """A unified diff that `patch -p0` and `git apply -p0` accept.
+
+    Where a notebook has its cells on one line of JSON, it is a diff of each cell's code, to read only.
+    """
+    before = source.notebook or source.text
+    diff = list(_unified(source.path, before, after))
+    if source.notebook and max(map(len, diff), default=0) > LONG:
+        old, new = _cells(source.notebook, source.path), _cells(after, source.path)
+        diff = [line for name in old for line in _unified(name, old[name], new[name])]
     return "".join(
-        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
+        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in diff
     )
+
+
+def _unified(name: str, before: str, after: str) -> Iterable[str]:
+    old, new = (list(io.StringIO(text, newline="\n")) for text in (before, after))
+    return difflib.unified_diff(old, new, name, name, n=3)
+
+
+def _cells(text: str, path: str) -> dict[str, str]:
+    """The code of each cell, by its name."""
+    code, cells = notebook(text, path)
+    lines = code.splitlines(keepends=True)
+    ends = [first for first, _ in cells[1:]] + [len(lines) + 1]
+    return {
+        f"{path}[{number}]": "".join(lines[first - 1 : end - 1])
+        for (first, number), end in zip(cells, ends, strict=True)
+    }

@@ -1,7 +1,7 @@
 """Edits of a source file that keep everything else as it is written: comments, layout, line ends.
 
 A rule attaches them to its finding if they are certain. Each function returns an empty list where it is not
-sure of the exact span, in a notebook for example.
+sure of the exact span. In a notebook, lines count from the start of the cell.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def insert_after(source: SourceFile, node: ast.expr, text: str) -> list[Edit]:
     if _unsure(source):
         return []
     end = _end(source, node)
-    return [_edit(end, end, text)]
+    return _edit(source, end, end, text)
 
 
 def without_attribute(source: SourceFile, node: ast.Attribute) -> list[Edit]:
     """Replace ``value.name`` by ``value``."""
     end = _end(source, node)
     dots = [token for token in _tokens(source, node) if token.string == "." and token.end <= end]
-    return [_edit(dots[-1].start, end, "")] if dots and not _unsure(source) else []
+    return _edit(source, dots[-1].start, end, "") if dots and not _unsure(source) else []
 
 
 def with_argument(source: SourceFile, call: ast.Call, argument: str) -> list[Edit]:
@@ -43,7 +43,7 @@ def with_argument(source: SourceFile, call: ast.Call, argument: str) -> list[Edi
         line = source.lines[last.start[0] - 1]
         between = between.rstrip() + "\n" + line[: len(line) - len(line.lstrip())]
         argument += ","
-    return [_edit(last.end, last.end, between + argument)]
+    return _edit(source, last.end, last.end, between + argument)
 
 
 def without_argument(source: SourceFile, call: ast.Call, name: str) -> list[Edit]:
@@ -58,10 +58,10 @@ def without_argument(source: SourceFile, call: ast.Call, name: str) -> list[Edit
     if not before or not after:
         return []
     if before[-1].string == ",":
-        return [_edit(before[-1].start, end, "")]
+        return _edit(source, before[-1].start, end, "")
     if after[0].string == "," and len(after) > 1:
-        return [_edit(start, after[1].start, "")]
-    return [_edit(start, end, "")]
+        return _edit(source, start, after[1].start, "")
+    return _edit(source, start, end, "")
 
 
 def without_statement(source: SourceFile, node: ast.AST) -> list[Edit]:
@@ -79,8 +79,12 @@ def without_statement(source: SourceFile, node: ast.AST) -> list[Edit]:
     if block is None:
         return []
     if len(block) == 1:
-        return [_edit(start, end, "pass")]
-    return [_edit((start[0], 0), (end[0] + 1, 0), "")]
+        return _edit(source, start, end, "pass")
+    cell, line = source.cell(start[0])
+    if source.cells and (end[0] == len(source.lines) or source.cell(end[0] + 1)[0] != cell):
+        begin = (start[0], 0) if line == 1 else (start[0] - 1, len(source.lines[start[0] - 2]))
+        return _edit(source, begin, (end[0], len(source.lines[end[0] - 1])), "")  # the end of a cell
+    return _edit(source, (start[0], 0), (end[0] + 1, 0), "")
 
 
 def apply_edits(text: str, edits: list[Edit]) -> str | None:
@@ -112,12 +116,15 @@ def _lines(text: str) -> list[str]:
 
 
 def _unsure(source: SourceFile) -> bool:
-    """Whether lines of the text are not lines of the file: in a notebook, or with odd line ends."""
-    return bool(source.cells) or len(source.lines) != len(_lines(source.text))
+    """Whether lines of the text are not lines of the file, because it has odd line ends."""
+    return len(source.lines) != len(_lines(source.text))
 
 
-def _edit(start: Position, end: Position, text: str) -> Edit:
-    return Edit(start[0], start[1] + 1, end[0], end[1] + 1, text)
+def _edit(source: SourceFile, start: Position, end: Position, text: str) -> list[Edit]:
+    (file, line), (other, last) = source.cell(start[0]), source.cell(end[0])
+    if file != other:
+        return []  # it begins in one cell of a notebook and ends in another
+    return [Edit(line, start[1] + 1, last, end[1] + 1, text)]
 
 
 def _column(source: SourceFile, line: int, offset: int) -> int:

@@ -36,7 +36,8 @@ class Unreadable(Exception):
 class SourceFile:
     """One file of the user.
 
-    ``tree`` is the AST of ``text``. ``module`` is the name under which others import it.
+    ``tree`` is the AST of ``text``. ``module`` is the name under which others import it. ``notebook`` is the
+    JSON text of a notebook, ``cells`` are the first lines in ``text`` and the numbers of its code cells.
     """
 
     def __init__(
@@ -46,10 +47,11 @@ class SourceFile:
         module: str = "",
         package: str = "",
         cells: list[tuple[int, int]] | None = None,
+        notebook: str = "",
     ) -> None:
         """Parse the text. Raises Unreadable."""
         self.path, self.text, self.module = path, text, module
-        self.cells = cells or []
+        self.cells, self.notebook = cells or [], notebook
         try:
             self.tree = ast.parse(text, filename=path)
         except SyntaxError as error:
@@ -85,8 +87,8 @@ class SourceFile:
         except UnicodeDecodeError as error:
             raise Unreadable(f"{shown} is not UTF-8 text (byte {error.start:,})") from None
         if path.suffix == ".ipynb":
-            text, cells = notebook(text, shown)
-            return cls(shown, text, module, package, cells)
+            code, cells = notebook(text, shown)
+            return cls(shown, code, module, package, cells, text)
         return cls(shown, text, module, package)
 
     @cached_property
@@ -185,6 +187,13 @@ class SourceFile:
             if line >= first:
                 return f"{self.path}[{number}]", line - first + 1
         return self.path, line
+
+    def line_of(self, file: str, line: int) -> int | None:
+        """Return the line in ``text`` of a line in this file or in a cell of it; None if it is in neither."""
+        if file == self.path:
+            return line
+        starts = (first for first, number in self.cells if file == f"{self.path}[{number}]")
+        return next((first + line - 1 for first in starts), None)
 
     def where(self, line: int) -> str:
         file, shown = self.cell(line)

@@ -42,7 +42,7 @@ class SourceLocation(Record):
 class Edit(Record):
     """A span of a file, from a place up to another one, and the text that replaces it.
 
-    Lines and columns count from 1, columns in characters.
+    Lines and columns count from 1, columns in characters. In a notebook lines count from the start of a cell.
     """
 
     line: int

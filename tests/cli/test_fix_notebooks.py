@@ -1,0 +1,142 @@
+"""`flatout fix` edits the cells of a notebook, and every other byte of the file stays."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+from click.testing import CliRunner
+
+from flatout.cli.main import flatout
+
+CODE = [
+    "import gc\nimport torch",
+    '%matplotlib inline\nname = "é𝄞"\nmodel = torch.nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)',
+    "for _ in range(9):\n    optimizer.zero_grad()\n    loss = model(torch.ones(2, 4)).sum()  # é𝄞\n"
+    "    loss.backward(retain_graph=True)\n    optimizer.step()\n    gc.collect()",
+]
+FIXED = CODE[2].replace("retain_graph=True", "").replace("\n    gc.collect()", "")
+
+
+def of_list(code):
+    return code.splitlines(keepends=True)
+
+
+def write(path, code, source=of_list, **layout):
+    cells = [{"cell_type": "markdown", "metadata": {}, "source": ["# é\n", "gc.collect()"]}]
+    for text in code:
+        output = {"output_type": "stream", "name": "stdout", "text": ["gc.collect()\n", "1.50"]}
+        cells.append(
+            {
+                "source": source(text),
+                "outputs": [output],
+                "metadata": {"b": 1.0e3, "a": {}},
+                "execution_count": 2,
+                "cell_type": "code",
+            }
+        )
+    path.write_bytes(
+        (json.dumps({"nbformat": 4, "cells": cells, "nbformat_minor": 5}, **layout) + "\n").encode()
+    )
+
+
+def run(*words):
+    return CliRunner().invoke(flatout, ["fix", *words], standalone_mode=False)
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "train.ipynb"
+
+
+@pytest.mark.parametrize("source", [of_list, str], ids=["list", "string"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"indent": 1, "ensure_ascii": False},
+        {"indent": "\t", "ensure_ascii": True},
+        {"separators": (",", ":"), "ensure_ascii": True},
+    ],
+    ids=["indent 1", "tabs", "one line"],
+)
+def test_only_the_edited_lines_change(path, source, layout):
+    write(path, [*CODE[:2], FIXED], source, **layout)
+    expected = path.read_bytes()
+    write(path, CODE, source, **layout)
+    done = run("--apply", "train.ipynb")
+    assert done.return_value == 0
+    assert "train.ipynb[4]:4: FL203" in done.stderr
+    assert path.read_bytes() == expected
+    assert run("train.ipynb").return_value == 0
+
+
+def test_unusual_escapes_and_strings_stay(path):
+    write(path, CODE, lambda code: [code[:7], code[7:]], indent=2)
+    text = (
+        path.read_text()
+        .replace("# ", "\\u0023 ")
+        .replace('"source"', '"\\u0073ource"')
+        .replace("(2, 4)", "(2,\\u00204)")
+    )
+    path.write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    before = path.read_bytes()
+    assert run("--apply", "train.ipynb").return_value == 0
+    expected = before.replace(b"retain_graph=True", b"").replace(
+        b'\\n    gc.collect()"\r\n      ]', b'"\r\n      ]'
+    )
+    assert path.read_bytes() == expected != before
+
+
+def test_the_diff_is_one_that_git_applies(path):
+    write(path, CODE, indent=1)
+    before = path.read_bytes()
+    done = run("train.ipynb")
+    assert done.return_value == 1
+    assert path.read_bytes() == before
+    path.with_suffix(".diff").write_text(done.stdout, encoding="utf-8")
+    subprocess.run(["git", "apply", "-p0", "train.diff"], check=True)
+    applied = path.read_bytes()
+    path.write_bytes(before)
+    run("--apply", "train.ipynb")
+    assert applied == path.read_bytes() != before
+
+
+def test_the_diff_of_a_notebook_on_one_line_shows_its_code(path):
+    write(path, [*CODE, "# a cell\n" * 300])
+    done = run("train.ipynb")
+    assert done.return_value == 1
+    assert "--- train.ipynb[4]" in done.stdout
+    assert "-    loss.backward(retain_graph=True)\n+    loss.backward()\n" in done.stdout
+    assert len(done.stdout) < 1000
+
+
+@pytest.mark.parametrize(
+    ("loader", "expected"),
+    [
+        (
+            "DataLoader(\n    data,\n    num_workers=2,\n)",
+            "DataLoader(\n    data,\n    num_workers=2,\n    persistent_workers=True,\n)",
+        ),
+        ("DataLoader(data, num_workers=2)", "DataLoader(data, num_workers=2, persistent_workers=True)"),
+    ],
+)
+@pytest.mark.parametrize("source", [of_list, str], ids=["list", "string"])
+def test_an_added_line_becomes_a_string_of_its_own(path, loader, expected, source):
+    head = "import torch\nfrom torch.utils.data import DataLoader\ndata = torch.ones(64, 4)\nmodel = torch.nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
+    loop = "for epoch in range(3):\n    for x in loader:\n        optimizer.zero_grad()\n        model(x).sum().backward()\n        optimizer.step()"
+    write(path, [head, f"loader = {expected}", loop], source, indent=1)
+    after = path.read_bytes()
+    write(path, [head, f"loader = {loader}", loop], source, indent=1)
+    assert run("--apply", "--all", "--select", "FL108", "train.ipynb").return_value == 0
+    assert path.read_bytes() == after
+
+
+def test_a_cell_may_become_empty(path):
+    cells = [CODE[0], "torch.autograd.set_detect_anomaly(True)", CODE[1], FIXED]
+    write(path, [cells[0], "", *cells[2:]], indent=1)
+    after = path.read_bytes()
+    write(path, cells, indent=1)
+    assert run("--apply", "train.ipynb").return_value == 0
+    assert path.read_bytes() == after
