@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 from click.testing import CliRunner
@@ -37,8 +35,11 @@ def step(*lines: str) -> str:
 
 @pytest.mark.parametrize("rule", FIXABLE, ids=lambda rule: rule.code)
 def test_the_fixed_program_has_the_finding_no_more(rule):
-    text = fixed(rule.section("Bad"), rule.code)
-    assert check(ScriptProgram.of_text(text), [rule.code]) == []
+    found = check(ScriptProgram.of_text(rule.section("Bad")), [rule.code])
+    left = [finding.place.text for finding in found if not finding.edits]
+    assert len(left) < len(found)
+    again = check(ScriptProgram.of_text(fixed(rule.section("Bad"), rule.code)), [rule.code])
+    assert [finding.place.text for finding in again] == left
 
 
 @pytest.mark.parametrize(
@@ -156,47 +157,3 @@ def test_json_has_the_diff_and_the_findings(script):
     assert [each["rule"] for each in record["files"][0]["fixed"]] == ["FL203"]
     assert record["applied"] is False
     assert record["files"][0]["diff"].startswith("--- train.py")
-
-
-LOSSES = """
-import contextlib, io, json, sys, warnings
-import torch
-warnings.simplefilter("ignore")
-torch.set_num_threads(1)
-backward, losses = torch.Tensor.backward, []
-def kept(self, *args, **kwargs):
-    losses.append(self.detach().double().sum().item().hex())
-    return backward(self, *args, **kwargs)
-torch.Tensor.backward = kept
-for code in json.load(sys.stdin):
-    losses = []
-    torch.manual_seed(0)
-    with contextlib.redirect_stdout(io.StringIO()):
-        exec(compile(code, "train.py", "exec"), {"__name__": "__main__"})
-    torch.autograd.set_detect_anomaly(False)
-    print(json.dumps(losses))
-"""
-
-
-@pytest.mark.processes
-def test_the_losses_stay_where_the_rule_says_so(tmp_path):
-    programs, names = [], []
-    for rule in FIXABLE:
-        bad = rule.section("Bad").replace("num_workers=2", "num_workers=0").replace("range(100)", "range(5)")
-        if rule.fix_changes or "cuda" in bad.replace("torch.cuda.empty_cache", ""):
-            continue  # needs a GPU
-        names.append(rule.code)
-        programs += [bad, fixed(bad, rule.code)]
-    done = subprocess.run(
-        [sys.executable, "-c", LOSSES],
-        input=json.dumps(programs),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    losses = [json.loads(line) for line in done.stdout.splitlines()]
-    for name, before, after in zip(names, losses[::2], losses[1::2], strict=True):
-        assert len(before) >= 2, name
-        assert before == after, name
-    assert len(names) >= 4

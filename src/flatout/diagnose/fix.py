@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable
 
 from flatout.diagnose.notebook_edits import edit_notebook
-from flatout.diagnose.rewrites import apply_edits
+from flatout.diagnose.rewrites import apply_edits, in_text
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile, notebook
 from flatout.schema.findings import Edit, Finding
@@ -27,7 +27,7 @@ def fixes(program: ScriptProgram, findings: Iterable[Finding]) -> list[tuple[Fix
         edits: list[Edit] = []
         code, fixed, left = source.text, [], []
         for finding in found:
-            own = _edits(source, finding)
+            own = in_text(source, finding.place.file, finding.edits) if finding.place is not None else []
             if not own:
                 continue
             new = [edit for edit in own if edit not in edits]
@@ -46,16 +46,6 @@ def fixes(program: ScriptProgram, findings: Iterable[Finding]) -> list[tuple[Fix
         if fixed or left:
             changed.append((FixedFile(source.path, fixed, _diff(source, text), left), text))
     return changed
-
-
-def _edits(source: SourceFile, finding: Finding) -> list[Edit]:
-    """The edits of a finding in this file, with lines of its whole text."""
-    place = finding.place
-    first = source.line_of(place.file, 1) if place is not None else None
-    if first is None:
-        return []
-    down = first - 1
-    return [Edit(e.line + down, e.column, e.end_line + down, e.end_column, e.text) for e in finding.edits]
 
 
 def _notebook(source: SourceFile, edits: list[Edit], code: str) -> str:

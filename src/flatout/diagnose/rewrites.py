@@ -25,11 +25,47 @@ def insert_after(source: SourceFile, node: ast.expr, text: str) -> list[Edit]:
     return _edit(source, end, end, text)
 
 
+def around(source: SourceFile, node: ast.expr, before: str, after: str) -> list[Edit]:
+    """Put text before and after an expression without parentheses around it."""
+    if _unsure(source):
+        return []
+    start, end = _start(source, node), _end(source, node)
+    return [*_edit(source, start, start, before), *_edit(source, end, end, after)]
+
+
+def replace(source: SourceFile, node: ast.expr, text: str) -> list[Edit]:
+    """Replace an expression, or its text between parentheses."""
+    return [] if _unsure(source) else _edit(source, _start(source, node), _end(source, node), text)
+
+
+def after_statement(source: SourceFile, node: ast.AST, line: str) -> list[Edit]:
+    """Add a line after an expression statement that has its lines for itself."""
+    statement = source.statement(node)
+    if _unsure(source) or not isinstance(statement, ast.Expr):
+        return []
+    (first, column), (last, end) = _start(source, statement), _end(source, statement)
+    indent, rest = source.lines[first - 1][:column], source.lines[last - 1][end:].strip()
+    if indent.strip() or (rest and not rest.startswith("#")):
+        return []
+    at = (last, len(source.lines[last - 1]))
+    return _edit(source, at, at, f"\n{indent}{line}")
+
+
 def without_attribute(source: SourceFile, node: ast.Attribute) -> list[Edit]:
     """Replace ``value.name`` by ``value``."""
     end = _end(source, node)
     dots = [token for token in _tokens(source, node) if token.string == "." and token.end <= end]
     return _edit(source, dots[-1].start, end, "") if dots and not _unsure(source) else []
+
+
+def without_call(source: SourceFile, call: ast.Call) -> list[Edit]:
+    """Replace ``value.name(...)`` by ``value``."""
+    func = call.func
+    if not isinstance(func, ast.Attribute) or _unsure(source):
+        return []
+    end = _end(source, func)
+    dots = [token for token in _tokens(source, func) if token.string == "." and token.end <= end]
+    return _edit(source, dots[-1].start, _end(source, call), "") if dots else []
 
 
 def with_argument(source: SourceFile, call: ast.Call, argument: str) -> list[Edit]:
@@ -85,6 +121,14 @@ def without_statement(source: SourceFile, node: ast.AST) -> list[Edit]:
         begin = (start[0], 0) if line == 1 else (start[0] - 1, len(source.lines[start[0] - 2]))
         return _edit(source, begin, (end[0], len(source.lines[end[0] - 1])), "")  # the end of a cell
     return _edit(source, (start[0], 0), (end[0] + 1, 0), "")
+
+
+def in_text(source: SourceFile, file: str, edits: list[Edit]) -> list[Edit]:
+    """Edits of a file, or of a cell of a notebook, with the lines of its whole text; none for another file."""
+    first = source.line_of(file, 1)
+    down = (first or 1) - 1
+    moved = [Edit(e.line + down, e.column, e.end_line + down, e.end_column, e.text) for e in edits]
+    return moved if first is not None else []
 
 
 def apply_edits(text: str, edits: list[Edit]) -> str | None:

@@ -7,7 +7,8 @@ Why it matters:
     The host fills the tensor, then waits while it is copied over the bus from pageable memory. The device can
     create the tensor itself in microseconds, without a wait.
 How to fix it:
-    Use `torch.zeros(..., device=device)`.
+    Use `torch.zeros(..., device=device)`. Random tensors then have other values: each device has its own
+    generator.
 Bad:
     import torch
 
@@ -15,8 +16,9 @@ Bad:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(100):
         x = torch.randn(8, 4).cuda()  # <-
+        target = torch.zeros(8, 1).cuda()  # <-
         optimizer.zero_grad()
-        model(x).square().mean().backward()
+        (model(x) - target).square().mean().backward()
         optimizer.step()
 Good:
     import torch
@@ -25,8 +27,9 @@ Good:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(100):
         x = torch.randn(8, 4, device="cuda")
+        target = torch.zeros(8, 1, device="cuda")
         optimizer.zero_grad()
-        model(x).square().mean().backward()
+        (model(x) - target).square().mean().backward()
         optimizer.step()
 Sources:
     https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#create-tensors-directly-on-the-target-device
@@ -37,10 +40,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from flatout.diagnose.rewrites import with_argument, without_call
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
-from flatout.schema.findings import Finding, Severity
+from flatout.schema.findings import Edit, Finding, Severity
 
 MAKERS = {
     "zeros",
@@ -56,6 +60,8 @@ MAKERS = {
     "randperm",
     "normal",
 }
+
+SAME = {"zeros", "ones", "empty", "full", "eye"}  # these values are the same on every device
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
@@ -81,6 +87,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 f"`{source.code(made)}` is created on the CPU in every step and then copied",
                 source.place(call),
                 f"{source.code(made)[:-1]}{', ' if made.args or made.keywords else ''}device={where})",
+                edits=_edits(source, call, made, where),
             )
 
 
@@ -122,4 +129,21 @@ def _device(source: SourceFile, call: ast.Call) -> str:
     )
 
 
-RULE = Rule("FL111", "made_on_host_then_moved", Severity.TIME, __doc__, look=look)
+def _edits(source: SourceFile, moved: ast.Call, made: ast.Call, where: str) -> list[Edit]:
+    """Return the edits if they keep every value: random numbers of another device are other numbers."""
+    assert isinstance(moved.func, ast.Attribute)
+    name = source.dotted(made.func).rpartition(".")[2]
+    given = [*moved.args, *(keyword.value for keyword in moved.keywords)]
+    if (
+        name not in SAME
+        or len(given) > 1
+        or {k.arg for k in made.keywords} & {"out", "pin_memory", "requires_grad"}
+    ):
+        return []
+    if moved.func.attr == "cuda" and given and not isinstance(given[0], ast.Constant):
+        return []  # None means the current device there, and the CPU in `device=None`
+    argument = with_argument(source, made, f"device={where}")
+    return [*argument, *without_call(source, moved)] if argument else []
+
+
+RULE = Rule("FL111", "made_on_host_then_moved", Severity.TIME, __doc__, look=look, fix_changes="")

@@ -47,6 +47,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
+from flatout.diagnose.device_sums import device_sum
 from flatout.diagnose.gains import (
     TIMED,
     certain_gain,
@@ -93,6 +94,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                     f"`{shown}` waits in every step until the device has finished all queued work",
                     event.place,
                     fix,
+                    edits=device_sum(program, loop, event),
                 )
         yield from _compared(program, loop)
 
@@ -221,5 +223,12 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
 
 
 RULE = Rule(
-    "FL101", "host_sync_every_step", Severity.TIME, __doc__, look=look, judge=judge, levers=("early_values",)
+    "FL101",
+    "host_sync_every_step",
+    Severity.TIME,
+    __doc__,
+    look=look,
+    judge=judge,
+    levers=("early_values",),
+    fix_changes="",
 )

@@ -30,10 +30,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from flatout.diagnose.rewrites import with_argument
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 from flatout.schema.findings import Finding, Severity
+
+COPYING = {"Module", "Optimizer", "Scheduler", "GradScaler"}  # their `load_state_dict` keeps their device
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
@@ -64,6 +67,9 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 "this checkpoint loads only on a machine that has the device it was saved from",
                 source.place(call),
                 f'torch.load({source.code(call.args[0])}, map_location="cpu"{rest})',
+                edits=with_argument(source, call, 'map_location="cpu"')
+                if _only_copied(program, source, call)
+                else [],
             )
 
 
@@ -83,6 +89,39 @@ def _are_weights(source: SourceFile, load: ast.Call) -> bool:
             if load in inside or any(isinstance(node, ast.Name) and node.id in names for node in inside):
                 return True
     return False
+
+
+def _only_copied(program: ScriptProgram, source: SourceFile, load: ast.Call) -> bool:
+    """Return whether the loaded values are only copied into modules and optimizers, which keep their device."""
+    if any(function.name == "load_state_dict" for each in program.sources for function in each.functions):
+        return False
+    holder = source.parent(load)
+    if not isinstance(holder, ast.Assign):
+        return _copied(program, source, load)
+    if len(holder.targets) != 1 or not isinstance(target := holder.targets[0], ast.Name):
+        return False
+    scope = source.function(load) or source.tree
+    uses = [node for node in ast.walk(scope) if isinstance(node, ast.Name) and node.id == target.id]
+    if any(isinstance(node.ctx, ast.Load) and not _copied(program, source, node) for node in uses):
+        return False
+    stores = [node for node in uses if isinstance(node.ctx, ast.Store)]
+    return stores == [target] and (scope is not source.tree or source is program.main)
+
+
+def _copied(program: ScriptProgram, source: SourceFile, value: ast.expr) -> bool:
+    """Return whether a value, or one entry of it, is the argument of a module's `load_state_dict`."""
+    around = source.parent(value)
+    while isinstance(around, ast.Subscript) and around.value is value:
+        value, around = around, source.parent(around)
+    return (
+        isinstance(around, ast.Call)
+        and around.args[:1] == [value]
+        and isinstance(around.func, ast.Attribute)
+        and around.func.attr == "load_state_dict"
+        and all(keyword.arg == "strict" for keyword in around.keywords)
+        and len(around.args) < 3
+        and bool(COPYING & program.values.kinds(source, around.func.value))
+    )
 
 
 def _file(source: SourceFile, call: ast.Call, place: int = 0) -> str:
@@ -110,4 +149,4 @@ def _loaded_again(program: ScriptProgram) -> set[int]:
     return found
 
 
-RULE = Rule("FL303", "load_without_map_location", Severity.FRAGILE, __doc__, look=look)
+RULE = Rule("FL303", "load_without_map_location", Severity.FRAGILE, __doc__, look=look, fix_changes="")

@@ -38,11 +38,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from flatout.diagnose.rewrites import with_argument
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.pinned_and_blocking import batches_moved, pins
 from flatout.probe.program import ScriptProgram
+from flatout.probe.step_loops import ProgramEvent
 from flatout.probe.value_paths import is_given
-from flatout.schema.findings import Finding, Severity
+from flatout.probe.values import ValueOrigin
+from flatout.schema.findings import Edit, Finding, Severity
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
@@ -57,7 +60,21 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 event.place,
                 f"{loader.source.code(loader.node)[:-1]}, pin_memory=True)",
                 others=[loader.source.place(loader.node)],
+                edits=_edits(event, loader),
             )
+
+
+def _edits(event: ProgramEvent, loader: ValueOrigin) -> list[Edit]:
+    """Return the edit of the loader if it is in the same file or cell and does not switch pinning off."""
+    call, source = loader.node, event.source
+    if (
+        loader.source is not source
+        or not isinstance(call, ast.Call)
+        or "pin_memory" in _options(call)
+        or source.place(call).file != event.place.file
+    ):
+        return []
+    return with_argument(source, call, "pin_memory=True")
 
 
 def _options(call: ast.AST) -> set[str | None]:
@@ -71,4 +88,5 @@ RULE = Rule(
     __doc__,
     look=look,
     levers=("loader", "device_prefetch"),
+    fix_changes="",
 )

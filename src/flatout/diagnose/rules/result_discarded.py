@@ -27,6 +27,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from flatout.diagnose.rewrites import around
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
@@ -95,7 +96,15 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 f"`{source.code(call)}` returns a new tensor, which is discarded; `{source.code(owner)}` does not change",
                 source.place(node),
                 f"{source.code(owner)} = {source.code(call)}",
+                edits=around(source, call, f"{source.code(owner)} = ", ""),
             )
 
 
-RULE = Rule("FL030", "result_thrown_away", Severity.WRONG, __doc__, look=look)
+RULE = Rule(
+    "FL030",
+    "result_thrown_away",
+    Severity.WRONG,
+    __doc__,
+    look=look,
+    fix_changes="the name is the new tensor from here on",
+)

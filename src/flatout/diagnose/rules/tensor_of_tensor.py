@@ -23,8 +23,10 @@ Sources:
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
+from flatout.diagnose.rewrites import replace
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
@@ -38,7 +40,14 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 f"`{name}` is already a tensor: this copies it and detaches it from its graph",
                 source.place(call),
                 f"{name}.detach().clone()",
+                edits=replace(source, call, f"{name}.detach().clone()") if _is_copy(call) else [],
             )
 
 
-RULE = Rule("FL311", "tensor_of_tensor", Severity.FRAGILE, __doc__, look=look)
+def _is_copy(call: ast.Call) -> bool:
+    """Return whether the call has no other effect, and its value can be followed by a method."""
+    primary = isinstance(call.args[0], (ast.Name, ast.Attribute, ast.Subscript, ast.Call))
+    return len(call.args) == 1 and not call.keywords and primary
+
+
+RULE = Rule("FL311", "tensor_of_tensor", Severity.FRAGILE, __doc__, look=look, fix_changes="")

@@ -38,10 +38,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from flatout.diagnose.rewrites import after_statement
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.probe.step_loops import ProgramEvent, StepLoop
-from flatout.schema.findings import Finding, Severity
+from flatout.schema.findings import Edit, Finding, Severity
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
@@ -52,7 +53,21 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 f"`{name}` steps here, but its gradients are never cleared: each step follows the sum of all gradients so far",
                 step.place,
                 f"{name}.zero_grad()  # before the forward pass of every cycle",
+                edits=_edits(program, step),
             )
+
+
+def _edits(program: ScriptProgram, step: ProgramEvent) -> list[Edit]:
+    """Return the edit: the step clears what it has used. None if a call only lacks its parentheses."""
+    uncalled = any(
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Attribute)
+        and node.value.attr == "zero_grad"
+        for _, node in program.nodes(ast.Expr)
+    )
+    if uncalled or step.subject is None:
+        return []
+    return after_statement(step.source, step.node, f"{step.source.code(step.subject)}.zero_grad()")
 
 
 def uncleared(program: ScriptProgram) -> Iterator[tuple[StepLoop, ProgramEvent]]:
@@ -100,4 +115,11 @@ def _of_unknown_class(program: ScriptProgram, step: ProgramEvent) -> bool:
     return any(name.endswith("Optimizer") and not name.startswith("torch.") for name in made)
 
 
-RULE = Rule("FL001", "zero_grad_missing", Severity.WRONG, __doc__, look=look)
+RULE = Rule(
+    "FL001",
+    "zero_grad_missing",
+    Severity.WRONG,
+    __doc__,
+    look=look,
+    fix_changes="each step follows the gradients of its own batches",
+)

@@ -1,0 +1,180 @@
+"""The edit of a sum that is read from the device in every step: it is kept there, and read where it is used.
+
+``total += loss.item()`` becomes ``total += loss.detach().double()``, and ``total / n`` becomes
+``float(total) / n``. A Python float has 64 bits, so both sums have the same ones.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+
+from flatout.diagnose.rewrites import apply_edits, around, in_text, replace
+from flatout.probe.names import Binding
+from flatout.probe.program import ScriptProgram
+from flatout.probe.script import SourceFile
+from flatout.probe.step_loops import ProgramEvent, StepLoop
+from flatout.schema.findings import Edit
+
+FETCHES = {"item", "cpu", "numpy", "tolist"}
+NUMBERS = (int, float)
+
+
+def device_sum(program: ScriptProgram, loop: StepLoop, event: ProgramEvent) -> list[Edit]:
+    """Return the edits for a value that a step fetches; none if they could change a number that is shown."""
+    source, call = event.source, event.node
+    statement = source.statement(call)
+    if (
+        not isinstance(call, ast.Call)
+        or not isinstance(statement, ast.AugAssign)
+        or not isinstance(statement.target, ast.Name)
+        or _fetch(program, source, statement) is not call
+        or not any(node is statement for node in ast.walk(loop.loop.node))
+        or source.function(statement) is not source.function(loop.loop.node)
+        or _without_doubles(program)
+    ):
+        return []
+    uses = _uses(program, source, statement.target)
+    reads = [use for use in uses or () if isinstance(use.ctx, ast.Load)]
+    if uses is None or any(_in_every_step(source, loop, read) for read in reads):
+        return []
+    tensor = call.func.value if isinstance(call.func, ast.Attribute) else call.args[0]
+    kept = (
+        f"{source.code(tensor)}.double()" if _detached(tensor) else f"{source.code(tensor)}.detach().double()"
+    )
+    edits = replace(source, call, kept)
+    for read in reads:
+        holder = source.parent(read)
+        if not (isinstance(holder, ast.Call) and source.code(holder.func) == "float"):
+            edits += around(source, read, "float(", ")")
+    return edits if _as_expected(source, call, kept, reads, edits) else []
+
+
+def _fetch(program: ScriptProgram, source: SourceFile, statement: ast.AugAssign) -> ast.Call | None:
+    """The call that fetches the value which a statement adds: ``loss.item()``, or that times a number."""
+    value = statement.value
+    if not isinstance(statement.op, ast.Add):
+        return None
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult):
+        if _is_number(program, source, value.right):
+            value = value.left
+        elif _is_number(program, source, value.left):
+            value = value.right
+    if not isinstance(value, ast.Call) or value.keywords:
+        return None
+    if isinstance(value.func, ast.Attribute) and value.func.attr == "item" and not value.args:
+        tensor: ast.expr = value.func.value
+    elif isinstance(value.func, ast.Name) and value.func.id == "float" and len(value.args) == 1:
+        tensor = value.args[0]
+        if source.names.lookup(value.func) or not isinstance(tensor, (ast.Name, ast.Attribute)):
+            return None
+    else:
+        return None
+    inside = {node.attr for node in ast.walk(tensor) if isinstance(node, ast.Attribute)}
+    simple = isinstance(tensor, (ast.Name, ast.Attribute, ast.Call, ast.Subscript))
+    return value if simple and not inside & FETCHES else None
+
+
+def _is_number(program: ScriptProgram, source: SourceFile, node: ast.expr) -> bool:
+    """Whether an expression is a number of Python: a literal, a length, or a size of a tensor."""
+    if isinstance(node, ast.Name):
+        origins = program.origins(source, node)
+        return bool(origins) and all(
+            isinstance(each.node, ast.expr)
+            and not isinstance(each.node, ast.Name)
+            and not each.part
+            and _is_number(program, each.source, each.node)
+            for each in origins
+        )
+    if isinstance(node, ast.Constant):
+        return type(node.value) in NUMBERS
+    if isinstance(node, ast.Subscript):
+        return isinstance(node.value, ast.Attribute) and node.value.attr == "shape"
+    if not isinstance(node, ast.Call):
+        return False
+    if isinstance(node.func, ast.Name):
+        return node.func.id == "len" and not source.names.lookup(node.func)
+    return isinstance(node.func, ast.Attribute) and node.func.attr == "size" and len(node.args) == 1
+
+
+def _uses(program: ScriptProgram, source: SourceFile, total: ast.Name) -> list[ast.Name] | None:
+    """Every use of a sum; None if it is not a local name that begins as a number and only adds such values."""
+    scope, bindings = source.names.at[id(total)], source.names.lookup(total)
+    if scope.names.get(total.id) is not bindings or (scope.parent is None and source is not program.main):
+        return None
+    if not all(_adds(program, source, binding) for binding in bindings):
+        return None
+    uses = [
+        node
+        for node in source.nodes
+        if isinstance(node, ast.Name) and node.id == total.id and source.names.lookup(node) is bindings
+    ]
+    here = all(source.names.at[id(use)] is scope and not isinstance(use.ctx, ast.Del) for use in uses)
+    return uses if here else None
+
+
+def _adds(program: ScriptProgram, source: SourceFile, binding: Binding) -> bool:
+    if binding.how == "augment" and isinstance(binding.node, ast.AugAssign):
+        return _fetch(program, source, binding.node) is not None
+    value = binding.value
+    for index in binding.path:
+        value = value.elts[index] if isinstance(value, ast.Tuple) and index < len(value.elts) else None
+    return binding.how == "assign" and isinstance(value, ast.Constant) and type(value.value) in NUMBERS
+
+
+def _in_every_step(source: SourceFile, loop: StepLoop, read: ast.Name) -> bool:
+    """Whether a sum is read in the training loop, other than every so many steps."""
+    inside = {id(node) for node in ast.walk(loop.loop.node)}
+    if id(read) not in inside:
+        return False
+    return not any(
+        arm == "body"
+        and id(test) in inside
+        and any(isinstance(node, ast.Mod) for node in ast.walk(test.test))
+        for test, arm in source.names.arms(read)
+    )
+
+
+def _detached(tensor: ast.expr) -> bool:
+    if isinstance(tensor, ast.Call):
+        return isinstance(tensor.func, ast.Attribute) and tensor.func.attr == "detach"
+    return isinstance(tensor, ast.Attribute) and tensor.attr == "data"
+
+
+def _without_doubles(program: ScriptProgram) -> bool:
+    """Whether the program may use a device that has no float64."""
+    return program.mentions("mps", "accelerator") or any(
+        isinstance(node, ast.Constant) and isinstance(node.value, str) and "mps" in node.value
+        for _, node in program.nodes(ast.Constant)
+    )
+
+
+def _as_expected(
+    source: SourceFile, call: ast.Call, kept: str, reads: list[ast.Name], edits: list[Edit]
+) -> bool:
+    """Whether the edits change just these nodes: in a format string, the place of a name may be wrong."""
+    if len({source.cell(node.lineno)[0] for node in [call, *reads]}) > 1:
+        return False  # in other cells of a notebook
+    text = apply_edits(source.text, in_text(source, source.place(call).file, edits))
+    if text is None:
+        return False
+    memo: dict[int, ast.AST] = {}
+    expected = copy.deepcopy(source.tree, memo)
+    wrapped = {id(memo[id(read)]) for read in reads}
+    fetch = memo[id(call)]
+
+    class Expected(ast.NodeTransformer):
+        def visit_Call(self, node: ast.Call) -> ast.AST:
+            if node is fetch:
+                return ast.parse(kept, mode="eval").body
+            bare = isinstance(node.func, ast.Name) and node.func.id == "float"
+            return (
+                node if bare and any(id(each) in wrapped for each in node.args) else self.generic_visit(node)
+            )
+
+        def visit_Name(self, node: ast.Name) -> ast.AST:
+            if id(node) not in wrapped:
+                return node
+            return ast.Call(ast.Name("float", ast.Load()), [node], [])
+
+    return ast.dump(Expected().visit(expected)) == ast.dump(ast.parse(text))
