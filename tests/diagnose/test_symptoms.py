@@ -1,13 +1,18 @@
-"""`flatout explain` without an exception: a NaN in a log, a comparison, the record of a run."""
+"""`flatout explain` without an exception: a NaN in a log, a comparison, the record of a run or of a profile."""
 
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from click.testing import CliRunner
+from profiles import ILL, healthy
 
 from flatout.cli.main import flatout
+from flatout.diagnose.bottleneck import name_bottleneck
+from flatout.diagnose.ranking import judge
+from flatout.diagnose.rules import TABLE
 from flatout.schema.compare import Change, CompareRecord, LossVerdict, SideRecord
 from flatout.schema.run_summary import RunSummary
 
@@ -88,6 +93,39 @@ def test_a_run_that_waits_is_named_with_the_next_command(tmp_path):
     assert "flatout profile python train.py" in done.output
     record.gpu_busy = 0.9
     assert "nothing wrong" in explain(tmp_path / "rank0.json", json.dumps(record.to_json())).output
+
+
+@pytest.mark.parametrize(
+    "name", ["data_wait", "slow_fetch", "launch_bound", "host_sync_every_step", "thread_count"]
+)
+def test_a_profile_names_the_cause_the_line_and_the_next_command(tmp_path, name):
+    changes, place = ILL[name]
+    record = healthy(**changes)
+    if "bound" not in changes:
+        record.bound, record.bound_why = name_bottleneck(record)
+    record.findings = judge(record, TABLE)
+    done = explain(tmp_path / "profile.json", json.dumps(record.to_json()))
+    assert done.return_value == 0, done.output
+    found = next(finding for finding in record.findings if finding.name == name)
+    assert f"{found.rule} {found.said}" in done.output
+    assert f"at     {place.sentence()}: {place.text}" in done.output
+    assert re.search(r"flatout tune --levers [\w,]+ python train\.py", done.output)
+    assert "COMMAND" not in done.output
+    said = {
+        "data_wait": "the CPU is badly used: 44% of the step is spent waiting for data",
+        "slow_fetch": "the CPU is badly used: 44% of the step is spent waiting for data",
+        "launch_bound": "it is idle 49% of the time",
+    }
+    assert said.get(name, "") in done.output
+
+
+def test_a_good_profile_shows_nothing_and_one_without_a_step_says_so(tmp_path):
+    path = tmp_path / "profile.json"
+    assert "nothing wrong" in explain(path, json.dumps(healthy().to_json())).output
+    failed = healthy(step_ms=None, step_ms_list=[], status="failed", message="it ended with code 2")
+    done = explain(path, json.dumps(failed.to_json()))
+    assert "no step was measured: it ended with code 2" in done.output
+    assert "flatout profile python train.py" in done.output
 
 
 def test_other_json_is_no_record(tmp_path):

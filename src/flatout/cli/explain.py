@@ -14,8 +14,8 @@ from typing import Any
 import click
 
 from flatout.cli.options.json_output import json_option, print_json
-from flatout.diagnose.explain import Explanation, explain_text, lines
-from flatout.diagnose.failures import TABLE, symptoms
+from flatout.diagnose.explain import Explanation, explain_record, explain_text, lines
+from flatout.diagnose.failures import TABLE
 from flatout.diagnose.kind import FailureKind
 from flatout.diagnose.logs import gather
 from flatout.job.folder import read_json
@@ -29,7 +29,8 @@ USAGE = """give the error's text, a file, or - for standard input:
   flatout explain train.log
   flatout explain "RuntimeError: mat1 and mat2 shapes cannot be multiplied (64x512 and 256x10)"
   python train.py 2>&1 | tee train.log | flatout explain -
-  flatout explain .flatout/<job>/compare.json  what became slower; also the record of a run
+  flatout explain .flatout/<job>/compare.json  what became slower
+  flatout explain .flatout/<job>/profile.json  why a device is badly used; also the record of a run
   flatout explain FE020                      the page of one kind of failure"""
 
 
@@ -41,8 +42,9 @@ def command(words: tuple[str, ...], as_json: bool, all_kinds: bool) -> int:
     """Explain an error: the cause in one sentence, the line in your own code, and the fix.
 
     Takes a traceback or a log, of one process or of many ranks. Without an exception it finds a loss that is
-    NaN in a log, what became slower in a record of `flatout compare`, and waits in the record of a run. The exit
-    code is 0 if flatout knows the error and 1 if it does not; it never guesses.
+    NaN in a log, what became slower in a record of `flatout compare`, why a GPU or CPU is badly used in a record
+    of `flatout profile`, and waits in the record of a run. The exit code is 0 if flatout knows the error and 1 if
+    it does not; it never guesses.
     """
     if all_kinds:
         text = "\n".join(f"{kind.code}  {kind.page.strip().splitlines()[0]}" for kind in TABLE)
@@ -51,10 +53,7 @@ def command(words: tuple[str, ...], as_json: bool, all_kinds: bool) -> int:
         kind = _kind(words[0])
         return _show_pages([kind], f"{kind.code} {kind.name}\n\n{kind.page.strip()}", as_json)
     record = _record(words)
-    if record is not None:
-        info = [Explanation(finding) for finding in symptoms.of_record(record)]
-    else:
-        info = explain_text(_text(words))
+    info = explain_record(record) if record is not None else explain_text(_text(words))
     if as_json:
         found = [outputs.Explanation(**vars(one.finding), ranks=one.ranks) for one in info]
         print_json(outputs.ExplanationsRecord(found))

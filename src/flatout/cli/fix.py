@@ -45,8 +45,8 @@ def command(
 ) -> int:
     """Edit a script where `flatout check` has a certain fix.
 
-    Without --apply it prints a diff and changes nothing. It reads the script and the modules it imports from
-    its own folder. All losses stay the same, bit for bit. With --all it also makes edits that change what the
+    Without --apply it prints a diff and changes nothing. It reads the script or notebook, and the modules it
+    imports from its own folder. All losses stay the same, bit for bit. With --all it also makes edits that change what the
     program learns, such as a missing call, and says what they change. Findings without a certain fix stay
     advice: `flatout check` shows them.
 

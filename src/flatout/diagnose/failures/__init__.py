@@ -128,4 +128,5 @@ TABLE: tuple[FailureKind, ...] = (
     symptoms.loss_not_finite,
     symptoms.slower,
     symptoms.device_waits,
+    symptoms.device_badly_used,
 )
