@@ -143,6 +143,8 @@ DOUBTFUL = {
     "a tensor is added, too": SUM.replace("seen += len(x)", "total += x.sum()"),
     "it begins as a tensor": SUM.replace("total, seen = 0.0, 0", "total, seen = torch.zeros(1), 0"),
     "a closure reads it": SUM + "show = lambda: print(total)\nshow()\n",
+    "a count": SUM.replace("loss.item() * x.size(0)", "(model(x) > 0).sum().item()"),
+    "from a caller": HEAD + "def copied(x):\n    return torch.tensor(x)\nprint(copied(data))\n",
     "a device is current": HEAD.replace("model =", "gpu = None\nmodel =")
     + EPOCHS
     + STEP.replace(".square()", ".sub(torch.zeros(1).cuda(gpu)).square()"),

@@ -40,6 +40,14 @@ FORMS = {
                 optimizer.step()
             print(accuracy(model, loader))
     """,
+    "FL311": """
+        def scaled(x, by=1.0):
+            if isinstance(by, float):
+                by = torch.tensor(by)
+            return x * by
+
+        print(scaled(torch.ones(3), torch.ones(1)), torch.tensor(torch.ones(2)))  # <-
+    """,
     "FL119": """
         optimizer = torch.optim.AdamW([{"params": p, "lr": 1e-3} for p in model.parameters()])  # <-
         for x, y in loader:

@@ -34,11 +34,13 @@ def device_sum(program: ScriptProgram, loop: StepLoop, event: ProgramEvent) -> l
         or _without_doubles(program)
     ):
         return []
+    tensor = call.func.value if isinstance(call.func, ast.Attribute) else call.args[0]
+    if not _is_loss(program, loop, source, tensor):
+        return []  # a count, say: it would become a float
     uses = _uses(program, source, statement.target)
     reads = [use for use in uses or () if isinstance(use.ctx, ast.Load)]
     if uses is None or any(_in_every_step(source, loop, read) for read in reads):
         return []
-    tensor = call.func.value if isinstance(call.func, ast.Attribute) else call.args[0]
     kept = (
         f"{source.code(tensor)}.double()" if _detached(tensor) else f"{source.code(tensor)}.detach().double()"
     )
@@ -73,6 +75,41 @@ def _fetch(program: ScriptProgram, source: SourceFile, statement: ast.AugAssign)
     inside = {node.attr for node in ast.walk(tensor) if isinstance(node, ast.Attribute)}
     simple = isinstance(tensor, (ast.Name, ast.Attribute, ast.Call, ast.Subscript))
     return value if simple and not inside & FETCHES else None
+
+
+def _is_loss(program: ScriptProgram, loop: StepLoop, source: SourceFile, tensor: ast.expr) -> bool:
+    """Whether a tensor is the loss of a backward pass, or comes from a loss function: it has a float dtype."""
+    while True:
+        if isinstance(tensor, ast.Attribute) and tensor.attr == "data":
+            tensor = tensor.value
+        elif (
+            isinstance(tensor, ast.Call)
+            and isinstance(tensor.func, ast.Attribute)
+            and tensor.func.attr in ("detach", "mean", "sum")
+            and not source.dotted(tensor.func)
+        ):
+            tensor = tensor.func.value
+        else:
+            break
+    for event in loop.of("backward"):
+        loss = event.subject
+        while isinstance(loss, ast.BinOp) and isinstance(loss.op, ast.Div):
+            loss = loss.left
+        if loss is not None and program.values.same(source, tensor, event.source, loss):
+            return True
+    origins = program.origins(source, tensor)
+    return bool(origins) and all(
+        isinstance(each.node, ast.Call)
+        and not each.part
+        and (
+            "Loss" in program.values.kinds(each.source, each.node.func)
+            or (
+                each.dotted.startswith("torch.nn.functional.")
+                and each.dotted.endswith(("loss", "cross_entropy", "kl_div"))
+            )
+        )
+        for each in origins
+    )
 
 
 def _is_number(program: ScriptProgram, source: SourceFile, node: ast.expr) -> bool:
