@@ -224,3 +224,43 @@ def test_a_step_clears_its_gradients(step):
     text = text.replace("        optimizer.zero_grad()\n", "").replace("optimizer.step()", step)
     line = step.split("\n")[0]
     assert fixed(text, "FL001") == text.replace(line, f"{line}\n        optimizer.zero_grad()")
+
+
+EVALUATION = (
+    HEAD
+    + """def evaluate(loader):
+    model.eval()
+    total = 0
+    # every batch
+    for x in loader:
+        # once
+
+        y = model(x)
+        total += {}
+    model.train()
+    return total
+for epoch in range(2):
+    for x in DataLoader(data, batch_size=4):
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print(evaluate(DataLoader(data, batch_size=4)))
+"""
+)
+
+
+def test_an_evaluation_gets_a_block_without_gradients():
+    text = EVALUATION.format("y.sum().item()  # a number")
+    loop = text[text.index("    for x in loader") : text.index("    model.train()")]
+    deeper = "".join(f"    {line}" if line.strip() else line for line in loop.splitlines(keepends=True))
+    assert fixed(text, "FL201") == text.replace(loop, f"    with torch.no_grad():\n{deeper}")
+
+
+@pytest.mark.parametrize(
+    "doubt", ['len("""1\n2""")', "float(torch.autograd.grad(y.sum(), model.weight)[0].sum())"]
+)
+def test_no_block_where_a_text_or_a_gradient_would_change(doubt):
+    text = EVALUATION.format(doubt)
+    assert check(ScriptProgram.of_text(text), ["FL201"])
+    assert fixed(text, "FL201") == text

@@ -51,6 +51,25 @@ def after_statement(source: SourceFile, node: ast.AST, line: str) -> list[Edit]:
     return _edit(source, at, at, f"\n{indent}{line}")
 
 
+def inside_with(source: SourceFile, loop: ast.stmt, context: str) -> list[Edit]:
+    """Put a loop into a ``with`` block, one level deeper, where no text of several lines would change."""
+    body = getattr(loop, "body", None)
+    (first, column), (last, end) = _start(source, loop), _end(source, loop)
+    indent, rest = source.lines[first - 1][:column], source.lines[last - 1][end:].strip()
+    if not body or _unsure(source) or indent.strip() or (rest and not rest.startswith("#")):
+        return []
+    begin = source.lines[body[0].lineno - 1][: body[0].col_offset]
+    unit = begin.removeprefix(indent)
+    strings = (node for node in ast.walk(loop) if isinstance(node, (ast.Constant, ast.JoinedStr)))
+    if unit.strip() or not unit or any(node.lineno != node.end_lineno for node in strings):
+        return []
+    edits = _edit(source, (first, 0), (first, 0), f"{indent}with {context}:\n{unit}")
+    for number in range(first + 1, last + 1):
+        if source.lines[number - 1].strip():
+            edits += _edit(source, (number, 0), (number, 0), unit)
+    return edits if source.cell(first)[0] == source.cell(last)[0] else []
+
+
 def without_attribute(source: SourceFile, node: ast.Attribute) -> list[Edit]:
     """Replace ``value.name`` by ``value``."""
     end = _end(source, node)

@@ -37,12 +37,13 @@ import ast
 from collections.abc import Iterable, Iterator
 
 from flatout.diagnose.gains import event_of, found
+from flatout.diagnose.rewrites import inside_with
 from flatout.diagnose.rule import Rule
 from flatout.probe.names import FUNCTIONS
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 from flatout.probe.step_loops import LoopVisit, ProgramEvent, loops_over
-from flatout.schema.findings import Finding, Severity
+from flatout.schema.findings import Edit, Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 OFF = (
@@ -95,7 +96,25 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 f"`{name}` {where} builds a graph for a backward pass that never runs",
                 event.place,
                 f"with torch.no_grad():  # around the loop on line {event.loops[-1].source.place(event.loops[-1].node).line}",
+                edits=_edits(event, event.loops[-1]),
             )
+
+
+def _edits(event: ProgramEvent, loop: LoopVisit) -> list[Edit]:
+    """Return the edit of the loop; none if the function may still need a graph, or is a generator."""
+    source, top = loop.source, loop.node
+    scope = source.function(top) or top
+    doubts = any(
+        isinstance(node, (ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor))
+        or (isinstance(node, ast.Attribute) and node.attr in ("backward", "grad", "autograd"))
+        for node in ast.walk(scope)
+    )
+    bound = source.names.module.names.get("torch", [])
+    torch = bool(bound) and all(each.how == "import" and each.dotted == "torch" for each in bound)
+    same_file = source is event.source and source.place(top).file == event.place.file
+    if doubts or not torch or not same_file or not isinstance(top, (ast.For, ast.While)):
+        return []
+    return inside_with(source, top, "torch.no_grad()")
 
 
 def _switched_by_call(program: ScriptProgram) -> bool:
@@ -205,4 +224,12 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
         yield found(RULE, said, places[0], others=places[1:])
 
 
-RULE = Rule("FL201", "eval_without_no_grad", Severity.MEMORY, __doc__, look=look, judge=judge)
+RULE = Rule(
+    "FL201",
+    "eval_without_no_grad",
+    Severity.MEMORY,
+    __doc__,
+    look=look,
+    judge=judge,
+    fix_changes="nothing that is learned; layers with another path without gradients may round figures of the evaluation differently",
+)

@@ -40,9 +40,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from flatout.diagnose.rewrites import after_statement
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
-from flatout.schema.findings import Finding, Severity
+from flatout.probe.script import SourceFile
+from flatout.schema.findings import Edit, Finding, Severity
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
@@ -55,7 +57,16 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 "this also fills the memory of every new tensor, which costs a kernel for each on a GPU",
                 source.place(call),
                 "torch.utils.deterministic.fill_uninitialized_memory = False",
+                edits=_edits(source, call),
             )
 
 
-RULE = Rule("FL120", "memory_filled_for_nothing", Severity.TIME, __doc__, look=look)
+def _edits(source: SourceFile, call: ast.Call) -> list[Edit]:
+    """Return the edit if the call shows a name of torch itself."""
+    if not isinstance(call.func, ast.Attribute) or source.dotted(call.func.value) != "torch":
+        return []
+    name = f"{source.code(call.func.value)}.utils.deterministic.fill_uninitialized_memory"
+    return after_statement(source, call, f"{name} = False")
+
+
+RULE = Rule("FL120", "memory_filled_for_nothing", Severity.TIME, __doc__, look=look, fix_changes="")
