@@ -32,7 +32,7 @@ from fix_checks import CHANGES, repository
 from provenance import HERE, RESULTS, ROOT, markdown_table, read_result, stamp, write_result
 from pull_requests import load_cases
 from specimens import ZOO, read_specimen
-from transparency import fresh_copy, losses_difference, plainly
+from transparency import Run, fresh_copy, losses_difference, plainly
 
 from flatout.cli.main import flatout
 from flatout.diagnose.rules import TABLE
@@ -102,19 +102,27 @@ def measure(program: dict[str, Any], steps: int, limit: float) -> dict[str, Any]
         with fresh_copy(folder) as copy:
             fix(copy, argv, every, True)
             after = plainly(argv, copy, environment, steps, limit)
-        different = losses_difference(before.losses, after.losses)
+        different = difference(before, after)
         found[name] = {
             "rules": rules,
-            "losses": len(after.losses),
+            "losses": min(len(before.losses), len(after.losses)),
             "verdict": "failed" if not after.losses else "differs" if different else "same",
             "why": different or (after.stderr_tail.strip()[-200:] if not after.losses else ""),
         }
         if different and not every:
             with fresh_copy(folder) as copy:
                 again = plainly(argv, copy, environment, len(before.losses), limit)
-            if again.losses != before.losses:
+            if difference(before, again):
                 found[name]["verdict"] = "not repeatable"
     return {**found, "verdict": "ran"}
+
+
+def difference(before: Run, after: Run) -> str:
+    """Returns where the losses of two runs first differ. A run that met the time limit has fewer of them."""
+    most = max(len(before.losses), len(after.losses))
+    stopped = [len(run.losses) for run in (before, after) if run.exit_code is None and run.losses]
+    count = min(stopped, default=most)
+    return losses_difference(before.losses[:count], after.losses[:count])
 
 
 def run_all(place: Path, scripts: Path | None, steps: int, limit: float) -> list[dict[str, Any]]:
@@ -256,7 +264,7 @@ def main() -> int:
     read, runs = known.get("read", []), known.get("runs", [])
     if args.mirrors is not None:
         only = set(filter(None, args.only.split(",")))
-        folders = [each for each in sorted(args.mirrors.iterdir()) if each.is_dir()]
+        folders = [each for each in sorted(args.mirrors.iterdir()) if each.is_dir() and "+" in each.name]
         folders = [each for each in folders if not only or each.name in only]
         with ProcessPoolExecutor(args.jobs) as pool:
             read = [] if not only else read

@@ -90,12 +90,12 @@ def check_out(git: Path, home: Path) -> str:
     """Writes Python files and notebooks of the newest commit to a folder, and returns the commit."""
     word = ["git", "--git-dir", str(git)]
     commit = subprocess.run([*word, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
-    listed = subprocess.run(
-        [*word, "ls-tree", "-r", "--name-only", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout
-    kinds = [f"*{kind}" for kind in (".py", ".ipynb") if f"{kind}\n" in listed]
-    packed = subprocess.run([*word, "archive", "HEAD", "--", *kinds], capture_output=True, check=True).stdout
-    with tarfile.open(fileobj=io.BytesIO(packed)) as files:
+    for kinds in (["*.py", "*.ipynb"], ["*.py"]):  # without notebooks, or if a mirror lacks their contents
+        done = subprocess.run([*word, "archive", "HEAD", "--", *kinds], capture_output=True)
+        if done.returncode == 0:
+            break
+    done.check_returncode()
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as files:
         files.extractall(home, filter="data")
     return commit.strip()
 
