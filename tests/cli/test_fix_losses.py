@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -106,6 +107,7 @@ for code in json.load(sys.stdin):
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(code, "train.py", "exec"), {"__name__": "__main__"})
     torch.autograd.set_detect_anomaly(False)
+    torch.use_deterministic_algorithms(False)
     print(json.dumps([losses, printed.getvalue()]))
 """
 
@@ -117,7 +119,7 @@ def test_the_losses_stay_where_the_rule_says_so(tmp_path):
         bad = rule.section("Bad").replace("num_workers=2", "num_workers=0").replace("range(100)", "range(5)")
         needs_gpu = "cuda" in bad.replace("torch.cuda.empty_cache", "")
         bad = CERTAIN[rule.code][0] if rule.code in CERTAIN else bad
-        if rule.fix_changes != "" or (needs_gpu and rule.code not in CERTAIN):
+        if rule.fix_changes != "" or "backward()" not in bad or (needs_gpu and rule.code not in CERTAIN):
             continue
         names.append(rule.code)
         programs += [bad, fixed(bad, rule.code)]
@@ -224,6 +226,48 @@ def test_a_step_clears_its_gradients(step):
     text = text.replace("        optimizer.zero_grad()\n", "").replace("optimizer.step()", step)
     line = step.split("\n")[0]
     assert fixed(text, "FL001") == text.replace(line, f"{line}\n        optimizer.zero_grad()")
+
+
+NET = """import torch
+import torch.nn.functional as F
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(8, 4), torch.nn.Linear(4, 3)
+    def forward(self, x):
+        {}
+        return F.log_softmax(x)
+torch.manual_seed(0)
+net = Net()
+print(net(torch.randn({})).sum().item().hex())
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "sizes", "dim"),
+    [
+        ("x = x.view(-1, 8); x = F.relu(self.first(x)); x = self.last(F.dropout(x, 0.0))", "2, 2, 4", 1),
+        ("x = torch.flatten(x, 1); x = self.first(x)", "2, 2, 4", 1),
+        ("x = x.reshape((2, 2, 8)).relu()", "2, 16", 0),
+        ("n, c, h, w = x.size()", "2, 2, 2, 2", 1),
+        ("x = x.view(-1)", "2, 2", 0),
+        ("x = self.first(x)", "2, 8", None),
+        ("x = x.view(x.shape)", "2, 8", None),
+        ("x = x.view(x.shape[:1] + x.shape[1:])", "2, 8", None),
+        ("x = x.view(2, 8) if x.dim() > 2 else x", "2, 8", None),
+        ("n, *rest = x.shape", "2, 8", None),
+    ],
+)
+def test_a_softmax_gets_the_dimension_that_it_has_now(lines, sizes, dim, capsys):
+    text = NET.format(lines.replace("; ", "\n        "), sizes)
+    after = fixed(text, "FL314")
+    assert after == (text if dim is None else text.replace("log_softmax(x)", f"log_softmax(x, dim={dim})"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for code in (text, after):
+            exec(compile(code, "train.py", "exec"), {})
+    first, second = capsys.readouterr().out.split()
+    assert first == second
 
 
 EVALUATION = (

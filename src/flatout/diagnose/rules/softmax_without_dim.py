@@ -25,11 +25,15 @@ Sources:
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
+from flatout.diagnose.dimensions import dimensions
+from flatout.diagnose.rewrites import with_argument
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
-from flatout.schema.findings import Finding, Severity
+from flatout.probe.script import SourceFile
+from flatout.schema.findings import Edit, Finding, Severity
 
 FUNCTIONS = ("torch.nn.functional.softmax", "torch.nn.functional.log_softmax", "torch.nn.functional.softmin")
 MODULES = ("torch.nn.Softmax", "torch.nn.LogSoftmax", "torch.nn.Softmin")
@@ -46,7 +50,16 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                     "PyTorch chooses `dim` by the number of dimensions: 0 for one or three, otherwise 1",
                     source.place(call),
                     f"{source.code(call)[:-1]}{comma}dim=-1)  # or dim=1",
+                    edits=_edits(program, source, call) if before else [],
                 )
 
 
-RULE = Rule("FL314", "softmax_without_dim", Severity.FRAGILE, __doc__, look=look)
+def _edits(program: ScriptProgram, source: SourceFile, call: ast.Call) -> list[Edit]:
+    """Return the edit to the `dim` that PyTorch chooses now, if the source shows the number of dimensions."""
+    count = dimensions(program, source, call.args[0]) if len(call.args) == 1 else None
+    if count is None:
+        return []
+    return with_argument(source, call, f"dim={0 if count in (1, 3) else 1}")
+
+
+RULE = Rule("FL314", "softmax_without_dim", Severity.FRAGILE, __doc__, look=look, fix_changes="")

@@ -1,0 +1,112 @@
+"""How many dimensions a tensor has, where the source shows it: a view, a flatten, or sizes that are unpacked."""
+
+from __future__ import annotations
+
+import ast
+
+from flatout.probe.program import ScriptProgram
+from flatout.probe.script import SourceFile
+
+DEEPEST = 20  # names and calls to follow
+ELEMENTWISE = {
+    "relu",
+    "relu6",
+    "leaky_relu",
+    "elu",
+    "selu",
+    "gelu",
+    "silu",
+    "dropout",
+    "sigmoid",
+    "tanh",
+    "clone",
+    "contiguous",
+    "detach",
+    "float",
+    "linear",
+}
+MAKERS = {"rand", "randn", "zeros", "ones", "empty"}
+LAYERS = {
+    "Linear",
+    "Dropout",
+    "ReLU",
+    "LeakyReLU",
+    "ELU",
+    "SELU",
+    "GELU",
+    "SiLU",
+    "Tanh",
+    "Sigmoid",
+    "LayerNorm",
+    "BatchNorm1d",
+}
+
+
+def dimensions(program: ScriptProgram, source: SourceFile, node: ast.expr, depth: int = 0) -> int | None:
+    """Return the number, or None if the source does not show it."""
+    if depth > DEEPEST:
+        return None
+    if isinstance(node, ast.Name):
+        return _of_name(program, source, node, depth)
+    if not isinstance(node, ast.Call):
+        return None
+    func, dotted = node.func, source.dotted(node.func)
+    if dotted.startswith("torch."):
+        name, values = dotted.rpartition(".")[2], node.args
+    elif (
+        isinstance(func, ast.Attribute)
+        and not dotted
+        and func.attr in ELEMENTWISE | {"view", "reshape", "flatten"}
+    ):
+        name, values = func.attr, [func.value, *node.args]
+    elif (program.values.kinds(source, func) - {"Module"} or {""}) <= LAYERS and len(node.args) == 1:
+        return dimensions(program, source, node.args[0], depth + 1)
+    else:
+        return None
+    if name in ELEMENTWISE and values:
+        return dimensions(program, source, values[0], depth + 1)
+    if name == "flatten" and len(values) == 2 and _is_one(values[1]):
+        return 2
+    if name in ("view", "reshape") and not node.keywords:
+        return _of_view(values[1:])
+    return _of_view(node.args) if name in MAKERS and dotted else None
+
+
+def _is_one(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value == 1
+
+
+def _of_view(sizes: list[ast.expr]) -> int | None:
+    """Return the number of sizes. A single one may be a tuple, or a type."""
+    if len(sizes) == 1 and isinstance(sizes[0], (ast.Tuple, ast.List)):
+        sizes = sizes[0].elts
+    elif len(sizes) == 1 and not isinstance(sizes[0], (ast.UnaryOp, ast.Constant)):
+        return None
+    return None if any(isinstance(size, ast.Starred) for size in sizes) else len(sizes)
+
+
+def _of_name(program: ScriptProgram, source: SourceFile, node: ast.Name, depth: int) -> int | None:
+    found = source.names.reaching(node)
+    if len(found) != 1:
+        return None
+    binding = found[0]
+    if binding.how == "assign" and binding.value is not None and not binding.path:
+        return dimensions(program, source, binding.value, depth + 1)
+    return _unpacked(source, node) if binding.how == "parameter" else None
+
+
+def _unpacked(source: SourceFile, node: ast.Name) -> int | None:
+    """Return the number of names that take the sizes of a parameter: ``n, c, h, w = x.size()``."""
+    scope = source.function(node)
+    if scope is None or len(source.names.lookup(node)) != 1:
+        return None
+    for each in scope.body:
+        if not isinstance(each, ast.Assign) or not isinstance(each.targets[0], ast.Tuple):
+            continue
+        if (
+            source.code(each.value) in (f"{node.id}.size()", f"{node.id}.shape")
+            and each.lineno <= node.lineno
+        ):
+            names = each.targets[0].elts
+            return None if any(isinstance(name, ast.Starred) for name in names) else len(names)
+    return None
