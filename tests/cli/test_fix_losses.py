@@ -138,7 +138,14 @@ def test_the_losses_stay_where_the_rule_says_so(tmp_path):
     assert len(names) >= 9
 
 
+WAIT = HEAD + "import time\n" + EPOCHS + STEP + "        torch.cuda.synchronize()\n"
 DOUBTFUL = {
+    "a clock is read": WAIT + "        print(time.perf_counter())\n",
+    "an event is read": WAIT + "        print(begin.elapsed_time(end))\n",
+    "a copy to the host": WAIT.replace(
+        "loss.backward()", 'loss.backward()\n        shown = loss.to("cpu", non_blocking=True)'
+    ),
+    "another stream": WAIT + "side = torch.cuda.Stream()\n",
     "every step shows it": SUM.replace("if i % 3 == 2", "if i >= 0"),
     "no float64": SUM.replace('"cpu"', '"mps"'),
     "divided on the device": SUM.replace("* x.size(0)", "/ x.size(0)"),
@@ -173,8 +180,12 @@ DOUBTFUL = {
 def test_a_doubtful_edit_is_left_out(name):
     program = ScriptProgram.of_text(DOUBTFUL[name])
     found = check(program)
-    assert {"FL101", "FL110", "FL111", "FL303", "FL311"} & {finding.rule for finding in found}
+    assert {"FL101", "FL103", "FL110", "FL111", "FL303", "FL311"} & {finding.rule for finding in found}
     assert fixes(program, found) == []
+
+
+def test_a_wait_without_use_is_removed():
+    assert fixed(WAIT, "FL103") == WAIT.replace("        torch.cuda.synchronize()\n", "")
 
 
 BIAS = """import torch

@@ -180,8 +180,8 @@ def _detached(tensor: ast.expr) -> bool:
 
 def _without_doubles(program: ScriptProgram) -> bool:
     """Whether the program may use a device that has no float64."""
-    return program.mentions("mps", "accelerator") or any(
-        isinstance(node, ast.Constant) and isinstance(node.value, str) and "mps" in node.value
+    return program.mentions("mps", "xpu", "accelerator") or any(
+        isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value[:3] in ("mps", "xpu")
         for _, node in program.nodes(ast.Constant)
     )
 

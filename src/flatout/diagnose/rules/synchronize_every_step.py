@@ -56,8 +56,25 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             f"`{event.source.code(event.node)}` makes the host wait for the device in every step",
             event.place,
             f"# remove {event.source.code(event.node)}, or time every hundredth step",
-            edits=without_statement(event.source, event.node),
+            edits=[] if _needed(program, event) else without_statement(event.source, event.node),
         )
+
+
+def _needed(program: ScriptProgram, event: ProgramEvent) -> bool:
+    """Return whether something may rely on the wait: a clock, an event, another stream, a copy to the host."""
+    if program.mentions("elapsed_time", "Stream", "stream", "current_stream", "CUDAGraph", "copy_"):
+        return True
+    source = event.source
+    around = source.function(event.node) or source.tree
+    calls = [node for node in ast.walk(around) if isinstance(node, ast.Call)]
+    clock = any(source.dotted(call.func).startswith(("time.", "timeit.")) for call in calls)
+    to_host = any(
+        isinstance(call.func, ast.Attribute)
+        and (call.func.attr == "cpu" or "'cpu'" in source.code(call))
+        and any(keyword.arg == "non_blocking" for keyword in call.keywords)
+        for call in calls
+    )
+    return clock or to_host
 
 
 def every_step(program: ScriptProgram, *dotted: str) -> Iterator[ProgramEvent]:
