@@ -96,8 +96,16 @@ def check_out(git: Path, home: Path) -> str:
             break
     done.check_returncode()
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as files:
-        files.extractall(home, filter="data")
+        files.extractall(home, filter=_inside)
     return commit.strip()
+
+
+def _inside(member: tarfile.TarInfo, home: str) -> tarfile.TarInfo | None:
+    """Leaves out links that point outside the folder."""
+    try:
+        return tarfile.data_filter(member, home)
+    except tarfile.FilterError:
+        return None
 
 
 def training_files() -> list[Path]:

@@ -38,7 +38,7 @@ from collections.abc import Iterator
 from flatout.diagnose.rewrites import without_argument
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
-from flatout.probe.step_loops import StepLoop
+from flatout.probe.step_loops import ProgramEvent, StepLoop
 from flatout.probe.value_paths import is_given
 from flatout.schema.findings import Finding, Severity
 
@@ -68,8 +68,32 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 "this is the only backward pass of the loop, and it keeps the whole graph for a second one",
                 passes[0].place,
                 shown,
-                edits=without_argument(passes[0].source, call, "retain_graph"),
+                edits=without_argument(passes[0].source, call, "retain_graph")
+                if _made_in_the_step(program, passes[0])
+                else [],
             )
+
+
+def _made_in_the_step(program: ScriptProgram, backward: ProgramEvent) -> bool:
+    """Return whether known calls compute the loss; an unknown object may keep a part of its graph."""
+    source, loss = backward.source, backward.subject
+    if not isinstance(loss, ast.Name):
+        return loss is not None
+    for origin in program.origins(source, loss):
+        call, home = origin.node, origin.source
+        if (
+            isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Name)
+            and not origin.dotted.startswith("torch.")
+        ):
+            known = {"Module", "function"} & program.values.kinds(home, call.func)
+            if (
+                not known
+                and not program.functions_called(home, call)
+                and "Tensor" not in program.values.kinds(home, call)
+            ):
+                return False
+    return True
 
 
 def _carried(program: ScriptProgram, loop: StepLoop) -> bool:
