@@ -127,6 +127,8 @@ def page(entry: Entry) -> str:
         " · ".join(filter(None, [f"*{entry.severity}*", f"`{entry.name}`", without_edit])),
         "",
     ]
+    if note := getattr(entry, "fix_note", ""):
+        lines += [note, ""]
     for name in entry.sections:
         text = entry.section(name)
         if text and name in CODE_SECTIONS:

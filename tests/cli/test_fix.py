@@ -128,6 +128,16 @@ def script(tmp_path, monkeypatch):
     return path
 
 
+def test_the_page_of_a_rule_says_what_its_edit_changes():
+    for code, words in (
+        ("FL203", "all losses stay the same"),
+        ("FL028", "It changes: the call takes effect."),
+    ):
+        done = CliRunner().invoke(flatout, ["check", "--explain", code], standalone_mode=False)
+        assert words in done.output
+    assert "flatout fix" not in CliRunner().invoke(flatout, ["check", "--explain", "FL115"]).output
+
+
 def test_without_apply_only_a_diff_is_printed(script):
     before = script.read_bytes()
     done = CliRunner().invoke(flatout, ["fix", "train.py"], standalone_mode=False)

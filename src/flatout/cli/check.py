@@ -145,7 +145,8 @@ def _explain(code: str, form: str) -> None:
         click.echo("\n".join(f"{rule.code}  {rule.severity.value:13}  {rule.title}" for rule in rules))
     else:
         (rule,) = rules
-        text = f"{rule.code} {rule.name} ({rule.severity.value})\n\n{rule.page.strip()}"
+        note = f"\n\n{rule.fix_note}" if rule.fix_note else ""
+        text = f"{rule.code} {rule.name} ({rule.severity.value})\n\n{rule.page.strip()}{note}"
         click.echo(text.replace("  # <-", "  # <- here"))
 
 

@@ -80,7 +80,7 @@ def command(
 def _report(files: list[FixedFile], only_diff: bool) -> None:
     for finding in (each for file in files for each in file.fixed):
         changes = CHANGES[finding.rule]
-        effect = f"changes what it learns: {changes}" if changes else "losses stay the same, bit for bit"
+        effect = f"changes: {changes}" if changes else "losses stay the same, bit for bit"
         click.echo(f"{_at(finding)}: {finding.said}; {effect}", err=True)
     for finding in (each for file in files for each in file.left):
         click.echo(f"{_at(finding)}: not fixed, its edit overlaps another; run the command again", err=True)

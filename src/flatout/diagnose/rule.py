@@ -43,6 +43,15 @@ class Rule:
         return self.page.strip().splitlines()[0].rstrip(".")
 
     @property
+    def fix_note(self) -> str:
+        """What `flatout fix` does about a finding, in one sentence; "" if nothing."""
+        if self.fix_changes is None:
+            return ""
+        if not self.fix_changes:
+            return "`flatout fix` makes the edit where it is certain; all losses stay the same, bit for bit."
+        return f"`flatout fix --all` makes the edit where it is certain. It changes: {self.fix_changes}."
+
+    @property
     def sections(self) -> Sequence[str]:
         return SECTIONS
 
