@@ -149,6 +149,11 @@ DOUBTFUL = {
         "backward()", "backward(retain_graph=True)"
     ),
     "a clock is read": WAIT + "        print(time.perf_counter())\n",
+    "a caller reads a clock": HEAD
+    + "import time\ndef wait():\n    torch.cuda.synchronize()\n"
+    + EPOCHS
+    + STEP
+    + "        wait()\n        print(time.time())\n",
     "an event is read": WAIT + "        print(begin.elapsed_time(end))\n",
     "a copy to the host": WAIT.replace(
         "loss.backward()", 'loss.backward()\n        shown = loss.to("cpu", non_blocking=True)'

@@ -65,9 +65,15 @@ def _needed(program: ScriptProgram, event: ProgramEvent) -> bool:
     if program.mentions("elapsed_time", "Stream", "stream", "current_stream", "CUDAGraph", "copy_"):
         return True
     source = event.source
-    around = source.function(event.node) or source.tree
-    calls = [node for node in ast.walk(around) if isinstance(node, ast.Call)]
-    clock = any(source.dotted(call.func).startswith(("time.", "timeit.")) for call in calls)
+    places = [(source, event.node), *((loop.source, loop.node) for loop in event.loops)]
+    around = [(home, home.function(node) or home.tree) for home, node in places]
+    clock = any(
+        home.dotted(node.func).startswith(("time.", "timeit."))
+        for home, scope in around
+        for node in ast.walk(scope)
+        if isinstance(node, ast.Call)
+    )
+    calls = [node for node in ast.walk(around[0][1]) if isinstance(node, ast.Call)]
     to_host = any(
         isinstance(call.func, ast.Attribute)
         and (call.func.attr == "cpu" or "'cpu'" in source.code(call))
