@@ -107,11 +107,31 @@ class ScriptProgram:
         direct = [
             pair for pair in self.definitions(source, call.func) if not isinstance(pair[1], ast.ClassDef)
         ]
-        if direct or not isinstance(call.func, ast.Attribute) or source.dotted(call.func):
+        if direct or source.dotted(call.func):
             yield from direct
             return
-        for home, klass in self.values.classes_of(source, call.func.value):
-            yield from self.methods(home, klass, call.func.attr)
+        if isinstance(call.func, ast.Attribute):
+            for home, klass in self.values.classes_of(source, call.func.value):
+                yield from self.methods(home, klass, call.func.attr)
+        yield from self._passed(source, call.func)
+
+    def _passed(self, source: SourceFile, node: ast.AST) -> Iterator[tuple[SourceFile, ast.AST]]:
+        """Yield the functions and methods that are passed or assigned under this name: ``backward_with(loss)``
+        where a caller passes ``self._scaled_backward``."""
+        if not isinstance(node, (ast.Name, ast.Attribute)):
+            return
+        for origin in self.values.origins(source, node):
+            if origin.part or origin.node is node:
+                continue
+            if isinstance(origin.node, (*FUNCTIONS, ast.Lambda)):
+                yield origin.source, origin.node
+            elif isinstance(origin.node, ast.Attribute):
+                for home, klass in self.values.classes_of(origin.source, origin.node.value):
+                    yield from self.methods(home, klass, origin.node.attr)
+            elif isinstance(origin.node, ast.Name):
+                for home, definition in self.definitions(origin.source, origin.node):
+                    if not isinstance(definition, ast.ClassDef):
+                        yield home, definition
 
     def makers(self, source: SourceFile, call: ast.Call) -> Iterator[tuple[SourceFile, ast.AST]]:
         """Yield the ``__init__`` that a call runs, if it creates an instance of a class of the program.

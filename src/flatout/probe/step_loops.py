@@ -10,15 +10,19 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from flatout.probe.names import COMPREHENSIONS
 from flatout.probe.script import SourceFile
-from flatout.probe.value_paths import iterated
+from flatout.probe.value_paths import flat, iterated
 from flatout.schema.findings import SourceLocation
 
 if TYPE_CHECKING:
     from flatout.probe.program import ScriptProgram
+
+
+SWITCHES = ("debug", "verbose", "profil", "trace", "sanity", "dry_run")  # words of tests that are rarely true
 
 
 @dataclass(eq=False)
@@ -131,6 +135,57 @@ class StepLoop:
     def arms(self, event: ProgramEvent) -> list[tuple[ast.AST, str, SourceFile]]:
         """Return the arms between this loop and the event."""
         return list(event.arms[self.loop.arms :])
+
+    def steady(self, event: ProgramEvent) -> bool:
+        """Return whether it happens in every pass, or in every micro-batch of a pass.
+
+        An arm such as ``if args.amp:`` is allowed, because its test is the same in all passes.
+        """
+        inside = [each for each in event.loops if each not in (*self.outer, self.loop)]
+        batches = any(
+            event.loops == other.loops[: len(event.loops)] for other in self.of("backward")
+        )
+        return (not inside or batches) and all(
+            isinstance(node, ast.If) and self._fixed(source, node.test) for node, _, source in self.arms(event)
+        )
+
+    def _fixed(self, source: SourceFile, test: ast.expr) -> bool:
+        """Return whether a test has the same result in all passes of this loop and of those around it.
+
+        A switch for debugging does not count: nobody leaves it on.
+        """
+        if any(isinstance(node, (ast.Call, ast.Mod, ast.Subscript)) for node in ast.walk(test)):
+            return False
+        text = ast.unparse(test).lower()
+        if any(word in text for word in SWITCHES):
+            return False
+        changed = self._changed
+        for node in ast.walk(test):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in changed:
+                return False
+            if isinstance(node, ast.Name):
+                inside = source is self.source and source.function(node) is source.function(self.loop.node)
+                fixed = inside or all(
+                    binding.how != "parameter" and source.parent(binding.node) is source.tree
+                    for binding in source.names.lookup(node)
+                )
+                if node.id != "self" and (not fixed or node.id in changed):
+                    return False
+        return True
+
+    @cached_property
+    def _changed(self) -> set[str]:
+        """The names and attributes that are assigned in this loop, in those around it, or in what they call."""
+        found = set()
+        for event in [*self.events, *self.around]:
+            if isinstance(event.node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+                targets = event.node.targets if isinstance(event.node, ast.Assign) else [event.node.target]
+                found |= {ast.unparse(each) for each in flat(targets) if isinstance(each, ast.Attribute)}
+        for visit in (self.loop, *self.outer):
+            for node in ast.walk(visit.node):
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    found.add(node.id)
+        return found
 
 
 def step_loops(events: list[ProgramEvent]) -> list[StepLoop]:

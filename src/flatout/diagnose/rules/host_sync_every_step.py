@@ -84,7 +84,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             if (
                 tensor is not None
                 and statement not in info
-                and (loop.always(event) or _each_gradient(loop, event, tensor))
+                and (loop.steady(event) or _each_gradient(loop, event, tensor))
                 and from_step(program, loop, event.source, tensor)
             ):
                 info.add(statement)
@@ -181,7 +181,7 @@ def _made_by_model(program: ScriptProgram, loop: StepLoop, origin: ValueOrigin, 
         )
     if isinstance(node, ast.Compare):
         return from_step(program, loop, source, node.left, depth + 1)
-    if isinstance(node, ast.Subscript):
+    if isinstance(node, ast.Subscript) or (isinstance(node, ast.Attribute) and node.attr == "data"):
         return from_step(program, loop, source, node.value, depth + 1)
     if not isinstance(node, ast.Call):
         return False
