@@ -24,6 +24,7 @@ from flatout.schema.findings import Finding, Severity
 
 COMMENT = re.compile(r"#\s*flatout:\s*ignore\b[:\s]*([A-Za-z]{2}\d+(?:[,\s]+[A-Za-z]{2}\d+)*)?")
 ORDER = {severity.value: number for number, severity in enumerate(Severity)}
+GROWTH = ("loss_kept_with_graph", "loader_cycled", "tensor_as_key", "leak", "host_growth")  # memory grows with every step
 
 
 @dataclass(eq=False)
@@ -44,6 +45,7 @@ def check(
     measured: Sequence[Finding] = (),
 ) -> list[Finding]:
     """Every finding, worst severity first, problems of the training loop before others, then by file and line.
+    Memory that grows with every step comes before wasted time, because it ends the run.
 
     ``select`` and ``ignore`` are codes or prefixes of codes. ``measured`` are findings of the same rules from
     a run of the program. If both report the same problem on the same line, only the measured finding is kept.
@@ -64,12 +66,13 @@ def check(
     return sorted(_kept(program, chosen, measured), key=order)
 
 
-def order(finding: Finding) -> tuple[int, bool, str, int, int, str]:
+def order(finding: Finding) -> tuple[int, int, str, int, int, str]:
     """The key by which findings are sorted: worst severity first, the training loop first, then by file and line."""
     place = finding.place
+    endless = finding.name in GROWTH
     return (
-        ORDER[finding.severity],
-        finding.name in AFTER_THE_LOOP,
+        ORDER[Severity.WRONG.value if endless else finding.severity],
+        2 * endless + (finding.name in AFTER_THE_LOOP),
         *((place.file, place.line, place.column) if place else ("", 0, 0)),
         finding.rule,
     )

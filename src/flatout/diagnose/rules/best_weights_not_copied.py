@@ -1,8 +1,8 @@
 """The best weights are kept without a copy.
 
 What:
-    The training loop sets a name to `model.state_dict()`. Later, that name is loaded or saved as the best
-    state.
+    The training loop sets a name to `model.state_dict()`. Later, that name is loaded, saved or returned as the
+    best state. Or a trainer keeps it as its best state.
 Why it matters:
     `state_dict()` returns the live tensors, and every later step changes them. The program loads the last
     weights, not the best. Early stopping and "keep the best" have no effect.
@@ -50,7 +50,8 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
-from flatout.probe.step_loops import ProgramEvent
+from flatout.probe.step_loops import ProgramEvent, StepLoop
+from flatout.probe.value_paths import returns
 from flatout.schema.findings import Finding, Severity
 
 
@@ -66,8 +67,8 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                     and isinstance(value.func, ast.Attribute)
                     and value.func.attr == "state_dict"
                     and not value.args
-                    and "Module" in program.values.kinds(event.source, value.func.value)
-                    and _used_later(program, event, target)
+                    and _is_model(program, loop, event, value.func.value)
+                    and (_used_later(program, event, target) or _best_of_object(loop, event, target))
                 ):
                     kept, model = event.source.code(target), event.source.code(value.func.value)
                     yield RULE.finding(
@@ -89,9 +90,50 @@ def _pairs(statement: ast.Assign) -> list[tuple[ast.expr, ast.expr]]:
     return [(target, statement.value)]
 
 
+def _is_model(program: ScriptProgram, loop: StepLoop, event: ProgramEvent, owner: ast.expr) -> bool:
+    """Return whether a value is a model: by its kind, or because the program sets its mode."""
+    kinds = program.values.kinds(event.source, owner) - {"NoneType"}
+    modes = [*loop.of("train", "eval"), *(each for each in loop.around if each.kind in ("train", "eval"))]
+    return "Module" in kinds or (
+        not kinds
+        and any(
+            each.source is event.source
+            and each.subject is not None
+            and ast.unparse(each.subject) == ast.unparse(owner)
+            for each in modes
+        )
+    )
+
+
+def _best_of_object(loop: StepLoop, event: ProgramEvent, target: ast.expr) -> bool:
+    """Return whether an object keeps its best state after a comparison, and no pass writes it to a file."""
+    compared = any(
+        isinstance(node, ast.If) and any(isinstance(each, ast.Compare) for each in ast.walk(node.test))
+        for node, _, _ in event.arms
+    )
+    kept = ast.unparse(target)
+    return (
+        compared
+        and isinstance(target, ast.Attribute)
+        and "best" in target.attr.lower()
+        and not any(
+            isinstance(each.node, ast.Call)
+            and any(ast.unparse(argument) == kept for argument in each.node.args)
+            for each in [*loop.around, *loop.events]
+        )
+    )
+
+
 def _used_later(program: ScriptProgram, event: ProgramEvent, target: ast.expr) -> bool:
-    """Return whether the kept state is loaded or saved outside the loop that keeps it."""
+    """Return whether the kept state is loaded, saved or returned outside the loop that keeps it."""
     inside = {id(each.node) for each in program.events if event.loops[0] in each.loops}
+    function = event.source.function(event.node)
+    if (
+        function is not None
+        and isinstance(target, ast.Name)
+        and any(isinstance(each, ast.Name) and each.id == target.id for each in returns(function))
+    ):
+        return True
     for call in event.source.calls:
         name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
         if name in ("load_state_dict", "save") and id(call) not in inside and call.args:

@@ -1,8 +1,8 @@
 """A running total keeps the graph of every step.
 
 What:
-    The training loop has `total += loss` or `losses.append(loss)`. `total` and `losses` outlive the step, and
-    `loss` is a tensor with its graph.
+    The training loop has `total += loss` or `losses.append(loss)`, directly or in a method of a metric object.
+    `total` and `losses` outlive the step, and `loss` is a tensor with its graph.
 Why it matters:
     A total of tensors is part of a graph that references the graphs of all previous steps. Memory grows with
     every step, often so slowly that it runs out only after hours.
@@ -46,11 +46,16 @@ from collections.abc import Iterable, Iterator
 from flatout.diagnose.memory_growth import growing
 from flatout.diagnose.rewrites import insert_after
 from flatout.diagnose.rule import Rule
-from flatout.probe.names import Binding
+from flatout.probe.names import FUNCTIONS, Binding
 from flatout.probe.program import ScriptProgram
+from flatout.probe.script import SourceFile
 from flatout.probe.step_loops import ProgramEvent, StepLoop
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
+
+# Methods whose result has the graph of their object, and functions whose result has that of their argument.
+KEEP_GRAPH = {"cpu", "cuda", "to", "float", "double", "half", "mean", "sum", "clone", "squeeze", "view", "reshape"}
+DIFFERENTIABLE = {"horovod.torch.allreduce"}
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
@@ -60,8 +65,10 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             if held is None:
                 continue
             reaper, kept = held
+            if _backward(loop, reaper) or not _outlives(program, loop, event, reaper):
+                continue
             graph = _graph(program, loop, event, kept)
-            if graph is not None and not _backward(loop, reaper) and _outlives(loop, event, reaper):
+            if graph is not None:
                 into, name = event.source.code(reaper), event.source.code(graph)
                 yield RULE.finding(
                     f"`{into}` keeps `{name}` with its whole graph: memory grows with every step",
@@ -71,6 +78,35 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                     else f"{into} += {event.source.code(kept).replace(name, name + '.detach()')}",
                     edits=insert_after(event.source, graph, ".detach()"),
                 )
+            else:
+                yield from _indirectly(program, loop, event, reaper, kept)
+
+
+def _indirectly(
+    program: ScriptProgram, loop: StepLoop, event: ProgramEvent, reaper: ast.expr, kept: ast.expr
+) -> Iterator[Finding]:
+    """Find a loss that a method of the program keeps, and outputs that are kept together with their loss."""
+    into, shown = event.source.code(reaper), event.source.code(kept)
+    if _without_graph(event):
+        return
+    loss = _loss_in(loop, event, kept)
+    if loss is not None:
+        name = event.source.code(loss)
+        yield RULE.finding(
+            f"`{into}` keeps `{shown}`, and with it the whole graph of `{name}`: memory grows with every step",
+            event.place,
+            f"{name} = {name}.detach()  # before it is kept",
+        )
+        return
+    call = loss_given(program, loop, event.source, kept)
+    if call is not None:
+        yield RULE.finding(
+            f"`{into}` keeps the loss that `{call.source.code(call.node)}` gives it, with its whole graph: "
+            "memory grows with every step",
+            event.place,
+            "detach the value before it is added: `.detach()`",
+            others=[call.place],
+        )
 
 
 def _held(event: ProgramEvent) -> tuple[ast.expr, ast.expr] | None:
@@ -103,11 +139,7 @@ def _graph(program: ScriptProgram, loop: StepLoop, event: ProgramEvent, kept: as
         kept, (ast.Name, ast.Attribute)
     ):
         return None
-    if any(
-        block.func.attr == "no_grad"
-        for _, block in event.blocks
-        if isinstance(block, ast.Call) and isinstance(block.func, ast.Attribute)
-    ):
+    if _without_graph(event):
         return None
     for backward in loop.of("backward"):
         if (
@@ -121,6 +153,84 @@ def _graph(program: ScriptProgram, loop: StepLoop, event: ProgramEvent, kept: as
         ):
             return kept
     return None
+
+
+def _without_graph(event: ProgramEvent) -> bool:
+    """Return whether the event runs under ``torch.no_grad()``, as a block or as a decorator."""
+    functions = [block.func if isinstance(block, ast.Call) else block for _, block in event.blocks]
+    return any(getattr(each, "attr", "") in ("no_grad", "inference_mode") for each in functions)
+
+
+def _loss_in(loop: StepLoop, event: ProgramEvent, kept: ast.expr) -> ast.expr | None:
+    """Return the loss that is an entry of the kept value: ``output["loss"]`` of ``output``."""
+    names = event.source.names
+    for backward in loop.of("backward"):
+        loss = backward.subject
+        inside = loss.value if isinstance(loss, (ast.Subscript, ast.Attribute)) else None
+        if (
+            loss is not None
+            and isinstance(inside, ast.Name)
+            and isinstance(kept, ast.Name)
+            and inside.id == kept.id != "self"
+            and backward.source is event.source
+            and names.reaching(inside) == names.reaching(kept)
+            and not any(_replaces(each, loss) for each in loop.events)
+        ):
+            return loss
+    return None
+
+
+def _replaces(event: ProgramEvent, loss: ast.expr) -> bool:
+    node = event.node
+    return isinstance(node, ast.Assign) and any(ast.unparse(t) == ast.unparse(loss) for t in node.targets)
+
+
+def loss_given(
+    program: ScriptProgram, loop: StepLoop, source: SourceFile, node: ast.AST, depth: int = 0
+) -> ProgramEvent | None:
+    """Return the call in this loop that passes the loss, with its graph, for the parameter in an expression."""
+    if depth > 6:
+        return None
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div)):
+        return loss_given(program, loop, source, node.left, depth + 1) or loss_given(
+            program, loop, source, node.right, depth + 1
+        )
+    if isinstance(node, ast.Call):
+        if source.dotted(node.func) in DIFFERENTIABLE and node.args:
+            return loss_given(program, loop, source, node.args[0], depth + 1)
+        if isinstance(node.func, ast.Attribute) and node.func.attr in KEEP_GRAPH:
+            return loss_given(program, loop, source, node.func.value, depth + 1)
+    bindings = source.names.reaching(node) if isinstance(node, ast.Name) else []
+    if len(bindings) != 1:
+        return None
+    if bindings[0].how == "assign" and bindings[0].value is not None and not bindings[0].path:
+        return loss_given(program, loop, source, bindings[0].value, depth + 1)
+    function = source.function(node)
+    if bindings[0].how != "parameter" or function is None:
+        return None
+    callers = {id(call) for _, call in program.callers(function)}
+    for call in loop.of("call"):
+        if id(call.node) in callers and not _without_graph(call):
+            given = argument(function, call, ast.unparse(node))
+            if given is not None and (
+                _graph(program, loop, call, given)
+                or loss_given(program, loop, call.source, given, depth + 1)
+            ):
+                return call
+    return None
+
+
+def argument(function: ast.AST, call: ProgramEvent, name: str) -> ast.expr | None:
+    """Return what a call passes for the parameter of this name."""
+    assert isinstance(function, FUNCTIONS) and isinstance(call.node, ast.Call)
+    names = [a.arg for a in [*function.args.posonlyargs, *function.args.args]]
+    names = names[1:] if names[:1] == ["self"] else names
+    given = next((keyword.value for keyword in call.node.keywords if keyword.arg == name), None)
+    position = names.index(name) if name in names else len(call.node.args)
+    if given is not None or position >= len(call.node.args):
+        return given
+    starred = any(isinstance(each, ast.Starred) for each in call.node.args)
+    return None if starred else call.node.args[position]
 
 
 def _detached(event: ProgramEvent, kept: ast.expr) -> bool:
@@ -151,8 +261,11 @@ def _backward(loop: StepLoop, reaper: ast.expr) -> bool:
     )
 
 
-def _outlives(loop: StepLoop, event: ProgramEvent, reaper: ast.expr) -> bool:
-    """Return whether the container is created outside the loop: nothing in a pass resets it."""
+def _outlives(program: ScriptProgram, loop: StepLoop, event: ProgramEvent, reaper: ast.expr) -> bool:
+    """Return whether the container is created outside the loop: nothing in a pass resets it, or bounds it."""
+    for origin in program.origins(event.source, reaper):
+        if isinstance(origin.node, ast.Call) and any(k.arg == "maxlen" for k in origin.node.keywords):
+            return False
     for each in loop.events:
         if isinstance(each.node, ast.Assign) and each.node is not event.node and loop.always(each):
             for target in each.node.targets:
