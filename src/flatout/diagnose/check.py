@@ -24,7 +24,13 @@ from flatout.schema.findings import Finding, Severity
 
 COMMENT = re.compile(r"#\s*flatout:\s*ignore\b[:\s]*([A-Za-z]{2}\d+(?:[,\s]+[A-Za-z]{2}\d+)*)?")
 ORDER = {severity.value: number for number, severity in enumerate(Severity)}
-GROWTH = ("loss_kept_with_graph", "loader_cycled", "tensor_as_key", "leak", "host_growth")  # memory grows with every step
+GROWTH = (
+    "loss_kept_with_graph",
+    "loader_cycled",
+    "tensor_as_key",
+    "leak",
+    "host_growth",
+)  # memory grows with every step
 
 
 @dataclass(eq=False)

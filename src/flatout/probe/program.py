@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
+from flatout.probe.each_step import functions_of_each_step
 from flatout.probe.names import FUNCTIONS
 from flatout.probe.script import SourceFile, Unreadable
 from flatout.probe.step_loops import ProgramEvent, StepLoop, step_loops
@@ -278,6 +279,11 @@ class ScriptProgram:
     @cached_property
     def step_loops(self) -> list[StepLoop]:
         return step_loops(self.events)
+
+    @cached_property
+    def of_each_step(self) -> dict[int, tuple[SourceFile, ast.AST]]:
+        """Return the functions that run in each training step, by the id of their node."""
+        return functions_of_each_step(self)
 
     def origins(self, source: SourceFile, node: ast.AST) -> list[ValueOrigin]:
         return self.values.origins(source, node)

@@ -142,11 +142,10 @@ class StepLoop:
         An arm such as ``if args.amp:`` is allowed, because its test is the same in all passes.
         """
         inside = [each for each in event.loops if each not in (*self.outer, self.loop)]
-        batches = any(
-            event.loops == other.loops[: len(event.loops)] for other in self.of("backward")
-        )
+        batches = any(event.loops == other.loops[: len(event.loops)] for other in self.of("backward"))
         return (not inside or batches) and all(
-            isinstance(node, ast.If) and self._fixed(source, node.test) for node, _, source in self.arms(event)
+            isinstance(node, ast.If) and self._fixed(source, node.test)
+            for node, _, source in self.arms(event)
         )
 
     def _fixed(self, source: SourceFile, test: ast.expr) -> bool:

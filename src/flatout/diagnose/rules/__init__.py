@@ -51,6 +51,7 @@ from flatout.diagnose.rules.layout_copies import RULE as layout_copies
 from flatout.diagnose.rules.leak import RULE as leak
 from flatout.diagnose.rules.load_runs_code import RULE as load_runs_code
 from flatout.diagnose.rules.load_without_map_location import RULE as load_without_map_location
+from flatout.diagnose.rules.loader_cycled import RULE as loader_cycled
 from flatout.diagnose.rules.loader_made_in_loop import RULE as loader_made_in_loop
 from flatout.diagnose.rules.logging_cost import RULE as logging_cost
 from flatout.diagnose.rules.loss_kept_with_graph import RULE as loss_kept_with_graph
@@ -95,6 +96,7 @@ from flatout.diagnose.rules.softmax_without_dim import RULE as softmax_without_d
 from flatout.diagnose.rules.step_before_backward import RULE as step_before_backward
 from flatout.diagnose.rules.synchronize_every_step import RULE as synchronize_every_step
 from flatout.diagnose.rules.tensor_cores_idle import RULE as tensor_cores_idle
+from flatout.diagnose.rules.tensor_as_key import RULE as tensor_as_key
 from flatout.diagnose.rules.tensor_of_tensor import RULE as tensor_of_tensor
 from flatout.diagnose.rules.thread_count import RULE as thread_count
 from flatout.diagnose.rules.tiny_batch_norm import RULE as tiny_batch_norm
@@ -191,6 +193,8 @@ TABLE: tuple[Rule, ...] = (
     eval_without_no_grad,
     loss_kept_with_graph,
     graph_kept_for_nothing,
+    loader_cycled,
+    tensor_as_key,
     leak,
     host_growth,
     fragmentation,

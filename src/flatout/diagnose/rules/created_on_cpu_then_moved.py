@@ -1,8 +1,8 @@
 """A tensor is created on the CPU and then moved.
 
 What:
-    `torch.zeros(...).to(device)`, `torch.randn(...).cuda()` or similar is in the training loop or in
-    `forward`.
+    `torch.zeros(...).to(device)`, `torch.tensor(array).cuda()` or similar is in the training loop, in
+    `forward`, or in a function that only converts its argument.
 Why it matters:
     The host fills the tensor, then waits while it is copied over the bus from pageable memory. The device can
     create the tensor itself in microseconds, without a wait.
@@ -42,8 +42,10 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rewrites import with_argument, without_call
 from flatout.diagnose.rule import Rule
+from flatout.probe.names import FUNCTIONS
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
+from flatout.probe.value_paths import returns
 from flatout.schema.findings import Edit, Finding, Severity
 
 MAKERS = {
@@ -59,6 +61,8 @@ MAKERS = {
     "eye",
     "randperm",
     "normal",
+    "tensor",
+    "as_tensor",
 }
 
 SAME = {"zeros", "ones", "empty", "full", "eye"}  # these values are the same on every device
@@ -66,7 +70,7 @@ SAME = {"zeros", "ones", "empty", "full", "eye"}  # these values are the same on
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
     seen = set()
-    for source, call in _often(program):
+    for source, call, library in _often(program):
         if (
             id(call) in seen
             or not isinstance(call.func, ast.Attribute)
@@ -83,24 +87,50 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             continue
         where = _device(source, call)
         if where and not any(keyword.arg in ("device", None) for keyword in made.keywords):
+            function = source.function(call)
             yield RULE.finding(
-                f"`{source.code(made)}` is created on the CPU in every step and then copied",
+                f"`{source.code(made)}` is created on the CPU and then copied, in every "
+                + (f"call of `{function.name}`" if library and function is not None else "step"),
                 source.place(call),
                 f"{source.code(made)[:-1]}{', ' if made.args or made.keywords else ''}device={where})",
                 edits=_edits(source, call, made, where),
             )
 
 
-def _often(program: ScriptProgram) -> Iterator[tuple[SourceFile, ast.Call]]:
-    """Yield the calls of every step: in training loops and in forward."""
+def _often(program: ScriptProgram) -> Iterator[tuple[SourceFile, ast.Call, bool]]:
+    """Yield the calls of every step: in training loops and in forward. And those of converting functions.
+
+    The last entry is true for a converting function."""
     for loop in program.step_loops:
         for event in loop.events:
             if isinstance(event.node, ast.Call):
-                yield event.source, event.node
+                yield event.source, event.node, False
     for source, klass in program.modules_defined():
         for method in klass.body:
             if isinstance(method, ast.FunctionDef) and method.name == "forward":
-                yield from ((source, node) for node in ast.walk(method) if isinstance(node, ast.Call))
+                yield from ((source, node, False) for node in ast.walk(method) if isinstance(node, ast.Call))
+    for source in program.sources:
+        for function in source.functions:
+            if function.name != "__init__" and not program.callers(function):
+                yield from ((source, call, True) for call in _converts(function))
+
+
+def _converts(function: ast.AST) -> Iterator[ast.Call]:
+    """Yield the calls whose result a function returns, if it is made from one of its parameters.
+
+    ``return torch.as_tensor(array).to(device)`` is the helper of a library, made to be called in each step.
+    """
+    assert isinstance(function, FUNCTIONS)
+    given = {a.arg for a in [*function.args.posonlyargs, *function.args.args]}
+    for value in returns(function):
+        if isinstance(value, ast.DictComp):
+            given |= {each.id for each in ast.walk(value.generators[0].target) if isinstance(each, ast.Name)}
+            value = value.value
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+            made = value.func.value
+            first = made.args[0] if isinstance(made, ast.Call) and made.args else None
+            if isinstance(first, ast.Name) and first.id in given:
+                yield value
 
 
 def _device(source: SourceFile, call: ast.Call) -> str:

@@ -54,7 +54,20 @@ from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 # Methods whose result has the graph of their object, and functions whose result has that of their argument.
-KEEP_GRAPH = {"cpu", "cuda", "to", "float", "double", "half", "mean", "sum", "clone", "squeeze", "view", "reshape"}
+KEEP_GRAPH = {
+    "cpu",
+    "cuda",
+    "to",
+    "float",
+    "double",
+    "half",
+    "mean",
+    "sum",
+    "clone",
+    "squeeze",
+    "view",
+    "reshape",
+}
 DIFFERENTIABLE = {"horovod.torch.allreduce"}
 
 
@@ -213,8 +226,7 @@ def loss_given(
         if id(call.node) in callers and not _without_graph(call):
             given = argument(function, call, ast.unparse(node))
             if given is not None and (
-                _graph(program, loop, call, given)
-                or loss_given(program, loop, call.source, given, depth + 1)
+                _graph(program, loop, call, given) or loss_given(program, loop, call.source, given, depth + 1)
             ):
                 return call
     return None

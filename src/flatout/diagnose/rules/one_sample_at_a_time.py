@@ -1,13 +1,16 @@
 """The model runs on a batch one sample at a time.
 
 What:
-    In the training loop, a `for` iterates over the samples of a batch and calls the model on each.
+    In the training loop, a `for` iterates over the samples of a batch and calls the model on each. Or a
+    `forward` runs a layer on one time step after another, although no step needs the result of another. Or
+    nested loops compute a tensor entry by entry.
 Why it matters:
     A call on one sample costs almost as much as a call on many. It launches the same kernels and runs the
     same Python code, and the device is mostly idle. A batch of 64 takes up to 64 times as long.
 How to fix it:
     Call the model once on the whole batch. Pad samples of different lengths. For per-sample gradients, use
-    `torch.func.vmap`.
+    `torch.func.vmap`. Move the time dimension into the batch: `layer(x.flatten(0, 1)).unflatten(0, (n, steps))`.
+    Replace loops over entries with broadcasting: `x[:, None]` and `y[None]`.
 Bad:
     import torch
     from torch.utils.data import DataLoader
@@ -41,6 +44,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from flatout.diagnose.independent_loops import filled_entries, slice_calls
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.probe.step_loops import ProgramEvent, StepLoop
@@ -67,6 +71,44 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                     event.place,
                     f"{shown}({event.source.code(batch)})  # once, for the whole batch",
                     others=[event.source.place(event.loops[-1].node)],
+                )
+    yield from _slices(program)
+    yield from _entries(program)
+
+
+def _slices(program: ScriptProgram) -> Iterator[Finding]:
+    """Find a layer that `forward` runs on each slice of its input."""
+    for source, klass in program.modules_defined():
+        for method in klass.body:
+            if isinstance(method, ast.FunctionDef) and method.name == "forward":
+                for loop, call, given in slice_calls(program, source, method):
+                    layer, whole = source.code(call.func), source.code(given)
+                    yield RULE.finding(
+                        f"`{layer}` is called on the slices of `{whole}` one at a time, "
+                        "although no call needs the result of another",
+                        source.place(call),
+                        f"{layer}({whole}.flatten(0, 1))  # once, for all slices",
+                        others=[source.place(loop)],
+                    )
+
+
+def _entries(program: ScriptProgram) -> Iterator[Finding]:
+    """Find nested loops that compute each entry of a tensor on its own.
+
+    They must run in the training step, if the program has one: a module that is checked alone has none.
+    """
+    reached = program.of_each_step
+    for source in program.sources:
+        for function in source.functions:
+            if program.step_loops and id(function) not in reached:
+                continue
+            for loop, statement, tensor in filled_entries(program, source, function):
+                name = source.code(tensor)
+                yield RULE.finding(
+                    f"`{name}` is computed one entry at a time: each entry costs several tiny operations",
+                    source.place(statement),
+                    f"compute `{name}` at once from whole tensors, by broadcasting",
+                    others=[source.place(loop)],
                 )
 
 

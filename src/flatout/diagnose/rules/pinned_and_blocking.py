@@ -42,7 +42,7 @@ from collections.abc import Iterator
 from flatout.diagnose.rewrites import with_argument
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
-from flatout.probe.step_loops import ProgramEvent
+from flatout.probe.step_loops import ProgramEvent, StepLoop
 from flatout.probe.value_paths import iterated
 from flatout.probe.values import ValueOrigin
 from flatout.schema.findings import Finding, Severity
@@ -61,6 +61,32 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 others=[loader.source.place(loader.node)],
                 edits=with_argument(event.source, event.node, "non_blocking=True"),
             )
+    for event, shown in moved_from_given_loader(program):
+        assert isinstance(event.node, ast.Call)
+        if not non_blocking(event.node):
+            call = event.source.code(event.node)
+            yield RULE.finding(
+                f"`{shown}` is given by the caller: if it pins its batches, `{call}` waits for the copy anyway",
+                event.place,
+                f"{call[:-1]}{', ' if event.node.args or event.node.keywords else ''}non_blocking=True)",
+                edits=with_argument(event.source, event.node, "non_blocking=True"),
+            )
+
+
+def moved_from_given_loader(program: ScriptProgram) -> Iterator[tuple[ProgramEvent, str]]:
+    """Yield where a trainer class moves a batch to a device, with the loader that its caller passes."""
+    for loop in program.step_loops:
+        node = loop.loop.node
+        loader = iterated(node.iter) if isinstance(node, (ast.For, ast.AsyncFor)) else None
+        if (
+            isinstance(loader, ast.Attribute)
+            and isinstance(loader.value, ast.Name)
+            and loader.value.id == "self"
+            and "loader" in loader.attr.lower()
+            and all(isinstance(origin.node, ast.arg) for origin in program.origins(loop.source, loader))
+        ):
+            for event in _moves(program, loop):
+                yield event, loop.source.code(loader)
 
 
 def batches_moved(program: ScriptProgram) -> Iterator[tuple[ProgramEvent, ValueOrigin]]:
@@ -71,24 +97,30 @@ def batches_moved(program: ScriptProgram) -> Iterator[tuple[ProgramEvent, ValueO
         loaders = program.origins(loop.source, iterated(loop.loop.node.iter))
         if len(loaders) != 1 or not loaders[0].dotted.endswith("data.DataLoader"):
             continue
-        for event in loop.of("call"):
-            call = event.node
+        for event in _moves(program, loop):
+            yield event, loaders[0]
+
+
+def _moves(program: ScriptProgram, loop: StepLoop) -> Iterator[ProgramEvent]:
+    """Yield where a loop moves its own variable, or an entry of it, to a device."""
+    for event in loop.of("call"):
+        call = event.node
+        if (
+            isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Attribute)
+            and call.func.attr in ("to", "cuda")
+            and not event.source.dotted(call.func)
+        ):
+            origins = program.origins(event.source, call.func.value)
             if (
-                isinstance(call, ast.Call)
-                and isinstance(call.func, ast.Attribute)
-                and call.func.attr in ("to", "cuda")
-                and not event.source.dotted(call.func)
+                origins
+                and all(
+                    origin.node is loop.loop.node or _inside(origin.node, loop.loop.node)
+                    for origin in origins
+                )
+                and _to_device(call)
             ):
-                origins = program.origins(event.source, call.func.value)
-                if (
-                    origins
-                    and all(
-                        origin.node is loop.loop.node or _inside(origin.node, loop.loop.node)
-                        for origin in origins
-                    )
-                    and _to_device(call)
-                ):
-                    yield event, loaders[0]
+                yield event
 
 
 def _inside(node: ast.AST, loop: ast.AST) -> bool:
