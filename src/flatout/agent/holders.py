@@ -10,6 +10,7 @@ import types
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.frames import is_users, place_at
@@ -18,8 +19,8 @@ from flatout.schema.findings import SourceLocation
 if TYPE_CHECKING:
     from torch import Tensor
 
-DEEPEST = 4  # limit of nested containers
-CONTAINERS = (list, dict, set, tuple, deque)
+DEEPEST = 5  # limit of nested containers
+CONTAINERS = (list, dict, set, tuple, deque, cycle)  # itertools.cycle keeps all items
 PUTTING = ("append", "extend", "add", "insert", "appendleft", "update", "setdefault", "put", "put_nowait")
 Named = tuple[str, str, str, tuple[str, ...]]  # kind, name, owner, files that can contain the name
 

@@ -145,14 +145,14 @@ def _known_before(loop: ast.For, node: ast.AST, over: set[str], depth: int = 0) 
                 for each in ast.walk(target)
             ):
                 continue
-            simple = (
+            if not (
                 isinstance(statement, ast.Assign)
                 and target is statement.targets[0]
                 and isinstance(target, ast.Name)
                 and statement in loop.body
                 and (statement.lineno, statement.col_offset) < (read.lineno, read.col_offset)
-            )
-            if not simple or not _known_before(loop, statement.value, over, depth + 1):  # type: ignore[union-attr]
+                and _known_before(loop, statement.value, over, depth + 1)
+            ):
                 return False
     return True
 

@@ -178,7 +178,9 @@ class StepLoop:
         found = set()
         for event in [*self.events, *self.around]:
             if isinstance(event.node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
-                targets = event.node.targets if isinstance(event.node, ast.Assign) else [event.node.target]
+                targets: list[ast.expr] = (
+                    event.node.targets if isinstance(event.node, ast.Assign) else [event.node.target]
+                )
                 found |= {ast.unparse(each) for each in flat(targets) if isinstance(each, ast.Attribute)}
         for visit in (self.loop, *self.outer):
             for node in ast.walk(visit.node):

@@ -95,8 +95,8 @@ from flatout.diagnose.rules.softmax_before_cross_entropy import RULE as softmax_
 from flatout.diagnose.rules.softmax_without_dim import RULE as softmax_without_dim
 from flatout.diagnose.rules.step_before_backward import RULE as step_before_backward
 from flatout.diagnose.rules.synchronize_every_step import RULE as synchronize_every_step
-from flatout.diagnose.rules.tensor_cores_idle import RULE as tensor_cores_idle
 from flatout.diagnose.rules.tensor_as_key import RULE as tensor_as_key
+from flatout.diagnose.rules.tensor_cores_idle import RULE as tensor_cores_idle
 from flatout.diagnose.rules.tensor_of_tensor import RULE as tensor_of_tensor
 from flatout.diagnose.rules.thread_count import RULE as thread_count
 from flatout.diagnose.rules.tiny_batch_norm import RULE as tiny_batch_norm

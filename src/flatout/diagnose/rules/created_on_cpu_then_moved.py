@@ -103,7 +103,7 @@ def _often(program: ScriptProgram) -> Iterator[tuple[SourceFile, ast.Call, bool]
     The last entry is true for a converting function."""
     for loop in program.step_loops:
         for event in loop.events:
-            if isinstance(event.node, ast.Call):
+            if isinstance(event.node, ast.Call) and (loop.steady(event) or not _from_values(event.node)):
                 yield event.source, event.node, False
     for source, klass in program.modules_defined():
         for method in klass.body:
@@ -113,6 +113,13 @@ def _often(program: ScriptProgram) -> Iterator[tuple[SourceFile, ast.Call, bool]
         for function in source.functions:
             if function.name != "__init__" and not program.callers(function):
                 yield from ((source, call, True) for call in _converts(function))
+
+
+def _from_values(call: ast.Call) -> bool:
+    """Return whether a call moves ``torch.tensor(values)``. One that runs rarely, for a log, is harmless."""
+    made = call.func.value if isinstance(call.func, ast.Attribute) else None
+    name = getattr(made.func, "attr", "") if isinstance(made, ast.Call) else ""
+    return name in ("tensor", "as_tensor")
 
 
 def _converts(function: ast.AST) -> Iterator[ast.Call]:

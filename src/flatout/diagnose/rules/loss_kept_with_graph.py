@@ -49,7 +49,8 @@ from flatout.diagnose.rule import Rule
 from flatout.probe.names import FUNCTIONS, Binding
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
-from flatout.probe.step_loops import ProgramEvent, StepLoop
+from flatout.probe.step_loops import ProgramEvent, StepLoop, implies
+from flatout.probe.value_paths import flat
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
@@ -84,7 +85,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             if graph is not None:
                 into, name = event.source.code(reaper), event.source.code(graph)
                 yield RULE.finding(
-                    f"`{into}` keeps `{name}` with its whole graph: memory grows with every step",
+                    f"`{into}` keeps `{name}` with its whole graph: {_growth(loop, event, reaper)}",
                     event.place,
                     event.source.code(event.node).replace(name, f"{name}.detach()")
                     if event.kind == "call"
@@ -106,7 +107,7 @@ def _indirectly(
     if loss is not None:
         name = event.source.code(loss)
         yield RULE.finding(
-            f"`{into}` keeps `{shown}`, and with it the whole graph of `{name}`: memory grows with every step",
+            f"`{into}` keeps `{shown}`, and with it the whole graph of `{name}`: {_growth(loop, event, reaper)}",
             event.place,
             f"{name} = {name}.detach()  # before it is kept",
         )
@@ -115,7 +116,7 @@ def _indirectly(
     if call is not None:
         yield RULE.finding(
             f"`{into}` keeps the loss that `{call.source.code(call.node)}` gives it, with its whole graph: "
-            "memory grows with every step",
+            f"{_growth(loop, event, reaper)}",
             event.place,
             "detach the value before it is added: `.detach()`",
             others=[call.place],
@@ -234,7 +235,8 @@ def loss_given(
 
 def argument(function: ast.AST, call: ProgramEvent, name: str) -> ast.expr | None:
     """Return what a call passes for the parameter of this name."""
-    assert isinstance(function, FUNCTIONS) and isinstance(call.node, ast.Call)
+    assert isinstance(function, FUNCTIONS)
+    assert isinstance(call.node, ast.Call)
     names = [a.arg for a in [*function.args.posonlyargs, *function.args.args]]
     names = names[1:] if names[:1] == ["self"] else names
     given = next((keyword.value for keyword in call.node.keywords if keyword.arg == name), None)
@@ -273,17 +275,30 @@ def _backward(loop: StepLoop, reaper: ast.expr) -> bool:
     )
 
 
+def _sets(event: ProgramEvent, reaper: ast.expr) -> bool:
+    return isinstance(event.node, ast.Assign) and any(
+        ast.unparse(target) == ast.unparse(reaper) for target in flat(event.node.targets)
+    )
+
+
+def _growth(loop: StepLoop, event: ProgramEvent, reaper: ast.expr) -> str:
+    """Return how long the memory grows: a total may be set to zero whenever the optimizer steps."""
+    reset = any(
+        _sets(each, reaper) and each.node is not event.node and implies(step, each)
+        for each in loop.events
+        for step in loop.of("step", "scaler_step")
+    )
+    return "memory grows with every " + ("micro-batch until the step" if reset else "step")
+
+
 def _outlives(program: ScriptProgram, loop: StepLoop, event: ProgramEvent, reaper: ast.expr) -> bool:
     """Return whether the container is created outside the loop: nothing in a pass resets it, or bounds it."""
     for origin in program.origins(event.source, reaper):
         if isinstance(origin.node, ast.Call) and any(k.arg == "maxlen" for k in origin.node.keywords):
             return False
     for each in loop.events:
-        if isinstance(each.node, ast.Assign) and each.node is not event.node and loop.always(each):
-            for target in each.node.targets:
-                names = target.elts if isinstance(target, ast.Tuple) else [target]
-                if any(ast.unparse(name) == ast.unparse(reaper) for name in names):
-                    return False
+        if _sets(each, reaper) and each.node is not event.node and loop.always(each):
+            return False
     function = event.source.function(event.node)
     around = list(event.source.parents(event.node))
     in_a_loop = (
