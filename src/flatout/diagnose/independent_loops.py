@@ -202,7 +202,7 @@ def _collected(
 def _stacked(source: SourceFile, function: ast.AST, name: str) -> bool:
     return any(
         isinstance(each, ast.Call)
-        and source.dotted(each.func) == "torch.stack"
+        and source.dotted(each.func) in ("torch.stack", "torch.cat")
         and each.args
         and isinstance(each.args[0], ast.Name)
         and each.args[0].id == name
@@ -247,14 +247,7 @@ def _over_a_tensor(loop: ast.For) -> bool:
     given = call.args[0]
     if call.func.id == "enumerate":
         return isinstance(given, ast.Name)
-    if call.func.id != "range":
-        return False
-    if isinstance(given, ast.Subscript):
-        return isinstance(given.value, ast.Attribute) and given.value.attr == "shape"
-    if isinstance(given, ast.Call):
-        name = getattr(given.func, "attr", getattr(given.func, "id", ""))
-        return name == "size" or (name == "len" and isinstance(given.args[0], ast.Name))
-    return False
+    return call.func.id == "range"
 
 
 def _values_read(loop: ast.For, value: ast.expr) -> list[ast.expr]:

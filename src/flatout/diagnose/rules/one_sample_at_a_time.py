@@ -80,7 +80,7 @@ def _slices(program: ScriptProgram) -> Iterator[Finding]:
     """Find a layer that `forward` runs on each slice of its input."""
     for source, klass in program.modules_defined():
         for method in klass.body:
-            if isinstance(method, ast.FunctionDef) and method.name == "forward":
+            if isinstance(method, ast.FunctionDef):
                 for loop, call, given in slice_calls(program, source, method):
                     layer, whole = source.code(call.func), source.code(given)
                     yield RULE.finding(
