@@ -2,7 +2,7 @@
 
 What:
     Every step fetches a value from the device: `loss.item()`, `float(loss)`, `.cpu()`, `.numpy()`,
-    `.tolist()`, or printing a tensor.
+    `.tolist()`, printing a tensor, or `if mask.sum() > 0` in a loss function.
 Why it matters:
     The host queues work ahead of the device. To read a value, it must wait until all queued work is done. The
     device then idles until the host has queued more. With small steps, this takes a large share of the time.
@@ -59,6 +59,7 @@ from flatout.diagnose.gains import (
     synchronisations,
     without,
 )
+from flatout.diagnose.loss_reads import loss_reads
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
@@ -74,6 +75,7 @@ CASTS = {"float", "int", "bool"}
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
+    yield from _in_losses(program)
     if not program.uses_device:
         return
     for loop in program.step_loops:
@@ -97,6 +99,17 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                     edits=device_sum(program, loop, event),
                 )
         yield from _compared(program, loop)
+
+
+def _in_losses(program: ScriptProgram) -> Iterator[Finding]:
+    """Find reads inside loss functions. A module that is checked alone does not show its device."""
+    if program.uses_device or not program.step_loops:
+        for source, node, fix in loss_reads(program):
+            yield RULE.finding(
+                f"`{source.code(node)}` waits for the device, each time the loss is computed",
+                source.place(node),
+                fix,
+            )
 
 
 def _of_gradient(node: ast.AST) -> bool:
