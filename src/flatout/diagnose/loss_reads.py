@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from flatout.probe.each_step import called
+from flatout.probe.kinds import MAKES_TENSORS
 from flatout.probe.names import FUNCTIONS
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
@@ -27,7 +28,11 @@ def loss_reads(program: ScriptProgram) -> Iterator[tuple[SourceFile, ast.expr, s
             if isinstance(node, (ast.If, ast.IfExp)) and (reduced := _asked(node.test)) is not None:
                 if _is_tensor(source, function, reduced) and not _selects(function, node, reduced):
                     name = source.code(reduced)
-                    yield source, node.test, f"without a read: torch.where, or {name}.sum().clamp(min=1) as divisor"
+                    yield (
+                        source,
+                        node.test,
+                        f"without a read: torch.where, or {name}.sum().clamp(min=1) as divisor",
+                    )
             elif (
                 isinstance(node, ast.Call)
                 and (read := _item(node)) is not None
@@ -155,9 +160,14 @@ def _given(source: SourceFile, function: ast.AST, node: ast.Name, parameter: ast
         return "Tensor" in ast.unparse(note)
     return any(
         isinstance(call, ast.Call)
-        and (
-            source.dotted(call.func).startswith("torch.")
-            and any(isinstance(each, ast.Name) and each.id == node.id for each in call.args)
-        )
+        and source.dotted(call.func).startswith("torch.")
+        and source.dotted(call.func).rpartition(".")[2] not in MAKES_TENSORS - {"cat", "stack", "where"}
+        and any(node.id in _operands(each) for each in call.args)
         for call in ast.walk(function)
     )
+
+
+def _operands(node: ast.expr) -> set[str]:
+    if isinstance(node, ast.BinOp):
+        return _operands(node.left) | _operands(node.right)
+    return {node.id} if isinstance(node, ast.Name) else set()

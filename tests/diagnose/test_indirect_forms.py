@@ -1,0 +1,249 @@
+"""Mistakes behind trainer classes, metric objects, callbacks and library functions: each rule finds them there,
+on the marked lines only, and is silent about a twin that looks alike and is right.
+"""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from flatout.diagnose.check import check
+from flatout.probe.program import ScriptProgram
+
+HEAD = """
+import copy
+from itertools import cycle
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+device = torch.device("cuda")
+"""
+MEAN = """
+class Mean:
+    def __init__(self):
+        self.total, self.count = torch.tensor(0.0), 0
+
+    def add(self, value, weight=1):
+        {line}
+        self.count += weight
+
+
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+losses = Mean()
+for x in DataLoader(torch.randn(64, 4), batch_size=8):
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    losses.add({given}, len(x))
+"""
+OUTPUTS = """
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+kept = []
+for x in DataLoader(torch.randn(64, 4), batch_size=8):
+    optimizer.zero_grad()
+    output = {{"loss": model(x).square().mean(), "size": len(x)}}
+    output["loss"].backward()
+    optimizer.step()
+    {line}
+"""
+BEST = """
+class Trainer:
+    def __init__(self, model):
+        self.model = None
+        self.optimizer = None
+        self.best_loss, self.best_state = float("inf"), None
+
+    def fit(self, loader):
+        for epoch in range(10):
+            self.model.train()
+            for x in loader:
+                self.optimizer.zero_grad()
+                loss = self.model(x).square().mean()
+                loss.backward()
+                self.optimizer.step()
+            mean = self.evaluate()
+            if mean < self.best_loss:
+                self.best_loss = mean
+                {line}
+"""
+READS = """
+class Trainer:
+    def __init__(self, args):
+        self.args, self.total = args, 0.0
+        self.model = nn.Linear(4, 1).to(device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def fit(self, steps):
+        for step in range(steps):
+            self.optimizer.zero_grad()
+            for part in range(self.args.parts):
+                self.accumulate(step)
+            self.optimizer.step()
+
+    def accumulate(self, step):
+        loss = self.model(torch.randn(8, 4, device=device)).square().mean() / self.args.parts
+        loss.backward()
+        {line}
+"""
+GIVEN = """
+class Trainer:
+    def __init__(self, model, train_loader, optimizer):
+        self.model, self.train_loader, self.optimizer = model, train_loader, optimizer
+
+    def fit(self):
+        self.epoch(self.scaled if self.optimizer is None else self.plain)
+
+    def plain(self, loss):
+        loss.backward()
+        self.optimizer.step()
+
+    def scaled(self, loss):
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def epoch(self, backward):
+        for x, y in self.train_loader:
+            {line}
+            self.optimizer.zero_grad()
+            backward(nn.functional.mse_loss(self.model(x), y))
+"""
+SLICES = """
+class Ranker(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tower, self.cell = nn.Linear(16, 8), nn.GRUCell(16, 8)
+
+    def forward(self, x):
+        found, state = torch.zeros(len(x), x.shape[1], 8, device=x.device), None
+        for entry in range(x.shape[1]):
+            {line}
+            found[:, entry] = nn.functional.normalize(one, dim=1)
+        return found
+"""
+ENTRIES = """
+def similarities(queries, keys):
+    found = torch.zeros(queries.size(0), keys.size(0))
+    for i, query in enumerate(queries):
+        for j, key in enumerate(keys):
+            {line}
+    return found
+"""
+CACHE = """
+class Positions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cache = {{}}
+
+    def forward(self, x):
+        sizes = torch.stack([torch.tensor(each.shape) for each in x])
+        for size in {sizes}:
+            if size not in self.cache:
+                self.cache[size] = torch.arange(int(size[0])){mark}
+        return x
+"""
+LOSS = """
+class MaskedLoss(nn.Module):
+    def forward(self, output, target):
+        mask = target != -100
+        error = torch.abs(output - target) * mask
+        {line}
+"""
+CYCLED = """
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+{line}
+for _ in range(100):
+    optimizer.zero_grad()
+    model(next(batches)).square().mean().backward()
+    optimizer.step()
+"""
+CONVERTS = """
+def as_input(array, device):
+    {line}
+"""
+FORMS = {
+    "a metric adds the loss": (
+        "FL202",
+        MEAN.format(line="self.total += value.cpu() * weight  # <-", given="loss"),
+    ),
+    "a metric adds a number": (
+        "FL202",
+        MEAN.format(line="self.total += value * weight", given="loss.item()"),
+    ),
+    "a metric detaches": ("FL202", MEAN.format(line="self.total += value.detach() * weight", given="loss")),
+    "outputs with their loss": ("FL202", OUTPUTS.format(line="kept.append(output)  # <-")),
+    "outputs without their loss": (
+        "FL202",
+        OUTPUTS.format(line='output["loss"] = output["loss"].detach(); kept.append(output)'),
+    ),
+    "the best state": ("FL032", BEST.format(line="self.best_state = self.model.state_dict()  # <-")),
+    "a copy of it": ("FL032", BEST.format(line="self.best_state = copy.deepcopy(self.model.state_dict())")),
+    "a read in each micro-batch": ("FL101", READS.format(line="self.total += loss.item()  # <-")),
+    "a read in a fixed arm": (
+        "FL101",
+        READS.format(line="if self.args.log: self.total += loss.item()  # <-"),
+    ),
+    "a read in some steps": ("FL101", READS.format(line="if step % 100 == 0: self.total += loss.item()")),
+    "a read for debugging": ("FL101", READS.format(line="if self.args.debug: self.total += loss.item()")),
+    "a total on the device": ("FL101", READS.format(line="self.total += loss.detach()")),
+    "a copy that blocks": ("FL109", GIVEN.format(line="x = x.to(device)  # <-")),
+    "a copy that does not": ("FL109", GIVEN.format(line="x = x.to(device, non_blocking=True)")),
+    "one slice at a time": ("FL118", SLICES.format(line="one = self.tower(x[:, entry])  # <-")),
+    "a recurrence": ("FL118", SLICES.format(line="state = one = self.cell(x[:, entry], state)")),
+    "feedback": ("FL118", SLICES.format(line="one = self.tower(x[:, entry] + found[:, entry - 1].sum())")),
+    "one entry at a time": (
+        "FL118",
+        ENTRIES.format(line="found[i, j] = nn.functional.cosine_similarity(query, key, dim=0)  # <-"),
+    ),
+    "a dynamic program": (
+        "FL118",
+        ENTRIES.format(
+            line="found[i, j] = torch.dist(query, key) + torch.minimum(found[i, j - 1], found[i - 1, j])"
+        ),
+    ),
+    "tensors as keys": ("FL207", CACHE.format(sizes="sizes", mark="  # <-")),
+    "tuples as keys": ("FL207", CACHE.format(sizes="map(tuple, sizes.tolist())", mark="")),
+    "a test in a loss": (
+        "FL101",
+        LOSS.format(line="return error.sum() / mask.sum() if mask.sum() > 0 else error.sum()  # <-"),
+    ),
+    "a clamp in a loss": ("FL101", LOSS.format(line="return error.sum() / mask.sum().clamp(min=1)")),
+    "a cycle over a loader": (
+        "FL206",
+        CYCLED.format(line="batches = cycle(DataLoader(torch.randn(64, 4), batch_size=8))  # <-"),
+    ),
+    "a cycle over numbers": (
+        "FL206",
+        CYCLED.format(line="batches = cycle([torch.ones(8, 4), torch.zeros(8, 4)])"),
+    ),
+    "a function that converts": (
+        "FL111",
+        CONVERTS.format(line="return torch.as_tensor(array).to(device)  # <-"),
+    ),
+    "one that makes it there": (
+        "FL111",
+        CONVERTS.format(line="return torch.as_tensor(array, device=device)"),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_indirect_form_is_found_on_its_line(form):
+    code, body = FORMS[form]
+    text = HEAD + textwrap.dedent(body)
+    found = [f.place.line for f in check(ScriptProgram.of_text(text), [code])]
+    assert found == [at for at, line in enumerate(text.splitlines(), 1) if line.endswith("# <-")]
+
+
+def test_growing_memory_comes_before_wasted_time():
+    text = HEAD + MEAN.format(line="self.total += value.cpu()", given="loss").replace(
+        "nn.Linear(4, 1)", "nn.Linear(4, 1).to(device)"
+    )
+    assert [f.rule for f in check(ScriptProgram.of_text(text), ["FL101", "FL202"])] == ["FL202", "FL101"]
