@@ -5,6 +5,7 @@ there.
 from __future__ import annotations
 
 import gc
+from itertools import cycle
 
 import pytest
 
@@ -85,6 +86,13 @@ def test_a_sum_that_keeps_every_graph(model):
     assert held.graph
     assert held.holder == "variable `self.total` of Keeper"
     assert held.place.line == line("reaper.total = reaper.total + loss")
+
+
+def test_an_iterator_that_repeats_its_items(model):
+    batches = cycle([torch.ones(2)] for _ in range(99))
+    held = steps(lambda loss: next(batches), model)
+    assert held.holder.startswith("cycle `batches`")
+    assert held.place.line == line("batches = cycle(")
 
 
 def test_nothing_is_held(model):

@@ -71,13 +71,20 @@ def test_no_part_takes_more_than_the_step(name, shorter):
 
 def test_a_float64_detour_is_found_at_the_cast():
     """A few lines of double precision in a float32 model."""
-    cast = Operation("aten::copy_", 6, 1.0, share=0.1, dtypes=["float64"], place=LINE)
+    cast = Operation("aten::copy_", 6, 1.0, share=0.1, dtypes=["float64"], shapes=["(64, 4)"], place=LINE)
     between = Operation("aten::div", 5, 2.0, share=0.2, dtypes=["float64"])
     scaled = Operation("aten::mul", 5, 2.0, share=0.3, dtypes=["float32"])
     findings = judge(healthy(operations=[cast, between, scaled]), TABLE)
     assert [(f.name, f.place) for f in findings] == [("double_precision", LINE)]
     assert findings[0].said.startswith("30 %")
     assert judge(healthy(operations=[scaled]), TABLE) == []
+    number = dataclasses.replace(cast, shapes=[])  # an optimizer's step count, and its Python scalars
+    assert judge(healthy(operations=[number, between, scaled]), TABLE) == []
+
+
+def test_growing_memory_comes_before_wasted_time():
+    slow, growing = ILL["data_wait"][0], ILL["leak"][0]
+    assert [f.name for f in judge(healthy(**slow, **growing), TABLE)] == ["leak", "data_wait"]
 
 
 def test_an_empty_profile_has_no_findings():

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from flatout.measure.trend import chance_of_growth, keeps_growing, slope
+from flatout.measure.trend import chance_of_growth, grows_evenly, keeps_growing, slope
 
 
 def test_a_steady_rise_is_no_accident():
@@ -14,6 +14,15 @@ def test_a_steady_rise_is_no_accident():
     assert chance_of_growth(series) < 1e-6
     assert slope(series) == 1000.0
     assert keeps_growing(series, 0.001)
+
+
+def test_a_few_even_steps_show_a_rise():
+    series = [1000.0 * step for step in range(6)]
+    assert grows_evenly(series, 1000)
+    assert not grows_evenly(series, 1001)
+    assert not grows_evenly(series[:4], 1000)
+    assert not grows_evenly([*series, series[-1]], 1000)
+    assert not grows_evenly([0.0, 1000.0, 9000.0, 10000.0, 11000.0, 12000.0], 1000)
 
 
 def test_chance_is_a_p_value():

@@ -37,9 +37,10 @@ def most_common_holder(tensors: list[Any], ours: set[int]) -> tuple[str, SourceL
 
 def _holder(tensor: Tensor, ours: set[int]) -> Named | None:
     """Return the named object that holds a tensor, through containers; ``ours``: flatout's containers."""
-    things, kind, seen = [tensor], "variable", {id(tensor), *ours}
-    for _ in range(DEEPEST):
+    things, seen = [tensor], {id(tensor), *ours}
+    for depth in range(DEEPEST):
         for thing in things:
+            kind = type(thing).__name__ if depth else "variable"
             found = _name_in_frames(thing, kind) or _name_in_namespaces(thing, kind)
             if found is not None:
                 return found
@@ -52,7 +53,7 @@ def _holder(tensor: Tensor, ours: set[int]) -> Named | None:
         if not above:
             return None
         seen.update(map(id, above))
-        things, kind = above[:8], type(above[0]).__name__
+        things = above[:8]
     return None
 
 

@@ -13,7 +13,7 @@ import tokenize
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from flatout.diagnose.ranking import AFTER_THE_LOOP
+from flatout.diagnose.ranking import AFTER_THE_LOOP, GROWTH
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules import TABLE
 from flatout.diagnose.rules.ignore_without_effect import RULE as UNUSED
@@ -24,13 +24,6 @@ from flatout.schema.findings import Finding, Severity
 
 COMMENT = re.compile(r"#\s*flatout:\s*ignore\b[:\s]*([A-Za-z]{2}\d+(?:[,\s]+[A-Za-z]{2}\d+)*)?")
 ORDER = {severity.value: number for number, severity in enumerate(Severity)}
-GROWTH = (
-    "loss_kept_with_graph",
-    "loader_cycled",
-    "tensor_as_key",
-    "leak",
-    "host_growth",
-)  # memory grows with every step
 
 
 @dataclass(eq=False)

@@ -1,7 +1,7 @@
 """Ranks the findings of a profile.
 
-Wrong results come first. The rest are sorted by severity, then by predicted speed-up; findings without a
-prediction come last within their severity. If several rules report one problem, only the narrowest rule is
+Wrong results come first, then memory that grows with every step. The rest are sorted by severity, then by
+predicted speed-up; findings without a prediction come last within their severity. If several rules report one problem, only the narrowest rule is
 kept.
 """
 
@@ -62,6 +62,8 @@ AFTER_THE_LOOP = {
     "data_parallel_used",
     "memory_filled_for_nothing",
 }
+# Rules of memory that grows with every step. It ends the run, so they come before wasted time.
+GROWTH = ("loss_kept_with_graph", "loader_cycled", "tensor_as_key", "leak", "host_growth")
 
 
 def judge(profile: ProfileRecord, table: Iterable[Rule]) -> list[Finding]:
@@ -86,7 +88,13 @@ def placed(findings: Iterable[Finding], table: Iterable[Rule], program: ScriptPr
 def ranked(findings: Sequence[Finding]) -> list[Finding]:
     kept = [finding for finding in findings if not any(_says_it_better(finding, other) for other in findings)]
     return sorted(
-        kept, key=lambda f: (ORDER.index(f.severity), -(f.predicted.median if f.predicted else 0.0), f.rule)
+        kept,
+        key=lambda f: (
+            ORDER.index(Severity.WRONG if f.name in GROWTH else f.severity),
+            f.name in GROWTH,
+            -(f.predicted.median if f.predicted else 0.0),
+            f.rule,
+        ),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 from flatout.measure.statistics import median
 
@@ -43,3 +44,9 @@ def keeps_growing(series: Sequence[float], rarer_than: float) -> bool:
     half = len(series) // 2
     rise = slope(series)
     return rise > 0 and chance_of_growth(series) < rarer_than and slope(series[half:]) > rise / 3
+
+
+def grows_evenly(series: Sequence[float], least: float) -> bool:
+    """Return whether each step adds about the same, and at least ``least``. A few steps show this already."""
+    added = [b - a for a, b in pairwise(series)]
+    return len(added) >= 4 and min(added) >= least and max(added) <= 1.5 * min(added)

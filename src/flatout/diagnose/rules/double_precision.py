@@ -30,7 +30,11 @@ FASTER = 2.0  # float32 versus float64 when memory or vector width is the limit
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
-    casts = [o for o in profile.operations if o.name == "aten::copy_" and o.dtypes[:1] == ["float64"]]
+    casts = [
+        o
+        for o in profile.operations
+        if o.name == "aten::copy_" and o.dtypes[:1] == ["float64"] and o.shapes  # not of a single number
+    ]
     if (
         not casts
         and not any(_double(o) and o.name.endswith(PRODUCTS) for o in profile.operations)

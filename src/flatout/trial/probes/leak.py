@@ -7,7 +7,7 @@ from typing import Any
 from flatout.agent.leak_finder import LeakFinder
 from flatout.measure.load import resident_bytes
 from flatout.measure.memory import allocations, at, running_totals
-from flatout.measure.trend import chance_of_growth, keeps_growing, slope
+from flatout.measure.trend import chance_of_growth, grows_evenly, keeps_growing, slope
 from flatout.schema.profile import MemoryGrowth
 from flatout.trial.probes.allocations import AllocationRecorder, block_bytes
 
@@ -63,6 +63,8 @@ class LeakProbe(AllocationRecorder):
         series, resident = series[SETTLING_TICKS:], self.resident
         rise = slope(series)
         grows = keeps_growing(series, RARE) and rise >= LEAST_BYTES
+        if held is not None and held.tensors_a_step >= 1:  # a slow program leaves time for a few steps only
+            grows = grows or grows_evenly(series, LEAST_BYTES)
         leak = MemoryGrowth(
             rise,
             chance_of_growth(series),
