@@ -95,8 +95,15 @@ def _submodule(program: ScriptProgram, source: SourceFile, function: ast.expr) -
     ):
         return False
     klass = source.klass(function)
-    if klass is None or any(isinstance(m, FUNCTIONS) and m.name == function.attr for m in klass.body):
+    if klass is None:
         return False
+    own = next((m for m in klass.body if isinstance(m, FUNCTIONS) and m.name == function.attr), None)
+    if own is not None:
+        return not _keeps_a_value(own) and any(
+            isinstance(each, ast.Call) and _submodule(program, source, each.func)
+            for each in ast.walk(own)
+            if not (isinstance(each, ast.Call) and getattr(each.func, "attr", "") == own.name)
+        )
     for origin in program.origins(source, function):
         name = origin.node.func if isinstance(origin.node, ast.Call) else None
         shown = getattr(name, "attr", getattr(name, "id", ""))

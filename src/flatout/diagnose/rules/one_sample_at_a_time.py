@@ -42,13 +42,19 @@ Sources:
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 from flatout.diagnose.independent_loops import filled_entries, slice_calls
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
+from flatout.probe.script import SourceFile, Unreadable
 from flatout.probe.step_loops import ProgramEvent, StepLoop
 from flatout.schema.findings import Finding, Severity
+from flatout.schema.profile import ProfileRecord
+
+MANY, MUCH = 100, 0.1  # operators of a loop in a step, and their share of the time of all operators
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
@@ -145,4 +151,45 @@ def _from_loader(program: ScriptProgram, loop: StepLoop, event: ProgramEvent, ba
     )
 
 
-RULE = Rule("FL118", "one_sample_at_a_time", Severity.TIME, __doc__, look=look)
+def judge(profile: ProfileRecord) -> Iterable[Finding]:
+    """Measure the independent loops of the source: the calls and the share of the operators inside them."""
+    for file in sorted({o.place.file for o in profile.operations if o.place is not None}):
+        try:
+            source = SourceFile.read(Path(file))
+        except (OSError, Unreadable):
+            continue  # a profile of another machine
+        program = ScriptProgram(source)
+        for finding in [*_slices(program), *_entries(program)]:
+            lines = _lines_of(program, source, finding.others[0].line)
+            inside = [
+                o
+                for o in profile.operations
+                if o.name.startswith("aten::") and o.place and o.place.file == file and o.place.line in lines
+            ]
+            share = sum(o.share for o in inside)
+            if sum(o.calls for o in inside) >= MANY and share >= MUCH:
+                evidence = f"{100 * share:.0f} % of the operators' time is spent in this loop"
+                yield replace(finding, evidence=[evidence])
+
+
+def _lines_of(program: ScriptProgram, source: SourceFile, start: int) -> set[int]:
+    """Return the lines of the loop that starts there, and of the functions of this file that it calls."""
+    found: set[int] = set()
+    waiting = [node for node in source.nodes if isinstance(node, ast.For) and node.lineno == start]
+    seen: list[ast.AST] = []
+    while waiting:
+        node = waiting.pop()
+        if any(node is each for each in seen):
+            continue
+        seen.append(node)
+        found |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        waiting += [
+            function  # type: ignore[misc]
+            for call in ast.walk(node)
+            if isinstance(call, ast.Call)
+            for _, function in program.functions_called(source, call)
+        ]
+    return found
+
+
+RULE = Rule("FL118", "one_sample_at_a_time", Severity.TIME, __doc__, look=look, judge=judge)
