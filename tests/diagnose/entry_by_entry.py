@@ -3,9 +3,9 @@
 import torch
 
 
-def similarities(queries, keys):
+def distances(queries, keys):
     found = torch.zeros(queries.size(0), keys.size(0))
     for i, query in enumerate(queries):
         for j, key in enumerate(keys):
-            found[i, j] = torch.cosine_similarity(query, key, dim=0)
+            found[i, j] = torch.dist(query, key)
     return found
