@@ -168,7 +168,26 @@ CONVERTS = """
 def as_input(array, device):
     {line}
 """
+SCALED = """
+class Trainer:
+    def __init__(self, parts):
+        self.parts, self.scaler = parts, torch.amp.GradScaler("cuda")
+        self.model = nn.Linear(4, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def fit(self, loader):
+        for x in loader:
+            self.optimizer.zero_grad()
+            with torch.autocast("cuda"):
+                loss = self.model(x).square().mean()
+            loss = {line}
+            loss.backward(){mark}
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+"""
 FORMS = {
+    "a loss without its scale": ("FL009", SCALED.format(line="loss / self.parts", mark="  # <-")),
+    "a scaled loss, divided": ("FL009", SCALED.format(line="self.scaler.scale(loss) / self.parts", mark="")),
     "a metric adds the loss": (
         "FL202",
         MEAN.format(line="self.total += value.cpu() * weight  # <-", given="loss"),
