@@ -120,6 +120,12 @@ class Ranker(nn.Module):
         super().__init__()
         self.tower, self.cell = nn.Linear(16, 8), nn.GRUCell(16, 8)
 
+    def one(self, x):
+        return self.other(x)
+
+    def other(self, x):
+        return self.one(x)
+
     def forward(self, x):
         found, state = torch.zeros(len(x), x.shape[1], 8, device=x.device), None
         for entry in range(x.shape[1]):
@@ -215,6 +221,7 @@ FORMS = {
     "a copy that blocks": ("FL109", GIVEN.format(line="x = x.to(device)  # <-")),
     "a copy that does not": ("FL109", GIVEN.format(line="x = x.to(device, non_blocking=True)")),
     "one slice at a time": ("FL118", SLICES.format(line="one = self.tower(x[:, entry])  # <-")),
+    "methods that call each other": ("FL118", SLICES.format(line="one = self.one(x[:, entry])")),
     "a recurrence": ("FL118", SLICES.format(line="state = one = self.cell(x[:, entry], state)")),
     "feedback": ("FL118", SLICES.format(line="one = self.tower(x[:, entry] + found[:, entry - 1].sum())")),
     "one entry at a time": (

@@ -85,7 +85,7 @@ def _in_chunks(loop: ast.For) -> bool:
     )
 
 
-def _submodule(program: ScriptProgram, source: SourceFile, function: ast.expr) -> bool:
+def _submodule(program: ScriptProgram, source: SourceFile, function: ast.expr, depth: int = 0) -> bool:
     """Return whether a call runs a layer that has no state: ``self.encoder(...)``."""
     if (
         not isinstance(function, ast.Attribute)
@@ -99,10 +99,13 @@ def _submodule(program: ScriptProgram, source: SourceFile, function: ast.expr) -
         return False
     own = next((m for m in klass.body if isinstance(m, FUNCTIONS) and m.name == function.attr), None)
     if own is not None:
-        return not _keeps_a_value(own) and any(
-            isinstance(each, ast.Call) and _submodule(program, source, each.func)
-            for each in ast.walk(own)
-            if not (isinstance(each, ast.Call) and getattr(each.func, "attr", "") == own.name)
+        return (
+            depth < 2
+            and not _keeps_a_value(own)
+            and any(
+                isinstance(each, ast.Call) and _submodule(program, source, each.func, depth + 1)
+                for each in ast.walk(own)
+            )
         )
     for origin in program.origins(source, function):
         name = origin.node.func if isinstance(origin.node, ast.Call) else None
