@@ -38,12 +38,13 @@ def ill() -> ProfileRecord:
     }
     record = healthy(**changes)
     record.findings = judge(record, TABLE)
-    record.findings[1].measured = Ratio(1.7, 1.6, 1.8, 6)
+    found = {finding.name: finding for finding in record.findings}
+    found["slow_fetch"].measured = Ratio(1.7, 1.6, 1.8, 6)
     # As long as real ones are: they must not make a page wider than its screen.
-    record.findings[2].place = replace(
+    found["loss_kept_with_graph"].place = replace(
         LINE, file="/job/" + "a_folder_with_a_long_name/" * 4 + "train.py", text="x" * 150
     )
-    record.findings[2].evidence.append("y" * 200)
+    found["loss_kept_with_graph"].evidence.append("y" * 200)
     return record
 
 
@@ -65,7 +66,7 @@ def test_findings_come_with_line_fix_prediction_and_outcome():
         "no roof was measured",
     ):
         assert words in page, words
-    assert page.index("Not finite") < page.index("Slow fetch") < page.index("Loss kept with graph")
+    assert page.index("Not finite") < page.index("Loss kept with graph") < page.index("Slow fetch")
 
 
 def test_places_are_relative_to_the_folder_of_the_program():

@@ -1,8 +1,8 @@
 """Ranks the findings of a profile.
 
 Wrong results come first, then memory that grows with every step. The rest are sorted by severity, then by
-predicted speed-up; findings without a prediction come last within their severity. If several rules report one problem, only the narrowest rule is
-kept.
+predicted speed-up; findings without a prediction come last within their severity. If several rules report one
+problem, only the narrowest rule is kept.
 """
 
 from __future__ import annotations
