@@ -27,7 +27,7 @@ HEADER = (
 def page(
     cases: dict[str, dict[str, Any]], done: dict[str, dict[str, Any]], first: list[dict[str, Any]]
 ) -> str:
-    """Returns the page. ``first`` are the figures before any rule was changed because of these cases."""
+    """Returns the page. ``first`` are figures before rules were changed because of these cases."""
     parts = [
         "# Pull requests of public trainers\n",
         "What maintainers of public PyTorch trainers found and fixed, and whether flatout names it. `check` reads the commit before the fix in a checkout, "
@@ -42,7 +42,7 @@ def page(
     ]
     if first:
         parts += [
-            "## Before any rule was changed because of these cases\n",
+            "## Earlier figures\n",
             markdown_table(tuple(first[0]), [tuple(look.values()) for look in first]),
             "",
         ]
