@@ -42,6 +42,11 @@ def measured(**ratios: float) -> list[WhatIf]:
             "batches on the device already",
         ),
         ({"what_ifs": []}, "data", "waited for the loader"),
+        (
+            {"what_ifs": [WhatIf("loader", Ratio(11.0, 1.3, 106.0, 4))]},
+            "data",
+            "50% of the step: the step waited",
+        ),
         ({"what_ifs": measured(loader=1.0), "python_ms": 7.0}, "python", "7.00 ms outside operators"),
         ({"what_ifs": measured(loader=1.0, logging=3.0)}, "python", "no messages"),
         (
@@ -81,7 +86,10 @@ def test_each_bound(more, bound, words):
 
 def test_a_gain_within_the_noise_is_no_gain():
     record = profile(
-        what_ifs=[WhatIf("loader", Ratio(1.4, 0.9, 2.0, 2)), WhatIf("optimizer", why_not="no optimizer here")]
+        what_ifs=[
+            WhatIf("loader", Ratio(1.05, 0.97, 1.14, 8)),
+            WhatIf("optimizer", why_not="no optimizer here"),
+        ]
     )
     assert gain_of(record, "loader") == 0.0
     assert gain_of(record, "optimizer") is None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from flatout.schema.profile import Operation, ProfileRecord
 
 SHORT_US = 10.0  # a shorter call is mostly launch overhead
+WIDE = 0.3  # of the step: a what-if whose interval is wider says nothing
 BY_WHAT_IF = {"data": "loader", "copy": "copies", "optimizer": "optimizer"}
 OF_PYTHON = ("syncs", "logging", "gc")
 WITHOUT = {
@@ -54,9 +55,12 @@ def shares(profile: ProfileRecord) -> dict[str, float]:
 
 
 def gain_of(profile: ProfileRecord, name: str) -> float | None:
-    """The share of the step that a what-if removes; 0.0 if it was measured and is within the noise."""
+    """The share of the step that a what-if removes; 0.0 if it is within the noise.
+
+    None if it was not measured, or not well enough.
+    """
     ratio = next((what_if.ratio for what_if in profile.what_ifs if what_if.name == name), None)
-    if ratio is None:
+    if ratio is None or 1.0 / ratio.low - 1.0 / ratio.high > WIDE:
         return None
     return 1.0 - 1.0 / ratio.median if ratio.certain else 0.0
 
@@ -85,7 +89,7 @@ def name_bottleneck(profile: ProfileRecord) -> tuple[str, str]:
 def _evidence(profile: ProfileRecord, bound: str) -> str:
     name = BY_WHAT_IF.get(bound)
     what_if = next((w for w in profile.what_ifs if w.name == name and w.ratio is not None), None)
-    if what_if is not None and what_if.ratio is not None:
+    if what_if is not None and what_if.ratio is not None and gain_of(profile, what_if.name) is not None:
         return f"with {WITHOUT[what_if.name]} it is {what_if.ratio.sentence()} as fast"
     if bound == "data":
         return "the step waited for the loader"
