@@ -157,6 +157,16 @@ def logged(without):
     train(batches_from(loader(ready), True), model, torch.optim.SGD(model.parameters(), 1e-3), tell)
 
 
+def bar(without):
+    def tell(loss):
+        for layer in () if without else range(100):
+            sys.stderr.write(f"\rlayer {layer}: {'#' * 60}")
+            sys.stderr.flush()
+
+    model = narrow(2)
+    train(batches_from(loader(ready), True), model, torch.optim.SGD(model.parameters(), 1e-3), tell)
+
+
 def collecting(without):
     """Keeps many objects alive and creates many in each step, so the collector visits them all repeatedly."""
     alive = [{"number": number, "list": [number]} for number in range(300_000)]
@@ -195,15 +205,22 @@ CASES = {
     "decoding loader": slow_loader(decoding),
     "computing loader beside a larger model": slow_loader(computing, layers=24),
     "loader with a worker": slow_loader(sleeping, workers=1),
+    "loader with a worker, most of it hidden": slow_loader(sleeping, workers=1, layers=24),
+    "loader with two workers": slow_loader(sleeping, workers=2, layers=12),
     "collation of many small samples": slow_loader(ready, batch_size=256),
     "stream of samples": stream,
     "Adam, one loop over 60 layers": heavy_optimizer(
         lambda: narrow(60), lambda p: torch.optim.Adam(p, foreach=False)
     ),
+    "NAdam, one loop over 40 layers": heavy_optimizer(
+        lambda: narrow(40), lambda p: torch.optim.NAdam(p, foreach=False)
+    ),
+    "RMSprop over a large table": heavy_optimizer(Embedded, lambda p: torch.optim.RMSprop(p, momentum=0.9)),
     "Adagrad over a large table": heavy_optimizer(Embedded, lambda p: torch.optim.Adagrad(p)),
     "AdamW over a large table": heavy_optimizer(Embedded, lambda p: torch.optim.AdamW(p)),
     "printing": printing,
     "logging": logged,
+    "progress bar": bar,
     "garbage collection": collecting,
     "one thread more": threads(1, 2, 1024, 3),
     "one thread fewer": threads(2, 1, 24, 24),

@@ -24,7 +24,7 @@ BOUND = {
     "copies": "batches on the device already",
     "optimizer": "an optimizer that does nothing",
     "syncs": "without waiting for values",
-    "logging": "without printing, logging and checkpoints",
+    "logging": "without printing and logging",
     "gc": "with the garbage collector off",
     "one thread fewer": "with one thread fewer",
     "one thread more": "with one thread more",
