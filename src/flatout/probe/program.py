@@ -114,6 +114,8 @@ class ScriptProgram:
         if isinstance(call.func, ast.Attribute):
             for home, klass in self.values.classes_of(source, call.func.value):
                 yield from self.methods(home, klass, call.func.attr)
+        for home, klass in self.values.classes_of(source, call.func):
+            yield from self.methods(home, klass, "__call__")
         yield from self._passed(source, call.func)
 
     def _passed(self, source: SourceFile, node: ast.AST) -> Iterator[tuple[SourceFile, ast.AST]]:

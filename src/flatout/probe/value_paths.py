@@ -55,6 +55,19 @@ def is_static(function: ast.AST) -> bool:
     )
 
 
+def default_of(function: ast.AST | None, parameter: ast.AST) -> ast.expr | None:
+    """Return the default of a parameter, or None if it has none."""
+    if not isinstance(function, (*FUNCTIONS, ast.Lambda)):
+        return None
+    places = [*function.args.posonlyargs, *function.args.args]
+    first = len(places) - len(function.args.defaults)
+    pairs = [
+        *zip(places[first:], function.args.defaults, strict=True),
+        *zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True),
+    ]
+    return next((default for each, default in pairs if each is parameter), None)
+
+
 def flat(targets: list[ast.expr]) -> Iterator[ast.expr]:
     for target in targets:
         if isinstance(target, (ast.Tuple, ast.List)):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from flatout.probe.kinds import WRAPPERS, called_like, kinds_of_name
 from flatout.probe.names import FUNCTIONS, Binding
 from flatout.probe.script import SourceFile
-from flatout.probe.value_paths import dotted_path, flat, is_static, iterated, returns
+from flatout.probe.value_paths import default_of, dotted_path, flat, is_static, iterated, returns
 
 if TYPE_CHECKING:
     from flatout.probe.program import ScriptProgram
@@ -39,18 +39,21 @@ FLUENT = {
     "xpu",
     "mps",
 }
+# Methods of a LightningModule that return one object or several of a kind.
+OF_LIGHTNING = {"optimizers": "Optimizer", "lr_schedulers": "Scheduler"}
 
 
 @dataclass(frozen=True)
 class ValueOrigin:
     """A node that a value comes from.
 
-    ``part`` marks a value inside it: an element of a loop, an entry of a tuple.
+    ``part`` marks a value inside it: an element of a loop, an entry of a tuple, at ``path`` if that is known.
     """
 
     source: SourceFile
     node: ast.AST
     part: bool = False
+    path: tuple[int, ...] = ()
 
     @property
     def dotted(self) -> str:
@@ -58,8 +61,8 @@ class ValueOrigin:
         return self.source.dotted(self.node.func) if isinstance(self.node, ast.Call) and not self.part else ""
 
     @property
-    def key(self) -> tuple[int, bool]:
-        return id(self.node), self.part
+    def key(self) -> tuple[int, bool, tuple[int, ...]]:
+        return id(self.node), self.part, self.path
 
 
 class Values:
@@ -122,7 +125,7 @@ class Values:
         elif binding.how == "augment" or value is None:
             yield ValueOrigin(source, binding.node)
         elif binding.how == "for":
-            yield ValueOrigin(source, binding.node, True)
+            yield ValueOrigin(source, binding.node, True, binding.path)
         else:
             yield from self._part(source, value, binding.path, depth)
 
@@ -142,15 +145,15 @@ class Values:
             ):
                 yield from self._part(origin.source, node.elts[path[0]], path[1:], depth + 1)
             else:
-                yield ValueOrigin(origin.source, node, True)
+                yield ValueOrigin(origin.source, node, True, path)
 
     def _arguments(self, source: SourceFile, parameter: ast.AST, depth: int) -> Iterator[ValueOrigin]:
-        """Yield the arguments that callers in the program pass for a parameter.
+        """Yield the arguments that callers in the program pass for a parameter, and its default if it is an object.
 
-        Without known callers it is the parameter itself.
+        Without known callers it is the parameter itself, too.
         """
         function = source.parent(source.parent(parameter) or source.tree)
-        found = False
+        found = omitted = False
         if isinstance(parameter, ast.arg) and isinstance(function, FUNCTIONS):
             names = [a.arg for a in [*function.args.posonlyargs, *function.args.args]]
             method = (
@@ -163,9 +166,13 @@ class Values:
                 handed = next((k.value for k in call.keywords if k.arg == parameter.arg), None)
                 if handed is None and 0 <= position < len(call.args):
                     handed = call.args[position]
+                omitted = omitted or handed is None
                 if handed is not None:
                     found = True
                     yield from self.origins(caller, handed, depth + 1)
+        default = default_of(function, parameter) if omitted or not found else None
+        if default is not None and not isinstance(default, ast.Constant):
+            yield from self.origins(source, default, depth + 1)
         if not found:
             yield ValueOrigin(source, parameter)
 
@@ -321,6 +328,8 @@ class Values:
             return {"Tensor"} if "Tensor" in both else set()
         if not isinstance(node, ast.Call):
             return set()
+        if isinstance(node.func, ast.Attribute) and node.func.attr in OF_LIGHTNING and not node.args:
+            return {OF_LIGHTNING[node.func.attr]}
         found: set[str] = set()
         for home, klass in self.program.class_named(origin.source, node.func):
             for base in self.bases(home, klass):

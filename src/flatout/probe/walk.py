@@ -49,7 +49,10 @@ class Walk:
                         not self.program.callers(function) or not uncalled
                     ):
                         self.root = function
+                        if runs_per_batch(self.program, source, function):
+                            self.loops = (LoopVisit(source, function, 0, 1),)
                         self._enter(source, function)
+                        self.loops = ()
         return self.found
 
     def _enter(
@@ -214,6 +217,8 @@ class Walk:
         owner = function.value
         if name == "backward":
             return self._backward(source, call, owner)
+        if name == "manual_backward":  # of Lightning, which scales the loss if the precision needs it
+            return "backward", call.args[0] if call.args else None, True
         if self.program.functions_called(
             source, call
         ):  # a method of the program itself is entered, whatever its name
@@ -284,6 +289,32 @@ class Walk:
             ):
                 return True
         return False
+
+
+def runs_per_batch(program: ScriptProgram, source: SourceFile, function: ast.AST) -> bool:
+    """Return whether a framework calls this function for each batch, and it steps the optimizer itself.
+
+    These are the ``training_step`` of a LightningModule with manual optimization, and the function of an Engine of
+    Ignite.
+    """
+    own = {
+        node.func.attr
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    }
+    if not {"manual_backward", "backward"} & own or "step" not in own:
+        return False
+    klass = source.parent(function)
+    if isinstance(klass, ast.ClassDef):
+        return getattr(function, "name", "") == "training_step" and any(
+            base.endswith("LightningModule") for base in program.values.bases(source, klass)
+        )
+    return any(
+        definition is function
+        for home, call in program.calls("ignite.engine.Engine")
+        for argument in call.args[:1]
+        for _, definition in program.definitions(home, argument)
+    )
 
 
 def _forgets_gradient(node: ast.AST) -> bool:

@@ -1,8 +1,8 @@
 """The best weights are kept without a copy.
 
 What:
-    The training loop sets a name to `model.state_dict()`. Later, that name is loaded, saved or returned as the
-    best state. Or a trainer keeps it as its best state.
+    The training loop sets a name, or an entry of it, to `model.state_dict()` or to a shallow copy of it. Later,
+    that name is loaded, saved or returned as the best state. Or a trainer keeps it as its best state.
 Why it matters:
     `state_dict()` returns the live tensors, and every later step changes them. The program loads the last
     weights, not the best. Early stopping and "keep the best" have no effect.
@@ -50,9 +50,12 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
+from flatout.probe.script import SourceFile
 from flatout.probe.step_loops import ProgramEvent, StepLoop
 from flatout.probe.value_paths import returns
 from flatout.schema.findings import Finding, Severity
+
+OF_MODULES = {"parameters", "named_parameters", "modules"}
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
@@ -61,59 +64,115 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             statement = event.node
             if event.kind != "assign" or not isinstance(statement, ast.Assign):
                 continue
-            for target, value in _pairs(statement):
+            for target, value, entry in _pairs(event.source, statement):
+                owner = live_state(event.source, value)
                 if (
-                    isinstance(value, ast.Call)
-                    and isinstance(value.func, ast.Attribute)
-                    and value.func.attr == "state_dict"
-                    and not value.args
-                    and _is_model(program, loop, event, value.func.value)
+                    owner is not None
+                    and _is_model(program, loop, event, owner)
+                    and (not entry or _compared(event))
                     and (_used_later(program, event, target) or _best_of_object(loop, event, target))
                 ):
-                    kept, model = event.source.code(target), event.source.code(value.func.value)
+                    kept, model = event.source.code(target), event.source.code(owner)
                     yield RULE.finding(
                         f"`{kept}` holds the live weights of `{model}`, which every later step changes: "
                         "the state loaded afterwards is not the best one",
                         event.place,
-                        f"{kept} = copy.deepcopy({event.source.code(value)})",
+                        f"{kept} = copy.deepcopy({event.source.code(value)})"
+                        if not entry
+                        else f"copy.deepcopy({event.source.code(value)})",
                     )
 
 
-def _pairs(statement: ast.Assign) -> list[tuple[ast.expr, ast.expr]]:
-    target = statement.targets[0]
-    if (
-        isinstance(target, ast.Tuple)
-        and isinstance(statement.value, ast.Tuple)
-        and len(target.elts) == len(statement.value.elts)
+def live_state(source: SourceFile, value: ast.expr) -> ast.expr | None:
+    """Return the object whose ``state_dict()`` a value is, or is a shallow copy of, or None.
+
+    ``dict(state)``, ``copy.copy(state)``, ``state.copy()`` and ``{k: v for k, v in state.items()}`` copy no tensor.
+    """
+    if isinstance(value, ast.DictComp) and len(value.generators) == 1:
+        names = value.generators[0].target
+        over = value.generators[0].iter
+        same = (
+            isinstance(names, ast.Tuple)
+            and len(names.elts) == 2
+            and isinstance(value.value, ast.Name)
+            and ast.unparse(names.elts[1]) == value.value.id
+        )
+        items = (
+            isinstance(over, ast.Call) and isinstance(over.func, ast.Attribute) and over.func.attr == "items"
+        )
+        return live_state(source, over.func.value) if same and items else None  # type: ignore[attr-defined]
+    if not isinstance(value, ast.Call):
+        return None
+    if len(value.args) == 1 and (
+        source.dotted(value.func) in ("copy.copy", "collections.OrderedDict")
+        or (isinstance(value.func, ast.Name) and value.func.id == "dict")
     ):
-        return list(zip(target.elts, statement.value.elts, strict=True))
-    return [(target, statement.value)]
+        return live_state(source, value.args[0])
+    if not isinstance(value.func, ast.Attribute) or value.args:
+        return None
+    if value.func.attr == "copy":
+        return live_state(source, value.func.value)
+    return value.func.value if value.func.attr == "state_dict" else None
+
+
+def _pairs(source: SourceFile, statement: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr, bool]]:
+    """Yield the targets of an assignment with their values, and whether the value is an entry of a dictionary."""
+    target, value = statement.targets[0], statement.value
+    pairs = [(target, value)]
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        pairs = list(zip(target.elts, value.elts, strict=True))
+    for name, given in pairs:
+        entries = (
+            [*given.values]
+            if isinstance(given, ast.Dict)
+            else [k.value for k in given.keywords]
+            if isinstance(given, ast.Call) and isinstance(given.func, ast.Name) and given.func.id == "dict"
+            else [*given.elts]
+            if isinstance(given, (ast.Tuple, ast.List))
+            else []
+        )
+        yield name, given, False
+        yield from ((name, entry, True) for entry in entries)
 
 
 def _is_model(program: ScriptProgram, loop: StepLoop, event: ProgramEvent, owner: ast.expr) -> bool:
-    """Return whether a value is a model: by its kind, or because the program sets its mode."""
+    """Return whether a value is a model: by its kind, or because the program treats it as one.
+
+    Training calls it, or the program sets its mode or asks for its parameters.
+    """
     kinds = program.values.kinds(event.source, owner) - {"NoneType"}
-    modes = [*loop.of("train", "eval"), *(each for each in loop.around if each.kind in ("train", "eval"))]
-    return "Module" in kinds or (
-        not kinds
-        and any(
-            each.source is event.source
-            and each.subject is not None
-            and ast.unparse(each.subject) == ast.unparse(owner)
-            for each in modes
-        )
+    if kinds:
+        return "Module" in kinds
+    written = ast.unparse(owner)
+    around = [*loop.events, *loop.around]
+    treated = [
+        each.subject for each in around if each.kind in ("train", "eval") and each.source is event.source
+    ]
+    treated += [
+        each.node.func
+        for each in loop.of("call")
+        if each.source is event.source and isinstance(each.node, ast.Call)
+    ]
+    treated += [
+        call.func.value
+        for call in event.source.calls
+        if isinstance(call.func, ast.Attribute) and call.func.attr in OF_MODULES
+    ]
+    return any(each is not None and ast.unparse(each) == written for each in treated)
+
+
+def _compared(event: ProgramEvent) -> bool:
+    return any(
+        isinstance(node, ast.If) and any(isinstance(each, ast.Compare) for each in ast.walk(node.test))
+        for node, _, _ in event.arms
     )
 
 
 def _best_of_object(loop: StepLoop, event: ProgramEvent, target: ast.expr) -> bool:
     """Return whether an object keeps its best state after a comparison, and no pass writes it to a file."""
-    compared = any(
-        isinstance(node, ast.If) and any(isinstance(each, ast.Compare) for each in ast.walk(node.test))
-        for node, _, _ in event.arms
-    )
     kept = ast.unparse(target)
     return (
-        compared
+        _compared(event)
         and isinstance(target, ast.Attribute)
         and "best" in target.attr.lower()
         and not any(
@@ -138,6 +197,8 @@ def _used_later(program: ScriptProgram, event: ProgramEvent, target: ast.expr) -
         name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
         if name in ("load_state_dict", "save") and id(call) not in inside and call.args:
             mentioned = call.args[0]
+            while isinstance(mentioned, ast.Subscript) and not isinstance(target, ast.Subscript):
+                mentioned = mentioned.value
             if (
                 type(mentioned) is type(target)
                 and ast.unparse(mentioned) == ast.unparse(target)

@@ -2,6 +2,7 @@
 
 What:
     A loop under `torch.no_grad()` runs a model with Dropout or BatchNorm, and `model.eval()` is never called.
+    Or it is called, but the loop then calls `model.train()` before it runs the model.
 Why it matters:
     Dropout stays active, so the results are too poor and change from run to run. BatchNorm normalises each
     test batch on its own, and updates its running statistics with test data. The test data leaks into the
@@ -48,8 +49,10 @@ import ast
 from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
+from flatout.probe.call_chain import same
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
+from flatout.probe.step_loops import ProgramEvent, implies, together
 from flatout.schema.findings import Finding, Severity
 
 MODES = {
@@ -67,6 +70,7 @@ NO_GRAD = ("torch.no_grad", "torch.inference_mode")
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
+    yield from _switched_back(program)
     switched = any(event.kind in ("eval", "train") for event in program.events if event.kind == "eval")
     if switched or not program.step_loops or program.mentions("LightningModule", "Trainer", "eval"):
         return
@@ -87,6 +91,61 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                     event.place,
                     f"{name}.eval()   # before the loop\n{name}.train()  # after it",
                 )
+
+
+def _switched_back(program: ScriptProgram) -> Iterator[Finding]:
+    """Yield a ``train()`` between an ``eval()`` and the first run of the model, all of it without gradients.
+
+    A loop that calls ``eval()`` itself runs the model in both modes on purpose.
+    """
+    events = program.events
+    for at, event in enumerate(events):
+        if event.kind != "train" or event.subject is None or not any(event.within(*NO_GRAD)):
+            continue
+        loop = event.loops[-1] if event.loops else None
+        around = [
+            number
+            for number, each in enumerate(events)
+            if each.root is event.root and together(each, event) and _changes_mode(program, each, event)
+        ]
+        last = max((number for number in around if number < at), default=None)
+        if last is None or events[last].kind != "eval" or (loop is not None and loop in events[last].loops):
+            continue
+        if any(loop in events[number].loops and events[number].kind == "eval" for number in around):
+            continue
+        end = min((number for number in around if number > at), default=len(events))
+        runs = next((each for each in events[at:end] if _runs(program, each, event)), None)
+        if runs is None or any(_runs(program, each, event) for each in events[last:at]):
+            continue
+        if implies(event, runs) and any(runs.within(*NO_GRAD)):
+            name = event.source.code(event.subject)
+            yield RULE.finding(
+                f"line {events[last].place.line} sets `{name}` to evaluation mode, but this sets it back before it is run",
+                event.place,
+                f"# remove this line: `{name}` is evaluated here",
+                others=[runs.place],
+            )
+
+
+def _runs(program: ScriptProgram, call: ProgramEvent, event: ProgramEvent) -> bool:
+    """Return whether a call runs the model whose mode an event sets."""
+    return (
+        call.kind == "call"
+        and isinstance(call.node, ast.Call)
+        and call.root is event.root
+        and together(call, event)
+        and event.subject is not None
+        and same(program, call, call.node.func, event, event.subject) is True
+    )
+
+
+def _changes_mode(program: ScriptProgram, one: ProgramEvent, other: ProgramEvent) -> bool:
+    return (
+        one.kind in ("train", "eval")
+        and one.subject is not None
+        and other.subject is not None
+        and same(program, one, one.subject, other, other.subject) is True
+    )
 
 
 def has_mode(program: ScriptProgram, source: SourceFile, model: ast.AST) -> str:

@@ -48,6 +48,7 @@ import ast
 from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
+from flatout.probe.call_chain import argument
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 from flatout.probe.value_paths import returns
@@ -97,6 +98,23 @@ def losses(program: ScriptProgram, wanted: dict[str, str]) -> Iterator[tuple[Sou
                 kinds = program.values.kinds(source, call.func) & wanted.keys()
                 if len(kinds) == 1 and "Module" in program.values.kinds(source, call.func):
                     yield source, call, next(iter(kinds))
+                    continue
+                passed = [
+                    origin.source.dotted(_partial(origin.source, origin.node))
+                    for origin in program.origins(source, call.func)
+                    if origin.node is not call.func and not origin.part
+                ]
+                names = {
+                    name.rpartition(".")[2] for name in passed if name.startswith("torch.")
+                } & wanted.keys()
+                if len(names) == 1:
+                    yield source, call, next(iter(names))
+
+
+def _partial(source: SourceFile, node: ast.AST) -> ast.AST:
+    """Return the function in ``functools.partial(function, ...)``, or the node."""
+    partial = isinstance(node, ast.Call) and source.dotted(node.func) == "functools.partial" and node.args
+    return node.args[0] if partial else node  # type: ignore[attr-defined]
 
 
 def ends_in(program: ScriptProgram, source: SourceFile, node: ast.AST, depth: int = 0) -> set[str]:
@@ -106,9 +124,20 @@ def ends_in(program: ScriptProgram, source: SourceFile, node: ast.AST, depth: in
     """
     if depth > 6:
         return {""}
+    if isinstance(node, ast.Subscript):
+        return ends_in(program, source, node.value, depth + 1)
+    item = _iterable_of(source, node)
+    if item is not None:
+        return ends_in(program, source, item, depth + 1)
     found: set[str] = set()
     for origin in program.origins(source, node):
         call = origin.node
+        if isinstance(call, ast.arg) and not origin.part:
+            found |= _passed(program, origin.source, call, depth)
+            continue
+        if isinstance(call, ast.Subscript) and call is not node:
+            found |= ends_in(program, origin.source, call, depth + 1)
+            continue
         if not isinstance(call, ast.Call) or origin.part:
             return {""}
         dotted = origin.dotted
@@ -128,6 +157,44 @@ def ends_in(program: ScriptProgram, source: SourceFile, node: ast.AST, depth: in
     return {
         name.lower() if name.lower() in ("softmax", "sigmoid", "logsoftmax") else name for name in found
     } or {""}
+
+
+def _iterable_of(source: SourceFile, node: ast.AST) -> ast.expr | None:
+    """Return the tensor whose rows a name stands for: ``rows`` in ``for i, (row, y) in enumerate(zip(rows, ys))``."""
+    bindings = source.names.reaching(node) if isinstance(node, ast.Name) else []
+    if len(bindings) != 1 or bindings[0].how != "for" or bindings[0].value is None:
+        return None
+    over, path = bindings[0].value, bindings[0].path
+    while isinstance(over, ast.Call) and isinstance(over.func, ast.Name) and over.args:
+        if over.func.id == "enumerate" and path[:1] == (1,):
+            over, path = over.args[0], path[1:]
+        elif over.func.id == "zip" and path and path[0] < len(over.args):
+            over, path = over.args[path[0]], path[1:]
+        else:
+            break
+    return None if path else over
+
+
+def _passed(program: ScriptProgram, source: SourceFile, parameter: ast.arg, depth: int) -> set[str]:
+    """Return what made the argument that all calls of a module of the program pass to its ``forward``."""
+    forward = source.parent(source.parent(parameter) or source.tree)
+    klass = source.parent(forward) if forward is not None else None
+    if (
+        not isinstance(forward, ast.FunctionDef)
+        or forward.name != "forward"
+        or not isinstance(klass, ast.ClassDef)
+    ):
+        return {""}
+    found: set[str] = set()
+    for caller in program.sources:
+        for call in caller.calls:
+            if caller.dotted(call.func) or klass not in [
+                each for _, each in program.values.classes_of(caller, call.func)
+            ]:
+                continue
+            given = argument(source, forward, parameter, call)
+            found |= ends_in(program, caller, given, depth + 1) if given is not None else {""}
+    return found or {""}
 
 
 def _of_module(program: ScriptProgram, source: SourceFile, model: ast.AST, depth: int) -> set[str]:

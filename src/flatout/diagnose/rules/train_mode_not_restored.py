@@ -2,7 +2,8 @@
 
 What:
     `model.eval()` is called inside the training loop, or a loop around it, but `model.train()` is never
-    called in that loop.
+    called in that loop. If it is called only once per epoch, the passes after an evaluation inside the epoch are
+    affected.
 Why it matters:
     After the first evaluation, Dropout drops nothing and BatchNorm uses frozen statistics, while the weights
     keep changing. The model overfits or diverges, without an error.
@@ -46,31 +47,47 @@ from collections.abc import Iterable, Iterator
 from flatout.diagnose.gains import event_of, found
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
-from flatout.probe.step_loops import ProgramEvent
+from flatout.probe.step_loops import ProgramEvent, StepLoop
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 DIFFERENT = ("Dropout", "BatchNorm", "AlphaDropout", "SyncBatchNorm", "RReLU", "InstanceNorm")
+ENDS = (ast.Break, ast.Return, ast.Raise)
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
-        inside = [*loop.around, *loop.events]
-        if any(event.kind == "train" for event in inside):
+        if loop.of("train"):
             continue
-        for event in inside:
+        restored = [event for event in loop.around if event.kind == "train"]
+        for event in [*([] if restored else loop.around), *loop.events]:
             if (
                 event.kind == "eval"
                 and event.subject is not None
                 and _is_trained(program, event, loop.events)
+                and not (event in loop.events and _ends_the_loop(loop, event))
             ):
                 name = event.source.code(event.subject)
                 yield RULE.finding(
-                    f"`{name}` is set to evaluation mode in every pass of this loop, but never back to training mode",
+                    f"`{name}` stays in evaluation mode until line {restored[0].place.line} runs again, in the next epoch"
+                    if restored
+                    else f"`{name}` is set to evaluation mode in every pass of this loop, but never back to training mode",
                     event.place,
-                    f"{name}.train()  # at the start of the pass",
+                    f"{name}.train()  # after the evaluation"
+                    if restored
+                    else f"{name}.train()  # at the start of the pass",
                     others=[loop.source.place(loop.loop.node)],
                 )
+
+
+def _ends_the_loop(loop: StepLoop, event: ProgramEvent) -> bool:
+    """Return whether no further pass follows the event: the arm around it ends with ``break`` or ``return``."""
+    function = loop.source.function(loop.loop.node)
+    return any(
+        isinstance(statement, ENDS if source.function(node) is function else ast.Raise)
+        for node, arm, source in loop.arms(event)
+        for statement in getattr(node, arm, [])
+    )
 
 
 def _is_trained(program: ScriptProgram, event: ProgramEvent, training: list[ProgramEvent]) -> bool:
