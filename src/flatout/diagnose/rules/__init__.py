@@ -71,6 +71,7 @@ from flatout.diagnose.rules.one_sample_at_a_time import RULE as one_sample_at_a_
 from flatout.diagnose.rules.optimizer_made_every_step import RULE as optimizer_made_every_step
 from flatout.diagnose.rules.optimizer_of_another_model import RULE as optimizer_of_another_model
 from flatout.diagnose.rules.optimizer_share import RULE as optimizer_share
+from flatout.diagnose.rules.optimizer_state_lost import RULE as optimizer_state_lost
 from flatout.diagnose.rules.parameters_exhausted import RULE as parameters_used_up
 from flatout.diagnose.rules.pinned_and_blocking import RULE as pinned_and_blocking
 from flatout.diagnose.rules.profiler_step_missing import RULE as profiler_step_missing
@@ -94,6 +95,7 @@ from flatout.diagnose.rules.slowing_down import RULE as slowing_down
 from flatout.diagnose.rules.softmax_before_cross_entropy import RULE as softmax_before_cross_entropy
 from flatout.diagnose.rules.softmax_without_dim import RULE as softmax_without_dim
 from flatout.diagnose.rules.step_before_backward import RULE as step_before_backward
+from flatout.diagnose.rules.step_off_by_one import RULE as step_off_by_one
 from flatout.diagnose.rules.synchronize_every_step import RULE as synchronize_every_step
 from flatout.diagnose.rules.tensor_as_key import RULE as tensor_as_key
 from flatout.diagnose.rules.tensor_cores_idle import RULE as tensor_cores_idle
@@ -150,6 +152,8 @@ TABLE: tuple[Rule, ...] = (
     no_sync_on_the_step,
     mean_of_token_means,
     same_draw_on_every_rank,
+    step_off_by_one,
+    optimizer_state_lost,
     not_finite,
     scheduler_remade,
     host_sync_every_step,
