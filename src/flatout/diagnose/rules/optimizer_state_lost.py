@@ -112,7 +112,7 @@ def _makes(program: ScriptProgram, event: ProgramEvent, load: ProgramEvent) -> b
     if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None or not _shared(event, load):
         return False
     name = ast.unparse(_owner(load))
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    targets: list[ast.expr] = node.targets if isinstance(node, ast.Assign) else [node.target]
     return (
         any(ast.unparse(target) == name for target in flat(targets))
         and not any(ast.unparse(each) == name for each in ast.walk(node.value))

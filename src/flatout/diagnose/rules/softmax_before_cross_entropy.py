@@ -52,6 +52,7 @@ from flatout.probe.call_chain import argument
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 from flatout.probe.value_paths import returns
+from flatout.probe.windows import last_name
 from flatout.schema.findings import Finding, Severity
 
 TWICE = {
@@ -165,10 +166,11 @@ def _iterable_of(source: SourceFile, node: ast.AST) -> ast.expr | None:
     if len(bindings) != 1 or bindings[0].how != "for" or bindings[0].value is None:
         return None
     over, path = bindings[0].value, bindings[0].path
-    while isinstance(over, ast.Call) and isinstance(over.func, ast.Name) and over.args:
-        if over.func.id == "enumerate" and path[:1] == (1,):
+    while isinstance(over, ast.Call) and over.args:
+        name = last_name(over.func)
+        if name == "enumerate" and path[:1] == (1,):
             over, path = over.args[0], path[1:]
-        elif over.func.id == "zip" and path and path[0] < len(over.args):
+        elif name == "zip" and path and path[0] < len(over.args):
             over, path = over.args[path[0]], path[1:]
         else:
             break

@@ -181,7 +181,7 @@ def _number(node: ast.expr | None) -> int | None:
     whole = (
         isinstance(node, ast.Constant) and isinstance(node.value, int) and not isinstance(node.value, bool)
     )
-    return node.value if whole else None  # type: ignore[union-attr,return-value]
+    return node.value if whole else None  # type: ignore[union-attr]
 
 
 def _by_one(node: ast.AST) -> bool:
