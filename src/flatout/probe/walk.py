@@ -297,23 +297,32 @@ def runs_per_batch(program: ScriptProgram, source: SourceFile, function: ast.AST
     These are the ``training_step`` of a LightningModule with manual optimization, and the function of an Engine of
     Ignite.
     """
-    own = {
-        node.func.attr
-        for node in ast.walk(function)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-    }
-    if not {"manual_backward", "backward"} & own or "step" not in own:
-        return False
     klass = source.parent(function)
     if isinstance(klass, ast.ClassDef):
-        return getattr(function, "name", "") == "training_step" and any(
-            base.endswith("LightningModule") for base in program.values.bases(source, klass)
+        return (
+            getattr(function, "name", "") == "training_step"
+            and any(base.endswith("LightningModule") for base in program.values.bases(source, klass))
+            and _steps_itself(program, source, function)
         )
     return any(
         definition is function
         for home, call in program.calls("ignite.engine.Engine")
         for argument in call.args[:1]
         for _, definition in program.definitions(home, argument)
+    )
+
+
+def _steps_itself(program: ScriptProgram, source: SourceFile, function: ast.AST, depth: int = 0) -> bool:
+    """Return whether a function, or one that it calls, has a backward pass and steps an optimizer."""
+    own = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    names = {node.func.attr for node in own if isinstance(node.func, ast.Attribute)}
+    return bool({"manual_backward", "backward"} & names and "step" in names) or (
+        depth < 3
+        and any(
+            _steps_itself(program, home, each, depth + 1)
+            for node in own
+            for home, each in program.functions_called(source, node)
+        )
     )
 
 

@@ -49,10 +49,12 @@ import ast
 from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
+from flatout.probe.names import position
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 from flatout.probe.step_loops import ProgramEvent, StepLoop
 from flatout.probe.value_paths import returns
+from flatout.probe.windows import counts
 from flatout.schema.findings import Finding, Severity
 
 OF_MODULES = {"parameters", "named_parameters", "modules"}
@@ -162,8 +164,11 @@ def _is_model(program: ScriptProgram, loop: StepLoop, event: ProgramEvent, owner
 
 
 def _compared(event: ProgramEvent) -> bool:
+    """Return whether an event depends on a comparison, other than of the number of a step."""
     return any(
-        isinstance(node, ast.If) and any(isinstance(each, ast.Compare) for each in ast.walk(node.test))
+        isinstance(node, ast.If)
+        and any(isinstance(each, ast.Compare) for each in ast.walk(node.test))
+        and not counts(node.test)
         for node, _, _ in event.arms
     )
 
@@ -203,6 +208,7 @@ def _used_later(program: ScriptProgram, event: ProgramEvent, target: ast.expr) -
                 type(mentioned) is type(target)
                 and ast.unparse(mentioned) == ast.unparse(target)
                 and event.source.function(call) is event.source.function(event.node)
+                and position(call) > position(event.node)
             ):
                 return True
     return False

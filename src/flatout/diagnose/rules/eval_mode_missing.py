@@ -102,6 +102,8 @@ def _switched_back(program: ScriptProgram) -> Iterator[Finding]:
     for at, event in enumerate(events):
         if event.kind != "train" or event.subject is None or not any(event.within(*NO_GRAD)):
             continue
+        if any(not isinstance(each, ast.Constant) for each in getattr(event.node, "args", ())):
+            continue  # train(mode)
         loop = event.loops[-1] if event.loops else None
         around = [
             number

@@ -62,6 +62,7 @@ TWICE = {
     "binary_cross_entropy_with_logits": "sigmoid",
     "MultiLabelSoftMarginLoss": "sigmoid",
 }
+METHODS = {"softmax", "sigmoid", "log_softmax"}  # of a tensor, whatever is known of it
 SHAPES = {
     "view",
     "reshape",
@@ -153,6 +154,10 @@ def ends_in(program: ScriptProgram, source: SourceFile, node: ast.AST, depth: in
                 if call.func.attr in SHAPES
                 else {call.func.attr}
             )
+            continue
+        if isinstance(call.func, ast.Attribute) and call.func.attr in METHODS:
+            known = program.functions_called(origin.source, call)
+            found |= {""} if known else {call.func.attr}
             continue
         found |= _of_module(program, origin.source, call.func, depth)
     return {

@@ -56,14 +56,18 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         gates = [window(loop, step) for step in steps]
         if gates[0] is None or any(gate is not gates[0] for gate in gates):
             continue
+        if not passes or loop.events.index(steps[0]) < loop.events.index(passes[0]):
+            continue
         if not all(loop.always(event) for event in passes) or not _clears_at_the_step(loop, gates[0]):
             continue
         test = window_test(loop, steps[0])
         every = window_of(test) if test is not None else None
         index = _index(every, test) if every is not None and test is not None else None
-        start = _start(loop, steps[0], gates[0], index) if index is not None else None
-        batches = _first_window(every, start) if every is not None and start is not None else None
-        if batches is None or test is None or every is None:
+        if index is None or every is None or _tested_again(loop, steps[0], gates[0], every.index):
+            continue
+        start = _start(loop, steps[0], index)
+        batches = _first_window(every, start) if start is not None else None
+        if batches is None or test is None:
             continue
         source = next(home for node, _, home in loop.arms(steps[0]) if node is gates[0])
         yield RULE.finding(
@@ -81,6 +85,16 @@ def _clears_at_the_step(loop: StepLoop, gate: ast.If) -> bool:
     zeros = loop.of("zero_grad")
     return bool(zeros) and all(
         (gate, "body") in [(node, arm) for node, arm, _ in zero.arms] for zero in zeros
+    )
+
+
+def _tested_again(loop: StepLoop, step: ProgramEvent, gate: ast.If, index: str) -> bool:
+    """Return whether another condition of the step depends on the index, too."""
+    return any(
+        last_name(each) == index
+        for node, _, _ in loop.arms(step)
+        if isinstance(node, ast.If) and node is not gate
+        for each in ast.walk(node.test)
     )
 
 
@@ -115,7 +129,7 @@ def _first_window(every: Window, start: int) -> int | None:
     return found[-1]
 
 
-def _start(loop: StepLoop, step: ProgramEvent, gate: ast.If, index: ast.expr) -> int | None:
+def _start(loop: StepLoop, step: ProgramEvent, index: ast.expr) -> int | None:
     """Return the value of the index in the first test of the loop, or None if it is not visible."""
     source, node = passed(step, index)
     if isinstance(node, ast.Attribute):
@@ -129,7 +143,10 @@ def _start(loop: StepLoop, step: ProgramEvent, gate: ast.If, index: ast.expr) ->
     starts = [each for each in bindings if each.how == "assign"]
     if len(counts) != 1 or len(starts) != 1 or len(bindings) != 2 or source is not loop.source:
         return None
-    first = _number(starts[0].value)
+    value = starts[0].value
+    if isinstance(value, ast.Tuple) and len(starts[0].path) == 1 and starts[0].path[0] < len(value.elts):
+        value = value.elts[starts[0].path[0]]
+    first = _number(value)
     event = next((each for each in loop.events if each.node is counts[0].node), None)
     if first is None or event is None or not loop.always(event) or not _by_one(counts[0].node):
         return None
@@ -143,22 +160,32 @@ def _counted_attribute(
     klass, written = source.klass(node), ast.unparse(node)
     if klass is None or not written.startswith("self."):
         return None
-    changes = [
-        each
+    pairs = [
+        (each, value)
         for each in ast.walk(klass)
         if isinstance(each, (ast.Assign, ast.AugAssign, ast.AnnAssign))
-        and any(
-            ast.unparse(target) == written
-            for target in (each.targets if isinstance(each, ast.Assign) else [each.target])
-        )
+        for target, value in _pairs(each)
+        if ast.unparse(target) == written
     ]
-    sets = [each for each in changes if not isinstance(each, ast.AugAssign)]
-    counts = [each for each in changes if isinstance(each, ast.AugAssign)]
+    sets = [value for each, value in pairs if not isinstance(each, ast.AugAssign)]
+    counts = [each for each, _ in pairs if isinstance(each, ast.AugAssign)]
     event = next((each for each in loop.events if counts and each.node is counts[0]), None)
-    first = _number(sets[0].value) if len(sets) == 1 else None
+    first = _number(sets[0]) if len(sets) == 1 else None
     if first is None or len(counts) != 1 or event is None or not loop.always(event) or not _by_one(counts[0]):
         return None
     return first + (loop.events.index(event) < loop.events.index(step))
+
+
+def _pairs(node: ast.Assign | ast.AugAssign | ast.AnnAssign) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+    """Yield the targets of an assignment with their values, also those of tuples."""
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+        value = node.value
+        if not isinstance(target, ast.Tuple):
+            yield target, value
+        elif isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts):
+            yield from zip(target.elts, value.elts, strict=True)
+        else:
+            yield from ((each, None) for each in target.elts)
 
 
 def _of_loop(binding: Binding) -> int | None:
