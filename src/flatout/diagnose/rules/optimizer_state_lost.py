@@ -1,4 +1,4 @@
-"""The optimizer's state is loaded, and then the optimizer is made anew.
+"""The optimizer's state is loaded, and then the optimizer is created again.
 
 What:
     `optimizer.load_state_dict(...)` runs before the statement that creates the optimizer for the training. Or one
@@ -82,7 +82,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         if made is not None:
             name = load.source.code(_owner(load))
             yield RULE.finding(
-                f"line {made.place.line} makes `{name}` anew before the training, so the state that is loaded here is lost",
+                f"line {made.place.line} creates `{name}` again before the training, so the state that is loaded here is lost",
                 load.place,
                 f"# load the state after line {made.place.line}",
                 others=[made.place],
@@ -133,7 +133,7 @@ def _shared(event: ProgramEvent, load: ProgramEvent) -> bool:
 def _made_later(
     program: ScriptProgram, run: list[ProgramEvent], at: int, load: ProgramEvent
 ) -> ProgramEvent | None:
-    """Return what makes the optimizer anew in the same run after the load and before a step."""
+    """Return what creates the optimizer again in the same run after the load and before a step."""
     for event in run[at + 1 :]:
         if event.kind in STEPS:
             return None
@@ -145,7 +145,7 @@ def _made_later(
 def _made_by_training(
     program: ScriptProgram, runs: list[list[ProgramEvent]], run: list[ProgramEvent], load: ProgramEvent
 ) -> ProgramEvent | None:
-    """Return what makes the optimizer anew at the start of the method that trains, if that does not load it."""
+    """Return what creates the optimizer again at the start of the method that trains, if that does not load it."""
     klass = load.source.klass(load.node)
     if klass is None or any(event.kind in STEPS for event in run):
         return None
@@ -162,7 +162,7 @@ def _made_by_training(
 def _loaded_again(
     program: ScriptProgram, run: list[ProgramEvent], made: ProgramEvent, load: ProgramEvent
 ) -> bool:
-    """Return whether a run loads a state after it has made the optimizer anew, perhaps by another name."""
+    """Return whether a run loads a state after it has created the optimizer again, perhaps by another name."""
     return any(
         isinstance(event.node, ast.Call)
         and isinstance(event.node.func, ast.Attribute)
