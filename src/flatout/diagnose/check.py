@@ -13,7 +13,7 @@ import tokenize
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from flatout.diagnose.ranking import AFTER_THE_LOOP, GROWTH
+from flatout.diagnose.ranking import AFTER_THE_LOOP, GROWTH, WHOLE_BATCH
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules import TABLE
 from flatout.diagnose.rules.ignore_without_effect import RULE as UNUSED
@@ -65,13 +65,15 @@ def check(
     return sorted(_kept(program, chosen, measured), key=order)
 
 
-def order(finding: Finding) -> tuple[int, int, str, int, int, str]:
+def order(finding: Finding) -> tuple[int, int, int, str, int, int, str]:
     """The key by which findings are sorted: worst severity first, the training loop first, then by file and line."""
     place = finding.place
-    endless = finding.name in GROWTH
+    endless, evaluation = finding.name in GROWTH, finding.name in WHOLE_BATCH
+    weight = finding.weight or evaluation - (finding.name in AFTER_THE_LOOP)
     return (
-        ORDER[Severity.WRONG.value if endless else finding.severity],
-        2 * endless + (finding.name in AFTER_THE_LOOP),
+        ORDER[Severity.WRONG if endless else Severity.TIME if evaluation else finding.severity],
+        int(endless),
+        -weight,
         *((place.file, place.line, place.column) if place else ("", 0, 0)),
         finding.rule,
     )

@@ -62,6 +62,8 @@ AFTER_THE_LOOP = {
     "data_parallel_used",
     "memory_filled_for_nothing",
 }
+# An evaluation with graphs takes memory as a training step does, and time. It comes before wasted time alone.
+WHOLE_BATCH = ("eval_without_no_grad",)
 # Rules of memory that grows with every step. It ends the run, so they come before wasted time.
 GROWTH = ("loss_kept_with_graph", "loader_cycled", "tensor_as_key", "leak", "host_growth")
 

@@ -176,7 +176,9 @@ class ScriptProgram:
                     for target in targets:
                         found.setdefault(id(target), []).append((source, call))
                 if isinstance(call.func, ast.Attribute) and not source.dotted(call.func):
-                    for _, method in self._methods.get(call.func.attr, []):
+                    klass = source.klass(call) if getattr(call.func.value, "id", "") == "self" else None
+                    own = list(self.methods(source, klass, call.func.attr)) if klass is not None else []
+                    for _, method in own or self._methods.get(call.func.attr, []):
                         found.setdefault(id(method), []).append((source, call))
         return found
 

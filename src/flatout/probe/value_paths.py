@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from flatout.probe.names import FUNCTIONS
+
+if TYPE_CHECKING:
+    from flatout.probe.script import SourceFile
 
 
 def iterated(node: ast.expr) -> ast.expr:
@@ -83,3 +87,9 @@ def dotted_path(statement: ast.Assign | ast.AnnAssign, attribute: str) -> tuple[
                 if isinstance(each, ast.Attribute) and each.attr == attribute:
                     return (index,)
     return ()
+
+
+def of_one_class(source: SourceFile, one: ast.AST, other: ast.AST) -> bool:
+    """Return whether two expressions that read alike are one attribute of ``self``, in methods of one class."""
+    owned = isinstance(one, ast.Attribute) and getattr(one.value, "id", "") == "self"
+    return owned and source.klass(one) is source.klass(other)

@@ -11,9 +11,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flatout.probe.kinds import WRAPPERS, called_like, kinds_of_name
+from flatout.probe.modules_by_use import ModulesByUse
 from flatout.probe.names import FUNCTIONS, Binding
 from flatout.probe.script import SourceFile
-from flatout.probe.value_paths import default_of, dotted_path, flat, is_static, iterated, returns
+from flatout.probe.value_paths import (
+    default_of,
+    dotted_path,
+    flat,
+    is_static,
+    iterated,
+    of_one_class,
+    returns,
+)
 
 if TYPE_CHECKING:
     from flatout.probe.program import ScriptProgram
@@ -70,6 +79,7 @@ class Values:
         self.program = program
         self._memo: dict[tuple[int, int], list[ValueOrigin]] = {}
         self._kinds: dict[int, frozenset[str]] = {}
+        self.by_use = ModulesByUse(self)
         self._attributes: dict[int, dict[str, list[ast.Assign | ast.AnnAssign]]] = {}
 
     # -- origins ---------------------------------------------------------------------------------------------
@@ -218,7 +228,7 @@ class Values:
         if (
             source is other_source
             and ast.dump(one) == ast.dump(other)
-            and source.function(one) is source.function(other)
+            and (source.function(one) is source.function(other) or of_one_class(source, one, other))
         ):
             return True
         made = all(
@@ -296,6 +306,8 @@ class Values:
         if id(node) not in self._kinds:
             self._kinds[id(node)] = frozenset()
             found = {kind for origin in self.origins(source, node) for kind in self._kinds_of(origin)}
+            if not found - {"NoneType"} and (source, node) in self.by_use:
+                found = {"Module"}
             self._kinds[id(node)] = frozenset(found)
         return self._kinds[id(node)]
 

@@ -60,7 +60,8 @@ class Finding(Record):
     is the fix, as lines of code or one command. ``levers`` are the levers that apply the fix without editing
     the script. ``predicted`` is the speed-up measured by a what-if, which ``how`` names. ``measured`` is the
     speed-up of a lever. ``edits`` of the file in ``place`` are the fix, where it is certain; `flatout fix`
-    applies them.
+    applies them. ``weight`` is above 0 for a fault that certainly costs more than others of its severity, and
+    below 0 for one that may cost little.
     """
 
     rule: str
@@ -76,3 +77,4 @@ class Finding(Record):
     measured: Ratio | None = None
     others: list[SourceLocation] = field(default_factory=list)  # further places with the same problem
     edits: list[Edit] = field(default_factory=list)
+    weight: int = 0

@@ -26,11 +26,14 @@ Sources:
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable, Iterator
 
 from flatout.diagnose.gains import event_of, found
 from flatout.diagnose.rule import Rule
+from flatout.probe.names import FUNCTIONS, is_main_guard
 from flatout.probe.program import ScriptProgram
+from flatout.probe.script import SourceFile
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
@@ -50,7 +53,23 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             "DataParallel copies the model to every device in every step, from one Python process",
             source.place(call),
             "torch.nn.parallel.DistributedDataParallel(model)  # and: torchrun --nproc-per-node N script.py",
+            weight=int(bool(program.step_loops) and _of_several_devices(source, call)),
         )
+
+
+def _of_several_devices(source: SourceFile, call: ast.Call) -> bool:
+    """Return whether the model is always wrapped, for devices that are named and are not just one."""
+    given = next((k.value for k in call.keywords if k.arg == "device_ids"), (call.args[1:2] or [None])[0])
+    if given is None or isinstance(given, ast.Constant):
+        return False
+    if isinstance(given, (ast.List, ast.Tuple)) and len(given.elts) < 2:
+        return False
+    for around in source.parents(call):
+        if isinstance(around, FUNCTIONS):
+            break
+        if isinstance(around, ast.IfExp) or (isinstance(around, ast.If) and not is_main_guard(around)):
+            return False
+    return True
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:

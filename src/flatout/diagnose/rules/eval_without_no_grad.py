@@ -58,6 +58,8 @@ OFF = (
 
 CUTS = ("item", "argmax", "max", "topk", "detach", "tolist", "numpy")  # a number, or classes among others
 
+TRAINS = {"train", "fit", "train_epoch", "train_one_epoch", "train_step", "_train_epoch"}
+
 HARMLESS = (
     "torch.autocast",
     "torch.amp.",
@@ -90,13 +92,17 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         in_evaluation = _evaluates(program, event, modes)
         if in_evaluation or _only_measures(program, event):
             info.add(id(event.loops[-1].node))
+            loop = event.loops[-1]
+            entered = event.calls[loop.frames : loop.frames + 1]
+            source, call = (entered[0] if entered else None) or (event.source, event.node)
             name = event.source.code(event.node.func)
             where = "is in evaluation mode here and" if in_evaluation else "only computes a metric here, but"
             yield RULE.finding(
                 f"`{name}` {where} builds a graph for a backward pass that never runs",
-                event.place,
-                f"with torch.no_grad():  # around the loop on line {event.loops[-1].source.place(event.loops[-1].node).line}",
-                edits=_edits(event, event.loops[-1]),
+                source.place(call),
+                f"with torch.no_grad():  # around the loop on line {loop.source.place(loop.node).line}",
+                others=[] if call is event.node else [event.place],
+                edits=_edits(event, loop),
             )
 
 
@@ -130,8 +136,6 @@ def _evaluates(program: ScriptProgram, event: ProgramEvent, modes: list[ProgramE
     """Return whether a call runs a trained module with gradients, in evaluation mode set in its function."""
     assert isinstance(event.node, ast.Call)
     model = event.node.func
-    if isinstance(event.root, FUNCTIONS) and event.source.klass(event.root) is not None:
-        return False  # a method without visible callers: they may disable gradients
     if (
         "Module" not in program.values.kinds(event.source, model)
         or "Loss" in program.values.kinds(event.source, model)
@@ -146,7 +150,34 @@ def _evaluates(program: ScriptProgram, event: ProgramEvent, modes: list[ProgramE
         and mode.frames == event.frames[: len(mode.frames)]
         and program.values.same(mode.source, mode.subject, event.source, model)
     ]
-    return bool(own) and own[-1].kind == "eval" and bool(own[-1].frames) == bool(event.frames)
+    set_here = bool(own) and own[-1].kind == "eval" and bool(own[-1].frames) == bool(event.frames)
+    return set_here and not _callers_may_switch(program, event, own[-1])
+
+
+def _callers_may_switch(program: ScriptProgram, event: ProgramEvent, mode: ProgramEvent) -> bool:
+    """Return whether callers that are not visible may disable gradients around this evaluation.
+
+    They cannot if the same function trains. They hardly do for a method that sets the mode itself, in a class
+    that trains as well.
+    """
+    root, source = event.root, mode.source
+    klass = source.klass(root) if isinstance(root, FUNCTIONS) else None
+    if not isinstance(root, FUNCTIONS) or (klass is None and not _given(program, event)):
+        return False
+    if root.name in TRAINS or any(each.kind == "backward" and each.root is root for each in program.events):
+        return False
+    if klass is None or len(mode.frames) > 1 or program.mentions("enable_grad", "requires_grad_"):
+        return True
+    return not any(
+        isinstance(each, FUNCTIONS) and each.name in TRAINS
+        for _, owner in program.values.gradient_sources(source, klass)
+        for each in owner.body
+    )
+
+
+def _given(program: ScriptProgram, event: ProgramEvent) -> bool:
+    assert isinstance(event.node, ast.Call)
+    return any(isinstance(each.node, ast.arg) for each in program.origins(event.source, event.node.func))
 
 
 def _only_measures(program: ScriptProgram, event: ProgramEvent) -> bool:
