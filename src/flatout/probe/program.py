@@ -11,6 +11,7 @@ from flatout.probe.each_step import functions_of_each_step
 from flatout.probe.names import FUNCTIONS
 from flatout.probe.script import SourceFile, Unreadable
 from flatout.probe.step_loops import ProgramEvent, StepLoop, step_loops
+from flatout.probe.steps import step_functions
 from flatout.probe.values import ValueOrigin, Values
 from flatout.probe.walk import Walk
 
@@ -283,6 +284,11 @@ class ScriptProgram:
     @cached_property
     def step_loops(self) -> list[StepLoop]:
         return step_loops(self.events)
+
+    @cached_property
+    def steps(self) -> list[StepLoop]:
+        """Return the loops that train, and the functions that are one step of a loop that is not visible."""
+        return [*self.step_loops, *step_functions(self)]
 
     @cached_property
     def of_each_step(self) -> dict[int, tuple[SourceFile, ast.AST]]:

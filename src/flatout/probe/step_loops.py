@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from flatout.probe.names import COMPREHENSIONS
+from flatout.probe.names import COMPREHENSIONS, FUNCTIONS
 from flatout.probe.script import SourceFile
 from flatout.probe.value_paths import flat, iterated
 from flatout.schema.findings import SourceLocation
@@ -163,7 +163,9 @@ class StepLoop:
             if isinstance(node, ast.Attribute) and ast.unparse(node) in changed:
                 return False
             if isinstance(node, ast.Name):
-                inside = source is self.source and source.function(node) is source.function(self.loop.node)
+                top = self.loop.node if isinstance(self.loop.node, FUNCTIONS) else None
+                home = top or source.function(self.loop.node)
+                inside = source is self.source and source.function(node) is home
                 fixed = inside or all(
                     binding.how != "parameter" and source.parent(binding.node) is source.tree
                     for binding in source.names.lookup(node)

@@ -101,7 +101,7 @@ def _often(program: ScriptProgram) -> Iterator[tuple[SourceFile, ast.Call, bool]
     """Yield the calls of every step: in training loops and in forward. And those of converting functions.
 
     The last entry is true for a converting function."""
-    for loop in program.step_loops:
+    for loop in program.steps:
         for event in loop.events:
             if isinstance(event.node, ast.Call) and (loop.steady(event) or not _from_values(event.node)):
                 yield event.source, event.node, False

@@ -45,9 +45,10 @@ Sources:
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from flatout.diagnose.device_sums import device_sum
+from flatout.diagnose.evaluation_reads import evaluation_reads
 from flatout.diagnose.gains import (
     TIMED,
     certain_gain,
@@ -65,6 +66,7 @@ from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 from flatout.probe.step_loops import ProgramEvent, StepLoop
 from flatout.probe.values import ValueOrigin
+from flatout.probe.walk import CLIPS
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
@@ -72,13 +74,14 @@ KINDS = ("item", "nonzero", "to host", "numpy", "compare", "tolist", "synchroniz
 
 FETCHES = {"item", "cpu", "numpy", "tolist"}
 CASTS = {"float", "int", "bool"}
+LOSSES = ("loss", "criterion", "entropy")  # words in the names of functions that return a tensor
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
     yield from _in_losses(program)
     if not program.uses_device:
         return
-    for loop in program.step_loops:
+    for loop in program.steps:
         info = set()  # one finding per statement: only the first wait costs time
         for event in loop.of("call"):
             tensor = fetched(event)
@@ -99,6 +102,17 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                     edits=device_sum(program, loop, event),
                 )
         yield from _compared(program, loop)
+    for event, tensor in evaluation_reads(program, fetched, _of_the_batch(program)):
+        yield RULE.finding(
+            f"`{event.source.code(event.node)}` waits for the device in each batch of the validation",
+            event.place,
+            f"{event.source.code(tensor)}  # keep it on the device, and fetch the mean after the loop",
+            weight=-1,
+        )
+
+
+def _of_the_batch(program: ScriptProgram) -> Callable[[ProgramEvent, StepLoop, ast.expr], bool]:
+    return lambda event, loop, tensor: from_step(program, loop, event.source, tensor)
 
 
 def _in_losses(program: ScriptProgram) -> Iterator[Finding]:
@@ -201,10 +215,15 @@ def _made_by_model(program: ScriptProgram, loop: StepLoop, origin: ValueOrigin, 
     if "Module" in program.values.kinds(source, node.func):
         return True
     if isinstance(node.func, ast.Attribute) and not source.dotted(node.func):
+        if node.func.attr in CLIPS:
+            return True
         return node.func.attr not in FETCHES | {"size", "dim", "numel"} and from_step(
             program, loop, source, node.func.value, depth + 1
         )
-    return source.dotted(node.func).startswith("torch.") and any(
+    name = source.dotted(node.func)
+    if name.rpartition(".")[2] in CLIPS:
+        return True  # the norm of the gradients
+    return (name.startswith("torch.") or any(word in name.lower() for word in LOSSES)) and any(
         from_step(program, loop, source, each, depth + 1) for each in node.args
     )
 

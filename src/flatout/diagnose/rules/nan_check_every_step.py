@@ -53,7 +53,7 @@ ASKS = {"isnan", "isfinite", "isinf"}
 def look(program: ScriptProgram) -> Iterator[Finding]:
     if not program.uses_device:
         return
-    for loop in program.step_loops:
+    for loop in program.steps:
         for event in loop.of("call"):
             call = event.node
             if not isinstance(call, ast.Call) or not loop.always(event):

@@ -85,7 +85,7 @@ def _needed(program: ScriptProgram, event: ProgramEvent) -> bool:
 
 def every_step(program: ScriptProgram, *dotted: str) -> Iterator[ProgramEvent]:
     """Yield the calls of one of these names that run in every pass of a training loop."""
-    for loop in program.step_loops:
+    for loop in program.steps:
         for event in loop.of("call"):
             if (
                 loop.always(event)

@@ -1,0 +1,60 @@
+"""Reads of the device for each batch of a validation that the training loop runs now and then."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+
+from flatout.probe.program import ScriptProgram
+from flatout.probe.script import SourceFile
+from flatout.probe.step_loops import ProgramEvent, StepLoop
+
+NO_GRAD = ("torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad")
+KEEPS = ("append", "update", "add")
+FromStep = Callable[[ProgramEvent, StepLoop, ast.expr], bool]
+
+
+def evaluation_reads(
+    program: ScriptProgram, tensor_of: Callable[[ProgramEvent], ast.expr | None], from_step: FromStep
+) -> Iterator[tuple[ProgramEvent, ast.expr]]:
+    """Yield the calls that fetch a value of each batch only to sum it, or to keep it for a mean."""
+    outer = {id(loop) for visit in program.step_loops for loop in (visit.loop, *visit.outer)}
+    busy = {
+        id(loop) for event in program.events if event.kind in ("backward", "step") for loop in event.loops
+    }
+    seen: set[int] = set()
+    for event in program.events:
+        if event.kind != "call" or len(event.loops) < 2 or id(event.node) in seen:
+            continue
+        loop = event.loops[-1]
+        validates = id(loop) not in busy and any(id(each) in outer for each in event.loops[:-1])
+        if not validates or not isinstance(loop.node, (ast.For, ast.While)):
+            continue
+        tensor = tensor_of(event)
+        if (
+            tensor is not None
+            and _without_gradients(event)
+            and not event.arms[loop.arms :]
+            and _kept(event.source, event.node)
+            and from_step(event, StepLoop(loop, event.loops[:-1]), tensor)
+        ):
+            seen.add(id(event.node))
+            yield event, tensor
+
+
+def _without_gradients(event: ProgramEvent) -> bool:
+    return any(
+        source.dotted(block.func if isinstance(block, ast.Call) else block) in NO_GRAD
+        for source, block in event.blocks
+    )
+
+
+def _kept(source: SourceFile, call: ast.AST) -> bool:
+    """Return whether the statement only adds the value to a total, or to the values of the other batches."""
+    statement = source.statement(call)
+    if isinstance(statement, ast.AugAssign):
+        return True
+    if isinstance(statement, ast.Assign):
+        return isinstance(statement.targets[0], ast.Subscript)
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in KEEPS
