@@ -6,6 +6,7 @@ In each range, codes from xx50 on need a profile of the running program.
 
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.accumulation_without_no_sync import RULE as accumulation_without_no_sync
+from flatout.diagnose.rules.average_in_small_operations import RULE as average_in_small_operations
 from flatout.diagnose.rules.average_over_full_batches import RULE as average_over_full_batches
 from flatout.diagnose.rules.backward_under_autocast import RULE as backward_under_autocast
 from flatout.diagnose.rules.bce_under_autocast import RULE as bce_under_autocast
@@ -67,6 +68,7 @@ from flatout.diagnose.rules.nll_loss_without_log import RULE as nll_loss_without
 from flatout.diagnose.rules.no_sync_on_the_step import RULE as no_sync_on_the_step
 from flatout.diagnose.rules.non_blocking_without_pinning import RULE as non_blocking_without_pinning
 from flatout.diagnose.rules.not_finite import RULE as not_finite
+from flatout.diagnose.rules.number_copied_to_device import RULE as number_copied_to_device
 from flatout.diagnose.rules.one_sample_at_a_time import RULE as one_sample_at_a_time
 from flatout.diagnose.rules.optimizer_made_every_step import RULE as optimizer_made_every_step
 from flatout.diagnose.rules.optimizer_of_another_model import RULE as optimizer_of_another_model
@@ -77,6 +79,7 @@ from flatout.diagnose.rules.pinned_and_blocking import RULE as pinned_and_blocki
 from flatout.diagnose.rules.profiler_step_missing import RULE as profiler_step_missing
 from flatout.diagnose.rules.python_between import RULE as python_between
 from flatout.diagnose.rules.ranks_see_the_same_data import RULE as ranks_see_the_same_data
+from flatout.diagnose.rules.read_in_compiled_code import RULE as read_in_compiled_code
 from flatout.diagnose.rules.recompiles import RULE as recompiles
 from flatout.diagnose.rules.result_discarded import RULE as result_thrown_away
 from flatout.diagnose.rules.same_draw_on_every_rank import RULE as same_draw_on_every_rank
@@ -176,6 +179,9 @@ TABLE: tuple[Rule, ...] = (
     one_sample_at_a_time,
     group_for_each_parameter,
     memory_filled_for_nothing,
+    average_in_small_operations,
+    number_copied_to_device,
+    read_in_compiled_code,
     data_wait,
     optimizer_share,
     tiny_operators,
