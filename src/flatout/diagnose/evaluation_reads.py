@@ -33,6 +33,7 @@ def evaluation_reads(
         tensor = tensor_of(event)
         if (
             tensor is not None
+            and getattr(getattr(event.node, "func", None), "attr", "item") == "item"  # the rest moves outputs
             and _without_gradients(event)
             and not event.arms[loop.arms :]
             and _kept(event.source, event.node)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 SWITCHES = ("debug", "verbose", "profil", "trace", "sanity", "dry_run")  # words of tests that are rarely true
 
+RETURNS = ("%", "log", "every", "interval", "period", "frequency")  # words of tests that count steps
+
 
 @dataclass(eq=False)
 class LoopVisit:
@@ -143,10 +145,28 @@ class StepLoop:
         """
         inside = [each for each in event.loops if each not in (*self.outer, self.loop)]
         batches = any(event.loops == other.loops[: len(event.loops)] for other in self.of("backward"))
-        return (not inside or batches) and all(
-            isinstance(node, ast.If) and self._fixed(source, node.test)
-            for node, _, source in self.arms(event)
+        return (
+            (not inside or batches)
+            and all(
+                isinstance(node, ast.If) and self._fixed(source, node.test)
+                for node, _, source in self.arms(event)
+            )
+            and not self._after_a_return(event)
         )
+
+    def _after_a_return(self, event: ProgramEvent) -> bool:
+        """Return whether a function on the way returns earlier in most steps: ``if not should_log(step): return``."""
+        ways = [each for each in event.calls[self.loop.frames :] if each is not None]
+        for source, node in [(event.source, event.node), *ways]:
+            function = source.function(node)
+            for each in function.body if function is not None else ():
+                if each.lineno >= getattr(node, "lineno", 0):
+                    break
+                if isinstance(each, ast.If) and isinstance(each.body[-1], ast.Return):
+                    text = ast.unparse(each.test).lower()
+                    if any(word in text for word in RETURNS):
+                        return True
+        return False
 
     def _fixed(self, source: SourceFile, test: ast.expr) -> bool:
         """Return whether a test has the same result in all passes of this loop and of those around it.

@@ -30,7 +30,8 @@ def step_functions(program: ScriptProgram) -> Iterator[StepLoop]:
         if (
             source is None
             or not steps
-            or not any(e.kind == "backward" and not e.loops for e in events)
+            or not any(e.kind == "backward" for e in events)
+            or any(loop.events[0].root is root for loop in program.step_loops)
             or any(_made_here(program, step, events) for step in steps)
         ):
             continue

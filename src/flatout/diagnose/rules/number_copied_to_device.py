@@ -67,8 +67,9 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             where = f"device={source.code(call.func.value)}.device"  # type: ignore[attr-defined]
         else:
             continue
-        kind = next((f", dtype={source.code(k.value)}" for k in call.keywords if k.arg == "dtype"), "")
-        made = "torch.zeros(()" if number == 0 else f"torch.full((), {source.code(call.args[0])}"
+        kind = "".join(f", {k.arg}={source.code(k.value)}" for k in call.keywords if k.arg != "device")
+        shape = "(1,)" if isinstance(call.args[0], ast.List) else "()"
+        made = f"torch.zeros({shape}" if number == 0 else f"torch.full({shape}, {number:g}"
         yield RULE.finding(
             f"`{source.code(call)}` copies a number to the device in every step, and waits for all queued work",
             source.place(call),

@@ -52,17 +52,17 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         if id(function) in seen or _left_out(function):
             continue
         seen.add(id(function))
-        lines: set[int] = set()
+        statements: set[int] = set()  # one finding for each: the first read ends the graph
         for node in ast.walk(function):
             if not isinstance(node, ast.Call) or _rarely(source, node, function):
                 continue
             waiting += [(home, each, top) for home, each in called(program, source, node)]
-            place = source.place(node)
-            if _reads(program, source, node) and place.line not in lines:
-                lines.add(place.line)
+            statement = id(source.statement(node))
+            if _reads(program, source, node) and statement not in statements:
+                statements.add(statement)
                 yield RULE.finding(
                     f"`{source.code(node)}` ends the graph of the compiled `{top}`, and waits for the device",
-                    place,
+                    source.place(node),
                     f"{source.code(node.func.value)}  # return the tensor, and read it outside",  # type: ignore[attr-defined]
                 )
 
