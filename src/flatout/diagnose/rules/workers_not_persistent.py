@@ -59,7 +59,7 @@ from flatout.probe.names import FUNCTIONS
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 from flatout.probe.value_paths import iterated, returns
-from flatout.schema.findings import Finding, Severity
+from flatout.schema.findings import Edit, Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 HOOK = re.compile(r"_?(get_|make_|build_|create_)?train(ing)?_(data_?)?loaders?")
@@ -86,7 +86,8 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             # A number that the source does not show may be 0: persistent_workers=True then raises an error.
             if isinstance(workers, ast.Constant) and not _persistent(call):
                 seen.add(id(call))
-                code, edits = origin.source.code(call), []
+                code = origin.source.code(call)
+                edits: list[Edit] = []
                 if _option(call, "persistent_workers") is None:
                     code = f"{code[:-1]}, persistent_workers=True)"
                     edits = with_argument(origin.source, call, "persistent_workers=True")
