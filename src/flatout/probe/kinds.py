@@ -38,6 +38,24 @@ MAKES_TENSORS = {
     "normal",
     "bernoulli",
 }
+# Methods that return a value of the same kind as their object.
+FLUENT = {
+    "to",
+    "cuda",
+    "cpu",
+    "train",
+    "eval",
+    "double",
+    "float",
+    "half",
+    "bfloat16",
+    "requires_grad_",
+    "apply",
+    "share_memory",
+    "to_empty",
+    "xpu",
+    "mps",
+}
 HINTS = (
     ("Optimizer", ("optimizer", "optim", "opt")),
     ("Scheduler", ("scheduler", "lr_scheduler", "sched")),

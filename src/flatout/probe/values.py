@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flatout.probe.kinds import WRAPPERS, called_like, kinds_of_name
+from flatout.probe.kinds import FLUENT, WRAPPERS, called_like, kinds_of_name
 from flatout.probe.modules_by_use import ModulesByUse
 from flatout.probe.names import FUNCTIONS, Binding
 from flatout.probe.script import SourceFile
@@ -30,24 +30,7 @@ if TYPE_CHECKING:
 DEEP = 12  # maximum depth of tracing
 MANY = 40  # maximum number of origins of an expression
 
-# Methods that return a value of the same kind as their object.
-FLUENT = {
-    "to",
-    "cuda",
-    "cpu",
-    "train",
-    "eval",
-    "double",
-    "float",
-    "half",
-    "bfloat16",
-    "requires_grad_",
-    "apply",
-    "share_memory",
-    "to_empty",
-    "xpu",
-    "mps",
-}
+
 # Methods of a LightningModule that return one object or several of a kind.
 OF_LIGHTNING = {"optimizers": "Optimizer", "lr_schedulers": "Scheduler"}
 
