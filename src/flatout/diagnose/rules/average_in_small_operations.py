@@ -68,7 +68,7 @@ def _averages(program: ScriptProgram, source: SourceFile, node: ast.AST) -> bool
     """Return whether a statement mixes a tensor of a loop over weights with another one, into itself."""
     if isinstance(node, ast.Assign) and len(node.targets) == 1:
         target, value = node.targets[0], node.value
-        kept = target if isinstance(target, (ast.Attribute, ast.Subscript)) else None
+        kept: ast.expr | None = target if isinstance(target, (ast.Attribute, ast.Subscript)) else None
     elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         call = node.value
         if not isinstance(call.func, ast.Attribute) or not call.args:
@@ -77,7 +77,7 @@ def _averages(program: ScriptProgram, source: SourceFile, node: ast.AST) -> bool
             scaled = call.func.value.func.value  # type: ignore[attr-defined]
             weighs = _sums_to_one(call.func.value.args[0], _factor(call))  # type: ignore[attr-defined]
             return weighs and _of_weights(program, source, node, scaled)
-        kept, value = (call.func.value, call.args[0]) if call.func.attr == "copy_" else (None, None)
+        kept, value = (call.func.value if call.func.attr == "copy_" else None), call.args[0]
     else:
         return False
     return (

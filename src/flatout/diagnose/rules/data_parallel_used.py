@@ -59,7 +59,8 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
 
 def _of_several_devices(source: SourceFile, call: ast.Call) -> bool:
     """Return whether the model is always wrapped, for devices that are named and are not just one."""
-    given = next((k.value for k in call.keywords if k.arg == "device_ids"), (call.args[1:2] or [None])[0])
+    named = [k.value for k in call.keywords if k.arg == "device_ids"]
+    given = next(iter([*named, *call.args[1:2]]), None)
     if given is None or isinstance(given, ast.Constant):
         return False
     if isinstance(given, (ast.List, ast.Tuple)) and len(given.elts) < 2:

@@ -80,9 +80,9 @@ def _compiled(program: ScriptProgram) -> Iterator[tuple[SourceFile, ast.AST, str
         if not call.args or not _on(call):
             continue
         given = call.args[0]
-        for home, function in program.definitions(source, given):
-            if isinstance(function, FUNCTIONS):
-                yield home, function, function.name
+        for home, defined in program.definitions(source, given):
+            if isinstance(defined, FUNCTIONS):
+                yield home, defined, defined.name
         if isinstance(given, ast.Attribute):
             for home, klass in program.values.classes_of(source, given.value):
                 yield from (

@@ -91,7 +91,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 if _option(call, "persistent_workers") is None:
                     code = f"{code[:-1]}, persistent_workers=True)"
                     edits = with_argument(origin.source, call, "persistent_workers=True")
-                said = f"this loader restarts its {workers.value} workers in every epoch"
+                said = f"this loader restarts its {workers.value!r} workers in every epoch"
                 yield RULE.finding(said, origin.source.place(call), code, edits=edits)
     yield from _data_modules(program, seen)
 
