@@ -21,6 +21,14 @@ loader = DataLoader(TensorDataset(torch.randn(64, 4), torch.zeros(64, dtype=torc
 """
 
 HEALTHY = {
+    "a norm that is logged before the backward pass": """
+        from project.norms import clip_grad_value_
+        for x, y in loader:
+            optimizer.zero_grad()
+            norm = clip_grad_value_(model.parameters(), None)
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    """,
     "an optimizer of another module, whose step may clear the gradients": """
         from project.optimizers import MasterWeightOptimizer
         optimizer = MasterWeightOptimizer(model, lr=0.1)

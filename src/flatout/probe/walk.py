@@ -208,7 +208,7 @@ class Walk:
             if isinstance(function, ast.Name)
             else ""
         )
-        if name in CLIPS:
+        if name in CLIPS and not _without_limit(call):
             return "clip", call.args[0] if call.args else None, False
         if dotted == "torch.autograd.backward":
             return "backward", call.args[0] if call.args else None, False
@@ -324,6 +324,12 @@ def _steps_itself(program: ScriptProgram, source: SourceFile, function: ast.AST,
             for home, each in program.functions_called(source, node)
         )
     )
+
+
+def _without_limit(call: ast.Call) -> bool:
+    """Return whether the limit is None. Copies of torch's function then only compute the norm."""
+    limit = call.args[1] if len(call.args) > 1 else None
+    return isinstance(limit, ast.Constant) and limit.value is None
 
 
 def _forgets_gradient(node: ast.AST) -> bool:
