@@ -27,7 +27,7 @@ OF_THE_STEP = {
         "slowing_down",
         "python_between",
     ),
-    "host_growth": ("leak", "loss_kept_with_graph", "slowing_down"),
+    "host_growth": ("leak", "loss_kept_with_graph", "slowing_down", "recompiles"),
     "collecting_garbage": ("host_growth",),  # the collector walks the objects that pile up
     "thread_count": ("too_many_workers",),
     "graph_breaks": ("recompiles",),
