@@ -121,7 +121,7 @@ def row_cells(script: str, name: str, row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def better(rows: dict[str, dict[str, dict[str, Any]]], walls: dict[str, dict[str, Any]]) -> list[str]:
-    """Returns where a rival is ahead of flatout: speed, time before the first faster step, and walls."""
+    """Returns where a rival is ahead of flatout: a certain speed-up, time before the first faster step, and walls."""
     said = []
     for script, row in rows.items():
         ours = row.get("flatout")
@@ -132,7 +132,7 @@ def better(rows: dict[str, dict[str, dict[str, Any]]], walls: dict[str, dict[str
             found = speed(other)
             if name == "flatout" or found is None:
                 continue
-            if found["median"] > mine["median"]:
+            if found["median"] > mine["median"] and found["low"] > 1.0:
                 clear = "" if found["low"] > mine["high"] else "; the intervals overlap"
                 batch = " in samples a second" if batch_ratio(other["compared"]) != 1 else ""
                 said.append(
