@@ -41,10 +41,10 @@ USAGE = """give the error's text, a file, or - for standard input:
 def command(words: tuple[str, ...], as_json: bool, all_kinds: bool) -> int:
     """Explain an error: the cause in one sentence, the line in your own code, and the fix.
 
-    Takes a traceback or a log, of one process or of many ranks. Without an exception it finds a loss that is
-    NaN in a log, what became slower in a record of `flatout compare`, why a GPU or CPU is badly used in a record
-    of `flatout profile`, and waits in the record of a run. The exit code is 0 if flatout knows the error and 1 if
-    it does not; it never guesses.
+    Takes a traceback or a log, of one process or of many ranks. In a log without an exception it finds a loss
+    that is NaN. It also reads records: what became slower (`flatout compare`), why a GPU or CPU is badly used
+    (`flatout profile`), what a run waited for. The exit code is 0 if flatout knows the error and 1 if it does
+    not; it never guesses.
     """
     if all_kinds:
         text = "\n".join(f"{kind.code}  {kind.page.strip().splitlines()[0]}" for kind in TABLE)

@@ -38,7 +38,7 @@ def slice_calls(
                     sliced
                     and next(each for each in source.parents(call) if isinstance(each, LOOPS)) is loop
                     and all(_known_before(loop, each, over) for each in given)
-                    and _collected(program, source, loop, statement, call, sliced[0])
+                    and _collected(program, source, loop, statement, call)
                 ):
                     assert isinstance(sliced[0], ast.Subscript)
                     yield loop, call, sliced[0].value
@@ -77,9 +77,9 @@ def _names(node: ast.AST) -> set[str]:
 
 def _in_chunks(loop: ast.For) -> bool:
     """Return whether a loop limits memory on purpose, or may end early."""
-    words = ast.unparse(loop.iter).lower()
+    text = ast.unparse(loop.iter).lower()
     return (
-        any(word in words for word in ("chunk", "split", "micro", "mini"))
+        any(name in text for name in ("chunk", "split", "micro", "mini"))
         or any(isinstance(each, (ast.Break, ast.Return, ast.Yield)) for each in ast.walk(loop))
         or (isinstance(loop.iter, ast.Call) and len(loop.iter.args) == 3)
     )
@@ -173,7 +173,6 @@ def _collected(
     loop: ast.For,
     statement: ast.stmt,
     call: ast.Call,
-    given: ast.expr,
 ) -> bool:
     """Return whether the results have one shape: they become the entries of one tensor."""
     results = {id(call)}

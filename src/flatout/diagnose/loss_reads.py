@@ -10,7 +10,7 @@ from flatout.probe.kinds import MAKES_TENSORS
 from flatout.probe.names import FUNCTIONS
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
-from flatout.probe.step_loops import SWITCHES
+from flatout.probe.step_loops import SWITCHES, mentions
 
 REDUCE = {"sum", "max", "min", "mean", "norm", "count_nonzero", "nonzero"}
 WORDS = ("loss", "criterion")
@@ -71,7 +71,7 @@ def _losses(program: ScriptProgram) -> Iterator[tuple[SourceFile, ast.AST]]:
 def _rarely(source: SourceFile, node: ast.AST, function: ast.AST) -> bool:
     """Return whether a node is in an arm for debugging or evaluation."""
     return isinstance(source.statement(node), ast.Assert) or any(
-        any(word in ast.unparse(each.test).lower() for word in (*SWITCHES, "training", "log", "random", "%"))
+        mentions(each.test, (*SWITCHES, "training", "log", "random", "%"))
         for each in source.parents(node)
         if isinstance(each, (ast.If, ast.IfExp)) and source.function(each) is function
     )

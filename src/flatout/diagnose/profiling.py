@@ -81,7 +81,7 @@ def run_profile(program: ProfiledProgram) -> ProfileRecord:
     record.bound, record.bound_why = name_bottleneck(record)
     record.findings = judge(record, RULES)
     if program.command.script is not None and record.findings:
-        with suppress(Unreadable):
+        with suppress(OSError, Unreadable):
             placed(record.findings, RULES, ScriptProgram.read(program.command.script))
     record.status = "done"
     return record

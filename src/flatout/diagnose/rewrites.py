@@ -41,12 +41,10 @@ def replace(source: SourceFile, node: ast.expr, text: str) -> list[Edit]:
 def after_statement(source: SourceFile, node: ast.AST, line: str) -> list[Edit]:
     """Add a line after an expression statement that has its lines for itself."""
     statement = source.statement(node)
-    if _unsure(source) or not isinstance(statement, ast.Expr):
+    if _unsure(source) or not isinstance(statement, ast.Expr) or not _alone(source, statement):
         return []
-    (first, column), (last, end) = _start(source, statement), _end(source, statement)
-    indent, rest = source.lines[first - 1][:column], source.lines[last - 1][end:].strip()
-    if indent.strip() or (rest and not rest.startswith("#")):
-        return []
+    (first, column), (last, _) = _start(source, statement), _end(source, statement)
+    indent = source.lines[first - 1][:column]
     at = (last, len(source.lines[last - 1]))
     return _edit(source, at, at, f"\n{indent}{line}")
 
@@ -54,10 +52,10 @@ def after_statement(source: SourceFile, node: ast.AST, line: str) -> list[Edit]:
 def inside_with(source: SourceFile, loop: ast.stmt, context: str) -> list[Edit]:
     """Put a loop into a ``with`` block, one level deeper, where no text of several lines would change."""
     body = getattr(loop, "body", None)
-    (first, column), (last, end) = _start(source, loop), _end(source, loop)
-    indent, rest = source.lines[first - 1][:column], source.lines[last - 1][end:].strip()
-    if not body or _unsure(source) or indent.strip() or (rest and not rest.startswith("#")):
+    if not body or _unsure(source) or not _alone(source, loop):
         return []
+    (first, column), (last, _) = _start(source, loop), _end(source, loop)
+    indent = source.lines[first - 1][:column]
     begin = source.lines[body[0].lineno - 1][: body[0].col_offset]
     unit = begin.removeprefix(indent)
     strings = (node for node in ast.walk(loop) if isinstance(node, (ast.Constant, ast.JoinedStr)))
@@ -72,19 +70,26 @@ def inside_with(source: SourceFile, loop: ast.stmt, context: str) -> list[Edit]:
 
 def without_attribute(source: SourceFile, node: ast.Attribute) -> list[Edit]:
     """Replace ``value.name`` by ``value``."""
-    end = _end(source, node)
-    dots = [token for token in _tokens(source, node) if token.string == "." and token.end <= end]
-    return _edit(source, dots[-1].start, end, "") if dots and not _unsure(source) else []
+    return _cut(source, node, node)
 
 
 def without_call(source: SourceFile, call: ast.Call) -> list[Edit]:
     """Replace ``value.name(...)`` by ``value``."""
-    func = call.func
-    if not isinstance(func, ast.Attribute) or _unsure(source):
-        return []
-    end = _end(source, func)
-    dots = [token for token in _tokens(source, func) if token.string == "." and token.end <= end]
-    return _edit(source, dots[-1].start, _end(source, call), "") if dots else []
+    return _cut(source, call.func, call) if isinstance(call.func, ast.Attribute) else []
+
+
+def _cut(source: SourceFile, attribute: ast.Attribute, last: ast.expr) -> list[Edit]:
+    """Remove everything from the dot of an attribute to the end of an expression."""
+    end = _end(source, attribute)
+    dots = [token for token in _tokens(source, attribute) if token.string == "." and token.end <= end]
+    return _edit(source, dots[-1].start, _end(source, last), "") if dots and not _unsure(source) else []
+
+
+def _alone(source: SourceFile, statement: ast.stmt) -> bool:
+    """Return whether a statement has its lines for itself, but for a comment."""
+    (first, column), (last, end) = _start(source, statement), _end(source, statement)
+    before, after = source.lines[first - 1][:column].strip(), source.lines[last - 1][end:].strip()
+    return not before and (not after or after.startswith("#"))
 
 
 def with_argument(source: SourceFile, call: ast.Call, argument: str) -> list[Edit]:

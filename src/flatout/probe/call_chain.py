@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import ast
 
-from flatout.probe.names import FUNCTIONS
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 from flatout.probe.step_loops import ProgramEvent
-from flatout.probe.value_paths import is_static
+from flatout.probe.value_paths import argument
 from flatout.probe.values import ValueOrigin
 
 
@@ -31,24 +30,6 @@ def passed(event: ProgramEvent, node: ast.expr) -> tuple[SourceFile, ast.expr]:
             break
         source, node = entered[0], handed
     return source, node
-
-
-def argument(source: SourceFile, function: ast.AST, parameter: ast.AST, call: ast.Call) -> ast.expr | None:
-    """Return what a call passes for a parameter of a function, or None if that is not visible."""
-    if not isinstance(function, (*FUNCTIONS, ast.Lambda)) or not isinstance(parameter, ast.arg):
-        return None
-    arguments = function.args
-    names = [each.arg for each in [*arguments.posonlyargs, *arguments.args]]
-    if parameter.arg not in [*names, *(each.arg for each in arguments.kwonlyargs)]:
-        return None
-    named = next((k.value for k in call.keywords if k.arg == parameter.arg), None)
-    if named is not None or parameter.arg not in names:
-        return named
-    method = isinstance(source.parent(function), ast.ClassDef) and not is_static(function)
-    position = names.index(parameter.arg) - method
-    if any(isinstance(each, ast.Starred) for each in call.args) or not 0 <= position < len(call.args):
-        return None
-    return call.args[position]
 
 
 def origins(program: ScriptProgram, event: ProgramEvent, node: ast.expr) -> list[ValueOrigin]:

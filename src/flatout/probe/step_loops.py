@@ -22,9 +22,15 @@ if TYPE_CHECKING:
     from flatout.probe.program import ScriptProgram
 
 
-SWITCHES = ("debug", "verbose", "profil", "trace", "sanity", "dry_run")  # words of tests that are rarely true
+# Parts of the text of a test that is rarely true, and of one that counts steps.
+SWITCHES = ("debug", "verbose", "profil", "trace", "sanity", "dry_run")
+COUNTS = ("%", "log", "every", "interval", "period", "frequency")
 
-RETURNS = ("%", "log", "every", "interval", "period", "frequency")  # words of tests that count steps
+
+def mentions(test: ast.expr, parts: tuple[str, ...]) -> bool:
+    """Return whether the text of a test has one of these parts."""
+    text = ast.unparse(test).lower()
+    return any(part in text for part in parts)
 
 
 @dataclass(eq=False)
@@ -35,6 +41,11 @@ class LoopVisit:
     node: ast.AST
     arms: int = 0  # number of arms around it
     frames: int = 0  # number of functions around it
+
+    def reached(self, event: ProgramEvent) -> tuple[SourceFile, ast.AST]:
+        """Return the node in the function of this loop that leads to the event: the event or a call."""
+        called = event.calls[self.frames : self.frames + 1]
+        return (called[0] if called else None) or (event.source, event.node)
 
 
 @dataclass(eq=False)
@@ -129,11 +140,6 @@ class StepLoop:
         """
         return event.loops[-1:] == (self.loop,) and not self.arms(event)
 
-    def reached(self, event: ProgramEvent) -> tuple[SourceFile, ast.AST]:
-        """Return the node in the function of this loop that leads to the event: the event or a call."""
-        called = event.calls[self.loop.frames : self.loop.frames + 1]
-        return (called[0] if called else None) or (event.source, event.node)
-
     def arms(self, event: ProgramEvent) -> list[tuple[ast.AST, str, SourceFile]]:
         """Return the arms between this loop and the event."""
         return list(event.arms[self.loop.arms :])
@@ -162,10 +168,12 @@ class StepLoop:
             for each in function.body if function is not None else ():
                 if each.lineno >= getattr(node, "lineno", 0):
                     break
-                if isinstance(each, ast.If) and isinstance(each.body[-1], ast.Return):
-                    text = ast.unparse(each.test).lower()
-                    if any(word in text for word in RETURNS):
-                        return True
+                if (
+                    isinstance(each, ast.If)
+                    and isinstance(each.body[-1], ast.Return)
+                    and mentions(each.test, COUNTS)
+                ):
+                    return True
         return False
 
     def _fixed(self, source: SourceFile, test: ast.expr) -> bool:
@@ -175,8 +183,7 @@ class StepLoop:
         """
         if any(isinstance(node, (ast.Call, ast.Mod, ast.Subscript)) for node in ast.walk(test)):
             return False
-        text = ast.unparse(test).lower()
-        if any(word in text for word in SWITCHES):
+        if mentions(test, SWITCHES):
             return False
         changed = self._changed
         for node in ast.walk(test):

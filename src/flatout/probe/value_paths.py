@@ -59,6 +59,24 @@ def is_static(function: ast.AST) -> bool:
     )
 
 
+def argument(source: SourceFile, function: ast.AST, parameter: ast.AST, call: ast.Call) -> ast.expr | None:
+    """Return what a call passes for a parameter of a function, or None if that is not visible."""
+    if not isinstance(function, (*FUNCTIONS, ast.Lambda)) or not isinstance(parameter, ast.arg):
+        return None
+    arguments = function.args
+    names = [each.arg for each in [*arguments.posonlyargs, *arguments.args]]
+    if parameter.arg not in [*names, *(each.arg for each in arguments.kwonlyargs)]:
+        return None
+    named = next((k.value for k in call.keywords if k.arg == parameter.arg), None)
+    if named is not None or parameter.arg not in names:
+        return named
+    method = isinstance(source.parent(function), ast.ClassDef) and not is_static(function)
+    position = names.index(parameter.arg) - method
+    if any(isinstance(each, ast.Starred) for each in call.args) or not 0 <= position < len(call.args):
+        return None
+    return call.args[position]
+
+
 def default_of(function: ast.AST | None, parameter: ast.AST) -> ast.expr | None:
     """Return the default of a parameter, or None if it has none."""
     if not isinstance(function, (*FUNCTIONS, ast.Lambda)):

@@ -15,10 +15,10 @@ from flatout.probe.modules_by_use import ModulesByUse
 from flatout.probe.names import FUNCTIONS, Binding
 from flatout.probe.script import SourceFile
 from flatout.probe.value_paths import (
+    argument,
     default_of,
     dotted_path,
     flat,
-    is_static,
     iterated,
     of_one_class,
     returns,
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 DEEP = 12  # maximum depth of tracing
 MANY = 40  # maximum number of origins of an expression
-
 
 # Methods of a LightningModule that return one object or several of a kind.
 OF_LIGHTNING = {"optimizers": "Optimizer", "lr_schedulers": "Scheduler"}
@@ -148,17 +147,10 @@ class Values:
         function = source.parent(source.parent(parameter) or source.tree)
         found = omitted = False
         if isinstance(parameter, ast.arg) and isinstance(function, FUNCTIONS):
-            names = [a.arg for a in [*function.args.posonlyargs, *function.args.args]]
-            method = (
-                bool(names) and isinstance(source.parent(function), ast.ClassDef) and not is_static(function)
-            )
             for caller, call in self.program.callers(function):
-                position = names.index(parameter.arg) - method if parameter.arg in names else -1
                 if any(isinstance(a, ast.Starred) for a in call.args):
                     continue
-                handed = next((k.value for k in call.keywords if k.arg == parameter.arg), None)
-                if handed is None and 0 <= position < len(call.args):
-                    handed = call.args[position]
+                handed = argument(source, function, parameter, call)
                 omitted = omitted or handed is None
                 if handed is not None:
                     found = True

@@ -67,11 +67,18 @@ def counts(test: ast.expr) -> bool:
     return any(isinstance(each, ast.Mod) for each in ast.walk(test))
 
 
+def size_of(test: ast.expr) -> str:
+    """Return the source of ``n`` in a test with ``% n``."""
+    return ast.unparse(_modulos(test)[0].right)
+
+
+def _modulos(test: ast.expr) -> list[ast.BinOp]:
+    return [node for node in ast.walk(test) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)]
+
+
 def window_of(test: ast.expr, holds: bool = True) -> Window | None:
     """Return the condition of the only modulo in a test that has this value, or None."""
-    modulos = [
-        node for node in ast.walk(test) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)
-    ]
+    modulos = _modulos(test)
     size = last_name(modulos[0].right) if len(modulos) == 1 else ""
     names = set(_names(modulos[0].left)) - {"", size} if size else set()
     return condition(test, holds, names.pop(), size) if len(names) == 1 else None

@@ -64,7 +64,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         gated = all(window(loop, step) is not None for step in steps) and _every_batch(loop, passes)
         if not gated and not _inner_loop(loop, steps, passes):
             continue
-        source, node = loop.reached(passes[0])
+        source, node = loop.loop.reached(passes[0])
         without = _of_a_launcher(program, passes[0]) or ("model.no_sync()" if _wrapped(program, loop) else "")
         if without:
             yield RULE.finding(

@@ -83,26 +83,26 @@ def _averages(program: ScriptProgram, source: SourceFile, node: ast.AST) -> bool
     return (
         kept is not None
         and value is not None
-        and any(_mixes(home, each, name) for home, each, name in _values(program, source, value, kept))
+        and any(_mixes(each, name) for each, name in _values(program, source, value, kept))
         and _of_weights(program, source, node, kept)
     )
 
 
 def _values(
     program: ScriptProgram, source: SourceFile, value: ast.expr, kept: ast.expr
-) -> Iterator[tuple[SourceFile, ast.expr, str]]:
+) -> Iterator[tuple[ast.expr, str]]:
     """Yield the new value with the name of the old one: the expression, or what a called function returns."""
-    yield source, value, _name(kept)
+    yield value, _name(kept)
     if isinstance(value, ast.Call):
         at = next((n for n, each in enumerate(value.args) if _name(each) == _name(kept)), None)
-        for home, function in program.functions_called(source, value) if at is not None else ():
+        for _, function in program.functions_called(source, value) if at is not None else ():
             assert isinstance(function, (*FUNCTIONS, ast.Lambda))
             names = [each.arg for each in function.args.args if each.arg != "self"]
             if at is not None and at < len(names):
-                yield from ((home, each, names[at]) for each in returns(function))
+                yield from ((each, names[at]) for each in returns(function))
 
 
-def _mixes(source: SourceFile, value: ast.expr, kept: str) -> bool:
+def _mixes(value: ast.expr, kept: str) -> bool:
     """Return whether this is ``kept * a + other * (1 - a)``, in any order."""
     if not (isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)):
         return False

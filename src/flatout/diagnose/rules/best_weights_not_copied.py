@@ -66,7 +66,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             statement = event.node
             if event.kind != "assign" or not isinstance(statement, ast.Assign):
                 continue
-            for target, value, entry in _pairs(event.source, statement):
+            for target, value, entry in _pairs(statement):
                 owner = live_state(event.source, value)
                 if (
                     owner is not None
@@ -117,7 +117,7 @@ def live_state(source: SourceFile, value: ast.expr) -> ast.expr | None:
     return value.func.value if value.func.attr == "state_dict" else None
 
 
-def _pairs(source: SourceFile, statement: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr, bool]]:
+def _pairs(statement: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr, bool]]:
     """Yield the targets of an assignment with their values, and whether the value is an entry of a dictionary."""
     target, value = statement.targets[0], statement.value
     pairs = [(target, value)]

@@ -93,8 +93,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         if in_evaluation or _only_measures(program, event):
             info.add(id(event.loops[-1].node))
             loop = event.loops[-1]
-            entered = event.calls[loop.frames : loop.frames + 1]
-            source, call = (entered[0] if entered else None) or (event.source, event.node)
+            source, call = loop.reached(event)
             name = event.source.code(event.node.func)
             where = "is in evaluation mode here and" if in_evaluation else "only computes a metric here, but"
             yield RULE.finding(

@@ -55,7 +55,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         if (
             len(passes) != 1
             or again
-            or _carried(program, loop)
+            or _carried(loop)
             or not isinstance(passes[0].node, ast.Call)
             or passes[0].loops[-1] is not loop.loop
         ):
@@ -96,7 +96,7 @@ def _made_in_the_step(program: ScriptProgram, backward: ProgramEvent) -> bool:
     return True
 
 
-def _carried(program: ScriptProgram, loop: StepLoop) -> bool:
+def _carried(loop: StepLoop) -> bool:
     """Return whether a module's output feeds its next call: the graph is then needed until it is detached."""
     for event in loop.of("assign"):
         node = event.node

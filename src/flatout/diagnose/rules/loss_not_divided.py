@@ -45,6 +45,7 @@ from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.zero_grad_in_window import window, window_test
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
+from flatout.probe.windows import size_of
 from flatout.schema.findings import Finding, Severity
 
 
@@ -77,7 +78,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             continue
         source, loss = passes[0].source, passes[0].subject
         if not scaled_down(source, loss):
-            by = _count(test)
+            by = size_of(test)
             name = source.code(loss)
             yield RULE.finding(
                 f"the gradients of several batches are accumulated until line {gate.lineno}, but `{name}` is not divided by their number",
@@ -103,13 +104,6 @@ def scaled_down(source: SourceFile, loss: ast.AST, depth: int = 0) -> bool:
     if isinstance(loss, ast.Call):
         return any("sum" in getattr(node, "attr", "") for node in ast.walk(loss.func))
     return any(scaled_down(source, name, depth + 1) for name in names)
-
-
-def _count(test: ast.expr) -> str:
-    right = next(
-        node.right for node in ast.walk(test) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)
-    )
-    return ast.unparse(right)
 
 
 RULE = Rule("FL005", "loss_not_divided", Severity.WRONG, __doc__, look=look)

@@ -138,7 +138,7 @@ def _made_later(
         if event.kind in STEPS:
             return None
         if _makes(program, event, load) and implies(load, event):
-            return None if _loaded_again(program, run, event, load) else event
+            return None if _loaded_again(run, event) else event
     return None
 
 
@@ -155,13 +155,11 @@ def _made_by_training(
         first = next((number for number, event in enumerate(other) if event.kind in STEPS), 0)
         for event in other[:first]:
             if not event.arms and not event.loops and _makes(program, event, load):
-                return None if _loaded_again(program, other, event, load) else event
+                return None if _loaded_again(other, event) else event
     return None
 
 
-def _loaded_again(
-    program: ScriptProgram, run: list[ProgramEvent], made: ProgramEvent, load: ProgramEvent
-) -> bool:
+def _loaded_again(run: list[ProgramEvent], made: ProgramEvent) -> bool:
     """Return whether a run loads a state after it has created the optimizer again, perhaps by another name."""
     return any(
         isinstance(event.node, ast.Call)

@@ -33,7 +33,7 @@ from flatout.probe.each_step import called
 from flatout.probe.names import FUNCTIONS
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
-from flatout.probe.step_loops import SWITCHES
+from flatout.probe.step_loops import SWITCHES, mentions
 from flatout.schema.findings import Finding, Severity
 
 READS = ("item", "tolist", "numpy")
@@ -113,10 +113,8 @@ def _rarely(source: SourceFile, node: ast.AST, function: ast.AST) -> bool:
             return False
         if isinstance(each, (ast.Raise, ast.Assert, *FUNCTIONS)):
             return True
-        if isinstance(each, (ast.If, ast.IfExp)):
-            text = ast.unparse(each.test).lower()
-            if any(word in text for word in (*SWITCHES, "compiling", "log")):
-                return True
+        if isinstance(each, (ast.If, ast.IfExp)) and mentions(each.test, (*SWITCHES, "compiling", "log")):
+            return True
     return False
 
 

@@ -48,10 +48,9 @@ import ast
 from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
-from flatout.probe.call_chain import argument
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
-from flatout.probe.value_paths import returns
+from flatout.probe.value_paths import argument, returns
 from flatout.probe.windows import last_name
 from flatout.schema.findings import Finding, Severity
 

@@ -44,7 +44,7 @@ from flatout.probe.names import Binding, position
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 from flatout.probe.step_loops import ProgramEvent, StepLoop
-from flatout.probe.windows import Window, last_name, window_of
+from flatout.probe.windows import Window, last_name, size_of, window_of
 from flatout.schema.findings import Finding, Severity
 
 COUNTERS = {"range": "range", "trange": "range", "enumerate": "enumerate"}
@@ -72,11 +72,11 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         source = next(home for node, _, home in loop.arms(steps[0]) if node is gates[0])
         yield RULE.finding(
             f"`{ast.unparse(test)}` holds first in pass {batches} of the loop: the first step has the gradients of "
-            f"{'one batch' if batches == 1 else f'{batches} batches'}, not of {_size(every, test)}",
+            f"{'one batch' if batches == 1 else f'{batches} batches'}, not of {size_of(test)}",
             source.place(gates[0].test),
-            f"if ({every.index} + 1) % {_size(every, test)} == 0:"
+            f"if ({every.index} + 1) % {size_of(test)} == 0:"
             if start == 0
-            else f"if {every.index} % {_size(every, test)} == 0:",
+            else f"if {every.index} % {size_of(test)} == 0:",
             others=[steps[0].place],
         )
 
@@ -107,14 +107,6 @@ def _index(every: Window, test: ast.expr) -> ast.expr | None:
             if isinstance(node, (ast.Name, ast.Attribute)) and last_name(node) == every.index
         ),
         None,
-    )
-
-
-def _size(every: Window, test: ast.expr) -> str:
-    return next(
-        ast.unparse(node.right)
-        for node in ast.walk(test)
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)
     )
 
 
@@ -150,7 +142,7 @@ def _start(loop: StepLoop, step: ProgramEvent, index: ast.expr) -> int | None:
     event = next((each for each in loop.events if each.node is counts[0].node), None)
     if first is None or event is None or not loop.always(event) or not _by_one(counts[0].node):
         return None
-    return first + (position(counts[0].node) < position(loop.reached(step)[1]))
+    return first + (position(counts[0].node) < position(loop.loop.reached(step)[1]))
 
 
 def _counted_attribute(
