@@ -13,17 +13,16 @@ import tokenize
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from flatout.diagnose.ranking import AFTER_THE_LOOP, GROWTH, WHOLE_BATCH
+from flatout.diagnose.ranking import RULES, order
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules import TABLE
 from flatout.diagnose.rules.ignore_without_effect import RULE as UNUSED
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 from flatout.schema.errors import UsageError
-from flatout.schema.findings import Finding, Severity
+from flatout.schema.findings import Finding
 
 COMMENT = re.compile(r"#\s*flatout:\s*ignore\b[:\s]*([A-Za-z]{2}\d+(?:[,\s]+[A-Za-z]{2}\d+)*)?")
-ORDER = {severity.value: number for number, severity in enumerate(Severity)}
 
 
 @dataclass(eq=False)
@@ -43,8 +42,7 @@ def check(
     ignore: Collection[str] = (),
     measured: Sequence[Finding] = (),
 ) -> list[Finding]:
-    """Every finding, worst severity first, problems of the training loop before others, then by file and line.
-    Memory that grows with every step comes before wasted time, because it ends the run.
+    """Every finding, in the order of ranking.py.
 
     ``select`` and ``ignore`` are codes or prefixes of codes. ``measured`` are findings of the same rules from
     a run of the program. If both report the same problem on the same line, only the measured finding is kept.
@@ -63,20 +61,6 @@ def check(
         and not (ignore and rule.code.startswith(tuple(ignore)))
     ]
     return sorted(_kept(program, chosen, measured), key=order)
-
-
-def order(finding: Finding) -> tuple[int, int, int, str, int, int, str]:
-    """The key by which findings are sorted: worst severity first, the training loop first, then by file and line."""
-    place = finding.place
-    endless, evaluation = finding.name in GROWTH, finding.name in WHOLE_BATCH
-    weight = finding.weight or evaluation - (finding.name in AFTER_THE_LOOP)
-    return (
-        ORDER[Severity.WRONG if endless else Severity.TIME if evaluation else finding.severity],
-        int(endless),
-        -weight,
-        *((place.file, place.line, place.column) if place else ("", 0, 0)),
-        finding.rule,
-    )
 
 
 def _kept(program: ScriptProgram, rules: list[Rule], measured: Sequence[Finding]) -> Iterable[Finding]:
@@ -114,7 +98,7 @@ def _kept(program: ScriptProgram, rules: list[Rule], measured: Sequence[Finding]
 
 
 def _without_effect(comments: list[IgnoreComment], rules: list[Rule]) -> Iterable[Finding]:
-    known, looked = {rule.code for rule in TABLE}, {rule.code for rule in rules if rule.look is not None}
+    known, looked = set(RULES), {rule.code for rule in rules if rule.look is not None}
     for comment in comments:
         unknown = [code for code in comment.codes if code not in known]
         file, line = comment.source.cell(comment.at)

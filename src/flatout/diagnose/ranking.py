@@ -1,8 +1,7 @@
-"""Ranks the findings of a profile.
+"""The order of findings, and which rule reports a problem that several rules see.
 
-Wrong results come first, then memory that grows with every step. The rest are sorted by severity, then by
-predicted speed-up; findings without a prediction come last within their severity. If several rules report one
-problem, only the narrowest rule is kept.
+By severity, then by predicted speed-up, then by weight, then by place. Memory that grows with every step comes
+before wasted time, because it ends the run. If several rules report one problem, only the narrowest is kept.
 """
 
 from __future__ import annotations
@@ -10,62 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from flatout.diagnose.rule import Rule
+from flatout.diagnose.rules import TABLE
 from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
-ORDER = [severity.value for severity in Severity]
-# A wide rule and the narrower rules that replace it: anywhere in the step, and at the same lines only.
-OF_THE_STEP = {
-    "tiny_operators": ("host_sync_every_step", "data_wait", "slow_fetch", "python_between"),
-    "layout_copies": (
-        "data_wait",
-        "slow_fetch",
-        "loader_made_in_loop",
-        "tiny_operators",
-        "logging_cost",
-        "slowing_down",
-        "python_between",
-    ),
-    "host_growth": ("leak", "loss_kept_with_graph", "slowing_down", "recompiles"),
-    "collecting_garbage": ("host_growth",),  # the collector walks the objects that pile up
-    "thread_count": ("too_many_workers",),
-    "graph_breaks": ("recompiles",),
-    "eval_without_no_grad": ("train_mode_not_restored",),
-}
-OF_THE_LINE = {
-    "python_between": (
-        "logging_cost",
-        "gc_collect_every_step",
-        "host_sync_every_step",
-        "data_parallel_used",
-        "empty_cache_every_step",
-        "slowing_down",
-        "eval_without_no_grad",
-        "leak",
-    ),
-    "layout_copies": ("leak", "host_sync_every_step"),
-    "host_sync_every_step": ("logging_cost",),
-    "leak": ("slowing_down",),
-    "slow_fetch": ("host_growth",),
-}
+LEVELS = {severity.value: float(number) for number, severity in enumerate(Severity)}
+RULES = {rule.code: rule for rule in TABLE}
 NEAR = 3  # lines
-# Rules about any line, or about what matters only on some machines. Within a severity they come after the rules
-# about the loop that trains, whose problems act in every step or epoch.
-AFTER_THE_LOOP = {
-    "call_without_parentheses",
-    "context_thrown_away",
-    "result_thrown_away",
-    "iterator_used_up",
-    "parameters_used_up",
-    "bias_before_batchnorm",
-    "data_parallel_used",
-    "memory_filled_for_nothing",
-}
-# An evaluation with graphs takes memory as a training step does, and time. It comes before wasted time alone.
-WHOLE_BATCH = ("eval_without_no_grad",)
-# Rules of memory that grows with every step. It ends the run, so they come before wasted time.
-GROWTH = ("loss_kept_with_graph", "loader_cycled", "tensor_as_key", "leak", "host_growth")
 
 
 def judge(profile: ProfileRecord, table: Iterable[Rule]) -> list[Finding]:
@@ -88,26 +39,33 @@ def placed(findings: Iterable[Finding], table: Iterable[Rule], program: ScriptPr
 
 
 def ranked(findings: Sequence[Finding]) -> list[Finding]:
-    kept = [finding for finding in findings if not any(_says_it_better(finding, other) for other in findings)]
-    return sorted(
-        kept,
-        key=lambda f: (
-            ORDER.index(Severity.WRONG if f.name in GROWTH else f.severity),
-            f.name in GROWTH,
-            -(f.predicted.median if f.predicted else 0.0),
-            f.rule,
-        ),
+    """The findings in order, without those that a narrower rule reports as well."""
+    kept = [finding for finding in findings if not any(_replaces(other, finding) for other in findings)]
+    return sorted(kept, key=order)
+
+
+def order(finding: Finding) -> tuple[float, float, int, str, int, int, str]:
+    """The key by which findings are sorted: what costs most first, then by file and line."""
+    rule, place = RULES.get(finding.rule), finding.place
+    before = rule.before if rule is not None else None
+    return (
+        LEVELS[finding.severity] if before is None else LEVELS[before] - 0.5,
+        -(finding.predicted.median if finding.predicted else 0.0),
+        -finding.weight,
+        *((place.file, place.line, place.column) if place else ("", 0, 0)),
+        finding.rule,
     )
 
 
-def _says_it_better(wide: Finding, other: Finding) -> bool:
-    if other.name in OF_THE_STEP.get(wide.name, ()):
+def _replaces(narrow: Finding, wide: Finding) -> bool:
+    rule = RULES[wide.rule]
+    if narrow.name in rule.replaced_by:
         return True
-    return other.name in OF_THE_LINE.get(wide.name, ()) and (
+    return narrow.name in rule.replaced_at_its_line_by and (
         wide.place is None
         or any(
             place.file == wide.place.file and abs(place.line - wide.place.line) <= NEAR
-            for place in (other.place, *other.others)
+            for place in (narrow.place, *narrow.others)
             if place is not None
         )
     )

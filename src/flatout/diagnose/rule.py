@@ -27,6 +27,11 @@ class Rule:
 
     ``fix_changes`` says what the edits of its findings change in what the program learns; "" if all losses stay
     the same, bit for bit; None if its findings have no edits.
+
+    ``before``, ``weight`` and the two ``replaced`` fields give the place of its findings among those of others:
+    directly before a worse severity; by weight within a severity (below 0: a rule about any line, or about what
+    matters only on some machines); dropped if one of these narrower rules reports the problem, anywhere in the
+    step or near the same line.
     """
 
     code: str
@@ -37,6 +42,10 @@ class Rule:
     judge: Callable[[ProfileRecord], Iterable[Finding]] | None = None
     levers: tuple[str, ...] = ()
     fix_changes: str | None = None
+    before: Severity | None = None
+    weight: int = 0
+    replaced_by: tuple[str, ...] = ()
+    replaced_at_its_line_by: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -61,9 +70,8 @@ class Rule:
 
     def finding(self, said: str, place: SourceLocation | None = None, fix: str = "", **more: Any) -> Finding:
         """A Finding of this rule. ``more`` are further fields of the Finding."""
-        return Finding(
-            self.code, self.name, self.severity.value, said, place, fix=fix, levers=list(self.levers), **more
-        )
+        named = {"fix": fix, "levers": list(self.levers), "weight": self.weight}
+        return Finding(self.code, self.name, self.severity.value, said, place, **{**named, **more})
 
 
 def section(page: str, name: str) -> str:

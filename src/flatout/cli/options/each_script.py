@@ -6,7 +6,8 @@ import os
 import re
 from collections.abc import Collection, Sequence
 
-from flatout.diagnose.check import check, order
+from flatout.diagnose.check import check
+from flatout.diagnose.ranking import order
 from flatout.diagnose.rules.ignore_without_effect import RULE as UNUSED
 from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding

@@ -187,4 +187,5 @@ RULE = Rule(
     __doc__,
     look=look,
     fix_changes="other initial weights, because no biases are drawn; checkpoints have no such biases",
+    weight=-1,
 )

@@ -76,4 +76,5 @@ RULE = Rule(
     __doc__,
     look=look,
     fix_changes="the call takes effect",
+    weight=-1,
 )

@@ -47,4 +47,12 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     )
 
 
-RULE = Rule("FL154", "collecting_garbage", Severity.TIME, __doc__ or "", judge=judge, levers=("gc_pause",))
+RULE = Rule(
+    "FL154",
+    "collecting_garbage",
+    Severity.TIME,
+    __doc__ or "",
+    judge=judge,
+    levers=("gc_pause",),
+    replaced_by=("host_growth",),
+)

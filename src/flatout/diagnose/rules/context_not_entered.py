@@ -59,4 +59,4 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             )
 
 
-RULE = Rule("FL029", "context_thrown_away", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL029", "context_thrown_away", Severity.WRONG, __doc__, look=look, weight=-1)

@@ -53,7 +53,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             "DataParallel copies the model to every device in every step, from one Python process",
             source.place(call),
             "torch.nn.parallel.DistributedDataParallel(model)  # and: torchrun --nproc-per-node N script.py",
-            weight=int(bool(program.step_loops) and _of_several_devices(source, call)),
+            weight=1 if program.step_loops and _of_several_devices(source, call) else RULE.weight,
         )
 
 
@@ -81,4 +81,4 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
         )
 
 
-RULE = Rule("FL115", "data_parallel_used", Severity.TIME, __doc__, look=look, judge=judge)
+RULE = Rule("FL115", "data_parallel_used", Severity.TIME, __doc__, look=look, judge=judge, weight=-1)

@@ -262,4 +262,7 @@ RULE = Rule(
     look=look,
     judge=judge,
     fix_changes="nothing that is learned; layers with another path without gradients may round figures of the evaluation differently",
+    before=Severity.TIME,
+    weight=-1,
+    replaced_by=("train_mode_not_restored",),
 )

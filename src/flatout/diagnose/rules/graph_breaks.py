@@ -44,4 +44,4 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     )
 
 
-RULE = Rule("FL156", "graph_breaks", Severity.TIME, __doc__ or "", judge=judge)
+RULE = Rule("FL156", "graph_breaks", Severity.TIME, __doc__ or "", judge=judge, replaced_by=("recompiles",))

@@ -41,4 +41,12 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
         yield growing(RULE, profile, grows, "")
 
 
-RULE = Rule("FL252", "host_growth", Severity.MEMORY, __doc__ or "", judge=judge)
+RULE = Rule(
+    "FL252",
+    "host_growth",
+    Severity.MEMORY,
+    __doc__ or "",
+    judge=judge,
+    before=Severity.TIME,
+    replaced_by=("leak", "loss_kept_with_graph", "slowing_down", "recompiles"),
+)

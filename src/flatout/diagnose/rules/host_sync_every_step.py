@@ -263,4 +263,5 @@ RULE = Rule(
     judge=judge,
     levers=("early_values",),
     fix_changes="",
+    replaced_at_its_line_by=("logging_cost",),
 )

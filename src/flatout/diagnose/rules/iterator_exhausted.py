@@ -108,4 +108,4 @@ def _leaves(outer: ast.AST, inner: ast.For) -> bool:
     )
 
 
-RULE = Rule("FL031", "iterator_used_up", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL031", "iterator_used_up", Severity.WRONG, __doc__, look=look, weight=-1)

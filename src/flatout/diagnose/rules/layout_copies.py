@@ -64,5 +64,20 @@ def _computing(profile: ProfileRecord) -> float:
 
 
 RULE = Rule(
-    "FL171", "layout_copies", Severity.TIME, __doc__ or "", judge=judge, levers=("channels_last", "compile")
+    "FL171",
+    "layout_copies",
+    Severity.TIME,
+    __doc__ or "",
+    judge=judge,
+    levers=("channels_last", "compile"),
+    replaced_by=(
+        "data_wait",
+        "slow_fetch",
+        "loader_made_in_loop",
+        "tiny_operators",
+        "logging_cost",
+        "slowing_down",
+        "python_between",
+    ),
+    replaced_at_its_line_by=("leak", "host_sync_every_step"),
 )

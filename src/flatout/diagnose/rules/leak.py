@@ -27,4 +27,12 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
         yield growing(RULE, profile, profile.leak, "")
 
 
-RULE = Rule("FL251", "leak", Severity.MEMORY, __doc__ or "", judge=judge)
+RULE = Rule(
+    "FL251",
+    "leak",
+    Severity.MEMORY,
+    __doc__ or "",
+    judge=judge,
+    before=Severity.TIME,
+    replaced_at_its_line_by=("slowing_down",),
+)

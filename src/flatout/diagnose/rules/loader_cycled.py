@@ -63,4 +63,4 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             )
 
 
-RULE = Rule("FL206", "loader_cycled", Severity.MEMORY, __doc__, look=look)
+RULE = Rule("FL206", "loader_cycled", Severity.MEMORY, __doc__, look=look, before=Severity.TIME)

@@ -316,4 +316,13 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
         yield growing(RULE, profile, profile.leak, "with its graph")
 
 
-RULE = Rule("FL202", "loss_kept_with_graph", Severity.MEMORY, __doc__, look=look, judge=judge, fix_changes="")
+RULE = Rule(
+    "FL202",
+    "loss_kept_with_graph",
+    Severity.MEMORY,
+    __doc__,
+    look=look,
+    judge=judge,
+    fix_changes="",
+    before=Severity.TIME,
+)

@@ -69,4 +69,6 @@ def _edits(source: SourceFile, call: ast.Call) -> list[Edit]:
     return after_statement(source, call, f"{name} = False")
 
 
-RULE = Rule("FL120", "memory_filled_for_nothing", Severity.TIME, __doc__, look=look, fix_changes="")
+RULE = Rule(
+    "FL120", "memory_filled_for_nothing", Severity.TIME, __doc__, look=look, fix_changes="", weight=-1
+)

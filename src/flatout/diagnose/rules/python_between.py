@@ -41,4 +41,20 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     )
 
 
-RULE = Rule("FL167", "python_between", Severity.TIME, __doc__ or "", judge=judge)
+RULE = Rule(
+    "FL167",
+    "python_between",
+    Severity.TIME,
+    __doc__ or "",
+    judge=judge,
+    replaced_at_its_line_by=(
+        "logging_cost",
+        "gc_collect_every_step",
+        "host_sync_every_step",
+        "data_parallel_used",
+        "empty_cache_every_step",
+        "slowing_down",
+        "eval_without_no_grad",
+        "leak",
+    ),
+)

@@ -107,4 +107,5 @@ RULE = Rule(
     __doc__,
     look=look,
     fix_changes="the name is the new tensor from here on",
+    weight=-1,
 )

@@ -60,4 +60,5 @@ RULE = Rule(
     __doc__ or "",
     judge=judge,
     levers=("cached_prefix", "batched_transforms", "loader", "resident_data"),
+    replaced_at_its_line_by=("host_growth",),
 )

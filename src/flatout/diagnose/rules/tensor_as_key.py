@@ -108,4 +108,4 @@ def _new_tensor(program: ScriptProgram, source: SourceFile, binding: Binding) ->
     )
 
 
-RULE = Rule("FL207", "tensor_as_key", Severity.MEMORY, __doc__, look=look)
+RULE = Rule("FL207", "tensor_as_key", Severity.MEMORY, __doc__, look=look, before=Severity.TIME)

@@ -57,4 +57,12 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     )
 
 
-RULE = Rule("FL158", "thread_count", Severity.TIME, __doc__ or "", judge=judge, levers=("threads",))
+RULE = Rule(
+    "FL158",
+    "thread_count",
+    Severity.TIME,
+    __doc__ or "",
+    judge=judge,
+    levers=("threads",),
+    replaced_by=("too_many_workers",),
+)

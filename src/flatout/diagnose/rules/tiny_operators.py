@@ -60,5 +60,11 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
 
 
 RULE = Rule(
-    "FL153", "tiny_operators", Severity.TIME, __doc__ or "", judge=judge, levers=("compile", "fused_ops")
+    "FL153",
+    "tiny_operators",
+    Severity.TIME,
+    __doc__ or "",
+    judge=judge,
+    levers=("compile", "fused_ops"),
+    replaced_by=("host_sync_every_step", "data_wait", "slow_fetch", "python_between"),
 )
