@@ -125,6 +125,21 @@ def test_kernels_gaps_and_tensor_cores():
     assert gaps["python"].ms == pytest.approx(0.18)
 
 
+def test_kinds_of_work_on_the_device_may_overlap():
+    device = {"device": "DeviceType.CUDA"}
+    observed = recording(
+        Event("void gemm()", 0, 100, kind="kernel", **device),
+        Event("void gemm()", 50, 120, kind="kernel", **device),  # on another stream
+        Event("Memcpy HtoD (Pinned -> Device)", 90, 150, kind="gpu_memcpy", **device),
+        Event("Memset (Device)", 200, 210, kind="gpu_memset", **device),
+        Event(
+            "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgs)", 110, 190, kind="kernel", **device
+        ),
+    ).observed()
+    assert observed.device_ns == {"computing": 120_000, "copies": 70_000, "communication": 80_000}
+    assert observed.busy_ns == 200_000  # 70 of 270 us overlap
+
+
 def test_the_roofline():
     ceilings = {"matmul_float32_flops": 1e12, "memory_bytes_per_s": 1e11}
     observed = recording(

@@ -35,6 +35,8 @@ def ill() -> ProfileRecord:
         ],
         "leak": MemoryGrowth(98_000, 1e-6, True, "list `losses`", LINE, graph=True, steps=14, series=GROWS),
         "notes": ["no roof was measured"],
+        "device_ms": {"computing": 6.0, "copies": 2.0, "communication": 3.0},
+        "idle_ms": 1.5,
     }
     record = healthy(**changes)
     record.findings = judge(record, TABLE)
@@ -77,6 +79,7 @@ def test_every_chart_is_drawn():
     html = profile_html(ill())
     for label in (
         "Phases of a step",
+        "Beside the step: ",
         "loader: 1.80x",
         "Roofline: ",
         "What fills the peak",

@@ -127,6 +127,8 @@ def test_everything_measured_is_shown():
         "3.00 MiB of the tensors in a step, on the host",
         "80 operators a step, 12 us each",
         "1.50 ms of Python outside operators",
+        "2 loader workers",
+        "3.00 ms a step; a batch takes 6.00 ms; 7.50 ms waited for, 0 ms hidden",
         "2.50 GFLOP a step, 31% of the measured peak",
         "to device, pageable, blocking",
         "[red]train.py:12 main",

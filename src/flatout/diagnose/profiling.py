@@ -121,6 +121,7 @@ def _operations(program: ProfiledProgram, trial: Trial) -> None:
     if observed["python_share"] is not None:  # a share, because recorded steps are longer and vary in length
         record.python_ms = step_ms * observed["python_share"]
     record.idle_gaps = [IdleGap.from_json(gap) for gap in observed["gaps"]]
+    record.device_ms = observed["device_ms"]
     if observed["busy_ms"] is not None:
         record.idle_ms = max(0.0, step_ms - observed["busy_ms"])
     listened = observed["ms"][-schedule[2] :]

@@ -93,6 +93,7 @@ TENSOR_CORES = re.compile(
 )
 MULTIPLIES = re.compile(r"mm$|convolution|attention|linear|matmul", re.IGNORECASE)
 OF_A_LOADER = "enumerate(DataLoader)"  # annotation of torch's loaders for fetching a batch
+WORK = ("computing", "copies", "communication")  # of a device
 SHAPES_KEPT = 3
 GAPS_KEPT = 8
 SHORTEST_GAP_NS = 5_000
@@ -106,7 +107,7 @@ class RecordingResult:
     """Result of a recording.
 
     ``operators_ns`` is the time of the program's own thread in operators of any kind, ``busy_ns`` the busy
-    time of the device. ``python_share`` is the share of time in which that thread was neither in an operator
+    time of the device, ``device_ns`` that of each kind of work; kinds may overlap. ``python_share`` is the share of time in which that thread was neither in an operator
     nor waiting for data.
     """
 
@@ -115,6 +116,7 @@ class RecordingResult:
     operators_ns: int = 0
     python_share: float | None = None
     busy_ns: int | None = None
+    device_ns: dict[str, int] = field(default_factory=dict)
     gaps: list[IdleGap] = field(default_factory=list)
 
 
@@ -135,11 +137,13 @@ class ProfilerRecording:
         self.steps, self.lines, self.place = max(1, steps), lines, place
         self.operators: list[Event] = []
         self.kernels: list[Any] = []
+        self.device: dict[str, list[tuple[int, int]]] = defaultdict(list)
         self.waits: list[tuple[int, int]] = []  # for data
         for event in events:
             kind = kind_of(event)
             if kind in ("kernel", "gpu_memcpy", "gpu_memset"):
                 self.kernels.append(event)
+                self.device[_work_of(kind, event.name())].append((event.start_ns(), event.end_ns()))
             elif kind == "user_annotation" and event.name().startswith(OF_A_LOADER):
                 self.waits.append((event.start_ns(), event.end_ns()))
             elif kind == "cpu_op" and not event.name().startswith("["):  # [memory] is an allocation
@@ -165,6 +169,7 @@ class ProfilerRecording:
             )
         if self.kernels:
             found.busy_ns = union_ns((k.start_ns(), k.end_ns()) for k in self.kernels)
+            found.device_ns = {work: union_ns(self.device[work]) for work in WORK if work in self.device}
             found.gaps = self._gaps()
         return found
 
@@ -284,3 +289,10 @@ class ProfilerRecording:
                 )
             )
         return sorted(found, key=lambda gap: -gap.ms)[:GAPS_KEPT]
+
+
+def _work_of(kind: str, name: str) -> str:
+    """The kind of WORK of an event of the device. Kernels of NCCL and RCCL have names that begin with nccl."""
+    if kind != "kernel":
+        return "copies"
+    return "communication" if name.startswith("nccl") else "computing"

@@ -7,6 +7,7 @@ from typing import Any
 from flatout.render import formatting, machine, memory_charts, profile_charts
 from flatout.render import profile_summary as story
 from flatout.render.page import environment
+from flatout.render.parallel_work import parallel_chart
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import LoaderSeen, MemoryGrowth, MemorySeen, Operation, ProfileRecord, SyncRecord
 from flatout.schema.records import PHASES
@@ -47,6 +48,7 @@ def _context(profile: ProfileRecord) -> dict[str, Any]:
         "findings": [_finding(finding, cwd) for finding in profile.findings[:MAX_ROWS]],
         "rows": story.rows(profile),
         "bar": profile_charts.phase_bar(profile),
+        "parallel": parallel_chart(profile),
         "phases": _phases(profile),
         "what_ifs": profile_charts.what_if_lines(profile.what_ifs),
         "not_measured": story.not_measured(profile.what_ifs),

@@ -7,6 +7,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from flatout.render.formatting import milliseconds, on_device, shell, size
+from flatout.render.parallel_work import parallel_table
 from flatout.render.terminal import pairs, section, table_of, text
 from flatout.schema.findings import Finding, SourceLocation
 from flatout.schema.profile import MemoryGrowth, MemorySeen, Operation, ProfileRecord, SyncRecord
@@ -40,6 +41,7 @@ def profile_tables(profile: ProfileRecord) -> RenderableType:
     lines.append(Text(_below(profile), style="dim"))
     for part in (
         _phases(profile),
+        parallel_table(profile),
         _what_ifs(profile),
         _operations(profile),
         _synchronisations(profile),

@@ -200,6 +200,8 @@ class ProfileRecord(ProgramRecord):
     host_growth: MemoryGrowth | None = None
     compiled: Compiled | None = None
     idle_ms: float | None = None  # of the device, a step
+    # Time a step in which the device works, by kind: computing, copies, communication. Kinds may overlap.
+    device_ms: dict[str, float] = field(default_factory=dict)
     gc_ms: float = 0.0
     gc_longest_ms: float = 0.0
     gc_calls: float = 0.0  # a step

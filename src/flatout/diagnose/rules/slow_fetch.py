@@ -38,8 +38,13 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
             continue
         evidence = [f"waiting for data takes {of_step(profile, loader.wait_ms)}"]
         if loader.fetch_ms is not None:
+            where = (
+                f"by {loader.workers} worker{'s'[: loader.workers - 1]}"
+                if loader.workers
+                else "in the training process"
+            )
             evidence.append(
-                f"fetching a batch of {loader.batch_size} takes {loader.fetch_ms:.1f} ms, by {loader.workers} workers"
+                f"fetching a batch of {loader.batch_size} takes {loader.fetch_ms:.1f} ms, {where}"
             )
         share = f"{100 * (loader.slow_share or 0):.0f} % of the fetching time is spent in `{loader.slow_place.text}`"
         yield found(

@@ -63,6 +63,7 @@ class OperationsProbe(Probe):
             "operators_ms": recorded.operators_ns / 1e6 / self.active,
             "python_share": recorded.python_share,
             "busy_ms": None if recorded.busy_ns is None else recorded.busy_ns / 1e6 / self.active,
+            "device_ms": {work: ns / 1e6 / self.active for work, ns in recorded.device_ns.items()},
             "gaps": [gap.to_json() for gap in recorded.gaps],
         }
 
