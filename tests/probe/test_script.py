@@ -218,12 +218,15 @@ def test_a_notebook_names_its_cells(tmp_path: Path):
         {"cell_type": "code", "source": ["%matplotlib inline\n", "!pip install x\n", "import torch"]},
         {"cell_type": "code", "source": "\ntorch.load('a.pt')\n"},
         {"cell_type": "code", "source": ["%%bash\n", "rm -r ("]},
+        {"cell_type": "code", "source": ["%%time\n", "torch.save({}, 'a.pt')"]},
     ]
     file = tmp_path / "a.ipynb"
     file.write_text(json.dumps({"cells": cells}))
     source = SourceFile.read(file)
     place = source.place(next(node for node in source.calls if source.dotted(node.func) == "torch.load"))
     assert (place.file, place.line) == (f"{file}[3]", 2)
+    place = source.place(next(node for node in source.calls if source.dotted(node.func) == "torch.save"))
+    assert (place.file, place.line) == (f"{file}[5]", 2)
     file.write_text('{"cells": 3}')
     with pytest.raises(Unreadable, match="not a readable notebook"):
         SourceFile.read(file)

@@ -22,6 +22,8 @@ from flatout.schema.findings import SourceLocation
 
 MAX_BYTES = 4_000_000  # larger than any handwritten script
 MAX_NODES = 150_000  # some 15,000 lines; each rule walks them all
+# Cell magics of a notebook whose body is Python. The body of others, such as %%bash, is not.
+RUNS_PYTHON = ("%%time", "%%timeit", "%%capture", "%%prun", "%%flatout")
 MAX_DEPTH = 200  # of nested nodes; walks are recursive, and Python allows about a thousand levels
 
 
@@ -207,7 +209,7 @@ class SourceFile:
 def notebook(text: str, shown: str) -> tuple[str, list[tuple[int, int]]]:
     """Return the code of a notebook as one text, and the first line and number of each code cell.
 
-    Magic lines become comments.
+    Magic lines become comments, and so do whole cells in another language.
     """
     try:
         cells = json.loads(text)["cells"]
@@ -222,7 +224,8 @@ def notebook(text: str, shown: str) -> tuple[str, list[tuple[int, int]]]:
     starts = []
     for number, source in code:
         starts.append((len(lines) + 1, number))
-        whole = source.lstrip().startswith("%%")
+        first = source.split(maxsplit=1)[:1]
+        whole = source.lstrip().startswith("%%") and first[0] not in RUNS_PYTHON
         for line in source.splitlines():
             word = line.lstrip()
             blank = len(line) - len(word)
