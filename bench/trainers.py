@@ -6,7 +6,7 @@ generated. A program whose framework is not installed is left out; the page says
 
     transparent   losses bit by bit, output and exit code, as ``open_set.py --transparent`` compares them
     profile       whether `flatout profile` finds the training loader and the optimizer
-    tune          `flatout tune` with its own budget, measured again as ``open_set.py`` does
+    tune          `flatout tune`, with its own budget or --budget, measured again as ``open_set.py`` does
     resume        kills at random and restarts under `flatout run --resume`, judged as ``again.py`` does
 
 Results are kept for each program and part. Restarted in the same month, it skips finished parts and repeats
@@ -25,6 +25,7 @@ import tempfile
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import again
@@ -109,7 +110,7 @@ def profile(script: dict[str, Any], home: Path, options: argparse.Namespace) -> 
 
 
 def tune(script: dict[str, Any], home: Path, options: argparse.Namespace) -> dict[str, Any]:
-    found = measure_script(script, home, None, look(), options.pairs, options.keep)
+    found = measure_script(script, home, options.budget, look(), options.pairs, options.keep)
     return {**found, "failed": found["status"] == "failed"}
 
 
@@ -147,10 +148,20 @@ def cell(part: str, entry: dict[str, Any]) -> str:
     if found["failed"]:
         return f"failed: {found['why'].splitlines()[-1][:200] if found['why'] else 'no reason'}"
     if part == "tune":
-        return f"{found['plan']}: {spell(again_of(found))}"
+        budget = "its own budget" if found["budget_s"] is None else f"{found['budget_s']:.0f} s"
+        return f"{found['plan']}: {spell(again_of(found))} ({budget})"
     loader = found["training_loader"]
     of = "no loader" if loader is None else f"loader of batches of {loader['batch_size']}"
     return f"{of}; {', '.join(found['optimizers']) or 'no optimizer'}"
+
+
+def mean_of(programs: dict[str, dict[str, Any]]) -> str:
+    """Returns the geometric mean of the speed-ups, those of programs that stay plain included; "" without any."""
+    tuned = (again_of(entry["tune"]) for entry in programs.values() if "tune" in entry)
+    ratios = [ratio["median"] for ratio in tuned if ratio is not None]
+    if not ratios:
+        return ""
+    return f"; geometric mean of {len(ratios)}: {geometric_mean(ratios):.2f}x"
 
 
 def page(programs: dict[str, dict[str, Any]]) -> str:
@@ -166,7 +177,8 @@ def page(programs: dict[str, dict[str, Any]]) -> str:
     return (
         "# Trainer frameworks\n\n"
         "transparent: losses, output and exit code compared with a run without flatout. profile: what the profile found.\n"
-        "tune: the plan, and its speed-up measured again. resume: ends by SIGKILL and SIGTERM, each followed by a restart.\n\n"
+        "tune: the plan, and its speed-up measured again"
+        f"{mean_of(programs)}. resume: ends by SIGKILL and SIGTERM, each followed by a restart.\n\n"
         f"{markdown_table(('program', 'versions', *PARTS), rows)}"
     )
 
@@ -189,6 +201,7 @@ def main() -> None:
     parser.add_argument("--parts", default="", help="only these parts, separated by commas")
     parser.add_argument("--steps", type=int, default=30, help="steps of transparent and profile (default 30)")
     parser.add_argument("--kills", type=int, default=2, help="kills of each program (default 2)")
+    parser.add_argument("--budget", type=float, help="seconds of tune (default: what it chooses itself)")
     parser.add_argument(
         "--pairs", type=int, default=PAIRS, help="sets of processes of tune's second measurement (default 3)"
     )
