@@ -18,6 +18,7 @@ from flatout.probe.machine import look
 from flatout.schema.enums import Effect, Status
 from flatout.schema.records import TrialRecord
 from flatout.schema.session import SessionRecord
+from flatout.tune.blame import program_ended
 from flatout.tune.candidates import Candidate
 from flatout.tune.comparison import MeasuredBlock, ProgramResult
 from flatout.tune.conclude import best_measured, conclude
@@ -292,3 +293,23 @@ def test_an_interrupted_search_continues_with_its_blocks(make):
     assert {block.host for block in later.blocks} != {block.host for block in tuning.blocks}
     later.drop("gc_pause")
     assert [block.on for block in later.blocks] == [frozenset()]
+
+
+def test_a_lever_that_leaves_the_search_takes_the_blocks_of_later_programs_along(make):
+    tuning = make(60.0)
+    for name, value in (("gc_pause", True), ("attention", True)):
+        tuning.candidates[name] = Candidate(LEVER[name], (value,), Effect.EXACT)
+    make_space(tuning)
+    both = frozenset({"gc_pause", "attention"})
+    rows = [frozenset(), frozenset({"gc_pause"}), both]
+    blocks = [MeasuredBlock(row, float(row), 10 * row, 5.0) for row in range(3)]
+    for process in range(
+        2
+    ):  # two programs that ran at the same time; each says that attention changes nothing
+        seen = ProgramResult(list(blocks), left_out=("attention", "nothing to replace"))
+        tuning.keep_blocks(process, rows, seen, 0)
+        assert tuning.refit().best() <= tuning.space.index.keys()
+        program_ended(tuning, both, seen)
+        assert tuning.gain(frozenset({"gc_pause"})).n == process + 1
+    assert tuning.candidates["attention"].status is Status.REJECTED
+    assert [block.on for block in tuning.blocks] == rows[:2] * 2

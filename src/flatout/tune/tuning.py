@@ -242,9 +242,15 @@ class Tuning:
     def keep_blocks(
         self, process: int, on: Sequence[frozenset[str]], seen: ProgramResult, seed: int, host: str = ""
     ) -> None:
-        """Add the blocks of one process to the measurements; ``on`` lists the active factors of each row."""
+        """Add the blocks of one process to the measurements; ``on`` lists the active factors of each row.
+
+        Blocks with a factor or a pair that has left the search meanwhile are not kept: another program of the
+        same wave may have shown that it does not apply.
+        """
         self.once_s = max(self.once_s, seen.ready.get("once_s", 0.0))
         for block in seen.blocks:
+            if not self._searched(on[block.row]):
+                continue
             window = seed * WINDOWS_A_SEED + block.tick // self.interleaver.window_ticks
             self.blocks.append(
                 TimedBlock(process, on[block.row], block.at_s - self.start_s, window, block.ms, host)
@@ -260,6 +266,9 @@ class Tuning:
             }
             for b in self.blocks
         ]
+
+    def _searched(self, on: frozenset[str]) -> bool:
+        return on <= self.space.index.keys() and self.space.allowed(on)
 
     def keep_first_plain(self, record: TrialRecord) -> None:
         """Keep the first losses and weights of the observed program, to test repeatability.
@@ -312,13 +321,18 @@ class Tuning:
     def drop(self, key: str) -> None:
         """Remove a factor from the search; blocks with it on no longer count."""
         self.space = only(self.space, self.choices.keys() - {key})
-        self.blocks = [block for block in self.blocks if key not in block.on]
         self.choices.pop(key, None)
+        self._narrowed()
 
     def forbid(self, one: str, other: str) -> None:
         """Record that two levers do not work together."""
         self.space = replace(self.space, excludes=self.space.excludes | {frozenset((one, other))})
-        self.blocks = [block for block in self.blocks if self.space.allowed(block.on)]
+        self._narrowed()
+
+    def _narrowed(self) -> None:
+        """Drop what was measured and computed with factors that are no longer searched."""
+        self.blocks = [block for block in self.blocks if self._searched(block.on)]
+        self.fitted = None
 
     def refit(self) -> Fitted:
         self.fitted = fit(self.space, self.blocks)
