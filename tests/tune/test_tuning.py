@@ -117,9 +117,14 @@ def test_the_default_budget(make, start_cost_s, tick_ms, more, budget_s):
     assert tuning.end_s == pytest.approx(tuning.start_s + budget_s)
 
 
-@pytest.mark.parametrize(("device", "budget_s"), [("cuda", 300.0), ("cpu", 90.0)])
-def test_the_default_budget_has_time_for_a_compiler_where_that_usually_pays(make, device, budget_s):
-    tuning = make(None, 5.0, 5.0)
+@pytest.mark.parametrize(
+    ("device", "horizon_s", "budget_s"),
+    [("cuda", 3600.0, 300.0), ("cuda", 60.0, 90.0), ("cpu", 600.0, 90.0), ("cpu", 36_000.0, 300.0)],
+)
+def test_the_default_budget_has_time_for_a_compiler_where_that_pays_within_the_job(
+    make, device, horizon_s, budget_s
+):
+    tuning = make(None, 5.0, 5.0, horizon_s=horizon_s)
     tuning.session.context = {"device": device, "layers": ["Conv2d"], "loaders": []}
     tuning.candidates["compile"] = Candidate(LEVER["compile"], ("default",), Effect.ROUNDING)
     tuning.settle_budget()

@@ -45,7 +45,8 @@ from flatout.schema.predictions import levers_first, predictions, with_measured
 from flatout.schema.profile import ProfileRecord
 from flatout.schema.session import RanksRecord, SessionRecord
 from flatout.trial.blocks import Watcher
-from flatout.tune.goal import USUAL_BUDGET_S, Goal
+from flatout.tune.budget import USUAL_BUDGET_S
+from flatout.tune.goal import Goal
 from flatout.tune.ranks import base_plan
 from flatout.tune.remote import RemoteNodes, on_ray
 from flatout.tune.search import search
@@ -70,7 +71,7 @@ EFFECTS = ("exact", "rounding", "precision", "resampled")  # without those that 
     "--budget",
     default=None,
     type=Duration(),
-    help="Time to spend.  [default: 90s; 5m if a start takes over 10s, a step over 100ms, or compiling usually pays]",
+    help="Time to spend.  [default: 90s; 5m if a start takes over 10s, a step over 100ms, or compiling should pay within --horizon]",
 )
 @click.option(
     "--effects",

@@ -9,10 +9,6 @@ from flatout.schema.enums import Effect
 from flatout.schema.plan import Choice
 from flatout.tune.effects import Space
 
-USUAL_BUDGET_S = 90.0  # without --budget
-# Without --budget, for a slow start, long steps, a request beyond a plan, or a promising compiler
-LONGER_BUDGET_S = 300.0
-
 
 @dataclass(frozen=True)
 class Goal:

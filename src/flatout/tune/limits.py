@@ -12,7 +12,5 @@ CONFIRM_SHARE = 0.6  # of the budget at most is reserved for confirming
 COMPILE_S = 75.0  # allowed for a first compilation
 OVERRUN = 0.15  # of the budget, to finish running measurements
 FIT_SHARE = 0.35  # of the budget, for the frontier when memory is limited
-QUICK_START_S, QUICK_STEP_MS = 10.0, 100.0
-MUCH = -0.1  # log time: a tenth faster
 WINDOWS_A_SEED = 10**7
 TWO_STARTS = 1.35  # cost of starting two programs together, in single starts

@@ -20,12 +20,12 @@ from flatout.schema.records import TrialRecord
 from flatout.schema.session import ProgramFigures, SessionRecord
 from flatout.trial.blocks import PREFETCHED_BATCHES
 from flatout.trial.parent import ProgramGone
+from flatout.tune.budget import LONGER_BUDGET_S
 from flatout.tune.candidates import consider, without_long_starts
 from flatout.tune.conclude import name_own_failure, noise_of
 from flatout.tune.confirm import settle
 from flatout.tune.explore import explore
 from flatout.tune.fit import fit
-from flatout.tune.goal import LONGER_BUDGET_S
 from flatout.tune.gone import program_failed
 from flatout.tune.interleaver import ask_options
 from flatout.tune.named import by_name

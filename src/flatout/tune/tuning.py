@@ -17,22 +17,20 @@ from flatout.schema.records import Ratio, TrialRecord
 from flatout.schema.session import ComparisonRecord, SessionRecord
 from flatout.trial.blocks import LeverFailed, Watcher
 from flatout.trial.parent import ProgramGone, Trial
+from flatout.tune.budget import USUAL_BUDGET_S, default_budget_s, gain_of_compilers
 from flatout.tune.candidates import Candidate, in_order
 from flatout.tune.comparison import ProgramResult, Row
 from flatout.tune.disturbance import Disturbance
 from flatout.tune.effects import Fitted, Space, TimedBlock, fit, ratio_of
-from flatout.tune.goal import LONGER_BUDGET_S, USUAL_BUDGET_S, Goal, only
+from flatout.tune.goal import Goal, only
 from flatout.tune.interleaver import Interleaver, RunningCandidate
 from flatout.tune.limits import (
     CONFIRM_SHARE,
     FEWEST_PAIRS,
     FIT_SHARE,
-    MUCH,
     OVERRUN,
     PAIR_S,
     PAIRS,
-    QUICK_START_S,
-    QUICK_STEP_MS,
     ROUNDS_OF_A_PAIR,
     THREE_PAIRS_SHARE,
     TWO_STARTS,
@@ -92,27 +90,14 @@ class Tuning:
     def settle_budget(self) -> None:
         """Choose the budget after the program was observed, unless you gave one."""
         if self.goal.budget_s is None:
-            quick = self.start_cost_s <= QUICK_START_S and self.interleaver.tick_ms <= QUICK_STEP_MS
-            more = (
-                bool(self.goal.named)
-                or self.goal.memory_limit_bytes is not None
-                or self.alone is not None
-                or self._expects_much_of_a_compiler
+            prior = priors(self.facts, self.session.context, {})
+            self.budget_s = self.session.budget_s = default_budget_s(
+                self.start_cost_s,
+                self.interleaver.tick_ms,
+                bool(self.goal.named) or self.goal.memory_limit_bytes is not None or self.alone is not None,
+                self.goal.horizon_s * gain_of_compilers(self.candidates.values(), prior),
             )
-            self.budget_s = USUAL_BUDGET_S if quick and not more else LONGER_BUDGET_S
-            self.session.budget_s = self.budget_s
         self.watcher.until(self.end_s)
-
-    @property
-    def _expects_much_of_a_compiler(self) -> bool:
-        """Whether a lever with a long warm-up usually pays off here, which justifies a longer search."""
-        prior = priors(self.facts, self.session.context, {})
-        return any(
-            prior(c.lever.name, value).mean <= MUCH
-            for c in self.candidates.values()
-            if c.open and c.lever.warms_up
-            for value in c.values
-        )
 
     def starts_s(self, programs: int) -> float:
         """Seconds to start this many programs together: their imports overlap, their warm-ups do not."""
