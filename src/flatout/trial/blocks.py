@@ -5,6 +5,7 @@ Both sides of a comparison share the process, its memory and the disturbance by 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from flatout.measure.clock import seconds
@@ -14,6 +15,7 @@ from flatout.schema.records import Ratio
 from flatout.trial.parent import Trial
 
 BLOCK_MS = 350.0
+SHORT_BLOCK_MS = 100.0
 MOST_TICKS = 200
 FEWEST_ROUNDS = 3
 PATIENCE_FACTOR = 30.0  # a block counts as hung after this many times its expected length
@@ -100,6 +102,15 @@ class BlockTimer:
         skipped = min(max(1 if len(times) >= 4 else 0, self.prefetched_ticks), len(times) // 2)
         return block_ms(times[skipped:])
 
+    def _warming_ticks(self, tick_ms: float) -> int:
+        """Ticks that warm the caches before a block of a side that is much faster than the plain program.
+
+        Its block lasts only a few milliseconds, which is too short for it to warm them itself.
+        """
+        if self.block_ticks * tick_ms >= SHORT_BLOCK_MS or tick_ms > self.tick_ms / 2:
+            return 0
+        return min(self.longest_ticks, math.ceil(SHORT_BLOCK_MS / max(tick_ms, 1e-3)))
+
     def catch_up(self, trial: Trial, to_tick: int) -> None:
         """Run a program to a tick, if that takes at most a few seconds."""
         behind = to_tick - trial.ticks_done
@@ -136,6 +147,7 @@ class BlockTimer:
         Ends at ``until_s``, or early when ``enough(ratio, rounds)``.
         """
         rounds: list[Round] = []
+        pace = {"a": self.tick_ms, "b": self.tick_ms}
         while True:
             times: dict[str, list[float]] = {"a": [], "b": []}
             order = "abba" if self.tick_ms < SLOW_TICK_MS else ("ab" if len(rounds) % 2 == 0 else "ba")
@@ -143,9 +155,10 @@ class BlockTimer:
             for side in order:
                 if side != held:
                     self.switch(trial, a if side == "a" else b)
-                    self.run(trial, max(settle_ticks, self.settle_ticks))
+                    self.run(trial, max(settle_ticks, self.settle_ticks, self._warming_ticks(pace[side])))
                     held = side
-                times[side].append(self.block(trial))
+                pace[side] = self.block(trial)
+                times[side].append(pace[side])
             rounds += [Round(x, y) for x, y in zip(times["a"], times["b"], strict=True)]
             ratio = compare([rounds])
             recorded(ratio)
