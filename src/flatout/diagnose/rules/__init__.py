@@ -50,6 +50,7 @@ from flatout.diagnose.rules.layers_in_a_list import RULE as layers_in_a_list
 from flatout.diagnose.rules.layers_made_in_forward import RULE as layers_made_in_forward
 from flatout.diagnose.rules.layout_copies import RULE as layout_copies
 from flatout.diagnose.rules.leak import RULE as leak
+from flatout.diagnose.rules.leftover_gradients import RULE as leftover_gradients
 from flatout.diagnose.rules.load_runs_code import RULE as load_runs_code
 from flatout.diagnose.rules.load_without_map_location import RULE as load_without_map_location
 from flatout.diagnose.rules.loader_cycled import RULE as loader_cycled
@@ -81,6 +82,7 @@ from flatout.diagnose.rules.python_between import RULE as python_between
 from flatout.diagnose.rules.ranks_see_the_same_data import RULE as ranks_see_the_same_data
 from flatout.diagnose.rules.read_in_compiled_code import RULE as read_in_compiled_code
 from flatout.diagnose.rules.recompiles import RULE as recompiles
+from flatout.diagnose.rules.reduced_twice import RULE as reduced_twice
 from flatout.diagnose.rules.result_discarded import RULE as result_thrown_away
 from flatout.diagnose.rules.same_draw_on_every_rank import RULE as same_draw_on_every_rank
 from flatout.diagnose.rules.same_noise_for_every_sample import RULE as same_noise_for_every_sample
@@ -157,6 +159,8 @@ TABLE: tuple[Rule, ...] = (
     same_draw_on_every_rank,
     step_off_by_one,
     optimizer_state_lost,
+    leftover_gradients,
+    reduced_twice,
     not_finite,
     scheduler_remade,
     host_sync_every_step,

@@ -65,7 +65,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         index = _index(every, test) if every is not None and test is not None else None
         if index is None or every is None or _tested_again(loop, steps[0], gates[0], every.index):
             continue
-        start = _start(loop, steps[0], index)
+        start = start_of(loop, steps[0], index)
         batches = _first_window(every, start) if start is not None else None
         if batches is None or test is None:
             continue
@@ -121,7 +121,7 @@ def _first_window(every: Window, start: int) -> int | None:
     return found[-1]
 
 
-def _start(loop: StepLoop, step: ProgramEvent, index: ast.expr) -> int | None:
+def start_of(loop: StepLoop, step: ProgramEvent, index: ast.expr) -> int | None:
     """Return the value of the index in the first test of the loop, or None if it is not visible."""
     source, node = passed(step, index)
     if isinstance(node, ast.Attribute):
