@@ -72,7 +72,75 @@ REDUCED = """
         {after}
         return total / count
 """
+SAVES = 'torch.save({"epoch": epoch, "net": model.state_dict(), "optim": optimizer.state_dict()}, "last.pt")'
+SCRIPT = """
+    parser_args = object()
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.{optimizer}
+    saved = torch.load("last.pt", map_location="cpu", weights_only=True)
+    {load}
+    model.load_state_dict(saved["net"]){mark}
+    {start}
+    for epoch in range({first}, 9):
+        for x in torch.randn(9, 8, 4):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        {saves}
+"""
+RESUMES = """
+    class Trainer:
+        def save(self):
+            state = {{"model": self.net.state_dict(), "step": self.step}}
+            state["opt"] = self.opt.state_dict()
+            torch.save(state, self.file)
+
+        def load(self, file, opt=None):
+            state = self.read(file)
+            self.net.load_state_dict(state["model"]){mark}
+            {more}
+            self.step = state.get("step", 0)
+
+        def read(self, file):
+            return torch.load(file, map_location="cpu", weights_only=True)
+
+        def fit(self):
+            while self.step < 900:
+                self.update(next(self.batches))
+                self.step += 1
+"""
+script = {
+    "optimizer": "Adam(model.parameters())", "load": "pass", "start": "start = saved['epoch'] + 1", "first": "start",
+    "saves": SAVES, "mark": "  # <-",
+}  # fmt: skip
 FORMS = {
+    "a script that resumes": ("FL044", SCRIPT.format(**script)),
+    "an argument for the start": (
+        "FL044",
+        SCRIPT.format(**script | {"start": "parser_args.start = saved['epoch']", "first": "parser_args.start"}),
+    ),
+    "a script that loads all": (
+        "FL044",
+        SCRIPT.format(**script | {"load": 'optimizer.load_state_dict(saved["optim"])', "mark": ""}),
+    ),
+    "an optimizer without state": (
+        "FL044",
+        SCRIPT.format(**script | {"optimizer": "SGD(model.parameters(), lr=0.1)", "mark": ""}),
+    ),
+    "weights to start from": (
+        "FL044",
+        SCRIPT.format(**script | {"start": "print(saved['epoch'])", "first": "0", "mark": ""}),
+    ),
+    "a trainer that resumes": ("FL044", RESUMES.format(mark="  # <-", more="pass")),
+    "a trainer that loads all": ("FL044", RESUMES.format(mark="", more="self.opt.load_state_dict(state['opt'])")),
+    "a trainer that asks first": (
+        "FL044",
+        RESUMES.format(mark="", more="if opt is not None: opt.load_state_dict(state['opt'])"),
+    ),
+    "a trainer of parts": (
+        "FL044",
+        RESUMES.format(mark="", more="for name in state: getattr(self, name).load_state_dict(state[name])"),
+    ),
     "an index of the epoch": ("FL042", WINDOW.format(**window | {"mark": "  # <-"})),
     "a counter of the epoch": (
         "FL042",

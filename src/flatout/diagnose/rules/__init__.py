@@ -72,6 +72,7 @@ from flatout.diagnose.rules.not_finite import RULE as not_finite
 from flatout.diagnose.rules.number_copied_to_device import RULE as number_copied_to_device
 from flatout.diagnose.rules.one_sample_at_a_time import RULE as one_sample_at_a_time
 from flatout.diagnose.rules.optimizer_made_every_step import RULE as optimizer_made_every_step
+from flatout.diagnose.rules.optimizer_not_resumed import RULE as optimizer_not_resumed
 from flatout.diagnose.rules.optimizer_of_another_model import RULE as optimizer_of_another_model
 from flatout.diagnose.rules.optimizer_share import RULE as optimizer_share
 from flatout.diagnose.rules.optimizer_state_lost import RULE as optimizer_state_lost
@@ -161,6 +162,7 @@ TABLE: tuple[Rule, ...] = (
     optimizer_state_lost,
     leftover_gradients,
     reduced_twice,
+    optimizer_not_resumed,
     not_finite,
     scheduler_remade,
     host_sync_every_step,

@@ -47,11 +47,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from flatout.diagnose.checkpoints import POSITIONS, entries_read
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
-
-POSITIONS = {"epoch", "start_epoch", "step", "global_step", "iteration", "iter", "epochs_run"}
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
@@ -64,10 +63,10 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         if isinstance(origin.node, ast.Call)
     ]
     if not program.step_loops or not any(
-        isinstance(origin.node, ast.Call) and _has_state(origin.node) for origin in made
+        isinstance(origin.node, ast.Call) and has_state(origin.node) for origin in made
     ):
         return
-    read = _positions_read(program)
+    read = {key for _, _, key in entries_read(program)} & POSITIONS
     for source, call in program.calls("torch.save"):
         for origin in program.origins(source, call.args[0]) if call.args else ():
             if isinstance(origin.node, ast.Dict) and _holds_weights_alone(origin.node, read):
@@ -85,20 +84,6 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                     source.place(call),
                     f'"optimizer": {name}.state_dict(),  # in this dict; load it with the weights',
                 )
-
-
-def _positions_read(program: ScriptProgram) -> set[str]:
-    """Return the keys of the training position that the program reads from a loaded checkpoint."""
-    return {
-        node.slice.value
-        for source in program.sources
-        for node in source.nodes
-        if isinstance(node, ast.Subscript)
-        and isinstance(node.ctx, ast.Load)
-        and isinstance(node.slice, ast.Constant)
-        and isinstance(node.slice.value, str)
-        and any(origin.dotted == "torch.load" for origin in program.origins(source, node.value))
-    } & POSITIONS
 
 
 def _holds_weights_alone(saved: ast.Dict, read: set[str]) -> bool:
@@ -119,7 +104,7 @@ def _holds_weights_alone(saved: ast.Dict, read: set[str]) -> bool:
     )
 
 
-def _has_state(optimizer: ast.Call) -> bool:
+def has_state(optimizer: ast.Call) -> bool:
     name = (
         optimizer.func.attr
         if isinstance(optimizer.func, ast.Attribute)
