@@ -12,12 +12,14 @@ from flatout.diagnose.check import check
 from flatout.probe.program import ScriptProgram
 
 HEAD = """
+import functools
 import itertools
 import json
 import os
 import pickle
 
 import h5py
+import nibabel as nib
 import numpy as np
 import pandas as pd
 import torch
@@ -72,6 +74,44 @@ REDUCED = """
         {after}
         return total / count
 """
+SAMPLES = """
+    class Samples(Dataset):
+        def __init__(self, root, rows, size):
+            self.root, self.rows, self.size, self.table = root, rows, size, None
+            self.names = os.path.join(root, "names.json")
+            self.file = h5py.File(os.path.join(root, "all.h5"))
+
+        def __len__(self):
+            return len(self.rows)
+
+        def __getitem__(self, index):
+            {line}
+
+        def read(self, path):
+            with open(path, "rb") as file:
+                return pickle.load(file){mark}
+
+        @functools.lru_cache
+        def kept(self, path):
+            return np.load(path)
+"""
+ONE_SAMPLE = {
+    "a table of all samples": "return json.load(open(self.names))[index]  # <-",
+    "a table by the name of its folder": 'return pd.read_csv(f"{self.root}/all.csv").iloc[index]  # <-',
+    "a row of a file": "at, row = divmod(index, 9); return np.load(self.rows[at])[row]  # <-",
+    "a volume of slices": 'item = self.rows[index]; return nib.load(item["file"]).get_fdata()[..., item["z"]]  # <-',
+    "rows from a start": "path, at = self.rows[index]; data = np.load(path); return data[at : at + self.size]  # <-",
+    "an array of a file": 'return self.file["x"][:][index]  # <-',
+    "a file for each sample": "return np.load(self.rows[index])",
+    "an entry of a file for each sample": 'return np.load(self.rows[index])["x"], torch.load(self.rows[index])["y"]',
+    "a part of a sample": "x = np.load(self.rows[index]); at = len(x) // 2; return x[at : at + self.size]",
+    "a mask of a sample": "path, which = self.rows[index]; mask = np.load(path); return mask[mask == which]",
+    "a file that is mapped": 'path, row = self.rows[index]; return np.load(path, mmap_mode="r")[row]',
+    "a cached table": "self.table = self.table if self.table is not None else np.load(self.names); return self.table[index]",
+    "a cached function": "path, row = self.rows[index]; return self.kept(path)[row]",
+    "a row of an open file": 'return self.file["x"][index]',
+    "its own name as key": 'name = self.rows[index]; return json.load(open(f"{name}.json"))[name]',
+}
 SAVES = 'torch.save({"epoch": epoch, "net": model.state_dict(), "optim": optimizer.state_dict()}, "last.pt")'
 SCRIPT = """
     parser_args = object()
@@ -140,6 +180,15 @@ FORMS = {
     "a trainer of parts": (
         "FL044",
         RESUMES.format(mark="", more="for name in state: getattr(self, name).load_state_dict(state[name])"),
+    ),
+    **{form: ("FL124", SAMPLES.format(line=line, mark="")) for form, line in ONE_SAMPLE.items()},
+    "a row through a method": (
+        "FL124",
+        SAMPLES.format(line="path, row = self.rows[index]; return self.read(path)[row]", mark="  # <-"),
+    ),
+    "a sample through a method": (
+        "FL124",
+        SAMPLES.format(line="path, row = self.rows[index]; return self.read(path), row", mark=""),
     ),
     "an index of the epoch": ("FL042", WINDOW.format(**window | {"mark": "  # <-"})),
     "a counter of the epoch": (

@@ -29,6 +29,7 @@ from flatout.diagnose.rules.dropout_always_on import RULE as dropout_always_on
 from flatout.diagnose.rules.empty_cache_every_step import RULE as empty_cache_every_step
 from flatout.diagnose.rules.eval_mode_missing import RULE as eval_mode_missing
 from flatout.diagnose.rules.eval_without_no_grad import RULE as eval_without_no_grad
+from flatout.diagnose.rules.file_read_for_each_sample import RULE as file_read_for_each_sample
 from flatout.diagnose.rules.float16_without_scaler import RULE as float16_without_scaler
 from flatout.diagnose.rules.forward_called import RULE as forward_called
 from flatout.diagnose.rules.fragmentation import RULE as fragmentation
@@ -188,6 +189,7 @@ TABLE: tuple[Rule, ...] = (
     average_in_small_operations,
     number_copied_to_device,
     read_in_compiled_code,
+    file_read_for_each_sample,
     data_wait,
     optimizer_share,
     tiny_operators,
