@@ -24,6 +24,7 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 """
@@ -74,6 +75,67 @@ REDUCED = """
         {after}
         return total / count
 """
+KEPT = """
+    class Stats:
+        def __init__(self):
+            self.all, self.sum, self.value = {{}}, 0.0, 0.0
+
+        def __setitem__(self, key, value):
+            self.all.setdefault(key, [])
+            self.all[key].append(value{detach}){set}
+
+        def update(self, value, n=1):
+            self.value = value
+            self.sum += self.value * n{updated}
+
+    class Trainer:
+        def __init__(self, model, loader):
+            self.model, self.loader, self.stats = model, loader, Stats()
+            self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def fit(self):
+            losses, history = {{}}, []
+            for step, x in enumerate(self.loader):
+                self.optimizer.zero_grad()
+                loss = self.loss(x, self.stats)
+                loss.backward()
+                self.optimizer.step()
+                {line}
+
+        def loss(self, x, stats):
+            first, second = self.model(x).mean(), self.model(x).square().mean()
+            loss = F.mse_loss(self.model(x), x)
+            {inside}
+            return loss
+
+    def log(stats: Stats, loss):
+        stats.update(loss)
+
+    def fit(model, loader, stats: Stats):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x in loader:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            {function}
+"""
+kept = dict.fromkeys(("detach", "set", "updated"), "") | dict.fromkeys(("line", "inside", "function"), "pass")
+KEEPS = {
+    "a container of the program": {"line": 'self.stats["loss"] = loss', "set": "  # <-"},
+    "a container as an argument": {"inside": 'stats["loss"] = loss', "set": "  # <-"},
+    "a container that detaches": {"inside": 'stats["loss"] = loss', "detach": ".detach()"},
+    "a container for each step": {"line": 'stats = Stats(); stats["loss"] = loss'},
+    "a meter as an argument": {"inside": "stats.update(loss, len(x))", "updated": "  # <-"},
+    "a meter of a number": {"inside": "stats.update(loss.item(), len(x))"},
+    "a meter by its type": {"function": "stats.update(loss)", "updated": "  # <-"},
+    "a meter in a function": {"function": "log(stats, loss)", "updated": "  # <-"},
+    "an entry for each step": {"line": "losses[step] = loss  # <-"},
+    "an entry of the step": {"line": 'losses["last"] = loss'},
+    "a pair": {"line": "history.append((step, loss))  # <-"},
+    "a record": {"line": 'history.append({"step": step, "loss": loss})  # <-'},
+    "a record of numbers": {"line": 'history.append({"step": step, "loss": loss.item()})'},
+}
 SAMPLES = """
     class Samples(Dataset):
         def __init__(self, root, rows, size):
@@ -181,6 +243,7 @@ FORMS = {
         "FL044",
         RESUMES.format(mark="", more="for name in state: getattr(self, name).load_state_dict(state[name])"),
     ),
+    **{form: ("FL202", KEPT.format(**kept | parts)) for form, parts in KEEPS.items()},
     **{form: ("FL124", SAMPLES.format(line=line, mark="")) for form, line in ONE_SAMPLE.items()},
     "a row through a method": (
         "FL124",

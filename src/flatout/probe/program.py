@@ -12,6 +12,7 @@ from flatout.probe.names import FUNCTIONS
 from flatout.probe.script import SourceFile, Unreadable
 from flatout.probe.step_loops import ProgramEvent, StepLoop, step_loops
 from flatout.probe.steps import step_functions
+from flatout.probe.stores import Stores
 from flatout.probe.values import ValueOrigin, Values
 from flatout.probe.walk import Walk
 
@@ -33,6 +34,7 @@ class ScriptProgram:
         self.unread = unread or []
         self.modules = {source.module: source for source in self.sources if source.module}
         self.values = Values(self)
+        self.stores = Stores(self)
 
     @classmethod
     def of_text(cls, text: str, path: str = "train.py") -> ScriptProgram:
@@ -167,7 +169,8 @@ class ScriptProgram:
     def _callers(self) -> dict[int, list[tuple[SourceFile, ast.Call]]]:
         found: dict[int, list[tuple[SourceFile, ast.Call]]] = {}
         for source in self.sources:
-            for call in source.calls:
+            stores = [call for node in source.nodes for call in self.stores.of(source, node)]
+            for call in [*source.calls, *stores]:
                 for home, definition in self.definitions(source, call.func):
                     targets = (
                         [method for _, method in self.methods(home, definition, "__init__")]

@@ -77,6 +77,20 @@ def argument(source: SourceFile, function: ast.AST, parameter: ast.AST, call: as
     return call.args[position]
 
 
+def annotated(parameter: ast.arg) -> list[ast.expr]:
+    """Return the types in the annotation of a parameter: ``X`` of ``X``, ``X | None`` and ``Optional[X]``."""
+    waiting, found = [parameter.annotation], []
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.BinOp):
+            waiting += [node.left, node.right]
+        elif isinstance(node, ast.Subscript) and ast.unparse(node.value).rpartition(".")[2] == "Optional":
+            waiting.append(node.slice)
+        elif isinstance(node, (ast.Name, ast.Attribute)):
+            found.append(node)
+    return found  # type: ignore[return-value]
+
+
 def default_of(function: ast.AST | None, parameter: ast.AST) -> ast.expr | None:
     """Return the default of a parameter, or None if it has none."""
     if not isinstance(function, (*FUNCTIONS, ast.Lambda)):

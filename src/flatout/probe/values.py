@@ -15,6 +15,7 @@ from flatout.probe.modules_by_use import ModulesByUse
 from flatout.probe.names import FUNCTIONS, Binding
 from flatout.probe.script import SourceFile
 from flatout.probe.value_paths import (
+    annotated,
     argument,
     default_of,
     dotted_path,
@@ -226,6 +227,9 @@ class Values:
         for origin in self.origins(source, node, depth + 1):
             if isinstance(origin.node, ast.Call) and not origin.part:
                 yield from self.program.class_named(origin.source, origin.node.func)
+            elif isinstance(origin.node, ast.arg):
+                for named in annotated(origin.node):
+                    yield from self.program.class_named(origin.source, named)
 
     def gradient_sources(
         self, source: SourceFile, klass: ast.ClassDef
@@ -313,6 +317,10 @@ class Values:
         if isinstance(node, ast.BinOp):
             both = self.kinds(origin.source, node.left) | self.kinds(origin.source, node.right)
             return {"Tensor"} if "Tensor" in both else set()
+        if isinstance(node, ast.arg) and not origin.part:
+            return {
+                kind for named in annotated(node) for kind in kinds_of_name(origin.source.dotted(named))
+            } - {"Tensor"}
         if not isinstance(node, ast.Call):
             return set()
         if isinstance(node.func, ast.Attribute) and node.func.attr in OF_LIGHTNING and not node.args:

@@ -127,6 +127,12 @@ class Walk:
         else:
             for child in ast.iter_child_nodes(node):
                 self._expression(source, child)
+            for call in self.program.stores.of(source, node):
+                methods = self.program.functions_called(source, call)
+                for home, function in methods:
+                    self._enter(home, function, (source, call))
+                if methods:
+                    self._add("call", source, call)
             if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
                 self._add("zero_grad" if _forgets_gradient(node) else "assign", source, node)
 

@@ -43,57 +43,42 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
+from flatout.diagnose.losses import graph_of, loss_given, without_graph
 from flatout.diagnose.memory_growth import growing
 from flatout.diagnose.rewrites import insert_after
 from flatout.diagnose.rule import Rule
-from flatout.probe.names import FUNCTIONS, Binding
 from flatout.probe.program import ScriptProgram
-from flatout.probe.script import SourceFile
 from flatout.probe.step_loops import ProgramEvent, StepLoop, implies
+from flatout.probe.stores import is_store
 from flatout.probe.value_paths import flat
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
-# Methods whose result has the graph of their object, and functions whose result has that of their argument.
-KEEP_GRAPH = {
-    "cpu",
-    "cuda",
-    "to",
-    "float",
-    "double",
-    "half",
-    "mean",
-    "sum",
-    "clone",
-    "squeeze",
-    "view",
-    "reshape",
-}
-DIFFERENTIABLE = {"horovod.torch.allreduce"}
-
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
-    for loop in program.step_loops:
+    for loop in program.steps:
         for event in loop.events:
-            held = _held(event)
-            if held is None:
-                continue
-            reaper, kept = held
-            if _backward(loop, reaper) or not _outlives(program, loop, event, reaper):
-                continue
-            graph = _graph(program, loop, event, kept)
-            if graph is not None:
-                into, name = event.source.code(reaper), event.source.code(graph)
-                yield RULE.finding(
-                    f"`{into}` keeps `{name}` with its whole graph: {_growth(loop, event, reaper)}",
-                    event.place,
-                    event.source.code(event.node).replace(name, f"{name}.detach()")
-                    if event.kind == "call"
-                    else f"{into} += {event.source.code(kept).replace(name, name + '.detach()')}",
-                    edits=insert_after(event.source, graph, ".detach()"),
-                )
-            else:
-                yield from _indirectly(program, loop, event, reaper, kept)
+            for reaper, kept in _held(program, loop, event):
+                if not _backward(loop, reaper) and _outlives(program, loop, event, reaper):
+                    yield from _kept(program, loop, event, reaper, kept)
+
+
+def _kept(
+    program: ScriptProgram, loop: StepLoop, event: ProgramEvent, reaper: ast.expr, kept: ast.expr
+) -> Iterator[Finding]:
+    graph = graph_of(program, loop, event, kept)
+    if graph is None:
+        yield from _indirectly(program, loop, event, reaper, kept)
+        return
+    into, name = event.source.code(reaper), event.source.code(graph)
+    yield RULE.finding(
+        f"`{into}` keeps `{name}` with its whole graph: {_growth(loop, event, reaper)}",
+        event.place,
+        event.source.code(event.node).replace(name, f"{name}.detach()")
+        if event.kind == "call" or isinstance(getattr(event.node, "targets", [None])[0], ast.Subscript)
+        else f"{into} += {event.source.code(kept).replace(name, name + '.detach()')}",
+        edits=insert_after(event.source, graph, ".detach()"),
+    )
 
 
 def _indirectly(
@@ -101,7 +86,7 @@ def _indirectly(
 ) -> Iterator[Finding]:
     """Find a loss that a method of the program keeps, and outputs that are kept together with their loss."""
     into, shown = event.source.code(reaper), event.source.code(kept)
-    if _without_graph(event):
+    if without_graph(event):
         return
     loss = _loss_in(loop, event, kept)
     if loss is not None:
@@ -113,9 +98,9 @@ def _indirectly(
         )
         return
     call = loss_given(program, loop, event.source, kept)
-    if call is not None:
+    if call is not None and not _made_in_each_pass(program, loop, call):
         yield RULE.finding(
-            f"`{into}` keeps the loss that `{call.source.code(call.node)}` gives it, with its whole graph: "
+            f"`{into}` keeps the loss that `{call.source.code(given_by(call))}` gives it, with its whole graph: "
             f"{_growth(loop, event, reaper)}",
             event.place,
             "detach the value before it is added: `.detach()`",
@@ -123,56 +108,66 @@ def _indirectly(
         )
 
 
-def _held(event: ProgramEvent) -> tuple[ast.expr, ast.expr] | None:
-    """Return container and kept value: ``total += loss``, ``total = total + loss``, ``kept.append(loss)``."""
+def given_by(call: ProgramEvent) -> ast.AST:
+    """Return the call, or the assignment ``stats["loss"] = loss`` that calls ``__setitem__``."""
+    return call.source.parent(call.node) if is_store(call.node) else call.node  # type: ignore[return-value]
+
+
+def _made_in_each_pass(program: ScriptProgram, loop: StepLoop, call: ProgramEvent) -> bool:
+    """Return whether each pass creates the object whose method keeps the loss."""
+    function = call.node.func if isinstance(call.node, ast.Call) else None
+    owner = function.value if isinstance(function, ast.Attribute) else None
+    inside = {id(event.node) for event in loop.events}
+    return owner is not None and any(
+        id(origin.node) in inside for origin in program.origins(call.source, owner)
+    )
+
+
+def _held(program: ScriptProgram, loop: StepLoop, event: ProgramEvent) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield containers with kept values: ``total += loss``, ``total = total + loss``, ``kept.append(loss)``."""
     node = event.node
+    reaper: ast.expr | None = None
+    value: ast.expr | None = None
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
-        return node.target, node.value
-    if (
-        isinstance(node, ast.Assign)
-        and isinstance(node.value, ast.BinOp)
-        and isinstance(node.value.op, ast.Add)
-        and ast.unparse(node.value.left) == ast.unparse(node.targets[0])
-    ):
-        return node.targets[0], node.value.right
-    if (
+        reaper, value = node.target, node.value
+    elif isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp):
+        if isinstance(node.value.op, ast.Add) and ast.unparse(node.value.left) == ast.unparse(
+            node.targets[0]
+        ):
+            reaper, value = node.targets[0], node.value.right
+    elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+        if _grows(program, loop, event, node.targets[0]):
+            reaper, value = node.targets[0].value, node.value
+    elif (
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "append"
+        and node.func.attr in ("append", "extend", "appendleft")
         and len(node.args) == 1
     ):
-        return node.func.value, node.args[0]
-    return None
+        reaper, value = node.func.value, node.args[0]
+    if reaper is None or value is None:
+        return
+    entries = value.values if isinstance(value, ast.Dict) else getattr(value, "elts", [value])
+    yield from ((reaper, each) for each in entries)
 
 
-def _graph(program: ScriptProgram, loop: StepLoop, event: ProgramEvent, kept: ast.expr) -> ast.expr | None:
-    """Return the loss in the kept value if it still has its graph, alone or scaled by numbers."""
-    if isinstance(kept, ast.BinOp) and isinstance(kept.op, (ast.Mult, ast.Div)):
-        return _graph(program, loop, event, kept.left) or _graph(program, loop, event, kept.right)
-    if (isinstance(kept, ast.Attribute) and kept.attr in ("data", "grad")) or not isinstance(
-        kept, (ast.Name, ast.Attribute)
-    ):
-        return None
-    if _without_graph(event):
-        return None
-    for backward in loop.of("backward"):
-        if (
-            backward.subject is None
-            or backward.source is not event.source
-            or ast.dump(backward.subject) != ast.dump(kept)
-        ):
-            continue
-        if event.source.function(event.node) is event.source.function(backward.node) and not _detached(
-            event, kept
-        ):
-            return kept
-    return None
-
-
-def _without_graph(event: ProgramEvent) -> bool:
-    """Return whether the event runs under ``torch.no_grad()``, as a block or as a decorator."""
-    functions = [block.func if isinstance(block, ast.Call) else block for _, block in event.blocks]
-    return any(getattr(each, "attr", "") in ("no_grad", "inference_mode") for each in functions)
+def _grows(program: ScriptProgram, loop: StepLoop, event: ProgramEvent, target: ast.Subscript) -> bool:
+    """Return whether ``losses[step] = loss`` has a new index in each pass, and keeps tensors as they are."""
+    names = {node.id for node in ast.walk(target.slice) if isinstance(node, ast.Name)}
+    counted = {
+        node.id
+        for node in ast.walk(loop.loop.node)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    made = program.origins(event.source, target.value)
+    return (
+        event.source is loop.source
+        and bool(names & counted)
+        and not any(isinstance(node, (ast.Mod, ast.Call)) for node in ast.walk(target.slice))
+        and all(
+            isinstance(origin.node, (ast.Dict, ast.List, ast.BinOp)) and not origin.part for origin in made
+        )
+    )
 
 
 def _loss_in(loop: StepLoop, event: ProgramEvent, kept: ast.expr) -> ast.expr | None:
@@ -197,69 +192,6 @@ def _loss_in(loop: StepLoop, event: ProgramEvent, kept: ast.expr) -> ast.expr | 
 def _replaces(event: ProgramEvent, loss: ast.expr) -> bool:
     node = event.node
     return isinstance(node, ast.Assign) and any(ast.unparse(t) == ast.unparse(loss) for t in node.targets)
-
-
-def loss_given(
-    program: ScriptProgram, loop: StepLoop, source: SourceFile, node: ast.AST, depth: int = 0
-) -> ProgramEvent | None:
-    """Return the call in this loop that passes the loss, with its graph, for the parameter in an expression."""
-    if depth > 6:
-        return None
-    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div)):
-        return loss_given(program, loop, source, node.left, depth + 1) or loss_given(
-            program, loop, source, node.right, depth + 1
-        )
-    if isinstance(node, ast.Call):
-        if source.dotted(node.func) in DIFFERENTIABLE and node.args:
-            return loss_given(program, loop, source, node.args[0], depth + 1)
-        if isinstance(node.func, ast.Attribute) and node.func.attr in KEEP_GRAPH:
-            return loss_given(program, loop, source, node.func.value, depth + 1)
-    bindings = source.names.reaching(node) if isinstance(node, ast.Name) else []
-    if len(bindings) != 1:
-        return None
-    if bindings[0].how == "assign" and bindings[0].value is not None and not bindings[0].path:
-        return loss_given(program, loop, source, bindings[0].value, depth + 1)
-    function = source.function(node)
-    if bindings[0].how != "parameter" or function is None:
-        return None
-    callers = {id(call) for _, call in program.callers(function)}
-    for call in loop.of("call"):
-        if id(call.node) in callers and not _without_graph(call):
-            given = argument(function, call, ast.unparse(node))
-            if given is not None and (
-                _graph(program, loop, call, given) or loss_given(program, loop, call.source, given, depth + 1)
-            ):
-                return call
-    return None
-
-
-def argument(function: ast.AST, call: ProgramEvent, name: str) -> ast.expr | None:
-    """Return what a call passes for the parameter of this name."""
-    assert isinstance(function, FUNCTIONS)
-    assert isinstance(call.node, ast.Call)
-    names = [a.arg for a in [*function.args.posonlyargs, *function.args.args]]
-    names = names[1:] if names[:1] == ["self"] else names
-    given = next((keyword.value for keyword in call.node.keywords if keyword.arg == name), None)
-    position = names.index(name) if name in names else len(call.node.args)
-    if given is not None or position >= len(call.node.args):
-        return given
-    starred = any(isinstance(each, ast.Starred) for each in call.node.args)
-    return None if starred else call.node.args[position]
-
-
-def _detached(event: ProgramEvent, kept: ast.expr) -> bool:
-    """Return whether the name gets a value without a graph before it is kept: ``loss = loss.item()``."""
-    bindings: list[Binding] = event.source.names.reaching(kept) if isinstance(kept, ast.Name) else []
-    return any(
-        isinstance(b.value, ast.Call)
-        and isinstance(b.value.func, (ast.Attribute, ast.Name))
-        and (
-            getattr(b.value.func, "attr", "") in ("item", "detach", "cpu", "numpy")
-            or getattr(b.value.func, "id", "") == "float"
-        )
-        for b in bindings
-        if b.value is not None
-    )
 
 
 def _backward(loop: StepLoop, reaper: ast.expr) -> bool:
