@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from transformers import AutoModel
 """
 WINDOW = """
     def train(model, optimizer, loader, n, epochs):
@@ -136,6 +137,54 @@ KEEPS = {
     "a record": {"line": 'history.append({"step": step, "loss": loss})  # <-'},
     "a record of numbers": {"line": 'history.append({"step": step, "loss": loss.item()})'},
 }
+MODES = """
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = AutoModel.from_pretrained("distilbert-base-uncased")
+
+        def forward(self, x):
+            return self.body(x).last_hidden_state
+
+    class Agent:
+        def __init__(self, net):
+            self.net = net
+            self.optimizer = torch.optim.Adam(self.net.parameters())
+
+        def act(self, x):
+            self.net.eval()
+            with torch.inference_mode():
+                return self.net(x)
+
+        def learn(self, x):
+            self.optimizer.zero_grad()
+            self.net(x).square().mean().backward(){agent}
+            self.optimizer.step()
+            {restore}
+
+    def fine_tune(build, batches):
+        model = {model}
+        optimizer = torch.optim.AdamW({parameters})
+        {before}
+        for x in batches:
+            out = model(x){mark}
+            out.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+mode = {
+    "agent": "", "restore": "pass", "model": "build()", "parameters": "model.parameters()", "before": "pass", "mark": "",
+}  # fmt: skip
+AWAKE = {
+    "a model by from_pretrained": {"model": 'AutoModel.from_pretrained("gpt2")', "mark": "  # <-"},
+    "a part by from_pretrained": {"model": "Net()", "mark": "  # <-"},
+    "a model after eval": {"before": "model.eval()", "mark": "  # <-"},
+    "a model after train": {"model": 'AutoModel.from_pretrained("gpt2")', "before": "model.train()"},
+    "a model that is not trained": {
+        "model": 'AutoModel.from_pretrained("gpt2")', "parameters": "[torch.zeros(1, requires_grad=True)]",
+    },
+    "a model in training mode": {},
+}  # fmt: skip
 SAMPLES = """
     class Samples(Dataset):
         def __init__(self, root, rows, size):
@@ -243,6 +292,12 @@ FORMS = {
         "FL044",
         RESUMES.format(mark="", more="for name in state: getattr(self, name).load_state_dict(state[name])"),
     ),
+    **{
+        form: ("FL045", MODES.format(**mode | parts).replace("self.net.eval()", "pass"))
+        for form, parts in AWAKE.items()
+    },
+    "another method evaluates": ("FL045", MODES.format(**mode | {"agent": "  # <-"})),
+    "another method evaluates, this trains": ("FL045", MODES.format(**mode | {"restore": "self.net.train()"})),
     **{form: ("FL202", KEPT.format(**kept | parts)) for form, parts in KEEPS.items()},
     **{form: ("FL124", SAMPLES.format(line=line, mark="")) for form, line in ONE_SAMPLE.items()},
     "a row through a method": (
@@ -300,6 +355,13 @@ FORMS = {
         REDUCED.format(
             inside="pass",
             after="if group:\n            dist.all_reduce(total)\n        else:\n            dist.all_reduce(total)",
+        ),
+    ),
+    "two conditions": (
+        "FL043",
+        REDUCED.format(
+            inside="pass",
+            after="if group:\n            dist.all_reduce(total)\n        if not group:\n            dist.all_reduce(total)",
         ),
     ),
     "a largest value": (

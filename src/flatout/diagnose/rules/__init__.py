@@ -111,6 +111,7 @@ from flatout.diagnose.rules.thread_count import RULE as thread_count
 from flatout.diagnose.rules.tiny_batch_norm import RULE as tiny_batch_norm
 from flatout.diagnose.rules.tiny_operators import RULE as tiny_operators
 from flatout.diagnose.rules.too_many_workers import RULE as too_many_workers
+from flatout.diagnose.rules.train_mode_never_set import RULE as train_mode_never_set
 from flatout.diagnose.rules.train_mode_not_restored import RULE as train_mode_not_restored
 from flatout.diagnose.rules.whole_model_saved import RULE as whole_model_saved
 from flatout.diagnose.rules.workers_not_persistent import RULE as workers_not_kept
@@ -164,6 +165,7 @@ TABLE: tuple[Rule, ...] = (
     leftover_gradients,
     reduced_twice,
     optimizer_not_resumed,
+    train_mode_never_set,
     not_finite,
     scheduler_remade,
     host_sync_every_step,

@@ -119,22 +119,13 @@ def _before(source: SourceFile, call: ast.Call, sums: list[tuple[ast.Call, ast.e
 
 
 def _both_run(source: SourceFile, first: ast.Call, second: ast.Call) -> bool:
-    """Return whether both run in one pass of the same loop: not in two arms, nor behind an end of the function."""
+    """Return whether the first call runs in each pass of a loop in which the second does."""
     loops = [
         [above for above in source.parents(each) if isinstance(above, (*LOOPS, ast.Try, ast.IfExp))]
         for each in (first, second)
     ]
-    arms = {id(node): arm for node, arm in source.names.arms(first)}
-    ends = any(
-        isinstance(each, (ast.Return, ast.Raise, ast.Continue, ast.Break))
-        for above, arm in source.names.arms(first)
-        for each in getattr(above, arm, [])
-    )
-    return (
-        loops[0] == loops[1]
-        and not ends
-        and all(arms.get(id(node), arm) == arm for node, arm in source.names.arms(second))
-    )
+    arms = {(id(node), arm) for node, arm in source.names.arms(second)}
+    return loops[0] == loops[1] and all((id(node), arm) in arms for node, arm in source.names.arms(first))
 
 
 def _inside(source: SourceFile, node: ast.AST, outer: ast.AST) -> bool:
