@@ -185,6 +185,31 @@ AWAKE = {
     },
     "a model in training mode": {},
 }  # fmt: skip
+SCHEDULE = """
+    from accelerate import Accelerator
+    from diffusers.optimization import get_scheduler
+
+    def train(args, model, optimizer, loader):
+        accelerator = Accelerator()
+        {first}
+        per_epoch = {length}
+        if args.steps is None:
+            args.steps = args.epochs * per_epoch
+        schedule = get_scheduler("cosine", optimizer, num_training_steps={total}){mark}
+        {last}
+        return schedule
+"""
+schedule = {
+    "first": "pass", "length": "len(loader) // args.accumulate", "total": "args.steps * accelerator.num_processes",
+    "last": "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)", "mark": "",
+}  # fmt: skip
+LENGTHS = {
+    "a schedule before prepare": {"mark": "  # <-"},
+    "a length that is divided": {"length": "len(loader) // accelerator.num_processes"},
+    "a loader that is prepared": {"first": schedule["last"], "last": "pass"},
+    "a schedule of one process": {"total": "args.steps"},
+    "another loader": {"length": "len(args.samples)"},
+}
 SAMPLES = """
     class Samples(Dataset):
         def __init__(self, root, rows, size):
@@ -298,6 +323,7 @@ FORMS = {
     },
     "another method evaluates": ("FL045", MODES.format(**mode | {"agent": "  # <-"})),
     "another method evaluates, this trains": ("FL045", MODES.format(**mode | {"restore": "self.net.train()"})),
+    **{form: ("FL046", SCHEDULE.format(**schedule | parts)) for form, parts in LENGTHS.items()},
     **{form: ("FL202", KEPT.format(**kept | parts)) for form, parts in KEEPS.items()},
     **{form: ("FL124", SAMPLES.format(line=line, mark="")) for form, line in ONE_SAMPLE.items()},
     "a row through a method": (

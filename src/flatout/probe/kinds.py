@@ -125,8 +125,8 @@ def kinds_of_name(dotted: str) -> set[str]:
 
 
 def _of_a_launcher(package: str, last: str) -> set[str]:
-    """Return the kind of what transformers, accelerate and Fabric create for a training loop."""
-    if package == "transformers" and last.startswith("get_"):
+    """Return the kind of what transformers, diffusers, accelerate and Fabric create for a training loop."""
+    if package in ("transformers", "diffusers") and last.startswith("get_"):
         return {"Scheduler"} if last.endswith(("scheduler", "schedule", "_warmup")) else set()
     launches = (package == "accelerate" and last == "Accelerator") or (
         package.startswith("lightning") and last == "Fabric"

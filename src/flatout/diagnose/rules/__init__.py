@@ -92,6 +92,7 @@ from flatout.diagnose.rules.same_seed_in_workers import RULE as same_seed_in_wor
 from flatout.diagnose.rules.saved_by_every_rank import RULE as saved_by_every_rank
 from flatout.diagnose.rules.scaler_on_one_side import RULE as scaler_on_one_side
 from flatout.diagnose.rules.scaler_update_missing import RULE as scaler_update_missing
+from flatout.diagnose.rules.schedule_before_prepare import RULE as schedule_before_prepare
 from flatout.diagnose.rules.scheduler_before_optimizer import RULE as scheduler_before_optimizer
 from flatout.diagnose.rules.scheduler_remade import RULE as scheduler_remade
 from flatout.diagnose.rules.seed_in_the_loop import RULE as seed_in_the_loop
@@ -166,6 +167,7 @@ TABLE: tuple[Rule, ...] = (
     reduced_twice,
     optimizer_not_resumed,
     train_mode_never_set,
+    schedule_before_prepare,
     not_finite,
     scheduler_remade,
     host_sync_every_step,
