@@ -56,9 +56,12 @@ from flatout.probe.value_paths import flat
 from flatout.schema.findings import Finding, Severity
 
 PROCESSES = "num_processes"
+OTHER_COUNTS = ("split_batches", "step_scheduler_with_optimizer")  # options that change one of the two counts
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
+    if program.mentions(*OTHER_COUNTS):
+        return
     for source in program.sources:
         for call in source.calls:
             products = [each for each in _arguments(call) if _times_processes(each)]
