@@ -110,7 +110,7 @@ def _scales(event: ProgramEvent) -> bool:
     """Return whether an event divides the gradients by what the window has, such as its tokens."""
     function = event.node.func if isinstance(event.node, ast.Call) else None
     return function is not None and (
-        last_name(function).startswith("scale_grad")
+        ("scal" in last_name(function) and "grad" in last_name(function))
         or (last_name(function) in ("div_", "mul_") and ".grad" in ast.unparse(function))
     )
 
