@@ -3,7 +3,7 @@
 Run it with ``python bench/prior.py``.
 
 Sources of the figures
-* open_set: all measured blocks of a session, in the tuner's own regression with a nearly flat prior, so that
+* open_set and trainers: all measured blocks of a session, in the tuner's own regression with a nearly flat prior, so that
   no prior feeds the next one. Also every comparison in which one lever differs: by itself against the plain
   program, or removed from a plan. Sessions disturbed by other programs are left out.
 * regret: the exhaustive search. For each lever and value, all pairs of combinations that differ only in this

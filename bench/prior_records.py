@@ -199,6 +199,7 @@ def all_records(folder: Path) -> list[Record]:
     ]
     measured = [
         *open_set_records(programs_of(folder, "open_set", "scripts")),
+        *open_set_records(tuned_trainers(folder)),
         *regret_records(programs_of(folder, "regret", "programs")),
         *data_records(programs_of(folder, "data", "training")),
         *memory_records(folder),
@@ -217,6 +218,16 @@ def programs_of(folder: Path, theme: str, field: str) -> dict[tuple[str, str], d
             for name, entry in data[field].items():
                 found[name, device_of(data["made"], entry)] = entry
     return found
+
+
+def tuned_trainers(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """Returns (program, device) -> the tuning of each program of a trainer framework."""
+    parts = programs_of(folder, "trainers", "programs")
+    return {
+        (name, device_of(entry["tune"]["made"], entry["tune"])): entry["tune"]
+        for (name, _), entry in parts.items()
+        if "tune" in entry
+    }
 
 
 def device_of(made: Mapping[str, Any], entry: Mapping[str, Any]) -> str:

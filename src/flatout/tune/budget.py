@@ -14,12 +14,13 @@ USUAL_BUDGET_S = 90.0
 # For a slow start, long steps, a request beyond a plan, or a compiler that is worth its time
 LONGER_BUDGET_S = 300.0
 QUICK_START_S, QUICK_STEP_MS = 10.0, 100.0
+WORTH = 3.0  # times the longer search: its time is certain, the length of the job is a guess
 
 
 def default_budget_s(start_s: float, step_ms: float, more: bool, compiler_saves_s: float) -> float:
     """The longer budget for slow programs, for ``more`` than a plan, or for a compiler that saves its cost."""
     quick = start_s <= QUICK_START_S and step_ms <= QUICK_STEP_MS
-    worth_it = compiler_saves_s > LONGER_BUDGET_S - USUAL_BUDGET_S
+    worth_it = compiler_saves_s > WORTH * (LONGER_BUDGET_S - USUAL_BUDGET_S)
     return USUAL_BUDGET_S if quick and not more and not worth_it else LONGER_BUDGET_S
 
 
