@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 
+from flatout.probe.contexts import without_gradients
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 from flatout.probe.step_loops import ProgramEvent, StepLoop
 
-NO_GRAD = ("torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad")
 KEEPS = ("append", "update", "add")
 FromStep = Callable[[ProgramEvent, StepLoop, ast.expr], bool]
 
@@ -34,20 +34,13 @@ def evaluation_reads(
         if (
             tensor is not None
             and getattr(getattr(event.node, "func", None), "attr", "item") == "item"  # the rest moves outputs
-            and _without_gradients(event)
+            and without_gradients(event)
             and not event.arms[loop.arms :]
             and _kept(event.source, event.node)
             and from_step(event, StepLoop(loop, event.loops[:-1]), tensor)
         ):
             seen.add(id(event.node))
             yield event, tensor
-
-
-def _without_gradients(event: ProgramEvent) -> bool:
-    return any(
-        source.dotted(block.func if isinstance(block, ast.Call) else block) in NO_GRAD
-        for source, block in event.blocks
-    )
 
 
 def _kept(source: SourceFile, call: ast.AST) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 
+from flatout.probe.contexts import without_gradients
 from flatout.probe.names import FUNCTIONS, Binding
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
@@ -37,7 +38,7 @@ def graph_of(program: ScriptProgram, loop: StepLoop, event: ProgramEvent, kept: 
         kept, (ast.Name, ast.Attribute)
     ):
         return None
-    if without_graph(event):
+    if without_gradients(event):
         return None
     if _detached(event, kept):
         return None
@@ -85,12 +86,6 @@ def _summands(program: ScriptProgram, backward: ProgramEvent) -> set[int]:
     return found
 
 
-def without_graph(event: ProgramEvent) -> bool:
-    """Return whether the event runs under ``torch.no_grad()``, as a block or as a decorator."""
-    functions = [block.func if isinstance(block, ast.Call) else block for _, block in event.blocks]
-    return any(getattr(each, "attr", "") in ("no_grad", "inference_mode") for each in functions)
-
-
 def loss_given(
     program: ScriptProgram, loop: StepLoop, source: SourceFile, node: ast.AST, depth: int = 0
 ) -> ProgramEvent | None:
@@ -119,7 +114,7 @@ def loss_given(
         return None
     callers = {id(call) for _, call in program.callers(function)}
     for call in loop.of("call"):
-        if id(call.node) in callers and not without_graph(call):
+        if id(call.node) in callers and not without_gradients(call):
             given = argument(function, call, ast.unparse(node))
             if given is not None and (
                 graph_of(program, loop, call, given)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
+from flatout.probe.callers import Callers, is_abstract
 from flatout.probe.each_step import functions_of_each_step
 from flatout.probe.names import FUNCTIONS
 from flatout.probe.script import SourceFile, Unreadable
@@ -116,7 +117,11 @@ class ScriptProgram:
             return
         if isinstance(call.func, ast.Attribute):
             for home, klass in self.values.classes_of(source, call.func.value):
-                yield from self.methods(home, klass, call.func.attr)
+                found = list(self.methods(home, klass, call.func.attr))
+                if all(is_abstract(method) for _, method in found):
+                    overrides = self.calls_of.overrides(klass, call.func.attr)
+                    found = overrides if len(overrides) == 1 else found
+                yield from found
         for home, klass in self.values.classes_of(source, call.func):
             yield from self.methods(home, klass, "__call__")
         yield from self._passed(source, call.func)
@@ -166,42 +171,11 @@ class ScriptProgram:
         return {id(klass) for _, klass in self.modules_defined()}
 
     @cached_property
-    def _callers(self) -> dict[int, list[tuple[SourceFile, ast.Call]]]:
-        found: dict[int, list[tuple[SourceFile, ast.Call]]] = {}
-        for source in self.sources:
-            stores = [call for node in source.nodes for call in self.stores.of(source, node)]
-            for call in [*source.calls, *stores]:
-                for home, definition in self.definitions(source, call.func):
-                    targets = (
-                        [method for _, method in self.methods(home, definition, "__init__")]
-                        if isinstance(definition, ast.ClassDef)
-                        else [definition]
-                    )
-                    for target in targets:
-                        found.setdefault(id(target), []).append((source, call))
-                if isinstance(call.func, ast.Attribute) and not source.dotted(call.func):
-                    klass = source.klass(call) if getattr(call.func.value, "id", "") == "self" else None
-                    own = list(self.methods(source, klass, call.func.attr)) if klass is not None else []
-                    for _, method in own or self._methods.get(call.func.attr, []):
-                        found.setdefault(id(method), []).append((source, call))
-        return found
-
-    @cached_property
-    def _methods(self) -> dict[str, list[tuple[SourceFile, ast.AST]]]:
-        """Return methods by name, if only one class of the program has that name.
-
-        Then a call needs no proof of its class.
-        """
-        found: dict[str, list[tuple[SourceFile, ast.AST]]] = {}
-        for source in self.sources:
-            for klass in source.classes:
-                for method in klass.body:
-                    if isinstance(method, FUNCTIONS):
-                        found.setdefault(method.name, []).append((source, method))
-        return {name: methods for name, methods in found.items() if len(methods) == 1}
+    def calls_of(self) -> Callers:
+        return Callers(self)
 
     def callers(self, function: ast.AST) -> list[tuple[SourceFile, ast.Call]]:
-        return self._callers.get(id(function), [])
+        return self.calls_of.of(function)
 
     # -- queries of rules ------------------------------------------------------------------------------------
 

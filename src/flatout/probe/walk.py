@@ -51,8 +51,9 @@ class Walk:
                         self.root = function
                         if runs_per_batch(self.program, source, function):
                             self.loops = (LoopVisit(source, function, 0, 1),)
+                        self.blocks = self.program.calls_of.blocks(source, function)
                         self._enter(source, function)
-                        self.loops = ()
+                        self.loops, self.blocks = (), ()
         return self.found
 
     def _enter(

@@ -50,6 +50,7 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.probe.call_chain import same
+from flatout.probe.contexts import without_gradients
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 from flatout.probe.step_loops import ProgramEvent, implies, together
@@ -66,7 +67,6 @@ MODES = {
     "BatchNorm3d",
     "SyncBatchNorm",
 }
-NO_GRAD = ("torch.no_grad", "torch.inference_mode")
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
@@ -81,7 +81,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             and isinstance(event.node, ast.Call)
             and event.loops
             and id(event.node) not in training
-            and any(event.within(*NO_GRAD))
+            and without_gradients(event)
         ):
             layer = has_mode(program, event.source, event.node.func)
             if layer and _is_trained(program, event.source, event.node.func):
@@ -100,7 +100,7 @@ def _switched_back(program: ScriptProgram) -> Iterator[Finding]:
     """
     events = program.events
     for at, event in enumerate(events):
-        if event.kind != "train" or event.subject is None or not any(event.within(*NO_GRAD)):
+        if event.kind != "train" or event.subject is None or not without_gradients(event):
             continue
         if any(not isinstance(each, ast.Constant) for each in getattr(event.node, "args", ())):
             continue  # train(mode)
@@ -119,7 +119,7 @@ def _switched_back(program: ScriptProgram) -> Iterator[Finding]:
         runs = next((each for each in events[at:end] if _runs(program, each, event)), None)
         if runs is None or any(_runs(program, each, event) for each in events[last:at]):
             continue
-        if implies(event, runs) and any(runs.within(*NO_GRAD)):
+        if implies(event, runs) and without_gradients(runs):
             name = event.source.code(event.subject)
             yield RULE.finding(
                 f"line {events[last].place.line} sets `{name}` to evaluation mode, but this sets it back before it is run",

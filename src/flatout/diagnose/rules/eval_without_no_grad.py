@@ -39,6 +39,7 @@ from collections.abc import Iterable, Iterator
 from flatout.diagnose.gains import event_of, found
 from flatout.diagnose.rewrites import inside_with
 from flatout.diagnose.rule import Rule
+from flatout.probe.inner_gradients import needs_gradients
 from flatout.probe.names import FUNCTIONS
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
@@ -91,6 +92,8 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             continue
         in_evaluation = _evaluates(program, event, modes)
         if in_evaluation or _only_measures(program, event):
+            if not info and needs_gradients(program):
+                return
             info.add(id(event.loops[-1].node))
             loop = event.loops[-1]
             source, call = loop.reached(event)

@@ -43,10 +43,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
-from flatout.diagnose.losses import graph_of, loss_given, without_graph
+from flatout.diagnose.losses import graph_of, loss_given
 from flatout.diagnose.memory_growth import growing
 from flatout.diagnose.rewrites import insert_after
 from flatout.diagnose.rule import Rule
+from flatout.probe.contexts import without_gradients
 from flatout.probe.program import ScriptProgram
 from flatout.probe.step_loops import ProgramEvent, StepLoop, implies
 from flatout.probe.stores import is_store
@@ -86,7 +87,7 @@ def _indirectly(
 ) -> Iterator[Finding]:
     """Find a loss that a method of the program keeps, and outputs that are kept together with their loss."""
     into, shown = event.source.code(reaper), event.source.code(kept)
-    if without_graph(event):
+    if without_gradients(event):
         return
     loss = _loss_in(loop, event, kept)
     if loss is not None:

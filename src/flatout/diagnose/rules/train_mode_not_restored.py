@@ -46,6 +46,7 @@ from collections.abc import Iterable, Iterator
 
 from flatout.diagnose.gains import event_of, found
 from flatout.diagnose.rule import Rule
+from flatout.probe.contexts import without_gradients
 from flatout.probe.program import ScriptProgram
 from flatout.probe.step_loops import ProgramEvent, StepLoop
 from flatout.schema.findings import Finding, Severity
@@ -96,7 +97,7 @@ def _is_trained(program: ScriptProgram, event: ProgramEvent, training: list[Prog
     return any(
         isinstance(call.node, ast.Call)
         and call.kind == "call"
-        and not any(call.within("torch.no_grad", "torch.inference_mode"))
+        and not without_gradients(call)
         and program.values.same(call.source, call.node.func, event.source, event.subject)
         for call in training
     )

@@ -1,0 +1,202 @@
+"""Faults in trainers, optimizers and modules of a library: each rule finds them on the marked lines only, and is
+silent about a twin that looks alike and is right.
+"""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from flatout.diagnose.check import check
+from flatout.probe.program import ScriptProgram
+
+HEAD = """
+import gc
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+device = torch.device("cuda")
+"""
+OVERRIDDEN = """
+class Base:
+    def __init__(self, model: nn.Module, loader: DataLoader):
+        self.model, self.loader = model, loader
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def train(self):
+        for epoch in range(9):
+            self.train_epoch()
+            {call}
+                self.valid_epoch()
+
+    def valid_epoch(self):
+        raise NotImplementedError
+
+
+class Trainer(Base):
+    def train_epoch(self):
+        self.model.train()
+        for x in self.loader:
+            self.optimizer.zero_grad()
+            self.model(x).mean().backward()
+            self.optimizer.step()
+    {decorator}
+    def valid_epoch(self):
+        self.model.eval()
+        for x in self.loader:
+            print(self.model(x).mean().item()){mark}
+
+
+class Other(Base):
+    train_epoch = Trainer.train_epoch
+
+    def valid_epoch(self):
+        print("nothing to evaluate")
+"""
+FORCES = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x):
+        {first}
+        energy = self.layer(x).sum()
+        {then}
+
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in DataLoader(torch.randn(64, 3), batch_size=8):
+    optimizer.zero_grad()
+    model(x)[0].backward()
+    optimizer.step()
+model.eval()
+for x in DataLoader(torch.randn(64, 3), batch_size=8):
+    print(model(x)[0].item()){mark}
+"""
+PENALTY = """
+def penalty(model, x):
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].square().mean()
+
+
+model = nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in DataLoader(torch.randn(64, 3), batch_size=8):
+    optimizer.zero_grad()
+    (model(x).mean() + penalty(model, x)).backward()
+    optimizer.step()
+model.eval()
+for x in DataLoader(torch.randn(64, 3), batch_size=8):
+    print(model(x).mean().item())  # <-
+"""
+MARK = "  # <-"
+FREEZES = """
+import torchvision
+
+resnet = torchvision.models.resnet18()
+net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+layers = list(resnet.children())[:-2]
+for {entry} in {entries}:
+    {line}
+"""
+FROZEN = {
+    "children in a list": ("p", "layers"),
+    "named children": ("name, p", "resnet.named_children()"),
+    "numbered": ("i, (name, p)", "enumerate(resnet.named_modules())"),
+    "parts of a known model": ("p", "[resnet.layer1, resnet.fc, *net[:1]]"),
+    "one or the other": ("p", "resnet.layer1 if device else net"),
+    "by name": ("p", "[getattr(resnet, 'layer1')]"),
+    "a comprehension": ("p", "[each for each in resnet.modules() if isinstance(each, nn.BatchNorm2d)]"),
+}
+THAWED = {
+    "parameters": ("p", "resnet.parameters()"),
+    "named parameters": ("name, p", "resnet.named_parameters()"),
+    "parameters in a list": ("p", "list(resnet.parameters())[:-2]"),
+    "weights": ("p", "[resnet.fc.weight, *(q for m in net for q in m.parameters())]"),
+    "a list of parameters": ("p", "nn.ParameterList([nn.Parameter(torch.zeros(2))])"),
+    "an unknown list": ("p", "print(resnet)"),
+}
+FORMS = {
+    "an overridden evaluation": ("FL201", OVERRIDDEN.format(call="if epoch > 3:", decorator="", mark=MARK)),
+    "without gradients in the base class": (
+        "FL201",
+        OVERRIDDEN.format(call="with torch.no_grad():", decorator="", mark=""),
+    ),
+    "without gradients by decorator": (
+        "FL201",
+        OVERRIDDEN.format(call="if epoch > 3:", decorator="@torch.no_grad()", mark=""),
+    ),
+    "a model without inner gradients": (
+        "FL201",
+        FORCES.format(first="pass", then="return energy, x", mark=MARK),
+    ),
+    "forces from an energy": (
+        "FL201",
+        FORCES.format(
+            first="x.requires_grad_()", then="return energy, torch.autograd.grad(energy, x)[0]", mark=""
+        ),
+    ),
+    "a derivative by the caller": (
+        "FL201",
+        FORCES.format(first="x.requires_grad = True", then="return energy, x", mark=""),
+    ),
+    "a penalty of the training": ("FL201", PENALTY),
+    **{
+        f"frozen: {name}": (
+            "FL034",
+            FREEZES.format(entry=entry, entries=entries, line="p.requires_grad = False" + MARK),
+        )
+        for name, (entry, entries) in FROZEN.items()
+    },
+    "frozen by setattr": (
+        "FL034",
+        FREEZES.format(entry="p", entries="layers", line='setattr(p, "requires_grad", False)' + MARK),
+    ),
+    **{
+        f"frozen for real: {name}": (
+            "FL034",
+            FREEZES.format(entry=entry, entries=entries, line="p.requires_grad = False"),
+        )
+        for name, (entry, entries) in THAWED.items()
+    },
+    "frozen as well": (
+        "FL034",
+        FREEZES.format(
+            entry="p",
+            entries="layers",
+            line="p.requires_grad = False\n    for q in p.parameters():\n        q.requires_grad = False",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_form_is_found_on_its_line(form):
+    code, body = FORMS[form]
+    text = HEAD + textwrap.dedent(body)
+    found = [f.place.line for f in check(ScriptProgram.of_text(text), [code])]
+    assert found == [at for at, line in enumerate(text.splitlines(), 1) if line.endswith(MARK)]
+
+
+@pytest.mark.parametrize("forces", [True, False])
+def test_a_model_of_another_folder_of_the_package_may_need_gradients(tmp_path, forces):
+    package = tmp_path / "fields"
+    for folder in ("model", "train"):
+        (package / folder).mkdir(parents=True)
+        (package / folder / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("")
+    taken = "torch.autograd.grad(energy, x)[0]" if forces else "x"
+    (package / "model" / "net.py").write_text(
+        f"import torch\n\n\ndef forces(energy, x):\n    return {taken}\n"
+    )
+    script = package / "train" / "loop.py"
+    script.write_text(
+        "from fields.model import (\n    net,\n)\n"
+        + HEAD
+        + FORCES.format(first="pass", then="return energy, net.forces(energy, x)", mark="")
+    )
+    assert len(check(ScriptProgram.read(script), ["FL201"])) == (0 if forces else 1)
