@@ -93,6 +93,26 @@ model.eval()
 for x in DataLoader(torch.randn(64, 3), batch_size=8):
     print(model(x).mean().item())  # <-
 """
+EVALUATES = """
+@torch.no_grad()
+def {name}(model, data, loader):
+    model.eval()
+    for x in {over}:
+        {line}
+        print(model(x.to(device)).mean())
+"""
+FETCHES = """
+class Trainer:
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    @torch.no_grad()
+    def evaluate(self, loader, loaders):
+        self.model.eval()
+        for name in {over}:
+            x = {fetched}
+            print(self.model(x).mean())
+"""
 MARK = "  # <-"
 FREEZES = """
 import torchvision
@@ -120,7 +140,33 @@ THAWED = {
     "a list of parameters": ("p", "nn.ParameterList([nn.Parameter(torch.zeros(2))])"),
     "an unknown list": ("p", "print(resnet)"),
 }
+WAITS = "torch.cuda.synchronize()"
+EVERY_BATCH = {"FL103": WAITS, "FL104": "torch.cuda.empty_cache()", "FL105": "gc.collect()"}
 FORMS = {
+    **{
+        f"{code} in an evaluation": (
+            code,
+            EVALUATES.format(name="evaluate", over="log_every(data, 9)", line=line + MARK),
+        )
+        for code, line in EVERY_BATCH.items()
+    },
+    "a benchmark": ("FL103", EVALUATES.format(name="benchmark", over="data", line=WAITS)),
+    "a counted loop": ("FL103", EVALUATES.format(name="repeat", over="range(9)", line=WAITS)),
+    "now and then": (
+        "FL103",
+        EVALUATES.format(name="evaluate", over="data", line="if len(x) % 9 == 0:\n            " + WAITS),
+    ),
+    "a first batch for each": ("FL117", FETCHES.format(over="range(9)", fetched="next(iter(loader))" + MARK)),
+    "a method call": ("FL117", FETCHES.format(over="range(9)", fetched="iter(loader).__next__()" + MARK)),
+    "one batch of each loader": (
+        "FL117",
+        FETCHES.format(over="loaders", fetched="next(iter(loaders[name]))"),
+    ),
+    "one batch of a varying loader": (
+        "FL117",
+        FETCHES.format(over="loaders", fetched="next(iter(loader := loaders[name]))"),
+    ),
+    "one iterator": ("FL117", FETCHES.format(over="range(9)", fetched="next(loader)")),
     "an overridden evaluation": ("FL201", OVERRIDDEN.format(call="if epoch > 3:", decorator="", mark=MARK)),
     "without gradients in the base class": (
         "FL201",

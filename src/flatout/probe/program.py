@@ -9,6 +9,7 @@ from pathlib import Path
 
 from flatout.probe.callers import Callers, is_abstract
 from flatout.probe.each_step import functions_of_each_step
+from flatout.probe.evaluation_loops import evaluation_loops
 from flatout.probe.names import FUNCTIONS
 from flatout.probe.script import SourceFile, Unreadable
 from flatout.probe.step_loops import ProgramEvent, StepLoop, step_loops
@@ -266,6 +267,11 @@ class ScriptProgram:
     def steps(self) -> list[StepLoop]:
         """Return the loops that train, and the functions that are one step of a loop that is not visible."""
         return [*self.step_loops, *step_functions(self)]
+
+    @cached_property
+    def evaluation_loops(self) -> list[StepLoop]:
+        """Return the loops that run a model for each batch and never train it."""
+        return evaluation_loops(self)
 
     @cached_property
     def of_each_step(self) -> dict[int, tuple[SourceFile, ast.AST]]:

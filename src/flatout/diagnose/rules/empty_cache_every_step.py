@@ -1,7 +1,7 @@
 """Every step frees the allocator's cache.
 
 What:
-    `torch.cuda.empty_cache()` runs in every step of the training loop.
+    `torch.cuda.empty_cache()` runs in every step of the training loop, or in every batch of an evaluation.
 Why it matters:
     PyTorch caches freed memory so that the next step can reuse it immediately. Freeing the cache calls
     `cudaFree`, which waits for the device, and the next step must call `cudaMalloc` again. It does not free
@@ -54,12 +54,13 @@ NAMES = (
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
-    for event in every_step(program, *NAMES):
+    for event, when, weight in every_step(program, *NAMES):
         yield RULE.finding(
-            f"`{event.source.code(event.node)}` frees memory in every step that the next step must allocate again",
+            f"`{event.source.code(event.node)}` frees memory in every {when} that the next one must allocate again",
             event.place,
             f"# remove {event.source.code(event.node)}",
             edits=without_statement(event.source, event.node),
+            weight=weight,
         )
 
 

@@ -1,7 +1,7 @@
 """Every step runs Python's garbage collector.
 
 What:
-    `gc.collect()` is in the training loop and runs in every step.
+    `gc.collect()` runs in every step of the training loop, or in every batch of an evaluation.
 Why it matters:
     A full collection visits every object of the program. It takes tens of milliseconds once torch is loaded.
     Tensors are freed by their reference counts, without the collector.
@@ -49,12 +49,13 @@ from flatout.schema.profile import ProfileRecord
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
-    for event in every_step(program, "gc.collect"):
+    for event, when, weight in every_step(program, "gc.collect"):
         yield RULE.finding(
-            "`gc.collect()` visits every object of the program in every step",
+            f"`gc.collect()` visits every object of the program in every {when}",
             event.place,
             "# remove it, or collect once per epoch",
             edits=without_statement(event.source, event.node),
+            weight=weight,
         )
 
 

@@ -1,7 +1,7 @@
 """Every step synchronises with the device.
 
 What:
-    `torch.cuda.synchronize()` runs in every step of the training loop.
+    `torch.cuda.synchronize()` runs in every step of the training loop, or in every batch of an evaluation.
 Why it matters:
     The host stops until the device has finished all work. The device then has nothing queued, and idles while
     the host prepares the next step. Work that should overlap runs sequentially.
@@ -37,6 +37,7 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rewrites import without_statement
 from flatout.diagnose.rule import Rule
+from flatout.probe.evaluation_loops import over_batches
 from flatout.probe.program import ScriptProgram
 from flatout.probe.step_loops import ProgramEvent
 from flatout.schema.findings import Finding, Severity
@@ -51,12 +52,17 @@ NAMES = (
 
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
-    for event in every_step(program, *NAMES):
+    found = list(every_step(program, *NAMES))
+    for event, when, weight in found:
+        pair = [other for other, _, each in found if each == weight and other.loops == event.loops]
+        if weight and len(pair) > 1 and _needed(program, event):
+            continue  # both ends of a time that is measured on purpose
         yield RULE.finding(
-            f"`{event.source.code(event.node)}` makes the host wait for the device in every step",
+            f"`{event.source.code(event.node)}` makes the host wait for the device in every {when}",
             event.place,
             f"# remove {event.source.code(event.node)}, or time every hundredth step",
             edits=[] if _needed(program, event) else without_statement(event.source, event.node),
+            weight=weight,
         )
 
 
@@ -83,16 +89,26 @@ def _needed(program: ScriptProgram, event: ProgramEvent) -> bool:
     return clock or to_host
 
 
-def every_step(program: ScriptProgram, *dotted: str) -> Iterator[ProgramEvent]:
-    """Yield the calls of one of these names that run in every pass of a training loop."""
-    for loop in program.steps:
+def every_step(program: ScriptProgram, *dotted: str) -> Iterator[tuple[ProgramEvent, str, int]]:
+    """Yield the calls of one of these names that run in every pass of a training loop, or of an evaluation.
+
+    With each come the words for when it runs, and the weight of its finding.
+    """
+    seen: set[int] = set()
+    loops = [(loop, "step", 0) for loop in program.steps]
+    loops += [
+        (loop, "batch of the evaluation", -1) for loop in program.evaluation_loops if over_batches(loop)
+    ]
+    for loop, when, weight in loops:
         for event in loop.of("call"):
             if (
                 loop.always(event)
                 and isinstance(event.node, ast.Call)
                 and event.source.dotted(event.node.func) in dotted
+                and not (weight and id(event.node) in seen)
             ):
-                yield event
+                seen.add(id(event.node))
+                yield event, when, weight
 
 
 RULE = Rule("FL103", "synchronize_every_step", Severity.TIME, __doc__, look=look, fix_changes="")
