@@ -113,6 +113,39 @@ class Trainer:
             x = {fetched}
             print(self.model(x).mean())
 """
+MODES = """
+class Trainer:
+    def __init__(self, model, optimizer, loaders):
+        self.model, self.optimizer, self.loaders = model, optimizer, loaders
+
+    def fit(self):
+        for epoch in range(9):
+            {mode}
+            for step, x in enumerate(self.loaders["train"]):
+                self.optimizer.zero_grad()
+                self.run(x).backward()
+                self.optimizer.step()
+                if step % 100 == 0:
+                    {before}
+                    self.validate()
+
+    def run(self, x):
+        return self.model(x).mean()
+
+    def validate(self):
+        {switch}
+        with torch.no_grad():
+            for x in self.loaders["val"]:
+                print(self.run(x)){mark}
+"""
+IN_MODE = {
+    "no train()": ("pass", "pass", "pass"),
+    "eval()": ("self.model.train()", "pass", "self.model.eval()"),
+    "a mode": ("self.model.train()", "pass", "self.model.train(False)"),
+    "a mode of a variable": ("self.model.train(epoch > 0)", "pass", "pass"),
+    "a function sets it": ("self.model.train()", "set_mode(self.model, 'val')", "pass"),
+    "a hook": ("self.model.train()", "self.hooks.on_validation(self)", "pass"),
+}
 MARK = "  # <-"
 FREEZES = """
 import torchvision
@@ -143,6 +176,14 @@ THAWED = {
 WAITS = "torch.cuda.synchronize()"
 EVERY_BATCH = {"FL103": WAITS, "FL104": "torch.cuda.empty_cache()", "FL105": "gc.collect()"}
 FORMS = {
+    "evaluated in training mode": (
+        "FL015",
+        MODES.format(mode="self.model.train()", before="pass", switch="pass", mark=MARK),
+    ),
+    **{
+        f"evaluated with {name}": ("FL015", MODES.format(mode=mode, before=before, switch=switch, mark=""))
+        for name, (mode, before, switch) in IN_MODE.items()
+    },
     **{
         f"{code} in an evaluation": (
             code,

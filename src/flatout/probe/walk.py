@@ -226,10 +226,9 @@ class Walk:
             return self._backward(source, call, owner)
         if name == "manual_backward":  # of Lightning, which scales the loss if the precision needs it
             return "backward", call.args[0] if call.args else None, True
-        if self.program.functions_called(
-            source, call
-        ):  # a method of the program itself is entered, whatever its name
-            return "call", None, False
+        own_optimizer = name in ("step", "zero_grad") and self.values.is_a(source, owner, "Optimizer")
+        if not own_optimizer and self.program.functions_called(source, call):
+            return "call", None, False  # a method of the program itself is entered, whatever its name
         if name == "step":
             for kind, event in (
                 ("GradScaler", "scaler_step"),

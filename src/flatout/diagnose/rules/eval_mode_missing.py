@@ -2,7 +2,8 @@
 
 What:
     A loop under `torch.no_grad()` runs a model with Dropout or BatchNorm, and `model.eval()` is never called.
-    Or it is called, but the loop then calls `model.train()` before it runs the model.
+    Or it is called, but the loop then calls `model.train()` before it runs the model. If the layers of the
+    model are not visible, the rule expects that a training calls `train()` and evaluates between its epochs.
 Why it matters:
     Dropout stays active, so the results are too poor and change from run to run. BatchNorm normalises each
     test batch on its own, and updates its running statistics with test data. The test data leaks into the
@@ -48,12 +49,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from flatout.diagnose.evaluation_mode import missing_mode
 from flatout.diagnose.rule import Rule
 from flatout.probe.call_chain import same
 from flatout.probe.contexts import without_gradients
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
-from flatout.probe.step_loops import ProgramEvent, implies, together
+from flatout.probe.step_loops import COUNTS, ProgramEvent, implies, mentions, together
 from flatout.schema.findings import Finding, Severity
 
 MODES = {
@@ -74,23 +76,44 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
     switched = any(event.kind in ("eval", "train") for event in program.events if event.kind == "eval")
     if switched or not program.step_loops or program.mentions("LightningModule", "Trainer", "eval"):
         return
-    training = {id(event.node) for loop in program.step_loops for event in loop.events}
+    seen: set[int] = set()
     for event in program.events:
         if (
             event.kind == "call"
             and isinstance(event.node, ast.Call)
             and event.loops
-            and id(event.node) not in training
+            and id(event.loops[-1].node) not in seen
             and without_gradients(event)
+            and not _of_a_step(program, event)
+            and _is_trained(program, event)
         ):
-            layer = has_mode(program, event.source, event.node.func)
-            if layer and _is_trained(program, event.source, event.node.func):
-                name = event.source.code(event.node.func)
-                yield RULE.finding(
-                    f"`{name}` has {layer} and is evaluated here in training mode: `eval()` is never called",
-                    event.place,
-                    f"{name}.eval()   # before the loop\n{name}.train()  # after it",
-                )
+            model = event.node.func
+            layer = has_mode(program, event.source, model)
+            if not layer and not missing_mode(program, event):
+                continue
+            seen.add(id(event.loops[-1].node))
+            source, call = event.loops[-1].reached(event)
+            name = event.source.code(model)
+            why = f"has {layer} and is evaluated" if layer else "is trained after `train()`, and evaluated"
+            yield RULE.finding(
+                f"`{name}` {why} here in training mode: `eval()` is never called",
+                source.place(call),
+                f"{name}.eval()   # before the loop\n{name}.train()  # after it",
+                others=[] if call is event.node else [event.place],
+                weight=0 if layer else -1,
+            )
+
+
+def _of_a_step(program: ScriptProgram, event: ProgramEvent) -> bool:
+    """Return whether a call belongs to the training steps: not to a validation that runs after some of them."""
+    for loop in program.step_loops:
+        if loop.loop in event.loops:
+            tests = [node.test for node, _, _ in loop.arms(event) if isinstance(node, ast.If)]
+            if event.loops[-1] is loop.loop or not any(
+                mentions(each, (*COUNTS, "val", "test")) for each in tests
+            ):
+                return True
+    return False
 
 
 def _switched_back(program: ScriptProgram) -> Iterator[Finding]:
@@ -167,13 +190,15 @@ def has_mode(program: ScriptProgram, source: SourceFile, model: ast.AST) -> str:
     return ""
 
 
-def _is_trained(program: ScriptProgram, source: SourceFile, model: ast.AST) -> bool:
+def _is_trained(program: ScriptProgram, event: ProgramEvent) -> bool:
+    assert isinstance(event.node, ast.Call)
     return any(
-        isinstance(event.node, ast.Call)
-        and event.kind == "call"
-        and program.values.same(event.source, event.node.func, source, model)
+        isinstance(each.node, ast.Call)
+        and each.kind == "call"
+        and not without_gradients(each)
+        and program.values.same(each.source, each.node.func, event.source, event.node.func)
         for loop in program.step_loops
-        for event in loop.events
+        for each in loop.events
     )
 
 

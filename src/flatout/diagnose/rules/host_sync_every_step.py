@@ -2,7 +2,8 @@
 
 What:
     Every step fetches a value from the device: `loss.item()`, `float(loss)`, `.cpu()`, `.numpy()`,
-    `.tolist()`, printing a tensor, or `if mask.sum() > 0` in a loss function.
+    `.tolist()`, printing a tensor, `if mask.sum() > 0` in a loss function, or any of these in the `step` of an
+    own optimizer.
 Why it matters:
     The host queues work ahead of the device. To read a value, it must wait until all queued work is done. The
     device then idles until the host has queued more. With small steps, this takes a large share of the time.
@@ -61,6 +62,7 @@ from flatout.diagnose.gains import (
     without,
 )
 from flatout.diagnose.loss_reads import loss_reads
+from flatout.diagnose.optimizer_reads import optimizer_reads
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
@@ -79,6 +81,7 @@ LOSSES = ("loss", "criterion", "entropy")  # words in the names of functions tha
 
 def look(program: ScriptProgram) -> Iterator[Finding]:
     yield from _in_losses(program)
+    yield from _in_optimizers(program)
     if not program.uses_device:
         return
     for loop in program.steps:
@@ -124,6 +127,19 @@ def _in_losses(program: ScriptProgram) -> Iterator[Finding]:
                 source.place(node),
                 fix,
             )
+
+
+def _in_optimizers(program: ScriptProgram) -> Iterator[Finding]:
+    """Find reads in the step of an optimizer of the program, which has no training loop of its own."""
+    for source, node, tensor, for_each in optimizer_reads(program):
+        when = "for each parameter, in every step" if for_each else "in every step"
+        name = source.code(tensor)
+        yield RULE.finding(
+            f"`{source.code(node)}` waits {when} until the device has finished all queued work",
+            source.place(node),
+            f"{name}  # keep it on the device; operators and comparisons work on tensors, too",
+            weight=0 if for_each else -1,
+        )
 
 
 def _of_gradient(node: ast.AST) -> bool:

@@ -1,0 +1,109 @@
+"""Reads of the device in the step of an own optimizer, on the marked lines only, and healthy twins."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from flatout.diagnose.check import check
+from flatout.probe.program import ScriptProgram
+
+HEAD = """
+import math
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+device = torch.device("cuda")
+"""
+OPTIMIZER = """
+class Own(torch.optim.Optimizer):
+    def step(self, closure=None):
+        self.total = 0.0
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, group)
+        norm = torch.tensor([self.total], device=device)
+        {once}
+
+    def update(self, p, group):
+        state = self.state[p]
+        if len(state) == 0:
+            state["step"], state["n"] = torch.tensor(0.0), 0
+            state["first"] = torch.zeros_like(p)
+        first, grad = state["first"], p.grad.flatten()
+        {line}
+        p.add_(grad, alpha=-group["lr"])
+"""
+FETCHED = {
+    "a sum": "self.total += first.abs().sum().item()",
+    "an inner product": "self.total += group['lr'] * torch.dot(first, grad - p.data).item()",
+    "a conversion": "self.total += float(grad.norm())",
+    "a condition": "if grad.norm() > group['limit']: grad.div_(2)",
+    "a scale as a tensor": "p.add_(first, alpha=grad.norm())",
+    "a square root": "self.total += math.sqrt(grad.square().sum())",
+}
+NOT_FETCHED = {
+    "a count on the host": "self.total += state['step'].item()",
+    "a shape": "self.total += float(grad.numel()) + int(p.shape[0]) + p.grad.dim()",
+    "a group's number": "self.total += float(group['lr'])",
+    "a sum on the device": "self.total = self.total + first.abs().sum()",
+    "a condition of numbers": "if p.dim() > 1 and grad.is_sparse and group['limit'] > 0: grad.div_(2)",
+    "debugging": "if group['debug']: print(grad.norm().item())",
+    "now and then": "if state['n'] % 100 == 0: self.total = grad.norm().item()",
+    "an error": "if grad.is_sparse: raise ValueError(grad.norm().item())",
+    "another type": "self.total += p.float().double().sum()",
+}
+SEARCH = """
+class Search(torch.optim.Optimizer):
+    def step(self, closure):
+        for trial in range(20):
+            loss = closure()
+            for p in self.param_groups[0]["params"]:
+                if p.grad.abs().max() < 1e-6:
+                    return loss
+"""
+MARK = "  # <-"
+FORMS = {
+    **{
+        f"an optimizer reads {name}": OPTIMIZER.format(line=line + MARK, once="pass")
+        for name, line in FETCHED.items()
+    },
+    "an optimizer reads once": OPTIMIZER.format(line="pass", once="self.total = norm[0].item()" + MARK),
+    **{
+        f"an optimizer has {name}": OPTIMIZER.format(line=line, once="pass")
+        for name, line in NOT_FETCHED.items()
+    },
+    "a line search": SEARCH,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_read_is_found_on_its_line(form):
+    text = HEAD + textwrap.dedent(FORMS[form])
+    found = [f.place.line for f in check(ScriptProgram.of_text(text), ["FL101"])]
+    assert found == [at for at, line in enumerate(text.splitlines(), 1) if line.endswith(MARK)]
+
+
+def test_a_read_for_each_parameter_comes_before_one_in_each_step():
+    text = HEAD + OPTIMIZER.format(
+        line="self.total += float(grad.norm())", once="self.total = norm[0].item()"
+    )
+    assert [f.weight for f in check(ScriptProgram.of_text(text), ["FL101"])] == [0, -1]
+
+
+def test_the_step_of_an_own_optimizer_is_the_step_of_a_training_loop():
+    text = (
+        HEAD
+        + OPTIMIZER.format(line="pass", once="pass")
+        + """
+model = nn.Linear(4, 1)
+optimizer = Own(model.parameters(), {})
+for x in DataLoader(torch.randn(64, 4), batch_size=8):
+    model(x).mean().backward()
+    optimizer.step()
+"""
+    )
+    assert [f.rule for f in check(ScriptProgram.of_text(text), ["FL001"])] == ["FL001"]
