@@ -7,7 +7,7 @@ from typing import Any
 
 from provenance import markdown_table
 
-HALVES = ("A", "B", "C")
+HALVES = ("A", "B", "C", "D")
 KINDS = ("true", "opinion", "false", "not judged")
 HEADER = (
     "half",
@@ -33,10 +33,10 @@ def page(
         "# Pull requests of public trainers\n",
         "What maintainers of public PyTorch trainers found and fixed, and whether flatout names it. `check` reads the commit before the fix in a checkout, "
         "as its user would run it. It is never run: no figure of `check` depends on the machine. Named first: the first finding is one that counts, within 3 lines of a changed "
-        "line. Named: any finding is. The cases were written down, and split at random, before any rule was run on them. The authors knew the names of the rules by then.\n",
+        "line. Named: any finding is. The cases were written down before any rule was run on them; A and B are a random split. The authors knew the names of the rules by then.\n",
         "`profile` measures a small program of ours with the same fault. Its proportions are ours, so it shows what the rules can see, not how often.\n",
         "Rules were first changed for half A alone; that did not help half B (see the earlier figures). Then the cases of half B were read as well, so today's figures of A and B are not held out. "
-        "The cases of C were chosen afterwards by readers who had not seen the rules, one from a repository, none of them in A or B. C shows what to expect on an unknown program.\n",
+        "Set C was chosen after that, and set D after rules had been written for C, by readers who had not seen the rules; one case from a repository, none twice. The first figures of each show what to expect on an unknown program: about one case in six named first.\n",
         markdown_table(
             HEADER,
             [summary(half, cases, done) for half in (*HALVES, "A and B") if of_half(half, cases, done)],
