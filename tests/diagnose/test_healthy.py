@@ -49,6 +49,25 @@ HEALTHY = {
             scaler.step(optimizer)
             scaler.update()
     """,
+    "a class of the program in place of the scaler": """
+        import sys
+        class NoScaler:
+            def scale(self, loss):
+                return loss
+            def step(self, optimizer):
+                optimizer.step()
+            def update(self):
+                pass
+        if "--amp" in sys.argv:
+            scaler = torch.amp.GradScaler("cuda")
+        else:
+            scaler = NoScaler()
+        for x, y in loader:
+            optimizer.zero_grad()
+            scaler.scale(F.cross_entropy(model(x), y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    """,
     "an evaluation whose losses are differentiated after it": """
         for epoch in range(3):
             losses = []

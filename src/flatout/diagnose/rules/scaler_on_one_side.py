@@ -75,6 +75,8 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             met = [event for event in by_scaler if together(event, step) and implies(step, event)]
             if not met or any(together(event, step) for event in scaler_steps) or step.subject is None:
                 continue
+            if _of_a_stand_in(step):
+                continue
             scaler, optimizer = _scaler(met[-1]), step.source.code(step.subject)
             yield RULE.finding(
                 f"`{optimizer}` steps with gradients that are still multiplied by the scaler's factor (line {met[-1].place.line})",
@@ -96,6 +98,12 @@ def _by_scaler(program: ScriptProgram, event: ProgramEvent) -> bool:
         and isinstance(call.func, ast.Attribute)
         and program.values.is_a(event.source, call.func.value, "GradScaler")
     )
+
+
+def _of_a_stand_in(step: ProgramEvent) -> bool:
+    """Return whether a class of the program that scales losses makes the step, in place of a GradScaler."""
+    klass = step.source.klass(step.node)
+    return klass is not None and any(getattr(each, "name", "") == "scale" for each in klass.body)
 
 
 def _scaler(event: ProgramEvent) -> str:
