@@ -82,7 +82,7 @@ def run_profile(program: ProfiledProgram) -> ProfileRecord:
     record.findings = judge(record, RULES)
     if program.command.script is not None and record.findings:
         with suppress(OSError, Unreadable):
-            placed(record.findings, RULES, ScriptProgram.read(program.command.script))
+            record.findings = placed(record.findings, RULES, ScriptProgram.read(program.command.script))
     record.status = "done"
     return record
 

@@ -24,11 +24,12 @@ def judge(profile: ProfileRecord, table: Iterable[Rule]) -> list[Finding]:
     return ranked([finding for rule in table if rule.judge is not None for finding in rule.judge(profile)])
 
 
-def placed(findings: Iterable[Finding], table: Iterable[Rule], program: ScriptProgram) -> None:
-    """Give measured findings the line of their cause, where the same rule finds it in the source.
+def placed(findings: Iterable[Finding], table: Iterable[Rule], program: ScriptProgram) -> list[Finding]:
+    """Give measured findings the line of their cause, where the same rule finds it in the source, and sort them.
 
     A measurement of a wrong result knows the step, but not the cause. Other findings keep their line.
     """
+    findings = list(findings)
     looks = {rule.code: rule.look for rule in table if rule.look is not None}
     for finding in findings:
         if finding.rule in looks and (finding.place is None or finding.severity == Severity.WRONG.value):
@@ -36,6 +37,7 @@ def placed(findings: Iterable[Finding], table: Iterable[Rule], program: ScriptPr
             if causes:
                 finding.others = [*causes[1:], *([finding.place] if finding.place else []), *finding.others]
                 finding.place = causes[0]
+    return sorted(findings, key=order)
 
 
 def ranked(findings: Sequence[Finding]) -> list[Finding]:
@@ -58,7 +60,9 @@ def order(finding: Finding) -> tuple[float, float, int, str, int, int, str]:
 
 
 def _replaces(narrow: Finding, wide: Finding) -> bool:
-    rule = RULES[wide.rule]
+    rule = RULES.get(wide.rule)
+    if rule is None:
+        return False
     if narrow.name in rule.replaced_by:
         return True
     return narrow.name in rule.replaced_at_its_line_by and (

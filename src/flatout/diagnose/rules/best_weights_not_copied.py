@@ -194,6 +194,7 @@ def _used_later(program: ScriptProgram, event: ProgramEvent, target: ast.expr) -
     function = event.source.function(event.node)
     if (
         function is not None
+        and event.source.function(event.loops[0].node) is function
         and isinstance(target, ast.Name)
         and any(isinstance(each, ast.Name) and each.id == target.id for each in returns(function))
     ):

@@ -53,6 +53,7 @@ from flatout.probe.value_paths import returns
 from flatout.probe.windows import last_name, resolved, size_of, window_of
 from flatout.schema.findings import Finding, Severity
 
+DIVIDES = ("split", "chunk", "tensor_split")
 ENDLESS = ("cycle", "repeat", "infinite", "endless", "forever", "inf_")
 STEPS = ("step", "scaler_step")
 
@@ -135,6 +136,8 @@ def _restarts(program: ScriptProgram, loop: StepLoop) -> bool:
         return False
     if isinstance(over, ast.Call) and last_name(over.func) in ("range", "trange"):
         return len(over.args) == 1 and last_name(over.args[0]).startswith("len(")
+    if isinstance(over, ast.Call) and last_name(over.func) in DIVIDES:
+        return False  # the program divides its data itself, mostly into whole windows
     return not any(_endless(program, each.source, each.node) for each in program.origins(loop.source, over))
 
 

@@ -234,14 +234,12 @@ def _outlives(program: ScriptProgram, loop: StepLoop, event: ProgramEvent, reape
             return False
     function = event.source.function(event.node)
     around = list(event.source.parents(event.node))
-    in_a_loop = (
-        any(isinstance(node, (ast.For, ast.AsyncFor, ast.While)) for node in around[: around.index(function)])
-        if function in around
-        else True
-    )
-    return in_a_loop or not isinstance(
-        reaper, ast.Name
-    )  # otherwise it is local to a function called in each step
+    if function in around and not any(node is loop.loop.node for node in around[: around.index(function)]):
+        whole = reaper
+        while isinstance(whole, ast.Subscript):
+            whole = whole.value
+        return not isinstance(whole, ast.Name)  # a name is local to a function that is called in each step
+    return True
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:
