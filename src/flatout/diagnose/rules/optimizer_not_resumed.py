@@ -68,6 +68,7 @@ from flatout.diagnose.rules.checkpoint_without_optimizer import has_state
 from flatout.probe.kinds import called_like
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
+from flatout.probe.value_paths import argument
 from flatout.probe.windows import last_name
 from flatout.schema.findings import Finding, Severity
 
@@ -119,8 +120,29 @@ def _unused(
                 used = any(
                     isinstance(node, ast.Name) and node.id == parameter.arg for node in ast.walk(function)
                 )
-                if called_like(parameter.arg, "Optimizer") and not used and not _delegates(function):
+                if (
+                    not used
+                    and not _delegates(function)
+                    and _is_optimizer(program, source, function, parameter)
+                ):
                     yield source, function, parameter
+
+
+def _is_optimizer(
+    program: ScriptProgram,
+    source: SourceFile,
+    function: ast.FunctionDef | ast.AsyncFunctionDef,
+    parameter: ast.arg,
+) -> bool:
+    """Return whether a parameter is an optimizer, by its name or by what the program passes for it."""
+    if called_like(parameter.arg, "Optimizer"):
+        return True
+    given = [
+        (home, value)
+        for home, call in program.callers(function)
+        if (value := argument(source, function, parameter, call)) is not None
+    ]
+    return any("Optimizer" in program.values.kinds(home, value) for home, value in given)
 
 
 def _loads_file(source: SourceFile, function: ast.AST) -> bool:
