@@ -7,6 +7,7 @@ reaches. Gradients that only a training step takes, such as those of a penalty, 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from flatout.probe.program import ScriptProgram
 
 TAKES = ("torch.autograd.grad", "torch.autograd.functional.", "torch.func.")
-WORDS = ("autograd", "create_graph", "torch.func", "requires_grad")
+WORDS = re.compile(r"autograd|create_graph|torch\.func\b|requires_grad_\((?!False)|requires_grad = True")
 
 
 def needs_gradients(program: ScriptProgram) -> bool:
@@ -29,7 +30,7 @@ def needs_gradients(program: ScriptProgram) -> bool:
         if any(not _only_trains(program, source, node) for node in _uses(source)):
             return True
     for file, text in reached_files(Path(program.main.path)):
-        if file not in read and any(word in text for word in WORDS):
+        if file not in read and WORDS.search(text):
             try:
                 if any(_uses(SourceFile(str(file), text))):
                     return True

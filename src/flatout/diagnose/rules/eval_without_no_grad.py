@@ -78,6 +78,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         return
     modes: list[ProgramEvent] = []
     info: set[int] = set()
+    busy = {loop for each in program.events if each.kind in ("backward", "step") for loop in each.loops}
     for event in program.events:
         if event.kind in ("eval", "train") and event.subject is not None:
             modes.append(event)
@@ -88,7 +89,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             or id(event.loops[-1].node) in info
         ):
             continue
-        if any(each.kind in ("backward", "step") for each in _inside(program, event.loops[-1])):
+        if event.loops[-1] in busy:
             continue
         in_evaluation = _evaluates(program, event, modes)
         if in_evaluation or _only_measures(program, event):
@@ -128,10 +129,6 @@ def _edits(event: ProgramEvent, loop: LoopVisit) -> list[Edit]:
 def _switched_by_call(program: ScriptProgram) -> bool:
     """Return whether a call on its own line disables gradients, for an unknown span."""
     return any(isinstance(source.parent(call), ast.Expr) for source, call in program.calls(*OFF))
-
-
-def _inside(program: ScriptProgram, loop: LoopVisit) -> list[ProgramEvent]:
-    return [event for event in program.events if loop in event.loops]
 
 
 def _evaluates(program: ScriptProgram, event: ProgramEvent, modes: list[ProgramEvent]) -> bool:
