@@ -49,6 +49,38 @@ HEALTHY = {
             scaler.step(optimizer)
             scaler.update()
     """,
+    "losses of inner steps, in a list of the method that makes the step": """
+        class Meta:
+            def __init__(self):
+                self.optimizer = torch.optim.Adam(model.parameters())
+            def forward(self, tasks):
+                losses = [0 for _ in range(5)]
+                for x, y in tasks:
+                    for k in range(4):
+                        loss = F.cross_entropy(model(x), y)
+                        losses[k + 1] += loss
+                loss = losses[-1] / 4
+                self.optimizer.zero_grad()
+                loss.backward()
+                self.optimizer.step()
+        meta = Meta()
+        for epoch in range(3):
+            meta.forward(list(loader))
+    """,
+    "a state that a helper fills and returns while the training goes on": """
+        def averaged(averages):
+            state = model.state_dict()
+            for name, value in zip(list(state), averages):
+                state[name] = value
+            return state
+        averages = [p.detach().clone() for p in model.parameters()]
+        for epoch in range(3):
+            for x, y in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            torch.save(averaged(averages), f"average{epoch}.pt")
+    """,
     "a class of the program in place of the scaler": """
         import sys
         class NoScaler:
