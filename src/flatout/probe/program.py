@@ -22,6 +22,9 @@ MAX_FILES = 200
 INSTALLED = {"site-packages", "dist-packages"}
 
 
+CallIndex = dict[str, list[tuple[int, SourceFile, ast.Call]]]
+
+
 class ScriptProgram:
     """``main`` is the script, ``sources`` are all files, the script first.
 
@@ -182,17 +185,23 @@ class ScriptProgram:
 
     def calls(self, *dotted: str) -> Iterator[tuple[SourceFile, ast.Call]]:
         """Yield every call of one of these names, in the order of files and lines."""
-        for source in self.sources:
-            for call in source.calls:
-                if source.dotted(call.func) in dotted:
-                    yield source, call
+        yield from _of_names(self._calls_by_name[0], dotted)
 
     def method_calls(self, *names: str) -> Iterator[tuple[SourceFile, ast.Call]]:
         """Yield every call ``x.name(...)`` of one of these names, for any x."""
-        for source in self.sources:
-            for call in source.calls:
-                if isinstance(call.func, ast.Attribute) and call.func.attr in names:
-                    yield source, call
+        yield from _of_names(self._calls_by_name[1], names)
+
+    @cached_property
+    def _calls_by_name(self) -> tuple[CallIndex, CallIndex]:
+        """All calls by dotted name, and those of methods by the name of the method, each with its place in the order."""
+        dotted: CallIndex = {}
+        methods: CallIndex = {}
+        every = ((source, call) for source in self.sources for call in source.calls)
+        for at, (source, call) in enumerate(every):
+            dotted.setdefault(source.dotted(call.func), []).append((at, source, call))
+            if isinstance(call.func, ast.Attribute):
+                methods.setdefault(call.func.attr, []).append((at, source, call))
+        return dotted, methods
 
     def nodes(self, *kinds: type) -> Iterator[tuple[SourceFile, ast.AST]]:
         for source in self.sources:
@@ -320,3 +329,9 @@ def _package(script: Path, root: Path) -> str:
         return ".".join(script.parent.resolve().relative_to(root.resolve()).parts)
     except ValueError:
         return ""
+
+
+def _of_names(index: CallIndex, names: tuple[str, ...]) -> Iterator[tuple[SourceFile, ast.Call]]:
+    found = [each for name in dict.fromkeys(names) for each in index.get(name, ())]
+    for _, source, call in sorted(found, key=lambda each: each[0]) if len(names) > 1 else found:
+        yield source, call
