@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 
 from flatout.probe.contexts import without_gradients
-from flatout.probe.names import FUNCTIONS, Binding
+from flatout.probe.names import Binding
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 from flatout.probe.step_loops import ProgramEvent, StepLoop
+from flatout.probe.value_paths import argument
 from flatout.probe.windows import last_name
 
 # Methods whose result has the graph of their object, and functions whose result has that of their argument.
@@ -115,7 +116,8 @@ def loss_given(
     callers = {id(call) for _, call in program.callers(function)}
     for call in loop.of("call"):
         if id(call.node) in callers and not without_gradients(call):
-            given = argument(function, call, ast.unparse(node))
+            assert isinstance(call.node, ast.Call)
+            given = argument(source, function, bindings[0].node, call.node)
             if given is not None and (
                 graph_of(program, loop, call, given)
                 or loss_given(program, loop, call.source, given, depth + 1)
@@ -135,20 +137,6 @@ def _just_set(source: SourceFile, node: ast.Attribute) -> ast.expr | None:
         and [ast.unparse(target) for target in each.targets] == [ast.unparse(node)]
     ]
     return sets[-1] if len(sets) == 1 and ast.unparse(node).startswith("self.") else None
-
-
-def argument(function: ast.AST, call: ProgramEvent, name: str) -> ast.expr | None:
-    """Return what a call passes for the parameter of this name."""
-    assert isinstance(function, FUNCTIONS)
-    assert isinstance(call.node, ast.Call)
-    names = [a.arg for a in [*function.args.posonlyargs, *function.args.args]]
-    names = names[1:] if names[:1] == ["self"] else names
-    given = next((keyword.value for keyword in call.node.keywords if keyword.arg == name), None)
-    position = names.index(name) if name in names else len(call.node.args)
-    if given is not None or position >= len(call.node.args):
-        return given
-    starred = any(isinstance(each, ast.Starred) for each in call.node.args)
-    return None if starred else call.node.args[position]
 
 
 def _detached(event: ProgramEvent, kept: ast.expr) -> bool:

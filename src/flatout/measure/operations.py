@@ -106,9 +106,9 @@ Lines = Mapping[tuple[str, tuple[tuple[int, ...], ...]], Sequence[Line | None]]
 class RecordingResult:
     """Result of a recording.
 
-    ``operators_ns`` is the time of the program's own thread in operators of any kind, ``busy_ns`` the busy
-    time of the device, ``device_ns`` that of each kind of work; kinds may overlap. ``python_share`` is the share of time in which that thread was neither in an operator
-    nor waiting for data.
+    ``operators_ns`` is the time of the program's own thread in operators of any kind. ``busy_ns`` is the busy
+    time of the device, ``device_ns`` that of each kind of work; kinds may overlap. ``python_share`` is the
+    share of time in which that thread was neither in an operator nor waiting for data.
     """
 
     operations: list[Operation]

@@ -64,13 +64,24 @@ def _evaluates(program: ScriptProgram, event: ProgramEvent, modes: list[ProgramE
         return True
     own = [
         mode
+        for mode in modes_of_model(program, event, modes)
+        if bool(mode.frames) == bool(event.frames)
+        and not mode.loops[len(event.loops) - 1 :]
+        and mode.place.line < event.place.line
+    ]
+    return bool(own) and own[-1].kind == "eval"
+
+
+def modes_of_model(
+    program: ScriptProgram, event: ProgramEvent, modes: list[ProgramEvent]
+) -> list[ProgramEvent]:
+    """Return the calls of ``train()`` and ``eval()`` that act on the model that a call runs, on its way."""
+    assert isinstance(event.node, ast.Call)
+    return [
+        mode
         for mode in modes
         if mode.subject is not None
         and mode.root is event.root
         and mode.frames == event.frames[: len(mode.frames)]
-        and bool(mode.frames) == bool(event.frames)
-        and not mode.loops[len(event.loops) - 1 :]
-        and program.values.same(mode.source, mode.subject, event.source, model)
-        and mode.place.line < event.place.line
+        and program.values.same(mode.source, mode.subject, event.source, event.node.func)
     ]
-    return bool(own) and own[-1].kind == "eval"

@@ -39,6 +39,7 @@ from collections.abc import Iterable, Iterator
 from flatout.diagnose.gains import event_of, found
 from flatout.diagnose.rewrites import inside_with
 from flatout.diagnose.rule import Rule
+from flatout.probe.evaluation_loops import modes_of_model
 from flatout.probe.inner_gradients import needs_gradients
 from flatout.probe.names import FUNCTIONS
 from flatout.probe.program import ScriptProgram
@@ -141,14 +142,7 @@ def _evaluates(program: ScriptProgram, event: ProgramEvent, modes: list[ProgramE
         or any(_off(event))
     ):
         return False
-    own = [
-        mode
-        for mode in modes
-        if mode.subject is not None
-        and mode.root is event.root
-        and mode.frames == event.frames[: len(mode.frames)]
-        and program.values.same(mode.source, mode.subject, event.source, model)
-    ]
+    own = modes_of_model(program, event, modes)
     set_here = bool(own) and own[-1].kind == "eval" and bool(own[-1].frames) == bool(event.frames)
     return set_here and not _callers_may_switch(program, event, own[-1])
 
