@@ -1,6 +1,6 @@
 """Turns measured pairs into changes with intervals, a verdict on the losses, and gates.
 
-The step time of each pair gives one value: the mean logarithm of the ratio of adjacent blocks. Two processes
+The step time of each pair gives one value: the logarithm of the ratio of the mean step times. Two processes
 of one program differ for their whole life, so the interval is that of the mean over pairs (Student's t).
 Measuring stops once the interval is narrow, or with a gate once that is decided. Looking after each pair makes
 an interval of 95 % cover less, so `LEVEL` is a little higher. In simulations with normal pairs, 94 to 97 % of
@@ -86,9 +86,8 @@ def _phase_ms(run: Run, name: str) -> float | None:
 
 def side_record(side: Side, runs: Sequence[Run]) -> SideRecord:
     records = [run.record for run in runs]
-    times = [ms for run in runs for ms in run.blocks_ms]
     samples = [r.samples_per_step for r in records if r.samples_per_step]
-    step_ms = median(times)
+    step_ms = median([math.exp(run.log_ms) for run in runs])
     return SideRecord(
         side.label,
         list(side.command.shown),

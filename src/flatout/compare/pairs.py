@@ -2,6 +2,9 @@
 
 Each process starts alone, so its start-up is measured without the other's. Then blocks of both alternate
 (A B B A) while the other is stopped. The order within a pair changes from pair to pair.
+
+Blocks are short. On shared machines other tenants slow the cores down for a tenth of a second to a few seconds
+at a time. In adjacent short blocks, this slows both programs alike.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Any
 from flatout.compare.sides import Side
 from flatout.job.folder import JobFolder
 from flatout.measure.clock import seconds
-from flatout.measure.statistics import mean
+from flatout.measure.statistics import block_ms
 from flatout.schema.errors import FlatoutError, NothingMeasured
 from flatout.schema.facts import Facts
 from flatout.schema.records import TrialRecord
@@ -26,7 +29,10 @@ from flatout.tune.disturbance import Disturbance
 from flatout.tune.gone import program_failed, why_not
 from flatout.tune.interleaver import Interleaver
 
-ROUNDS = 4  # of a pair; processes differ more than blocks, so more pairs serve better
+BLOCK_MS = 30.0  # intended length of a block; shorter ones would mostly fill caches
+PAIR_MS = 2800.0  # of all blocks of a pair; processes differ too, so more pairs serve better
+LEAST_ROUNDS = 4  # of a pair
+TOUCHED_MS = 350.0  # of a program after its warm-up, until it has touched its memory
 START_TIMEOUT_S = 900.0
 ANSWER_S = 60.0
 FEWEST_ROUNDS = 2
@@ -42,8 +48,8 @@ class Run:
 
     @property
     def log_ms(self) -> float:
-        """The mean logarithm of the step time in milliseconds."""
-        return mean([math.log(ms) for ms in self.blocks_ms])
+        """The logarithm of the mean step time in milliseconds. Evaluations and checkpoints are left out."""
+        return math.log(block_ms(self.blocks_ms))
 
     def to_json(self) -> dict[str, Any]:
         return {"record": self.record.to_json(), "start_s": self.start_s, "blocks_ms": self.blocks_ms}
@@ -73,6 +79,7 @@ class PairTimer:
     def __init__(self, sides: Sequence[Side], job: JobFolder, facts: Facts, watcher: Watcher) -> None:
         self.sides, self.job, self.facts, self.watcher = sides, job, facts, watcher
         self.interleaver = Interleaver(sides[0].command, job, facts)
+        self.interleaver.block_ms = BLOCK_MS
         self.disturbance = Disturbance(facts.cores)
         self.pairs: list[Pair] = []
         self.pair_s = 0.0  # of the last one
@@ -168,17 +175,18 @@ class PairTimer:
 
     def _blocks(self, trials: Mapping[int, Trial]) -> dict[int, list[float]]:
         """Alternate blocks of these programs: A B, B A, A B ... A program that ends leaves what it has."""
+        interleaver = self.interleaver
         found: dict[int, list[float]] = {at: [] for at in trials}
         for at, trial in trials.items():
             with _named(self.sides[at]):
-                self.interleaver.catch_up(trial, max(each.ticks_done for each in trials.values()))
-                # Memory is touched for the first time
-                self.interleaver.run(trial, self.interleaver.block_ticks)
-        for turn in range(ROUNDS):
+                interleaver.catch_up(trial, max(each.ticks_done for each in trials.values()))
+                interleaver.run(trial, max(1, round(TOUCHED_MS / interleaver.tick_ms)))
+        rounds = max(LEAST_ROUNDS, round(PAIR_MS / (2000 * interleaver.block_s)))
+        for turn in range(rounds):
             times = {}
             for at in trials if turn % 2 == 0 else reversed(list(trials)):
                 try:
-                    times[at] = self.interleaver.block(trials[at])
+                    times[at] = interleaver.block(trials[at])
                 except ProgramGone as gone:
                     if gone.record.status != "ended" or turn < FEWEST_ROUNDS:
                         raise _lost(self.sides[at], gone.record) from None

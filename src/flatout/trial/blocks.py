@@ -15,6 +15,7 @@ from flatout.schema.records import Ratio
 from flatout.trial.parent import Trial
 
 BLOCK_MS = 350.0
+CACHES_MS = 5.0  # of a program after a pause, until its caches are warm
 SHORT_BLOCK_MS = 100.0
 MOST_TICKS = 200
 FEWEST_ROUNDS = 3
@@ -56,15 +57,17 @@ class BlockTimer:
 
     def __init__(self) -> None:
         self.tick_ms = 1.0
+        self.block_ms = BLOCK_MS  # intended length of a block
         self.unit = "step"
         self.prefetched_ticks = 0
         self.longest_ticks = MOST_TICKS  # of one block; fewer if the program ends soon
+        self.core: int | None = None  # of the last block; the next one begins there
         self.settle_ticks = 1  # after a switch, until the step time is stable
 
     @property
     def block_ticks(self) -> int:
-        """Ticks of one block: about a third of a second, and more than loader workers have prefetched."""
-        ticks = round(BLOCK_MS / max(self.tick_ms, 1e-3))
+        """Ticks of one block: about ``block_ms``, and more than loader workers have prefetched."""
+        ticks = round(self.block_ms / max(self.tick_ms, 1e-3))
         if self.tick_ms < 500:
             ticks = max(ticks, 2 * self.prefetched_ticks)
         return max(1, min(self.longest_ticks, ticks))
@@ -96,10 +99,11 @@ class BlockTimer:
         """
         self.catch_up(trial, from_tick)
         ticks = self.block_ticks
-        times = trial.go(
-            ticks, self.deadline(ticks), LONGEST_BLOCK * max(ticks * self.tick_ms, BLOCK_MS) / 1000
-        )
-        skipped = min(max(1 if len(times) >= 4 else 0, self.prefetched_ticks), len(times) // 2)
+        longest_s = LONGEST_BLOCK * max(ticks * self.tick_ms, BLOCK_MS) / 1000
+        times = trial.go(ticks, self.deadline(ticks), longest_s, self.core)
+        self.core = trial.core
+        cold = max(1 if len(times) >= 4 else 0, math.floor(CACHES_MS / max(self.tick_ms, 1e-3)))
+        skipped = min(max(cold, self.prefetched_ticks), len(times) // 2)
         return block_ms(times[skipped:])
 
     def _warming_ticks(self, tick_ms: float) -> int:

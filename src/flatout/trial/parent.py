@@ -53,6 +53,7 @@ class Trial:
         self.attached = False  # a process of it has imported torch
         self.started_s = 0.0
         self.ticks_done = 0  # since the program began to train
+        self.core: int | None = None  # on which the last ticks ended
         self._short = Path(tempfile.mkdtemp(prefix="flatout-"))  # a socket path is limited to 107 characters
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._channels: list[Channel] = []
@@ -141,14 +142,17 @@ class Trial:
         if self._program is not None:
             self._program.go_on()
 
-    def go(self, ticks: int, deadline_s: float, longest_s: float = 1e9) -> list[float]:
+    def go(
+        self, ticks: int, deadline_s: float, longest_s: float = 1e9, core: int | None = None
+    ) -> list[float]:
         """Run ``ticks`` ticks and return the milliseconds of each; the program is paused before and after.
 
-        After ``longest_s`` it returns fewer ticks, but at least one.
+        After ``longest_s`` it returns fewer ticks, but at least one. ``core``: begin on it (measure/cores.py).
         """
-        answer = self.ask({"do": "go", "ticks": ticks, "seconds": longest_s}, deadline_s)
+        answer = self.ask({"do": "go", "ticks": ticks, "seconds": longest_s, "core": core}, deadline_s)
         self.hold()
         times: list[float] = answer["ms"]
+        self.core = answer["core"]
         self.ticks_done += len(times)
         return times
 

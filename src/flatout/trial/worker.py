@@ -2,7 +2,8 @@
 
 Commands (one JSON object a line), each answered with one object:
 
-    {"do": "go", "ticks": n}            run n ticks ("seconds" ends them early), report them: {"ms": [...]}
+    {"do": "go", "ticks": n}            run n ticks ("seconds" ends them early, "core" is where to begin), report
+                                        them and the core: {"ms": [...], "core": n}
     {"do": "switch", "choices": [...]}  make exactly these live levers active
     {"do": "options"}                   return what every lever says about this program
     {"do": "replica", "choices": [...]} run the guard's step replica with these live levers, the most valuable first;
@@ -35,6 +36,7 @@ from flatout.agent.frames import is_torch
 from flatout.guard.perturb import perturb
 from flatout.job.parent_exit import die_with_parent
 from flatout.measure.clock import clock_for, seconds
+from flatout.measure.cores import current_core
 from flatout.measure.load import copies_that_fit
 from flatout.measure.phases import PhaseRecorder
 from flatout.measure.statistics import block_ms, median
@@ -296,7 +298,7 @@ class Worker(WorkerRecord):
             else:
                 self.measured.extend(ms)
                 self.measured_samples += self.block_samples
-                self.answer({"ms": ms})
+                self.answer({"ms": ms, "core": current_core()})
         else:
             return  # the replica needs another step
         self.block_samples = 0

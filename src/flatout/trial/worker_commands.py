@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from flatout.guard.replica import StepReplica
 from flatout.measure.clock import seconds
+from flatout.measure.cores import move_to
 from flatout.measure.statistics import median
 from flatout.schema.lever import Options
 from flatout.trial.fetching import fetches
@@ -27,6 +28,8 @@ def obey(worker: WorkerRecord) -> None:
         if do == "go":
             worker.block_left = int(command["ticks"])
             worker.block_until_s = seconds() + float(command.get("seconds", "inf"))
+            if command.get("core") is not None and not worker.ranks.several:
+                move_to(command["core"])
             break
         if do == "replica":
             # The replica's copies of the model do not belong to the program
