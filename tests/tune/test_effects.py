@@ -325,7 +325,7 @@ def test_the_same_window_is_the_same_work():
         TimedBlock(
             process,
             frozenset({"d=0"} if process % 2 else ()),
-            0.4 * at,
+            0.4 * at + 0.1 * process,
             at,
             100 * math.exp(work[at] - 0.2 * (process % 2) + 0.01 * rng.standard_normal()),
         )
@@ -340,6 +340,35 @@ def test_the_same_window_is_the_same_work():
     assert math.log(found.effect("d=0").high / found.effect("d=0").low) < 0.7 * math.log(
         apart.effect("d=0").high / apart.effect("d=0").low
     )
+
+
+def test_blocks_whose_slices_alternated_share_the_disturbance():
+    """A tenth of a second of another tenant slows both programs; with times of their own it would be noise."""
+    rng = np.random.default_rng(5)
+    slowed = rng.exponential(0.2, 10)
+    blocks = [
+        TimedBlock(
+            process,
+            frozenset({"d=0"} if process % 2 else ()),
+            5.0 * (process // 2) + 0.7 * at,
+            at,
+            100 * math.exp(slowed[at] - 0.05 * (process % 2) + 0.005 * rng.standard_normal()),
+        )
+        for process in range(4)
+        for at in range(10)
+    ]
+    shared, own = (
+        fit(
+            space_of(4),
+            [
+                TimedBlock(b.process, b.on, b.at_s + apart_s * b.process, 100 * b.process + b.window, b.ms)
+                for b in blocks
+            ],
+        ).gain(frozenset({"d=0"}))
+        for apart_s in (0.0, 0.01)
+    )
+    assert shared.low < math.exp(0.05) < shared.high
+    assert math.log(shared.high / shared.low) < 0.8 * math.log(own.high / own.low)
 
 
 def test_intervals_cover_the_truth():

@@ -74,6 +74,9 @@ def test_a_program_that_is_behind_catches_up_before_it_is_measured(interleaver, 
     members = [Member(candidate.trial, (None,) * 3, ProgramResult()) for candidate in (plain, tuned, third)]
     take_turns(ring, members, seconds() + 60)
     assert [len(member.seen.blocks) for member in members] == [3, 3, 3]
+    begun = [[block.at_s for block in member.seen.blocks] for member in members]
+    assert ring.slices > 1
+    assert begun[0] == begun[1] == begun[2]  # their slices alternated
     assert tuned.trial.ticks_done == third.trial.ticks_done == plain.trial.ticks_done
     ticks = min(candidate.trial.ticks_done for candidate in (plain, tuned, third))
     for candidate in (plain, tuned, third):
@@ -83,6 +86,19 @@ def test_a_program_that_is_behind_catches_up_before_it_is_measured(interleaver, 
     assert len(work) == 3
     assert len({tuple(lengths[:ticks]) for lengths in work}) == 1
     assert len(set(work[0][:ticks])) > 5
+
+
+def test_a_program_that_ends_leaves_the_others_their_blocks(interleaver):
+    ring = interleaver(steps=60)
+    short = ring.enter(Plan(), 0, 60.0)
+    endless = interleaver().enter(Plan(), 0, 60.0)
+    ring.tick_ms = 10.0
+    members = [Member(candidate.trial, (None,) * 4, ProgramResult()) for candidate in (short, endless)]
+    take_turns(ring, members, seconds() + 60)
+    assert members[0].seen.gone.status == "ended"
+    assert len(members[0].seen.blocks) < 4
+    assert members[1].seen.gone is None
+    assert len(members[1].seen.blocks) == 4
 
 
 @pytest.mark.full

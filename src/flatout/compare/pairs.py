@@ -19,6 +19,7 @@ from flatout.compare.sides import Side
 from flatout.job.folder import JobFolder
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import block_ms
+from flatout.measure.student import estimate
 from flatout.schema.errors import FlatoutError, NothingMeasured
 from flatout.schema.facts import Facts
 from flatout.schema.records import TrialRecord
@@ -30,8 +31,10 @@ from flatout.tune.gone import program_failed, why_not
 from flatout.tune.interleaver import Interleaver
 
 BLOCK_MS = 30.0  # intended length of a block; shorter ones would mostly fill caches
-PAIR_MS = 2800.0  # of all blocks of a pair; processes differ too, so more pairs serve better
 LEAST_ROUNDS = 4  # of a pair
+LEAST_S = 2.8  # of a pair's blocks; processes differ too, so more pairs serve better
+MOST_S = 10.0
+PAIR_HALF = 0.012  # of the interval of a pair's change; narrower ones would not show more
 TOUCHED_MS = 350.0  # of a program after its warm-up, until it has touched its memory
 START_TIMEOUT_S = 900.0
 ANSWER_S = 60.0
@@ -181,8 +184,8 @@ class PairTimer:
             with _named(self.sides[at]):
                 interleaver.catch_up(trial, max(each.ticks_done for each in trials.values()))
                 interleaver.run(trial, max(1, round(TOUCHED_MS / interleaver.tick_ms)))
-        rounds = max(LEAST_ROUNDS, round(PAIR_MS / (2000 * interleaver.block_s)))
-        for turn in range(rounds):
+        start_s, turn = seconds(), 0
+        while not _enough(found, seconds() - start_s):
             times = {}
             for at in trials if turn % 2 == 0 else reversed(list(trials)):
                 try:
@@ -193,6 +196,7 @@ class PairTimer:
                     return found
             for at, ms in times.items():
                 found[at].append(ms)
+            turn += 1
         return found
 
     def _finished(self, trial: Trial, side: Side) -> TrialRecord:
@@ -200,6 +204,15 @@ class PairTimer:
         if record.status not in ("finished", "ended"):
             raise _lost(side, record)
         return record
+
+
+def _enough(blocks: Mapping[int, Sequence[float]], spent_s: float) -> bool:
+    """Whether the blocks of a pair tell its change, as far as one pair can."""
+    logs = [[math.log(ms) for ms in times] for times in blocks.values()]
+    if spent_s < LEAST_S or len(logs[0]) < LEAST_ROUNDS:
+        return False
+    values = [b - a for a, b in zip(*logs, strict=True)] if len(logs) == 2 else logs[0]
+    return spent_s >= MOST_S or estimate(values, 0.95).half <= PAIR_HALF
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from flatout.schema.records import Ratio
 from flatout.trial.parent import Trial
 
 BLOCK_MS = 350.0
+SLICE_MS = 45.0
 CACHES_MS = 5.0  # of a program after a pause, until its caches are warm
 SHORT_BLOCK_MS = 100.0
 MOST_TICKS = 200
@@ -82,6 +83,16 @@ class BlockTimer:
         return self.block_ticks + (self.settle_ticks if self.tick_ms < SLOW_TICK_MS else 0)
 
     @property
+    def slices(self) -> int:
+        """Into how many slices a block is cut when programs alternate within their blocks.
+
+        One if processes work ahead or meet each other: a pause disturbs them.
+        """
+        if self.prefetched_ticks or self.settle_ticks > 1:
+            return 1
+        return max(1, min(self.block_ticks, round(1000 * self.block_s / SLICE_MS)))
+
+    @property
     def block_s(self) -> float:
         return self.block_ticks * self.tick_ms / 1000
 
@@ -92,19 +103,22 @@ class BlockTimer:
     def block(self, trial: Trial, from_tick: int = 0) -> float:
         """Run a block and return milliseconds a tick.
 
-        Skips the first ticks of a longer block: caches are cold after a pause.
-
         First brings a program that is behind to ``from_tick``. Sentences, episodes and graphs differ in
         length: programs with the same seed do the same work only at the same tick.
         """
         self.catch_up(trial, from_tick)
-        ticks = self.block_ticks
+        return block_ms(self.times(trial, self.block_ticks))
+
+    def times(self, trial: Trial, ticks: int) -> list[float]:
+        """Run these ticks, on the core of the last ones, and return the milliseconds of each.
+
+        Leaves out the first ticks of a longer block: caches are cold after a pause.
+        """
         longest_s = LONGEST_BLOCK * max(ticks * self.tick_ms, BLOCK_MS) / 1000
         times = trial.go(ticks, self.deadline(ticks), longest_s, self.core)
         self.core = trial.core
         cold = max(1 if len(times) >= 4 else 0, math.floor(CACHES_MS / max(self.tick_ms, 1e-3)))
-        skipped = min(max(cold, self.prefetched_ticks), len(times) // 2)
-        return block_ms(times[skipped:])
+        return times[min(max(cold, self.prefetched_ticks), len(times) // 2) :]
 
     def _warming_ticks(self, tick_ms: float) -> int:
         """Ticks that warm the caches before a block of a side that is much faster than the plain program.

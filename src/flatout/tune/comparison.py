@@ -1,19 +1,23 @@
 """Starts programs together and interleaves their blocks: the basis of every comparison of a search.
 
 Each program has *rows*: the live levers of each of its blocks. In every round each program runs the block of
-its next row; the order alternates from round to round (A B B A). Programs compared in one call run on one
-machine. A call is JSON both ways, so it can run on another machine.
+its next row; the order alternates from round to round (A B B A). Where pauses do not disturb a program, these
+blocks are cut into short slices that alternate too. Programs compared in one call run on one machine. A call is
+JSON both ways, so it can run on another machine.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from flatout.measure.clock import seconds
+from flatout.measure.statistics import block_ms
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import TrialRecord
 from flatout.trial.blocks import MOST_TICKS, LeverFailed
@@ -194,16 +198,11 @@ def take_turns(
     for turn in range(max((len(member.rows) for member in members), default=0)):
         due = [member for member in members if turn < len(member.rows) and member.seen.whole]
         furthest = _same_tick(due) if turn == 0 else 0
-        for member in due if turn % 2 == 0 else due[::-1]:
+        due = due if turn % 2 == 0 else due[::-1]
+        for group in [due] if interleaver.slices > 1 else [[member] for member in due]:
             if turn and seconds() >= (until_s if turn < FEWEST_TURNS else min(until_s, enough_s)):
                 return
-            try:
-                _block(interleaver, member, turn, furthest)
-            except ProgramGone as gone:
-                member.seen.gone = gone.record
-            except LeverFailed as failed:
-                member.seen.left_out = failed.name, failed.reason
-            member.seen.ticks = member.trial.ticks_done
+            _blocks(interleaver, group, turn, furthest)
 
 
 def _same_tick(due: Sequence[Member]) -> int:
@@ -214,8 +213,45 @@ def _same_tick(due: Sequence[Member]) -> int:
     return max((member.trial.ticks_done for member in due if member.fresh), default=0)
 
 
-def _block(interleaver: Interleaver, member: Member, turn: int, furthest: int) -> None:
-    """Run the block of one row. It ends at the end of a tick window, whether or not levers were switched."""
+def _blocks(interleaver: Interleaver, group: Sequence[Member], turn: int, furthest: int) -> None:
+    """Run the block of one row of each member; their slices alternate.
+
+    On shared machines other tenants slow the cores down for parts of a second. So this slows all members alike.
+    """
+    for member in group:
+        with _outcome(member):
+            _settle(interleaver, member, turn, furthest)
+    at_s, ticks = seconds(), [member.trial.ticks_done for member in group]
+    times: list[list[float]] = [[] for _ in group]
+    slices = interleaver.slices if len(group) > 1 else 1
+    ends = [interleaver.block_ticks * at // slices for at in range(slices + 1)]
+    for at, (start, end) in enumerate(itertools.pairwise(ends)):
+        for member, mine in list(zip(group, times, strict=True))[:: 1 if at % 2 == 0 else -1]:
+            if member.seen.whole:
+                with _outcome(member):
+                    mine += interleaver.times(member.trial, end - start)
+    for member, tick, mine in zip(group, ticks, times, strict=True):
+        if member.seen.whole:
+            member.seen.blocks.append(MeasuredBlock(turn, at_s, tick, block_ms(mine)))
+
+
+@contextmanager
+def _outcome(member: Member) -> Iterator[None]:
+    """Note how far the program is, and whether it is lost."""
+    try:
+        yield
+    except ProgramGone as gone:
+        member.seen.gone = gone.record
+    except LeverFailed as failed:
+        member.seen.left_out = failed.name, failed.reason
+    member.seen.ticks = member.trial.ticks_done
+
+
+def _settle(interleaver: Interleaver, member: Member, turn: int, furthest: int) -> None:
+    """Switch to the levers of a row, and run to where its block begins.
+
+    The block ends at the end of a tick window, whether or not levers were switched.
+    """
     trial, row = member.trial, member.rows[turn]
     switched = row is not None and row != member.now
     if switched:
@@ -232,9 +268,6 @@ def _block(interleaver: Interleaver, member: Member, turn: int, furthest: int) -
     before += interleaver.window_ticks if switched and before < settle else 0
     if before:
         interleaver.run(trial, before)
-    at_s, tick = seconds(), trial.ticks_done
-    ms = interleaver.block(trial)
-    member.seen.blocks.append(MeasuredBlock(turn, at_s, tick, ms))
 
 
 def step_again(

@@ -1,10 +1,10 @@
 """Estimates the effect of each lever by one Bayesian regression on the log times of all blocks.
 
-    log ms = host + process variation (luck) + drift and moment of the machine + work of the tick window
+    log ms = host + process variation (luck) + drift, moment and turn of the machine + work of the tick window
              + effects of active factors + effects of active pairs + noise
 
-Effects and pairs have Gaussian priors. Luck, work and moments (of two seconds) are random effects with
-estimated variances. The drift is a piecewise random walk, and the noise has heavy tails
+Effects and pairs have Gaussian priors. Luck, work, moments (of two seconds) and turns (blocks whose slices
+alternate) are random effects with estimated variances. The drift is a piecewise random walk, and the noise has heavy tails
 (`flatout.tune.mixed_model`). A factor that was never on keeps its prior. Priors shrink weakly supported
 effects, which also corrects for selecting the luckiest candidate.
 """
@@ -37,8 +37,8 @@ Array = Any  # a numpy array; the shape is in each docstring
 class TimedBlock:
     """Consecutive steps measured together, at ``ms`` milliseconds a step.
 
-    ``at_s`` is the wall time in seconds. Blocks of different processes with the same ``window`` did the same
-    work (the same ticks of the program).
+    ``at_s`` is the wall time in seconds; blocks whose slices alternated have the same one. Blocks of different
+    processes with the same ``window`` did the same work (the same ticks of the program).
     """
 
     process: int
@@ -53,7 +53,7 @@ class TimedBlock:
 class Spread:
     """Prior standard deviations in log time.
 
-    The variance components (luck, noise, work, drift, moment) have log-normal priors: median, and sd of the
+    The variance components (luck, noise, work, drift, moment, turn) have log-normal priors: median, and sd of the
     logarithm.
     """
 
@@ -70,6 +70,7 @@ class Spread:
     piece_s: float = 10.0  # shortest piece of the drift
     moment: tuple[float, float] = (0.02, 1.0)
     moment_s: float = 2.0  # clock rates and the load of other processes change within seconds
+    turn: tuple[float, float] = (0.02, 1.0)  # tenants of a shared machine disturb for parts of a second
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,8 @@ def fit(space: Space, blocks: Iterable[TimedBlock], spread: Spread = Spread()) -
     moments = _indicators(
         [(block.host, int((block.at_s - first_s[block.host]) / spread.moment_s)) for block in ordered]
     )
+    turns = _indicators([(block.host, block.at_s) for block in ordered])
+    turns = turns[:, turns.sum(axis=0) > 1]  # a turn of one block cannot be told from its noise
     log_ms = np.log([block.ms for block in ordered])
     scale = _scales(space, prior_sd, spread.tail)
     groups = [
@@ -213,9 +216,10 @@ def fit(space: Space, blocks: Iterable[TimedBlock], spread: Spread = Spread()) -
         Group(windows.shape[1], Component(*spread.work)),
         Group(drift.shape[1], Component(*spread.drift)),
         Group(moments.shape[1], Component(*spread.moment)),
+        Group(turns.shape[1], Component(*spread.turn)),
     ]
     found = solve(
-        np.hstack([features[:, active], hosts, processes, windows, drift, moments]),
+        np.hstack([features[:, active], hosts, processes, windows, drift, moments, turns]),
         log_ms - np.median(log_ms),
         groups,
         Component(*spread.noise),
