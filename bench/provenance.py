@@ -63,6 +63,11 @@ THEMES = (
         "Comparisons of programs with a known difference: gates, and how often the interval covers it",
     ),
     (
+        "compare_environments",
+        "python bench/compare_environments.py DIR --python OLD,NEW --only NAMES",
+        "Public scripts under two versions of torch: step time, start-up, memory, losses",
+    ),
+    (
         "trackers",
         "python bench/trackers.py",
         "The cost of sending a run's live figures to experiment trackers, slow and unreachable ones too",

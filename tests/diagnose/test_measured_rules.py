@@ -39,7 +39,7 @@ def test_every_measured_rule_has_a_faulty_profile():
 @pytest.mark.parametrize("name", ILL)
 def test_the_fault_is_named_first_with_its_line(name):
     changes, place = ILL[name]
-    findings = judge(healthy(**changes), TABLE)
+    findings = judge(healthy(**changes))
     assert findings, f"{name} finds nothing"
     assert findings[0].name == name
     assert findings[0].place == place
@@ -52,11 +52,11 @@ def test_the_profile_survives_its_file(name):
     """Profiles are often read from disk, and the verdict must be the same."""
     record = healthy(**ILL[name][0])
     again = ProfileRecord.from_json(record.to_json())
-    assert [f.to_json() for f in judge(again, TABLE)] == [f.to_json() for f in judge(record, TABLE)]
+    assert [f.to_json() for f in judge(again)] == [f.to_json() for f in judge(record)]
 
 
 def test_a_healthy_program_has_no_findings():
-    assert judge(healthy(), TABLE) == []
+    assert judge(healthy()) == []
 
 
 @pytest.mark.parametrize("name", ILL)
@@ -65,7 +65,7 @@ def test_no_part_takes_more_than_the_step(name, shorter):
     """A wait of an epoch's first step is not a share of the typical step, which leaves that one out."""
     record = healthy(**ILL[name][0])
     record = dataclasses.replace(record, step_ms=record.step_ms * shorter)
-    texts = [text for f in judge(record, TABLE) for text in (f.said, *f.evidence) if " of a " in text]
+    texts = [text for f in judge(record) for text in (f.said, *f.evidence) if " of a " in text]
     assert all(int(share) <= 100 for text in texts for share in re.findall(r"\((\d+) %\)", text)), texts
 
 
@@ -74,22 +74,22 @@ def test_a_float64_detour_is_found_at_the_cast():
     cast = Operation("aten::copy_", 6, 1.0, share=0.1, dtypes=["float64"], shapes=["(64, 4)"], place=LINE)
     between = Operation("aten::div", 5, 2.0, share=0.2, dtypes=["float64"])
     scaled = Operation("aten::mul", 5, 2.0, share=0.3, dtypes=["float32"])
-    findings = judge(healthy(operations=[cast, between, scaled]), TABLE)
+    findings = judge(healthy(operations=[cast, between, scaled]))
     assert [(f.name, f.place) for f in findings] == [("double_precision", LINE)]
     assert findings[0].said.startswith("30 %")
-    assert judge(healthy(operations=[scaled]), TABLE) == []
+    assert judge(healthy(operations=[scaled])) == []
     number = dataclasses.replace(cast, shapes=[])  # an optimizer's step count, and its Python scalars
-    assert judge(healthy(operations=[number, between, scaled]), TABLE) == []
+    assert judge(healthy(operations=[number, between, scaled])) == []
 
 
 def test_growing_memory_comes_before_wasted_time():
     slow, growing = ILL["data_wait"][0], ILL["leak"][0]
-    assert [f.name for f in judge(healthy(**slow, **growing), TABLE)] == ["leak", "data_wait"]
+    assert [f.name for f in judge(healthy(**slow, **growing))] == ["leak", "data_wait"]
 
 
 def test_an_empty_profile_has_no_findings():
     """A part that was not measured is no fault."""
-    assert judge(ProfileRecord([], ""), TABLE) == []
+    assert judge(ProfileRecord([], "")) == []
 
 
 @pytest.mark.parametrize(
@@ -101,14 +101,12 @@ def test_a_gain_within_the_noise_is_no_finding(name):
     record.what_ifs = [
         WhatIf(w.name, Ratio(1.4, 0.99, 1.9, 20) if w.ratio == GAIN else w.ratio) for w in record.what_ifs
     ]
-    assert judge(record, TABLE) == []
+    assert judge(record) == []
 
 
 def test_a_gain_too_small_to_report_is_no_finding():
     assert (
-        judge(
-            healthy(what_ifs=what_ifs(loader=Ratio(1.08, 1.06, 1.09, 20)), loaders=loader(wait_ms=0.3)), TABLE
-        )
+        judge(healthy(what_ifs=what_ifs(loader=Ratio(1.08, 1.06, 1.09, 20)), loaders=loader(wait_ms=0.3)))
         == []
     )
 
@@ -116,15 +114,13 @@ def test_a_gain_too_small_to_report_is_no_finding():
 def test_validation_loaders_are_not_blamed_for_the_training_loader():
     (slow,) = loader(wait_ms=4.0)
     other = dataclasses.replace(slow, wait_ms=0.1, place=SourceLocation("train.py", 31))
-    findings = judge(healthy(what_ifs=what_ifs(loader=GAIN), loaders=[other, slow]), TABLE)
+    findings = judge(healthy(what_ifs=what_ifs(loader=GAIN), loaders=[other, slow]))
     assert [f.place for f in findings] == [slow.place]
 
 
 def test_three_loaders_from_one_place_are_not_recreated_ones():
     """A function that makes the loaders for training, validation and test is one place that makes three."""
-    findings = judge(
-        healthy(what_ifs=what_ifs(loader=GAIN), loaders=loader(wait_ms=4.0, made=3, begun=12)), TABLE
-    )
+    findings = judge(healthy(what_ifs=what_ifs(loader=GAIN), loaders=loader(wait_ms=4.0, made=3, begun=12)))
     assert [f.name for f in findings] == ["data_wait"]
 
 
@@ -134,34 +130,34 @@ def test_a_fast_optimizer_is_no_finding():
     Fusing it saves its own time at most.
     """
     changes = dict(ILL["optimizer_share"][0])
-    assert judge(healthy(**{**changes, "phases": {"optimizer": PhaseTime(0.6, 0.5, 0.7, 0.06)}}), TABLE) == []
+    assert judge(healthy(**{**changes, "phases": {"optimizer": PhaseTime(0.6, 0.5, 0.7, 0.06)}})) == []
 
 
 def test_a_fused_optimizer_is_no_finding():
-    assert judge(healthy(what_ifs=what_ifs(optimizer=GAIN)), TABLE) == []
+    assert judge(healthy(what_ifs=what_ifs(optimizer=GAIN))) == []
 
 
 def test_frozen_parts_may_be_in_evaluation_mode():
-    assert judge(healthy(settings=settings(training={"train": 5, "eval": 40})), TABLE) == []
+    assert judge(healthy(settings=settings(training={"train": 5, "eval": 40}))) == []
 
 
 def test_a_dynamic_shape_is_no_finding():
     from flatout.schema.profile import Compiled
 
-    assert judge(healthy(compiled=Compiled(3, 2, 0)), TABLE) == []
+    assert judge(healthy(compiled=Compiled(3, 2, 0))) == []
 
 
 def test_one_fault_seen_twice_is_reported_once():
     """A device read inside a loop of tiny operators: only the narrower rule reports it."""
     wide, narrow = dict(ILL["tiny_operators"][0]), ILL["host_sync_every_step"][0]
-    names = [f.name for f in judge(healthy(**{**wide, **narrow}), TABLE)]
+    names = [f.name for f in judge(healthy(**{**wide, **narrow}))]
     assert "host_sync_every_step" in names
     assert "tiny_operators" not in names
 
 
 def test_wrong_results_come_before_wasted_time():
     changes = {**ILL["data_wait"][0], "events": {"loss_not_finite": event()}}
-    assert [f.name for f in judge(healthy(**changes), TABLE)] == ["not_finite", "data_wait"]
+    assert [f.name for f in judge(healthy(**changes))] == ["not_finite", "data_wait"]
 
 
 def test_larger_gains_come_first_within_a_severity():
@@ -198,7 +194,7 @@ def test_the_noise_of_the_healthy_program_is_in_its_what_ifs():
 
 def test_two_optimizers_from_one_line_are_not_recreated_ones():
     """A function that makes the optimizers of a generator and of a discriminator."""
-    assert judge(healthy(events={"make_optimizer": event(most=2)}), TABLE) == []
+    assert judge(healthy(events={"make_optimizer": event(most=2)})) == []
 
 
 def test_more_threads_than_cores_need_no_what_if():
@@ -207,6 +203,6 @@ def test_more_threads_than_cores_need_no_what_if():
         settings=settings(threads=24),
         what_ifs=[WhatIf("one thread fewer", why_not="no time was left to measure it")],
     )
-    assert [f.name for f in judge(record, TABLE)] == ["thread_count"]
+    assert [f.name for f in judge(record)] == ["thread_count"]
     record.what_ifs = [WhatIf("one thread fewer", NO_GAIN)]
-    assert judge(record, TABLE) == []
+    assert judge(record) == []

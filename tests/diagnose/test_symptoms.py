@@ -12,7 +12,6 @@ from profiles import ILL, healthy
 from flatout.cli.main import flatout
 from flatout.diagnose.bottleneck import name_bottleneck
 from flatout.diagnose.ranking import judge
-from flatout.diagnose.rules import TABLE
 from flatout.schema.compare import Change, CompareRecord, LossVerdict, SideRecord
 from flatout.schema.run_summary import RunSummary
 
@@ -103,7 +102,7 @@ def test_a_profile_names_the_cause_the_line_and_the_next_command(tmp_path, name)
     record = healthy(**changes)
     if "bound" not in changes:
         record.bound, record.bound_why = name_bottleneck(record)
-    record.findings = judge(record, TABLE)
+    record.findings = judge(record)
     done = explain(tmp_path / "profile.json", json.dumps(record.to_json()))
     assert done.return_value == 0, done.output
     found = next(finding for finding in record.findings if finding.name == name)

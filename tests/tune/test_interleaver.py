@@ -11,7 +11,7 @@ from flatout.launch.command import understand
 from flatout.measure.clock import seconds
 from flatout.probe.machine import look
 from flatout.schema.plan import Plan
-from flatout.tune.comparison import Member, ProgramResult, take_turns
+from flatout.tune.comparison import Member, ProgramResult, compared, take_turns
 from flatout.tune.interleaver import Interleaver
 
 pytest.importorskip("torch")
@@ -68,8 +68,7 @@ def test_a_program_that_is_behind_catches_up_before_it_is_measured(interleaver, 
         17 + max(tuned.trial.ticks_done - plain.trial.ticks_done, 0), seconds() + 60
     )  # each needs steps of its own number to be warm
     assert plain.trial.ticks_done > tuned.trial.ticks_done
-    rounds = ring.pair(plain.trial, tuned.trial, 2, seconds() + 60)
-    assert len(rounds) == 2
+    compared(ring, plain.trial, tuned.trial, seconds())
     assert plain.trial.ticks_done == tuned.trial.ticks_done
     members = [Member(candidate.trial, (None,) * 3, ProgramResult()) for candidate in (plain, tuned, third)]
     take_turns(ring, members, seconds() + 60)
@@ -106,5 +105,5 @@ def test_a_pair_whose_plain_program_ends_keeps_what_was_measured(interleaver):
     ring = interleaver(steps=300)
     plain, tuned = (ring.enter(Plan(), 0, 60.0) for _ in range(2))
     ring.tick_ms = max(plain.trial.ready["tick_ms"], 5.0)
-    rounds = ring.pair(plain.trial, tuned.trial, 1000, seconds() + 60)
-    assert 1 <= len(rounds) <= 300 / ring.block_ticks
+    ratio = compared(ring, plain.trial, tuned.trial, seconds() + 60)
+    assert 1 <= ratio.n <= 300 / ring.block_ticks

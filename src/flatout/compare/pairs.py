@@ -3,7 +3,7 @@
 Each process starts alone, so its start-up is measured without the other's. Then blocks of both alternate
 (A B B A) while the other is stopped. The order within a pair changes from pair to pair.
 
-Blocks are short. On shared machines other tenants slow the cores down for a tenth of a second to a few seconds
+Blocks on a CPU are short. On shared machines other tenants slow the cores down for a tenth of a second to a few seconds
 at a time. In adjacent short blocks, this slows both programs alike.
 """
 
@@ -30,7 +30,7 @@ from flatout.tune.disturbance import Disturbance
 from flatout.tune.gone import program_failed, why_not
 from flatout.tune.interleaver import Interleaver
 
-BLOCK_MS = 30.0  # intended length of a block; shorter ones would mostly fill caches
+CPU_BLOCK_MS = 30.0  # intended length of a block on a CPU; shorter ones would mostly fill caches
 LEAST_ROUNDS = 4  # of a pair
 LEAST_S = 2.8  # of a pair's blocks; processes differ too, so more pairs serve better
 MOST_S = 10.0
@@ -82,7 +82,6 @@ class PairTimer:
     def __init__(self, sides: Sequence[Side], job: JobFolder, facts: Facts, watcher: Watcher) -> None:
         self.sides, self.job, self.facts, self.watcher = sides, job, facts, watcher
         self.interleaver = Interleaver(sides[0].command, job, facts)
-        self.interleaver.block_ms = BLOCK_MS
         self.disturbance = Disturbance(facts.cores)
         self.pairs: list[Pair] = []
         self.pair_s = 0.0  # of the last one
@@ -170,6 +169,8 @@ class PairTimer:
         interleaver = self.interleaver
         self.slowest_ms = max(self.slowest_ms, trial.ready["tick_ms"])
         interleaver.tick_ms, interleaver.unit = self.slowest_ms, trial.ready["unit"]
+        if trial.ready["device"] == "cpu":  # a pause would empty a GPU's queue of kernels
+            interleaver.block_ms = CPU_BLOCK_MS
         if not self.pairs:
             context = trial.ask({"do": "record"}, seconds() + ANSWER_S)["record"]["context"]
             trial.hold()

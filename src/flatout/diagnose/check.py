@@ -13,7 +13,7 @@ import tokenize
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from flatout.diagnose.ranking import RULES, order
+from flatout.diagnose.ranking import BY_CODE, order
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules import TABLE
 from flatout.diagnose.rules.ignore_without_effect import RULE as UNUSED
@@ -98,7 +98,7 @@ def _kept(program: ScriptProgram, rules: list[Rule], measured: Sequence[Finding]
 
 
 def _without_effect(comments: list[IgnoreComment], rules: list[Rule]) -> Iterable[Finding]:
-    known, looked = set(RULES), {rule.code for rule in rules if rule.look is not None}
+    known, looked = set(BY_CODE), {rule.code for rule in rules if rule.look is not None}
     for comment in comments:
         unknown = [code for code in comment.codes if code not in known]
         file, line = comment.source.cell(comment.at)

@@ -8,29 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules import TABLE
 from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 LEVELS = {severity.value: float(number) for number, severity in enumerate(Severity)}
-RULES = {rule.code: rule for rule in TABLE}
+BY_CODE = {rule.code: rule for rule in TABLE}
 NEAR = 3  # lines
 
 
-def judge(profile: ProfileRecord, table: Iterable[Rule]) -> list[Finding]:
-    """All findings of the table's rules in a profile, ranked. An error in a rule is raised."""
-    return ranked([finding for rule in table if rule.judge is not None for finding in rule.judge(profile)])
+def judge(profile: ProfileRecord) -> list[Finding]:
+    """All findings in a profile, ranked. An error in a rule is raised."""
+    return ranked([finding for rule in TABLE if rule.judge is not None for finding in rule.judge(profile)])
 
 
-def placed(findings: Iterable[Finding], table: Iterable[Rule], program: ScriptProgram) -> list[Finding]:
+def placed(findings: Iterable[Finding], program: ScriptProgram) -> list[Finding]:
     """Give measured findings the line of their cause, where the same rule finds it in the source, and sort them.
 
     A measurement of a wrong result knows the step, but not the cause. Other findings keep their line.
     """
     findings = list(findings)
-    looks = {rule.code: rule.look for rule in table if rule.look is not None}
+    looks = {rule.code: rule.look for rule in TABLE if rule.look is not None}
     for finding in findings:
         if finding.rule in looks and (finding.place is None or finding.severity == Severity.WRONG.value):
             causes = [seen.place for seen in looks[finding.rule](program) if seen.place is not None]
@@ -48,7 +47,7 @@ def ranked(findings: Sequence[Finding]) -> list[Finding]:
 
 def order(finding: Finding) -> tuple[float, float, int, str, int, int, str]:
     """The key by which findings are sorted: what costs most first, then by file and line."""
-    rule, place = RULES.get(finding.rule), finding.place
+    rule, place = BY_CODE.get(finding.rule), finding.place
     before = rule.before if rule is not None else None
     return (
         LEVELS[finding.severity] if before is None else LEVELS[before] - 0.5,
@@ -60,7 +59,7 @@ def order(finding: Finding) -> tuple[float, float, int, str, int, int, str]:
 
 
 def _replaces(narrow: Finding, wide: Finding) -> bool:
-    rule = RULES.get(wide.rule)
+    rule = BY_CODE.get(wide.rule)
     if rule is None:
         return False
     if narrow.name in rule.replaced_by:

@@ -17,15 +17,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flatout.measure.clock import seconds
-from flatout.measure.statistics import block_ms
+from flatout.measure.statistics import Round, block_ms, compare
 from flatout.schema.plan import Choice, Plan
-from flatout.schema.records import TrialRecord
+from flatout.schema.records import Ratio, TrialRecord
 from flatout.trial.blocks import MOST_TICKS, LeverFailed
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.interleaver import Interleaver, ask_replica
 
 LATE_TIMEOUT_S = 75.0  # a compiler may be at work
 FEWEST_TURNS = 3
+MOST_ROUNDS = 1000  # when the clock ends a comparison
 COSTLY_TICK_MS = 300.0  # from here on a block is one or two ticks, too costly to discard
 Row = tuple[Choice, ...] | None  # None: as the program started
 
@@ -199,10 +200,25 @@ def take_turns(
         due = [member for member in members if turn < len(member.rows) and member.seen.whole]
         furthest = _same_tick(due) if turn == 0 else 0
         due = due if turn % 2 == 0 else due[::-1]
-        for group in [due] if interleaver.slices > 1 else [[member] for member in due]:
+        slices = _slices(interleaver, due)
+        for group in [due] if slices > 1 else [[member] for member in due]:
             if turn and seconds() >= (until_s if turn < FEWEST_TURNS else min(until_s, enough_s)):
                 return
-            _blocks(interleaver, group, turn, furthest)
+            _blocks(interleaver, group, turn, furthest, slices)
+
+
+def compared(interleaver: Interleaver, a: Trial, b: Trial, until_s: float) -> Ratio:
+    """Compare two running programs until the clock ends it, with at least one round.
+
+    Raises ProgramGone if one is lost. If one ends after a round, what was measured stays.
+    """
+    members = [Member(trial, (None,) * MOST_ROUNDS, ProgramResult()) for trial in (a, b)]
+    take_turns(interleaver, members, until_s)
+    blocks = [member.seen.blocks for member in members]
+    for gone in (member.seen.gone for member in members):
+        if gone is not None and not (gone.status == "ended" and all(blocks)):
+            raise ProgramGone(gone)
+    return compare([[Round(x.ms, y.ms) for x, y in zip(*blocks, strict=False)]])
 
 
 def _same_tick(due: Sequence[Member]) -> int:
@@ -213,7 +229,13 @@ def _same_tick(due: Sequence[Member]) -> int:
     return max((member.trial.ticks_done for member in due if member.fresh), default=0)
 
 
-def _blocks(interleaver: Interleaver, group: Sequence[Member], turn: int, furthest: int) -> None:
+def _slices(interleaver: Interleaver, due: Sequence[Member]) -> int:
+    """Into how many slices these members cut their blocks. On a GPU a pause would empty the queue of kernels."""
+    on_cpu = all(member.trial.ready.get("device") == "cpu" for member in due)
+    return interleaver.slices if len(due) > 1 and on_cpu else 1
+
+
+def _blocks(interleaver: Interleaver, group: Sequence[Member], turn: int, furthest: int, slices: int) -> None:
     """Run the block of one row of each member; their slices alternate.
 
     On shared machines other tenants slow the cores down for parts of a second. So this slows all members alike.
@@ -223,7 +245,6 @@ def _blocks(interleaver: Interleaver, group: Sequence[Member], turn: int, furthe
             _settle(interleaver, member, turn, furthest)
     at_s, ticks = seconds(), [member.trial.ticks_done for member in group]
     times: list[list[float]] = [[] for _ in group]
-    slices = interleaver.slices if len(group) > 1 else 1
     ends = [interleaver.block_ticks * at // slices for at in range(slices + 1)]
     for at, (start, end) in enumerate(itertools.pairwise(ends)):
         for member, mine in list(zip(group, times, strict=True))[:: 1 if at % 2 == 0 else -1]:

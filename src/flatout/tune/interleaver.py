@@ -14,7 +14,6 @@ from typing import Any
 from flatout.job.folder import JobFolder
 from flatout.launch.command import Command
 from flatout.measure.clock import seconds
-from flatout.measure.statistics import Round
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice, Plan
 from flatout.trial.blocks import BlockTimer
@@ -22,7 +21,6 @@ from flatout.trial.parent import ProgramGone, Trial
 from flatout.trial.spec import TrialOptions
 
 SETTLE_TICKS = 3  # of ranks, which first agree on the layout and size of their messages
-MOST_ROUNDS = 1000  # when the clock ends a pair
 LOOK_S = 0.05  # wait for one program while several start
 
 
@@ -36,7 +34,7 @@ class RunningCandidate:
 
 
 class Interleaver(BlockTimer):
-    """Starts, pauses and compares programs.
+    """Starts, pauses and times programs.
 
     If ``command`` starts several ranks, ``base`` is the plan that splits the program and ``alone`` the
     command of one process.
@@ -151,30 +149,6 @@ class Interleaver(BlockTimer):
         for trial in list(self.running):
             self.dismiss(trial)
         shutil.rmtree(self.job.handed_on, ignore_errors=True)
-
-    # -- comparisons ------------------------------------------------------------------------------------------------
-
-    def pair(self, plain: Trial, tuned: Trial, rounds: int, until_s: float) -> list[Round]:
-        """Measure one confirming pair in the order A B B A A B B A ..., for ``rounds`` rounds.
-
-        The clock ends it early, but never before one round; so does the end of a program.
-        """
-        found: list[Round] = []
-        for at in range(rounds):
-            try:
-                furthest = max(plain.ticks_done, tuned.ticks_done)
-                if at % 2 == 0:
-                    a, b = self.block(plain, furthest), self.block(tuned, furthest)
-                else:
-                    b, a = self.block(tuned, furthest), self.block(plain, furthest)
-            except ProgramGone as gone:
-                if gone.record.status == "ended" and found:
-                    break
-                raise
-            found.append(Round(a, b))
-            if seconds() >= until_s:
-                break
-        return found
 
 
 def ask_options(trial: Trial) -> dict[str, Any]:

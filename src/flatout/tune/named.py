@@ -7,13 +7,13 @@ block, so speed and losses come from the same steps. The plan is not affected.
 from __future__ import annotations
 
 from flatout.measure.clock import seconds
-from flatout.measure.statistics import compare
 from flatout.schema.plan import Plan, spell
 from flatout.schema.session import NamedRecord
 from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone
+from flatout.tune.comparison import compared
 from flatout.tune.gone import why_gone
-from flatout.tune.interleaver import MOST_ROUNDS, RunningCandidate
+from flatout.tune.interleaver import RunningCandidate
 from flatout.tune.tuning import Tuning
 
 SHARE = 0.4  # of the budget, for all of them
@@ -36,7 +36,7 @@ def by_name(tuning: Tuning) -> None:
             until_s = seconds() + max(
                 SHARE * tuning.budget_s / len(todo) - (seconds() - start_s), 4 * tuning.interleaver.block_s
             )
-            found.ratio = compare([tuning.interleaver.pair(plain, named, MOST_ROUNDS, until_s)])
+            found.ratio = compared(tuning.interleaver, plain, named, until_s)
             records = plain.finish(), named.finish()
             found.plain_losses, found.losses = (
                 [float.fromhex(loss) for loss in record.losses] for record in records

@@ -11,15 +11,16 @@ from typing import Any
 
 from flatout.measure.clock import seconds
 from flatout.measure.rank_balance import imbalance, lost_ms, paces
-from flatout.measure.statistics import compare, mean
+from flatout.measure.statistics import mean
 from flatout.schema.enums import Moment, Origin
 from flatout.schema.lever import Lever
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import Ratio
 from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone
+from flatout.tune.comparison import compared
 from flatout.tune.gone import why_gone
-from flatout.tune.interleaver import MOST_ROUNDS, RunningCandidate
+from flatout.tune.interleaver import RunningCandidate
 from flatout.tune.rehearsal import LEVER as DIVIDES
 from flatout.tune.sharding import LEVER as SHARDING
 from flatout.tune.sharding import choices
@@ -93,7 +94,7 @@ def _compared(tuning: Tuning, alone: RunningCandidate, until_s: float) -> Ratio 
     assert tuning.observed is not None
     assert tuning.session.ranks is not None
     try:
-        return compare([tuning.interleaver.pair(alone.trial, tuning.observed, MOST_ROUNDS, until_s)])
+        return compared(tuning.interleaver, alone.trial, tuning.observed, until_s)
     except ProgramGone as gone:
         tuning.session.ranks.why_not = f"the ranks could not be compared with one process: {why_gone(gone)}"
         return None

@@ -1,0 +1,133 @@
+"""What a change of environment does to public scripts: `flatout compare --python OLD,NEW` on each of them.
+
+DIR holds ``set.json`` as open_set.py reads it. Both Pythons must have torch and what the scripts import.
+
+    python bench/compare_environments.py DIR --python OLD/bin/python,NEW/bin/python --only word_lm,nanogpt
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pairs import standing_in
+from provenance import RESULTS, markdown_table, read_result, stamp, write_result
+from rivals import environment_of, last_line
+
+THEME = "compare_environments"
+
+
+def compare(script: dict[str, Any], home: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the published part of the comparison, or why there is none."""
+    with (
+        tempfile.TemporaryDirectory(prefix="compare-") as job,
+        standing_in(home / script["cwd"], environment_of(script)),
+    ):
+        options = ["--python", args.python, "--budget", args.budget, "--job", job]
+        done = subprocess.run(
+            [sys.executable, "-m", "flatout", "compare", "--json", *options, *script["argv"]],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+        )
+    if done.returncode != 0:
+        return {"failed": last_line(done.stderr)}
+    record = json.loads(done.stdout)
+    sides = {
+        name: {
+            key: record[name][key] for key in ("versions", "step_ms", "start_s", "peak_memory_bytes", "unit")
+        }
+        for name in ("a", "b")
+    }
+    found = {
+        key: record[key] for key in ("step_time", "start", "memory", "pairs", "losses", "notes", "seconds")
+    }
+    return {**found, **sides}
+
+
+def change(seen: dict[str, float] | None) -> str:
+    if seen is None:
+        return "-"
+    return f"{seen['value']:+.1%} ({seen['low']:+.1%} to {seen['high']:+.1%}, n={seen['n']})"
+
+
+def page(rows: dict[str, dict[str, Any]]) -> str:
+    table = []
+    for name, row in rows.items():
+        if "failed" in row:
+            table.append([name, f"failed: {row['failed']}", *[""] * 6])
+            continue
+        a, b = row["a"], row["b"]
+        table.append(
+            [
+                name,
+                f"{a['versions']['torch']} / {b['versions']['torch']}",
+                f"{a['step_ms']:.4g} / {b['step_ms']:.4g} ms",
+                change(row["step_time"]),
+                change(row["start"]),
+                change(row["memory"]),
+                f"{row['losses']['verdict']}: {row['losses']['why']}",
+                f"{row['seconds']:.0f} s" + "".join(f"; {note}" for note in row["notes"]),
+            ]
+        )
+    header = [
+        "script",
+        "torch, A / B",
+        "step",
+        "step time",
+        "start-up",
+        "peak memory",
+        "losses",
+        "time; notes",
+    ]
+    return "\n".join(
+        [
+            "# Two environments, public scripts",
+            "",
+            "`flatout compare --python A,B`: pairs of fresh processes with the same seed whose blocks alternate. Changes are",
+            "B's figure over A's, with 95 % intervals. The peak memory of a process contains the libraries that torch loads.",
+            "",
+            markdown_table(header, table),
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("dir", type=Path, metavar="DIR", help="the folder that holds set.json")
+    parser.add_argument("--python", required=True, metavar="A,B", help="the Pythons of both environments")
+    parser.add_argument("--only", required=True, help="names of scripts in set.json, separated by commas")
+    parser.add_argument("--budget", default="3m", help="time for the pairs of a script (default 3m)")
+    parser.add_argument("--again", action="store_true", help="measure again what is measured already")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    args = parser.parse_args()
+    home = args.dir.resolve()
+    scripts = {each["name"]: each for each in json.loads((home / "set.json").read_text(encoding="utf-8"))}
+    if unknown := [name for name in args.only.split(",") if name not in scripts]:
+        parser.error(f"set.json has no {', '.join(unknown)}")
+    made = stamp()
+    rows = read_result(THEME, made, args.out).get("rows", {})
+    hidden = {
+        str(home): "SET",
+        **dict(zip(args.python.split(","), ("A/bin/python", "B/bin/python"), strict=True)),
+    }
+    for name in args.only.split(","):
+        if name in rows and "failed" not in rows[name] and not args.again:
+            continue
+        print(f"{name} ...", flush=True)
+        rows[name] = compare(scripts[name], home, args)
+        write_result(THEME, made, page(rows), {"rows": rows}, hidden, args.out)
+    print(page(rows))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    main()
