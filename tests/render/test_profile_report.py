@@ -15,7 +15,6 @@ from profiles import GAIN, ILL, LINE, healthy, what_ifs
 from test_render_report import Page
 
 from flatout.diagnose.ranking import judge
-from flatout.diagnose.rules import TABLE
 from flatout.render.profile_report import profile_html
 from flatout.schema.profile import MemoryGrowth, ProfileRecord, SyncRecord
 from flatout.schema.records import Ratio
@@ -39,7 +38,7 @@ def ill() -> ProfileRecord:
         "idle_ms": 1.5,
     }
     record = healthy(**changes)
-    record.findings = judge(record, TABLE)
+    record.findings = judge(record)
     found = {finding.name: finding for finding in record.findings}
     found["slow_fetch"].measured = Ratio(1.7, 1.6, 1.8, 6)
     # As long as real ones are: they must not make a page wider than its screen.

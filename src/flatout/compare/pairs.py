@@ -3,8 +3,8 @@
 Each process starts alone, so its start-up is measured without the other's. Then blocks of both alternate
 (A B B A) while the other is stopped. The order within a pair changes from pair to pair.
 
-Blocks on a CPU are short. On shared machines other tenants slow the cores down for a tenth of a second to a few seconds
-at a time. In adjacent short blocks, this slows both programs alike.
+Blocks on a CPU are short. On shared machines other tenants slow the cores down for a tenth of a second to a few
+seconds at a time. In adjacent short blocks, this slows both programs alike.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class PairTimer:
         self.pairs: list[Pair] = []
         self.pair_s = 0.0  # of the last one
         self.slowest_ms = 1e-3  # time of a step
+        self.until_s = math.inf
         self.apart = False  # two processes do not fit into the memory of the device together
 
     def run(self, until_s: float, enough: Callable[[Sequence[Pair]], bool], fewest: int) -> list[Pair]:
@@ -93,6 +94,7 @@ class PairTimer:
 
         Raises ProgramFailed and NothingMeasured if a side cannot be measured.
         """
+        self.until_s = until_s
         try:
             while len(self.pairs) < fewest or (
                 not enough(self.pairs) and seconds() + 0.8 * self.pair_s < until_s
@@ -186,7 +188,8 @@ class PairTimer:
                 interleaver.catch_up(trial, max(each.ticks_done for each in trials.values()))
                 interleaver.run(trial, max(1, round(TOUCHED_MS / interleaver.tick_ms)))
         start_s, turn = seconds(), 0
-        while not _enough(found, seconds() - start_s):
+        most_s = min(MOST_S, self.until_s - start_s)
+        while not _enough(found, seconds() - start_s, most_s):
             times = {}
             for at in trials if turn % 2 == 0 else reversed(list(trials)):
                 try:
@@ -207,13 +210,13 @@ class PairTimer:
         return record
 
 
-def _enough(blocks: Mapping[int, Sequence[float]], spent_s: float) -> bool:
-    """Whether the blocks of a pair tell its change, as far as one pair can."""
+def _enough(blocks: Mapping[int, Sequence[float]], spent_s: float, most_s: float) -> bool:
+    """Whether the blocks of a pair tell its change, as far as one pair can, or took ``most_s``."""
     logs = [[math.log(ms) for ms in times] for times in blocks.values()]
     if spent_s < LEAST_S or len(logs[0]) < LEAST_ROUNDS:
         return False
     values = [b - a for a, b in zip(*logs, strict=True)] if len(logs) == 2 else logs[0]
-    return spent_s >= MOST_S or estimate(values, 0.95).half <= PAIR_HALF
+    return spent_s >= most_s or estimate(values, 0.95).half <= PAIR_HALF
 
 
 @contextmanager

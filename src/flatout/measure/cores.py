@@ -1,12 +1,13 @@
 """Runs the blocks of two programs on the same core, one after the other.
 
-On shared machines each core has its own disturbance by other tenants. A program with one busy thread mostly stays
-on one core, so two of them would see different ones. Linux only; elsewhere nothing moves.
+On shared machines each core has its own disturbance by other tenants. A program with one busy thread mostly
+stays on one core, so two of them would see different ones. Linux only; elsewhere nothing moves.
 """
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 PROCESSOR = 36  # of the fields of /proc/*/stat behind the name, counted from 0. Source: proc(5)
@@ -32,10 +33,9 @@ def move_to(core: int) -> None:
     allowed = os.sched_getaffinity(0)
     if core not in allowed or _memory_node(core) != _memory_node(here):
         return
-    try:
+    with suppress(OSError):  # the system has just taken that core away
         os.sched_setaffinity(0, {core})
-    finally:
-        os.sched_setaffinity(0, allowed)
+    os.sched_setaffinity(0, allowed)
 
 
 def _memory_node(core: int) -> str:

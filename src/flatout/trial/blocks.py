@@ -15,7 +15,7 @@ from flatout.schema.records import Ratio
 from flatout.trial.parent import Trial
 
 BLOCK_MS = 350.0
-SLICE_MS = 45.0
+SLICE_MS = 45.0  # shorter ones would mostly fill caches; in longer ones disturbances do not cancel
 CACHES_MS = 5.0  # of a program after a pause, until its caches are warm
 SHORT_BLOCK_MS = 100.0
 MOST_TICKS = 200

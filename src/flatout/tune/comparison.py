@@ -238,7 +238,7 @@ def _slices(interleaver: Interleaver, due: Sequence[Member]) -> int:
 def _blocks(interleaver: Interleaver, group: Sequence[Member], turn: int, furthest: int, slices: int) -> None:
     """Run the block of one row of each member; their slices alternate.
 
-    On shared machines other tenants slow the cores down for parts of a second. So this slows all members alike.
+    Other tenants of a shared machine slow it down for parts of a second: in short slices, all members alike.
     """
     for member in group:
         with _outcome(member):

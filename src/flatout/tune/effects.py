@@ -4,8 +4,8 @@
              + effects of active factors + effects of active pairs + noise
 
 Effects and pairs have Gaussian priors. Luck, work, moments (of two seconds) and turns (blocks whose slices
-alternate) are random effects with estimated variances. The drift is a piecewise random walk, and the noise has heavy tails
-(`flatout.tune.mixed_model`). A factor that was never on keeps its prior. Priors shrink weakly supported
+alternate) are random effects with estimated variances. The drift is a piecewise random walk, and the noise has
+heavy tails (`flatout.tune.mixed_model`). A factor that was never on keeps its prior. Priors shrink weakly supported
 effects, which also corrects for selecting the luckiest candidate.
 """
 
@@ -53,8 +53,8 @@ class TimedBlock:
 class Spread:
     """Prior standard deviations in log time.
 
-    The variance components (luck, noise, work, drift, moment, turn) have log-normal priors: median, and sd of the
-    logarithm.
+    The variance components (luck, noise, work, drift, moment, turn) have log-normal priors: median, and sd of
+    the logarithm.
     """
 
     # Degrees of freedom, above 2, of the priors of effects and pairs; a few effects are large
@@ -205,10 +205,9 @@ def fit(space: Space, blocks: Iterable[TimedBlock], spread: Spread = Spread()) -
     moments = _indicators(
         [(block.host, int((block.at_s - first_s[block.host]) / spread.moment_s)) for block in ordered]
     )
-    turns = _indicators([(block.host, block.at_s) for block in ordered])
-    turns = turns[:, turns.sum(axis=0) > 1]  # a turn of one block cannot be told from its noise
     log_ms = np.log([block.ms for block in ordered])
     scale = _scales(space, prior_sd, spread.tail)
+    turns = _turns(ordered)
     groups = [
         Group(len(active), scale[active], prior_mean[active], spread.tail),
         Group(hosts.shape[1], np.full(hosts.shape[1], HOST_SD)),
@@ -227,11 +226,10 @@ def fit(space: Space, blocks: Iterable[TimedBlock], spread: Spread = Spread()) -
         mixed=2,
         tail=spread.noise_tail,
     )
-    parts = tuple(_whole(part, active, prior_mean, prior_sd) for part in found.parts)
     measured = frozenset().union(*(block.on for block in ordered))
     return Fitted(
         space,
-        parts,
+        tuple(_whole(part, active, prior_mean, prior_sd) for part in found.parts),
         found.sds[2] or 0.0,
         found.noise,
         found.sds[3] or 0.0,
@@ -253,6 +251,12 @@ def _indicators(labels: Sequence[Any]) -> Array:
     """(n, distinct labels) floats."""
     order = {label: at for at, label in enumerate(sorted(set(labels)))}
     return np.eye(len(order))[[order[label] for label in labels]]
+
+
+def _turns(blocks: Sequence[TimedBlock]) -> Array:
+    """(n, turns) floats: the turn of each block. A turn of one block cannot be told from its noise."""
+    found = _indicators([(block.host, block.at_s) for block in blocks])
+    return found[:, found.sum(axis=0) > 1]
 
 
 def _pieces(blocks: Sequence[TimedBlock], hosts: Array, piece_s: float) -> Array:
