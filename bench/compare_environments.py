@@ -10,51 +10,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from pairs import standing_in
 from provenance import RESULTS, markdown_table, read_result, stamp, write_result
-from rivals import environment_of, last_line
+from rivals import RowFailed, change, compare, environment_of
 
 THEME = "compare_environments"
 
 
-def compare(script: dict[str, Any], home: Path, args: argparse.Namespace) -> dict[str, Any]:
+def measure(script: dict[str, Any], home: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Returns the published part of the comparison, or why there is none."""
     with (
         tempfile.TemporaryDirectory(prefix="compare-") as job,
         standing_in(home / script["cwd"], environment_of(script)),
     ):
-        options = ["--python", args.python, "--budget", args.budget, "--job", job]
-        done = subprocess.run(
-            [sys.executable, "-m", "flatout", "compare", "--json", *options, *script["argv"]],
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-        )
-    if done.returncode != 0:
-        return {"failed": last_line(done.stderr)}
-    record = json.loads(done.stdout)
-    sides = {
-        name: {
-            key: record[name][key] for key in ("versions", "step_ms", "start_s", "peak_memory_bytes", "unit")
-        }
-        for name in ("a", "b")
-    }
-    found = {
-        key: record[key] for key in ("step_time", "start", "memory", "pairs", "losses", "notes", "seconds")
-    }
-    return {**found, **sides}
-
-
-def change(seen: dict[str, float] | None) -> str:
-    if seen is None:
-        return "-"
-    return f"{seen['value']:+.1%} ({seen['low']:+.1%} to {seen['high']:+.1%}, n={seen['n']})"
+        try:
+            return compare(["--python", args.python, *script["argv"]], Path(job), args)
+        except RowFailed as failed:
+            return {"failed": str(failed)}
 
 
 def page(rows: dict[str, dict[str, Any]]) -> str:
@@ -105,6 +81,7 @@ def main() -> None:
     parser.add_argument("dir", type=Path, metavar="DIR", help="the folder that holds set.json")
     parser.add_argument("--python", required=True, metavar="A,B", help="the Pythons of both environments")
     parser.add_argument("--only", required=True, help="names of scripts in set.json, separated by commas")
+    parser.add_argument("--pairs", type=int, default=6, help="fewest pairs of processes (default 6)")
     parser.add_argument("--budget", default="3m", help="time for the pairs of a script (default 3m)")
     parser.add_argument("--again", action="store_true", help="measure again what is measured already")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
@@ -123,7 +100,7 @@ def main() -> None:
         if name in rows and "failed" not in rows[name] and not args.again:
             continue
         print(f"{name} ...", flush=True)
-        rows[name] = compare(scripts[name], home, args)
+        rows[name] = measure(scripts[name], home, args)
         write_result(THEME, made, page(rows), {"rows": rows}, hidden, args.out)
     print(page(rows))
 

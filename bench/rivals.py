@@ -140,18 +140,10 @@ def compare(words: list[str], job: Path, options: argparse.Namespace) -> dict[st
     if done.returncode != 0:
         raise RowFailed(last_line(done.stderr))
     record = json.loads(done.stdout)
-    sides = {
-        name: {key: record[name][key] for key in ("step_ms", "samples_per_s", "start_s", "steps", "unit")}
-        for name in ("a", "b")
-    }
-    return {
-        "step_time": record["step_time"],
-        "pairs": record["pairs"],
-        "losses": record["losses"],
-        "seconds": record["seconds"],
-        "notes": record["notes"],
-        **sides,
-    }
+    of_side = ("step_ms", "samples_per_s", "start_s", "steps", "unit", "versions", "peak_memory_bytes")
+    sides = {name: {key: record[name][key] for key in of_side} for name in ("a", "b")}
+    of_both = ("step_time", "start", "memory", "pairs", "losses", "seconds", "notes")
+    return {**{key: record[key] for key in of_both}, **sides}
 
 
 @contextmanager
@@ -214,11 +206,16 @@ def measure(name: str, script: dict[str, Any], home: Path, options: argparse.Nam
             return {**row, "status": "failed", "why": str(failed)}
 
 
+def change(seen: dict[str, float] | None) -> str:
+    if seen is None:
+        return "-"
+    return f"{seen['value']:+.1%} ({seen['low']:+.1%} to {seen['high']:+.1%}, n={seen['n']})"
+
+
 def brief(row: dict[str, Any]) -> str:
     if "compared" not in row:
         return f"{row['status']} {row.get('why', '')}"
-    step = row["compared"]["step_time"]
-    return f"step time {step['value']:+.1%} ({step['low']:+.1%} to {step['high']:+.1%}, n={step['n']}), {row['compared']['losses']['verdict']}"
+    return f"step time {change(row['compared']['step_time'])}, {row['compared']['losses']['verdict']}"
 
 
 def main() -> None:
