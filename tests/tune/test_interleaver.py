@@ -100,6 +100,19 @@ def test_a_program_that_ends_leaves_the_others_their_blocks(interleaver):
     assert len(members[1].seen.blocks) == 4
 
 
+def test_on_a_gpu_blocks_are_whole(interleaver):
+    """A pause would empty its queue of kernels. No such device is here: only its name is another."""
+    ring = interleaver()
+    found = []
+    for device in ("cpu", "cuda"):
+        member = Member(ring.enter(Plan(), 0, 60.0).trial, (None,), ProgramResult())
+        member.trial.ready["device"] = device
+        found.append(member)
+    ring.tick_ms = 10.0
+    take_turns(ring, found, seconds() + 60)
+    assert found[0].seen.blocks[0].at_s < found[1].seen.blocks[0].at_s
+
+
 @pytest.mark.full
 def test_a_pair_whose_plain_program_ends_keeps_what_was_measured(interleaver):
     ring = interleaver(steps=300)

@@ -1,10 +1,7 @@
 """Measures two programs in pairs of fresh processes with the same seed, until the question is answered.
 
-Each process starts alone, so its start-up is measured without the other's. Then blocks of both alternate
-(A B B A) while the other is stopped. The order within a pair changes from pair to pair.
-
-Blocks on a CPU are short. On shared machines other tenants slow the cores down for a tenth of a second to a few
-seconds at a time. In adjacent short blocks, this slows both programs alike.
+Each process starts alone, so its start-up is measured without the other's. Then their blocks alternate
+(`flatout.tune.comparison`) while the other is stopped. The order within a pair changes from pair to pair.
 """
 
 from __future__ import annotations
@@ -26,16 +23,15 @@ from flatout.schema.records import TrialRecord
 from flatout.trial.blocks import PREFETCHED_BATCHES, Watcher
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.trial.spec import TrialOptions
+from flatout.tune.comparison import MOST_ROUNDS, Member, ProgramResult, take_turns
 from flatout.tune.disturbance import Disturbance
 from flatout.tune.gone import program_failed, why_not
 from flatout.tune.interleaver import Interleaver
 
-CPU_BLOCK_MS = 30.0  # intended length of a block on a CPU; shorter ones would mostly fill caches
 LEAST_ROUNDS = 4  # of a pair
 LEAST_S = 2.8  # of a pair's blocks; processes differ too, so more pairs serve better
 MOST_S = 10.0
 PAIR_HALF = 0.012  # of the interval of a pair's change; narrower ones would not show more
-TOUCHED_MS = 350.0  # of a program after its warm-up, until it has touched its memory
 START_TIMEOUT_S = 900.0
 ANSWER_S = 60.0
 FEWEST_ROUNDS = 2
@@ -171,8 +167,6 @@ class PairTimer:
         interleaver = self.interleaver
         self.slowest_ms = max(self.slowest_ms, trial.ready["tick_ms"])
         interleaver.tick_ms, interleaver.unit = self.slowest_ms, trial.ready["unit"]
-        if trial.ready["device"] == "cpu":  # a pause would empty a GPU's queue of kernels
-            interleaver.block_ms = CPU_BLOCK_MS
         if not self.pairs:
             context = trial.ask({"do": "record"}, seconds() + ANSWER_S)["record"]["context"]
             trial.hold()
@@ -180,27 +174,30 @@ class PairTimer:
             interleaver.prefetched_ticks = max(interleaver.prefetched_ticks, PREFETCHED_BATCHES * workers)
 
     def _blocks(self, trials: Mapping[int, Trial]) -> dict[int, list[float]]:
-        """Alternate blocks of these programs: A B, B A, A B ... A program that ends leaves what it has."""
-        interleaver = self.interleaver
-        found: dict[int, list[float]] = {at: [] for at in trials}
-        for at, trial in trials.items():
-            with _named(self.sides[at]):
-                interleaver.catch_up(trial, max(each.ticks_done for each in trials.values()))
-                interleaver.run(trial, max(1, round(TOUCHED_MS / interleaver.tick_ms)))
-        start_s, turn = seconds(), 0
-        most_s = min(MOST_S, self.until_s - start_s)
-        while not _enough(found, seconds() - start_s, most_s):
-            times = {}
-            for at in trials if turn % 2 == 0 else reversed(list(trials)):
-                try:
-                    times[at] = interleaver.block(trials[at])
-                except ProgramGone as gone:
-                    if gone.record.status != "ended" or turn < FEWEST_ROUNDS:
-                        raise _lost(self.sides[at], gone.record) from None
-                    return found
-            for at, ms in times.items():
-                found[at].append(ms)
-            turn += 1
+        """Alternate blocks of these programs. A program that ends leaves what it has."""
+        members = {
+            at: Member(trial, (None,) * MOST_ROUNDS, ProgramResult()) for at, trial in trials.items()
+        }
+        start_s = seconds()
+
+        def blocks() -> dict[int, list[float]]:
+            whole = min(len(member.seen.blocks) for member in members.values())
+            return {at: [block.ms for block in member.seen.blocks[:whole]] for at, member in members.items()}
+
+        take_turns(
+            self.interleaver,
+            list(members.values()),
+            min(start_s + MOST_S, self.until_s),
+            lambda: (
+                not all(member.seen.whole for member in members.values())
+                or _enough(blocks(), seconds() - start_s)
+            ),
+        )
+        found = blocks()
+        for at, member in members.items():
+            gone = member.seen.gone
+            if gone is not None and (gone.status != "ended" or len(found[at]) < FEWEST_ROUNDS):
+                raise _lost(self.sides[at], gone)
         return found
 
     def _finished(self, trial: Trial, side: Side) -> TrialRecord:
@@ -210,13 +207,13 @@ class PairTimer:
         return record
 
 
-def _enough(blocks: Mapping[int, Sequence[float]], spent_s: float, most_s: float) -> bool:
-    """Whether the blocks of a pair tell its change, as far as one pair can, or took ``most_s``."""
+def _enough(blocks: Mapping[int, Sequence[float]], spent_s: float) -> bool:
+    """Whether the blocks of a pair tell its change, as far as one pair can."""
     logs = [[math.log(ms) for ms in times] for times in blocks.values()]
     if spent_s < LEAST_S or len(logs[0]) < LEAST_ROUNDS:
         return False
     values = [b - a for a, b in zip(*logs, strict=True)] if len(logs) == 2 else logs[0]
-    return spent_s >= most_s or estimate(values, 0.95).half <= PAIR_HALF
+    return estimate(values, 0.95).half <= PAIR_HALF
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -157,8 +157,9 @@ def measure_together(
     start_s = seconds()
     members = _started(interleaver, asked, timeout_s)
     enough_s = seconds() + share * (seconds() - start_s)
+    due = [member for member in members if member.seen.whole] + list(beside)
     try:
-        take_turns(interleaver, [m for m in members if m.seen.whole] + list(beside), until_s, enough_s)
+        take_turns(interleaver, due, until_s, lambda: seconds() >= enough_s)
         for one, member in zip(asked, members, strict=True):
             if one.late and member.seen.whole:
                 member.seen.late = _late_step(interleaver, member, one.late)
@@ -190,11 +191,14 @@ def _started(interleaver: Interleaver, asked: Sequence[ProgramRequest], timeout_
 
 
 def take_turns(
-    interleaver: Interleaver, members: Sequence[Member], until_s: float, enough_s: float = math.inf
+    interleaver: Interleaver,
+    members: Sequence[Member],
+    until_s: float,
+    enough: Callable[[], bool] = lambda: False,
 ) -> None:
     """Interleave the members' rows until they are done or time is up; at least one block each.
 
-    ``enough_s`` only applies after FEWEST_TURNS. A member that fails or ends leaves.
+    After FEWEST_TURNS, ``enough`` may end it too. A member that fails or ends leaves.
     """
     for turn in range(max((len(member.rows) for member in members), default=0)):
         due = [member for member in members if turn < len(member.rows) and member.seen.whole]
@@ -202,7 +206,7 @@ def take_turns(
         due = due if turn % 2 == 0 else due[::-1]
         slices = _slices(interleaver, due)
         for group in [due] if slices > 1 else [[member] for member in due]:
-            if turn and seconds() >= (until_s if turn < FEWEST_TURNS else min(until_s, enough_s)):
+            if turn and (seconds() >= until_s or (turn >= FEWEST_TURNS and enough())):
                 return
             _blocks(interleaver, group, turn, furthest, slices)
 
