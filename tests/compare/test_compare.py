@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from pathlib import Path
 
@@ -98,7 +99,7 @@ def test_two_commands_a_gate_and_a_baseline(flatout, project):
     moved["key"]["machine"] = "a larger one"
     stored.write_text(json.dumps(moved))
     done = flatout("compare", "--baseline", "slow", "python", "train.py", "0.012")
-    assert done.code == 2
+    assert done.code == 11
     assert "another machine (a larger one" in done.err
     assert "--any-machine" in done.err
 
@@ -164,6 +165,47 @@ def test_a_last_bit_is_found_by_bisect(flatout, project):
     done = flatout("bisect", "--of", "losses", "--good", good, "--budget", "1s", "python", "train.py")
     assert done.code == 0, done.err
     assert [each["commit"] for each in record_of(project, "bisect.json")["first_bad"]] == [changed]
+    for words, says in (
+        (("--good", "HEAD"), "are the same commit"),
+        (("--good", "HEAD", "--bad", good), f"Swap them: --good {good} --bad HEAD"),
+    ):
+        done = flatout.here("bisect", *words, "python", "train.py")
+        assert done.code == 2
+        assert says in done.err
+
+
+def test_losses_that_do_not_repeat_themselves_name_no_commit(flatout, project):
+    (project / ".gitignore").write_text(".flatout/\n")
+    git("init", "-q", "-b", "main")
+    good = commit(project, "start", scale="1.0 + __import__('os').urandom(1)[0] / 1e6")
+    commit(project, "only a log")
+    done = flatout("bisect", "--of", "losses", "--good", good, "--budget", "1s", "python", "train.py")
+    assert done.code == 3, done.err
+    assert "does not repeat itself" in done.err
+
+
+def test_a_work_tree_of_the_user_that_is_not_mounted_stays(flatout, project):
+    git("init", "-q", "-b", "main")
+    commit(project, "start")
+    git("worktree", "add", "-q", "../mine")
+    (project.parent / "mine").rename(project.parent / "away")
+    assert flatout.here("compare", "--rev", "none..", "python", "train.py").code == 2
+    (project.parent / "away").rename(project.parent / "mine")
+    assert git("-C", "../mine", "log", "--format=%s") == "start"
+
+
+def test_what_is_measured_before_it_is_stopped_stays(flatout, project):
+    words = ("compare", "--pairs", "9", "--budget", "1s", "python train.py", "python train.py")
+    process = flatout.start(*words)
+    assert process.stderr is not None
+    while "pair 2" not in process.stderr.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert flatout.finish(process).code == 143
+    record = record_of(project)
+    assert record["status"] == "failed"
+    assert len(record["pairs"]) == record["a"]["processes"] == 1
+    assert record["losses"]["verdict"] == "same bits"
 
 
 @pytest.mark.parametrize(
@@ -176,19 +218,32 @@ def test_a_last_bit_is_found_by_bisect(flatout, project):
         (("--python", "no/python,python", "python", "train.py"), "no Python interpreter 'no/python'"),
         (("--baseline", "none", "python", "train.py"), "there is no baseline 'none'"),
         (("--gate", "fast", "python a.py", "python b.py"), "is not a share"),
+        (("--gate", "3", "python a.py", "python b.py"), "write 3% or 0.03"),
+        (("--gate-memory", "5", "python a.py", "python b.py"), "write 3% or 0.03"),
+        (("--save", "../a", "python", "train.py"), "is not a name for a baseline"),
+        (
+            ("--save", "a", "--gate", "3%", "--markdown", "b.md", "python", "train.py"),
+            "--gate, --markdown would have no",
+        ),
+        (("--markdown", "no/b.md", "python train.py", "python train.py"), "b.md cannot be written"),
+        (("--baseline", "a", "python train.py", "python train.py"), "--baseline takes one command"),
+        (("--baseline", "broken", "python", "train.py"), "broken.json is damaged, or not a baseline"),
+        ((), "`flatout compare 'python a.py' 'python b.py'`"),
         (("python 'train.py", "python b.py"), "cannot be split into words"),
         (("--rev", "a..b", "--plan", "none,none", "python", "train.py"), "cannot be compared at once"),
     ],
 )
 def test_mistakes_are_named(flatout, project, words, says):
-    done = flatout("compare", *words)
-    assert done.code in (2, 127)
+    (project / ".flatout" / "baselines").mkdir(parents=True)
+    (project / ".flatout" / "baselines" / "broken.json").write_text("garbage")
+    done = flatout.here("compare", *words)
+    assert done.code in (2, 4, 11, 127)
     assert says in done.err
 
 
 def test_a_side_that_fails_is_named_with_its_error(flatout, project):
     (project / "broken.py").write_text("import torch\nraise ValueError('no such data')\n")
     done = flatout("compare", "python train.py", "python broken.py")
-    assert done.code == 1
+    assert done.code == 3  # 1 would mean that a gate failed
     assert "python broken.py fails" in done.err
     assert "no such data" in done.err

@@ -175,6 +175,21 @@ def test_a_push_compares_nothing_and_says_so(flatout, pull_request, tmp_path):
     assert "Give the input rev" in job.said["compare"]
 
 
+def test_inputs_that_cannot_be_split_are_named(flatout, pull_request, tmp_path):
+    job = Runner(
+        pull_request[0],
+        tmp_path / "runner",
+        flatout.environment(),
+        command="python train.py",
+        options="--gate-loss 'bits",
+        rev="HEAD",
+    )
+    job.run()
+    assert job.codes["compare"] == 1
+    assert "::error title=flatout::the inputs options and command cannot be split" in job.said["compare"]
+    assert "Traceback" not in job.said["compare"]
+
+
 def test_a_script_that_cannot_be_read_fails_without_an_upload(flatout, pull_request, tmp_path):
     (pull_request[0] / "half.py").write_text("def\n")
     job = Runner(pull_request[0], tmp_path / "runner", flatout.environment(), check="half.py")

@@ -77,6 +77,7 @@ def test_a_missing_baseline_is_skipped_with_the_command_that_stores_it(inner, sc
         ("baseline='main'", "python train.py", "has no limit, so it cannot fail"),
         ("slowdown='3%'", "python train.py", "takes only the keywords any_machine, baseline"),
         ("max_slowdown='3%'", "python trian.py", "there is no script"),
+        ("max_slowdown='abc'", "python train.py", "'abc' is not a share"),
     ],
 )
 def test_a_test_that_cannot_compare_fails(inner, limits, command, said):

@@ -17,6 +17,7 @@ from flatout.compare.pairs import PairTimer
 from flatout.compare.sides import Side, at_revision
 from flatout.compare.work_trees import WorkTrees
 from flatout.launch.command import understand
+from flatout.measure.clock import seconds
 from flatout.probe.machine import look
 from flatout.schema.compare import WHAT, BisectRecord
 from flatout.tune.session import job_folder
@@ -38,7 +39,7 @@ from flatout.tune.session import job_folder
     default="5m",
     show_default=True,
     type=Duration(),
-    help="Longest time for the test of one commit.",
+    help="Time for the test of one commit; the fewest pairs are measured even if they take longer.",
 )
 @pairs_option
 @measurement_options
@@ -60,7 +61,7 @@ def command(
     """
     words, facts = words_or_usage(words, "bisect"), look()
     with WorkTrees() as trees:
-        commits = trees.between(trees.commit(good), trees.commit(bad))
+        commits = trees.between(good, bad)
         cmd = understand(words, trees.at(bad))
         folder = writable(job_folder(cmd, job), job is not None)
         record = BisectRecord(
@@ -72,7 +73,8 @@ def command(
         ):
 
             def timer(a: Side, b: Side) -> PairTimer:
-                progress.stage("comparing", f"{a.label} with {b.label}: {trees.subject(b.revision)}")
+                progress.until(seconds() + budget)
+                progress.stage("comparing", f"{good} with {b.revision[:10]}: {trees.subject(b.revision)}")
                 return PairTimer((a, b), folder, facts, progress)
 
             search = Bisection(

@@ -23,6 +23,7 @@ from flatout.cli.options.markdown import append_markdown
 from flatout.cli.options.measurement import header, kept, measurement_options, output, pairs_option
 from flatout.cli.options.progress import LiveProgress
 from flatout.compare import baselines, sides
+from flatout.compare.baselines import Baseline
 from flatout.compare.evaluate import compare_losses, enough, fill, gates
 from flatout.compare.pairs import Pair, PairTimer
 from flatout.compare.sides import Side
@@ -33,6 +34,7 @@ from flatout.probe.machine import look
 from flatout.schema.compare import CompareRecord
 from flatout.schema.errors import UsageError
 from flatout.schema.facts import Facts
+from flatout.schema.records import TrialRecord
 from flatout.tune.session import job_folder, key_of
 
 
@@ -68,7 +70,11 @@ def gate_options(function: Any) -> Any:
 @click.option("--any-machine", is_flag=True, help="Allow a baseline of another machine.")
 @gate_options
 @click.option(
-    "--budget", default="5m", show_default=True, type=Duration(), help="Time for all pairs of processes."
+    "--budget",
+    default="5m",
+    show_default=True,
+    type=Duration(),
+    help="Time for all pairs; the fewest are measured even if they take longer.",
 )
 @pairs_option
 @click.option(
@@ -109,6 +115,8 @@ def command(
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} cannot be compared at once. Give one of them.")
     words, facts = words_or_usage(words, "compare"), look()
+    stores_only = bool(save_as) and not given and not sides.are_two_commands(words)
+    _look_ahead(save_as, markdown, limits if stores_only else {})
     with ExitStack() as stack:
         if rev:
             names, trees = sides.revisions(rev), stack.enter_context(WorkTrees())
@@ -117,15 +125,40 @@ def command(
             pair = sides.of_pythons(words, pythons)
         elif plans:
             pair = sides.of_plans(words, [(name, read_plan(name)) for name in sides.two(plans, "--plan")])
-        elif baseline or (save_as and not sides.are_two_commands(words)):
+        elif baseline or stores_only:
+            if sides.are_two_commands(words):
+                raise UsageError(
+                    "--baseline takes one command, not two; it is compared with the stored runs."
+                )
             pair = (Side("now", understand(words)),)
         else:
             pair = sides.of_commands(words)
         comparison = _Comparison(pair, facts, budget, job, {**limits, "pairs": pairs})
         code = comparison.run(baseline, save_as, as_json)
     if markdown is not None and comparison.record.a is not None:
-        append_markdown(comparison.record, markdown)
+        from flatout.render.compare_markdown import compare_markdown
+
+        append_markdown(compare_markdown(comparison.record), markdown)
     return code
+
+
+def _look_ahead(save_as: str | None, markdown: Path | None, ignored: dict[str, Any]) -> None:
+    """Raise UsageError or StorageError before the measurement for what would fail, or have no effect, after it.
+
+    ``ignored``: limits that nothing is compared with.
+    """
+    without_effect = [f"--{name.replace('_', '-')}" for name, value in ignored.items() if value]
+    if ignored and markdown is not None:
+        without_effect.append("--markdown")
+    if without_effect:
+        raise UsageError(
+            f"--save with one command compares nothing, so {', '.join(without_effect)} would have no effect. "
+            "Leave it out, or give --baseline, --rev, --python, --plan or a second command."
+        )
+    if save_as:
+        baselines.path_of(save_as)
+    if markdown is not None:
+        append_markdown("", markdown)
 
 
 class _Comparison:
@@ -151,16 +184,13 @@ class _Comparison:
         ):
             start_s = seconds()
             timer = PairTimer(self.sides, self.folder, self.facts, progress)
-            pairs = timer.run(start_s + self.budget_s, enough(gate), self.limits["pairs"])
-            now = [pair.b or pair.a for pair in pairs]
-            if stored is not None:
-                before = stored.measured
-                record.against = stored.name
-                fill(record, (stored.side(self.sides[0]), self.sides[0]), before, now, paired=False)
-                self._losses_of_baseline(pairs, before)
-            elif len(self.sides) == 2:
-                fill(record, self.sides, [pair.a for pair in pairs], now)
-                self._losses(timer, pairs)
+            try:
+                timer.run(start_s + self.budget_s, enough(gate), self.limits["pairs"])
+            finally:  # also after Ctrl-C
+                if timer.pairs:
+                    self._fill(timer.pairs, stored)
+            if record.losses.first_difference is not None and stored is None:
+                self._fill(timer.pairs, None, timer.again(0))
             record.seconds, record.status = seconds() - start_s, "done"
             if timer.disturbance.disturbed:
                 record.notes.append(f"{timer.disturbance.sentence()}, which widens the intervals")
@@ -173,6 +203,7 @@ class _Comparison:
             )
         lines = []
         if save_as:
+            now = [pair.b or pair.a for pair in timer.pairs]
             path = baselines.save(save_as, self.sides[-1], self.key, now)
             stored_in = f"baseline: {path} ({len(now)} processes)"
             lines.append(stored_in)
@@ -181,17 +212,21 @@ class _Comparison:
         self._show(as_json, lines)
         return 1 if record.gate_failed else 0
 
-    def _losses(self, timer: PairTimer, pairs: Sequence[Pair]) -> None:
-        a, b = [pair.a.record for pair in pairs], [pair.b.record for pair in pairs if pair.b is not None]
-        found = compare_losses(a, b, None)
-        if found.verdict != "same bits" and found.first_difference is not None:
-            found = compare_losses(a, b, timer.again(0))
-        self.record.losses = found
-
-    def _losses_of_baseline(self, pairs: Sequence[Pair], before: Sequence[Any]) -> None:
-        known = {run.record.seed: run.record for run in before}
-        common = [(known[p.a.record.seed], p.a.record) for p in pairs if p.a.record.seed in known]
-        self.record.losses = compare_losses([x for x, _ in common], [y for _, y in common], None)
+    def _fill(self, pairs: Sequence[Pair], stored: Baseline | None, again: TrialRecord | None = None) -> None:
+        """Write what these pairs tell into the record. ``again``: a second run of A's first seed."""
+        record, now = self.record, [pair.b or pair.a for pair in pairs]
+        if stored is not None:
+            before = stored.measured
+            record.against = stored.name
+            fill(record, (stored.side(self.sides[0]), self.sides[0]), before, now, paired=False)
+            known = {run.record.seed: run.record for run in before}
+            common = [(known[run.record.seed], run.record) for run in now if run.record.seed in known]
+        elif len(self.sides) == 2:
+            fill(record, self.sides, [pair.a for pair in pairs], now)
+            common = [(pair.a.record, pair.b.record) for pair in pairs if pair.b is not None]
+        else:
+            return
+        record.losses = compare_losses([x for x, _ in common], [y for _, y in common], again)
 
     def _show(self, as_json: bool, lines: list[str]) -> None:
         from flatout.render.compare_page import compare_html, headline, tables

@@ -8,6 +8,7 @@ import sys
 import click
 
 from flatout import __version__
+from flatout.cli.options.signals import Terminated
 from flatout.job.sanitize import harmless
 from flatout.schema.errors import FlatoutError
 
@@ -101,12 +102,9 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except click.Abort:
+    except (click.Abort, KeyboardInterrupt) as stopped:  # click turns the second into the first
         sys.stderr.write("flatout: stopped\n")
-        sys.exit(130)
-    except KeyboardInterrupt:
-        sys.stderr.write("flatout: stopped\n")
-        sys.exit(130)
+        sys.exit(143 if isinstance(stopped.__cause__ or stopped, Terminated) else 130)
     except FlatoutError as error:
         sys.stderr.write(f"flatout: {harmless(str(error))}\n")
         sys.exit(error.exit_code)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,8 +27,8 @@ from flatout.cli.options.arguments import (
 from flatout.cli.options.device import choose, device_option
 from flatout.cli.options.grouped import Grouped
 from flatout.cli.options.json_output import json_option, print_json
-from flatout.cli.options.measurement import interrupt
 from flatout.cli.options.progress import LiveProgress
+from flatout.cli.options.signals import stop_on_sigterm
 from flatout.diagnose.crash_explanation import of_death
 from flatout.diagnose.stored_profile import load_profile
 from flatout.job.folder import JobFolder, write_json, write_whole
@@ -246,8 +245,7 @@ def _search(
 ) -> None:
     """Run the search and keep its record, however it ends. Raises FlatoutError, KeyboardInterrupt."""
     console, kills = Console(stderr=True), oom_kills()
-    # On SIGTERM, end the programs in the same way as on Ctrl-C.
-    signal.signal(signal.SIGTERM, interrupt)
+    stop_on_sigterm()
     try:
         with LiveProgress(console, session.budget_s - session.spent_s) as progress:
             search(tuning(progress))

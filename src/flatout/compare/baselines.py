@@ -86,7 +86,7 @@ def load(name: str, key: dict[str, str], any_machine: bool) -> tuple[Baseline, l
     """
     path = path_of(name)
     data = read_json(path)
-    if data is None:
+    if data is None and not path.is_file():
         known = sorted(each.stem for each in path.parent.glob("*.json"))
         has = f"There are: {', '.join(known)}." if known else "None is stored yet."
         raise NoBaseline(
@@ -96,9 +96,9 @@ def load(name: str, key: dict[str, str], any_machine: bool) -> tuple[Baseline, l
         stored = Baseline.from_json(data)
         if not stored.measured:
             raise TypeError("it has no runs")
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError):
         raise UsageError(
-            f"{path} is not a baseline ({error}). Store it again: `flatout compare --save {name} COMMAND`."
+            f"{path} is damaged, or not a baseline. Store it again: `flatout compare --save {name} COMMAND`."
         ) from None
     unlike = {part for part in key if stored.key.get(part) != key[part]}
     if "machine" in unlike and not any_machine:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from flatout.compare.evaluate import LEVEL
+from flatout.compare.evaluate import LEVEL, compare_losses
 from flatout.compare.pairs import Pair, PairTimer
 from flatout.compare.sides import Side
+from flatout.guard.verdict import repeats_itself
 from flatout.measure.clock import seconds
 from flatout.measure.student import Estimate, estimate
 from flatout.schema.compare import BisectRecord, TestedCommit
@@ -64,7 +65,7 @@ class Bisection:
     def _whole_change(self, good: Side, bad: Side) -> float:
         """Measure good against bad; return half of the change as a logarithm."""
         if self.record.what == "losses":
-            if not self._losses_differ(self._pairs(good, bad, lambda pairs: True, 1)):
+            if not self._losses_differ(good, bad, first=True):
                 raise NothingMeasured(
                     "the losses of the good and the bad revision are bitwise equal, so there is no commit to find."
                 )
@@ -85,7 +86,7 @@ class Bisection:
         try:
             side = self.side_at(commit)
             if self.record.what == "losses":
-                differ = self._losses_differ(self._pairs(good, side, lambda pairs: True, 1))
+                differ = self._losses_differ(good, side)
                 tested.verdict, tested.why = (
                     ("bad", "losses differ") if differ else ("good", "losses are equal")
                 )
@@ -102,10 +103,8 @@ class Bisection:
         tested.why = f"{_interval(seen)} %, n={seen.n}"
         return tested
 
-    def _pairs(
-        self, good: Side, other: Side, enough: Callable[[Sequence[Pair]], bool], fewest: int | None = None
-    ) -> list[Pair]:
-        return self.timer(good, other).run(seconds() + self.budget_s, enough, fewest or self.fewest)
+    def _pairs(self, good: Side, other: Side, enough: Callable[[Sequence[Pair]], bool]) -> list[Pair]:
+        return self.timer(good, other).run(seconds() + self.budget_s, enough, self.fewest)
 
     def _of(self, pairs: Sequence[Pair]) -> Estimate:
         if self.record.what == "time":
@@ -115,14 +114,28 @@ class Bisection:
         ]
         return estimate([math.log(y / x) for x, y in peaks if x and y] or [0.0], LEVEL)
 
-    @staticmethod
-    def _losses_differ(pairs: Sequence[Pair]) -> bool:
-        return any(
-            x != y
-            for pair in pairs
-            if pair.b is not None
-            for x, y in zip(pair.a.record.losses, pair.b.record.losses, strict=False)
-        )
+    def _losses_differ(self, good: Side, other: Side, first: bool = False) -> bool:
+        """Compare the losses of one pair bit by bit.
+
+        ``first``: also run the good revision again. Raises NothingMeasured if it then has other losses.
+        """
+        timer = self.timer(good, other)
+        (pair,) = timer.run(seconds() + self.budget_s, lambda pairs: True, 1)
+        if pair.b is None:
+            raise NothingMeasured("only one revision was measured.")
+        found = compare_losses([pair.a.record], [pair.b.record], None)
+        if found.verdict == "not compared":
+            raise NothingMeasured(f"the losses cannot be compared: {found.why}.")
+        if found.verdict == "same bits":
+            return False
+        again = timer.again(0) if first else None
+        if again is not None and not repeats_itself(pair.a.record, again):
+            raise NothingMeasured(
+                "the good revision does not repeat itself: a second run with its seed has other losses, so they "
+                "name no commit. `flatout compare --rev GOOD..BAD` tells whether losses differ by more than the "
+                "spread of seeds."
+            )
+        return True
 
 
 def _interval(seen: Estimate) -> str:

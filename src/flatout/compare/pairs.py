@@ -88,7 +88,7 @@ class PairTimer:
     def run(self, until_s: float, enough: Callable[[Sequence[Pair]], bool], fewest: int) -> list[Pair]:
         """Measure pairs until ``enough`` or the time is up; at least ``fewest``.
 
-        Raises ProgramFailed and NothingMeasured if a side cannot be measured.
+        Raises NothingMeasured if a side cannot be measured. ``pairs`` then has those that were.
         """
         self.until_s = until_s
         try:
@@ -175,9 +175,7 @@ class PairTimer:
 
     def _blocks(self, trials: Mapping[int, Trial]) -> dict[int, list[float]]:
         """Alternate blocks of these programs. A program that ends leaves what it has."""
-        members = {
-            at: Member(trial, (None,) * MOST_ROUNDS, ProgramResult()) for at, trial in trials.items()
-        }
+        members = {at: Member(trial, (None,) * MOST_ROUNDS, ProgramResult()) for at, trial in trials.items()}
         start_s = seconds()
 
         def blocks() -> dict[int, list[float]]:
@@ -226,7 +224,12 @@ def _named(side: Side) -> Iterator[None]:
 
 
 def _lost(side: Side, record: TrialRecord) -> FlatoutError:
-    """The error for a side that cannot be measured."""
+    """The error for a side that cannot be measured.
+
+    Never the exit code of the program: 1 would mean that a gate failed.
+    """
     if record.status == "failed":
-        return program_failed(record, f"{side.label} fails (exit code {record.exit_code})")
+        return NothingMeasured(
+            str(program_failed(record, f"{side.label} fails (exit code {record.exit_code})"))
+        )
     return why_not(record, f"{side.label} cannot be measured", "compare longer runs")

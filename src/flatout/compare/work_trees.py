@@ -44,7 +44,6 @@ class WorkTrees:
                 ["git", "-C", str(self.root), "worktree", "remove", "--force", str(tree)], capture_output=True
             )
         shutil.rmtree(self._home, ignore_errors=True)
-        subprocess.run(["git", "-C", str(self.root), "worktree", "prune"], capture_output=True)
 
     def commit(self, revision: str) -> str:
         """Return the full name of a commit. Raises UsageError."""
@@ -91,13 +90,21 @@ class WorkTrees:
 
     def between(self, good: str, bad: str) -> list[str]:
         """Return the commits after ``good`` up to ``bad``, along first parents, oldest first. Raises UsageError."""
-        if subprocess.run(
-            ["git", "-C", str(self.root), "merge-base", "--is-ancestor", good, bad], capture_output=True
-        ).returncode:
-            raise UsageError(
-                f"{good} is not an ancestor of {bad}, so there is no line of commits between them."
+        first, last = self.commit(good), self.commit(bad)
+        if first == last:
+            raise UsageError(f"{good} and {bad} are the same commit. Give an older revision with --good.")
+        if not self._is_ancestor(first, last):
+            swapped = (
+                f"it comes after it. Swap them: --good {bad} --bad {good}"
+                if self._is_ancestor(last, first)
+                else f"no line of commits leads from one to the other. `git merge-base {good} {bad}` names a revision for --good"
             )
-        return _git(self.root, "rev-list", "--first-parent", "--reverse", f"{good}..{bad}").split()
+            raise UsageError(f"{good} does not come before {bad}: {swapped}.")
+        return _git(self.root, "rev-list", "--first-parent", "--reverse", f"{first}..{last}").split()
+
+    def _is_ancestor(self, first: str, last: str) -> bool:
+        words = ["git", "-C", str(self.root), "merge-base", "--is-ancestor", first, last]
+        return subprocess.run(words, capture_output=True).returncode == 0
 
     def subject(self, commit: str) -> str:
         """Return the date and the first line of a commit's message."""

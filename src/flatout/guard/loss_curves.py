@@ -87,14 +87,14 @@ def start_check(
     if value > limit and perturbed:
         return [
             _carried(
-                plain, tuned, perturbed, length, limit * spread * unit, growth, f"{value:.2g} of {scale}"
+                plain, tuned, perturbed, length, limit * spread * unit, growth, f"{value:.2g} times {scale}"
             )
         ]
     return [
         GuardCheck(
             "start",
             value <= limit,
-            f"the losses of the first {START_STEPS} steps differ by {value:.2g} of {scale}",
+            f"the losses of the first {START_STEPS} steps differ by {value:.2g} times {scale}",
             value,
             limit,
         )
@@ -167,7 +167,7 @@ def curves_within_spread(curves: Sequence[tuple[list[float], list[float]]]) -> G
     if spread == 0:
         return GuardCheck("curve", False, "the loss curves differ, and the plain program's is constant")
     value, moved = distance / spread, shift / spread
-    why = f"the loss curves differ by {value:.2g} of {scale}, with a mean shift of {moved:.2g}"
+    why = f"the loss curves are {value:.2g} times {scale} apart (limit {CURVE_LIMIT:g}), shifted by {moved:.2g} (limit {SHIFT_LIMIT:g})"
     return GuardCheck(
         "curve",
         value <= CURVE_LIMIT and moved <= SHIFT_LIMIT,

@@ -4,6 +4,6 @@ pytest and IPython load it into their own process, so it must load fast. All wor
 command, which it starts.
 
 Runs in: a script that imports flatout: pytest, IPython or Jupyter.
-Imports: schema, compare, launch, probe, tune; pytest.
+Imports: schema; pytest.
 Start with: pytest_plugin.py, notebook.py.
 """

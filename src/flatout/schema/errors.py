@@ -2,7 +2,7 @@
 
 FlatoutError
 ├── UsageError            the command line cannot be understood                      exit 2
-│   └── NoBaseline        the named baseline is missing, or of another machine       exit 2
+│   └── NoBaseline        the named baseline is missing, or of another machine       exit 11
 ├── PlanError             a flatout.toml that is broken, hostile or too new           exit 2
 ├── ProgramNotFound       there is no such program or script                         exit 127
 ├── ProgramFailed         the user's program failed by itself                        its own exit code
@@ -34,6 +34,8 @@ class UsageError(FlatoutError):
 class NoBaseline(UsageError):
     """The baseline to compare with is missing, or was measured on another machine."""
 
+    exit_code = 11
+
 
 class PlanError(FlatoutError):
     exit_code = 2
@@ -44,7 +46,7 @@ class ProgramNotFound(FlatoutError):
 
 
 class ProgramFailed(FlatoutError):
-    """The user's program failed by itself. flatout exits with the same code."""
+    """The user's program failed by itself. flatout exits with the same code, except in a comparison."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)

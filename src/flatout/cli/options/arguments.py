@@ -78,11 +78,9 @@ class Share(click.ParamType):
     name = "share"
 
     def convert(self, value: object, param: Any, ctx: Any) -> float:
-        if isinstance(value, float):
-            return value
         found = re.fullmatch(r"(\d+\.?\d*)\s*(%?)", str(value).strip())
         share = float(found[1]) / (100 if found[2] else 1) if found else 0.0
-        if not 0 < share < 10:
+        if not 0 < share < (10 if found and found[2] else 1):
             self.fail(f"{value!r} is not a share; write 3% or 0.03", param, ctx)
         return share
 
@@ -93,8 +91,6 @@ class ShareOrAmount(click.ParamType):
     name = "share or size"
 
     def convert(self, value: object, param: Any, ctx: Any) -> float | int:
-        if isinstance(value, int | float):
-            return value
         return (Amount() if re.search(r"[a-zA-Z]", str(value)) else Share()).convert(value, param, ctx)
 
 
@@ -211,7 +207,8 @@ def read_plan(path: str) -> Plan:
 def words_or_usage(words: tuple[str, ...], command: str) -> tuple[str, ...]:
     """Return the words of the program. Raises UsageError if there are none, or if they begin with an option."""
     if not words:
-        raise UsageError(f"no program was given. Try `flatout {command} python train.py`.")
+        example = "'python a.py' 'python b.py'" if command == "compare" else "python train.py"
+        raise UsageError(f"no program was given. Try `flatout {command} {example}`.")
     if words[0].startswith("-"):
         raise UsageError(_no_option(words[0], command))
     return words

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flatout.schema.compare import CompareRecord
 from flatout.schema.errors import StorageError
 
 
-def append_markdown(record: CompareRecord, path: Path) -> None:
+def append_markdown(text: str, path: Path) -> None:
     """Append to the file, which may hold the output of other steps. Raises StorageError."""
-    from flatout.render.compare_markdown import compare_markdown
-
     try:
         with path.open("a", encoding="utf-8") as file:
-            file.write(compare_markdown(record))
+            file.write(text)
     except OSError as error:
         raise StorageError(
             f"{path} cannot be written: {error.strerror or error}. Give --markdown a file in a folder that exists."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from flatout import __version__
 from flatout.cli.options.arguments import program, words_or_usage, writable
 from flatout.cli.options.json_output import json_option, print_json
 from flatout.cli.options.progress import LiveProgress
+from flatout.cli.options.signals import stop_on_sigterm
 from flatout.compare.evaluate import FEWEST_PAIRS
 from flatout.job.folder import write_json, write_whole
 from flatout.launch.command import understand
@@ -72,7 +72,7 @@ def kept(record: ProgramRecord, path: Path) -> Iterator[Callable[[], None]]:
     def save() -> None:
         write_json(path, record.to_json())
 
-    signal.signal(signal.SIGTERM, interrupt)
+    stop_on_sigterm()
     try:
         yield save
     except FlatoutError as error:
@@ -84,10 +84,6 @@ def kept(record: ProgramRecord, path: Path) -> Iterator[Callable[[], None]]:
         raise
     finally:
         save()
-
-
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 class Measurement:
