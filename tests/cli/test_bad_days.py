@@ -187,7 +187,7 @@ for x in torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=1):
     process.send_signal(number)
     done = flatout.finish(process)
     assert done.left == []
-    assert done.code == (-9 if number == signal.SIGKILL else 130)
+    assert done.code == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
     assert "Traceback" not in done.err
     (session,) = sessions(flatout.folder)
     assert session["status"] == "running"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
 import time
 import urllib.request
 from pathlib import Path
 
 import pytest
+
+from flatout import __version__
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
@@ -191,18 +194,64 @@ def test_prometheus_is_scraped_on_the_loopback_while_the_run_goes_on(flatout, sc
     assert flatout.finish(process).code == 0
 
 
+@pytest.mark.parametrize("name", [pytest.param("mlflow", marks=pytest.mark.full), "prometheus"])
+def test_a_tracker_that_is_down_does_not_reach_the_training(flatout, script, name):
+    pytest.importorskip(name.replace("prometheus", "prometheus_client"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        target = f"http://127.0.0.1:{port}" if name == "mlflow" else str(port)
+        script(PROGRAM)
+        options = ("--export-every", "0.2s", "--export", f"{name}={target}", "--export", "jsonl")
+        done = flatout("run", *options, "python", "train.py", "0.05", "6")
+    assert done.code == 0
+    (record,) = records(flatout.folder)
+    assert (record["steps"], record["flatout"]) == (72, __version__)
+    assert len(box(done.err)) <= 8
+    if name == "prometheus":  # a client that waits for an answer has not failed yet
+        assert "not exported: prometheus cannot be started (OSError" in done.err
+
+
 @pytest.mark.parametrize(
-    "trouble", [pytest.param("mlflow=http://127.0.0.1:9", marks=pytest.mark.full), "prometheus=80000"]
+    ("options", "says"),
+    [
+        (("--export", "wanb"), "did you mean wandb?"),
+        (("--export", "prometheus=abc"), "'abc' is not a port"),
+        (("--export", "prometheus=99999"), "'99999' is not a port"),
+        (("--export", "jsonl=a"), "jsonl takes no target"),
+        (("--export", "jsonl", "--export-every", "0s"), "at least 0.1 s"),
+        (("--export-every", "9s"), "has no effect without --export"),
+    ],
 )
-def test_a_tracker_that_is_down_does_not_reach_the_training(flatout, script, trouble):
-    pytest.importorskip(trouble.partition("=")[0].replace("prometheus", "prometheus_client"))
-    record, lines = exported(flatout, script, trouble, words=("0.01", "2"))
-    assert record["steps"] == 24
-    assert lines
-
-
-def test_unknown_and_missing_trackers_are_named(flatout, script):
+def test_exports_that_cannot_work_are_named_before_the_run(flatout, script, options, says):
+    pytest.importorskip("prometheus_client")
     script(PROGRAM)
-    done = flatout("run", "--export", "wanb", "python", "train.py", "0.01", "1")
+    done = flatout.here("run", *options, "python", "train.py", "0.01", "1")
     assert done.code == 2
-    assert "did you mean wandb?" in done.err
+    assert says in done.err
+
+
+def test_where_nothing_can_be_written_the_box_says_so(flatout, script):
+    script(PROGRAM)
+    (flatout.folder / ".flatout").write_text("a file")
+    words = ("python", "train.py", "0.01", "1")
+    done = flatout("run", *words)
+    assert done.code == 0
+    assert "record: not written: " in done.err
+    done = flatout("run", "--export", "tensorboard", *words)
+    assert done.code == 0
+    assert "cannot write to" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_ctrl_c_ends_the_program_as_without_flatout(flatout, script):
+    script(PROGRAM.replace("    for x in", "    print(epoch, flush=True)\n    for x in"))
+    codes = []
+    for words in (["run"], []):
+        process = flatout.start(*words, "python", "train.py", "0.01", "1000", python=None if words else [])
+        assert process.stdout is not None
+        while process.stdout.readline() != "1\n":
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        codes.append(flatout.finish(process).code)
+    assert codes == [-signal.SIGINT, -signal.SIGINT]

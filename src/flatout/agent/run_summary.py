@@ -13,11 +13,12 @@ import resource
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
 
+from flatout import __version__
 from flatout.agent.bootstrap import show
 from flatout.agent.ledger import Ledger
 from flatout.agent.step_counters import StepCounters
@@ -26,10 +27,11 @@ from flatout.job.folder import JobFolder, write_json
 from flatout.job.rank_environment import rank_number, this_rank
 from flatout.job.runs import remove_old
 from flatout.measure.clock import seconds
-from flatout.schema.errors import StorageError
-from flatout.schema.run_summary import LIVE, RunSummary, SummaryRequest
+from flatout.schema.errors import StorageError, first_line
+from flatout.schema.run_summary import FAILED, LIVE, RunSummary, SummaryRequest
 
 GPU_EVERY_S = 5.0
+MOST_LOG_BYTES = 1 << 20
 
 
 def count(job: dict[str, Any]) -> None:
@@ -121,7 +123,7 @@ class Summarizer:
             self.thread.join(timeout=2)
         if self.counts.last_ns <= self.counts.first_ns:
             return
-        record, path = self.record(), None
+        record = self.record()
         if self.request.every_s:
             self._write_live()
             self._line({"end": record.to_json()})
@@ -131,15 +133,30 @@ class Summarizer:
                 JobFolder(Path(self.request.folder).parent).make()
                 path = self._free_path(record.rank)
                 write_json(path, record.to_json())
+                where = os.path.relpath(path)
                 if record.rank == 0 and self.request.keeps:
                     remove_old(Path(self.request.folder), self.request.keeps, self.request.name)
-        except (OSError, StorageError):
-            path = None
+        except (OSError, StorageError) as error:
+            where = f"not written: {first_line(error)}"
         if self.request.shows and record.rank == 0 and sums_up_first(os.environ.get("FLATOUT_JOB", "")):
             from flatout.render.run_box import box
 
-            logs = [log for log in sorted(self._path("").glob("*.log")) if log.stat().st_size]
-            show(box(record, os.path.relpath(path) if path else "", [os.path.relpath(log) for log in logs]))
+            show(box(record, where, self._failed_trackers()))
+        if record.how == KeyboardInterrupt.__name__:
+            _end_as_interrupted()
+
+    def _failed_trackers(self) -> dict[str, str]:
+        """Return the trackers that said in their log that they did not take the figures, and why."""
+        found = {}
+        for log in sorted(self._path("").glob("*.log")):
+            try:
+                lines = log.read_bytes()[:MOST_LOG_BYTES].decode(errors="replace").splitlines()
+            except OSError:
+                continue
+            said = [line.removeprefix(FAILED) for line in lines if line.startswith(FAILED)]
+            if said:
+                found[log.stem] = said[0]
+        return found
 
     def _path(self, name: str) -> Path:
         return Path(self.request.folder) / self.request.name / name
@@ -167,6 +184,7 @@ class Summarizer:
             rank=rank_number(),
             world_size=here.world_size if here is not None else int(os.environ.get("WORLD_SIZE") or 1),
             plan=self.plan,
+            flatout=__version__,
             how=getattr(getattr(sys, "last_type", None), "__name__", "ended"),  # of an uncaught exception
             steps=counts.steps,
             seconds=passed_s,
@@ -201,6 +219,16 @@ class GpuShare:
     @property
     def mean(self) -> float | None:
         return self._sum / self._n if self._n else None
+
+
+def _end_as_interrupted() -> None:
+    """Let Python end by SIGINT, as it does after Ctrl-C.
+
+    It then looks at a flag that each ``exec`` of a text clears, and what runs at exit may import modules that do
+    so (dataclasses). An ``exec`` that ends by KeyboardInterrupt sets it again.
+    """
+    with suppress(KeyboardInterrupt):
+        exec("raise KeyboardInterrupt")
 
 
 def _on_cuda(torch: ModuleType) -> bool:

@@ -66,7 +66,8 @@ def records_folder(folder: Path) -> Path | None:
 def read_history(root: Path, history: HistoryRecord) -> HistoryRecord:
     """Fill the record with the jobs and baselines below ``root``."""
     reader = _Reader(root, history.skipped)
-    jobs = [root] if _is_job(root) else [each for each in _folders(root) if each.name != FOLDER_NAME]
+    is_job = root.name != FOLDER and _is_job(root)
+    jobs = [root] if is_job else [each for each in _folders(root) if each.name != FOLDER_NAME]
     found = (reader.job(folder) for folder in jobs)
     history.jobs = sorted((job for job in found if job is not None), key=lambda job: job.newest, reverse=True)
     stored = sorted((root / FOLDER_NAME).glob("*.json"))

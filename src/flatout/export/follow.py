@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from flatout.export.trackers import TRACKERS, Tracker
 from flatout.measure.clock import seconds, sleep
-from flatout.schema.run_summary import LIVE, RunSummary
+from flatout.schema.run_summary import FAILED, LIVE, RunSummary
 
 LOOK_S = 0.5
 GRACE_S = 3.0  # for the last lines, after the program is gone
@@ -100,7 +100,7 @@ def _give_up(pid: int) -> None:
 
 
 def _say(sentence: str) -> None:
-    sys.stderr.write(f"flatout: export: {sentence}; the training is not affected\n")
+    sys.stderr.write(f"{FAILED}{sentence}; the training is not affected\n")
     sys.stderr.flush()
 
 

@@ -2,7 +2,7 @@
 
 tensorboard[=FOLDER]    event files, by default in the run's folder
 wandb[=PROJECT]         Weights & Biases; WANDB_MODE=offline keeps the run on this machine
-mlflow[=URI]            an MLflow server or folder; MLFLOW_TRACKING_URI by default
+mlflow[=URI]            an MLflow server, folder or database; MLFLOW_TRACKING_URI by default
 prometheus[=PORT]       an endpoint on the loopback interface, 9464 by default
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from flatout.schema.run_summary import LIVE, RunSummary
 
 PORT = 9464
 PREFIX = "flatout"
+DATABASES = {"sqlite", "mysql", "postgresql", "mssql"}  # of MLflow, which needs SQLAlchemy for them
 HELP = {
     "steps_per_s": "optimizer steps a second",
     "samples_per_s": "training samples a second",
@@ -86,6 +88,10 @@ class MLflow:
     def __init__(self, target: str, folder: Path, command: str) -> None:
         import mlflow
 
+        if "://" not in target:
+            os.environ.setdefault(
+                "MLFLOW_ALLOW_FILE_STORE", "true"
+            )  # MLflow 3 accepts folders only on request
         if target:
             mlflow.set_tracking_uri(target)
         mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or PREFIX)
@@ -138,3 +144,20 @@ MODULES = {  # of the clients; their packages have the same names with hyphens
     "mlflow": "mlflow",
     "prometheus": "prometheus_client",
 }
+
+
+def wrong_target(name: str, target: str) -> str:
+    """Return why a tracker cannot use this target, as far as that shows before the run; "" if nothing does."""
+    if name == "prometheus" and target and not (target.isdecimal() and 0 < int(target) < 1 << 16):
+        return f"{target!r} is not a port. Give a number from 1 to 65535: --export prometheus={PORT}."
+    uri = target or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:"  # MLflow's own default
+    if (
+        name == "mlflow"
+        and uri.partition(":")[0].partition("+")[0] in DATABASES
+        and not find_spec("sqlalchemy")
+    ):
+        return (
+            "MLflow needs its whole package for a database: pip install mlflow. Without it, give a server or a "
+            "folder: --export mlflow=http://127.0.0.1:5000, --export mlflow=mlruns."
+        )
+    return ""

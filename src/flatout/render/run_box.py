@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from flatout.render.formatting import duration, figure, one_line, shell, size
 from flatout.schema.run_summary import RunSummary
 
 WIDTH = 78
+INSIDE = WIDTH - 4
 MOST_LINES = 6  # inside
 
 
-def box(record: RunSummary, path: str, logs: Sequence[str] = ()) -> str:
-    """Return the figures of a run, what limited it, and the next command. ``logs``: messages of trackers."""
-    inside = WIDTH - 4
-    lines = [
-        each
-        for line in _lines(record, path, logs)
-        for each in textwrap.wrap(line, inside, subsequent_indent="  ")
-    ]
+def box(record: RunSummary, where: str, failed: Mapping[str, str] = {}) -> str:
+    """Return the figures of a run, what limited it, the next command, and where its record is.
+
+    ``failed``: trackers that did not take the figures, with the reason.
+    """
+    last = [f"record: {one_line(where, 140)}"]
+    if len(failed) == 1:
+        (why,) = failed.values()
+        last.append(one_line(f"not exported: {why}", 2 * INSIDE - 4))
+    elif failed:
+        last.append(f"not exported: {', '.join(failed)}; see their .log files beside the record")
+    end = _wrapped(last)
+    lines = [*_wrapped(_figures(record))[: MOST_LINES - len(end)], *end]
     edge = f"+-- flatout run {'-' * (WIDTH - 17)}+"
-    return "\n".join(
-        [edge, *(f"| {line:<{inside}} |" for line in lines[:MOST_LINES]), f"+{'-' * (WIDTH - 2)}+"]
-    )
+    return "\n".join([edge, *(f"| {line:<{INSIDE}} |" for line in lines), f"+{'-' * (WIDTH - 2)}+"])
 
 
-def _lines(record: RunSummary, path: str, logs: Sequence[str]) -> list[str]:
+def _wrapped(lines: Sequence[str]) -> list[str]:
+    return [part for line in lines for part in textwrap.wrap(line, INSIDE, subsequent_indent="  ")]
+
+
+def _figures(record: RunSummary) -> list[str]:
     ranks = f" (rank {record.rank} of {record.world_size})" if record.world_size > 1 else ""
     speed = [f"{figure(record.steps_per_s)} steps/s"]
     speed += [f"{figure(record.samples_per_s)} samples/s"] if record.samples_per_s else []
@@ -40,8 +48,4 @@ def _lines(record: RunSummary, path: str, logs: Sequence[str]) -> list[str]:
     ]
     if record.next_command:
         found.append(f"next: flatout {record.next_command} {one_line(shell(record.command), 120)}")
-    found += [f"record: {one_line(path, 140)}"] if path else []
-    return [
-        *found,
-        *([f"messages of trackers: {', '.join(one_line(log, 70) for log in logs)}"] if logs else []),
-    ]
+    return found

@@ -12,6 +12,8 @@ SCHEMA = 1
 WAITS = 0.15  # share of the time from which waiting for data limits a run
 BUSY = 0.7  # share of the time from which a GPU counts as busy
 
+FAILED = "flatout: export: "  # begins the lines of a tracker's log that tell a failure
+
 # Live figures of a moment, in the order in which trackers show them.
 LIVE = ("steps_per_s", "samples_per_s", "data_wait", "cores_used", "memory_bytes", "gpu_busy")
 

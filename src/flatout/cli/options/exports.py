@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from flatout.cli.options.arguments import Duration, did_you_mean
-from flatout.export.trackers import MODULES
+from flatout.cli.options.arguments import Duration, did_you_mean, writable
+from flatout.export.trackers import MODULES, wrong_target
 from flatout.job.runs import RUNS
 from flatout.launch.command import Command
 from flatout.measure.clock import today
@@ -25,6 +26,7 @@ from flatout.tune.session import job_folder
 JSONL = "jsonl"
 NAMES = (JSONL, *MODULES)
 KEPT_RUNS = 200
+LEAST_EVERY_S = 0.1
 
 
 def options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,8 +72,9 @@ def summary_of(
     """
     if not shows and not export:
         return None
+    _reject_without_effect(export, every_s)
     for each in export:
-        name = each.partition("=")[0]
+        name, _, target = each.partition("=")
         if name not in NAMES:
             raise UsageError(
                 f"there is no tracker {name!r}{did_you_mean(name, NAMES)} Choose from {', '.join(NAMES)}."
@@ -80,11 +83,24 @@ def summary_of(
             raise UsageError(
                 f"{name} is not installed. Install it: pip install {MODULES[name].replace('_', '-')}."
             )
+        if name == JSONL and target:
+            raise UsageError(f"jsonl takes no target: the figures are in {RUNS}/<run>/ of the job's folder.")
+        if why := wrong_target(name, target):
+            raise UsageError(f"{name}: {why}")
     now = today()
     name = f"{''.join(c for c in now[:19] if c.isdigit() or c == 'T')}-{os.getpid()}"
-    folder = job_folder(cmd).path.resolve() / RUNS
-    live_s = max(0.1, every_s) if export else 0.0
+    job = job_folder(cmd)
+    folder = (writable(job, asked=False) if export else job).path.resolve() / RUNS
+    live_s = every_s if export else 0.0
     return SummaryRequest(str(folder), name, cmd.shown, now, shows, live_s, machine, keeps)
+
+
+def _reject_without_effect(export: Sequence[str], every_s: float) -> None:
+    if every_s < LEAST_EVERY_S:
+        raise UsageError(f"--export-every is at least {LEAST_EVERY_S:g} s.")
+    typed = click.get_current_context().get_parameter_source("export_every") == ParameterSource.COMMANDLINE
+    if typed and not export:
+        raise UsageError("--export-every has no effect without --export, such as --export tensorboard.")
 
 
 def start(request: SummaryRequest, export: Sequence[str]) -> None:
