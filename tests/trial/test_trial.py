@@ -144,8 +144,8 @@ def steps(count):  # by hand: an optimizer of torch's own takes a second to impo
 @pytest.mark.parametrize(
     ("ending", "code", "status", "says"),
     [
-        ("steps(3)", 0, "ended", "finished by itself"),
-        ("", 0, "ended", "without a training step"),
+        ("steps(3)", 3, "ended", "finished by itself"),
+        ("", 3, "ended", "without a training step"),
         ("steps(3); raise KeyError('mine')", 1, "failed", "KeyError: 'mine'"),
         ("raise KeyError('mine')", 1, "failed", "KeyError: 'mine'"),
         ("steps(3); os._exit(5)", 5, "failed", "without a message"),

@@ -78,6 +78,8 @@ def command(
 
     The exit code is 0 without findings, 1 with findings, 2 for a usage error.
     """
+    if as_json and form not in ("text", "json"):
+        raise UsageError(f"--json and --format {form} cannot be printed at once. Give one of them.")
     form = "json" if as_json else form
     if explain is not None:
         _explain(explain.upper(), form)

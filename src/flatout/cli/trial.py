@@ -19,6 +19,7 @@ from flatout.job.folder import TrialFolder, write_whole
 from flatout.launch.command import understand
 from flatout.measure.clock import seconds
 from flatout.probe.machine import look, oom_kills
+from flatout.schema.errors import NothingMeasured
 from flatout.trial.parent import Trial, measure
 from flatout.trial.spec import TrialOptions
 
@@ -58,7 +59,8 @@ def command(
 ) -> int:
     """Run a program for some steps in steady state, stop it, and write a JSON record.
 
-    The program's output and exit code are passed through; with --json, its output goes to standard error.
+    The program's output and exit code are passed through; with --json, its output goes to standard error. The
+    exit code is 3 if the program ended without an error before a step could be measured.
     """
     plan = read_plan(plan_path)
     cmd = understand(words_or_usage(words, "trial"))
@@ -98,5 +100,5 @@ def command(
     if record.status == "failed":
         for line in of_death(record.exit_code, record.log_tail, (oom_kills() or 0) - (kills or 0)):
             sys.stderr.write(f"flatout: {line}\n")
-    code = record.exit_code or 0
+    code = record.exit_code or (0 if record.steps else NothingMeasured.exit_code)
     return code if code >= 0 else 128 - code

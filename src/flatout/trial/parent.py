@@ -277,7 +277,7 @@ class Trial:
                 )
                 return self._lost(
                     "failed" if code else "ended",
-                    f"the program {how} without a message (os._exit, or a crash below Python)",
+                    f"the program {how} without a message (sys.exit, os._exit, or a crash below Python)",
                     code,
                 )
             return self._lost(

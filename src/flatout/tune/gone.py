@@ -24,7 +24,8 @@ def why_not(record: TrialRecord, what: str, shorter: str) -> FlatoutError:
     if record.status == "failed":
         return program_failed(record)
     if record.status == "ended":
-        return NothingMeasured(f"{what}: the program ended first. Let it train longer, or {shorter}.")
+        why = record.reason.strip() or "the program ended first"
+        return NothingMeasured(f"{what}: {why}. Let it train longer, or {shorter}.")
     return NothingMeasured(
         f"{what}: {record.reason.strip().splitlines()[-1] if record.reason.strip() else record.status}."
     )
