@@ -154,9 +154,9 @@ def test_mlflow_and_an_offline_wandb_hold_the_runs_own_figures(flatout, script, 
     pytest.importorskip("wandb")
     from mlflow.tracking import MlflowClient
 
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    uri = f"file:{tmp_path / 'mlruns'}"
-    env = {"WANDB_MODE": "offline", "MLFLOW_ALLOW_FILE_STORE": "true"}  # a folder needs no database
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # for the client below
+    uri = f"file://{tmp_path / 'mlruns'}"
+    env = {"WANDB_MODE": "offline"}
     _, lines = exported(flatout, script, f"mlflow={uri}", "wandb=trial", env=env)
     client = MlflowClient(uri)
 

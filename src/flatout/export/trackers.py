@@ -88,10 +88,8 @@ class MLflow:
     def __init__(self, target: str, folder: Path, command: str) -> None:
         import mlflow
 
-        if "://" not in target:
-            os.environ.setdefault(
-                "MLFLOW_ALLOW_FILE_STORE", "true"
-            )  # MLflow 3 accepts folders only on request
+        if "://" not in target or target.startswith("file:"):  # MLflow 3 accepts folders only on request
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         if target:
             mlflow.set_tracking_uri(target)
         mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or PREFIX)
