@@ -66,7 +66,7 @@ def understand(typed: Sequence[str], folder: Path | None = None) -> Command:
 def _understood(typed: Sequence[str], here: Path) -> Command:
     if not typed:
         raise UsageError(
-            "the command line of the program is empty. Give a script (train.py) or a command (python train.py)."
+            "no program was given: the command line is empty. Give a script (train.py) or a command (python train.py)."
         )
     first = typed[0]
     if first.endswith(".py"):
