@@ -159,3 +159,6 @@ def test_run_adds_runtime_findings(flatout, script):
         8,
     )
     assert flatout.here("check", "--run", "1s", "train.py").code == 2
+    done = flatout.here("check", "--json", "--format", "sarif", "train.py")
+    assert done.code == 2
+    assert "--json and --format sarif cannot be printed at once" in done.err

@@ -119,6 +119,8 @@ def test_a_broken_or_newer_record_is_skipped_with_a_word(flatout, job, text, why
 
 
 def test_the_folder_may_be_the_project_its_records_or_one_job(flatout, job):
+    (job.parent / "incidents.jsonl").write_text("{}")  # a stray record makes no job of the folder of all
+    (job.parent / "runs").mkdir()
     for words in ((), (".flatout",), (".flatout/train-01234567",)):
         assert [each["session"]["outcome"] for each in shown(flatout, *words)["jobs"]] == ["faster"], words
 

@@ -228,6 +228,7 @@ def test_what_is_measured_before_it_is_stopped_stays(flatout, project):
         (("--markdown", "no/b.md", "python train.py", "python train.py"), "b.md cannot be written"),
         (("--baseline", "a", "python train.py", "python train.py"), "--baseline takes one command"),
         (("--baseline", "broken", "python", "train.py"), "broken.json is damaged, or not a baseline"),
+        (("--any-machine", "python train.py", "python train.py"), "no effect without --baseline"),
         ((), "`flatout compare 'python a.py' 'python b.py'`"),
         (("python 'train.py", "python b.py"), "cannot be split into words"),
         (("--rev", "a..b", "--plan", "none,none", "python", "train.py"), "cannot be compared at once"),

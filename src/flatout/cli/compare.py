@@ -115,6 +115,8 @@ def command(
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} cannot be compared at once. Give one of them.")
     words, facts = words_or_usage(words, "compare"), look()
+    if limits["any_machine"] and not baseline:
+        raise UsageError("--any-machine has no effect without --baseline.")
     stores_only = bool(save_as) and not given and not sides.are_two_commands(words)
     _look_ahead(save_as, markdown, limits if stores_only else {})
     with ExitStack() as stack:
