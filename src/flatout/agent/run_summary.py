@@ -150,7 +150,8 @@ class Summarizer:
         found = {}
         for log in sorted(self._path("").glob("*.log")):
             try:
-                lines = log.read_bytes()[:MOST_LOG_BYTES].decode(errors="replace").splitlines()
+                with log.open("rb") as file:
+                    lines = file.read(MOST_LOG_BYTES).decode(errors="replace").splitlines()
             except OSError:
                 continue
             said = [line.removeprefix(FAILED) for line in lines if line.startswith(FAILED)]

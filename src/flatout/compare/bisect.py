@@ -121,8 +121,7 @@ class Bisection:
         """
         timer = self.timer(good, other)
         (pair,) = timer.run(seconds() + self.budget_s, lambda pairs: True, 1)
-        if pair.b is None:
-            raise NothingMeasured("only one revision was measured.")
+        assert pair.b is not None  # there are two sides
         found = compare_losses([pair.a.record], [pair.b.record], None)
         if found.verdict == "not compared":
             raise NothingMeasured(f"the losses cannot be compared: {found.why}.")

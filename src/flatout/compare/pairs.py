@@ -23,7 +23,7 @@ from flatout.schema.records import TrialRecord
 from flatout.trial.blocks import PREFETCHED_BATCHES, Watcher
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.trial.spec import TrialOptions
-from flatout.tune.comparison import MOST_ROUNDS, Member, ProgramResult, take_turns
+from flatout.tune.comparison import alternate, whole_rounds
 from flatout.tune.disturbance import Disturbance
 from flatout.tune.gone import program_failed, why_not
 from flatout.tune.interleaver import Interleaver
@@ -175,28 +175,18 @@ class PairTimer:
 
     def _blocks(self, trials: Mapping[int, Trial]) -> dict[int, list[float]]:
         """Alternate blocks of these programs. A program that ends leaves what it has."""
-        members = {at: Member(trial, (None,) * MOST_ROUNDS, ProgramResult()) for at, trial in trials.items()}
         start_s = seconds()
-
-        def blocks() -> dict[int, list[float]]:
-            whole = min(len(member.seen.blocks) for member in members.values())
-            return {at: [block.ms for block in member.seen.blocks[:whole]] for at, member in members.items()}
-
-        take_turns(
+        found = alternate(
             self.interleaver,
-            list(members.values()),
+            list(trials.values()),
             min(start_s + MOST_S, self.until_s),
-            lambda: (
-                not all(member.seen.whole for member in members.values())
-                or _enough(blocks(), seconds() - start_s)
-            ),
+            lambda rounds: _enough(rounds, seconds() - start_s),
         )
-        found = blocks()
-        for at, member in members.items():
-            gone = member.seen.gone
-            if gone is not None and (gone.status != "ended" or len(found[at]) < FEWEST_ROUNDS):
-                raise _lost(self.sides[at], gone)
-        return found
+        rounds = whole_rounds(found)
+        for at, each in zip(trials, found, strict=True):
+            if each.gone is not None and (each.gone.status != "ended" or len(rounds) < FEWEST_ROUNDS):
+                raise _lost(self.sides[at], each.gone)
+        return {at: list(blocks) for at, blocks in zip(trials, zip(*rounds, strict=True), strict=True)}
 
     def _finished(self, trial: Trial, side: Side) -> TrialRecord:
         record = trial.finish()
@@ -205,12 +195,12 @@ class PairTimer:
         return record
 
 
-def _enough(blocks: Mapping[int, Sequence[float]], spent_s: float) -> bool:
-    """Whether the blocks of a pair tell its change, as far as one pair can."""
-    logs = [[math.log(ms) for ms in times] for times in blocks.values()]
-    if spent_s < LEAST_S or len(logs[0]) < LEAST_ROUNDS:
+def _enough(rounds: Sequence[tuple[float, ...]], spent_s: float) -> bool:
+    """Whether the rounds of a pair tell its change, as far as one pair can."""
+    if spent_s < LEAST_S or len(rounds) < LEAST_ROUNDS:
         return False
-    values = [b - a for a, b in zip(*logs, strict=True)] if len(logs) == 2 else logs[0]
+    # of one side: its own logarithms
+    values = [math.log(times[-1]) - (math.log(times[0]) if len(times) == 2 else 0.0) for times in rounds]
     return estimate(values, 0.95).half <= PAIR_HALF
 
 

@@ -58,7 +58,6 @@ class BlockTimer:
 
     def __init__(self) -> None:
         self.tick_ms = 1.0
-        self.block_ms = BLOCK_MS  # intended length of a block
         self.unit = "step"
         self.prefetched_ticks = 0
         self.longest_ticks = MOST_TICKS  # of one block; fewer if the program ends soon
@@ -67,8 +66,8 @@ class BlockTimer:
 
     @property
     def block_ticks(self) -> int:
-        """Ticks of one block: about ``block_ms``, and more than loader workers have prefetched."""
-        ticks = round(self.block_ms / max(self.tick_ms, 1e-3))
+        """Ticks of one block: about `BLOCK_MS`, and more than loader workers have prefetched."""
+        ticks = round(BLOCK_MS / max(self.tick_ms, 1e-3))
         if self.tick_ms < 500:
             ticks = max(ticks, 2 * self.prefetched_ticks)
         return max(1, min(self.longest_ticks, ticks))

@@ -211,18 +211,39 @@ def take_turns(
             _blocks(interleaver, group, turn, furthest, slices)
 
 
+def alternate(
+    interleaver: Interleaver,
+    trials: Sequence[Trial],
+    until_s: float,
+    enough: Callable[[Sequence[tuple[float, ...]]], bool] = lambda rounds: False,
+) -> list[ProgramResult]:
+    """Alternate blocks of running programs until the clock, ``enough`` rounds, or the end of one ends it."""
+    members = [Member(trial, (None,) * MOST_ROUNDS, ProgramResult()) for trial in trials]
+    found = [member.seen for member in members]
+
+    def done() -> bool:
+        return not all(each.whole for each in found) or enough(whole_rounds(found))
+
+    take_turns(interleaver, members, until_s, done)
+    return found
+
+
+def whole_rounds(found: Sequence[ProgramResult]) -> list[tuple[float, ...]]:
+    """Milliseconds a tick of each program in the rounds that all of them finished."""
+    return list(zip(*([block.ms for block in each.blocks] for each in found), strict=False))
+
+
 def compared(interleaver: Interleaver, a: Trial, b: Trial, until_s: float) -> Ratio:
     """Compare two running programs until the clock ends it, with at least one round.
 
     Raises ProgramGone if one is lost. If one ends after a round, what was measured stays.
     """
-    members = [Member(trial, (None,) * MOST_ROUNDS, ProgramResult()) for trial in (a, b)]
-    take_turns(interleaver, members, until_s)
-    blocks = [member.seen.blocks for member in members]
-    for gone in (member.seen.gone for member in members):
-        if gone is not None and not (gone.status == "ended" and all(blocks)):
-            raise ProgramGone(gone)
-    return compare([[Round(x.ms, y.ms) for x, y in zip(*blocks, strict=False)]])
+    found = alternate(interleaver, (a, b), until_s)
+    rounds = whole_rounds(found)
+    for each in found:
+        if each.gone is not None and not (each.gone.status == "ended" and rounds):
+            raise ProgramGone(each.gone)
+    return compare([[Round(x, y) for x, y in rounds]])
 
 
 def _same_tick(due: Sequence[Member]) -> int:
@@ -300,9 +321,8 @@ def step_again(
 ) -> dict[str, Any]:
     """Replay a step for the guard with these levers, the most valuable first. Raises ProgramGone.
 
-    ``rest``: also judge what is left if levers fail.
-
-    Returns the verdict, and the levers to leave out (`flatout.guard.blame.narrowed`).
+    ``rest``: also judge what is left if levers fail. Returns the verdict, and the levers to leave out
+    (`flatout.guard.blame.narrowed`).
     """
     interleaver.switch(trial, ())
     return ask_replica(trial, choices, timeout_s, rest)
