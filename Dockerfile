@@ -21,14 +21,13 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY . .
-# The image's own Python takes the place of .venv, which would need a second torch.
-RUN pip install --no-cache-dir -e ".[dev]" && touch /usr/local/.ready
-RUN make quick VENV=/usr/local
+# Its environment shows the image's torch.
+RUN make quick
 
 FROM torch
 COPY pyproject.toml README.md LICENSE /src/
 COPY src /src/src
-RUN pip install --no-cache-dir "/src[malloc]" && flatout --version
+RUN pip install --no-cache-dir /src && flatout --version
 
 WORKDIR /work
 ENTRYPOINT ["flatout"]

@@ -1,6 +1,6 @@
 """The demo of `make demo`: tunes an example on real data, runs it under the plan, prints the report's path.
 
-The example is a common starting point: torchvision's ResNet-18, PIL transforms, SGD, `.item()` in the loop.
+The example is a common starting point: a small CNN on patches of photographs, PIL transforms in a Dataset, Adam, `.item()` in the loop.
 """
 
 import subprocess
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-JOB = [sys.executable, str(HERE / "resnet18.py"), "--epochs", "12"]
+JOB = [sys.executable, str(HERE / "cnn.py"), "--epochs", "12"]
 
 
 def flatout(*words: str) -> None:
@@ -20,11 +20,11 @@ def flatout(*words: str) -> None:
 
 
 def main() -> None:
-    flatout("tune", "--budget", "3m", "--no-write", *JOB)
+    flatout("tune", "--budget", "100s", "--no-write", *JOB)
     flatout("run", *JOB)
     newest = max(Path(".flatout").glob("*/report.html"), key=lambda path: path.stat().st_mtime)
     print(
-        f"\nThe report with pictures: {newest.resolve()}\nThe plan, and the same by hand: flatout plan {' '.join(JOB)}"
+        f"\nThe report with charts: {newest.resolve()}\nThe plan, and the same by hand: flatout plan {' '.join(JOB)}"
     )
 
 

@@ -11,7 +11,7 @@ flatout` imports neither torch nor any other heavy package.
         print(step.index, float(step.loss))
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _LAZY = {
     "Loop": "flatout.loop.loop",
