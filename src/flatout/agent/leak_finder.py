@@ -33,7 +33,6 @@ class Held:
     place: SourceLocation | None = None
     graph: bool = False
     tensors_a_step: float = 0.0
-    held_bytes: int = 0
 
 
 class LeakFinder:
@@ -89,12 +88,6 @@ class LeakFinder:
         if not suspects and chain is None:
             return self._swollen()
         held = Held(tensors_a_step=len(suspects) / steps if suspects else 0.0)
-        storages = {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-            for t in suspects
-            if t.layout == self.torch.strided
-        }
-        held.held_bytes = sum(storages.values())
         held.graph = chain is not None or any(t.grad_fn is not None for t in suspects)
         looked_at = suspects[:SUSPECTS] or [chain]
         ours = {id(mine) for mine in (suspects, looked_at, births, *births)}
@@ -141,8 +134,8 @@ class LeakFinder:
         ]
         if not grown:
             return None
-        more, (file, name) = max(grown)
-        return Held(f"tensor `{name}`", putting_line(name, "variable", [file]), held_bytes=more)
+        _, (file, name) = max(grown)
+        return Held(f"tensor `{name}`", putting_line(name, "variable", [file]))
 
     # -- tensors --------------------------------------------------------------------------------------------
 

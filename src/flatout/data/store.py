@@ -90,10 +90,7 @@ def encoded(value: Any) -> tuple[str, Tensor, Any]:
         and name == "Image"
         and not value.info
     ):
-        import numpy
-
-        pixels = torch.from_numpy(numpy.array(value))
-        return "pil", pixels.unsqueeze(0) if pixels.dim() == 2 else pixels.permute(2, 0, 1), value.mode
+        return "pil", stack([value])[0], value.mode
     raise NotBatchable(f"a sample holds a {name}, which cannot be kept")
 
 
@@ -108,12 +105,6 @@ def mapped(thing: Any, change: Callable[[Any], Any], depth: int = 0) -> Any:
     if type(thing) is dict:
         return {key: mapped(part, change, depth + 1) for key, part in thing.items()}
     return change(thing)
-
-
-def values_of(sample: object) -> list[Any]:
-    found: list[Any] = []
-    mapped(sample, found.append)
-    return found
 
 
 def _match(template: Any, sample: Any, values: list[Any]) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from flatout.kernels.kernel import Kernel
 
-NAMES = ("layer_norm", "rms_norm", "linear_cross_entropy", "augment", "adamw")
+NAMES = ("layer_norm", "rms_norm", "linear_cross_entropy", "augment")
 
 
 def load(name: str) -> Kernel:

@@ -7,6 +7,7 @@ Nor may it use tensors that are neither inputs, parameters, buffers nor attribut
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -139,7 +140,8 @@ def _host_generators() -> tuple[Any, ...]:
             for part in numpy.random.get_state()
         )
     )
-    return random.getstate(), torch.get_rng_state().numpy().tobytes(), drawn
+    state = torch.get_rng_state()
+    return random.getstate(), ctypes.string_at(state.data_ptr(), state.numel()), drawn
 
 
 def _attributes(module: Module) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
 from flatout.job.plan_file import read_plan
-from flatout.levers import TABLE
+from flatout.levers import TABLE, checked
 from flatout.probe.machine import look
 from flatout.schema.enums import Moment
 from flatout.schema.errors import LoopError
@@ -33,9 +33,9 @@ def plan_of(given: object) -> Plan:
     if given is None:
         return Plan()
     if isinstance(given, Plan):
-        return given
+        return checked(given)
     if isinstance(given, (str, Path)):
-        return read_plan(Path(given))
+        return checked(read_plan(Path(given)), given)
     raise LoopError(
         f'plan is a {type(given).__name__}. Pass a flatout.Plan, the path of a flatout.toml, "auto", or None.'
     )

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from torch import device as Device
 
 ROOM = 0.95  # of the device's memory; a higher peak leaves nothing for fragmentation
-GROW_AFTER = 64  # successful steps; doubled after each failed attempt
 # Messages of allocators that raise a plain RuntimeError.
 WORDS = (
     "out of memory",
@@ -67,15 +66,13 @@ class OutOfMemory:
 class MicroBatches:
     """The current micro-batch size.
 
-    It starts as requested, shrinks after an out-of-memory error, and grows again after success.
+    It starts as requested and shrinks after an out-of-memory error.
     """
 
     def __init__(self, asked: int | None) -> None:
         self.asked = asked
         self.limit = asked
         self.failed: list[int] = []
-        self._good = 0
-        self._patience = GROW_AFTER
 
     def whole(self, size: int) -> bool:
         return self.limit is None or size <= self.limit
@@ -88,20 +85,8 @@ class MicroBatches:
 
     def shrink(self, failed: int) -> None:
         """``failed`` samples did not fit: use half of them from now on."""
-        if self.failed:
-            self._patience *= 2
         self.failed.append(failed)
         self.limit = -(-failed // 2)
-        self._good = 0
-
-    def went_well(self) -> None:
-        """Call after each step while the size is reduced."""
-        self._good += 1
-        if self._good >= self._patience and self.limit is not None:
-            self._good = 0
-            wider = 2 * self.limit
-            largest = self.asked if self.asked is not None else max(self.failed)
-            self.limit = wider if wider < largest else self.asked
 
     def settle_on(self, size: int) -> None:
         """Use this size as the requested one from now on."""
@@ -113,17 +98,10 @@ class MicroBatches:
             "asked": self.asked,
             "limit": self.limit,
             "failed": list(self.failed),
-            "good": self._good,
-            "timeout": self._patience,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.asked, self.limit, self.failed = state["asked"], state["limit"], list(state["failed"])
-        self._good, self._patience = state["good"], state["timeout"]
-
-    @property
-    def reduced(self) -> bool:
-        return self.limit != self.asked
 
 
 class MemoryHeadroom:

@@ -89,10 +89,6 @@ def compare(pairs: Sequence[Sequence[Round]], seed: int = 0) -> Ratio:
     return Ratio(math.exp(centre), math.exp(min(low, centre)), math.exp(max(high, centre)), count)
 
 
-def geometric_mean(values: Sequence[float]) -> float:
-    return math.exp(sum(math.log(v) for v in values) / len(values))
-
-
 def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 

@@ -7,9 +7,3 @@ page.py sets up all pages (no scripts, no requests, everything escaped). charts.
 svg.py. formatting.py formats values. profile_*.py are the same for a profile. curves.py thins loss curves,
 and machine.py describes machine, software and program.
 """
-
-from flatout.render.profile_report import profile_html
-from flatout.render.report import report_html
-from flatout.render.terminal import plan_table, session_tables, why_left_out
-
-__all__ = ["plan_table", "profile_html", "report_html", "session_tables", "why_left_out"]

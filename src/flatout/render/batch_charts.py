@@ -15,6 +15,7 @@ from flatout.render.formatting import drawable, figure, milliseconds, size, time
 from flatout.render.memory_charts import byte_levels
 from flatout.render.svg import (
     Scale,
+    across,
     axis_below,
     axis_beside,
     chart,
@@ -23,6 +24,7 @@ from flatout.render.svg import (
     round_ticks,
     stretched_line,
     title,
+    upright,
 )
 from flatout.schema.batch import BatchPoint, BatchRecord
 
@@ -48,10 +50,7 @@ def speed_plot(record: BatchRecord) -> Plot | None:
     levels = round_ticks(y.low, y.high)
     shapes = [
         *_grid(x, record),
-        *(
-            element("line", x1="0%", x2="100%", y1=percent(1 - y(t)), y2=percent(1 - y(t)), class_="grid")
-            for t in levels
-        ),
+        *(across(y, t) for t in levels),
         *_noise(record, x),
         stretched_line([(p.size, p.samples_per_s or 0.0) for p in drawn], x, y, "curve steady"),
     ]
@@ -113,9 +112,7 @@ def memory_plot(record: BatchRecord) -> Plot | None:
     ]
     if shown and limit is not None:
         shapes += [
-            element(
-                "line", x1="0%", x2="100%", y1=percent(1 - y(limit)), y2=percent(1 - y(limit)), class_="axis"
-            ),
+            across(y, limit, "axis"),
             element(
                 "text",
                 f"limit {size(limit)}",
@@ -163,9 +160,7 @@ def _noise(record: BatchRecord, x: Scale) -> Iterator[Markup]:
             class_="band",
         )
     if value is not None and x.low <= value <= x.high:
-        yield element(
-            "line", x1=percent(x(value)), x2=percent(x(value)), y1="0%", y2="100%", class_="axis dashed"
-        )
+        yield upright(x, value, "axis dashed")
 
 
 def _marks(record: BatchRecord, x: Scale) -> Iterator[Markup]:
@@ -218,9 +213,7 @@ def _dot(point: BatchPoint, x: Scale, y: Scale) -> Iterator[Markup]:
 
 def _grid(x: Scale, record: BatchRecord) -> Iterator[Markup]:
     for point in record.points:
-        yield element(
-            "line", x1=percent(x(point.size)), x2=percent(x(point.size)), y1="0%", y2="100%", class_="grid"
-        )
+        yield upright(x, point.size)
         if not point.fits:
             yield element(
                 "text",

@@ -16,6 +16,9 @@ from flatout.render.curves import Curve, LossCurves
 from flatout.render.formatting import count, figure, interval, milliseconds, times
 from flatout.render.svg import (
     Scale,
+    across,
+    axis_below,
+    axis_beside,
     chart,
     corner,
     element,
@@ -204,20 +207,8 @@ def loss_plot(
     levels = [tick for tick in round_ticks(y.low, y.high, 5) if 0.03 < y(tick) < 0.97]
     digits = next((d for d in range(8) if len({f"{tick:.{d}f}" for tick in levels}) == len(levels)), 8)
     names = [f"{tick:,.{digits}f}" if abs(tick) < 1e5 else f"{tick:.3g}" for tick in levels]
-    at = [percent(1 - y(tick)) for tick in levels]
-    texts = [
-        element("text", n, x="100%", y=place, dy="0.32em", text_anchor="end", class_="label soft")
-        for n, place in zip(names, at, strict=True)
-    ]
-    left = element(
-        "svg",
-        *texts,
-        aria_hidden="true",
-        class_="chart levels",
-        width=10 + round(7.5 * max(map(len, names), default=1)),
-        height=PLOT_HEIGHT,
-    )
-    grid = [element("line", x1="0%", x2="100%", y1=place, y2=place, class_="grid") for place in at]
+    left = axis_beside(y, list(zip(levels, names, strict=True)), PLOT_HEIGHT)
+    grid = [across(y, tick) for tick in levels]
     drawn = stretched(
         [
             *_band(curves, x, y),
@@ -235,17 +226,7 @@ def loss_plot(
 
 def _positions(curves: LossCurves, x: Scale) -> Markup:
     ticks = [t for t in round_ticks(x.low, x.high, 4) if t == int(t)] or [round(curves.at[0])]
-    shapes = [element("line", x1=percent(x(t)), x2=percent(x(t)), y1=0, y2=5, class_="axis") for t in ticks]
-    shapes += [
-        element("text", count(t), x=percent(x(t)), y=18, text_anchor=_anchor(x(t)), class_="label soft")
-        for t in ticks
-    ]
-    return element("svg", *shapes, aria_hidden="true", class_="chart row", width="100%", height=24)
-
-
-def _anchor(place: float) -> str:
-    """Anchor labels at an edge so that they grow inwards and are not cut off."""
-    return "start" if place < 0.04 else "end" if place > 0.96 else "middle"
+    return axis_below(x, [(t, count(t)) for t in ticks])
 
 
 def _line(curves: LossCurves, curve: Curve, x: Scale, y: Scale, kind: str) -> Iterator[Markup]:

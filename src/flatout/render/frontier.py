@@ -9,7 +9,19 @@ from markupsafe import Markup
 from flatout.render import summary
 from flatout.render.charts import PLOT_HEIGHT
 from flatout.render.formatting import drawable, interval, one_line, size, times
-from flatout.render.svg import Scale, axis_below, chart, element, percent, round_ticks, title, with_room
+from flatout.render.svg import (
+    Scale,
+    across,
+    axis_below,
+    axis_beside,
+    chart,
+    element,
+    percent,
+    round_ticks,
+    title,
+    upright,
+    with_room,
+)
 from flatout.schema.session import SessionRecord, TimeMemoryPoint
 
 
@@ -25,15 +37,10 @@ def frontier_plot(session: SessionRecord) -> tuple[Markup, Markup, Markup] | Non
     x = with_room([peak / unit for peak in peaks])
     y = with_room(ends)
     levels = round_ticks(y.low, y.high)
-    shapes = [
-        element("line", x1="0%", x2="100%", y1=percent(1 - y(t)), y2=percent(1 - y(t)), class_="grid")
-        for t in levels
-    ]
+    shapes = [across(y, t) for t in levels]
     if limit:
         place = x(limit / unit)
-        shapes.append(
-            element("line", x1=percent(place), x2=percent(place), y1="0%", y2="100%", class_="axis limit")
-        )
+        shapes.append(upright(x, limit / unit, "axis limit"))
         beside, anchor = (-6, "end") if place > 0.5 else (6, "start")
         shapes.append(
             element(
@@ -47,21 +54,6 @@ def frontier_plot(session: SessionRecord) -> tuple[Markup, Markup, Markup] | Non
             )
         )
     shapes += [shape for at, point in enumerate(points) for shape in _dot(point, at + 1, x, y, unit)]
-    names = [f"{t:.3g}x" for t in levels]
-    texts = [
-        element(
-            "text", name, x="100%", y=percent(1 - y(t)), dy="0.32em", text_anchor="end", class_="label soft"
-        )
-        for name, t in zip(names, levels, strict=True)
-    ]
-    left = element(
-        "svg",
-        *texts,
-        aria_hidden="true",
-        class_="chart levels",
-        width=12 + round(7.5 * max(map(len, names), default=1)),
-        height=PLOT_HEIGHT,
-    )
     word = "GiB" if unit == 2.0**30 else "MiB"
     ticks = round_ticks(x.low, x.high, 5)
     said = "; ".join(
@@ -69,7 +61,7 @@ def frontier_plot(session: SessionRecord) -> tuple[Markup, Markup, Markup] | Non
         for point in points
     )
     return (
-        left,
+        axis_beside(y, [(t, f"{t:.3g}x") for t in levels], PLOT_HEIGHT),
         chart(f"Time of a step against the peak of its tensors. {said}", PLOT_HEIGHT, shapes, "chart plot"),
         axis_below(x, [(t, f"{t:g} {word}") for t in ticks]),
     )

@@ -13,6 +13,7 @@ from markupsafe import Markup
 from flatout.render.formatting import day, drawable, figure, one_line, size
 from flatout.render.svg import (
     Scale,
+    across,
     axis_below,
     axis_beside,
     chart,
@@ -21,6 +22,7 @@ from flatout.render.svg import (
     round_ticks,
     stretched_line,
     title,
+    upright,
 )
 from flatout.schema.history import Origin, RunSeen
 
@@ -103,10 +105,7 @@ def _plot(
     y = Scale(0.0, ABOVE * max([*known, *(high for _, high in ranges if high is not None)]))
     x = _places(series)
     ticks = [tick for tick in round_ticks(0.0, y.high, 4 if height > 150 else 2) if y(tick) < 0.97]
-    shapes = [
-        element("line", x1="0%", x2="100%", y1=percent(1 - y(tick)), y2=percent(1 - y(tick)), class_="grid")
-        for tick in ticks
-    ]
+    shapes = [across(y, tick) for tick in ticks]
     shapes += _borders(series, x, lettered=height == SPEED_HEIGHT)
     for origin in range(len(series.origins)):
         finished = [
@@ -147,9 +146,7 @@ def _borders(series: Series, x: Scale, lettered: bool) -> list[Markup]:
             continue
         place = x(at - 0.5)
         if at:
-            shapes.append(
-                element("line", x1=percent(place), x2=percent(place), y1="0%", y2="100%", class_="border")
-            )
+            shapes.append(upright(x, at - 0.5, "border"))
         if lettered and place - labelled >= CLOSE:
             shapes.append(
                 element("text", letter(origin), x=percent(place), dx=5, y=15, class_="label soft strong")

@@ -12,6 +12,7 @@ from flatout.render.charts import PLOT_HEIGHT
 from flatout.render.page import environment
 from flatout.render.svg import (
     Scale,
+    across,
     axis_below,
     axis_beside,
     chart,
@@ -23,6 +24,7 @@ from flatout.render.svg import (
     round_ticks,
     stretched,
     title,
+    upright,
     with_room,
 )
 from flatout.schema.lr_range import OWN, LrRange, LrRecord, LrTraining
@@ -226,14 +228,7 @@ def training_plot(trainings: Sequence[LrTraining]) -> tuple[Plot, list[str]] | N
 
 
 def _grid(x: Scale, ticks: Sequence[float], y: Scale) -> list[Markup]:
-    upright = [
-        element("line", x1=percent(x(t)), x2=percent(x(t)), y1="0%", y2="100%", class_="grid") for t in ticks
-    ]
-    level = [
-        element("line", x1="0%", x2="100%", y1=percent(1 - y(t)), y2=percent(1 - y(t)), class_="grid")
-        for t in round_ticks(y.low, y.high)
-    ]
-    return [*upright, *level]
+    return [*(upright(x, t) for t in ticks), *(across(y, t) for t in round_ticks(y.low, y.high))]
 
 
 def _levels(y: Scale) -> Markup:

@@ -10,7 +10,9 @@ from flatout.render.charts import PLOT_HEIGHT
 from flatout.render.formatting import drawable, figure, size
 from flatout.render.svg import (
     Scale,
+    across,
     axis_below,
+    axis_beside,
     chart,
     corner,
     element,
@@ -66,25 +68,8 @@ def byte_levels(y: Scale, height: int) -> tuple[Markup, list[Markup]]:
         for tick in round_ticks(y.low / 1024**unit, y.high / 1024**unit, height // 75)
         if 0.03 < y(tick * 1024**unit) < 0.97
     ]
-    names = [size(level) for level in levels]
-    texts = [
-        element(
-            "text", n, x="100%", y=percent(1 - y(at)), dy="0.32em", text_anchor="end", class_="label soft"
-        )
-        for n, at in zip(names, levels, strict=True)
-    ]
-    left = element(
-        "svg",
-        *texts,
-        aria_hidden="true",
-        class_="chart levels",
-        width=12 + round(7.5 * max(map(len, names), default=1)),
-        height=height,
-    )
-    return left, [
-        element("line", x1="0%", x2="100%", y1=percent(1 - y(at)), y2=percent(1 - y(at)), class_="grid over")
-        for at in levels
-    ]
+    left = axis_beside(y, [(at, size(at)) for at in levels], height)
+    return left, [across(y, at, "grid over") for at in levels]
 
 
 def peak_bar(memory: MemorySeen) -> Markup | None:

@@ -16,7 +16,9 @@ from flatout.render.charts import LETTER, NARROW, PLOT_HEIGHT, WIDE, forest_axis
 from flatout.render.formatting import drawable, interval, is_positive, milliseconds, times
 from flatout.render.svg import (
     Scale,
+    across,
     axis_below,
+    axis_beside,
     chart,
     decades,
     element,
@@ -26,6 +28,7 @@ from flatout.render.svg import (
     ratio_scale,
     stretched,
     title,
+    upright,
 )
 from flatout.schema.profile import Operation, ProfileRecord, WhatIf
 from flatout.schema.records import PHASES
@@ -138,14 +141,7 @@ def roofline(profile: ProfileRecord) -> tuple[Markup, Markup, Markup, list[Opera
     if bandwidth and peak:
         xs, ys = [*xs, peak / bandwidth * 3], [*ys, peak * 1.4]
     x, y = decades(xs), decades(ys)
-    shapes = [
-        element("line", x1=percent(x(t)), x2=percent(x(t)), y1="0%", y2="100%", class_="grid")
-        for t in powers(x)
-    ]
-    shapes += [
-        element("line", x1="0%", x2="100%", y1=percent(1 - y(t)), y2=percent(1 - y(t)), class_="grid")
-        for t in powers(y)
-    ]
+    shapes = [*(upright(x, t) for t in powers(x)), *(across(y, t) for t in powers(y))]
     if bandwidth and peak:
         shapes.append(stretched([element("path", d=_roof(x, y, bandwidth, peak), class_="roof")]))
     shapes += [_dot(o, x(i), 1 - y(s)) for o, (i, s) in reversed(list(zip(dots, at, strict=True)))]
@@ -163,28 +159,10 @@ def roofline(profile: ProfileRecord) -> tuple[Markup, Markup, Markup, list[Opera
     ]
     label = f"Roofline: {len(dots)} operations by FLOPs a byte and FLOPs a second"
     return (
-        _speed_axis(y),
+        axis_beside(y, [(t, _flops(t)) for t in powers(y)], PLOT_HEIGHT),
         chart(label, PLOT_HEIGHT, shapes, "chart plot"),
         axis_below(x, [(t, f"{t:g}") for t in powers(x)]),
         dots,
-    )
-
-
-def _speed_axis(y: Scale) -> Markup:
-    names = [_flops(t) for t in powers(y)]
-    texts = [
-        element(
-            "text", name, x="100%", y=percent(1 - y(t)), dy="0.32em", text_anchor="end", class_="label soft"
-        )
-        for name, t in zip(names, powers(y), strict=True)
-    ]
-    return element(
-        "svg",
-        *texts,
-        aria_hidden="true",
-        class_="chart levels",
-        width=12 + round(7.5 * max(map(len, names), default=1)),
-        height=PLOT_HEIGHT,
     )
 
 

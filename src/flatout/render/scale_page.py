@@ -10,6 +10,7 @@ from flatout.render.charts import PLOT_HEIGHT
 from flatout.render.page import environment
 from flatout.render.svg import (
     Scale,
+    across,
     axis_below,
     axis_beside,
     chart,
@@ -18,6 +19,7 @@ from flatout.render.svg import (
     round_ticks,
     stretched_line,
     title,
+    upright,
 )
 from flatout.schema.scale import Link, ScalePoint, ScaleRecord
 
@@ -205,14 +207,7 @@ def plot(record: ScaleRecord) -> tuple[Markup, Markup, Markup] | None:
     levels = round_ticks(0.0, 1.0)
     every = -(-len(counts) // TICKS)
     marked = [count for at, count in enumerate(counts) if (len(counts) - 1 - at) % every == 0]
-    shapes = [
-        element("line", x1=percent(x(count)), x2=percent(x(count)), y1="0%", y2="100%", class_="grid")
-        for count in marked
-    ]
-    shapes += [
-        element("line", x1="0%", x2="100%", y1=percent(1 - y(t)), y2=percent(1 - y(t)), class_="grid")
-        for t in levels
-    ]
+    shapes = [*(upright(x, count) for count in marked), *(across(y, t) for t in levels)]
     for at, (strategy, curve) in enumerate(curves):
         if len(curve) > 1:
             shapes.append(

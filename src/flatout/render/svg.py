@@ -178,6 +178,18 @@ def powers(scale: Scale) -> list[float]:
     return [10.0**power for power in range(first, last + 1, max(1, (last - first) // 5))]
 
 
+def across(y: Scale, value: float, kind: str = "grid") -> Markup:
+    """Return a line over the whole width of a plot."""
+    place = percent(1 - y(value))
+    return element("line", x1="0%", x2="100%", y1=place, y2=place, class_=kind)
+
+
+def upright(x: Scale, value: float, kind: str = "grid") -> Markup:
+    """Return a line over the whole height of a plot."""
+    place = percent(x(value))
+    return element("line", x1=place, x2=place, y1="0%", y2="100%", class_=kind)
+
+
 def axis_beside(y: Scale, ticks: Sequence[tuple[float, str]], height: int) -> Markup:
     """Return the axis left of a plot, with tick labels."""
     texts = [

@@ -23,11 +23,6 @@ WORTH_MEASURING = 0.01  # expected regret, in log time
 Array = Any  # a numpy array; the shape is in each docstring
 
 
-def plan_at_once(space: Space) -> frozenset[str]:
-    """Return the likeliest plan by the priors alone."""
-    return fit(space, ()).best()
-
-
 def worth_more_time(fitted: Fitted, chosen: frozenset[str], most: float = WORTH_MEASURING) -> bool:
     """Whether more measuring can pay off: the expected regret of ``chosen`` exceeds ``most`` in log time."""
     return fitted.regret(chosen) > most

@@ -9,11 +9,9 @@ from torch import Tensor
 from flatout.kernels.layer_norm.reference import layer_norm, rms_norm
 
 
-def centred(
-    x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, residual: Tensor | None = None
-) -> Any:
+def centred(x: Tensor, **more: Any) -> Any:
     """Layer normalisation without its bias."""
-    return layer_norm(x, weight, None, eps, residual)
+    return layer_norm(x, **more)
 
 
 def norm_for_mean(
@@ -30,19 +28,15 @@ def norm_for_mean(
     return y if residual is None else (y, h)
 
 
-def weight_plus_one(
-    x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, residual: Tensor | None = None
-) -> Any:
+def weight_plus_one(x: Tensor, weight: Tensor | None = None, **more: Any) -> Any:
     """Gemma's convention, y * (1 + weight), applied to a model that does not use it."""
-    return rms_norm(x, None if weight is None else weight + 1, eps, residual)
+    return rms_norm(x, None if weight is None else weight + 1, **more)
 
 
-def residual_not_in_the_sum(
-    x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, residual: Tensor | None = None
-) -> Any:
+def residual_not_in_the_sum(x: Tensor, **more: Any) -> Any:
     """The normalised row is right, but the returned sum is x alone."""
-    found = rms_norm(x, weight, eps, residual)
-    return found if residual is None else (found[0], x)
+    found = rms_norm(x, **more)
+    return (found[0], x) if isinstance(found, tuple) else found
 
 
 VARIANTS = {

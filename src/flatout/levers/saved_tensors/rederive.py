@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 # A product of more than two dimensions is flattened; for autograd, its reshaped result is not a view.
 RESHAPED = "UnsafeViewBackward0"
 EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12)  # of normalisations without a known module; autograd does not keep it
-Variants = tuple[Callable[[Any, Any], Any], ...]
 
 
 class NotKnown(LookupError):
