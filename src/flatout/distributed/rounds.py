@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -28,25 +28,6 @@ class LocalSgdSettings:
     outer: str = AVERAGE
     overlap: bool = False
     warmup: int = 0
-
-    @classmethod
-    def read(cls, value: object) -> LocalSgdSettings:
-        """Raises TypeError with a sentence if the value is invalid."""
-        names = ("every", "outer", "overlap", "warmup")
-        if not isinstance(value, Mapping) or not set(value) <= set(names):
-            raise TypeError(
-                f"the value of local_sgd must be a table with keys among {', '.join(names)}, such as {{every = 8}}, not {value!r}"
-            )
-        read = cls(**value)
-        if type(read.every) is not int or read.every < 1:
-            raise TypeError(f"every must be a whole number of steps from 1, not {read.every!r}")
-        if read.outer not in OUTER:
-            raise TypeError(f"outer must be one of {', '.join(OUTER)}, not {read.outer!r}")
-        if type(read.overlap) is not bool:
-            raise TypeError(f"overlap must be true or false, not {read.overlap!r}")
-        if type(read.warmup) is not int or read.warmup < 0:
-            raise TypeError(f"warmup must be a whole number of steps from 0, not {read.warmup!r}")
-        return read
 
 
 class Outer:

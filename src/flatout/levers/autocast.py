@@ -214,5 +214,6 @@ LEVER = Lever(
     known_bad=known_bad,
     after=("channels_last",),
     half=half,
+    accepts=("bfloat16", "float16"),
     page=__doc__,
 )

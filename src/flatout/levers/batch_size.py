@@ -23,6 +23,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flatout.levers.reasons import NO_LOADER
+from flatout.schema.accepted import Number, Table
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -71,21 +72,9 @@ def _arguments(loader: DataLoader) -> dict[str, Any]:
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    size, loader = _read(value)
-    context.change_loaders(_Rule(context, size, loader), ledger)
+    assert isinstance(value, dict)
+    context.change_loaders(_Rule(context, value["size"], value.get("loader", 0)), ledger)
     return ledger.restore
-
-
-def _read(value: Value) -> tuple[int, int]:
-    """Size and loader. Raises TypeError."""
-    if not isinstance(value, dict) or not {"size"} <= value.keys() <= {"size", "loader"}:
-        raise TypeError(
-            f"the value of batch_size must be a table such as {{size = 64}} or {{size = 64, loader = 1}}, not {value!r}"
-        )
-    size, loader = value["size"], value.get("loader", 0)
-    if not (type(size) is int and size > 0 and type(loader) is int and loader >= 0):
-        raise TypeError(f"size must be an integer >= 1 and loader an integer >= 0, not {value!r}")
-    return size, loader
 
 
 class _Rule:
@@ -165,5 +154,7 @@ LEVER = Lever(
     code,
     apply=apply,
     known_bad=known_bad,
+    accepts=(Table({"size": (Number(1, 2**31 - 1),), "loader": (Number(0, 1000),)}, ("size",)),),
+    bare=False,
     page=__doc__,
 )

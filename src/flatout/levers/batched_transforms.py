@@ -54,9 +54,6 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from flatout.data.feed import Feed
     from flatout.data.intercept import INTERCEPTION
 
-    if value not in ("all", "light"):
-        raise TypeError(f'the value of batched_transforms must be "all" or "light", not {value!r}')
-
     def batched(loader: DataLoader, asked: dict[str, Any], feed: Feed | None) -> Any:
         feed = feed or Feed(loader)
         feed.batched, feed.light = True, value == "light"
@@ -106,5 +103,6 @@ LEVER = Lever(
     apply=apply,
     known_bad=known_bad,
     after=("cached_prefix",),
+    accepts=("all", "light"),
     page=__doc__,
 )

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from flatout.schema.accepted import SWITCH, Number, Table, Text
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -58,8 +59,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 def _keep(value: Value, handed_on: Any = None) -> Any:
     from flatout.data.keeping import CacheBudget, CacheOptions
 
-    if not isinstance(value, dict) or not isinstance(value.get("mib"), int):
-        raise TypeError(f"the value of cached_prefix must be a table such as {{mib = 512}}, not {value!r}")
+    assert isinstance(value, dict)
     folder = value.get("disk")
     return CacheOptions(
         CacheBudget(value["mib"] * MIB), bool(value.get("ahead")), str(folder) if folder else None, handed_on
@@ -110,5 +110,8 @@ LEVER = Lever(
     code,
     apply=apply,
     known_bad=known_bad,
+    accepts=(
+        Table({"mib": (Number(1, 2**24),), "ahead": SWITCH, "disk": (Text(".+", "a folder"),)}, ("mib",)),
+    ),
     page=__doc__,
 )

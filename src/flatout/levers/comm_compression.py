@@ -26,6 +26,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.absent import why_left_alone, why_none
+from flatout.schema.accepted import Number, Table
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 ONLY = "this lever acts on a DistributedDataParallel, or on ranks that `flatout run --procs N` starts"
 NAME = "comm_compression"
+WORDS = "bf16", "fp16"
 CHANGES = "PowerSGD changes the maths: updates have low rank, and the rest follows later; the first {after} backward passes are sent uncompressed"
 
 
@@ -49,7 +51,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     )
     if parameters and not any(p.dtype in (torch.float32, torch.float64) for p in parameters):
         return Skip("no gradient is float32 or float64, and this lever compresses only those")
-    return Options(("bf16", "fp16"))
+    return Options(WORDS)
 
 
 def _why_not(context: TrainingContext) -> str:
@@ -60,28 +62,17 @@ def _why_not(context: TrainingContext) -> str:
 
 
 def _way(value: object) -> Any:
-    """The wire format of a value. Raises TypeError for an invalid value."""
+    """The wire format of a value."""
     from flatout.distributed import powersgd, wire
 
-    given = dict(value) if isinstance(value, Mapping) else {"kind": value}
-    kind, rank, after = given.get("kind"), given.get("rank", 2), given.get("after", powersgd.AFTER)
-    if kind in ("bf16", "fp16") and set(given) == {"kind"}:
-        return wire.BF16 if kind == "bf16" else wire.FP16
-    if kind != "powersgd" or not set(given) <= {"kind", "rank", "after"}:
-        raise TypeError(
-            f'the value of {NAME} must be "bf16", "fp16", "powersgd" or a table such as {{kind = "powersgd", rank = 2}}, not {value!r}'
-        )
-    if not (type(rank) is int and rank > 0 and type(after) is int and after >= 0):
-        raise TypeError(f"rank must be an integer >= 1 and after an integer >= 0, not {rank!r} and {after!r}")
-    return powersgd.way(rank, after)
-
-
-def check(value: Value) -> None:
-    _way(value)
+    given: dict[str, Any] = dict(value) if isinstance(value, Mapping) else {"kind": value}
+    if given["kind"] == "powersgd":
+        return powersgd.way(given.get("rank", 2), given.get("after", powersgd.AFTER))
+    return {"bf16": wire.BF16, "fp16": wire.FP16}[given["kind"]]
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Raises TypeError for an invalid value and LookupError without ranks."""
+    """Raises LookupError without ranks."""
     way = _way(value)
     _send_by(context, way, ledger)
     if way.name.startswith("powersgd"):
@@ -133,7 +124,12 @@ LEVER = Lever(
     live=True,
     known_bad=known_bad,
     excludes=("sharding",),
-    check=check,
     half=half,
+    accepts=(
+        *WORDS,
+        "powersgd",
+        Table({"kind": WORDS}, ("kind",)),
+        Table({"kind": ("powersgd",), "rank": (Number(1, 10**5),), "after": (Number(0, 10**9),)}, ("kind",)),
+    ),
     page=__doc__,
 )

@@ -206,5 +206,6 @@ LEVER = Lever(
     warms_up=True,
     known_bad=known_bad,
     after=("channels_last", "autocast", "attention", "fused_ops"),
+    accepts=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     page=__doc__,
 )

@@ -26,7 +26,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flatout.distributed.absent import why_none
+from flatout.distributed.division import WORDS
 from flatout.job.rank_environment import this_rank
+from flatout.schema.accepted import Number, Table, Text
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -68,12 +70,6 @@ def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     )
 
 
-def check(value: Value) -> None:
-    from flatout.distributed.division import SplitSettings
-
-    SplitSettings.read(value)
-
-
 def code(value: Value) -> str:
     return (
         "torch.distributed.init_process_group()\nmodel = torch.nn.parallel.DistributedDataParallel(model)\n"
@@ -89,6 +85,10 @@ LEVER = Lever(
     code,
     apply=apply,
     known_bad=known_bad,
-    check=check,
+    accepts=(
+        Table(
+            {**WORDS, "loaders": (Number(0, 1000), Text(r"(\d+(, *\d+)*)?", "numbers separated by commas"))}
+        ),
+    ),
     page=__doc__,
 )

@@ -29,6 +29,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.absent import why_left_alone
+from flatout.schema.accepted import Table
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -78,25 +79,10 @@ def _changes(module: Module) -> bool:
     )
 
 
-def check(value: Value) -> None:
-    if (
-        not isinstance(value, Mapping)
-        or not value
-        or any(name not in KNOWN or given is not KNOWN[name] for name, given in value.items())
-    ):
-        raise TypeError(
-            f"the value of {NAME} must be a table with {VIEWS} = true, {BROADCAST} = false or {STATIC} = true, not {value!r}"
-        )
-
-
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Raises TypeError for an invalid value.
-
-    Raises LookupError without a DistributedDataParallel, or for static_graph without find_unused_parameters.
-    """
+    """Raises LookupError without a DistributedDataParallel, or for static_graph without find_unused_parameters."""
     from flatout.distributed.script_ddp import change
 
-    check(value)
     if why := _why_not(context):
         raise LookupError(why)
     assert isinstance(value, Mapping)
@@ -137,6 +123,6 @@ LEVER = Lever(
     apply=apply,
     live=True,
     known_bad=known_bad,
-    check=check,
+    accepts=tuple(Table({flag: (on,) for flag, on in KNOWN.items()}, (name,)) for name in KNOWN),
     page=__doc__,
 )

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flatout.levers.reasons import NO_CUDA, NO_LOADER
+from flatout.schema.accepted import Number
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -59,8 +60,7 @@ def _has_own_order(loader: DataLoader) -> bool:
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise TypeError(f"the value of device_prefetch must be a number of batches, not {value!r}")
+    assert isinstance(value, int)
     from flatout.data.device import DeviceCopies, return_device_copies
     from flatout.data.feed import Feed
 
@@ -69,7 +69,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
     def copied(loader: DataLoader, asked: dict[str, Any], feed: Feed | None) -> Any:
         feed = feed or Feed(loader)
-        feed.copies = (IN_ORDER if _has_own_order(loader) else int(value), device_copies)
+        feed.copies = (IN_ORDER if _has_own_order(loader) else value, device_copies)
         return feed
 
     context.feed_loaders(copied, ledger)
@@ -109,5 +109,6 @@ LEVER = Lever(
     apply=apply,
     known_bad=known_bad,
     after=("loader", "batched_transforms"),
+    accepts=(Number(0, 1000),),
     page=__doc__,
 )

@@ -306,5 +306,6 @@ LEVER = Lever(
     apply=apply,
     live=True,
     known_bad=known_bad,
+    accepts=("fused", "foreach", MERGED),
     page=__doc__,
 )

@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.absent import why_none
+from flatout.schema.accepted import Number
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -59,20 +60,11 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 
 
 def _bytes(value: Any) -> int | None:
-    """Raises TypeError for an invalid value."""
-    if value == ALL:
-        return None
-    if type(value) not in (int, float) or not 0 < value < 2**20:
-        raise TypeError(f'the value of {NAME} must be a number of MiB or "{ALL}", not {value!r}')
-    return max(1, int(value * 2**20))
-
-
-def check(value: Value) -> None:
-    _bytes(value)
+    return None if value == ALL else max(1, int(value * 2**20))
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Raises TypeError for an invalid value and LookupError without ranks."""
+    """Raises LookupError without ranks."""
     most = _bytes(value)
     if context.divided is None:
         raise LookupError(why_none(context.torch))
@@ -119,6 +111,6 @@ LEVER = Lever(
     needs=("data_parallel",),
     excludes=("sharding",),
     after=("comm_compression",),
-    check=check,
+    accepts=(ALL, Number(1e-6, 2**20, whole=False)),
     page=__doc__,
 )

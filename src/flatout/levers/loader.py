@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.levers.reasons import NO_LOADER
+from flatout.schema.accepted import SWITCH, Number, Table
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -83,8 +84,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    if not isinstance(value, dict):
-        raise TypeError(f"the value of loader must be a table such as {{workers = 2}}, not {value!r}")
+    assert isinstance(value, dict)
 
     def change(dataset: Dataset, arguments: dict[str, Any]) -> dict[str, Any]:
         return _change(dataset, arguments, value)
@@ -237,5 +237,16 @@ LEVER = Lever(
     code,
     apply=apply,
     known_bad=known_bad,
+    accepts=(
+        Table(
+            {
+                "workers": (Number(0, 1000),),
+                "threads": (Number(0, 1),),
+                "prefetch": (Number(1, 1000),),
+                "pin": SWITCH,
+                "persistent": SWITCH,
+            }
+        ),
+    ),
     page=__doc__,
 )

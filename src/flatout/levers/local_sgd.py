@@ -30,6 +30,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flatout.distributed.absent import why_none
+from flatout.schema.accepted import SWITCH, Number, Table
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -68,14 +69,8 @@ def _exchanges(division: SplitSettings) -> str:
     )
 
 
-def check(value: Value) -> None:
-    from flatout.distributed.rounds import LocalSgdSettings
-
-    LocalSgdSettings.read(value)
-
-
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Raises TypeError for an invalid value and LookupError if the ranks cannot step alone."""
+    """Raises LookupError if the ranks cannot step alone."""
     return _install(context, value, ledger, None)
 
 
@@ -83,7 +78,8 @@ def _install(context: TrainingContext, value: Value, ledger: Ledger, rate: float
     from flatout.distributed.local_steps import LocalSteps
     from flatout.distributed.rounds import LocalSgdSettings
 
-    rounds = LocalSgdSettings.read(value)
+    assert isinstance(value, dict)
+    rounds = LocalSgdSettings(**value)
     if context.divided is None:
         raise LookupError(why_none(context.torch))
     if why := _exchanges(context.divided.division):
@@ -127,6 +123,15 @@ LEVER = Lever(
     known_bad=known_bad,
     needs=("data_parallel",),
     excludes=("sharding",),
-    check=check,
+    accepts=(
+        Table(
+            {
+                "every": (Number(1, 10**6),),
+                "outer": ("average", "nesterov"),
+                "overlap": SWITCH,
+                "warmup": (Number(0, 10**9),),
+            }
+        ),
+    ),
     page=__doc__,
 )

@@ -1,6 +1,6 @@
 """Start the program with a memory allocator that keeps large blocks instead of returning them to the system.
 
-What it does: preloads tcmalloc, jemalloc or mimalloc if the system or the `malloc` extra provides one; or
+What it does: preloads tcmalloc, jemalloc or mimalloc if the system or flatout's environment has one; or
     tells the C library's allocator (glibc) to keep freed memory instead of mapping each large tensor again.
     The values `tcmalloc`, `mimalloc` and `jemalloc` name the preloaded library. The value `glibc` is glibc's own
     allocator, which most Linux programs use anyway, told to keep freed memory.
@@ -60,7 +60,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     return (
         Options(found)
         if found
-        else Skip("no other allocator was found; install one with `pip install flatout[malloc]`")
+        else Skip("no other allocator was found; install one with `pip install cmeel-mimalloc`")
     )
 
 
@@ -102,5 +102,6 @@ LEVER = Lever(
     applies,
     code,
     environment=environment,
+    accepts=ORDER,
     page=__doc__,
 )

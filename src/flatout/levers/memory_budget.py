@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from flatout.levers.reasons import COMPILED_ONCE, COMPILER_OFF, NO_ROOT
 from flatout.levers.saved_tensors.known_bad import in_half_the_bits
+from flatout.schema.accepted import Number
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -44,13 +45,11 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from torch._functorch import config
 
-    if isinstance(value, (bool, str, dict)) or not 0 <= value <= 1:
-        raise TypeError(f"memory_budget must be a number from 0 to 1, not {value!r}")
     dynamo = context.torch._dynamo
     ledger.call(
         "compiled code", dynamo.reset
     )  # the option is read while compiling, so compiled code must be compiled again
-    ledger.set_flag(config, "activation_memory_budget", float(value))
+    ledger.set_flag(config, "activation_memory_budget", float(value))  # type: ignore[arg-type]
     dynamo.reset()
     return ledger.restore
 
@@ -72,5 +71,6 @@ LEVER = Lever(
     after=("compile",),
     needs=("compile",),
     saves_memory=True,
+    accepts=(Number(0, 1, whole=False),),
     page=__doc__,
 )

@@ -53,11 +53,9 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
         hooks = OffloadHooks(torch, context.device_type)
         for root in context.roots:
             context.wrap_forward(context.without_ranks(root), _offloading(torch, hooks), ledger)
-    elif value == "optimizer":
+    else:
         for optimizer in context.optimizers:
             _state_away(context.torch, optimizer, ledger)
-    else:
-        raise TypeError(f'offload must be "activations" or "optimizer", not {value!r}')
     return ledger.restore
 
 
@@ -145,5 +143,6 @@ LEVER = Lever(
     after=("recompute",),
     excludes=("compile",),
     saves_memory=True,
+    accepts=("activations", "optimizer"),
     page=__doc__,
 )

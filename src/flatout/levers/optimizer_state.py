@@ -67,8 +67,6 @@ def _name(optimizer: Optimizer) -> str:
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     if find_spec("torchao") is None:
         raise LookupError(MISSING)
-    if value not in SUFFIXES:
-        raise TypeError(f"optimizer_state must be one of {', '.join(SUFFIXES)}, not {value!r}")
     asleep, context.asleep = context.asleep, True  # hide the new optimizer, which is not the program's
     try:
         for optimizer in _of_torch(context):
@@ -156,5 +154,6 @@ LEVER = Lever(
     known_bad=known_bad,
     after=("fused_optimizer",),
     saves_memory=True,
+    accepts=tuple(SUFFIXES),
     page=__doc__,
 )

@@ -26,6 +26,7 @@ from flatout.levers.reasons import COMPILER_CHOOSES, NO_ROOT, in_pieces
 from flatout.levers.saved_tensors.blocks import RecomputedBlock, repeated, spread, why_not
 from flatout.levers.saved_tensors.known_bad import in_half_the_bits
 from flatout.levers.saved_tensors.rederive import SavedTensorRederiver
+from flatout.schema.accepted import Number, Table
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -39,6 +40,7 @@ OPERATIONS: tuple[Value, ...] = (
     {"ops": "linear", "share": 1.0},
 )
 NO_BLOCKS = "the model has no two blocks of the same class with at least two layers each"
+SHARE = Number(0.01, 1, whole=False)
 BLOCKS: tuple[Value, ...] = ({"blocks": 0.5}, {"blocks": 1.0})
 
 
@@ -61,18 +63,11 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    if not isinstance(value, dict) or not (
-        {"ops"} <= value.keys() <= {"ops", "share"} or value.keys() == {"blocks"}
-    ):
-        raise TypeError(
-            f'recompute must be a table such as {{ ops = "cheap" }} or {{ blocks = 0.5 }}, not {value!r}'
-        )
+    assert isinstance(value, dict)
     if "blocks" in value:
-        _blocks_again(context, _share("blocks", value["blocks"]), ledger)
+        _blocks_again(context, value["blocks"], ledger)
         return ledger.restore
-    if value["ops"] not in ("cheap", "linear"):
-        raise TypeError(f'ops of recompute must be "cheap" or "linear", not {value["ops"]!r}')
-    share = _share("share", value.get("share", 1.0)) if value["ops"] == "linear" else 0.0
+    share = value.get("share", 1.0) if value["ops"] == "linear" else 0.0
     for root in context.roots:
         epsilons = {
             id(m.weight): float(m.eps)
@@ -85,12 +80,6 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
             ledger,
         )
     return ledger.restore
-
-
-def _share(name: str, share: object) -> float:
-    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
-        raise TypeError(f"{name} of recompute must be above 0 and at most 1, not {share!r}")
-    return float(share)
 
 
 def _through(saving: SavedTensorRederiver | RecomputedBlock) -> Any:
@@ -154,5 +143,9 @@ LEVER = Lever(
     after=("autocast", "channels_last"),
     excludes=("compile",),
     saves_memory=True,
+    accepts=(
+        Table({"ops": ("cheap", "linear"), "share": (SHARE,)}, ("ops",)),
+        Table({"blocks": (SHARE,)}, ("blocks",)),
+    ),
     page=__doc__,
 )

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from flatout.schema.accepted import SWITCH, Number, Table
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -62,8 +63,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    if not isinstance(value, dict) or not isinstance(value.get("mib"), int):
-        raise TypeError(f"the value of resident_data must be a table such as {{mib = 512}}, not {value!r}")
+    assert isinstance(value, dict)
     from flatout.data.device import DeviceCopies, ResidentDevice, return_device_copies
     from flatout.data.feed import Feed
     from flatout.data.intercept import INTERCEPTION
@@ -139,5 +139,6 @@ LEVER = Lever(
     apply=apply,
     known_bad=known_bad,
     after=("loader", "cached_prefix", "batched_transforms"),
+    accepts=(Table({"mib": (Number(1, 2**24),), "host": SWITCH}, ("mib",)),),
     page=__doc__,
 )

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from flatout.distributed.absent import why_none
 from flatout.job.rank_environment import this_rank
+from flatout.schema.accepted import Table
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -47,14 +48,13 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Raises TypeError for an invalid value and LookupError without `data_parallel`."""
+    """Raises LookupError without `data_parallel`."""
     from flatout.distributed.sharding import Sharding
     from flatout.levers.saved_tensors.blocks import repeated
 
     given = {} if value is True else value
-    over = given.get("over", "node") if isinstance(given, dict) and set(given) <= {"over"} else None
-    if over not in OVER:
-        raise TypeError(f'sharding must be a table, {{ over = "node" }} or {{ over = "all" }}, not {value!r}')
+    assert isinstance(given, dict)
+    over = given.get("over", "node")
     divided, here = context.divided, this_rank()
     if divided is None or here is None:
         raise LookupError("sharding requires data_parallel, which is not applied")
@@ -98,5 +98,6 @@ LEVER = Lever(
     known_bad=known_bad,
     after=("data_parallel",),
     needs=("data_parallel",),
+    accepts=(Table({"over": OVER}),),
     page=__doc__,
 )

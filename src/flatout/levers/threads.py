@@ -11,8 +11,10 @@ Sources: PyTorch documentation, "CPU threading and TorchScript inference"; torch
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
+from flatout.schema.accepted import Number
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -62,5 +64,6 @@ LEVER = Lever(
     apply=apply,
     live=True,
     known_bad=known_bad,
+    accepts=(Number(1, os.cpu_count() or 1),),
     page=__doc__,
 )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flatout.schema.accepted import Form, refusal
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 
@@ -39,18 +40,6 @@ class Skip:
     reason: str
 
 
-def _nothing_in_environment(facts: Facts, value: Value) -> Mapping[str, str]:
-    return {}
-
-
-def _anything(value: Value) -> None:
-    pass
-
-
-def _float32(value: Value) -> str:
-    return ""
-
-
 @dataclass(frozen=True)
 class Lever:
     """One optimisation.
@@ -65,8 +54,8 @@ class Lever:
     * ``environment`` replaces ``apply`` for a PROCESS lever: the variables to start the program with.
     * ``live`` levers can be switched between two steps, in the thread that trains. A setting that belongs to a
       thread (torch.set_flush_denormal) then misses all other threads, old and new.
-    * ``check(value)`` raises TypeError with a sentence for an invalid value, as far as this does not need the
-      program.
+    * ``accepts`` are the values that it takes. `--with` and plan files reject any other before a program starts.
+    * ``bare``: the name without a value means the first value that it offers.
     * ``saves_memory`` levers trade speed for memory: the search tries them only under a memory limit.
     * ``after`` are levers that act before this one. A test checks that they come first in the table.
     * ``excludes`` are levers that the search does not combine with this one.
@@ -84,7 +73,7 @@ class Lever:
     applies: Callable[[Facts, Any], Options | Skip]
     code: Callable[[Value], str]
     apply: Callable[[Any, Value, Any], Undo] | None = None
-    environment: Callable[[Facts, Value], Mapping[str, str]] = _nothing_in_environment
+    environment: Callable[[Facts, Value], Mapping[str, str]] = lambda facts, value: {}
     live: bool = False
     warms_up: bool = (
         False  # the first steps after switching it on are slow, a cost that later steps must recover
@@ -94,9 +83,16 @@ class Lever:
     excludes: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     saves_memory: bool = False
-    check: Callable[[Value], Any] = _anything
-    half: Callable[[Value], str] = _float32
+    accepts: Sequence[Form] = (True,)
+    bare: bool = True
+    half: Callable[[Value], str] = lambda value: ""
     page: str = ""
+
+    def check(self, value: Value) -> None:
+        """Raise TypeError with a sentence if the lever does not accept this value of a user."""
+        why = refusal(f"the value of {self.name}", self.accepts, value)
+        if why and not (self.bare and value is True):
+            raise TypeError(f"{why}. `flatout levers {self.name}` shows its page.")
 
     @property
     def of_one_process(self) -> bool:
