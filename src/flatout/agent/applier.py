@@ -5,7 +5,7 @@ A lever that fails is undone, reported and left out. The program continues witho
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ class Outcome:
 
 
 class Applier:
-    def __init__(self, table: Sequence[Lever], facts: Facts, context: TrainingContext) -> None:
+    def __init__(self, table: Iterable[Lever], facts: Facts, context: TrainingContext) -> None:
         self.table = {lever.name: lever for lever in table}
         self.facts = facts
         self.context = context
@@ -133,7 +133,7 @@ class Applier:
 
 
 def before_start(
-    table: Sequence[Lever], plan: Plan, facts: Facts, ask: bool = True
+    table: Iterable[Lever], plan: Plan, facts: Facts, ask: bool = True
 ) -> tuple[dict[str, str], list[Outcome]]:
     """Apply the PROCESS levers of a plan, which act before the program starts.
 

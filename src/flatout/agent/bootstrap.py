@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import atexit
 import importlib
-import importlib.abc
-import importlib.util
 import json
 import os
-import random
 import sys
-from collections.abc import Callable, Sequence
-from types import ModuleType
-from typing import Any
+
+TYPE_CHECKING = False  # typing takes 3 ms in every Python process of the program
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import ModuleType
+    from typing import Any
 
 
-class AfterImport(importlib.abc.MetaPathFinder):
+class AfterImport:
     """Calls back once after a named module has been executed; it finds no modules itself."""
 
-    def __init__(self, callbacks: dict[str, Callable[[ModuleType], None]]) -> None:
-        self._callbacks = callbacks
+    def __init__(
+        self,
+        callbacks: dict[str, Callable[[ModuleType], None]],
+        report: Callable[[str], None] = lambda why: None,
+    ) -> None:
+        self._callbacks, self._report = callbacks, report
         self._asks = False
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
@@ -57,9 +61,9 @@ class AfterImport(importlib.abc.MetaPathFinder):
             try:
                 callback(module)
             except Exception as error:
-                say(
-                    f"could not attach to {fullname} ({type(error).__name__}: {error}); the script runs without flatout"
-                )
+                why = f"{type(error).__name__}: {error}"
+                self._report(why)
+                say(f"could not attach to {fullname} ({why}); the script runs without flatout")
 
         # the loader belongs to this spec
         spec.loader.exec_module = execute_then_call  # type: ignore[method-assign]
@@ -91,16 +95,18 @@ def say_at_once(sentence: str) -> None:
         pass  # stderr is closed
 
 
-def install(path: str) -> None:
-    """Arrange the call of the job's entry. Raises nothing that the script could notice."""
+def install(path: str, report: Callable[[str], None]) -> None:
+    """Arrange the call of the job's entry; ``report`` receives an error of it."""
     with open(path, encoding="utf-8") as file:
         job = json.load(file)
     seed = job.get("seed")
     callbacks: dict[str, Callable[[ModuleType], None]] = {"torch": lambda torch: _call_entry(job, torch)}
     if seed is not None:
+        import random
+
         random.seed(seed)
         callbacks["numpy"] = lambda numpy: numpy.random.seed(seed % 2**32)
-    sys.meta_path.insert(0, AfterImport(callbacks))
+    sys.meta_path.insert(0, AfterImport(callbacks, report))
     if job.get("pid") == os.getpid():
         # a run without levers is only counted
         atexit.register(_leave, path, os.getpid(), not job["entry"].endswith(":count"))

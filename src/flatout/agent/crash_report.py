@@ -30,8 +30,8 @@ REPORTS_OF_OTHERS = (
 class CrashReport:
     """Reports the exception that ends this process; one process per run reports, the first one always."""
 
-    def __init__(self, entry: str, home: str) -> None:
-        self.entry, self.home = entry, home
+    def __init__(self, entry: str, finder: object) -> None:
+        self.entry, self.finder = entry, finder
         self.info = os.environ.get("FLATOUT_CRASH_REPORTS", os.devnull)  # created by the process that reports
         self.first = os.environ.get("FLATOUT_FIRST", "")
         self.ledger = Ledger()
@@ -98,8 +98,8 @@ class CrashReport:
         """Call the entry, again if interrupted: torch's SIGCHLD handler raises at any point."""
         import importlib
 
-        if self.home not in sys.path:
-            sys.path.append(self.home)
+        if self.finder not in sys.meta_path:
+            sys.meta_path.append(self.finder)  # type: ignore[arg-type]
         module, function = self.entry.split(":")
         for left in (1, 0):
             try:
@@ -132,6 +132,6 @@ def _launcher() -> FailureReporter | None:
     return of_this_launch()
 
 
-def install(entry: str, home: str) -> None:
-    """Install the crash report at the start of a Python process of a run."""
-    atexit.register(CrashReport(entry, home).leave)
+def install(entry: str, finder: object) -> None:
+    """Install the crash report at the start of a Python process of a run. ``finder`` finds flatout."""
+    atexit.register(CrashReport(entry, finder).leave)

@@ -32,8 +32,12 @@ class CudaChecks:
 
     def at(self, frame: FrameType) -> bool:
         """Whether the script would end because of the answer to the check at this frame."""
-        _, line, _, column = list(frame.f_code.co_positions())[frame.f_lasti // 2]
-        return (line, column) in self._of(frame.f_code.co_filename).demanded
+        demanded = self._of(frame.f_code.co_filename).demanded
+        positions = getattr(frame.f_code, "co_positions", None)
+        if positions is None:  # Python 3.10 knows only the line
+            return frame.f_lineno in {line for line, _ in demanded}
+        _, line, _, column = list(positions())[frame.f_lasti // 2]
+        return (line, column) in demanded
 
     def has_another_way(self, filename: str) -> bool:
         """Whether a file checks for CUDA and continues without it."""

@@ -81,7 +81,12 @@ def place_of(line: Line | None) -> SourceLocation | None:
 def spelled(line: Line) -> tuple[str, int, str]:
     """Return file, line and function; module-level lines have no function."""
     code, number = line
-    return code.co_filename, number, "" if code.co_name == "<module>" else code.co_qualname
+    return code.co_filename, number, "" if code.co_name == "<module>" else qualified(code)
+
+
+def qualified(code: CodeType) -> str:
+    """Return the name of a function with that of its class; Python 3.10 knows the function's only."""
+    return getattr(code, "co_qualname", code.co_name)
 
 
 def place_at(filename: str, line: int, function: str = "") -> SourceLocation:

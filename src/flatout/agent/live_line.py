@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from flatout.agent.bootstrap import say
 from flatout.agent.step_counters import StepCounters
-from flatout.measure.clock import seconds
+from flatout.measure.clock import cpu_seconds, seconds
+from flatout.measure.load import resident_bytes
 from flatout.render.formatting import figure, size
 
 if TYPE_CHECKING:
@@ -100,26 +101,19 @@ class LiveLine:
 
 
 class Machine:
-    """Load of the process (psutil) and of the model's ``device`` (NVML, if that is a GPU)."""
+    """Load of the process and of the model's ``device`` (NVML, if that is a GPU)."""
 
     def __init__(self, torch: ModuleType, device: Device) -> None:
-        import psutil
-
         self.torch, self.device = torch, device
-        self.process = psutil.Process()
-        self.process.cpu_percent()  # the first call returns a meaningless value
-        self.cores = (
-            len(self.process.cpu_affinity())
-            if hasattr(self.process, "cpu_affinity")
-            else psutil.cpu_count() or 1
-        )
+        self.at_s, self.used_s = seconds(), cpu_seconds()
+        self.cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.nvml = _nvml(torch, device) if device.type == "cuda" else None
 
     def seen(self) -> list[str]:
-        said = [
-            f"{self.process.cpu_percent() / 100:.1f} of {self.cores} cores",
-            size(self.process.memory_info().rss),
-        ]
+        at_s, used_s = seconds(), cpu_seconds()
+        used = (used_s - self.used_s) / max(at_s - self.at_s, 1e-9)
+        self.at_s, self.used_s = at_s, used_s
+        said = [f"{used:.1f} of {self.cores} cores", size(resident_bytes())]
         if self.nvml is not None:
             nvml, handle = self.nvml
             try:

@@ -52,7 +52,7 @@ def variables_of(frame: FrameType, always: bool = False) -> dict[str, Any]:
         return dict(frame.f_locals) if always else {}
     held = frame.f_locals
     found = dict(held)
-    held.clear()  # Python 3.11 and 3.12 keep this dictionary and its contents until the function ends
+    held.clear()  # Python up to 3.12 keeps this dictionary and its contents until the function ends
     return found
 
 

@@ -25,6 +25,7 @@ from flatout.agent.file_sandbox import FileSandbox
 from flatout.agent.ledger import Ledger
 from flatout.agent.overlay import Overlay
 from flatout.job.rank_environment import RankEnvironment
+from flatout.job.temporary import owner
 from flatout.job.trust import private_folder
 
 TIMEOUT_S = 0.5  # wait for the rank that made a folder to note it
@@ -100,12 +101,9 @@ def launch_folder(here: RankEnvironment) -> str:
     if made:
         return made
     # Anyone can guess the name, so a folder that belongs to another user is rejected.
-    folder = str(
-        private_folder(
-            Path(tempfile.gettempdir())
-            / f"flatout-ranks-{hashlib.sha256(here.rendezvous.encode()).hexdigest()[:16]}"
-        )
-    )
+    name = f"flatout-ranks-{hashlib.sha256(here.rendezvous.encode()).hexdigest()[:16]}"
+    folder = str(private_folder(Path(tempfile.gettempdir()) / name))
+    private_folder(Path(folder, f"flatout-rank-{owner()}-{here.rank}"))  # shows who uses it
     atexit.register(shutil.rmtree, os.path.join(folder, f"rank{here.rank}.files"), ignore_errors=True)
     return folder
 

@@ -19,15 +19,16 @@ from types import ModuleType
 from typing import Any, TextIO
 
 from flatout import __version__
-from flatout.agent.bootstrap import show
+from flatout.agent.bootstrap import say, show
 from flatout.agent.ledger import Ledger
 from flatout.agent.step_counters import StepCounters
-from flatout.job.claims import sums_up_first
+from flatout.job.claims import speaks_first, sums_up_first
 from flatout.job.folder import JobFolder, write_json
 from flatout.job.rank_environment import rank_number, this_rank
 from flatout.job.runs import remove_old
 from flatout.measure.clock import seconds
 from flatout.schema.errors import StorageError, first_line
+from flatout.schema.facts import untested
 from flatout.schema.run_summary import FAILED, LIVE, RunSummary, SummaryRequest
 
 GPU_EVERY_S = 5.0
@@ -38,6 +39,8 @@ def count(job: dict[str, Any]) -> None:
     """Count a run without levers. The bootstrap calls this right after ``import torch``."""
     import torch
 
+    if (sentence := untested(str(torch.__version__))) and speaks_first(os.environ["FLATOUT_JOB"]):
+        say(sentence)
     counts = StepCounters()
     counts.install(torch, Ledger())
     Summarizer(SummaryRequest.from_json(job["summary"]), {}, counts, torch)
@@ -181,6 +184,7 @@ class Summarizer:
             status="done",
             device="cuda" if _on_cuda(self.torch) else "cpu",
             versions={"python": sys.version.split()[0], "torch": str(self.torch.__version__)},
+            untested=untested(str(self.torch.__version__)),
             machine=self.request.machine,
             rank=rank_number(),
             world_size=here.world_size if here is not None else int(os.environ.get("WORLD_SIZE") or 1),

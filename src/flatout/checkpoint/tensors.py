@@ -75,11 +75,12 @@ def _parts(tensors: Mapping[str, Any]) -> Iterator[bytes | memoryview]:
     yield len(text).to_bytes(8, "little") + text
     for tensor in tensors.values():
         here = tensor.detach().cpu().contiguous()
-        yield _memory_of(here)
+        yield memory_of(here)
         del here
 
 
-def _memory_of(tensor: Tensor) -> memoryview:
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the host, without NumPy. It does not keep the tensor alive."""
     size = tensor.numel() * tensor.element_size()
     return (
         memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
@@ -126,7 +127,7 @@ def _tensors_in(torch: ModuleType, file: HashedFileReader) -> dict[str, Any]:
     found, at = {}, 0
     for name, metadata in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):
         tensor = _empty(torch, metadata, at, file.length - 8 - head_bytes)
-        file.into(_memory_of(tensor))
+        file.into(memory_of(tensor))
         at += tensor.numel() * tensor.element_size()
         found[name] = tensor
     if 8 + head_bytes + at != file.length:

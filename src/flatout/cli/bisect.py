@@ -11,6 +11,7 @@ from rich.text import Text
 from flatout.cli.options.arguments import PROGRAM, Duration, words_or_usage, writable
 from flatout.cli.options.json_output import print_json
 from flatout.cli.options.measurement import header, kept, measurement_options, pairs_option
+from flatout.cli.options.messages import warned
 from flatout.cli.options.progress import LiveProgress
 from flatout.compare.bisect import Bisection
 from flatout.compare.pairs import PairTimer
@@ -20,7 +21,7 @@ from flatout.launch.command import understand
 from flatout.measure.clock import seconds
 from flatout.probe.machine import look
 from flatout.schema.compare import WHAT, BisectRecord
-from flatout.tune.session import job_folder
+from flatout.tune.plan_files import job_folder
 
 
 @click.command(context_settings=PROGRAM)
@@ -59,7 +60,7 @@ def command(
     processes, until the result is certain. Commits that do not run are skipped. `--of losses` finds the
     commit that changed the losses in any bit.
     """
-    words, facts = words_or_usage(words, "bisect"), look()
+    words, facts = words_or_usage(words, "bisect"), warned(look(words))
     with WorkTrees() as trees:
         commits = trees.between(good, bad)
         cmd = understand(words, trees.at(bad))

@@ -11,6 +11,7 @@ from rich.console import Console
 from flatout.cli.options.arguments import PROGRAM, Duration, complete_files, writable
 from flatout.cli.options.each_script import findings_of_each
 from flatout.cli.options.json_output import json_option, print_json
+from flatout.cli.options.messages import warned
 from flatout.cli.options.scripts import read, rule_options
 from flatout.cli.profile import SHORTEST_S, profile
 from flatout.diagnose.check import check
@@ -25,7 +26,7 @@ from flatout.render.formatting import shell
 from flatout.schema.errors import UsageError
 from flatout.schema.findings import Finding
 from flatout.schema.outputs import FindingsRecord, Page, PagesRecord
-from flatout.tune.session import job_folder
+from flatout.tune.plan_files import job_folder
 
 FORMATS = ("text", "json", "github", "sarif")
 
@@ -129,7 +130,9 @@ def ran(words: tuple[str, ...], run_s: float) -> list[Finding]:
             f"a run of {run_s:g} s cannot measure anything; give at least {SHORTEST_S:g} s, as in --run 60s."
         )
     cmd = understand(("python", *words) if words[0] == "-m" else words)
-    found = profile(cmd, writable(job_folder(cmd), False), look(), ProfileOptions(budget_s=run_s)).findings
+    found = profile(
+        cmd, writable(job_folder(cmd), False), warned(look(cmd.argv)), ProfileOptions(budget_s=run_s)
+    ).findings
     return [
         replace(
             finding, place=finding.place and replace(finding.place, file=os.path.relpath(finding.place.file))

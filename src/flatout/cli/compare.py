@@ -21,6 +21,7 @@ from flatout.cli.options.arguments import (
 )
 from flatout.cli.options.markdown import append_markdown
 from flatout.cli.options.measurement import header, kept, measurement_options, output, pairs_option
+from flatout.cli.options.messages import warned
 from flatout.cli.options.progress import LiveProgress
 from flatout.compare import baselines, sides
 from flatout.compare.baselines import Baseline
@@ -35,7 +36,7 @@ from flatout.schema.compare import CompareRecord
 from flatout.schema.errors import UsageError
 from flatout.schema.facts import Facts
 from flatout.schema.records import TrialRecord
-from flatout.tune.session import job_folder, key_of
+from flatout.tune.plan_files import job_folder, key_of
 
 
 def gate_options(function: Any) -> Any:
@@ -114,7 +115,7 @@ def command(
     given = [name for name, value in axes.items() if value]
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} cannot be compared at once. Give one of them.")
-    words, facts = words_or_usage(words, "compare"), look()
+    words, facts = words_or_usage(words, "compare"), warned(look(words))
     if limits["any_machine"] and not baseline:
         raise UsageError("--any-machine has no effect without --baseline.")
     stores_only = bool(save_as) and not given and not sides.are_two_commands(words)

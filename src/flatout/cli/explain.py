@@ -108,11 +108,7 @@ def _is_path(word: str) -> bool:
             return True
     except (OSError, ValueError):  # too long for a file name
         return False
-    return (
-        "\n" not in word
-        and not re.search(r"[\s:]", word)
-        and bool(re.search(r"/|\.(?:log|txt|out|err)$", word))
-    )
+    return not re.search(r"[\s:]", word) and bool(re.search(r"/|\.(?:log|txt|out|err)$", word))
 
 
 def _paragraph(info: Explanation) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 
 import click
@@ -10,6 +9,7 @@ import click
 from flatout.cli.options.configuration import FILE, SECTION, nearest
 from flatout.job.folder import read_text
 from flatout.schema.errors import StorageError, UsageError
+from flatout.schema.toml import read_toml
 
 ABOUT = (
     "Options of flatout commands, named as on the command line. Remove a # to set one.",
@@ -48,7 +48,7 @@ def command() -> None:
 def added(path: Path, old: str) -> str:
     """Return the text to add to the end of the file. Raises UsageError if the section cannot be added."""
     try:
-        held = tomllib.loads(old).get("tool", {})
+        held = read_toml(old).get("tool", {})
     except ValueError as error:
         raise UsageError(f"{path} is not valid TOML: {error}. Fix it, and repeat `flatout init`.") from None
     if isinstance(held, dict) and "flatout" in held:
@@ -56,7 +56,7 @@ def added(path: Path, old: str) -> str:
     line = "\r\n" if "\r\n" in old else "\n"
     new = (line * (1 if old.endswith("\n") else 2) if old else "") + section().replace("\n", line)
     try:
-        tomllib.loads(old + new)
+        read_toml(old + new)
     except ValueError:
         raise UsageError(
             f"{path} defines `tool` in a way that takes no further table. Write [tool.NAME] tables instead, and repeat `flatout init`."

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ import click
 
 from flatout.cli.options.arguments import Duration
 from flatout.cli.options.json_output import print_json
+from flatout.job.temporary import temporary_folder
 from flatout.kernels import NAMES
 from flatout.launch.compiler import Ended, cpp_compiler, emulate, nvcc, run_child
 from flatout.measure.clock import seconds
@@ -88,8 +88,7 @@ def check_all(subjects: Sequence[str], limit: str, quiet: bool, as_json: bool = 
 def check(subject: str, limit_s: float) -> Gate:
     """Run the checks of one kernel. Raises UsageError if there is no such kernel."""
     gate, until = Gate(subject), seconds() + limit_s
-    with tempfile.TemporaryDirectory(prefix="flatout-kernel-") as place:
-        folder = Path(place)
+    with temporary_folder("kernel") as folder:
         records = folder / "records"
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         ended = _child(subject, records, -1, environment, until)

@@ -12,12 +12,13 @@ from flatout.cli.options.arguments import complete_levers, lever_of
 from flatout.cli.options.json_output import json_option, print_json
 from flatout.job.folder import FOLDER, JobFolder
 from flatout.levers import TABLE
-from flatout.render import why_left_out
+from flatout.render.terminal import why_left_out
 from flatout.schema.enums import Status
 from flatout.schema.errors import UsageError
 from flatout.schema.lever import Lever
 from flatout.schema.outputs import LeftOutRecord, LeverPage, LeversRecord
-from flatout.tune.session import load_session, newest
+from flatout.tune.plan_files import newest
+from flatout.tune.session import load_session
 
 
 @click.command()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
+from inspect import cleandoc
 
 import click
 
 from flatout import __version__
 from flatout.cli.options.signals import Terminated
+from flatout.job.interpreter import leave_uvx
 from flatout.job.sanitize import harmless
 from flatout.schema.errors import FlatoutError
 
@@ -49,7 +51,7 @@ GROUPS = {
         "skill": "Print how a coding agent works with flatout.",
     },
 }
-HELP = {"-h", "--help"}
+HELP = ["-h", "--help"]
 COMMANDS = {name: text for commands in GROUPS.values() for name, text in commands.items()}
 
 
@@ -70,7 +72,7 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command, and give it the options of the environment and of pyproject.toml."""
         name, command, rest = super().resolve_command(ctx, args)
-        asks_for_help = HELP & set(rest[: 2 if isinstance(command, click.Group) else 1])
+        asks_for_help = set(HELP) & set(rest[: 2 if isinstance(command, click.Group) else 1])
         if name is not None and command is not None and not ctx.resilient_parsing and not asks_for_help:
             from flatout.cli.options.configuration import configure
 
@@ -83,19 +85,29 @@ class Commands(click.Group):
                 formatter.write_dl(list(commands.items()))
 
 
-@click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Commands, invoke_without_command=True, context_settings={"help_option_names": HELP})
 @click.version_option(__version__, prog_name="flatout")
-def flatout() -> None:
+@click.pass_context
+def flatout(ctx: click.Context) -> None:
     """Makes PyTorch training faster without editing your script, and checks that it still learns the same.
 
     \b
-    flatout tune python train.py --lr 0.1     find the fastest plan
-    flatout run  python train.py --lr 0.1     run the real job under it
+    flatout doctor                   is this machine ready?
+    flatout tune python train.py     find the fastest plan, in about 90 s
+    flatout run python train.py      run the job under it
+    flatout profile python train.py  not faster? see what limits a step
+
+    For `python train.py`, write your own training command with all its arguments.
     """
+    if ctx.invoked_subcommand is None:
+        about = cleandoc(ctx.command.help or "").replace("\b\n", "")
+        click.echo(f"{about}\n`flatout --help` lists all commands.", err=True)
+        ctx.exit(2)
 
 
 def main() -> None:
     """The entry point. Only this function turns errors into exit codes."""
+    leave_uvx()
     try:
         code = flatout(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)

@@ -15,12 +15,13 @@ from flatout.levers import TABLE
 from flatout.probe.machine import look
 from flatout.render.formatting import shell
 from flatout.render.terminal import plan_table
+from flatout.schema.accepted import refusal
 from flatout.schema.enums import Origin
 from flatout.schema.errors import PlanError
-from flatout.schema.lever import Lever, Value
 from flatout.schema.outputs import PlanChoice, PlanRecord
 from flatout.schema.plan import Choice, Plan
-from flatout.tune.session import Skipped, find_plan, job_folder, load_session
+from flatout.tune.plan_files import Skipped, find_plan, job_folder
+from flatout.tune.session import load_session
 
 TEMPLATE = Plan((Choice("malloc", "tcmalloc", Origin.USER), Choice("channels_last", True, Origin.USER)))
 
@@ -49,7 +50,7 @@ def command(plan_path: str | None, template: bool, as_json: bool, words: tuple[s
     if words and plan_path is None:
         cmd = understand(words_or_usage(words, "plan"))
         job = job_folder(cmd)
-        found = find_plan(cmd, look())
+        found = find_plan(cmd, look(cmd.argv))
         if found.path is None and found.skipped:
             raise PlanError(_none_fits(shell(cmd.shown), found.skipped))
         path = found.path or job.plan
@@ -63,7 +64,8 @@ def command(plan_path: str | None, template: bool, as_json: bool, words: tuple[s
         raise PlanError(f"there is no plan in {path}. `flatout tune COMMAND...` makes one.")
     plan = read_plan(str(path))
     table = {lever.name: lever for lever in TABLE}
-    code = {c.name: _code(table[c.name], c.value, path) for c in plan if c.name in table}
+    known = [c for c in plan if c.name in table and not refusal("", table[c.name].accepts, c.value)]
+    code = {c.name: table[c.name].code(c.value) for c in known}  # a name alone has no value yet
     if as_json:
         print_json(_record(str(path), plan, code, reasons))
         return
@@ -89,14 +91,3 @@ def _none_fits(command: str, skipped: Sequence[Skipped]) -> str:
     show = f"; `flatout plan --plan {usable[0]}` shows that one" if usable else ""
     why = "; ".join(each.remark.rstrip(".") for each in skipped)
     return f"no plan fits `{command}`: {why}. `flatout tune {command}` makes one{show}."
-
-
-def _code(lever: Lever, value: Value, path: Path) -> str:
-    """Return the equivalent lines of code. Raises PlanError if the lever does not know the value."""
-    try:
-        lever.check(value)
-        return lever.code(value)
-    except (TypeError, KeyError, ValueError, AttributeError, IndexError):
-        raise PlanError(
-            f"{path}: {lever.name} does not know the value {str(value)[:80]!r}. `flatout levers {lever.name}` shows its page."
-        ) from None

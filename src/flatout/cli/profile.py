@@ -12,6 +12,7 @@ from flatout.cli.options.arguments import PROGRAM, Duration, program, words_or_u
 from flatout.cli.options.device import choose, device_option
 from flatout.cli.options.json_output import json_option, print_json
 from flatout.cli.options.measurement import header, kept
+from flatout.cli.options.messages import warned
 from flatout.cli.options.progress import LiveProgress
 from flatout.diagnose.profiled_program import ProfiledProgram, ProfileOptions
 from flatout.diagnose.profiling import MEMORY_STAGES, run_profile
@@ -21,7 +22,7 @@ from flatout.probe.machine import look
 from flatout.schema.errors import UsageError
 from flatout.schema.facts import Facts
 from flatout.schema.profile import ProfileRecord
-from flatout.tune.session import job_folder
+from flatout.tune.plan_files import job_folder
 
 SHORTEST_S = 5.0
 LONG = 3  # times as many steps with --memory
@@ -131,7 +132,7 @@ def command(
     )
     if memory:
         requested = replace(requested, stages=MEMORY_STAGES, leak_ticks=LONG * requested.leak_ticks)
-    record = profile(cmd, folder, look(), requested)
+    record = profile(cmd, folder, warned(look(cmd.argv)), requested)
     if out is not None:
         write_json(out, record.to_json())
     if tensorboard is not None:

@@ -12,19 +12,10 @@ from flatout.diagnose.stored_profile import load_profile
 from flatout.job.folder import FOLDER, JobFolder, write_whole
 from flatout.render.profile_report import profile_html
 from flatout.render.report import report_html
-from flatout.schema.errors import UsageError
+from flatout.schema.errors import NOT_OF_ITS_FORM, UsageError
 from flatout.schema.outputs import ReportRecord
-from flatout.tune.session import load_session, newest
-
-NOT_OF_ITS_FORM = (
-    TypeError,
-    ValueError,
-    KeyError,
-    AttributeError,
-    IndexError,
-    ArithmeticError,
-    RecursionError,
-)
+from flatout.tune.plan_files import newest
+from flatout.tune.session import load_session
 
 
 @click.command()
@@ -38,16 +29,10 @@ def command(job: Path | None, open_: bool, as_json: bool) -> None:
     """
     record = newest("session.json", "profile.json")
     place = job or (record.parent if record is not None else None)
-    if place is None:
-        raise UsageError(
-            f"there is no session and no profile below {FOLDER} here. Run `flatout tune COMMAND...` or `flatout profile COMMAND...`."
-        )
-    folder = JobFolder(place)
-    pages = _pages(folder)
+    pages = _pages(JobFolder(place)) if place is not None else []
     if not pages:
         raise UsageError(
-            f"there is no session and no profile in {folder.path}. Run `flatout tune COMMAND...` or `flatout profile COMMAND...`; "
-            f"`ls {FOLDER}` lists the existing folders."
+            f"there is no session and no profile in {place or FOLDER}. Run `flatout tune COMMAND...` or `flatout profile COMMAND...`."
         )
     for path, page in pages:
         write_whole(path, page)

@@ -17,7 +17,7 @@ from flatout.job.sanitize import harmless
 from flatout.render.formatting import count, duration, size
 from flatout.schema.errors import SaveError, UsageError
 from flatout.schema.outputs import CheckpointSeen, CheckpointsRecord, ExportRecord
-from flatout.tune.session import newest
+from flatout.tune.plan_files import newest
 
 RESCUE = "rescue"
 MANY = {

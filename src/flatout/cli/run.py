@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
-import uuid
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -27,19 +25,21 @@ from flatout.cli.options.arguments import (
 )
 from flatout.cli.options.device import choose, device_option, hint
 from flatout.cli.options.grouped import Grouped, survival_option
-from flatout.cli.options.messages import say
+from flatout.cli.options.messages import say, warned
 from flatout.job.folder import read_json, write_json
+from flatout.job.temporary import temporary
 from flatout.launch.caches import private_caches
 from flatout.launch.command import Command, understand
-from flatout.launch.environment import attached, listening
+from flatout.launch.entry_watch import EntryWatch, watch_beside
+from flatout.launch.environment import ENTERED, attached, listening
 from flatout.levers import TABLE
-from flatout.probe.machine import look
+from flatout.probe.machine import hardware, with_software
 from flatout.render.formatting import shell
 from flatout.schema.errors import FlatoutError, ProgramNotFound, UsageError
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice, Plan, as_option
 from flatout.schema.run_request import ResumeOptions, RunRequest
-from flatout.tune.session import FoundPlan, differences, find_plan, job_folder, key_of
+from flatout.tune.plan_files import FoundPlan, differences, find_plan, job_folder, key_of, plan_files
 
 COUNTED = "flatout.agent.run_summary:count"  # without levers
 ENTRY, WITH_CHECKPOINTS = "flatout.agent.entry:attach", "flatout.checkpoint.attach:attach"
@@ -140,13 +140,15 @@ def command(
             *(["--rescue"] if rescue else []),
         ]
         return launch_targets.go(place, cmd, os.environ, options)
-    facts = look()
+    facts = hardware()
     left = exports.summary_of(cmd, facts.machine, summary, export, export_every, keep_runs)
     if asked.shard == "always" and not asked.several and place is None:
         raise UsageError(
             "--shard splits weights between ranks, but there is only one rank. Give their number: --procs 2 --shard always."
         )
     made_for = asked.title if place is None else ""
+    if plan_path or chosen or budget or asked.several or place is not None or plan_files(cmd, made_for):
+        facts = warned(with_software(facts, cmd.argv))
     plan, remark, other = _plan_for(cmd, facts, plan_path, made_for)
     if plan is None and budget:
         plan = _tune_first(words, budget, asked)
@@ -182,13 +184,15 @@ def _run_alone(cmd: Command, request: RunRequest, watched: supervision.Supervisi
     counted = request.watch is None and request.rescue is None and not len(request.plan)
     if counted and request.summary is None:
         _become(becomes, {**_listening(), **watched.environment})
-    if cmd.closed:
-        if not counted:
-            say(f"nothing can be applied: `python {cmd.closed}` disables flatout; remove the option")
-        _become(becomes, dict(os.environ))
     if counted:
         request = replace(request, entry=COUNTED)
-    _become(becomes, {**_environment(request), **watched.environment})
+    prefix = f"flatout: {'this run is not counted' if counted else 'nothing was applied'}: "
+    if cmd.closed:
+        sys.stderr.write(f"{prefix}`python {cmd.closed}` disables flatout; remove {cmd.closed}\n")
+        _become(becomes, dict(os.environ))
+    environment = _environment(request)
+    watch_beside(EntryWatch(Path(environment[ENTERED])), prefix)
+    _become(becomes, {**environment, **watched.environment})
 
 
 def _run_as_ranks(
@@ -309,17 +313,17 @@ def _environment(request: RunRequest) -> dict[str, str]:
     if request.seed is not None or request.resume is not None:
         # 0, not a random number: the ranks of several nodes must agree, and each node runs this code itself.
         extra["PYTHONHASHSEED"] = os.environ.get("PYTHONHASHSEED") or "0"
-    variables, outcomes = before_start(TABLE, request.plan, request.facts)
+    variables, outcomes = before_start(TABLE.of(request.plan.names), request.plan, request.facts)
     for sentence in private_caches(os.environ)[1]:
         say(sentence)
-    job = Path(tempfile.mkdtemp(prefix="flatout-run-")) / "job.json"
+    job = temporary("run") / "job.json"
     write_json(job, replace(request, started=tuple(outcome.to_json() for outcome in outcomes)).to_json())
     return attached(job, {**extra, **variables}, becomes=request.seed is None)
 
 
 def _listening() -> dict[str, str]:
     """Return the environment for a program that runs unchanged: only its crash report is written."""
-    return listening(Path(tempfile.gettempdir()) / f"flatout-{uuid.uuid4().hex}.explained", becomes=True)
+    return listening(temporary("run") / "explained", becomes=True)
 
 
 def _become(cmd: Command, environment: dict[str, str]) -> NoReturn:

@@ -8,6 +8,7 @@ import click
 
 from flatout.cli.options.arguments import PROGRAM, Duration, writable
 from flatout.cli.options.measurement import Measurement, header, measurement_options
+from flatout.cli.options.messages import warned
 from flatout.diagnose.profiled_program import ProfiledProgram, ProfileOptions
 from flatout.diagnose.profiling import run_profile
 from flatout.diagnose.scale_prediction import (
@@ -19,7 +20,7 @@ from flatout.diagnose.scale_prediction import (
 )
 from flatout.job.folder import JobFolder, read_json
 from flatout.probe.machine import look
-from flatout.schema.errors import UsageError
+from flatout.schema.errors import NOT_OF_ITS_FORM, UsageError
 from flatout.schema.profile import ProfileRecord
 from flatout.schema.scale import STRATEGIES, ScaleRecord, read_devices, read_link
 from flatout.trial.blocks import Watcher
@@ -28,17 +29,6 @@ from flatout.trial.blocks import Watcher
 # gradients need 0.9 ms (pytorch, benchmarks/distributed/ddp). bench/scaling.py compares its predictions with
 # all other runs.
 OVERHEAD = 0.062
-
-
-NOT_OF_ITS_FORM = (
-    TypeError,
-    ValueError,
-    KeyError,
-    AttributeError,
-    IndexError,
-    ArithmeticError,
-    RecursionError,
-)  # raised by an invalid profile
 
 
 class ShareParam(click.ParamType):
@@ -257,7 +247,7 @@ class OfProfile(Measurement):
     """A prediction from a profile: its program need not be here, and the files are written next to it."""
 
     def __init__(self, seen: ProfileRecord, profile: Path, job: Path | None) -> None:
-        self.name, self.facts = "scale", look()
+        self.name, self.facts = "scale", warned(look())
         self.folder = writable(JobFolder(job or profile.resolve().parent), job is not None)
         self.header = {**header(seen.command, self.facts), "cwd": seen.cwd}
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-import tempfile
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
@@ -14,8 +12,10 @@ import click
 from flatout.cli.options.arguments import PROGRAM, Duration, program, read_plan, words_or_usage
 from flatout.cli.options.device import choose, device_option
 from flatout.cli.options.json_output import json_option, print_json
+from flatout.cli.options.messages import warned
 from flatout.diagnose.crash_explanation import of_death
 from flatout.job.folder import TrialFolder, write_whole
+from flatout.job.temporary import remove, temporary
 from flatout.launch.command import understand
 from flatout.measure.clock import seconds
 from flatout.probe.machine import look, oom_kills
@@ -39,7 +39,7 @@ from flatout.trial.spec import TrialOptions
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the JSON record to this file; the default is a temporary folder.",
+    help="Write the JSON record to this file; the default is a temporary folder, until the next command.",
 )
 @click.option(
     "--timeout", default="1h", type=Duration(), show_default=True, help="End the program after this time."
@@ -65,23 +65,21 @@ def command(
     plan = read_plan(plan_path)
     cmd = understand(words_or_usage(words, "trial"))
     choose(device, cmd, "trial")
-    folder = TrialFolder(Path(tempfile.mkdtemp(prefix="flatout-trial-")))
+    folder = TrialFolder(temporary("trial"))
     kills = oom_kills()
     with (
         redirect_stdout(sys.stderr) if as_json else nullcontext(),
-        Trial(cmd, folder, plan, look(), TrialOptions(seed, show=True)) as trial,
+        Trial(cmd, folder, plan, warned(look(cmd.argv)), TrialOptions(seed, show=True)) as trial,
     ):
         record = measure(trial, steps, seconds() + timeout)
     if as_json:
         print_json(record)
     if out is not None:
         write_whole(out, json.dumps(record.to_json(), indent=1) + "\n")
-        shutil.rmtree(folder.path, ignore_errors=True)
+        remove(folder.path)
     where = out or folder.result
     if record.status == "unattached":
-        sys.stderr.write(
-            f"flatout: nothing was measured: {(cmd.closed and f'python {cmd.closed} disables flatout') or record.reason}\n"
-        )
+        sys.stderr.write(f"flatout: nothing was measured: {record.reason}\n")
         return record.exit_code or 3
     if record.status == "broken":
         sys.stderr.write(

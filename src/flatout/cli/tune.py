@@ -27,6 +27,7 @@ from flatout.cli.options.arguments import (
 from flatout.cli.options.device import choose, device_option
 from flatout.cli.options.grouped import Grouped
 from flatout.cli.options.json_output import json_option, print_json
+from flatout.cli.options.messages import warned
 from flatout.cli.options.progress import LiveProgress
 from flatout.cli.options.signals import stop_on_sigterm
 from flatout.diagnose.crash_explanation import of_death
@@ -46,12 +47,11 @@ from flatout.schema.session import RanksRecord, SessionRecord
 from flatout.trial.blocks import Watcher
 from flatout.tune.budget import USUAL_BUDGET_S
 from flatout.tune.goal import Goal
+from flatout.tune.plan_files import beside_script, job_folder
 from flatout.tune.ranks import base_plan
 from flatout.tune.remote import RemoteNodes, on_ray
 from flatout.tune.search import search
 from flatout.tune.session import (
-    beside_script,
-    job_folder,
     made_for_another,
     open_session,
     save_session,
@@ -194,7 +194,7 @@ def tune(
             "--ray measures one process on each of several machines, but --procs and --gpus start several ranks on this one. Use one of them."
         )
     cmd = understand(words)
-    facts = look()
+    facts = warned(look(cmd.argv))
     made_for = asked.title if asked is not None else ""
     folder = writable(job_folder(cmd, job, made_for), job is not None)
     elsewhere = on_ray(ray, cmd, facts) if ray is not None else None
@@ -210,7 +210,7 @@ def tune(
     )
     profile = load_profile(folder)
     if profile is not None:
-        goal = replace(goal, first=tuple(levers_first(profile.findings, [lever.name for lever in TABLE])))
+        goal = replace(goal, first=tuple(levers_first(profile.findings, TABLE.names)))
     save_session(folder, session)
     how = {} if asked is None or not asked.several else _as_ranks(cmd, facts, asked, session)
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from urllib.parse import unquote, urlparse
 
 from flatout.job.folder import FOLDER
+from flatout.job.temporary import remove, temporary
 from flatout.schema.errors import UsageError
 
 HERE = ""
@@ -30,20 +28,14 @@ class WorkTrees:
         """Raises UsageError outside a repository."""
         self.root = Path(_git(Path.cwd(), "rev-parse", "--show-toplevel"))
         self.inside = Path.cwd().resolve().relative_to(self.root.resolve())
-        self._home = Path(tempfile.mkdtemp(prefix="flatout-revisions-"))
+        self._home = temporary("revisions")
         self._trees: dict[str, Path] = {}
 
     def __enter__(self) -> WorkTrees:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for tree in self._trees.values():
-            subprocess.run(
-                ["git", "-C", str(self.root), "worktree", "remove", "--force", str(tree)], capture_output=True
-            )
-        shutil.rmtree(self._home, ignore_errors=True)
+    def __exit__(self, *_: object) -> None:
+        remove(self._home)
 
     def commit(self, revision: str) -> str:
         """Return the full name of a commit. Raises UsageError."""

@@ -12,6 +12,7 @@ from typing import Any
 from flatout.diagnose.failures import TABLE, symptoms
 from flatout.diagnose.kind import FailureKind
 from flatout.diagnose.tracebacks import clean, read, unfolded
+from flatout.schema.errors import NOT_OF_ITS_FORM
 from flatout.schema.failure import FailureRecord
 from flatout.schema.findings import Finding
 
@@ -32,7 +33,7 @@ def explain(failure: FailureRecord, table: Sequence[FailureKind] = TABLE) -> Fin
     for one in sorted(table, key=lambda kind: kind.reports):
         try:
             finding = one.explain(whole)
-        except (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        except NOT_OF_ITS_FORM:
             continue  # the message is close to a known one but does not parse, so the failure stays unknown
         if finding is not None:
             return _cleaned(finding)

@@ -22,8 +22,8 @@ BEGINS = re.compile(
 
 NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)"
 NAMED_VALUE = re.compile(
-    # The possessive quantifiers keep it linear: a log may hold anything.
-    rf"\b(?P<name>\w++)['\"]?\s*+[:=]?\s*+(?:tensor\()?(?P<value>{NUMBER})\b",
+    # The whole word by a lookahead, as it never gives characters back: a log may hold anything.
+    rf"\b(?=(?P<name>\w+))(?P=name)['\"]?\s*(?:[:=]\s*)?(?:tensor\()?(?P<value>{NUMBER})\b",
     re.IGNORECASE,
 )
 NO_LOSS = re.compile(r"best|min|lowest|scale", re.IGNORECASE)  # a best loss begins as infinity

@@ -107,7 +107,7 @@ class ProfiledProgram:
         try:
             trial = self.enter()
         except ProgramGone as gone:
-            raise why_not(self.command, gone.record) from None
+            raise why_not(gone.record) from None
         try:
             record.context = trial.ask({"do": "options"}, seconds() + 120)["context"]
             workers = max((loader["num_workers"] for loader in record.context["loaders"]), default=0)
@@ -124,7 +124,7 @@ class ProfiledProgram:
         except ProgramGone as gone:
             self.leave()
             if not self.plain_ms:
-                raise why_not(self.command, gone.record) from None
+                raise why_not(gone.record) from None
             self._take(gone.record)
             record.notes.append(
                 f"the program ended after {len(self.plain_ms)} measured steps: {last_line(gone.record.reason)}"
@@ -202,7 +202,7 @@ class ProfileOptions:
     trace: str = ""
 
 
-def why_not(command: Command, record: TrialRecord) -> FlatoutError:
+def why_not(record: TrialRecord) -> FlatoutError:
     """The error for a program that could not be profiled: its own failure, or nothing to measure."""
     if record.status == "failed":
         said = record.log_tail.strip() or record.reason
@@ -210,9 +210,7 @@ def why_not(command: Command, record: TrialRecord) -> FlatoutError:
             f"the program itself fails (exit code {record.exit_code}):\n\n{said}", record.exit_code or 1
         )
     if record.status == "unattached":
-        return NothingMeasured(
-            f"there is nothing to profile: {f'`python {command.closed}` disables flatout; remove the option' if command.closed else record.reason}."
-        )
+        return NothingMeasured(f"there is nothing to profile: {record.reason}.")
     if record.status == "broken":
         return NothingMeasured(
             f"flatout could not instrument this program and left it unchanged. Please report this:\n\n{record.reason.strip()}"

@@ -6,13 +6,19 @@ import re
 from collections.abc import Sequence
 
 MASK = "***"
-NAMES = r"(?:[\w.-]*[._-])?(?:tokens?|keys?|api_?key|apikey|passwords?|passwd|pass|pwd|secrets?|auth|credentials?|bearer)"
-OPTION = re.compile(rf"(-{{1,2}}{NAMES})(=.*)?", re.IGNORECASE | re.DOTALL)
-SETTING = re.compile(
-    rf"(\+{{0,2}}{NAMES}=).+", re.IGNORECASE | re.DOTALL
-)  # hydra's name=value, and a shell's
+ALWAYS = r"password|passwd|passphrase|pwd|pin|secret|credentials?"  # a number may be one
+MOSTLY = (
+    r"token|(?:api|access|private)?key|(?:api|access|private)[_-]?keys|passwords|secrets|pass|auth|bearer"
+)
+NAMES = (
+    rf"(?:[\w.-]*(?:[._-]|[a-z\d](?=[A-Z])))?(?i:{ALWAYS}|{MOSTLY})"  # whole words: tokens, monkey are none
+)
+OPTION = re.compile(rf"(-{{1,2}}{NAMES})(?:=(.*))?", re.DOTALL)
+SETTING = re.compile(rf"(\+{{0,2}}{NAMES})=(.+)", re.DOTALL)  # hydra's name=value, and a shell's
 IN_URL = re.compile(r"(?<=://)[^/?#\s@]+@")  # user:password@
-IN_QUERY = re.compile(rf"([?&]{NAMES}=)[^&#\s]+", re.IGNORECASE)
+IN_QUERY = re.compile(rf"(?<=[?&])({NAMES})=([^&#\s]+)")
+PLAIN = re.compile(r"(?i:true|false|none|null)|[-+]?(?=\.?\d)\d{0,9}(?:\.\d{0,9})?(?:[eE][-+]?\d{1,3})?")
+MASKED_IF_PLAIN = re.compile(rf"(?i:{ALWAYS})\Z")
 KNOWN = re.compile(  # key formats of well-known services
     r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[A-Za-z0-9_-]{20,}|glpat-[\w-]{20,}|AKIA[A-Z0-9]{16}|xox[abprs]-[\w-]{10,})"
 )
@@ -22,22 +28,32 @@ def masked(words: Sequence[str]) -> list[str]:
     """Return the words of a command line with secrets masked.
 
     Masked are values after ``--token``, in ``--password=...`` and in ``https://user:pw@host``, and keys of
-    well-known services.
+    well-known services. A plain number is masked only after a name such as ``password``.
     """
     found: list[str] = []
-    hide = False
+    name = ""  # of an option whose value comes next
     for word in words:
         option = OPTION.fullmatch(word)
-        if hide and not word.startswith("-"):
-            found.append(MASK)
-        elif option is not None:
-            found.append(f"{option[1]}={MASK}" if option[2] else word)
-        else:
+        if name and not word.startswith("-"):
+            found.append(_value(name, word))
+        elif option is None:
             found.append(_within(word))
-        hide = option is not None and not option[2]
+        else:
+            found.append(word if option[2] is None else _setting(option))
+        name = option[1] if option is not None and option[2] is None else ""
     return found
 
 
+def _value(name: str, value: str) -> str:
+    return value if PLAIN.fullmatch(value) and not MASKED_IF_PLAIN.search(name) else MASK
+
+
+def _setting(found: re.Match[str]) -> str:
+    return f"{found[1]}={_value(found[1], found[2])}"
+
+
 def _within(word: str) -> str:
-    word = SETTING.sub(rf"\g<1>{MASK}", word) if SETTING.fullmatch(word) else word
-    return KNOWN.sub(MASK, IN_QUERY.sub(rf"\g<1>{MASK}", IN_URL.sub(f"{MASK}@", word)))
+    setting = SETTING.fullmatch(word)
+    return KNOWN.sub(
+        MASK, IN_QUERY.sub(_setting, IN_URL.sub(f"{MASK}@", _setting(setting) if setting else word))
+    )

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from flatout.job.temporary import temporary
 from flatout.job.trust import distrusted, private_folder
 from flatout.schema.errors import StorageError
 
@@ -25,7 +26,7 @@ def private_caches(environment: Mapping[str, str]) -> tuple[dict[str, str], list
     for variable, folder in _usual(environment).items():
         why = "" if variable in environment else distrusted(folder, group=True)
         if why:
-            found[variable] = str(_own(variable.lower().removesuffix("_dir"), environment))
+            found[variable] = str(own_cache(variable.lower().removesuffix("_dir"), environment))
             said.append(f"ignoring the compiler cache in {folder}: {why}. Using {found[variable]}")
     return found, said
 
@@ -53,10 +54,11 @@ def _user() -> str:
         return f"uid_{os.getuid()}"
 
 
-def _own(name: str, environment: Mapping[str, str]) -> Path:
+def own_cache(name: str, environment: Mapping[str, str]) -> Path:
+    """Return flatout's folder ``name`` in the user's cache; a temporary one without a writable home."""
     try:
         return private_folder(
             Path(environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "flatout" / name
         )
     except StorageError:  # no writable home folder
-        return Path(tempfile.mkdtemp(prefix="flatout-"))
+        return temporary("cache")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from flatout.job.interpreter import program_python
 from flatout.job.secrets import masked
 from flatout.schema.errors import ProgramNotFound, UsageError
 
-TAKES_ARGUMENT = {"-X", "-W", "--check-hash-based-pycs"}
+TAKES_ARGUMENT = {"--check-hash-based-pycs"}
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def _understood(typed: Sequence[str], here: Path) -> Command:
     first = typed[0]
     if first.endswith(".py"):
         _must_exist(here / first)
-        return Command(tuple(typed), (sys.executable, *typed), Path(first))
+        return Command(tuple(typed), (program_python(), *typed), Path(first))
     if not shutil.which(first):
         near = " Did you mean `python`?" if first.startswith("pyth") else ""
         raise ProgramNotFound(
@@ -87,37 +87,55 @@ def _understood(typed: Sequence[str], here: Path) -> Command:
     return Command(tuple(typed), tuple(typed), script)
 
 
-def _python(typed: Sequence[str], here: Path) -> Command:
-    closed, at = None, 1
-    while at < len(typed) and typed[at].startswith("-") and typed[at] not in ("-", "-m", "-c"):
-        option = typed[at]
-        if not option.startswith("--") and option[:2] not in TAKES_ARGUMENT:
-            if option.endswith("m") and len(option) > 2:
+def parse_options(argv: Sequence[str]) -> tuple[str | None, str, tuple[str, ...]]:
+    """Parse the options of a Python command as the interpreter does.
+
+    Returns the first option that disables flatout, then "c", "m" or "" for what runs, then the remaining
+    words: the code, the module or the script, and its arguments."""
+    words, closed = list(argv[1:]), None
+    while words and words[0].startswith("-") and words[0] != "-":
+        word = words.pop(0)
+        if word == "--":
+            break
+        if word.startswith("--"):
+            del words[: word in TAKES_ARGUMENT]
+            continue
+        for at, letter in enumerate(word[1:], 2):
+            if letter in "cm":
+                return closed, letter, (*filter(None, [word[at:]]), *words)
+            if letter in "WX":
+                del words[: not word[at:]]
                 break
-            closed = closed or next((f"-{letter}" for letter in option[1:] if letter in "IES"), None)
-        at += 2 if option in TAKES_ARGUMENT else 1
-    rest = typed[at:]
-    if not rest or rest[0] in ("-", "-c"):
+            if letter in "IES":
+                closed = closed or f"-{letter}"
+    return closed, "", tuple(words)
+
+
+def disabling_option(argv: Sequence[str]) -> str | None:
+    """Return the option of a Python command that disables flatout: -I, -E or -S."""
+    return parse_options(argv)[0]
+
+
+def _python(typed: Sequence[str], here: Path) -> Command:
+    closed, runs, rest = parse_options(typed)
+    if runs == "m" and rest:
+        return Command(tuple(typed), tuple(typed), _module_file(rest[0], rest, here), rest[0], closed)
+    if runs or not rest or rest[0] == "-":
         return Command(tuple(typed), tuple(typed), closed=closed)
-    if rest[0].startswith("-"):  # -m, or an option cluster that ends in it
-        module = rest[1] if len(rest) > 1 else None
-        return Command(tuple(typed), tuple(typed), _module_file(module, rest, here), module, closed)
     script = here / rest[0]
     _must_exist(script)
     return Command(tuple(typed), tuple(typed), script, closed=closed)
 
 
-def _module_file(module: str | None, rest: Sequence[str], here: Path) -> Path | None:
+def _module_file(module: str, rest: Sequence[str], here: Path) -> Path | None:
     """Return the file of a module below this folder, or the script of a launcher (torch.distributed.run)."""
-    if module is None:
-        return None
     parts = Path(*module.split("."))
     if not parts.name:  # `python -m ""`
         return None
     for candidate in (here / parts.with_suffix(".py"), here / parts / "__main__.py"):
         if candidate.is_file():
             return candidate
-    return next((here / word for word in rest[2:] if word.endswith(".py") and (here / word).is_file()), None)
+    return next((here / word for word in rest[1:] if word.endswith(".py") and (here / word).is_file()), None)
 
 
 def _must_exist(script: Path) -> None:

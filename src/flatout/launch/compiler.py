@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flatout.job.temporary import temporary_folder
+
 COMPILERS = ("g++", "c++", "clang++")
 ROOM = Path(__file__).resolve().parent.parent / "kernels"
 FLAGS = ("-std=c++17", "-O0", "-g0", "-shared", "-fPIC", "-ffp-contract=off", "-w")
@@ -110,7 +112,7 @@ def nvcc(source: Path, target: str) -> str | None:
     )
     if compiler is None:
         return None
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder("nvcc") as folder:
         done = subprocess.run(
             [
                 compiler,

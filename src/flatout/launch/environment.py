@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flatout.launch.caches import private_caches
+from flatout.schema.errors import FlatoutError
 
 SITE = Path(__file__).resolve().parent.parent / "agent" / "site"
+ENTERED = "FLATOUT_ENTERED"  # names the file to which the processes of a program report (entry_watch.py)
 
 # A trial must not report to an experiment tracker.
 QUIET = {
@@ -36,6 +38,7 @@ def attached(
         **listening(Path(f"{job}.explained"), becomes, base),
         **private_caches(base)[0],
         "FLATOUT_JOB": str(job),
+        ENTERED: f"{job}.entered",
         **extra,
     }
 
@@ -53,8 +56,27 @@ def listening(info: Path, becomes: bool, base: Mapping[str, str] = os.environ) -
 
 
 def with_crash_reports(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment with our site folder first on PYTHONPATH, so that crashes are reported."""
+    """Return an environment that loads flatout, so that crashes are reported.
+
+    Raises FlatoutError if its start-up hook is not installed."""
+    if not (SITE / "sitecustomize.py").is_file():
+        raise FlatoutError(
+            f"this installation of flatout is incomplete: there is no {SITE / 'sitecustomize.py'}, so it cannot enter a program. "
+            "Install it again: pip install --force-reinstall --no-deps flatout"
+        )
+    return {"FLATOUT_EXPLAIN": EXPLAIN, **with_hook(environment)}
+
+
+def with_hook(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment with our site folder first on PYTHONPATH."""
     before = environment.get("PYTHONPATH", "")  # kept unchanged: an empty part means the current folder
     if before.split(os.pathsep)[0] != str(SITE):
         before = f"{SITE}{os.pathsep}{before}" if before else str(SITE)
-    return {"FLATOUT_EXPLAIN": EXPLAIN, **environment, "PYTHONPATH": before}
+    return {**environment, "PYTHONPATH": before}
+
+
+def module_command(python: str, module: str, *words: str) -> list[str]:
+    """Return the command that runs a module of flatout in ``python``, which need not have flatout."""
+    finder = f"sys.meta_path.append(runpy.run_path({str(SITE / 'sitecustomize.py')!r})['_Flatout']())"
+    run = f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    return [python, "-c", f"import runpy, sys; {finder}; {run}", *words]

@@ -17,13 +17,11 @@ from __future__ import annotations
 import argparse
 import os
 import select
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
+from flatout.job.temporary import remove, temporary
 from flatout.launch.command import Command, understand
 from flatout.launch.environment import QUIET, with_crash_reports
 from flatout.launch.event_fifo import EventFifo
@@ -33,7 +31,7 @@ from flatout.launch.rank import Rank
 from flatout.launch.rank_monitor import RankMonitor
 from flatout.launch.rank_variables import cuda_devices, one_each, rank_environment
 from flatout.launch.reaper import Reaper, end_members
-from flatout.schema.errors import FlatoutError, StorageError, UsageError
+from flatout.schema.errors import FlatoutError, UsageError
 
 OUTPUT_S = 1.0  # for output still in the pipes
 
@@ -81,13 +79,8 @@ class LocalLauncher:
         Raises ProgramNotFound, StorageError. Call it from the main thread: the kernel kills the ranks when
         the thread that started them ends.
         """
-        try:
-            self.folder = Path(tempfile.mkdtemp(prefix="flatout-launch-"))
-            self._event_fifo = EventFifo(self.folder)
-        except OSError as error:
-            raise StorageError(
-                f"cannot create a folder in {tempfile.gettempdir()}: {error.strerror}. Set TMPDIR to another one."
-            ) from error
+        self.folder = temporary("launch")
+        self._event_fifo = EventFifo(self.folder)
         with LauncherSignals() as signals:
             reaper = Reaper(str(self.folder))
             whole = False
@@ -109,7 +102,7 @@ class LocalLauncher:
                     rank.close()
                 reaper.dismiss()
                 if self.failed is None:
-                    shutil.rmtree(self.folder, ignore_errors=True)
+                    remove(self.folder)
 
     def _start(self, signals: LauncherSignals, own_groups: bool) -> None:
         for number in range(self.procs):
@@ -161,7 +154,9 @@ class LocalLauncher:
         if text:
             self.say(text)
         if self.procs > 1:
-            self.say(f"flatout: output of the other ranks: {self.folder}/rank*.log")
+            self.say(
+                f"flatout: output of the other ranks, until the next flatout command: {self.folder}/rank*.log"
+            )
 
 
 def launcher_of(command: Command, procs: int, gpus: bool = False, cores: int | None = None) -> Command:

@@ -7,16 +7,15 @@ rendezvous, the rank that failed first on this node, and why the agent exits. It
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 from pathlib import Path
 
 from flatout.job.claims import speaks_first
 from flatout.job.parent_exit import die_with_parent
 from flatout.job.rank_environment import of_other_launchers
+from flatout.job.temporary import remove, temporary
 from flatout.launch.elastic import (
     asked_of_agent,
     end_descendants,
@@ -62,7 +61,7 @@ def _run(nodes: Nodes, divided: bool, command: list[str]) -> int:
     if listening is None:
         wait_for(at)
     own = own_address(at)
-    folder = Path(tempfile.mkdtemp(prefix="flatout-node-"))
+    folder = temporary("node")
     os.environ.update(for_ranks(nodes, own, os.environ))
     if divided:
         _divide(nodes, folder)
@@ -89,7 +88,7 @@ def _run(nodes: Nodes, divided: bool, command: list[str]) -> int:
         if "FLATOUT_JOB" in os.environ and heartbeats and not heartbeats[0].rounds.has_rank_0:
             speaks_first(os.environ["FLATOUT_JOB"])  # the node of rank 0 reports what was applied
     heartbeats[0].finish()
-    shutil.rmtree(folder, ignore_errors=True)
+    remove(folder)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import signal
@@ -70,7 +71,8 @@ def terminal_at_its_end() -> tuple[int, int]:
     `stty size` works in it, and `input()` raises EOFError."""
     outside, inside = pty.openpty()
     if os.isatty(0):
-        termios.tcsetwinsize(outside, termios.tcgetwinsize(0))
+        size = fcntl.ioctl(0, termios.TIOCGWINSZ, bytes(8))
+        fcntl.ioctl(outside, termios.TIOCSWINSZ, size)
     os.write(outside, END_OF_INPUT)
     return outside, inside
 

@@ -37,6 +37,8 @@ class Rank:
         launcher = os.getpid()
 
         def begin() -> None:
+            if own_group:
+                os.setpgid(0, 0)
             die_with_parent()
             if os.getppid() != launcher:  # the launcher was killed before the line above took effect
                 os._exit(1)
@@ -52,7 +54,6 @@ class Rank:
                 stdin=nothing if read is None else read,
                 stdout=inside,
                 stderr=inside,
-                process_group=0 if own_group else None,
                 preexec_fn=begin,
             )
         except OSError as error:

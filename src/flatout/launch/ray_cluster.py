@@ -11,14 +11,14 @@ import os
 import signal
 import socket
 import subprocess
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from flatout.job.parent_exit import die_with_parent
 from flatout.job.rank_environment import RankEnvironment
+from flatout.job.temporary import temporary
 from flatout.launch.elastic import interface_of
 from flatout.launch.environment import SITE
 from flatout.launch.failure import how_ended
@@ -68,7 +68,7 @@ class Runner:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self.home = Path(tempfile.mkdtemp(prefix="flatout-ray-"))
+        self.home = temporary("ray")
         self._store: Any = None
 
     def where(self) -> tuple[str, str]:
@@ -309,36 +309,6 @@ class _Ranks:
         except self._ray.exceptions.RayError:
             return words
         return f"{words}. The end of its output:\n{said}"
-
-
-def run_many(
-    address: str, programs: Sequence[RayJob], gpus: float = 0.0, cpus: float = 1.0
-) -> Iterator[tuple[int, int, str]]:
-    """Run independent programs (trials), as many at once as fit on the cluster.
-
-    Yields for each at its end: its number, its exit code (negative for a signal; -SIGKILL if its node was
-    lost) and the end of its output.
-    """
-    ray = connect(address)
-    task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=0)(_one)
-    waiting = {task.remote(each): number for number, each in enumerate(programs)}
-    while waiting:
-        done, _ = ray.wait(list(waiting), num_returns=1)
-        number = waiting.pop(done[0])
-        try:
-            code, said = ray.get(done[0])
-        except FlatoutError as error:
-            raise getattr(error, "cause", error) from None
-        except ray.exceptions.RayError as error:
-            code, said = -signal.SIGKILL, first_line(error)
-        yield number, code, said
-
-
-def _one(what: RayJob) -> tuple[int, str]:
-    runner = Runner()
-    runner.start(what, {})
-    code = runner.wait()
-    return code, runner.output(0)[-TAIL_BYTES:].decode(errors="replace")
 
 
 def _said(resources: Mapping[str, float]) -> str:

@@ -7,11 +7,11 @@ public API.
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flatout.job.temporary import remove
 from flatout.launch.ray_cluster import TAIL_BYTES, RayJob, Runner, connect
 from flatout.schema.errors import FlatoutError
 
@@ -108,4 +108,4 @@ def _on_this_node(
         said = runner.output(0)[-TAIL_BYTES:].decode(errors="replace")
         return code, answer.read_text(encoding="utf-8") if answer.is_file() else "", said
     finally:
-        shutil.rmtree(runner.home, ignore_errors=True)
+        remove(runner.home)

@@ -7,13 +7,13 @@ It imports very little, because it stays in memory as long as the program runs. 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from flatout.job.folder import read_json
 from flatout.job.sanitize import harmless
+from flatout.job.temporary import remove
 from flatout.launch.incidents import IncidentLog
 from flatout.launch.launcher_signals import exit_by_signal
 from flatout.launch.supervisor import SupervisionLimits, Supervisor, SupervisorClocks
@@ -44,7 +44,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return error.exit_code
     finally:
         if job is not None:
-            shutil.rmtree(job.parent, ignore_errors=True)
+            remove(job.parent)
     if supervisor.ended_by is not None:
         exit_by_signal(supervisor.ended_by)
     return code

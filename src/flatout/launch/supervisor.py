@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import os
 import select
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from flatout.job import heartbeat
+from flatout.job.temporary import remove, temporary
 from flatout.launch.event_fifo import EventFifo
 from flatout.launch.failure import exit_code
 from flatout.launch.incidents import IncidentLog
@@ -36,9 +34,8 @@ from flatout.launch.restart_policy import (
     kills_for_memory,
 )
 from flatout.launch.start_monitor import MARKED, StartMonitor
-from flatout.schema.errors import NotFinite, ProgramHung, StorageError, UsageError
+from flatout.schema.errors import NotFinite, ProgramHung, UsageError
 
-MEMORY = "/dev/shm"  # on a disk, heartbeat pages would be written back, and a full or slow disk would stall the program
 MOST_TYPED = 80  # characters of a command in a message
 
 
@@ -97,18 +94,9 @@ class Supervisor:
         """Run until the program has ended for good, and return its exit code. Call it from the main thread.
 
         Raises ProgramNotFound, StorageError."""
-        try:
-            self.folder = Path(
-                tempfile.mkdtemp(
-                    prefix="flatout-watched-", dir=MEMORY if os.access(MEMORY, os.W_OK) else None
-                )
-            )
-            (self.folder / "begun").touch()
-            event_fifo = EventFifo(self.folder)
-        except OSError as error:
-            raise StorageError(
-                f"cannot create a folder in {tempfile.gettempdir()}: {error.strerror}. Set TMPDIR to another one."
-            ) from error
+        self.folder = temporary("watched", in_memory=True)
+        (self.folder / "begun").touch()
+        event_fifo = EventFifo(self.folder)
         with LauncherSignals() as signals:
             reaper = Reaper(str(self.folder), MARKED)
             try:
@@ -116,7 +104,7 @@ class Supervisor:
             finally:
                 event_fifo.close()
                 reaper.dismiss()
-                shutil.rmtree(self.folder, ignore_errors=True)
+                remove(self.folder)
 
     def _run(self, signals: LauncherSignals, event_fifo: EventFifo) -> int:
         while True:

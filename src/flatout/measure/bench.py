@@ -189,7 +189,7 @@ def disk(folder: Path) -> Ceiling:
         if length < BLOCK_BYTES:
             return Ceiling(name, "cpu", note=f"not run: too little space in {folder}")
         each, fetched = [], []
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".flatout-disk-") as file:
+        with tempfile.TemporaryFile(dir=folder) as file:
             block = os.urandom(BLOCK_BYTES)
             for _ in range(length // BLOCK_BYTES):
                 file.write(block)

@@ -81,15 +81,15 @@ print(json.dumps(found))
 """
 
 
-def devices_of_torch(python: str | None = None) -> dict[str, str] | None:
-    """Return the devices that this interpreter's torch sees, with their names.
+def devices_of_torch(python: str) -> dict[str, str] | None:
+    """Return the devices that the torch of an interpreter sees, with their names.
 
     None without torch or an answer.
     """
     env = {name: value for name, value in os.environ.items() if name != ASKED_DEVICE}
     try:
         asked = subprocess.run(
-            [python or sys.executable, "-c", DEVICES],
+            [python, "-c", DEVICES],
             env=env,
             capture_output=True,
             text=True,

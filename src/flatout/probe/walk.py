@@ -15,6 +15,7 @@ from flatout.probe.step_loops import LoopVisit, ProgramEvent
 if TYPE_CHECKING:
     from flatout.probe.program import ScriptProgram
 
+TRIES: tuple[type[ast.Try], ...] = (ast.Try, getattr(ast, "TryStar", ast.Try))  # `except*`, since Python 3.11
 MAX_CALLS = 8  # maximum depth of entered functions
 MAX_EVENTS = 60_000
 CLIPS = {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grads_with_norm_"}
@@ -109,7 +110,7 @@ class Walk:
             self._expression(source, node.test)
             self._arm(source, node, "body", node.body)
             self._arm(source, node, "orelse", node.orelse)
-        elif isinstance(node, (ast.Try, ast.TryStar)):
+        elif isinstance(node, TRIES):
             self._body(source, node.body)
             for handler in node.handlers:
                 self._arm(source, handler, "body", handler.body)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
+from enum import Enum
+
+
+class StrEnum(str, Enum):
+    """Members that are shown as their values, as with enum.StrEnum, which Python 3.10 lacks."""
+
+    __str__ = str.__str__
 
 
 class Moment(StrEnum):

@@ -20,6 +20,9 @@ FlatoutError
 
 from __future__ import annotations
 
+# Raised by reading JSON of another form.
+NOT_OF_ITS_FORM = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
 
 class FlatoutError(Exception):
     """Base class of errors that flatout shows as a message, without a traceback."""

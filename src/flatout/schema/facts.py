@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+TESTED_TORCH = (2, 14)  # the newest release that flatout was tested with
 ASKED_DEVICE = "FLATOUT_DEVICE"  # environment variable with the device of `--device`
+
+
+def untested(torch: str) -> str:
+    """Return a sentence about a version of torch that is newer than the tested ones; "" for others."""
+    found = re.match(r"(\d+)\.(\d+)", torch)
+    if found is None or (int(found[1]), int(found[2])) <= TESTED_TORCH:
+        return ""
+    return f"torch {torch} is newer than {'.'.join(map(str, TESTED_TORCH))}, the newest release that flatout was tested with"
 
 
 def machine_name(cpu: object, cores: object, gpus: Iterable[object]) -> str:
@@ -23,7 +33,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about the machine and the software. ``how`` gives the source of each field."""
+    """Facts about the machine and the software."""
 
     cpu: str = "unknown"
     cores: int = 1  # cores available to this process, after affinity and cgroup quota
@@ -35,7 +45,6 @@ class Facts:
     versions: dict[str, str] = field(default_factory=dict)  # distribution name -> version
     environment: dict[str, str] = field(default_factory=dict)  # the variables that levers use
     allocators: dict[str, str] = field(default_factory=dict)  # malloc name -> path of its library
-    how: dict[str, str] = field(default_factory=dict)
 
     @property
     def asked_device(self) -> str:

@@ -8,8 +8,8 @@ may change.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 
+from flatout.schema.enums import StrEnum
 from flatout.schema.records import Ratio, Record
 
 

@@ -8,9 +8,9 @@ must be able to tell "none" from "not checked".
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
+from flatout.schema.enums import StrEnum
 from flatout.schema.records import Record
 from flatout.schema.shapes import MISFIT, fitted
 

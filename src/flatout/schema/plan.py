@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,10 +15,10 @@ from typing import Any
 from flatout.schema.enums import Origin
 from flatout.schema.errors import PlanError
 from flatout.schema.lever import Value
+from flatout.schema.toml import read_toml
 
 PLAN_SCHEMA = 1
 MAX_PLAN_BYTES = 64 * 1024  # tomllib needs quadratic time for a.a.a.a...: 74 s for 100 kB
-DOTTED = re.compile(r"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){33}""")
 
 
 @dataclass(frozen=True)
@@ -63,6 +61,10 @@ class Plan:
     def __len__(self) -> int:
         return len(self.choices)
 
+    @property
+    def names(self) -> set[str]:
+        return {choice.name for choice in self.choices}
+
     def get(self, name: str) -> Choice | None:
         return next((choice for choice in self.choices if choice.name == name), None)
 
@@ -75,8 +77,7 @@ class Plan:
 
     def on_top_of(self, base: Plan) -> Plan:
         """Return the choices of ``base`` overridden by these."""
-        names = {choice.name for choice in self.choices}
-        return Plan((*(c for c in base.choices if c.name not in names), *self.choices), self.made_for)
+        return Plan((*(c for c in base.choices if self.get(c.name) is None), *self.choices), self.made_for)
 
     @property
     def digest(self) -> str:
@@ -131,10 +132,8 @@ class Plan:
                 f"{source} is {len(text):,} characters long; a plan is never that large. Is it the right file?"
             )
         try:
-            if DOTTED.search(text):  # tomllib needs quadratic memory for dotted keys: a gigabyte for 60 kB
-                raise ValueError("a key has too many parts")
-            data = tomllib.loads(text)
-        except (ValueError, RecursionError) as error:  # ValueError: also for a number of thousands of digits
+            data = read_toml(text)
+        except ValueError as error:
             raise PlanError(
                 f"{source} is not valid TOML ({error}). Fix it, or delete it and run `flatout tune` again."
             ) from None

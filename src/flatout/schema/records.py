@@ -10,7 +10,10 @@ import math
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from types import UnionType
-from typing import Any, Self, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # typing.Self of Python 3.11
 
 CONFIDENCE = 0.95  # of every interval
 QUANTILE = 1.96  # of the normal law, at that level
@@ -60,6 +63,7 @@ class ProgramRecord(Record):
     message: str = ""
     device: str = "cpu"
     versions: dict[str, str] = field(default_factory=dict)
+    untested: str = ""  # a torch newer than the tested ones, in one sentence
 
 
 @cache

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
+from flatout.schema.enums import StrEnum
 from flatout.schema.records import NOT_SLOWER, Ratio, Record
 
 SESSION_SCHEMA = 1
@@ -234,6 +234,7 @@ class SessionRecord(Record):
     predictions: list[Prediction] = field(default_factory=list)  # of the profile that the search started from
     machine: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    untested: str = ""  # as in ProgramRecord
     context: dict[str, Any] = field(default_factory=dict)
 
     @property

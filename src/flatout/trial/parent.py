@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import tempfile
 from collections.abc import Sequence
@@ -12,11 +11,13 @@ from typing import Any
 
 from flatout.agent.overlay import tidy
 from flatout.job.folder import TrialFolder, read_json, write_json
+from flatout.job.temporary import remove, temporary
 from flatout.launch.command import Command
-from flatout.launch.environment import QUIET, attached
+from flatout.launch.entry_watch import EntryWatch
+from flatout.launch.environment import ENTERED, QUIET, attached
 from flatout.launch.process import ProgramRun
 from flatout.measure.clock import seconds
-from flatout.schema.errors import StorageError
+from flatout.schema.errors import NothingMeasured, StorageError
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import TrialRecord
@@ -25,6 +26,7 @@ from flatout.trial.process_environment import process_environment
 from flatout.trial.spec import PLAIN, TrialOptions, TrialSpec
 
 POLL_S = 0.2
+LONGEST = 55  # bytes of TMPDIR: a socket path is limited to 107
 NEVER_TRAINED = "it did not finish a training step"
 
 
@@ -54,11 +56,12 @@ class Trial:
         self.started_s = 0.0
         self.ticks_done = 0  # since the program began to train
         self.core: int | None = None  # on which the last ticks ended
-        self._short = Path(tempfile.mkdtemp(prefix="flatout-"))  # a socket path is limited to 107 characters
+        self._short = temporary("t", in_memory=len(os.fsencode(tempfile.gettempdir())) > LONGEST)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._channels: list[Channel] = []
         self._main: Channel | None = None
         self._program: ProgramRun | None = None
+        self._watch: EntryWatch | None = None
         self._record: TrialRecord | None = None
 
     def __enter__(self) -> Trial:
@@ -68,6 +71,11 @@ class Trial:
         self.close()
 
     def start(self) -> Trial:
+        """Start the program. Raises NothingMeasured if an option of its Python disables flatout."""
+        if self.command.closed:
+            raise NothingMeasured(
+                f"nothing can be measured: `python {self.command.closed}` disables flatout; remove {self.command.closed}"
+            )
         try:
             address = self._short / "baton"
             self._listener.bind(str(address))
@@ -86,12 +94,14 @@ class Trial:
         extra = {**QUIET, **process_environment(self.plan, self.facts, self.options.table)}
         if self.options.seed is not None and "PYTHONHASHSEED" not in os.environ:
             extra["PYTHONHASHSEED"] = str(self.options.seed)
+        environment = attached(
+            self.folder.spec.resolve(), extra, base={**os.environ, **dict(self.command.environment)}
+        )
+        self._watch = EntryWatch(Path(environment[ENTERED]))
         self.started_s = seconds()
         self._program = ProgramRun(
             self.command.argv,
-            attached(
-                self.folder.spec.resolve(), extra, base={**os.environ, **dict(self.command.environment)}
-            ),
+            environment,
             self.folder.stdout,
             self.folder.stderr,
             self.options.show,
@@ -193,12 +203,14 @@ class Trial:
     def close(self) -> None:
         if self._program is not None:
             self._program.end(0.0)
+        if self._watch is not None:
+            self._watch.close()
         for channel in self._channels:
             channel.close()
         self._listener.close()
         tidy(str(self.folder.saved))  # left by a killed program; its checkpoints are useless too
         for folder in (self._short, self.folder.saved):
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(folder)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -233,6 +245,10 @@ class Trial:
         if self._program.exit_code is not None:
             self._accept()
             raise ProgramGone(self._gone(late))
+        assert self._watch is not None
+        if not self.attached and self._watch.look(self._program.process.pid) and self._watch.cause:
+            self._program.end(0.0)
+            raise ProgramGone(self._lost("unattached", self._watch.cause))
         if seconds() > deadline_s:
             self._program.end(0.0)
             raise ProgramGone(
@@ -280,9 +296,8 @@ class Trial:
                     f"the program {how} without a message (sys.exit, os._exit, or a crash below Python)",
                     code,
                 )
-            return self._lost(
-                "failed" if code else "unattached", "no Python process of it imported torch", code
-            )
+            why = (self._watch.ended() if self._watch else "") or "no Python process of it imported torch"
+            return self._lost("failed" if code else "unattached", why, code)
         record = TrialRecord.from_json(data)
         record.exit_code = code
         if record.status == "ended" and code:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from importlib import import_module
 from typing import Any
@@ -55,8 +55,8 @@ class TrialSpec(TrialOptions):
         return cls(**{**given, "plan": Plan.from_json(data["plan"]), "facts": Facts.from_json(data["facts"])})
 
 
-def levers(table: str) -> tuple[Lever, ...]:
+def levers(table: str) -> Iterable[Lever]:
     """Return the lever table named by ``module:NAME``."""
     module, name = table.split(":")
-    found: tuple[Lever, ...] = getattr(import_module(module), name)
+    found: Iterable[Lever] = getattr(import_module(module), name)
     return found

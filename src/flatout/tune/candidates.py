@@ -160,8 +160,7 @@ def plan_of(candidates: Iterable[Candidate]) -> Plan:
 
 def in_order(choices: Iterable[Choice]) -> Plan:
     """Return a plan of these choices, in the order in which levers act."""
-    order = [lever.name for lever in TABLE]
-    return Plan(tuple(sorted(choices, key=lambda choice: order.index(choice.name))))
+    return Plan(tuple(sorted(choices, key=lambda choice: TABLE.names.index(choice.name))))
 
 
 def widest(candidates: Iterable[Candidate]) -> Effect:

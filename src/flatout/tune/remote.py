@@ -18,7 +18,7 @@ from flatout.launch.ray_nodes import THREADS, NodeLost, RayNodes
 from flatout.measure.clock import seconds
 from flatout.schema.errors import FlatoutError, UsageError
 from flatout.schema.facts import Facts
-from flatout.tune.session import differences, key_of
+from flatout.tune.plan_files import differences, key_of
 
 MODULE = "flatout.tune.remote_comparison"
 LOOK_S = 120.0  # for a node to describe its machine, including the start of Ray's worker

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from flatout.job.folder import JobFolder
+from flatout.job.temporary import temporary_folder
 from flatout.launch.command import understand
 from flatout.measure.clock import seconds
 from flatout.schema.facts import Facts
 from flatout.tune.comparison import ProgramRequest, measure_together
 from flatout.tune.interleaver import Interleaver
-from flatout.tune.session import key_of
+from flatout.tune.plan_files import key_of
 
 
 def hold(order: dict[str, Any], facts: Facts) -> dict[str, Any]:
@@ -21,8 +20,8 @@ def hold(order: dict[str, Any], facts: Facts) -> dict[str, Any]:
     command = understand(order["typed"])
     if order["kind"] == "look":
         return {"facts": facts.to_json(), "key": key_of(command, facts)}
-    with tempfile.TemporaryDirectory(prefix="flatout-remote-") as folder:
-        interleaver = Interleaver(command, JobFolder(Path(folder)).make(), facts)
+    with temporary_folder("remote") as folder:
+        interleaver = Interleaver(command, JobFolder(folder).make(), facts)
         interleaver.tick_ms, interleaver.unit = order["tick_ms"], order["unit"]
         interleaver.prefetched_ticks, interleaver.longest_ticks = (
             order["prefetched_ticks"],

@@ -109,9 +109,7 @@ def _why_not(tuning: Tuning, record: TrialRecord) -> FlatoutError:
             record, f"the program fails before flatout changes anything (exit code {record.exit_code})"
         )
     if record.status == "unattached":
-        closed = tuning.command.closed
-        why = f"`python {closed}` disables flatout; remove the option" if closed else record.reason
-        return NothingMeasured(f"nothing to tune: {why}. The program was not changed.")
+        return NothingMeasured(f"nothing to tune: {record.reason}. The program was not changed.")
     if record.status == "broken":
         return NothingMeasured(
             f"flatout could not analyse this program and did not change it. Please report this:\n\n{record.reason.strip()}"

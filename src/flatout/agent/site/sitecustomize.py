@@ -1,80 +1,104 @@
 """Python imports this file at start-up because its folder is first on PYTHONPATH.
 
-It must never harm a script.
+It must never harm a script, and runs in whatever Python the program starts: any Python since 2.7 can read it.
+Without a variable of flatout that asks for something, it only runs the sitecustomize that it hides.
 
-Without FLATOUT_JOB, FLATOUT_EXPLAIN, FLATOUT_DATA_PARALLEL, FLATOUT_HEARTBEAT and FLATOUT_DEVICE it only runs the
-sitecustomize that it hides.
+Each process appends a line to the file that FLATOUT_ENTERED names: its pid, then "ok", or why flatout is not in
+it. The process that started the program removes the file once it knows (launch/entry_watch.py).
 """
 
 import os
 import sys
 
+OLDEST = (3, 10)
+HOME = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-def _enter() -> None:
-    job, entry = os.environ.get("FLATOUT_JOB"), os.environ.get("FLATOUT_EXPLAIN")
+
+class _Flatout(object):
+    """Finds the package flatout, and nothing else of the environment in which it is installed."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "flatout":
+            return None
+        return _path_finder().find_spec(name, [HOME])
+
+
+def _path_finder():
+    # The finder that Python already has: importlib.machinery and importlib.util take milliseconds.
+    return next((each for each in sys.meta_path if getattr(each, "__name__", "") == "PathFinder"), None)
+
+
+def _enter():
+    """Attach what the variables ask for. Return "ok", or why flatout is not in this process; None without a wish."""
+    job, explain = os.environ.get("FLATOUT_JOB"), os.environ.get("FLATOUT_EXPLAIN")
     if job and not os.path.exists(job):  # its run is over
         job = None
-    divided = "FLATOUT_DATA_PARALLEL" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
-    watched = os.environ.get("FLATOUT_HEARTBEAT")
-    if watched and not os.path.isdir(watched):  # the monitor has ended
-        watched = None
-    asked = os.environ.get("FLATOUT_DEVICE")
-    if not job and not entry and not divided and not watched and not asked:
-        return
-    home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-    added = home not in sys.path
-    if added:  # last on the path, so that it hides no module of the script
-        sys.path.append(home)
-    if divided:
+    several = "FLATOUT_DATA_PARALLEL" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
+    heartbeats = os.environ.get("FLATOUT_HEARTBEAT")
+    if heartbeats and not os.path.isdir(heartbeats):  # the monitor has ended
+        heartbeats = None
+    device = os.environ.get("FLATOUT_DEVICE")
+    if not (job or explain or several or heartbeats or device):
+        return None
+    if sys.version_info < OLDEST:
+        return "old " + ".".join(str(number) for number in sys.version_info[:3])
+    finder = _Flatout()
+    sys.meta_path.insert(0, finder)
+    if several:
         _become_rank()
+    why = "ok"
     try:
-        if watched:
+        if heartbeats:
             from flatout.agent import heartbeat
 
-            heartbeat.install(watched)
-        if asked:
-            from flatout.agent import device
+            heartbeat.install(heartbeats)
+        if device:
+            from flatout.agent import device as devices
 
-            device.install(asked)
+            devices.install(device)
         if job:
             from flatout.agent import bootstrap
 
-            bootstrap.install(job)
+            bootstrap.install(job, _report)
     except Exception as error:
-        sys.stderr.write(
-            f"flatout: could not attach ({type(error).__name__}: {error}); the script runs without flatout\n"
-        )
+        why = "%s: %s" % (type(error).__name__, error)
+        sys.stderr.write("flatout: could not attach (%s); the script runs without flatout\n" % why)
     try:
-        if entry:
+        if explain:
             from flatout.agent import crash_report
 
-            crash_report.install(entry, home)
-    except Exception:
-        pass  # a script that does not fail never needs it
-    # hooks that act only at the end leave sys.path unchanged
-    if added and not job and not watched and not asked:
-        sys.path.remove(home)
+            crash_report.install(explain, finder)
+    except Exception as error:  # a script that does not fail never needs it
+        why = "%s: %s" % (type(error).__name__, error)
+    if not (job or heartbeats or device):  # what acts only after a crash leaves sys.meta_path unchanged
+        sys.meta_path.remove(finder)
+    return why
 
 
-def _become_rank() -> None:
+def _become_rank():
     try:
         from flatout.agent import rank_environment
 
         rank_environment.enter(os.environ)
     except Exception as error:  # otherwise each rank would train by itself
-        sys.stderr.write(f"flatout: this process cannot become a rank: {error}\n")
+        sys.stderr.write("flatout: this process cannot become a rank: %s\n" % error)
         sys.stderr.flush()
         os._exit(2)
 
 
-def _hand_over() -> None:
+def _report(why):
+    try:
+        handle = os.open(os.environ["FLATOUT_ENTERED"], os.O_WRONLY | os.O_APPEND)
+    except (KeyError, OSError):  # nobody waits for it any more
+        return
+    os.write(handle, ("%d %s\n" % (os.getpid(), " ".join(why.split()))).encode("utf-8", "replace"))
+    os.close(handle)
+
+
+def _hand_over():
     here = os.path.dirname(os.path.abspath(__file__))
     elsewhere = [path for path in sys.path if os.path.abspath(path or ".") != here]
-    # The finder that Python already has: importlib.machinery and importlib.util take milliseconds, mostly for
-    # nothing.
-    finder = next(
-        (finder for finder in sys.meta_path if getattr(finder, "__name__", "") == "PathFinder"), None
-    )
+    finder = _path_finder()
     spec = finder.find_spec("sitecustomize", elsewhere) if finder is not None else None
     if spec is not None and spec.loader is not None:
         from importlib.util import module_from_spec
@@ -84,5 +108,8 @@ def _hand_over() -> None:
         spec.loader.exec_module(hidden)
 
 
-_enter()
-_hand_over()
+if __name__ == "sitecustomize":  # launch/environment.py takes only the finder
+    _entered = _enter()
+    if _entered is not None:
+        _report(_entered)
+    _hand_over()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatout.checkpoint.resume.reachable_state import ReachableState
+from flatout.checkpoint.tensors import memory_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,14 +66,15 @@ def living() -> list[Any]:
 
 
 def digest_of(tensor: Tensor) -> int:
-    return zlib.crc32(bytes_of(tensor.detach()))
+    here = tensor.detach().cpu().contiguous()
+    return zlib.crc32(memory_of(here))
 
 
-def bytes_of(tensor: Tensor) -> Any:
-    tensor = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(tensor.unsqueeze(-1).view(torch.uint8).flatten().numpy()) if tensor.numel() else b""
+def bytes_of(tensor: Tensor) -> bytes:
+    here = tensor.detach().cpu().contiguous()
+    return bytes(memory_of(here))
 
 
 def few(tensor: Tensor) -> Any:
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach()[:1].reshape(-1)
-    return bytes(bytes_of(flat[:: max(1, flat.numel() // 1024)]))
+    return bytes_of(flat[:: max(1, flat.numel() // 1024)])

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flatout.agent.frames import HOME, is_users
+from flatout.agent.frames import HOME, is_users, qualified
 from flatout.agent.names import variables_of
 from flatout.checkpoint.resume.users_objects import (
     CHECKPOINTS,
@@ -139,7 +139,7 @@ def _frames(frame: FrameType | None) -> list[tuple[str, dict[str, Any], bool]]:
             and not is_torchs(code.co_filename)
             and not code.co_filename.startswith((HOME, "<"))
         ):
-            found.append((code.co_qualname, variables_of(frame, always=True), is_users(code.co_filename)))
+            found.append((qualified(code), variables_of(frame, always=True), is_users(code.co_filename)))
         frame = frame.f_back
     counted: dict[str, int] = {}
     named = []

@@ -6,8 +6,6 @@ import os
 import re
 import shlex
 import sys
-import tempfile
-import tomllib
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,11 +16,13 @@ from click.shell_completion import CompletionItem
 
 from flatout.job import plan_file
 from flatout.job.folder import JobFolder
-from flatout.levers import TABLE
+from flatout.launch.caches import own_cache
+from flatout.levers import TABLE, checked
 from flatout.schema.enums import Origin
 from flatout.schema.errors import StorageError, UsageError
 from flatout.schema.lever import Lever
 from flatout.schema.plan import Choice, Plan, is_value
+from flatout.schema.toml import read_toml
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 PROGRAM = {
@@ -117,11 +117,10 @@ class LeverByName(click.ParamType):
                 param,
                 ctx,
             )
-        if has_value:
-            try:
-                lever.check(read)
-            except TypeError as error:
-                self.fail(f"{error}. `flatout levers {name}` shows its page.", param, ctx)
+        try:
+            lever.check(read)
+        except TypeError as error:
+            self.fail(str(error), param, ctx)
         return Choice(name, read, Origin.USER)
 
     def split_envvar_value(self, rv: str) -> list[str]:
@@ -152,11 +151,11 @@ def complete_files(ctx: Any, param: Any, incomplete: str) -> list[CompletionItem
 
 def lever_of(name: str) -> Lever:
     """Return the lever of this name. Raises UsageError."""
-    lever = next((each for each in TABLE if each.name == name), None)
-    if lever is None:
-        meant = did_you_mean(name, [each.name for each in TABLE])
-        raise UsageError(f"there is no lever {name!r}{meant} `flatout levers` lists them.")
-    return lever
+    if name not in TABLE.names:
+        raise UsageError(
+            f"there is no lever {name!r}{did_you_mean(name, TABLE.names)} `flatout levers` lists them."
+        )
+    return next(iter(TABLE.of((name,))))
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
@@ -170,8 +169,8 @@ def _toml_value(text: str) -> Any:
     if re.fullmatch(r"[A-Za-z_][\w.+-]*", text) and text not in ("true", "false"):
         return text
     try:
-        held = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):
+        held = read_toml(f"value = {text}")
+    except ValueError:
         return None
     return held["value"] if set(held) == {"value"} and is_value(held["value"]) else None
 
@@ -200,8 +199,8 @@ def program(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def read_plan(path: str) -> Plan:
-    """Read a plan file; ``none`` is the empty plan. Raises PlanError if the file cannot be read."""
-    return Plan() if path == "none" else plan_file.read_plan(Path(path))
+    """Read a plan file; ``none`` is the empty plan. Raises PlanError if it cannot be read or a lever rejects its value."""
+    return Plan() if path == "none" else checked(plan_file.read_plan(Path(path)), path)
 
 
 def words_or_usage(words: tuple[str, ...], command: str) -> tuple[str, ...]:
@@ -227,12 +226,12 @@ def _no_option(word: str, command: str) -> str:
 def writable(folder: JobFolder, asked: bool) -> JobFolder:
     """Create and return the job's folder.
 
-    If it cannot be written and the user did not ask for it, return a temporary folder and say so."""
+    If it cannot be written and the user did not ask for it, return one in the user's cache and say so."""
     try:
         return folder.make()
     except StorageError:
         if asked:
             raise
-        other = JobFolder(Path(tempfile.mkdtemp(prefix=f"flatout-{folder.path.name}-"))).make()
+        other = JobFolder(own_cache("jobs", os.environ) / folder.path.name).make()
         sys.stderr.write(f"flatout: cannot write to {os.getcwd()}; the records go to {other.path}\n")
         return other

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from flatout.cli.options.arguments import did_you_mean
 from flatout.job.folder import read_text
 from flatout.job.trust import distrusted
 from flatout.schema.errors import UsageError
-from flatout.schema.plan import DOTTED
+from flatout.schema.toml import read_toml
 
 FILE, SECTION, PREFIX = "pyproject.toml", "tool.flatout", "FLATOUT"
 MOST_BYTES = 1 << 20
@@ -64,10 +63,8 @@ def read(path: Path) -> dict[str, Any]:
         text = read_text(path, MOST_BYTES)
         if "flatout" not in text:
             return {}
-        if DOTTED.search(text):
-            raise ValueError("a key has too many parts")
-        tool = tomllib.loads(text).get("tool", {})
-    except (OSError, ValueError, RecursionError) as error:
+        tool = read_toml(text).get("tool", {})
+    except (OSError, ValueError) as error:
         raise UsageError(
             f"{path} cannot be read: {error}. flatout looks there for [{SECTION}]; fix the file, or move it."
         ) from None

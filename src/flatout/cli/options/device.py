@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 
 import click
 
+from flatout.job.interpreter import python_of
 from flatout.launch.command import Command
 from flatout.probe.gpus import devices_of_torch
 from flatout.render.formatting import shell
@@ -80,8 +80,7 @@ def _must_be_there(device: str, cmd: Command, command: str) -> None:
     """Check that the program's torch sees the device.
 
     Without torch, the program itself reports the failure."""
-    is_python = Path(cmd.argv[0]).name.startswith("python")
-    found = devices_of_torch(cmd.argv[0] if is_python else None)
+    found = devices_of_torch(python_of(cmd.argv))
     if found is None or device in found or any(name.partition(":")[0] == device for name in found):
         return
     shown = ", ".join(f"{name} ({title})" if title else name for name, title in found.items())

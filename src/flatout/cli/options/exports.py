@@ -21,7 +21,7 @@ from flatout.measure.clock import today
 from flatout.render.formatting import shell
 from flatout.schema.errors import UsageError
 from flatout.schema.run_summary import SummaryRequest
-from flatout.tune.session import job_folder
+from flatout.tune.plan_files import job_folder
 
 JSONL = "jsonl"
 NAMES = (JSONL, *MODULES)

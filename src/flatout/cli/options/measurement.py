@@ -15,6 +15,7 @@ from rich.console import Console
 from flatout import __version__
 from flatout.cli.options.arguments import program, words_or_usage, writable
 from flatout.cli.options.json_output import json_option, print_json
+from flatout.cli.options.messages import warned
 from flatout.cli.options.progress import LiveProgress
 from flatout.cli.options.signals import stop_on_sigterm
 from flatout.compare.evaluate import FEWEST_PAIRS
@@ -23,9 +24,9 @@ from flatout.launch.command import understand
 from flatout.measure.clock import today
 from flatout.probe.machine import look
 from flatout.schema.errors import FlatoutError
-from flatout.schema.facts import Facts
+from flatout.schema.facts import Facts, untested
 from flatout.schema.records import ProgramRecord
-from flatout.tune.session import job_folder
+from flatout.tune.plan_files import job_folder
 
 
 def measurement_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,6 +60,7 @@ def header(typed: Iterable[str], facts: Facts) -> dict[str, Any]:
         "flatout": __version__,
         "created": today(),
         "versions": {"python": facts.python, **facts.versions},
+        "untested": untested(facts.versions.get("torch", "")),
     }
 
 
@@ -93,7 +95,8 @@ class Measurement:
         """Raises UsageError, StorageError."""
         self.name = name
         self.command = understand(words_or_usage(words, name))
-        self.folder, self.facts = writable(job_folder(self.command, job), job is not None), look()
+        self.folder = writable(job_folder(self.command, job), job is not None)
+        self.facts = warned(look(self.command.argv))
         self.header = header(self.command.shown, self.facts)
 
     def answer(

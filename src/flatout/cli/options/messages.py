@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 
 from flatout.job.sanitize import harmless
+from flatout.schema.facts import Facts, untested
 
 
 def say(sentence: str) -> None:
     sys.stderr.write(f"flatout: {harmless(sentence)}\n")
+
+
+say_once = cache(say)
+
+
+def warned(facts: Facts) -> Facts:
+    """Return the facts; a torch that is newer than the tested ones is named once."""
+    if sentence := untested(facts.versions.get("torch", "")):
+        say_once(sentence)
+    return facts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from flatout.cli.options.arguments import writable
 from flatout.cli.options.progress import LiveProgress
 from flatout.cli.options.ranks import RankOptions
 from flatout.job.folder import JobFolder, read_json, write_json
+from flatout.job.temporary import remove
 from flatout.launch.command import Command
 from flatout.launch.launcher_signals import exit_by_signal
 from flatout.launch.local_launcher import LocalLauncher, launcher_of
@@ -22,9 +22,9 @@ from flatout.levers import TABLE
 from flatout.schema.errors import CannotDivide
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice, Plan
+from flatout.tune.plan_files import job_folder, key_of
 from flatout.tune.ranks import base_plan, unfit
 from flatout.tune.rehearsal import LEVER, Rehearsal, Rehearsed
-from flatout.tune.session import job_folder, key_of
 from flatout.tune.sharding import ALWAYS, NEVER
 from flatout.tune.sharding import LEVER as SHARDING
 
@@ -142,7 +142,7 @@ def run_divided(
     try:
         code = local_launcher.run()
     finally:
-        shutil.rmtree(job.parent, ignore_errors=True)
+        remove(job.parent)
     if local_launcher.ended_by is not None:
         exit_by_signal(local_launcher.ended_by)
     return code

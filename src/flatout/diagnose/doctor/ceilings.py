@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from flatout import __version__
 from flatout.job.folder import json_lines
+from flatout.job.temporary import temporary_folder
 from flatout.launch.timed_commands import TimedCommand
 from flatout.measure.ceilings import machine_key
 from flatout.measure.clock import seconds, today
@@ -34,8 +34,8 @@ def measure(facts: Facts, folder: Path, tell: Callable[[str], None]) -> Ceilings
     )
     # Uses one thread per available core, whatever the shell sets: torch does not see a quota.
     environment = {**os.environ, "OMP_NUM_THREADS": str(facts.cores), "MKL_NUM_THREADS": str(facts.cores)}
-    with tempfile.TemporaryDirectory(prefix="flatout-bench-") as place:
-        out = Path(place) / "figures.jsonl"
+    with temporary_folder("bench") as place:
+        out = place / "figures.jsonl"
         tell("matrix products, memory, copies, disk, loader")
         run = TimedCommand([*PYTHON, "flatout.measure.bench", str(out), str(folder)], environment).answer(
             LIMIT_S
@@ -52,7 +52,7 @@ def measure(facts: Facts, folder: Path, tell: Callable[[str], None]) -> Ceilings
         if run.timed_out or run.code:
             tell(f"some ceilings were not measured: {_why(run)}")
         tell("all-reduce between two processes")
-        record.ceilings.append(_all_reduce(Path(place), environment))
+        record.ceilings.append(_all_reduce(place, environment))
     return record
 
 

@@ -49,10 +49,8 @@ class GpuStatus:
     default_application_mhz: float | None = None
     power_limit_w: float | None = None
     default_power_limit_w: float | None = None
-    max_power_limit_w: float | None = None
     temperature_c: float | None = None
     slowdown_c: float | None = None
-    utilization_percent: float | None = None
     performance_state: str | None = None
     reasons: dict[str, bool] | None = None  # why clocks are below their maximum: reason -> active
     ecc: str | None = None
@@ -119,10 +117,8 @@ def _board(index: int, gpu: ElementTree.Element, capabilities: dict[str, tuple[i
             gpu, f"{power}/current_power_limit", f"{power}/enforced_power_limit", f"{power}/power_limit"
         ),
         default_power_limit_w=_number(gpu, f"{power}/default_power_limit"),
-        max_power_limit_w=_number(gpu, f"{power}/max_power_limit"),
         temperature_c=_number(gpu, "temperature/gpu_temp"),
         slowdown_c=_number(gpu, "temperature/gpu_temp_slow_threshold"),
-        utilization_percent=_number(gpu, "utilization/gpu_util"),
         performance_state=_word(gpu, "performance_state"),
         reasons=_reasons(gpu),
         ecc=_setting(gpu, "ecc_mode/current_ecc"),

@@ -177,4 +177,25 @@ def python_switches(snapshot: MachineSnapshot) -> CheckOutcome:
     return ok("no PYTHON... variable slows or redirects Python")
 
 
-QUESTIONS = (python_version, one_environment, nothing_hidden, python_switches)
+@machine_check("FD005", THEME, ["run start-up hook"])
+def enters_programs(snapshot: MachineSnapshot) -> CheckOutcome:
+    """flatout enters a program of this Python.
+
+    Why it matters:
+        flatout acts inside the program: its start-up hook runs before the first line of a script. If the hook
+        is missing or fails, `tune` measures nothing and `run` applies nothing.
+    How to fix it:
+        Install flatout again: `pip install --force-reinstall --no-deps flatout`.
+    """
+    asked = snapshot.runs["start-up hook"]
+    said = asked.out.strip().partition(" ")[2]
+    if said == "ok":
+        return ok(f"flatout enters programs of {asked.command[0]}")
+    why = said or asked.err.strip()[-200:] or "its start-up hook was not loaded"
+    return problem(
+        f"flatout does not enter programs of {asked.command[0]}: {why}",
+        "pip install --force-reinstall --no-deps flatout",
+    )
+
+
+QUESTIONS = (python_version, one_environment, nothing_hidden, python_switches, enters_programs)

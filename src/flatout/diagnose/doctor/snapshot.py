@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 from flatout import __version__
+from flatout.diagnose.doctor.torch_child import DESCRIBE
 from flatout.job.folder import json_lines
+from flatout.job.interpreter import is_own, program_python
+from flatout.job.temporary import remove, temporary
+from flatout.launch.environment import ENTERED, EXPLAIN, module_command, with_hook
 from flatout.launch.timed_commands import TimedCommand
 from flatout.measure.clock import seconds, today
 from flatout.probe.snapshot import gather
@@ -18,6 +21,8 @@ from flatout.schema.machine_snapshot import MachineSnapshot
 TORCH_LIMIT_S = 60.0  # a first import from a network folder takes this long, from a local disk two seconds
 PROGRAM_LIMIT_S = 10.0  # without persistence mode, nvidia-smi has to load the driver first
 TORCH = "import torch"
+HOOK = "start-up hook"
+SHOW_REPORT = f"import os; print(open(os.environ['{ENTERED}']).read())"
 UNDER_WSL = "/usr/lib/wsl/lib/nvidia-smi"  # missing from the path of some shells
 PROGRAMS = {
     "nvidia-smi": ("nvidia-smi", "-q", "-x"),
@@ -33,14 +38,23 @@ class SnapshotTaker:
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
-        self._folder = tempfile.TemporaryDirectory(prefix="flatout-doctor-")
-        self._written = Path(self._folder.name) / "torch.jsonl"
+        self._folder = temporary("doctor")
+        self._written = self._folder / "torch.jsonl"
         # -m puts the working folder first on the path, as for a script, so files that hide torch there are
         # found.
+        python, child = program_python(), "flatout.diagnose.doctor.torch_child"
         self._torch = TimedCommand(
-            [sys.executable, *_switches(), "-m", "flatout.diagnose.doctor.torch_child", str(self._written)]
+            [python, *_switches(), "-m", child, str(self._written)]
+            if is_own(python)
+            else module_command(python, child, str(self._written), DESCRIBE)
         )
+        entered = self._folder / "entered"
+        entered.touch()
         self._programs = {name: TimedCommand(command) for name, command in _programs().items()}
+        self._programs[HOOK] = TimedCommand(
+            [python, "-c", SHOW_REPORT],
+            {**with_hook(os.environ), "FLATOUT_EXPLAIN": EXPLAIN, ENTERED: str(entered)},
+        )
 
     def __enter__(self) -> SnapshotTaker:
         return self
@@ -48,7 +62,7 @@ class SnapshotTaker:
     def __exit__(self, *_: object) -> None:
         for asked in (*self._programs.values(), self._torch):
             asked.end()
-        self._folder.cleanup()
+        remove(self._folder)
 
     def take(self, torch_limit_s: float = TORCH_LIMIT_S) -> MachineSnapshot:
         """Reads files below the root, then waits for the programs and the torch import up to their limits."""
@@ -61,6 +75,8 @@ class SnapshotTaker:
         snapshot.torch = {
             str(record.pop("stage")): record for record in json_lines(self._written) if "stage" in record
         }
+        if own := snapshot.torch.pop("interpreter", None):  # the program's, if it is not flatout's
+            snapshot.python, snapshot.packages = own["python"], own["packages"]
         return snapshot
 
 

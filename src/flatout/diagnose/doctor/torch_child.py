@@ -1,7 +1,8 @@
-"""Imports torch and records what it reports: ``python -m flatout.diagnose.doctor.torch_child FILE``.
+"""Imports torch and records what it reports: ``python -m flatout.diagnose.doctor.torch_child FILE [describe]``.
 
 Runs in a child process of `flatout doctor`, because a broken torch may raise, crash or hang. Writes one JSON
-object per line at once, so that the parent sees how far the child got.
+object per line at once, so that the parent sees how far the child got. With "describe" it first describes
+its interpreter, which is not flatout's.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from flatout.measure.clock import seconds
 
+DESCRIBE = "describe"
 LIBRARY = re.compile(
     r"(/\S*/lib(?:cudart|cublas|cublasLt|cudnn|nccl|nvrtc|cuda|gomp|iomp5|omp|torch_cuda|torch_cpu)[-.\w]*\.so[.\d]*)$",
     re.MULTILINE,
@@ -130,15 +132,19 @@ def _cuda(torch: ModuleType) -> dict[str, Any]:
     return answer
 
 
-def main(path: str) -> None:
+def main(path: str, *describe: str) -> None:
     with open(path, "a", encoding="utf-8") as file:
 
         def write(**record: object) -> None:
             file.write(json.dumps(record) + "\n")
             file.flush()
 
+        if describe:
+            from flatout.probe.snapshot import packages, python
+
+            write(stage="interpreter", python=python(), packages=packages(sys.path))
         look(write)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -12,6 +12,7 @@ from flatout.diagnose.doctor.check import (
     dotted,
     machine_check,
     not_seen,
+    note,
     problem,
     version,
     warning,
@@ -19,6 +20,7 @@ from flatout.diagnose.doctor.check import (
 from flatout.diagnose.doctor.check import ok as fine
 from flatout.diagnose.doctor.packages import install, manager
 from flatout.diagnose.doctor.versions import versions
+from flatout.schema.facts import TESTED_TORCH, untested
 from flatout.schema.machine_snapshot import MachineSnapshot
 
 THEME = "torch"
@@ -320,24 +322,21 @@ def torch_version(snapshot: MachineSnapshot) -> CheckOutcome:
 
     Why it matters:
         flatout hooks into the installed torch. It is tested with torch 2.11 to 2.14. An older torch lacks the
-        hooks, and the version table has no data on a newer one.
+        hooks. A newer one is used as it is, and the version table has no data on it.
     How to fix it:
-        `pip install "torch>=2.11,<2.15"`.
+        `pip install "torch>=2.11"`.
     """
     seen = snapshot.torch.get("build")
     text = seen.get("version") if isinstance(seen, dict) else snapshot.distribution("torch")
     here, table = version(text), versions()
     if here is None:
         return not_seen("torch's version could not be read" if text else "torch is not installed")
-    if table.newer_than_all(str(text)):
+    if sentence := untested(str(text)):
+        return note(sentence, "pip install --upgrade flatout")
+    if here[:2] < table.torch_min:
         return warning(
-            f"torch {text} is newer than flatout's version table, which ends with {table.releases[0].torch}: its requirements are unknown",
-            "pip install --upgrade flatout",
-        )
-    if not table.torch_min <= here[:2] <= table.torch_max:
-        return warning(
-            f"torch {text}; flatout is tested with {dotted(table.torch_min)} to {dotted(table.torch_max)}",
-            f'pip install "torch>={dotted(table.torch_min)},<{table.torch_max[0]}.{table.torch_max[1] + 1}"',
+            f"torch {text}; flatout is tested with {dotted(table.torch_min)} to {dotted(TESTED_TORCH)}",
+            f'pip install "torch>={dotted(table.torch_min)}"',
         )
     return fine(f"torch {text}")
 

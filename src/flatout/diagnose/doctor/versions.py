@@ -50,17 +50,12 @@ class VersionTable:
     drivers: dict[int, tuple[int, ...]]  # by CUDA's major version
     index: str
     torch_min: tuple[int, ...]  # supported by this flatout
-    torch_max: tuple[int, ...]
     python_min: tuple[int, ...]
 
     def release(self, torch: str | None) -> TorchRelease | None:
         """The release of any patch version, or None if the table does not have it."""
         wanted = version(torch)
         return next((r for r in self.releases if wanted and version(r.torch) == wanted[:2]), None)
-
-    def newer_than_all(self, torch: str) -> bool:
-        wanted, newest = version(torch), version(self.releases[0].torch)
-        return wanted is not None and newest is not None and wanted[:2] > newest
 
     def driver_for(self, cuda: str | None) -> tuple[int, ...] | None:
         """The oldest Linux driver that runs this CUDA version, by minor version compatibility."""
@@ -111,7 +106,6 @@ def versions() -> VersionTable:
         {row["cuda_major"]: _numbers(row["driver_min"]) for row in data["drivers"]},
         data["index"],
         _numbers(ours["torch_min"]),
-        _numbers(ours["torch_max"]),
         _numbers(ours["python_min"]),
     )
 

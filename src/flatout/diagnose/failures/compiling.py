@@ -293,5 +293,5 @@ def no_torch(failure: FailureRecord) -> Diagnosis | None:
         "the Python that runs this script has no torch",
         "source .venv/bin/activate            # the environment that has torch, then the same command\n"
         ".venv/bin/python train.py            # or name its Python\n"
-        'pip install torch "flatout[malloc]"  # or install both here',
+        "pip install torch flatout             # or install both here",
     )

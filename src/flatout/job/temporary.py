@@ -1,0 +1,109 @@
+"""Temporary folders. A name carries the process that owns it, so the next command removes those of ended processes.
+
+$TMPDIR/flatout-<kind>-<number>.<start>.<view>-<random>/     0700, numbers in hexadecimal
+
+The start time tells a process from a later one of the same number. exec keeps both, and `flatout run` becomes the
+program by exec. ``view`` is the boot and the PID namespace in which they hold: hosts and containers that share a
+folder leave each other's alone. Without /proc, a name carries no owner, and only an ordinary end removes the folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+from flatout.schema.errors import StorageError
+
+MEMORY = "/dev/shm"  # on a disk, heartbeat pages would be written back, and a full or slow disk would stall the program
+OWNED = re.compile(r"flatout-\w+-(([0-9a-f]+)\.[0-9a-f]+\.([0-9a-f]{8}))-\w+")
+
+
+def temporary(kind: str, in_memory: bool = False) -> Path:
+    """Create a folder that this process owns; first remove what ended processes left. Raises StorageError."""
+    sweep()
+    place = MEMORY if in_memory and os.access(MEMORY, os.W_OK) else None
+    try:
+        return Path(tempfile.mkdtemp(prefix=f"flatout-{kind}-{owner()}-", dir=place))
+    except OSError as error:
+        raise StorageError(
+            f"cannot create a temporary folder: {error.strerror}. Set TMPDIR to a writable one."
+        ) from error
+
+
+@contextmanager
+def temporary_folder(kind: str) -> Iterator[Path]:
+    folder = temporary(kind)
+    try:
+        yield folder
+    finally:
+        remove(folder)
+
+
+def remove(folder: Path) -> None:
+    """Remove a temporary folder; a git repository forgets its work trees in there.
+
+    It follows no link, and never raises."""
+    for link in folder.glob("*/.git") if folder.name.startswith("flatout-revisions-") else ():
+        with suppress(OSError, ValueError):
+            noted = link.parent / link.read_text(encoding="utf-8").removeprefix("gitdir: ").rstrip("\n")
+            back = noted / (noted / "gitdir").read_text(encoding="utf-8").rstrip("\n")
+            if noted.parent.name == "worktrees" and back.samefile(link):
+                shutil.rmtree(noted)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def owner(process: int | str = "self") -> str:
+    """Return a process as it stands in a name, or "" if it has ended or there is no /proc."""
+    try:
+        with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
+            number, _, rest = file.read().partition(" ")
+        state, *fields = rest.rpartition(")")[2].split()
+        return "" if state in "ZX" else f"{int(number):x}.{int(fields[18]):x}.{_view()}"
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+@cache
+def _view() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    return f"{zlib.crc32(boot, os.stat('/proc/self/ns/pid').st_ino):08x}"
+
+
+@cache
+def sweep() -> None:
+    """Remove the folders of this user whose processes have ended, once per process. It never raises.
+
+    A folder that a living process names in its environment stays: a program may outlive the process that flatout
+    became, for example below a shell that has ended.
+    """
+    with suppress(OSError):
+        left = [path for place in {tempfile.gettempdir(), MEMORY} for path in _left_in(Path(place))]
+        for number in os.listdir("/proc") if left else ():
+            with suppress(OSError):
+                environment = Path("/proc", number, "environ").read_bytes() if number.isdigit() else b""
+                left = [path for path in left if os.fsencode(path.name) not in environment]
+        for path in left:
+            remove(path)
+
+
+def _left_in(place: Path) -> Iterator[Path]:
+    for name in os.listdir(place) if place.is_dir() else ():
+        path = place / name
+        with suppress(OSError, ValueError):
+            if name.startswith("flatout-") and path.lstat().st_uid == os.geteuid():
+                owners = [name] if OWNED.fullmatch(name) else filter(OWNED.fullmatch, os.listdir(path))
+                ended = [_has_ended(each) for each in owners]  # ranks share a folder, with an entry of each
+                if ended and all(ended):
+                    yield path
+
+
+def _has_ended(name: str) -> bool:
+    found = OWNED.fullmatch(name)
+    return found is not None and found[3] == _view() and owner(int(found[2], 16)) != found[1]

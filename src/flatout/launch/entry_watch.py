@@ -1,0 +1,215 @@
+"""Watches whether flatout enters a program, and says why if it does not.
+
+Python reads flatout's start-up hook before the first line of a script (agent/site/sitecustomize.py). The hook
+reports its process in the file FLATOUT_ENTERED. A Python process that is not reported, and starts no other
+Python process, shows in its arguments and its environment what keeps the hook out.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from flatout.job.temporary import owner
+from flatout.launch.command import disabling_option
+from flatout.launch.environment import ENTERED, SITE
+from flatout.measure.clock import seconds
+
+KNOWN_S, UNKNOWN_S = 3.0, 9.0  # how long a Python process may take to report: with, and without a known cause
+LOOK_S = 0.5  # looking through the process table takes milliseconds
+POLL_S = 0.02
+MOST_BYTES = 1 << 16
+NOBODY = (
+    "no Python process of this command loaded flatout (a container, env -i, python -I, -E or -S prevent it)"
+)
+
+
+@dataclass(frozen=True)
+class PythonProcess:
+    """``environment`` is None if the process belongs to another user."""
+
+    pid: int
+    argv: tuple[str, ...]
+    environment: Mapping[str, str] | None
+
+    @property
+    def name(self) -> str:
+        return Path(self.argv[0]).name if self.argv else "python"
+
+
+def why_not_entered(process: PythonProcess) -> str:
+    """Return what keeps flatout out of a Python process, with the next command; "" if nothing is found."""
+    option, environment = disabling_option(process.argv), process.environment
+    if option:
+        return f"`{process.name} {option}` disables flatout; remove {option}"
+    if environment is None:
+        return (
+            "its Python runs as another user (sudo, su), whose environment has nothing of flatout. "
+            "Start flatout as that user: sudo flatout ..."
+        )
+    path = environment.get("PYTHONPATH", "").split(os.pathsep)
+    if ENTERED not in environment:
+        return (
+            "its environment was cleared before Python started (env -i, sudo, a container). "
+            "Keep PYTHONPATH and all variables that begin with FLATOUT_, or start flatout inside"
+        )
+    if str(SITE) not in path:
+        return (
+            f"a launcher replaced PYTHONPATH by {environment.get('PYTHONPATH', '')!r}. "
+            "Let it add its folders instead: PYTHONPATH=folder:$PYTHONPATH"
+        )
+    for folder in path[: path.index(str(SITE))]:
+        if (hiding := Path(folder, "sitecustomize.py")).is_file():
+            return f"{hiding} hides flatout's own sitecustomize. Move {folder} behind the other folders of PYTHONPATH"
+    return ""
+
+
+class EntryWatch:
+    """Finds out whether a process of a program reports to the file ``entered``, which this makes.
+
+    ``cause`` is empty until a cause is certain."""
+
+    def __init__(self, entered: Path) -> None:
+        self.path = entered
+        # held open, because a short program removes the folder at its end
+        self._handle = os.open(entered, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        self.cause = ""
+        self._seen: dict[int, tuple[float, PythonProcess]] = {}
+        self._looked = seconds()  # a program that is entered never needs a look
+
+    @property
+    def reports(self) -> dict[int, str]:
+        """What each process reported last: "ok", "old 3.8.18", or an error."""
+        lines = os.pread(self._handle, MOST_BYTES, 0).decode(errors="replace").splitlines()
+        parted = (line.partition(" ") for line in lines)
+        return {int(pid): said for pid, _, said in parted if pid.isdigit() and said}
+
+    def look(self, root: int) -> bool:
+        """Return whether it is decided: flatout is in the program of process ``root``, or ``cause`` says why not."""
+        reports = self.reports
+        if "ok" in reports.values():
+            return True
+        now = seconds()
+        if now - self._looked < LOOK_S:
+            return False
+        self._looked = now
+        running, parents = python_processes(root)
+        for process in running:
+            since, _ = self._seen.setdefault(process.pid, (now, process))
+            if process.pid in parents:
+                continue
+            known = self._cause(process, reports)
+            if now - since > (KNOWN_S if known else UNKNOWN_S):
+                self.cause = known or (
+                    f"{' '.join(process.argv[:3])} (pid {process.pid}) did not load {SITE / 'sitecustomize.py'}. "
+                    "`flatout doctor` checks this installation"
+                )
+        return bool(self.cause)
+
+    def ended(self) -> str:
+        """Return why flatout was in no process of a program that has ended; "" if it was in one."""
+        reports = self.reports
+        if "ok" in reports.values():
+            return ""
+        causes = [self._cause(process, reports) for _, process in self._seen.values()]
+        if reports:
+            causes.append(_reported(next(reversed(reports.values()))))
+        return next(filter(None, causes), NOBODY)
+
+    def keep_only_this(self) -> None:
+        """Close what this process has inherited, such as the pipe that somebody reads to its end."""
+        os.closerange(3, self._handle)
+        os.closerange(self._handle + 1, 1024)
+
+    def close(self) -> None:
+        """Remove the file. Safe to call again."""
+        self.path.unlink(missing_ok=True)
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+    def _cause(self, process: PythonProcess, reports: Mapping[int, str]) -> str:
+        return _reported(reports[process.pid]) if process.pid in reports else why_not_entered(process)
+
+
+def _reported(said: str) -> str:
+    kind, _, version = said.partition(" ")
+    if kind == "ok":
+        return ""
+    if kind == "old":
+        return f"its Python {version} is too old for flatout. Use Python 3.10 or newer"
+    return f"flatout failed in it ({said}). Install flatout again: pip install --force-reinstall flatout"
+
+
+def python_processes(root: int) -> tuple[list[PythonProcess], set[int]]:
+    """Return the Python processes of a program, and the pids of those with a Python process below them."""
+    import psutil  # here, because it takes 15 ms, and most programs need no look
+
+    found: list[PythonProcess] = []
+    parents: set[int] = set()
+    try:
+        top = psutil.Process(root)
+        processes = [top, *top.children(recursive=True)]
+    except psutil.Error:
+        return [], set()
+    above = {each.pid: each.ppid() for each in processes if each.is_running()}
+    for each in processes:
+        try:
+            argv = tuple(each.cmdline())
+            if not argv or not Path(each.exe() or argv[0]).name.startswith(("python", "pypy")):
+                continue
+        except psutil.Error:
+            continue
+        try:
+            environment: Mapping[str, str] | None = each.environ()
+        except psutil.Error:
+            environment = None
+        found.append(PythonProcess(each.pid, argv, environment))
+        pid = above.get(each.pid, 0)
+        while pid in above:
+            parents.add(pid)
+            pid = above[pid]
+    return found, parents
+
+
+def watch_beside(watch: EntryWatch, prefix: str) -> None:
+    """Watch this process, which becomes the program, from a process beside it that is no child of it.
+
+    It ends once flatout is in the program; otherwise it prints ``prefix`` and the cause."""
+    program = os.getpid()
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return
+    try:
+        if os.fork() == 0:
+            os.setsid()
+            _watch(watch, program, prefix)
+    finally:
+        os._exit(0)
+
+
+def _watch(watch: EntryWatch, program: int, prefix: str) -> None:
+
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1):
+        os.dup2(nothing, descriptor)
+    watch.keep_only_this()
+    timer = select.poll()
+    try:
+        timer.register(os.pidfd_open(program), select.POLLIN)  # ends a wait when the program ends
+    except (AttributeError, OSError):
+        pass  # Linux before 5.3
+    wait_s, cause = POLL_S, ""
+    while not watch.look(program):
+        timer.poll(wait_s * 1000)
+        if not owner(program):
+            cause = watch.ended()
+            break
+        wait_s = min(LOOK_S, wait_s * 1.1)
+    watch.close()
+    if cause := cause or watch.cause:
+        os.write(2, f"{prefix}{cause}\n".encode(errors="replace"))
