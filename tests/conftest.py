@@ -10,9 +10,11 @@ import gc
 import io
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,12 +25,19 @@ from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, settings
+from limits import hang_s, slowness
+from processes import working_in
+from pytest_timeout import Settings as Timeout
+from pytest_timeout import pytest_timeout_set_timer as set_timer
+
+import flatout as flatout_package
 
 # Set before torch is imported: on few, shared cores small operations spend their time waking threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 MARK = "FLATOUT_TEST_RUN"
 NOT_RUN = pytest.StashKey[int]()
+TEMPORARY, LEFT = pytest.StashKey[Path](), pytest.StashKey[list[str]]()
 MANY_OBJECTS = 100_000
 OF_ONE_PROCESS = {
     "checkpoint",
@@ -42,7 +51,7 @@ OF_ONE_PROCESS = {
     "saved_tensors",
     "schema",
 }
-GRACE_S = 8.0  # the time that a program may take to end after a request
+GRACE_S = hang_s(8.0)  # the time that a program may take to end after a request
 
 # Speed is not tested: a slow machine must not fail a rule.
 settings.register_profile(
@@ -135,10 +144,12 @@ class Flatout:
         self._begun: list[str] = []
 
     def environment(self, more: Mapping[str, str] = {}) -> dict[str, str]:
+        # Where the source tree is tested, PYTHONPATH may be what leads to it.
+        dropped = ("LD_PRELOAD",) if "FLATOUT_SOURCE" in os.environ else ("LD_PRELOAD", "PYTHONPATH")
         kept = {
             k: v
             for k, v in os.environ.items()
-            if not k.startswith(("FLATOUT_", "PYTEST_", "MALLOC_")) and k not in ("LD_PRELOAD", "PYTHONPATH")
+            if not k.startswith(("FLATOUT_", "PYTEST_", "MALLOC_")) and k not in dropped
         }
         mark = uuid.uuid4().hex
         self._begun.append(mark)
@@ -187,7 +198,7 @@ class Flatout:
             mock.patch.dict(os.environ, self.environment(env), clear=True),
             mock.patch.object(sys, "argv", ["flatout", *words]),
             mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()))),
-            contextlib.chdir(self.folder),
+            working_in(self.folder),
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
             pytest.raises(SystemExit) as left,
@@ -208,12 +219,14 @@ class Flatout:
     def finish(self, process: subprocess.Popen[str], stdin: str | None = None, timeout: float = 120) -> Done:
         mark = self._begun[-1]
         try:
-            out, err = process.communicate(stdin, timeout)
+            out, err = process.communicate(stdin, hang_s(timeout))
         except subprocess.TimeoutExpired:
             process.kill()
             out, err = process.communicate()
             self._end(mark)
-            pytest.fail(f"{process.args} did not end within {timeout} s\n{out[-2000:]}\n{err[-4000:]}")
+            pytest.fail(
+                f"{process.args} did not end within {hang_s(timeout):.0f} s\n{out[-2000:]}\n{err[-4000:]}"
+            )
         return Done(process.returncode, out, err, self._end(mark))
 
     def _end(self, mark: str) -> list[str]:
@@ -284,6 +297,51 @@ def script(flatout: Flatout) -> Callable[..., Path]:
         return path
 
     return write
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The tests are those of an installed flatout: what is missing in a wheel must fail them.
+
+    The whole suite has one folder for temporary files, pytest's own included. torch's warm cache stays outside.
+    """
+    slowness()  # workers of xdist get it through the environment
+    found, source = Path(flatout_package.__file__), Path(__file__).parents[1] / "src"
+    if found.is_relative_to(source) and not {"FLATOUT_QUICK", "FLATOUT_SOURCE"} & os.environ.keys():
+        raise pytest.UsageError(
+            f"flatout is imported from the source tree ({source}), and a wheel may lack a file that is there. "
+            "`make test` installs the wheel first; FLATOUT_SOURCE=1 tests the source tree."
+        )
+    if hasattr(config, "workerinput"):
+        return
+    usual = tempfile.gettempdir()
+    config.stash[TEMPORARY] = place = Path(tempfile.mkdtemp(prefix="tests-"))
+    os.environ["TMPDIR"] = os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.tempdir = str(place)
+    for cache in Path(usual).glob("torchinductor_*"):
+        (place / cache.name).symlink_to(cache)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """After one more sweep, nothing of flatout's is left but the folders of living processes."""
+    if (place := session.config.stash.get(TEMPORARY, None)) is None:
+        return
+    from flatout.job import temporary
+
+    temporary.sweep.cache_clear()
+    temporary.sweep()
+    alive = [temporary.owner(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    left = [p.name for p in place.glob("*flatout*") if not any(mark and mark in p.name for mark in alive)]
+    if left:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        session.config.stash[LEFT] = sorted(left)
+    if session.exitstatus == pytest.ExitCode.OK:  # otherwise pytest's folders are of use
+        shutil.rmtree(place, ignore_errors=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Timeout) -> bool:
+    """A test's limit, which is one against hanging, is stretched on a slow machine."""
+    return set_timer(item, settings._replace(timeout=settings.timeout and hang_s(settings.timeout)))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -382,6 +440,8 @@ def cluster() -> Iterator[str]:
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    for name in config.stash.get(LEFT, []):
+        terminalreporter.write_line(f"left in the temporary folder: {name}", red=True)
     if config.stash.get(NOT_RUN, 0):
         terminalreporter.write_line(
             f"{config.stash[NOT_RUN]} tests for a GPU: not run, there is no CUDA device here"

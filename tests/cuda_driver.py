@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from limits import hang_s
 
 DRIVER = r"""
 #include <stdlib.h>
@@ -40,6 +41,6 @@ def made(folder: Path) -> Path:
     subprocess.run(
         [compiler, "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(folder / "driver.c")],
         check=True,
-        timeout=60,
+        timeout=hang_s(60),
     )
     return folder

@@ -1,13 +1,17 @@
-"""Processes as a test sees them: whether one lives, its state, and waiting for a condition."""
+"""Processes as a test sees them: whether one lives, its state, its folder, and waiting for a condition."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
+import pytest
+from limits import hang_s
+
 
 def until(condition, seconds=20.0):
-    end = time.monotonic() + seconds
+    end = time.monotonic() + hang_s(seconds)
     while not (answer := condition()):
         assert time.monotonic() < end, "it never came true"
         time.sleep(0.02)
@@ -23,3 +27,11 @@ def alive(number):
 
 def state(number):
     return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@contextlib.contextmanager
+def working_in(folder):
+    """contextlib.chdir, which Python 3.10 lacks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import hang_s
 
 import flatout
 
@@ -57,7 +58,7 @@ def enter(tmp_path):
             env={**environment, **dict(env)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=hang_s(60),
         )
         entered = [int(line) for line in note.read_text().split()] if note.exists() else []
         return done, entered

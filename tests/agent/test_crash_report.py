@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import hang_s
 
 import flatout
 from flatout.launch.environment import listening
@@ -62,7 +63,7 @@ def die(tmp_path):
                 command = [sys.executable, "-S", "-c", becomes]
             found.append(
                 subprocess.run(
-                    command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+                    command, cwd=folder, env=environment, capture_output=True, text=True, timeout=hang_s(60)
                 )
             )
         return found

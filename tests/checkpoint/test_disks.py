@@ -14,8 +14,10 @@ import signal
 import subprocess
 import sys
 
+import limits
 import pytest
 from cutting import in_a_child
+from limits import hang_s
 
 from flatout.checkpoint.checkpoints import CheckpointFolder
 from flatout.checkpoint.saver import CheckpointWriter, WriterClocks
@@ -104,7 +106,7 @@ def test_a_file_that_may_not_grow(tmp_path):
 
 FULL = """
 import json, os, subprocess, sys
-sys.path[:0] = [{here!r}]
+sys.path[:0] = {path!r}
 from test_disks import training
 disk = {disk!r}
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk], check=True)
@@ -125,7 +127,9 @@ def test_a_full_disk_and_a_disk_that_becomes_read_only(tmp_path):
     can write without space.
     """
     (tmp_path / "disk").mkdir()
-    program = FULL.format(here=os.path.dirname(__file__), disk=str(tmp_path / "disk"))
+    program = FULL.format(
+        path=[os.path.dirname(__file__), os.path.dirname(limits.__file__)], disk=str(tmp_path / "disk")
+    )
     try:
         subprocess.run(
             ["unshare", "-Urm", "mount", "-t", "tmpfs", "tmpfs", tmp_path / "disk"],
@@ -135,7 +139,10 @@ def test_a_full_disk_and_a_disk_that_becomes_read_only(tmp_path):
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("not run: this machine does not allow a private file system (unshare -Urm)")
     done = subprocess.run(
-        ["unshare", "-Urm", sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+        ["unshare", "-Urm", sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=hang_s(120),
     )
     assert done.returncode == 0, done.stderr
     full, read_only = json.loads(done.stdout)

@@ -21,7 +21,7 @@ from flatout.diagnose.explain import explain
 from flatout.launch.command import understand
 from flatout.schema.facts import Facts
 from flatout.schema.failure import ExceptionRecord, FailureRecord
-from flatout.tune.session import differences, key_of
+from flatout.tune.plan_files import differences, key_of
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.processes]
 SENTENCE = "flatout: the script asks for cuda; --device cpu runs it on the CPU"

@@ -7,10 +7,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from environments import Packages, link
 
 import flatout as package
 from flatout.cli import doctor, main
@@ -21,10 +23,6 @@ from flatout.schema.machine_snapshot import MachineSnapshot
 torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.processes
-
-HOME = str(Path(package.__file__).parent.parent)
-SITE = Path(torch.__file__).parent.parent
-LIGHT = {"PYTHONPATH": HOME}
 
 
 def verdicts(done) -> dict[str, dict]:
@@ -39,7 +37,7 @@ def problems(found: dict[str, dict]) -> set[str]:
 def here(flatout_in, tmp_path_factory):
     """One diagnosis of this machine as JSON, shared by several tests."""
     cli = flatout_in(tmp_path_factory.mktemp("doctor") / "work")
-    return cli, cli("doctor", "--json", env=LIGHT)
+    return cli, cli("doctor", "--json")
 
 
 def test_this_machine(here):
@@ -59,7 +57,7 @@ def test_replay_says_the_same(here):
     """A printed record gives the same text and the same exit code when it is judged here."""
     cli, done = here
     (cli.folder / "machine.json").write_text(done.out, encoding="utf-8")
-    again = cli("doctor", "--replay", "machine.json", "--json", env=LIGHT)
+    again = cli("doctor", "--replay", "machine.json", "--json")
     assert json.loads(again.out) == json.loads(done.out)
     assert again.code == done.code
 
@@ -76,7 +74,7 @@ def test_a_problem_is_shown_with_its_command(here):
     data["snapshot"]["environment"]["CUDA_LAUNCH_BLOCKING"] = "1"
     data["snapshot"]["python"]["libc"] = ["glibc", "2.17"]
     (cli.folder / "small.json").write_text(json.dumps(data), encoding="utf-8")
-    shown = cli("doctor", "--replay", "small.json", env={**LIGHT, "COLUMNS": "60"})
+    shown = cli("doctor", "--replay", "small.json", env={"COLUMNS": "60"})
     assert shown.code == 1
     lines = shown.out.splitlines()
     assert lines[0].startswith("2 problems and ")
@@ -94,7 +92,7 @@ def test_a_problem_is_shown_with_its_command(here):
 def test_invalid_records_are_rejected(here, text):
     cli, _ = here
     (cli.folder / "other.json").write_text(text, encoding="utf-8")
-    done = cli("doctor", "--replay", "other.json", env=LIGHT)
+    done = cli("doctor", "--replay", "other.json")
     assert done.code == 2
     assert done.said == [
         "flatout: other.json is not the output of `flatout doctor --json`. Create it with `flatout doctor --json > other.json`."
@@ -179,7 +177,6 @@ def test_under_real_limits_with_torch_hidden(flatout):
         "--json",
         python=[sys.executable],
         env={
-            **LIGHT,
             "OMP_NUM_THREADS": "64",
             "LD_PRELOAD": "/no/such.so",
             "CUDA_LAUNCH_BLOCKING": "1",
@@ -200,12 +197,13 @@ def test_under_real_limits_with_torch_hidden(flatout):
     assert "do not tell" not in done.out
 
 
-def linked(folder: Path, without: tuple[str, ...]) -> Path:
-    """A folder of links to the packages of this Python, without the named ones."""
+def linked(folder: Path, *more: str, without: str = "-") -> Path:
+    """A folder of links to flatout and what it requires, and to `more`, without packages of that prefix."""
     folder.mkdir()
-    for entry in SITE.iterdir():
-        if not entry.name.startswith(without) and not entry.name.endswith(".pth"):
-            (folder / entry.name).symlink_to(entry)
+    (folder / "flatout").symlink_to(Path(package.__file__).parent)
+    for found in Packages.of(sys.executable).closure([*(metadata.requires("flatout") or ()), *more]):
+        if not found.metadata["Name"].startswith(without):
+            link(found, folder)
     return folder
 
 
@@ -215,8 +213,8 @@ def bare(*words: str) -> list[str]:
 
 
 def test_torch_is_not_installed(flatout, tmp_path):
-    packages = linked(tmp_path / "packages", ("torch", "flatout", "__editable__"))
-    done = flatout(python=bare("doctor", "--json"), env={"PYTHONPATH": f"{HOME}:{packages}"})
+    packages = linked(tmp_path / "packages")
+    done = flatout(python=bare("doctor", "--json"), env={"PYTHONPATH": str(packages)})
     found = verdicts(done)
     assert found["FD010"]["seen"] == "torch is not installed for this Python"
     assert found["FD010"]["fix"] == "pip install torch"
@@ -230,17 +228,16 @@ def test_a_cuda_library_is_missing(flatout, tmp_path):
     """The real torch with one NVIDIA library removed from the folder where it expects it."""
     if torch.version.cuda is None:
         pytest.skip("not run: this torch was built for the CPU and needs no CUDA library")
-    packages = linked(tmp_path / "packages", ("torch", "nvidia", "flatout", "__editable__"))
-    for name in (entry.name for entry in SITE.iterdir() if entry.name.startswith("torch-")):
-        (packages / name).symlink_to(SITE / name)
-    ours = packages / "torch"
+    packages = linked(tmp_path / "packages", "torch", without="nvidia")
+    ours, whole = packages / "torch", Path(torch.__file__).parent
+    ours.unlink()
     (ours / "lib").mkdir(parents=True)
-    for entry in (SITE / "torch").iterdir():
+    for entry in whole.iterdir():
         if entry.name != "lib":
             (ours / entry.name).symlink_to(entry)
-    for entry in (SITE / "torch" / "lib").iterdir():
+    for entry in (whole / "lib").iterdir():
         (ours / "lib" / entry.name).symlink_to(entry)
-    done = flatout(python=bare("doctor", "--json"), env={"PYTHONPATH": f"{HOME}:{packages}"})
+    done = flatout(python=bare("doctor", "--json"), env={"PYTHONPATH": str(packages)})
     found = verdicts(done)["FD010"]
     assert found["verdict"] == "problem"
     assert ".so" in found["seen"]

@@ -18,7 +18,8 @@ from flatout.schema.findings import Finding, Severity
 from flatout.schema.records import Ratio
 from flatout.schema.session import LeverRecord
 from flatout.tune.goal import Goal
-from flatout.tune.session import job_folder, load_session
+from flatout.tune.plan_files import job_folder
+from flatout.tune.session import load_session
 
 WORDS = ("python", "train.py")
 SLOW = Finding(

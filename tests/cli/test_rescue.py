@@ -13,6 +13,7 @@ import signal
 
 import pytest
 from jsonschema import Draft202012Validator
+from processes import working_in
 
 from flatout.schema.json_schema import json_schema
 
@@ -121,7 +122,7 @@ def test_a_signal_waits_for_the_step_and_the_printed_lines_restore_the_state(ter
     code = written(cli, "out")
     assert len(code.splitlines()) == 5
     net, adam, decay = space["parts"]()
-    with contextlib.chdir(cli.folder):
+    with working_in(cli.folder):
         exec(code, {"net": net, "adam": adam, "decay": decay})
     assert space["digest"](net.state_dict()) == printed_losses(lines)[19][1]
     assert torch.load(cli.folder / "out" / "net.pt")._metadata["1"] == {"version": 2}, (

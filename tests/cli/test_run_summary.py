@@ -11,6 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from limits import hang_s
 
 from flatout import __version__
 
@@ -102,7 +103,7 @@ def test_each_rank_leaves_its_record_and_the_first_shows_the_box(flatout, script
 
 def wait_for(found, seconds=60.0):
     """Wait until the exporter, a process of its own, has done its work."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + hang_s(seconds)
     while time.monotonic() < end:
         if value := found():
             return value

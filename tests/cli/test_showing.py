@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,8 @@ from flatout.launch.command import understand
 from flatout.levers import TABLE
 from flatout.probe.machine import look
 from flatout.schema.plan import Choice, Plan
-from flatout.tune.session import job_folder, key_of
+from flatout.schema.toml import read_toml
+from flatout.tune.plan_files import job_folder, key_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -209,7 +209,7 @@ def test_the_page_through_the_command(flatout):
 
 def test_the_template_is_a_plan(flatout):
     done = flatout.here("plan", "--template")
-    assert tomllib.loads(done.out)["schema"] == 1
+    assert read_toml(done.out)["schema"] == 1
     assert {choice.name for choice in Plan.from_toml(done.out)} <= {lever.name for lever in TABLE}
 
 

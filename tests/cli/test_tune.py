@@ -8,6 +8,7 @@ import signal
 import time
 
 import pytest
+from limits import hang_s
 
 from flatout.levers import TABLE
 from flatout.probe.machine import look
@@ -180,7 +181,7 @@ def test_interrupted_and_continued(flatout, script, by_hand):
         return json.loads(paths[0].read_text()) if paths else {"blocks": []}
 
     process = flatout.start(*words, "--budget", "90s", "python", "train.py")
-    until = time.monotonic() + 120
+    until = time.monotonic() + hang_s(120)
     while not session().get("blocks"):
         assert process.poll() is None
         assert time.monotonic() < until

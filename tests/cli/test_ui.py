@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from jsonschema import Draft202012Validator
+from limits import hang_s
 
 from flatout.schema.json_schema import json_schema
 
@@ -79,7 +80,7 @@ def test_runs_that_end_at_once_keep_the_newest_records(flatout, script):
     words = ("run", "--keep-runs", "2", "python", "train.py", "end")
     processes = [flatout.start(*words) for _ in range(3)]
     for process in processes:
-        process.communicate(timeout=100)
+        process.communicate(timeout=hang_s(100))
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert flatout(*words).code == 0
     assert len(list(flatout.folder.glob(".flatout/*/runs/*/rank0.json"))) == 2

@@ -4,6 +4,7 @@ invalid names.
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -135,10 +136,22 @@ def test_texts_that_name_a_lever(text, value):
         ("threads=", "not a value for threads"),
         ("threads=[1, 2]", "not a value for threads"),
         ("threads=2\nother=1", "not a value for threads"),
-        ("local_sgd={every=0}", "every must be a whole number of steps from 1, not 0"),
+        (
+            "local_sgd={every=0}",
+            "every in the value of local_sgd must be a whole number from 1 to 1000000, not 0",
+        ),
         ("comm_compression=bf17", "powersgd"),
-        ("gradient_buckets=-1", "MiB"),
-        ("data_parallel={reduction='product'}", "reduction must be one of mean, sum"),
+        ("gradient_buckets=-1", "a number from 1e-06 to 1048576, not -1"),
+        (
+            "data_parallel={reduction='product'}",
+            'reduction in the value of data_parallel must be "mean" or "sum", not',
+        ),
+        ("batch_size", "a table {size = a whole number from 1 to 2147483647, loader ="),
+        ("threads=99999", f"must be a whole number from 1 to {os.cpu_count()}, not 99999"),
+        ("threads=1.0", "whole number"),
+        ("memory_budget=nan", "must be a number from 0 to 1, not 'nan'"),
+        ("gc_pause=false", "must be true, not False"),
+        ("ddp_flags={}", "broadcast_buffers = false"),
     ],
 )
 def test_texts_that_name_no_lever(text, says):

@@ -20,7 +20,7 @@ from feeding import difference, pil_images
 from flatout.data.batch_comparison import same_bits
 from flatout.data.changes import DatasetState
 from flatout.data.operation import NotBatchable
-from flatout.data.store import Constant, Store, values_of
+from flatout.data.store import Constant, Store, mapped
 
 MIB = 2**20
 Named = namedtuple("Named", "a b")
@@ -60,6 +60,12 @@ def samples(draw):
         )
     )
     return [wrap([draw(values[name]) for name in names]) for _ in range(draw(st.integers(1, 5)))]
+
+
+def values_of(sample):
+    found = []
+    mapped(sample, found.append)
+    return found
 
 
 def octets(value):

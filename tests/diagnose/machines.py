@@ -304,6 +304,7 @@ _HEALTHY = MachineSnapshot(
         ),
         "c++": CommandResult(["g++", "--version"], 0, CXX),
         "nvcc": CommandResult(["nvcc", "--version"], 0, NVCC),
+        "start-up hook": CommandResult(["python", "-c", "..."], 0, "77 ok\n"),
         "import torch": CommandResult(["python", "-m", "torch_child"], 0),
     },
     disks={

@@ -233,7 +233,7 @@ OLDER = "pip install --force-reinstall torch==2.14.1 --index-url https://downloa
 OTHER_MODULES = "No module named 'sympy'"
 FAULTS = [
     # Python
-    ("FD001", "problem", set_python(version="3.9.18"), "needs 3.11", "-m venv"),
+    ("FD001", "problem", set_python(version="3.9.18"), "needs 3.10", "-m venv"),
     ("FD001", "note", set_python(version="3.15.0"), "experimental", "python3.14 -m venv .venv"),
     (
         "FD001",
@@ -285,6 +285,20 @@ FAULTS = [
         "mv random.py my_random.py",
     ),
     ("FD004", "warning", variables(PYTHONDEVMODE="1"), "PYTHONDEVMODE=1", "unset PYTHONDEVMODE"),
+    (
+        "FD005",
+        "problem",
+        run("start-up hook", code=0, out=""),
+        "was not loaded",
+        "pip install --force-reinstall",
+    ),
+    (
+        "FD005",
+        "problem",
+        run("start-up hook", code=0, out="7 old 3.9.18\n"),
+        "old 3.9.18",
+        "--no-deps flatout",
+    ),
     ("FD004", "note", variables(PYTHONHASHSEED="0"), "PYTHONHASHSEED=0", "unset PYTHONHASHSEED"),
     # torch that cannot be imported, by the family of the message
     ("FD010", "problem", no_torch, "torch is not installed", "pip install torch"),
@@ -435,13 +449,13 @@ FAULTS = [
         "warning",
         torch_stage("build", version="2.3.1+cu121"),
         "2.11 to 2.14",
-        'pip install "torch>=2.11,<2.15"',
+        'pip install "torch>=2.11"',
     ),
     (
         "FD011",
-        "warning",
+        "note",
         torch_stage("build", version="2.99.0"),
-        "newer than flatout's version table, which ends with 2.14",
+        "newer than 2.14, the newest release that flatout was tested with",
         "--upgrade flatout",
     ),
     (

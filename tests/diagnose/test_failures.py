@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import hang_s
 
 from flatout.diagnose.explain import explain, explain_text
 from flatout.diagnose.failures import TABLE
@@ -37,7 +38,7 @@ def provoked(tmp_path_factory) -> dict[str, dict]:
     }
     command = [sys.executable, str(HERE / "provoked.py"), str(out)]
     done = subprocess.run(
-        command, env={**kept, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
+        command, env={**kept, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=hang_s(200)
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return {one["name"]: one for one in json.loads(out.read_text())}

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from limits import hang_s
 
 from flatout.diagnose.rules import TABLE
 
@@ -57,7 +58,7 @@ for rule in [rule for rule in TABLE if rule.look]:  # the others' pages show sin
 @pytest.mark.timeout(120)
 def test_every_program_runs_to_its_end(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", RUN], cwd=tmp_path, capture_output=True, text=True, timeout=110
+        [sys.executable, "-c", RUN], cwd=tmp_path, capture_output=True, text=True, timeout=hang_s(110)
     )
     assert done.returncode == 0, done.stderr[-2000:]
     said = [line for line in done.stdout.splitlines() if line != "ran"]

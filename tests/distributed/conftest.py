@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from limits import hang_s
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +35,7 @@ def as_two_ranks(tmp_path_factory) -> Callable[[Path], list[dict[str, Any]]]:
             words,
             capture_output=True,
             text=True,
-            timeout=140,
+            timeout=hang_s(140),
             check=False,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )

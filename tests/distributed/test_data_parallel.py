@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import hang_s
 
 pytestmark = pytest.mark.processes
 
@@ -60,7 +61,7 @@ def trained(cases: list[dict], folder: Path, procs: int) -> None:
         words,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=hang_s(240),
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import hang_s
 
 pytest.importorskip("torch")
 PROGRAM = Path(__file__).with_name("ddp_cases.py")
@@ -31,7 +32,7 @@ def as_ranks(folder, ranks, *words):
         [sys.executable, *words],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=hang_s(150),
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
@@ -248,7 +249,7 @@ def test_ranks_of_torchrun_switch_together(tmp_path):
     Rank 0 is measured, so that two programs show the same batches.
     """
     words = [sys.executable, str(PROGRAM.with_name("ddp_switching.py")), str(tmp_path), "cpu"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=hang_s(150), check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["options"]["ddp_flags"]["effect"] == "exact"

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import hang_s
 
 pytestmark = pytest.mark.processes
 
@@ -110,7 +111,7 @@ def trained(tmp_path_factory):
         [sys.executable, str(PROGRAM), str(folder / "cases.json"), str(folder)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=hang_s(280),
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

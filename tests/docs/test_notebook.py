@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from limits import hang_s
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -23,7 +24,9 @@ def executed(flatout, monkeypatch):
     def run(name: str) -> list:
         notebook = nbformat.read(EXAMPLES / name, as_version=4)
         resources = {"metadata": {"path": str(flatout.folder)}}
-        nbclient.NotebookClient(notebook, timeout=200, kernel_name="python3", resources=resources).execute()
+        nbclient.NotebookClient(
+            notebook, timeout=hang_s(200), kernel_name="python3", resources=resources
+        ).execute()
         return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
     return run

@@ -25,8 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from limits import hang_s
+
 TESTS = Path(__file__).resolve().parent.parent
-MOST_BYTES, MOST_S, TIMEOUT_S = 512 << 20, 5.0, 60
+MOST_BYTES, MOST_S, TIMEOUT_S = 512 << 20, hang_s(5.0), hang_s(60)
 RAW = "\x00\x07\x1b\x9b\u202e\u2066\u200f"  # never on a terminal unescaped
 CODES = {0, 1, 2, 3, 4, 7}  # of schema/errors.py
 EVIL = (

@@ -145,7 +145,7 @@ FAULTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     ],
     "power loss": [("checkpoint/test_cuts.py", ("test_a_loss_of_power_at_any_time",))],
     "a lever that fails, or is wrong": [
-        ("cli/test_run.py", ("test_a_lever_that_fails_at_its_start_leaves_the_program_running",)),
+        ("trial/test_baton.py", ("test_a_plan_holds_from_the_first_step_on",)),
         ("loop/test_loop_auto.py", ("test_a_wrong_lever_never_affects_the_training",)),
     ],
     "repeated identical crashes": [

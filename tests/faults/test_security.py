@@ -14,13 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import flatout as package
 from flatout.job.secrets import MASK, masked
 from flatout.job.trust import distrusted, private_folder
 from flatout.launch.caches import private_caches
 from flatout.schema.errors import StorageError
 
-HOME = Path(package.__file__).parent
+HOME = Path(__file__).parents[2] / "src" / "flatout"
 IS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="not run: only root can give a file to another user")
 NOBODY = 65534
 
@@ -112,13 +111,68 @@ def test_nothing_unpickles_evaluates_or_runs_a_shell():
         ("--Secret SECRET", f"--Secret {MASK}"),
         (
             "--tokenizer gpt2 --keys 3 --keyframes 4 --passes 2 --monkey 1",
-            f"--tokenizer gpt2 --keys {MASK} --keyframes 4 --passes 2 --monkey 1",
+            "--tokenizer gpt2 --keys 3 --keyframes 4 --passes 2 --monkey 1",
         ),
+        ("--tokens 4096 --max-tokens 100", "--tokens 4096 --max-tokens 100"),
+        ("--token-count 3 --num-passes 2 --pass 3", "--token-count 3 --num-passes 2 --pass 3"),
+        ("--tokens data/tokens.bin tokens=1e9", "--tokens data/tokens.bin tokens=1e9"),
+        ("--token 42 --key=0.5 model.key=-1e-3", "--token 42 --key=0.5 model.key=-1e-3"),
+        ("--token 12345678901234567890", f"--token {MASK}"),
+        ("--password 1234 --db-pin=0000 PWD=1", f"--password {MASK} --db-pin={MASK} PWD={MASK}"),
+        ("--use_auth_token True --auth=none", "--use_auth_token True --auth=none"),
+        ("http://h/?key=3&pin=3&max_tokens=9", f"http://h/?key=3&pin={MASK}&max_tokens=9"),
+        ("--wandb_api_key SECRET trainer.api_key=SECRET", f"--wandb_api_key {MASK} trainer.api_key={MASK}"),
+        ("--apikey=SECRET --access-key SECRET", f"--apikey={MASK} --access-key {MASK}"),
+        ("--api-keys SECRET,SECRET --privateKey SECRET", f"--api-keys {MASK} --privateKey {MASK}"),
+        ("--hubToken SECRET ++a.clientSecret=SECRET", f"--hubToken {MASK} ++a.clientSecret={MASK}"),
+        ("--bearer SECRET --credentials SECRET", f"--bearer {MASK} --credentials {MASK}"),
         ("train.py --lr 0.1 --data /home/x@y", "train.py --lr 0.1 --data /home/x@y"),
     ],
 )
 def test_secrets_of_a_command_line(typed, kept):
     assert masked(typed.split()) == kept.split()
+
+
+SECRETS = [
+    "token",
+    "api-key",
+    "api_key",
+    "apikey",
+    "password",
+    "passwd",
+    "pwd",
+    "secret",
+    "auth",
+    "credentials",
+    "bearer",
+    "access-key",
+    "private_key",
+]
+PREFIXES = st.from_regex(r"(?:[a-z]{1,8}[._-])?", fullmatch=True)
+NUMBERS = st.integers(0, 10**9 - 1) | st.floats(0, 1e8).map(lambda x: round(x, 6))
+
+
+@given(PREFIXES, st.sampled_from(SECRETS), st.from_regex(r"[a-z]{3}SECRET\w*", fullmatch=True), st.booleans())
+def test_no_form_shows_the_value_of_a_secret(prefix, name, value, upper):
+    name = prefix + (name.upper() if upper else name)
+    forms = [
+        [f"--{name}", value],
+        [f"--{name}={value}"],
+        [f"{name}={value}"],
+        [f"http://h/?a=1&{name}={value}&b"],
+    ]
+    for words in forms:
+        assert [word for word in masked(words) if "SECRET" in word.replace(name, "")] == []
+
+
+@given(PREFIXES, st.sampled_from(["tokens", "keys", "passes", "token", "key", "pass"]), NUMBERS)
+def test_counts_are_shown(prefix, name, number):
+    for words in [
+        [f"--{prefix}{name}", str(number)],
+        [f"--{prefix}{name}={number}"],
+        [f"{prefix}{name}={number}"],
+    ]:
+        assert masked(words) == words
 
 
 @given(st.lists(st.text(max_size=30), max_size=6))

@@ -18,7 +18,10 @@ from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
 from flatout.guard.replica import StepReplica
 from flatout.levers import TABLE
-from flatout.schema import Choice, Effect, Facts, Lever, Moment, Options
+from flatout.schema.enums import Effect, Moment
+from flatout.schema.facts import Facts
+from flatout.schema.lever import Lever, Options
+from flatout.schema.plan import Choice
 
 SHELF = {lever.name: lever for lever in TABLE}
 START = 3  # the step after which the replica begins to record

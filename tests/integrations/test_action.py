@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from limits import hang_s
 
 yaml = pytest.importorskip("yaml")
 pytest.importorskip("torch")
@@ -82,7 +83,7 @@ class Runner:
             env={**self.environment, **variables},
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=hang_s(100),
         )
         self.codes[step["id"]], self.said[step["id"]] = done.returncode, done.stdout + done.stderr
         for line in output.read_text().splitlines():

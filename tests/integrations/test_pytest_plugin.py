@@ -6,10 +6,11 @@ import importlib
 import json
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
+
+from flatout.schema.toml import read_toml
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.processes]
 
@@ -52,7 +53,7 @@ def inner(flatout):
 
 
 def test_the_entry_point_loads_nothing_heavy():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = read_toml((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["entry-points"]["pytest11"] == {"flatout": PLUGIN}
     assert importlib.import_module(PLUGIN).flatout_compare is not None
     loaded = (

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from limits import hang_s
 
 from flatout.launch.kubernetes import Pods, manifest
 from flatout.launch.nodes import Endpoint, Nodes, endpoint
@@ -200,7 +201,12 @@ def test_bash_runs_the_script_and_the_first_node_serves_before_the_others_start(
         "SLURM_JOB_NUM_NODES": "2",
     }
     done = subprocess.run(
-        ["bash", "job.sbatch"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        ["bash", "job.sbatch"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=hang_s(60),
     )
     assert done.returncode == 0, done.stderr
     words = (tmp_path / "srun.words").read_text().split("\0")[:-1]

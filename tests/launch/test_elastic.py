@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from limits import hang_s
 
 from flatout.launch.command import Command
 from flatout.launch.elastic import (
@@ -250,7 +251,7 @@ def free_port() -> int:
 
 
 def until(true, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + hang_s(seconds)
     while not true():
         assert time.monotonic() < deadline, "this never happened"
         time.sleep(0.05)
@@ -278,7 +279,7 @@ def test_a_node_that_joins_later_and_a_failure_that_is_retried(agents, tmp_path)
     started.append(agents.start(nodes, *odd))
     until(lambda: {"rank0.2", "rank1.1"} <= set(records(tmp_path)))
     (tmp_path / "go").touch()
-    done = [(agent.communicate(timeout=60), agent.returncode) for agent in started]
+    done = [(agent.communicate(timeout=hang_s(60)), agent.returncode) for agent in started]
     assert [code for _, code in done] == [0, 0], done
     seen = records(tmp_path)
     assert sorted(seen) == ["rank0.0", "rank0.1", "rank0.2", "rank1.0", "rank1.1"]
@@ -310,7 +311,7 @@ def test_a_node_that_joins_later_and_a_failure_that_is_retried(agents, tmp_path)
 @pytest.mark.processes
 def test_a_failure_names_its_rank_and_exits_with_its_code(agents):
     agent = agents.start(Nodes(1, 1, 2, Endpoint("localhost", 0)), "--fail", "9", "--stay")
-    _, err = agent.communicate(timeout=90)
+    _, err = agent.communicate(timeout=hang_s(90))
     assert agent.returncode == 1
     assert "rank 1 (" in err
     assert "failed first on this node, with exit code 1" in err
@@ -328,7 +329,7 @@ def test_a_script_that_is_distributed_itself_keeps_what_torchrun_sets_and_ends_b
         for environment, _ in records(tmp_path).values()
     )
     agent.send_signal(signal.SIGTERM)
-    out, err = agent.communicate(timeout=60)
+    out, err = agent.communicate(timeout=hang_s(60))
     assert agent.returncode == 128 + signal.SIGTERM, err
     assert "ended by SIGTERM" in err
     assert "I am 1" in out

@@ -4,10 +4,12 @@ process remains.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import termios
@@ -15,6 +17,7 @@ import time
 from pathlib import Path
 
 import pytest
+from limits import hang_s
 from processes import alive, state, until
 
 from flatout.job.rank_environment import OF_RANKS
@@ -268,7 +271,7 @@ def test_programs_that_cannot_be_started(flatout, launches, words, code, said):
 
 def test_the_launcher_needs_no_torch():
     code = "import sys, flatout.launch.local_launcher; assert not {'torch', 'numpy', 'click', 'rich'} & set(sys.modules), sorted(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=hang_s(30))
 
 
 # -- whose failure counts -----------------------------------------------------------------------------------------------
@@ -438,7 +441,7 @@ def test_the_order_is_kept_where_the_launcher_sleeps(begin, flatout, one, other,
         (flatout.folder / f"go{rank}").touch()
         until(lambda number=number: not alive(number))
     os.kill(launcher.pid, signal.SIGCONT)
-    _, err = launcher.communicate(timeout=30)
+    _, err = launcher.communicate(timeout=hang_s(30))
     assert re.search(rf"rank 1 \(.*\) failed first, {ending}".encode(), err), err
 
 
@@ -461,7 +464,7 @@ def test_ranks_that_continue_alone_are_named_once(begin, flatout):
         said,
     )
     (flatout.folder / "go").touch()
-    _, err = launcher.communicate(timeout=30)
+    _, err = launcher.communicate(timeout=hang_s(30))
     assert (launcher.returncode, err) == (0, b"")
 
 
@@ -511,7 +514,7 @@ time.sleep(600)
 """
     )
     launcher = begin(source, procs=3)
-    _, err = launcher.communicate(timeout=30)
+    _, err = launcher.communicate(timeout=hang_s(30))
     assert launcher.returncode == 1
     assert b"rank 2 (" in err
     assert [path.name for path in flatout.folder.glob("saved.*")] == ["saved.1"]
@@ -569,7 +572,7 @@ def test_signals_reach_every_rank_once(begin, flatout, to):
         (os.kill if to == "process" else os.killpg)(launcher.pid, getattr(signal, name))
         until(lambda at=at: noted(flatout.folder, "seen") == [" ".join(ALL[: at + 1])] * 2)
     (flatout.folder / "go").touch()
-    _, err = launcher.communicate(timeout=30)
+    _, err = launcher.communicate(timeout=hang_s(30))
     assert (launcher.returncode, err) == (0, b"")  # the program handles them, saves, and ends well
 
 
@@ -577,7 +580,7 @@ def test_signals_reach_every_rank_once(begin, flatout, to):
 def test_an_unhandled_signal_ends_all(begin, number):
     launcher = begin("note('ready')\ntime.sleep(600)")
     os.kill(launcher.pid, number)
-    _, err = launcher.communicate(timeout=30)
+    _, err = launcher.communicate(timeout=hang_s(30))
     assert launcher.returncode == -number  # a shell says 128 + number, and its loop ends
     assert b"failed first" not in err
 
@@ -595,7 +598,7 @@ def test_the_second_one_does_not_wait(begin, flatout):
     time.sleep(2.2)
     assert launcher.poll() is None
     os.kill(launcher.pid, signal.SIGTERM)
-    _, err = launcher.communicate(timeout=30)
+    _, err = launcher.communicate(timeout=hang_s(30))
     assert launcher.returncode == 137
     assert b"failed first" not in err
 
@@ -607,7 +610,7 @@ def test_nohup_holds(begin, flatout):
     os.kill(launcher.pid, signal.SIGHUP)
     time.sleep(0.1)
     (flatout.folder / "go").touch()
-    _, err = launcher.communicate(timeout=30)
+    _, err = launcher.communicate(timeout=hang_s(30))
     assert launcher.returncode == 1
     assert b"rank 1 (" in err
     assert b"AssertionError: long after" in err
@@ -636,7 +639,7 @@ def test_a_terminal(begin, flatout):
     Ctrl-C reaches each rank once, Ctrl-Z stops all of them, and `fg` continues them.
     """
     typed, terminal = os.openpty()
-    termios.tcsetwinsize(terminal, (33, 111))
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 33, 111, 0, 0))
     source = (
         "note('pid', os.getpid())\nnote('size', os.popen('stty size').read())\nnote('read', sys.stdin.readline().strip())\n"
         + COUNTING

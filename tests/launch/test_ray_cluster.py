@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from flatout.launch import ray_cluster
-from flatout.launch.ray_cluster import RayJob, connect, run_many, run_ranks, work
+from flatout.launch.ray_cluster import RayJob, connect, run_ranks, work
 from flatout.schema.errors import NodesApart, ProgramFailed, ProgramNotFound, UsageError
 
 there = pytest.mark.skipif(
@@ -95,16 +95,3 @@ def test_unsupported_requests_are_explained(cluster, tmp_path, monkeypatch):
         run_ranks(cluster, RayJob(("true",), str(tmp_path / "nowhere")), 1, False)
     with pytest.raises(ProgramNotFound, match="no-such-program cannot be started"):
         run_ranks(cluster, RayJob(("no-such-program",), str(tmp_path)), 1, False)
-
-
-@there
-def test_many_programs_at_once(cluster, tmp_path):
-    programs = [
-        RayJob(
-            (sys.executable, "-c", f"import os; print(os.environ['N']); raise SystemExit({n})"),
-            str(tmp_path),
-            {"N": str(n)},
-        )
-        for n in range(4)
-    ]
-    assert sorted(run_many(cluster, programs)) == [(n, n, f"{n}\n") for n in range(4)]

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import hang_s
 
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
@@ -283,7 +284,7 @@ def test_with_another_lever(training, name, value):
 @pytest.mark.processes
 @needs_a_compiler
 @pytest.mark.slow
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(900)  # it compiles three graphs with a C++ compiler
 def test_with_compile(training):
     """With both on, the graph contains the fused kernel, the losses are the same, and each combination is
     compiled once.
@@ -328,7 +329,7 @@ def test_models_of_transformers():
     """
     script = Path(__file__).parent / "programs" / "of_transformers.py"
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=hang_s(100), check=False
     )
     assert done.returncode == 0, done.stderr
     for name, ((plain, none), (fused, count)) in json.loads(done.stdout.splitlines()[-1]).items():

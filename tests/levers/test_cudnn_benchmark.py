@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from cuda_driver import made
+from limits import hang_s
 
 pytestmark = pytest.mark.processes
 
@@ -39,7 +40,7 @@ def test_the_flag_is_set_before_the_first_step(tmp_path):
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=hang_s(50),
             check=True,
             env={**os.environ, **environment},
         )

@@ -380,15 +380,6 @@ def test_offered_values(seen):
     }
 
 
-@pytest.mark.parametrize("value", [True, "everything", 3, {}])
-def test_an_invalid_value_is_rejected(value):
-    with pytest.raises(TypeError, match="the value of batched_transforms"):
-        run(lambda: None, ("batched_transforms", value))
-    if value != {}:
-        with pytest.raises(TypeError, match="mib = 512"):
-            run(lambda: None, ("cached_prefix", value))
-
-
 def test_all_loaders_together_keep_no_more_than_they_may():
     """The second of two loaders finds less memory, and its message says so."""
 

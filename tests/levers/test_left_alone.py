@@ -568,11 +568,6 @@ def test_fewer_workers_than_asked(program):
     assert len(list(loader)) == 4
 
 
-def test_a_value_that_is_no_table_is_rejected(program):
-    with pytest.raises(TypeError, match="workers = 2"):
-        LEVER["loader"].apply(program().context, 3, Ledger())
-
-
 def test_a_script_without_loaders(program):
     live = program(epochs=0)
     live.context.loaders.clear()

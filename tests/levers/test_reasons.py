@@ -21,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from processes import working_in
 from reason_templates import FROM_THE_PIPELINE, templates
 
 import flatout
@@ -189,7 +190,7 @@ ROWS = [
     ),
     Row(
         "malloc",
-        "no other allocator was found; install one with `pip install flatout[malloc]`",
+        "no other allocator was found; install one with `pip install cmeel-mimalloc`",
         "second_order",
         "switched_off",
     ),
@@ -686,7 +687,7 @@ def answers(
         deque[tuple[str, Trial]](),
         {},
     )
-    with contextlib.chdir(folder), contextlib.ExitStack() as trials:
+    with working_in(folder), contextlib.ExitStack() as trials:
         while waiting or running:
             while waiting and len(running) < AT_ONCE:
                 name = waiting.popleft()

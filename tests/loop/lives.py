@@ -12,6 +12,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import flatout  # before those of bench/, which would take the source tree's
+
 BENCH = Path(__file__).parent.parent.parent / "bench"
 sys.path[:0] = [str(BENCH), str(BENCH / "programs")]
 
@@ -85,8 +87,6 @@ def asked(scratch, numbers, own_handler=False, ranks=1):
 def insisted(scratch):
     """A training with a long fourth step that gets two signals to end."""
     import torch
-
-    import flatout
 
     progress = Told(1)
     pid = os.fork()

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import hang_s
 
 pytestmark = pytest.mark.processes
 
@@ -44,14 +45,14 @@ def said(*runs: tuple[str, ...]) -> list[str]:
     """The output of each (example, *arguments)."""
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(EXAMPLES), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")]),
     }
     words = [(str(EXAMPLES / f"{name}.py"), *arguments) for name, *arguments in runs]
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, json.dumps(words)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=hang_s(280),
         env=environment,
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import hang_s
 
 pytestmark = pytest.mark.processes
 
@@ -37,7 +38,7 @@ def ranks(tmp_path_factory):
         for rank in (0, 1)
     ]
     try:
-        said = [process.communicate(timeout=TIMEOUT_S) for process in pair]
+        said = [process.communicate(timeout=hang_s(TIMEOUT_S)) for process in pair]
     finally:
         for process in pair:
             process.kill()

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import hang_s
 
 pytest.importorskip("torch")
 
@@ -28,7 +29,7 @@ def lives(chosen):
         [sys.executable, str(LIVES), *chosen("kind")],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=hang_s(280),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -16,7 +16,6 @@ from flatout.measure.statistics import (
     Round,
     block_ms,
     compare,
-    geometric_mean,
     median,
     quantile,
     two_sample_ks,
@@ -165,11 +164,6 @@ def test_order_does_not_matter(values, rng):
 def test_the_median_of_nothing_is_an_error(empty):
     with pytest.raises(ValueError, match="of nothing"):
         empty([])
-
-
-@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=10))
-def test_geometric_mean_of_inverses(values):
-    assert geometric_mean([1 / v for v in values]) == pytest.approx(1 / geometric_mean(values))
 
 
 # -- two samples ----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 from cuda_driver import made
+from limits import hang_s
 
 pytestmark = pytest.mark.processes
 
@@ -36,7 +37,7 @@ def seen(driver, **environment):
         env={**clean, "LD_LIBRARY_PATH": str(driver), **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=hang_s(60),
         check=True,
     )
     return json.loads(asked.stdout)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import hang_s
 
 GPU = Path(__file__).resolve().parents[2] / "bench" / "gpu"
 sys.path.insert(0, str(GPU))
@@ -56,7 +57,7 @@ def on_cards(
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=hang_s(LIMIT_S),
         check=False,
     )
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from limits import hang_s
 
 pytestmark = pytest.mark.processes
 
@@ -49,7 +50,9 @@ def state(folder, name):
 
 
 def ran(command, folder):
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=hang_s(60), check=False
+    )
 
 
 def test_a_row_that_fails_or_times_out_is_reported_and_the_rest_continues(command, tmp_path):
@@ -68,7 +71,7 @@ def test_a_row_that_fails_or_times_out_is_reported_and_the_rest_continues(comman
 def test_started_again_it_continues_with_the_missing_rows(command, tmp_path):
     first = subprocess.Popen(command(three_s=600), cwd=tmp_path, stdout=subprocess.DEVNULL)
     log = tmp_path / "states" / "three.log"
-    end = time.monotonic() + 30
+    end = time.monotonic() + hang_s(30)
     while not (log.exists() and log.read_text()):
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -90,13 +93,16 @@ def test_no_row_starts_that_may_not_end_in_time(command, tmp_path):
 
 def test_the_list_and_names_that_are_not_in_it():
     listed = subprocess.run(
-        [sys.executable, str(ALL), "--list"], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, str(ALL), "--list"], capture_output=True, text=True, timeout=hang_s(60), check=True
     ).stdout
     assert listed.splitlines()[0].startswith("runs")
     assert float(listed.split()[-2]) <= 1500
     assert (
         "choose from runs, tutorial"
         in subprocess.run(
-            [sys.executable, str(ALL), "--only", "nothing"], capture_output=True, text=True, timeout=60
+            [sys.executable, str(ALL), "--only", "nothing"],
+            capture_output=True,
+            text=True,
+            timeout=hang_s(60),
         ).stderr
     )

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from cards import EXAMPLES, PROGRAMS, SMALL_GPT, interrupted, needed, on_cards
 
+import flatout
+
 pytestmark = [needed(), pytest.mark.processes]
 HERE = Path(__file__).parent
-SOURCE = HERE.parents[1] / "src"
+SOURCE = Path(flatout.__file__).parent
 
 SMALL_RESNET = [str(EXAMPLES / "tutorial.py"), "--images", "96", "--batch-size", "32", "--epochs", "2"]
 RUNS = {

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from limits import hang_s
+
 NAMES = (
     "chromium",
     "chromium-browser",
@@ -158,6 +160,6 @@ def browser(program: str) -> Iterator[Browser]:
     finally:
         os.close(ours_out)
         process.terminate()
-        process.wait(timeout=20)
+        process.wait(timeout=hang_s(20))
         os.close(ours_in)
         shutil.rmtree(home, ignore_errors=True)

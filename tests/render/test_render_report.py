@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.render import report_html
+from flatout.render.report import report_html
 from flatout.schema.enums import Effect
 from flatout.schema.records import PhaseTime, Ratio
 from flatout.schema.session import Prediction, SessionRecord

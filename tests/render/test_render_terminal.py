@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
-from flatout.render import plan_table, session_tables, why_left_out
+from flatout.render.terminal import plan_table, session_tables, why_left_out
 from flatout.schema.enums import Origin
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.session import LeverRecord, SessionRecord

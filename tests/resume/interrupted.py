@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from limits import hang_s
 from traps import STEPS, Trap
 
 HERE = Path(__file__).parent
@@ -68,7 +69,7 @@ class Programs:
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
-                timeout=LIMIT_S,
+                timeout=hang_s(LIMIT_S),
                 check=False,
             )
             return Done(done.returncode, done.stdout, done.stderr)

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupted import SITE
+from limits import hang_s
 
 from flatout.checkpoint.resume.choice import newest_of_all
 from flatout.checkpoint.resume.ranks import ResumeRanks
@@ -109,7 +110,7 @@ def run(folder, *before, ranks=RANKS, **more):
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
-        timeout=120,
+        timeout=hang_s(120),
         check=False,
     )
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from limits import hang_s
 
 from flatout.job.folder import JobFolder, TrialFolder, read_json, write_json, write_whole
 from flatout.schema.errors import StorageError
@@ -54,7 +55,7 @@ def test_killed_in_the_middle(tmp_path):
         )
         assert writer.stdout is not None
         assert writer.stdout.readline() == "ready\n"
-        time.sleep(0.02 * 1.25**at)  # the last ones are late enough on any machine
+        time.sleep(hang_s(0.02 * 1.25**at))  # the last ones are late enough on any machine
         writer.send_signal(signal.SIGKILL)
         writer.wait()
         writer.stdout.close()
@@ -72,7 +73,7 @@ def test_a_reader_never_sees_a_part(tmp_path):
     write_json(path, {"at": 0, "filling": []})
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.DEVNULL)
     try:
-        seen, until = set(), time.monotonic() + 30
+        seen, until = set(), time.monotonic() + hang_s(30)
         while len(seen) < 4 and time.monotonic() < until:
             data = read_json(path)
             assert data is not None

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.tune.design import live_rows, next_processes, plan_at_once, worth_more_time
+from flatout.tune.design import live_rows, next_processes, worth_more_time
 from flatout.tune.effects import Factor, Space, TimedBlock, fit
 
 NONE: frozenset[str] = frozenset()
@@ -105,7 +105,6 @@ def test_the_first_processes_are_the_plain_program_and_the_likeliest_plan():
             Factor("w", "w", True, mean=-0.2, warms_up=True),
         )
     )
-    assert plan_at_once(space) == {"a", "p", "w"}
     assert next_processes(space, None, (), 4, np.random.default_rng(0), always_plain=False)[:2] == [
         NONE,
         {"p", "w"},

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import hang_s
 
 from flatout.tune.effects import Factor, Space, Spread, TimedBlock, fit
 from flatout.tune.mixed_model import Component, Group, solve
@@ -477,7 +478,7 @@ def test_numpy_has_one_thread_and_the_environment_is_restored(limit):
         env={**environment, **({"OMP_NUM_THREADS": limit} if limit else {})},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=hang_s(60),
     )
     assert done.stdout.split() == [str(limit), "1"], done.stderr
 

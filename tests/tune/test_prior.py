@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from limits import hang_s
 
 from flatout.levers import TABLE
 from flatout.schema.facts import Facts, Gpu
@@ -94,7 +95,7 @@ def test_regenerating_the_table_gives_the_committed_file(tmp_path):
         [sys.executable, str(ROOT / "bench" / "prior.py"), "--out", str(out)],
         check=True,
         capture_output=True,
-        timeout=120,
+        timeout=hang_s(120),
         env={**os.environ, "PYTHONHASHSEED": "7"},
     )
     assert out.read_text() == TABLE_FILE.read_text(), "the records have changed: run `python bench/prior.py`"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from limits import hang_s
 
 from flatout.job.folder import JobFolder
 from flatout.launch.command import understand
@@ -69,4 +70,4 @@ def test_where_two_programs_do_not_fit_into_memory_only_one_runs(tmp_path, tiny,
         comparison.n for comparison in found.comparisons if comparison.how == "fresh pairs"
     ] or found.speedup is None
     assert (found.baseline.step_ms or 0.0) > 0
-    assert found.spent_s < 3 * BUDGET_S  # a machine that is busy has longer blocks
+    assert found.spent_s < hang_s(3 * BUDGET_S)  # a machine that is busy has longer blocks

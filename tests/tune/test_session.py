@@ -12,10 +12,8 @@ from flatout.schema.facts import Facts, Gpu
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import Ratio
 from flatout.schema.session import GuardRecord, TimeMemoryPoint
+from flatout.tune.plan_files import differences, job_folder, key_of
 from flatout.tune.session import (
-    differences,
-    job_folder,
-    key_of,
     load_session,
     made_for_another,
     open_session,

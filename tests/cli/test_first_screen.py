@@ -1,0 +1,24 @@
+"""`flatout` without a command."""
+
+from __future__ import annotations
+
+import re
+
+from flatout.cli.main import COMMANDS
+
+
+def test_it_says_what_to_do_first(flatout):
+    done = flatout.here()
+    assert (done.code, done.out) == (2, ""), "nothing was done, so a script must not take it for success"
+    lines = done.err.splitlines()
+    assert len(lines) <= 12
+    named = re.findall(r"^ *flatout (\w+)", done.err, re.MULTILINE)
+    assert named[:3] == ["doctor", "tune", "run"]
+    assert set(named) <= set(COMMANDS)
+    assert "flatout --help" in lines[-1]
+
+
+def test_help_lists_every_command(flatout):
+    done = flatout.here("--help")
+    assert done.code == 0
+    assert set(re.findall(r"^  (\w+)  ", done.out, re.MULTILINE)) >= set(COMMANDS)
