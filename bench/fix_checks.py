@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner
+from provenance import SRC  # noqa: F401  puts src on the path
 
 from flatout.cli.main import flatout
 from flatout.diagnose.check import check

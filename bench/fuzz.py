@@ -19,6 +19,7 @@ from typing import Any
 
 from provenance import ROOT, markdown_table, stamp, write_result
 
+sys.path.insert(0, str(ROOT / "tests"))
 sys.path.insert(0, str(ROOT / "tests" / "faults"))
 
 from hostile import Outcome, hostile, mutated, opened, openers, warm

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from guard_tools import around_transforms
+from provenance import SRC  # noqa: F401  puts src on the path
 
 from flatout.schema.lever import Undo
 

@@ -18,6 +18,7 @@ from guard_tools import (
     with_optimizer,
     with_weights,
 )
+from provenance import SRC  # noqa: F401  puts src on the path
 
 from flatout.levers import TABLE as SHELF
 from flatout.schema.lever import Lever, Undo

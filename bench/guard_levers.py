@@ -37,6 +37,7 @@ from guard_tools import (
     with_weights,
     without_tokens,
 )
+from provenance import SRC  # noqa: F401  puts src on the path
 
 from flatout.levers import TABLE as SHELF
 from flatout.schema.enums import Moment

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from provenance import SRC  # noqa: F401  puts src on the path
+
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.lever import Lever, Options, Skip, Undo
 

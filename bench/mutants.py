@@ -19,13 +19,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
 from provenance import HERE, RESULTS, ROOT, markdown_table, stamp, write_result
+
+from flatout.schema.toml import read_toml
 
 LIST = HERE / "mutants.toml"
 LIMIT_S = 600  # of one break's tests; a break that makes them hang counts as noticed
@@ -53,7 +54,7 @@ class Mutant:
 def read() -> list[Mutant]:
     return [
         Mutant(**{**row, "tests": tuple(row["tests"])})
-        for row in tomllib.loads(LIST.read_text(encoding="utf-8"))["mutant"]
+        for row in read_toml(LIST.read_text(encoding="utf-8"))["mutant"]
     ]
 
 
@@ -92,7 +93,12 @@ def outcome(mutant: Mutant | None, tests: tuple[str, ...], place: Path) -> tuple
     """How the tests end in a copy: red, green, hung or broken; and the last line of what pytest said."""
     path = place / "src" / "flatout" / mutant.file if mutant is not None else None
     before = path.read_text(encoding="utf-8") if path is not None else ""
-    environment = {**os.environ, "PYTHONPATH": str(place / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(place / "src"),
+        "FLATOUT_SOURCE": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     try:
         if path is not None and mutant is not None:
             path.write_text(mutant.applied(before), encoding="utf-8")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from statistics import geometric_mean
 from typing import Any
 
 from pairs import spell
 from provenance import markdown_table
 
-from flatout.measure.statistics import geometric_mean
 from flatout.schema.plan import spell as spell_choice
 
 OF_THE_EXPERT, MEAN_OF_THE_EXPERT, MEAN_OF_PLAIN, LOWER_END = 0.98, 1.10, 1.60, 0.98  # goals

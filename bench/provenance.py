@@ -1,7 +1,7 @@
 """Records the provenance of figures (device, versions, date) and writes the results of all benchmarks.
 
 A benchmark measures its own checkout: importing this file puts ``src`` first on the path, for this process
-and for the programs that it starts. Results are a Markdown page and a JSON file with the raw records, named
+and for the programs that it starts, unless flatout was imported before (by a test, from a wheel). Results are a Markdown page and a JSON file with the raw records, named
 ``<theme>_<device>_<yyyymm>``. Each write also regenerates ``results/README.md``. Paths of the machine are
 removed from all of them.
 """
@@ -24,8 +24,9 @@ ROOT = HERE.parent
 SRC = ROOT / "src"
 RESULTS = HERE / "results"
 
-sys.path.insert(0, str(SRC))
-os.environ["PYTHONPATH"] = os.pathsep.join([str(SRC), *filter(None, [os.environ.get("PYTHONPATH")])])
+if "flatout" not in sys.modules:
+    sys.path.insert(0, str(SRC))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(SRC), *filter(None, [os.environ.get("PYTHONPATH")])])
 # `python` in a command is the Python that runs the benchmark.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
@@ -122,6 +123,8 @@ THEMES = (
         "python bench/what_ifs.py",
         "The what-if bounds of a profile, compared with the measured speed-up from removing each bottleneck",
     ),
+    ("pythons", "make pythons", "Ten commands of the wheel under each Python of this machine"),
+    ("torches", "make torches", "Ten commands of the wheel beside each supported torch"),
     (
         "zoo",
         "python bench/zoo.py",

@@ -27,7 +27,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import tomllib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,8 @@ from provenance import HERE, RESULTS, look, read_result, stamp, write_result
 from pull_requests_page import HALVES, page
 from specimens import read_specimen
 from zoo import brief, findings_of, verdict
+
+from flatout.schema.toml import read_toml
 
 CASES, VERDICTS, PROGRAMS = (
     HERE / "pull_requests.toml",
@@ -48,7 +49,7 @@ RANKS = ("named first", "named", "not named")
 
 def load_cases() -> dict[str, dict[str, Any]]:
     """Returns the cases by id. Ends with an error if halves A and B are not the split with seed 0."""
-    cases = {case["id"]: case for case in tomllib.loads(CASES.read_text(encoding="utf-8"))["case"]}
+    cases = {case["id"]: case for case in read_toml(CASES.read_text(encoding="utf-8"))["case"]}
     order = sorted(name for name in cases if cases[name]["half"] in "AB")
     random.Random(0).shuffle(order)
     half = set(order[: (len(order) + 1) // 2])

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import difflib
 import textwrap
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+
+from flatout.schema.toml import read_toml
 
 KINDS = ("after", "before", "replace", "indent")
 OF_BENCH = "# bench"
@@ -61,7 +62,7 @@ class Edit:
 def read_edits(path: Path) -> list[Edit]:
     """Returns the edits of a file, in the order in which they apply. Raises EditError."""
     edits = []
-    for entry in tomllib.loads(path.read_text(encoding="utf-8"))["edit"]:
+    for entry in read_toml(path.read_text(encoding="utf-8"))["edit"]:
         kinds = [kind for kind in KINDS if kind in entry]
         if len(kinds) != 1:
             raise EditError(f"{path.name}: an edit names one of {', '.join(KINDS)}, not {sorted(entry)}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from provenance import SRC  # noqa: F401  puts src on the path
+
 from flatout.cli.run import ENTRY, _environment
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Plan

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from provenance import SRC  # noqa: F401  puts src on the path
 from simulated_programs import WARM_UP_S, Machine
 
 from flatout.tune.design import live_rows, next_processes

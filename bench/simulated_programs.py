@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from provenance import SRC  # noqa: F401  puts src on the path
 
 from flatout.tune.space import Factor, Space
 

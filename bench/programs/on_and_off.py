@@ -17,7 +17,8 @@ from step_loop import make, steps
 from flatout.agent.step_counters import StepCounters
 from flatout.agent.training_context import TrainingContext
 
-BLOCK_S = 0.004  # short, so that disturbances affect all four blocks equally
+BLOCK_S = 0.01  # short, so that disturbances affect all four blocks equally
+COLD_STEPS = 50  # a switch empties the caches of the interpreter
 FEWEST_STEPS = 5
 
 
@@ -58,7 +59,7 @@ def main():
         times = []
         for on in (False, True, True, False):
             switch(context, on, args.counted)
-            steps(model, optimizer, data, fewest=2)  # what a switch has made cold
+            steps(model, optimizer, data, fewest=COLD_STEPS)
             times.append(round(1e6 * statistics.median(steps(model, optimizer, data, fewest=count)), 2))
         rounds.append(times)
     print(json.dumps({"rounds": rounds, "steps_a_block": count}))
