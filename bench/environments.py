@@ -259,9 +259,7 @@ def install(python: str, torch: str, place: Path, wheel: Path, cache: Path) -> N
         "--reinstall-package",
         "flatout",
     ]
-    subprocess.run(
-        [*uv_command(), *words, f"flatout @ {wheel.as_uri()}", torch], env=environment, check=True
-    )
+    subprocess.run([*uv_command(), *words, f"flatout @ {wheel.as_uri()}", torch], env=environment, check=True)
 
 
 def smoke(row: Row, place: Path) -> Row:
@@ -311,6 +309,11 @@ def page(what: str, rows: list[Row]) -> str:
     )
 
 
+def save(what: str, made: dict[str, Any], rows: list[Row], folder: Path) -> None:
+    raw = {"rows": [asdict(each) for each in rows]}
+    write_result(what, made, page(what, rows), raw, {str(folder): "DIR"})
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -346,8 +349,8 @@ def main() -> int:
                 continue
             smoke(row, place)
             row.not_run = ""
-            raw = {"rows": [asdict(each) for each in rows]}
-            write_result(args.what, made, page(args.what, rows), raw, {str(folder): "DIR"})
+            save(args.what, made, rows, folder)
+    save(args.what, made, rows, folder)
     print(page(args.what, rows))
     return int(any(row.failed for row in rows) or all(row.not_run for row in rows))
 
