@@ -138,13 +138,13 @@ def test_texts_that_name_a_lever(text, value):
         ("threads=2\nother=1", "not a value for threads"),
         (
             "local_sgd={every=0}",
-            "every in the value of local_sgd must be a whole number from 1 to 1000000, not 0",
+            "'every' in the value of local_sgd must be a whole number from 1 to 1000000, not 0",
         ),
         ("comm_compression=bf17", "powersgd"),
         ("gradient_buckets=-1", "a number from 1e-06 to 1048576, not -1"),
         (
             "data_parallel={reduction='product'}",
-            'reduction in the value of data_parallel must be "mean" or "sum", not',
+            ' in the value of data_parallel must be "mean" or "sum", not',
         ),
         ("batch_size", "a table {size = a whole number from 1 to 2147483647, loader ="),
         ("threads=99999", f"must be a whole number from 1 to {os.cpu_count()}, not 99999"),
