@@ -2,7 +2,7 @@
 
 Python reads flatout's start-up hook before the first line of a script (agent/site/sitecustomize.py). The hook
 reports its process in the file FLATOUT_ENTERED. A Python process that is not reported, and starts no other
-Python process, shows in its arguments and its environment what keeps the hook out.
+Python process, shows in its arguments and its environment what disables the hook.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PythonProcess:
 
 
 def why_not_entered(process: PythonProcess) -> str:
-    """Return what keeps flatout out of a Python process, with the next command; "" if nothing is found."""
+    """Return why flatout cannot enter a Python process, with the next command; "" if nothing is found."""
     option, environment = disabling_option(process.argv), process.environment
     if option:
         return f"`{process.name} {option}` disables flatout; remove {option}"
