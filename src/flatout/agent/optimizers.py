@@ -30,8 +30,8 @@ class Optimizers:
     def stepping(self) -> bool:
         return bool(self._stepping)
 
-    def observe(self, ledger: Ledger, context: Any) -> None:
-        """Report each outermost step to ``context``, until the ledger is restored."""
+    def observe(self, ledger: Ledger, every_step: Ledger, context: Any) -> None:
+        """Report each outermost step to ``context`` until ``every_step`` is restored, new optimizers until ``ledger`` is."""
         from torch.optim import optimizer as torchs
 
         def begins(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -42,8 +42,8 @@ class Optimizers:
             if not context.asleep and self._ends(optimizer):
                 context.optimizer_ends(optimizer)
 
-        ledger.call("optimizer step hook", torchs.register_optimizer_step_pre_hook(begins).remove)
-        ledger.call("optimizer step hook", torchs.register_optimizer_step_post_hook(ends).remove)
+        every_step.call("optimizer step hook", torchs.register_optimizer_step_pre_hook(begins).remove)
+        every_step.call("optimizer step hook", torchs.register_optimizer_step_post_hook(ends).remove)
         ledger.set(torchs.Optimizer, "__init__", self._wrap_init(torchs.Optimizer.__init__, context))
 
     def _wrap_init(self, init: Callable[..., Any], context: Any) -> Callable[..., Any]:

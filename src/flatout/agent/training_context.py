@@ -2,8 +2,9 @@
 
 This module does not time, hash or decide; a Listener does. What is installed, and its cost:
 
-    Optimizer pre/post step hooks      torch's own global hooks, one call per step
-    torch.autograd.backward, grad      one wrapper per backward pass (Tensor.backward calls it)
+    Optimizer pre/post step hooks      torch's own global hooks, one call per step, until a backward pass after rest()
+    torch.autograd.backward            one wrapper per backward pass (Tensor.backward calls it), as long
+    torch.autograd.grad                one wrapper per call
     DataLoader.__init__                 one wrapper, to find loaders and let LOADER levers choose arguments
     iterators of DataLoaders            one wrapper per iterator, to let LOADER levers make the batches
     global forward hooks               until the second step has ended, to find the root modules (25 % of a forward)
@@ -41,6 +42,7 @@ class TrainingContext(ProgramView):
         super().__init__(torch)
         self.listener: Listener = Guarded(listener)
         self.ledger = ledger
+        self._every_step = Ledger()  # what each step pays for
         self._pickles_guarded = False
         # root -> whether its last forward pass was under autocast, until a backward pass
         self._under_autocast: dict[int, bool] = {}
@@ -51,6 +53,7 @@ class TrainingContext(ProgramView):
         self._filter: Any = None
         self._root_hooks: dict[int, list[Any]] = {}
         self.asleep = False
+        self.resting = False  # asleep for good
         self._unseen = False
         self.then: Callable[[], None] | None = None
 
@@ -86,8 +89,9 @@ class TrainingContext(ProgramView):
     def install(self) -> None:
         """Install the hooks. Called once, right after torch was imported."""
         torch, ledger = self.torch, self.ledger
-        self._optimizers.observe(ledger, self)
-        ledger.set(torch.autograd, "backward", self._wrap_backward(torch.autograd.backward))
+        ledger.call("hooks of each step", self._every_step.restore)
+        self._optimizers.observe(ledger, self._every_step, self)
+        self._every_step.set(torch.autograd, "backward", self._wrap_backward(torch.autograd.backward))
         ledger.set(torch.autograd, "grad", self._wrap_grad(torch.autograd.grad))
         self._loaders.observe_making(ledger)
         self._scalers.observe(ledger, self)
@@ -126,11 +130,11 @@ class TrainingContext(ProgramView):
         return call
 
     def rest(self) -> None:
-        """Stop listening for good; what stays costs two flag tests per step. Levers and loader rules stay.
+        """Stop listening for good. Levers and loader rules stay; the next backward pass removes the hooks of each step.
 
-        The optimizer hooks are not removed: torch iterates over their dictionary during this call.
+        Not this call: torch may be iterating over the optimizer hooks.
         """
-        self.asleep = True
+        self.asleep = self.resting = True
         self.listener = Listener()
         self._stop_looking()
         for hooks in self._root_hooks.values():
@@ -231,8 +235,12 @@ class TrainingContext(ProgramView):
 
         @wraps(backward)
         def hooked_backward(tensors: Any, *args: object, **kwargs: object) -> Any:
+            if context.asleep:
+                if context.resting and context.torch.autograd.backward is hooked_backward:  # nothing wraps it
+                    context._every_step.restore()
+                return backward(tensors, *args, **kwargs)
             # reentrant checkpointing calls backward inside a backward pass
-            if context.asleep or context._in_backward:
+            if context._in_backward:
                 return backward(tensors, *args, **kwargs)
             if context.boundaries.forward_or_backward_begins():
                 context._step_ended()
