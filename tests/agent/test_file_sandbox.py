@@ -23,6 +23,7 @@ import pytest
 
 from flatout.agent.file_sandbox import FileSandbox
 from flatout.agent.ledger import Ledger
+from flatout.agent.overlay import Overlay
 
 torch = pytest.importorskip("torch")
 
@@ -54,6 +55,7 @@ def here(tmp_path, monkeypatch):
         (work / name).write_text(OLD)
     monkeypatch.chdir(work)
     monkeypatch.setattr(tempfile, "tempdir", str(system))
+    monkeypatch.setenv("TMPDIR", str(system))
     return work
 
 
@@ -62,18 +64,13 @@ def sandbox(here, tmp_path):
     """A file sandbox in this process, removed when the test ends."""
     ledger = Ledger()
     (tmp_path / "trial").mkdir()
-    made = FileSandbox(str(tmp_path / "trial" / "saved"), ledger)
-    made.install(torch)
+    made = FileSandbox(Overlay(str(tmp_path / "trial" / "saved")), ledger)
     before = contents(here)
-
-    def leave():
-        ledger.restore()
-        made.leave()
-
+    made.install()
     try:
         yield made
     finally:
-        leave()
+        ledger.restore()
     assert contents(here) == before
 
 
@@ -405,8 +402,9 @@ def test_a_project_below_the_temporary_folder_is_sandboxed_too(tmp_path, monkeyp
     (work / "model.pt").write_text(OLD)
     monkeypatch.chdir(work)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     ledger = Ledger()
-    FileSandbox(str(work / ".flatout" / "job" / "trials" / "1" / "saved"), ledger).install(torch)
+    FileSandbox(Overlay(str(work / ".flatout" / "job" / "trials" / "1" / "saved")), ledger).install()
     try:
         Path("model.pt").write_text("new")
         Path("other.pt").write_text("new")
@@ -462,7 +460,7 @@ def test_leaving_restores_python(here, tmp_path):
     ]
     before = [getattr(owner, name) for owner, name in names]
     ledger = Ledger()
-    FileSandbox(str(tmp_path / "saved"), ledger).install(torch)
+    FileSandbox(Overlay(str(tmp_path / "saved")), ledger).install()
     assert [getattr(owner, name) for owner, name in names] != before
     ledger.restore()
     assert [getattr(owner, name) for owner, name in names] == before

@@ -1,191 +1,482 @@
-"""File sandbox of a trial: what the script writes goes into the trial's folder.
+"""Keeps every change of files that a program makes in a folder of its own (agent/overlay.py).
 
-The functions with which Python writes, moves, removes and inspects files ask an Overlay first. So the script
-reads back what it wrote and does not find what it removed. Three cases are not covered: files that a C
-library opens itself (except through ``torch.save`` and ``torch.jit.save``); a reference to ``open`` that a
-library took before torch was imported; and folder listings, which show the original content.
+``CALLS`` names the functions with which Python changes, lists and inspects files, and ``LIBRARIES`` those of
+libraries whose C code opens files itself. Each gets the real path from the overlay. Python raises an audit event for
+each change, so one that would change the user's files all the same ends the program before it happens. What other
+programs change, and C code that is not named here, is found after a trial (trial/escapes.py).
 """
 
 from __future__ import annotations
 
 import builtins
+import errno
 import io
 import os
+import posix
+import stat
 import sys
-from collections.abc import Callable
 from functools import partial, wraps
-from types import ModuleType
-from typing import Any
+from importlib import machinery
 
+from flatout.agent.bootstrap import AfterImport
 from flatout.agent.ledger import Ledger
-from flatout.agent.overlay import Overlay, tidy
+from flatout.agent.overlay import Overlay, is_folder, mode_of
 
-LOOKING = ("stat", "lstat", "readlink", "listxattr", "getxattr")
-CHANGING = ("chmod", "chown", "utime", "truncate", "setxattr", "removexattr")
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from types import ModuleType
+    from typing import Any
+
+FILES = "FLATOUT_FILES"  # names the folder for what the processes of a trial change
+ESCAPED = "escaped"  # in the folder of the overlay: what would have changed the user's files
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+# method of FileSandbox -> functions of `os`
+CALLS = {
+    "_reads": ("stat", "statvfs", "pathconf", "getxattr", "listxattr", "execv", "execve"),
+    "_may": ("access",),
+    "_reads_link": ("lstat", "readlink"),
+    "_enters": ("chdir", "fchdir"),
+    "_tells_folder": ("getcwd", "getcwdb"),
+    "_lists": ("listdir",),
+    "_scans": ("scandir",),
+    "_opens": ("open",),
+    "_makes": ("mkdir", "mkfifo", "mknod"),
+    "_changes": ("chmod", "chown", "utime", "truncate", "setxattr", "removexattr", "fchmod", "fchown"),
+    "_changes_link": ("lchown",),
+    "_removes": ("unlink", "remove", "rmdir"),
+    "_moves": ("rename", "replace"),
+    "_links": ("link",),
+    "_links_to": ("symlink",),
+}
+# module -> function, position and name of the path, flags with which its C code opens a file
+NEW = os.O_CREAT | os.O_TRUNC | os.O_WRONLY
+LIBRARIES = {
+    "torch": (("save", 1, "f", NEW), ("load", 0, "f", 0)),
+    "torch.jit": (("save", 1, "f", NEW), ("load", 0, "f", 0)),
+    "safetensors": (("safe_open", 0, "filename", 0),),
+    "safetensors.torch": (("save_file", 1, "filename", NEW), ("load_file", 0, "filename", 0)),
+    "safetensors.numpy": (("save_file", 1, "filename", NEW), ("load_file", 0, "filename", 0)),
+    "sqlite3": (("connect", 0, "database", os.O_CREAT | os.O_RDWR),),
+    "subprocess": (("Popen.__init__", 10, "cwd", 0),),
+}
+# audit event -> positions of a path and of the open folder it is relative to
+EVENTS = {
+    "open": ((0, None),),
+    "os.mkdir": ((0, 2),),
+    "os.rmdir": ((0, 1),),
+    "os.remove": ((0, 1),),
+    "os.rename": ((0, 2), (1, 3)),
+    "os.link": ((1, 3),),
+    "os.symlink": ((1, 2),),
+    "os.truncate": ((0, None),),
+    "os.chmod": ((0, 2),),
+    "os.chown": ((0, 3),),
+    "os.utime": ((0, 3),),
+    "os.setxattr": ((0, None),),
+    "os.removexattr": ((0, None),),
+    "sqlite3.connect": ((0, None),),
+}
+
+
+_trial: list[Overlay] = []  # of this process, if it belongs to a trial
+
+
+def enter(folder: str) -> None:
+    """Keep what this process changes in ``folder``, together with the other processes of its trial."""
+    if "FLATOUT_DATA_PARALLEL" in os.environ and os.environ.get("RANK", "0") != "0":
+        folder += ".rank" + os.environ["RANK"]  # the program is written for one process
+    overlay = Overlay(folder, (os.path.dirname(os.path.dirname(folder)),))
+    sandbox = FileSandbox(overlay, Ledger())
+    sandbox.install()
+    sandbox.keep_byte_code()
+    sys.addaudithook(sandbox.audit)
+    _trial.append(overlay)
+
+
+def overlay_of_process() -> Overlay:
+    return _trial[0]
 
 
 class FileSandbox:
-    def __init__(self, folder: str, ledger: Ledger) -> None:
-        self.folder = folder
+    def __init__(self, overlay: Overlay, ledger: Ledger) -> None:
+        self.overlay = overlay
         self.ledger = ledger
-        self.overlay = Overlay(folder)
 
-    def install(self, torch: ModuleType) -> None:
-        self._install_open()
-        self._install_torch(torch)
-        for name in LOOKING:
-            self._wrap(
-                os,
-                name,
-                lambda really, path, *args, **kwargs: really(self._seen(path, kwargs), *args, **kwargs),
-            )
-        self._wrap(os, "access", self._access)
-        for name in CHANGING:
-            self._wrap(os, name, self._change)
-        for name in ("rename", "replace"):
-            self._wrap(os, name, self._move)
-        for name in ("remove", "unlink"):
-            self._wrap(os, name, self._remove)
-        self._wrap(os, "mkdir", self._mkdir)
-        self._wrap(os, "rmdir", self._rmdir)
-        self._wrap(os, "symlink", self._symlink)
-        self._wrap(
-            os,
-            "link",
-            lambda really, src, dst, **kwargs: really(
-                self.overlay.reading(src), self.overlay.writing(dst, "x"), **kwargs
-            ),
-        )
+    def install(self) -> None:
+        for method, names in CALLS.items():
+            for name in names:
+                if hasattr(os, name):
+                    self._wrap(os, name, getattr(self, method))
+        self._wrap(builtins, "open", self._opens_file)
+        self.ledger.set(io, "open", builtins.open)
+        self._wrap(io, "open_code", self._reads)
+        if sys.version_info < (3, 11):
+            self._install_pathlib()
+        libraries: dict[str, Callable[[ModuleType], None]]
+        libraries = {name: partial(self._install_library, rows) for name, rows in LIBRARIES.items()}
+        for name in set(libraries) & set(sys.modules):
+            libraries.pop(name)(sys.modules[name])
+        for finder in (AfterImport(libraries), Modules(self.overlay)):
+            sys.meta_path.insert(0 if isinstance(finder, AfterImport) else len(sys.meta_path), finder)
+            self.ledger.call("sys.meta_path", partial(_leave, finder))
 
-    def leave(self) -> None:
-        """Remove the empty folders that the script made, and its temporary files."""
-        tidy(self.folder)
+    def _install_library(self, rows: Iterable[tuple[str, int, str, int]], module: ModuleType) -> None:
+        for name, at, keyword, flags in rows:
+            owner: Any = module
+            *classes, function = name.split(".")
+            for each in classes:
+                owner = getattr(owner, each)
+            self._wrap(owner, function, partial(self._opens_below, at, keyword, flags))
+
+    def _install_pathlib(self) -> None:
+        """Replace the references that pathlib keeps in Python 3.10."""
+        import pathlib
+
+        accessor = vars(pathlib)["_NormalAccessor"]
+        for name in ("open", *(name for names in CALLS.values() for name in names)):
+            if name in vars(accessor):
+                self.ledger.set(accessor, name, staticmethod(getattr(io if name == "open" else os, name)))
 
     def _wrap(self, owner: object, name: str, does: Callable[..., Any]) -> None:
-        really = getattr(owner, name, None)
-        if really is None:
-            return
+        really, overlay, own = getattr(owner, name), self.overlay, self.overlay.own
 
         @wraps(really)
-        def sandboxed(*args: object, **kwargs: object) -> Any:
-            if self.overlay.busy or not args:
+        def sandboxed(*args: Any, **kwargs: Any) -> Any:
+            if overlay.busy:
                 return really(*args, **kwargs)
-            return does(really, *args, **kwargs)
+            own.answering, before = True, getattr(own, "answering", False)
+            try:
+                return does(really, *args, **kwargs)
+            except OSError as error:  # the program knows its own paths, not the real ones
+                for field, path in zip(("filename", "filename2"), args, strict=False):
+                    if getattr(error, field) is not None:
+                        setattr(error, field, path)
+                raise
+            finally:
+                own.answering = before
 
         self.ledger.set(owner, name, sandboxed)
-        # Libraries look these functions up to learn which ones accept a folder descriptor.
+        # libraries look these functions up to learn what they accept
         for group in ("supports_dir_fd", "supports_fd", "supports_follow_symlinks", "supports_effective_ids"):
             members = getattr(os, group)
             if really in members:
                 members.add(sandboxed)
                 self.ledger.call(f"os.{group}", partial(members.discard, sandboxed))
 
-    # -- opening --------------------------------------------------------------------------------------------
+    # -- reading ----------------------------------------------------------------------------------------------------
 
-    def _install_open(self) -> None:
-        overlay = self.overlay
+    def _reads(self, really: Any, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> Any:
+        return really(
+            self.overlay.reading(path, kwargs.get("follow_symlinks", True), dir_fd), *args, **kwargs
+        )
 
-        def open_(
-            really: Callable[..., Any], file: Any, mode: Any = "r", *args: object, **kwargs: object
-        ) -> Any:
-            return really(
-                overlay.writing(file, mode) if set(str(mode)) & set("wax+") else overlay.reading(file),
-                mode,
-                *args,
-                **kwargs,
-            )
-
-        def open_low(
-            really: Callable[..., Any], path: object, flags: int, *args: object, **kwargs: object
-        ) -> Any:
-            if kwargs.get("dir_fd") is not None or not flags & WRITES:
-                return really(self._seen(path, kwargs), flags, *args, **kwargs)
-            # temporary files are made like this, under a fresh name
-            if flags & os.O_CREAT and flags & os.O_EXCL:
-                handle = really(path, flags, *args, **kwargs)
-                if not overlay.is_outside(path):
-                    overlay.create(path)
-                return handle
-            return really(
-                overlay.writing(path, "w" if flags & os.O_TRUNC else "a" if flags & os.O_CREAT else "r+"),
-                flags,
-                *args,
-                **kwargs,
-            )
-
-        self._wrap(builtins, "open", open_)
-        self.ledger.set(io, "open", builtins.open)
-        self._wrap(os, "open", open_low)
-
-    def _install_torch(self, torch: ModuleType) -> None:
-        overlay = self.overlay
-        for owner in (torch, sys.modules.get("torch.jit")):
-            if owner is not None:
-                self._wrap(
-                    owner,
-                    "save",
-                    lambda really, obj, f, *args, **kwargs: really(
-                        obj, overlay.writing(f, "w"), *args, **kwargs
-                    ),
-                )
-                self._wrap(
-                    owner,
-                    "load",
-                    lambda really, f, *args, **kwargs: really(overlay.reading(f), *args, **kwargs),
-                )
-
-    # -- inspecting and changing ----------------------------------------------------------------------------
-
-    def _seen(self, path: object, kwargs: dict[str, Any]) -> Any:
-        return path if kwargs.get("dir_fd") is not None else self.overlay.reading(path)
-
-    def _access(self, really: Callable[..., Any], path: object, *args: object, **kwargs: object) -> bool:
+    def _may(self, *args: Any, **kwargs: Any) -> bool:
         try:
-            return bool(really(self._seen(path, kwargs), *args, **kwargs))
+            return bool(self._reads(*args, **kwargs))
+        except OSError:
+            return False
+
+    def _reads_link(self, really: Any, path: Any, *args: Any, dir_fd: int | None = None) -> Any:
+        return really(self.overlay.reading(path, False, dir_fd), *args)
+
+    def _enters(self, really: Any, path: Any) -> None:
+        if not self.overlay.changed():
+            really(path)
+            return
+        key, place = self.overlay.find(self.overlay.path_of(path) if isinstance(path, int) else path)
+        below = self.overlay.below(key)
+        posix.chdir(below if below is not None and is_folder(below) else place)
+
+    def _tells_folder(self, really: Any) -> Any:
+        folder = self.overlay.cwd()
+        return os.fsencode(folder) if really.__name__ == "getcwdb" else folder
+
+    def _lists(self, really: Any, path: Any = None) -> list[Any]:
+        if not self.overlay.changed():
+            return list(really(path))
+        key, place = self._folder(path)
+        names = self.overlay.names(key) if is_folder(place) else really(place)
+        return list(map(os.fsencode, names)) if isinstance(path, bytes) else names
+
+    def _scans(self, really: Any, path: Any = None) -> Any:
+        if not self.overlay.changed():
+            return really(path)
+        key, place = self._folder(path)
+        if not is_folder(place):
+            return really(place)
+        text: Any = "." if path is None else "" if isinstance(path, int) else os.fspath(path)
+        return Entries(key, text, self.overlay.names(key))
+
+    def _folder(self, path: Any) -> tuple[str, str]:
+        return self.overlay.find(
+            self.overlay.path_of(path) if isinstance(path, int) else "." if path is None else path
+        )
+
+    # -- opening ----------------------------------------------------------------------------------------------------
+
+    def _opens(
+        self, really: Any, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
+    ) -> int:
+        if flags & WRITES and flags & os.O_TMPFILE != os.O_TMPFILE:
+            return posix.open(self.overlay.writing(path, flags, dir_fd), flags, mode)
+        return posix.open(self.overlay.reading(path, not flags & os.O_NOFOLLOW, dir_fd), flags, mode)
+
+    def _opens_file(self, really: Any, file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
+        """Open with an opener, so that the file keeps the name that the program gave."""
+        is_path = isinstance(file, (str, bytes, os.PathLike)) and isinstance(mode, str)
+        writes = is_path and set(mode) & set("wax+")
+        if is_path and len(args) < 6 and not kwargs.get("opener") and (writes or self.overlay.changed()):
+            kwargs["opener"] = lambda path, flags: self._opens(None, path, flags, 0o666)
+        return really(file, mode, *args, **kwargs)
+
+    def _opens_below(self, at: int, keyword: str, flags: int, really: Any, *args: Any, **kwargs: Any) -> Any:
+        path = args[at] if len(args) > at else kwargs.get(keyword)
+        text = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else ""
+        if text and not text.startswith((":", "file:")):  # a database in memory, or a URI
+            real = self.overlay.writing(path, flags) if flags else self.overlay.reading(path)
+            if len(args) > at:
+                args = (*args[:at], real, *args[at + 1 :])
+            else:
+                kwargs[keyword] = real
+        return really(*args, **kwargs)
+
+    # -- changing ---------------------------------------------------------------------------------------------------
+
+    def _makes(self, really: Any, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> None:
+        key, place = self.overlay.find(path, False, dir_fd)
+        if not self.overlay.leaves_alone(key) and not mode_of(place):
+            place = self.overlay.fresh(key)
+        really(place, *args, **kwargs)
+        self.overlay.note()
+
+    def _changes(self, really: Any, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> None:
+        overlay, handle = self.overlay, path
+        if isinstance(handle, int):
+            path = overlay.path_of(handle)
+        key, place = overlay.find(path, kwargs.get("follow_symlinks", True), dir_fd)
+        if not key or not mode_of(place) or overlay.leaves_alone(key):
+            really(handle if isinstance(handle, int) else place, *args, **kwargs)
+            return
+        owner = posix.lstat(place).st_uid
+        if posix.geteuid() not in (0, owner) and not posix.access(place, os.W_OK):
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM), path)
+        overlay.copy_up(key)
+        by_path = {"fchmod": posix.chmod, "fchown": posix.chown}.get(really.__name__, really)
+        by_path(overlay.upper + key, *args, **kwargs)
+
+    def _changes_link(self, really: Any, path: Any, *args: Any) -> None:
+        self._changes(posix.chown, path, *args, follow_symlinks=False)
+
+    def _removes(self, really: Any, path: Any, *, dir_fd: int | None = None) -> None:
+        key, place = self.overlay.find(path, False, dir_fd)
+        mode = mode_of(place)
+        if not mode or stat.S_ISDIR(mode) != (really.__name__ == "rmdir") or self.overlay.leaves_alone(key):
+            really(place)
+            return
+        if stat.S_ISDIR(mode) and self.overlay.names(key):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+        self.overlay.remove(key)
+
+    def _moves(
+        self,
+        really: Any,
+        src: Any,
+        dst: Any,
+        *,
+        src_dir_fd: int | None = None,
+        dst_dir_fd: int | None = None,
+    ) -> None:
+        overlay = self.overlay
+        source, place = overlay.find(src, False, src_dir_fd)
+        if not is_folder(overlay.place(source.rpartition("/")[0])):
+            really(place, place)
+        target, goes = overlay.find(dst, False, dst_dir_fd)
+        stays = [overlay.leaves_alone(source), overlay.leaves_alone(target)]
+        mode, there = mode_of(place), mode_of(goes)
+        if not mode or all(stays) or not is_folder(overlay.place(target.rpartition("/")[0])):
+            really(place, goes)
+            return
+        if there and os.path.samestat(posix.lstat(place), posix.lstat(goes)):
+            return  # two names of one file
+        if why := self._why_not_moved(source, target, mode, there, any(stays)):
+            raise OSError(why, os.strerror(why), src, None, dst)
+        if not stays[1]:
+            goes = overlay.fresh(target)
+            if there:
+                overlay.remove(target)
+        if not any(stays):
+            overlay.move(source, target)
+            return
+        import shutil
+
+        with overlay.looking():
+            (shutil.move if stays[0] else partial(shutil.copy2, follow_symlinks=False))(place, goes)
+        overlay.note() if stays[0] else overlay.remove(source)
+
+    def _why_not_moved(self, source: str, target: str, mode: int, there: int, across: bool) -> int:
+        if stat.S_ISDIR(mode) and f"{target}/".startswith(f"{source}/"):
+            return errno.EINVAL
+        if source.startswith(f"{target}/"):
+            return errno.ENOTEMPTY
+        if there and stat.S_ISDIR(mode) != stat.S_ISDIR(there):
+            return errno.EISDIR if stat.S_ISDIR(there) else errno.ENOTDIR
+        if there and stat.S_ISDIR(there) and self.overlay.names(target):
+            return errno.ENOTEMPTY
+        # shutil.move then goes on file by file
+        return errno.EXDEV if across and stat.S_ISDIR(mode) else 0
+
+    def _links(
+        self,
+        really: Any,
+        src: Any,
+        dst: Any,
+        *,
+        src_dir_fd: int | None = None,
+        dst_dir_fd: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        source, place = self.overlay.find(src, False, src_dir_fd)
+        if not mode_of(place):
+            really(place, place, **kwargs)
+        target, goes = self.overlay.find(dst, False, dst_dir_fd)
+        if not is_folder(place) and not mode_of(goes):
+            if not self.overlay.leaves_alone(target):
+                goes = self.overlay.fresh(target)
+            if not self.overlay.leaves_alone(source):
+                self.overlay.copy_up(source)
+                place = self.overlay.place(source)
+        really(place, goes, **kwargs)
+        self.overlay.note()
+
+    def _links_to(self, really: Any, src: Any, dst: Any, *args: Any, dir_fd: int | None = None) -> None:
+        key, place = self.overlay.find(dst, False, dir_fd)
+        if not mode_of(place) and not self.overlay.leaves_alone(key):
+            place = self.overlay.fresh(key)
+        really(src, place, *args)
+        self.overlay.note()
+
+    # -- the byte code and the audit of a trial ---------------------------------------------------------------------------------------
+
+    def keep_byte_code(self) -> None:
+        """Write byte code only for installed packages, as a plain run of the program would."""
+        python = "/python{}.{}/".format(*sys.version_info)
+
+        def caches(really: Any, loader: object, path: str, *args: Any, **kwargs: Any) -> None:
+            if any(part in path for part in ("/site-packages/", "/dist-packages/", python)):
+                really(loader, path, *args, **kwargs)
+
+        self._wrap(machinery.SourceFileLoader, "set_data", caches)
+
+    def audit(self, event: str, args: tuple[Any, ...]) -> None:
+        """End the program before a change that did not come through this sandbox."""
+        paths = EVENTS.get(event)
+        own = self.overlay.own
+        if paths is None or self.overlay.busy or getattr(own, "answering", False):
+            return
+        if event == "open" and not (isinstance(args[2], int) and args[2] & WRITES):
+            return
+        for at, folder in paths:
+            path, fd = args[at], -1 if folder is None else args[folder]
+            if isinstance(path, (str, bytes, os.PathLike)) and os.fspath(path) not in ("", b"", ":memory:"):
+                own.answering = True
+                try:
+                    key, place = self.overlay.find(path, True, fd if fd >= 0 else None)
+                finally:
+                    own.answering = False
+                special = mode_of(place) and not stat.S_ISREG(mode_of(place)) and not is_folder(place)
+                if not special and not self.overlay.leaves_alone(key):
+                    self._stop(event, os.fsdecode(path))
+
+    def _stop(self, event: str, path: str) -> None:
+        frame: Any = sys._getframe(2)
+        with self.overlay.looking():
+            os.makedirs(self.overlay.folder, exist_ok=True)
+            with open(f"{self.overlay.folder}/{ESCAPED}", "w", encoding="utf-8", errors="replace") as file:
+                file.write(f"{event} of {path} at {frame.f_code.co_filename}:{frame.f_lineno}")
+        os._exit(1)
+
+
+class Modules:
+    """Finds modules that the program has written itself."""
+
+    def __init__(self, overlay: Overlay) -> None:
+        self.overlay = overlay
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> Any:
+        if self.overlay.busy or not self.overlay.changed():
+            return None
+        keys = [self.overlay.key(folder or ".", True) for folder in (sys.path if path is None else path)]
+        above = [self.overlay.upper + key for key in keys if self.overlay.holds(key)]
+        return machinery.PathFinder.find_spec(name, above) if above else None
+
+
+class Entries:
+    """What ``os.scandir`` returns for a folder of the view."""
+
+    def __init__(self, key: str, path: Any, names: list[str]) -> None:
+        self._entries = (Entry(key, path, name) for name in names)
+
+    def __iter__(self) -> Entries:
+        return self
+
+    def __next__(self) -> Entry:
+        return next(self._entries)
+
+    def __enter__(self) -> Entries:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._entries.close()
+
+
+class Entry:
+    """An ``os.DirEntry`` of the view."""
+
+    def __init__(self, key: str, path: Any, name: str) -> None:
+        self._path = f"{key}/{name}"
+        self.name: Any = os.fsencode(name) if isinstance(path, bytes) else name
+        self.path = os.path.join(path, self.name)
+
+    def __fspath__(self) -> Any:
+        return self.path
+
+    def __repr__(self) -> str:
+        return f"<DirEntry {self.name!r}>"
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        try:
+            return os.stat(self._path, follow_symlinks=follow_symlinks)
+        except OSError as error:
+            error.filename = self.path
+            raise
+
+    def _is(self, of_kind: Callable[[int], bool], follow_symlinks: bool) -> bool:
+        try:
+            return of_kind(self.stat(follow_symlinks=follow_symlinks).st_mode)
         except FileNotFoundError:
             return False
 
-    def _change(self, really: Callable[..., Any], path: object, *args: object, **kwargs: object) -> None:
-        where = path if kwargs.get("dir_fd") is not None else self.overlay.changing(path)
-        if where is not None:
-            really(where, *args, **kwargs)
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        return self._is(stat.S_ISDIR, follow_symlinks)
 
-    # -- moving and removing --------------------------------------------------------------------------------
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:
+        return self._is(stat.S_ISREG, follow_symlinks)
 
-    def _move(self, really: Callable[..., Any], src: Any, dst: Any, **kwargs: Any) -> None:
-        if not self.overlay.move(_at(src, kwargs.get("src_dir_fd")), _at(dst, kwargs.get("dst_dir_fd"))):
-            really(src, dst, **kwargs)
+    def is_symlink(self) -> bool:
+        return self._is(stat.S_ISLNK, False)
 
-    def _remove(self, really: Callable[..., Any], path: object, *, dir_fd: int | None = None) -> None:
-        full = _at(path, dir_fd)
-        # A listing still shows what the script removed earlier; with a folder descriptor, the script is
-        # walking such a listing.
-        if self.overlay.is_outside(full) or not self.overlay.remove(full, quiet=dir_fd is not None):
-            really(path, dir_fd=dir_fd)
+    def is_junction(self) -> bool:
+        return False
 
-    def _mkdir(self, really: Callable[..., Any], path: Any, *args: object, **kwargs: Any) -> None:
-        full = _at(path, kwargs.get("dir_fd"))
-        if not self.overlay.shows_again(full):
-            really(path, *args, **kwargs)
-            self.overlay.make(full)
-
-    def _rmdir(self, really: Callable[..., Any], path: object, *, dir_fd: int | None = None) -> None:
-        full = _at(path, dir_fd)
-        if self.overlay.is_outside(full) or not self.overlay.hide_folder(full):
-            really(path, dir_fd=dir_fd)
-
-    def _symlink(
-        self, really: Callable[..., Any], src: Any, dst: Any, *args: object, **kwargs: object
-    ) -> None:
-        where = self.overlay.writing(dst, "x")
-        if where is not dst:  # the link lies elsewhere, so make its target absolute
-            src = self.overlay.reading(
-                os.path.join(os.path.dirname(os.path.abspath(os.fsdecode(dst))), os.fsdecode(src))
-            )
-        really(src, where, *args, **kwargs)
+    def inode(self) -> int:
+        return self.stat(follow_symlinks=False).st_ino
 
 
-def _at(path: Any, folder: int | None) -> Any:
-    """Return the full path of a name below an open folder."""
-    return path if folder is None else os.path.join(os.readlink(f"/proc/self/fd/{folder}"), os.fsdecode(path))
+def _leave(finder: object) -> None:
+    if finder in sys.meta_path:
+        sys.meta_path.remove(finder)

@@ -1,285 +1,361 @@
-"""Maps file paths of a trial: a view over the user's folders, with the script's own changes.
+"""A view of the file system for one program: the user's files, with the program's own changes above them.
 
-This module patches nothing; the file sandbox asks it about every path. Three kinds of objects belong to the
-script. Files it wrote are in ``moved`` and lie in the trial's folder. The others are folders it made, and
-files it created under a fresh name (temporary files, which lie where the script put them). Both are also
-listed in a file, so that the parent can remove what a killed script left.
+    <folder>/files/<path>   what the program made or changed, under its own path
+    <folder>/moved          pairs (path, where its original content lies now), for what it removed and renamed
+
+Both lie on the disk, so that all processes of the program have one view. Paths are resolved in the view, link by
+link, as the kernel would. A canonical path of the view is called a key here; "" is the root.
 """
 
 from __future__ import annotations
 
 import errno
 import itertools
-import json
 import os
-import shutil
-import tempfile
+import posix  # its functions are the originals of those that the sandbox replaces
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from torch import Tensor
+    from typing import Any
 
-SYSTEM = ("/dev/", "/proc/", "/sys/")
-# other processes of a compiler read them back
-CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
+SYSTEM = ("/dev", "/proc", "/sys")
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME")
+LINKS = 40  # as the kernel: more links in one path are a circle
+REMOVED = ".removed-by-the-program"  # is nowhere, so the kernel says that there is no such file
+NOWHERE, INHERITED = "", "."  # of `moved`: no original content; what the folder above says
 
 
 class Overlay:
-    def __init__(self, folder: str, keeps_temporary: bool = False) -> None:
-        """``keeps_temporary``: also redirect files with a fixed name in the folder for temporary files."""
-        self.folder = folder
-        self.moved: dict[str, str | None] = {}  # None: removed by the script, but still on the disk
-        self.made: list[str] = []  # folders
-        self.fresh: set[str] = set()
-        self.list = f"{folder}.list"
-        self._names: set[str] = set()
+    def __init__(self, folder: str, outside: tuple[str, ...] = ()) -> None:
+        """``outside``: folders that are left alone, besides those of the system and of caches."""
+        self.folder = os.path.realpath(folder)
+        self.upper = f"{self.folder}/files"
+        self._list = f"{self.folder}/moved"
+        self._moved: dict[str, str] = {}
+        self._folders: dict[
+            str, str
+        ] = {}  # folder as it is written -> key, until the next change of a folder
+        self._seen = 0  # bytes of the list
         self._count = itertools.count()
-        self._own = threading.local()
-        temporary, cwd = _folder(tempfile.gettempdir()), _folder(os.getcwd())
-        caches = [os.environ[name] for name in CACHES if os.environ.get(name)] + [
-            os.path.expanduser(f"~/{name}") for name in (".cache", ".triton")
-        ]
-        self._outside = (*SYSTEM, _folder(folder), *(_folder(path) for path in caches))
-        self._temporary = "\0" if keeps_temporary else temporary  # no path starts with this
-        # users keep projects in /tmp
-        self._project = cwd if cwd.startswith(temporary) and cwd != temporary else None
+        self.own = threading.local()  # busy: flatout uses the real files; answering: the sandbox acts
+        home = os.path.expanduser("~")
+        caches = [os.environ[name] for name in CACHES if os.environ.get(name)]
+        temporary = os.environ.get("TMPDIR") or "/tmp"
+        left_alone = [*SYSTEM, self.folder, *outside, temporary, *caches, f"{home}/.cache", f"{home}/.triton"]
+        self._outside = tuple({os.path.realpath(path) + "/" for path in left_alone})
+        self._project = os.path.join(os.path.realpath(self.cwd()), "")  # users keep projects in /tmp
+
+    # -- who asks ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """Inside, the overlay itself asks the file system, so the sandbox must not ask the overlay."""
-        before, self._own.busy = self.busy, True
+        """Inside, the sandbox does not act: flatout's own code uses the real files."""
+        before, self.own.busy = self.busy, True
         try:
             yield
         finally:
-            self._own.busy = before
+            self.own.busy = before
 
     @property
     def busy(self) -> bool:
-        return getattr(self._own, "busy", False)
+        return getattr(self.own, "busy", False)
 
-    # -- path names -----------------------------------------------------------------------------------------
+    # -- paths ------------------------------------------------------------------------------------------------------
 
-    def key(self, path: Any) -> str:
-        """Return the canonical name of a file: folders resolved, a final link not."""
-        folder, name = os.path.split(os.path.abspath(os.fsdecode(os.fspath(path))))
-        with self.looking():
-            return os.path.join(os.path.realpath(folder), name)
+    def cwd(self) -> str:
+        return self._logical(posix.getcwd())
+
+    def path_of(self, handle: int) -> str:
+        """Return the path of an open file or folder in the view."""
+        return self._logical(posix.readlink(f"/proc/self/fd/{handle}"))
+
+    def _logical(self, path: str) -> str:
+        if f"{path}/".startswith(f"{self.upper}/"):
+            return path[len(self.upper) :] or "/"
+        for key, there in self._moved.items():
+            if there and f"{path}/".startswith(f"{there}/"):
+                return key + path[len(there) :]
+        return path
 
     def is_outside(self, path: object) -> bool:
-        """Whether a path is left alone: not a path, or a system, temporary, cache or trial path."""
-        if not isinstance(path, (str, bytes, os.PathLike)):
-            return True
-        key = self.key(path) + os.sep
-        if key.startswith(self._outside):
-            return True
-        return key.startswith(self._temporary) and not (self._project and key.startswith(self._project))
+        """Whether a path is left alone: not a path, or one of the system, of a cache or of flatout."""
+        return not isinstance(path, (str, bytes, os.PathLike)) or self.leaves_alone(self.key(path))
 
-    def _known(self, path: object) -> str | None:
-        """Return the key of a path that the script has changed, else None; most need only the name."""
-        if not self.moved or not isinstance(path, (str, bytes, os.PathLike)):
-            return None
-        if os.path.basename(os.fsdecode(os.fspath(path)).rstrip(os.sep)) not in self._names:
-            return None
-        key = self.key(path)
-        return key if key in self.moved else None
-
-    def _note(self, key: str, target: str | None) -> None:
-        self.moved[key] = target
-        self._names.add(os.path.basename(key))
-
-    def _is_there(self, key: str) -> bool:
-        """Whether a file that the script did not write exists from its point of view."""
-        with self.looking():
-            return key not in self.moved and os.path.lexists(key)
-
-    # -- reading and writing --------------------------------------------------------------------------------
-
-    def reading(self, path: object) -> Any:
-        """Return where the content lies. Raises FileNotFoundError for files that the script has removed."""
-        key = self._known(path)
-        if key is None:
-            return path
-        target = self.moved[key]
-        if target is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        return target
-
-    def writing(self, path: object, mode: str) -> Any:
-        """Return where to write: the path itself if nothing may move or the script itself must fail."""
-        if self.is_outside(path):
-            return path
-        key = self.key(path)
-        with self.looking():
-            if key not in self.moved and os.path.islink(key):
-                key = os.path.realpath(key)
-        target = self.moved.get(key)
-        if target is not None or key in self.fresh or self.is_outside(key):
-            return target or path
-        folder = os.path.dirname(key)
-        self.reading(folder)  # raises for a folder that the script has removed
-        there = self._is_there(key)
-        with self.looking():
-            if (
-                not os.path.isdir(folder)
-                or not os.access(folder, os.W_OK)
-                or (there and os.path.isdir(key))
-                or ("x" in mode and there)
-            ):
-                return path
-            if not there and not set(mode) & set("wax"):
-                self.reading(path)
-                return path
-            os.makedirs(self.folder, exist_ok=True)
-            target = os.path.join(
-                self.folder, f"{os.getpid()}-{next(self._count):04d}-{os.path.basename(key)[-200:]}"
-            )
-            if there and "w" not in mode:
-                shutil.copy2(key, target)
-        self._note(key, target)
-        return target
-
-    def changing(self, path: object) -> Any:
-        """Return where to change a file's times, permissions or length; None to ignore the change."""
-        if self.is_outside(path):
-            return path
-        key = self.key(path)
-        self.reading(path)
-        with self.looking():
-            if key in self.made or key in self.fresh:
-                return path
-            if os.path.isdir(key):
-                return None
-        return self.writing(path, "r+")
-
-    def create(self, path: object) -> None:
-        """Register a new file that was created in place, under a fresh name."""
-        self.fresh.add(self.key(path))
-        self._list("file", self.key(path))
-
-    # -- folders --------------------------------------------------------------------------------------------
-
-    def shows_again(self, path: object) -> bool:
-        """Show a folder again that the script removed and now makes: it was there all the time."""
-        key = self._known(path)
-        if key is None or self.moved[key] is not None:
+    def leaves_alone(self, key: str) -> bool:
+        key += "/"
+        if not key.startswith(self._outside):
             return False
-        del self.moved[key]
-        return True
+        longest = max(len(folder) for folder in self._outside if key.startswith(folder))
+        return not key.startswith(self._project) or longest > len(self._project)
 
-    def make(self, path: object) -> None:
-        if not self.is_outside(path):
-            self.made.append(self.key(path))
-            self._list("folder", self.made[-1])
+    def key(self, path: Any, follow: bool = False) -> str:
+        return self.find(path, follow)[0]
 
-    def hide_folder(self, path: object) -> bool:
-        """Remove a folder from view; False if it must really be removed. Raises as ``rmdir`` does."""
-        key = self.key(path)
-        self.reading(path)
-        for known in [
-            known
-            for known, target in self.moved.items()
-            if target is not None and known.startswith(key + os.sep)
-        ]:
-            del self.moved[known]
-        if key in self.made:
-            self.made.remove(key)
-            return False
-        with self.looking():
-            if not os.path.isdir(key) or os.path.islink(key):
-                return False
-            left = [name for name in os.listdir(key) if os.path.join(key, name) not in self.moved]
-        if left:
-            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
-        self._note(key, None)
-        return True
+    def find(self, path: Any, follow: bool = True, at: int | None = None) -> tuple[str, str]:
+        """Return the key of a path, and where it lies, or would lie: the real path. ``at``: an open folder."""
+        text = os.fsdecode(path)
+        if not text:
+            return "", ""
+        if not text.startswith("/"):
+            text = f"{self.cwd() if at is None else self.path_of(at)}/{text}"
+        self.changed()
+        folder, _, name = text.rstrip("/").rpartition("/")
+        if name in ("", ".", ".."):
+            key = self._walk(text)
+        else:
+            above = self._folders.get(folder)
+            if above is None:
+                above = self._folders[folder] = self._walk(folder)
+            key = f"{above}/{name}"
+            if (follow or text.endswith("/")) and _is_link(self.place(key)):
+                key = self._walk(key)
+        return key, self.place(key)
 
-    # -- removing and moving --------------------------------------------------------------------------------
+    def _walk(self, text: str) -> str:
+        key, rest, links = "", text.split("/")[::-1], 0
+        while rest:
+            name = rest.pop()
+            if name == "..":
+                key = key.rpartition("/")[0]
+            elif name not in ("", "."):
+                place = self.place(f"{key}/{name}")
+                if _is_link(place):
+                    links += 1
+                    if links > LINKS:
+                        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), text)
+                    target = posix.readlink(place)
+                    key = "" if target.startswith("/") else key
+                    rest += target.split("/")[::-1]
+                else:
+                    key = f"{key}/{name}"
+        return key
 
-    def remove(self, path: object, quiet: bool = False) -> bool:
-        """Remove a file from view; False if it must really be removed. Raises as ``unlink`` does."""
-        key = self.key(path)
-        if key in self.fresh:
-            self.fresh.discard(key)
-            return False
-        if key in self.moved:
-            target = self.moved[key]
-            if target is None and not quiet:
-                self.reading(path)
-            with self.looking():
-                if target is not None:
-                    os.unlink(target)
-            self._forget(key)
-            return True
-        with self.looking():
-            if not os.path.lexists(key) or (os.path.isdir(key) and not os.path.islink(key)):
-                return False
-        self._note(key, None)
-        return True
+    def place(self, key: str) -> str:
+        """Return where the content of a key lies; if there is none, a path with which the kernel reports why."""
+        if not self._seen or self.leaves_alone(key):
+            return key or "/"
+        above = self.upper + key
+        if mode_of(above):
+            return above
+        below = self.below(key)
+        if below is not None and (not key or mode_of(below)):
+            return below
+        folder, _, name = key.rpartition("/")
+        parent = self.place(folder)
+        if not is_folder(parent) or parent == self.upper + folder:
+            return f"{parent}/{name}"
+        return f"{parent}/{REMOVED}" if below is None else below
 
-    def _forget(self, key: str) -> None:
-        self.moved.pop(key, None)
-        with self.looking():
-            there = os.path.lexists(key)
-        if there:
-            self._note(key, None)
+    def below(self, key: str) -> str | None:
+        """Return where the user's content of a key lies, or None if nothing of it belongs to the key any more."""
+        folder = key
+        while self._moved:
+            there = self._moved.get(folder)
+            if there is not None:
+                return there + key[len(folder) :] if there else None
+            if not folder:
+                break
+            folder = folder.rpartition("/")[0]
+        return key or "/"
 
-    def move(self, source: object, target: Tensor) -> bool:
-        """Move a file in view; False if it must really be moved. Raises as ``rename`` does."""
-        if self.is_outside(source) and self.is_outside(target):
-            return False
-        key = self.key(source)
-        with self.looking():
-            if os.path.isdir(key) and key not in self.moved:
-                return self._move_folder(key, source, target)
-        lies = self.reading(source)
-        ours = lies is not source or key in self.fresh or self.is_outside(source)
-        with self.looking():
-            if not os.path.lexists(lies):
-                return False
-        goes = self.writing(target, "w")
-        with self.looking():
-            if goes is target and (
-                os.path.isdir(target) or not os.path.isdir(os.path.dirname(os.path.abspath(target)))
-            ):
-                return False
-            (shutil.move if ours else shutil.copy2)(lies, goes)
-        self.fresh.discard(key)
-        self._forget(key)
-        return True
+    # -- the list of what has moved, shared by all processes --------------------------------------------------------
 
-    def _move_folder(self, key: str, source: object, target: Tensor) -> bool:
-        if key not in self.made:  # a user's folder: after this error shutil.move continues file by file
-            raise OSError(errno.EXDEV, "a folder that was there before the trial stays where it is", source)
-        self.made[self.made.index(key)] = new = self.key(target)
-        self._list("folder", new)
-        for known in [known for known in self.moved if known.startswith(key + os.sep)]:
-            self._note(new + known[len(key) :], self.moved.pop(known))
-        return False
-
-    # -- cleanup --------------------------------------------------------------------------------------------
-
-    def _list(self, kind: str, key: str) -> None:
-        with self.looking(), open(self.list, "a", encoding="utf-8") as file:
-            file.write(json.dumps([kind, key]) + "\n")
-
-
-def tidy(folder: str) -> None:
-    """Remove what a trial made in place: its fresh files, then its empty folders, innermost first."""
-    try:
-        with open(f"{folder}.list", encoding="utf-8") as file:
-            lines = file.read().splitlines()
-    except OSError:
-        return
-    listed = [json.loads(line) for line in lines]
-    for kind, path in sorted(listed, key=lambda entry: (entry[0] == "folder", -len(entry[1]))):
+    def changed(self) -> bool:
+        """Whether the program has changed anything; first read what its other processes have."""
         try:
-            (os.rmdir if kind == "folder" else os.unlink)(path)
+            size = posix.stat(self._list).st_size
         except OSError:
-            pass
+            size = 0
+        if size != self._seen:
+            with self.looking(), open(self._list, "rb") as file:
+                file.seek(self._seen)
+                fields = os.fsdecode(file.read(size - self._seen)).split("\0")
+            for key, there in zip(fields[:-1:2], fields[1::2], strict=True):
+                if there == INHERITED:
+                    self._moved.pop(key, None)
+                elif key:
+                    self._moved[key] = there
+            self._seen, self._folders = size, {}
+        return bool(size)
+
+    def note(self, *moves: tuple[str, str]) -> None:
+        """Record moves, or only that a folder or a link has changed, in one write."""
+        text = "".join(f"{key}\0{there}\0" for key, there in moves or [("", NOWHERE)])
+        if not self._seen:
+            with self.looking():
+                os.makedirs(self.folder, exist_ok=True)
+        handle = posix.open(self._list, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            posix.write(handle, os.fsencode(text))
+        finally:
+            posix.close(handle)
+        self.changed()
+
+    def hide(self, key: str) -> None:
+        """Hide what the user has at a key."""
+        self.note((key, NOWHERE))
+
+    def hides(self, key: str) -> bool:
+        return self.below(key) is None and not self.holds(key)
+
+    def holds(self, key: str) -> bool:
+        """Whether the program has made or changed this itself."""
+        return _lstat(self.upper + key) is not None
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def reading(self, path: Any, follow: bool = True, at: int | None = None) -> Any:
+        """Return the real path of what the program sees there."""
+        if not isinstance(path, (str, bytes, os.PathLike)) or (not self.changed() and at is None):
+            return path
+        place = self.find(path, follow, at)[1]
+        return os.fsencode(place) if isinstance(path, bytes) else place
+
+    def names(self, key: str) -> list[str]:
+        """Return the names in a folder of the view."""
+        below, above = self.below(key), self.upper + key
+        moved = {
+            path.rpartition("/")[2]: there
+            for path, there in self._moved.items()
+            if path and path.rpartition("/")[0] == key
+        }
+        found = dict.fromkeys(name for name, there in moved.items() if there and mode_of(there))
+        if below is not None and is_folder(below):
+            found |= dict.fromkeys(name for name in posix.listdir(below) if name not in moved)
+        if is_folder(above):
+            found |= dict.fromkeys(posix.listdir(above))
+        return list(found)
+
+    # -- changing ---------------------------------------------------------------------------------------------------
+
+    def writing(self, path: Any, flags: int, at: int | None = None) -> Any:
+        """Return the real path to open with these flags: above, or where the program itself must fail."""
+        exclusive = flags & os.O_CREAT and flags & os.O_EXCL
+        key, place = self.find(path, not (exclusive or flags & os.O_NOFOLLOW), at)
+        if not key or self.leaves_alone(key) or (place == self.upper + key and self.holds(key)):
+            return place
+        mode = mode_of(place)
+        if not mode:
+            return self.fresh(key) if flags & os.O_CREAT else place
+        if exclusive or not stat.S_ISREG(mode):
+            return place
+        if not posix.access(place, os.W_OK):
+            raise _denied(place, path)
+        self.copy_up(key, with_content=not flags & os.O_TRUNC)
+        return self.upper + key
+
+    def fresh(self, key: str) -> str:
+        """Return the real path of a new entry, whose folder then exists above; in a folder that does not, one that fails."""
+        folder, _, name = key.rpartition("/")
+        place = self.place(folder)
+        if not is_folder(place):
+            return f"{place}/{name}"
+        self._check_folder(folder)
+        self.mirror(folder)
+        return self.upper + key
+
+    def _check_folder(self, folder: str) -> None:
+        """Raise as the kernel would if the user may not change a folder."""
+        place = self.place(folder)
+        if not posix.access(place, os.W_OK | os.X_OK):
+            raise _denied(place, folder)
+
+    def mirror(self, folder: str) -> None:
+        """Make a folder of the user above, with its mode and times."""
+        above = self.upper + folder
+        if _lstat(above) is not None:
+            return
+        if folder:
+            self.mirror(folder.rpartition("/")[0])
+        about = posix.stat(self.below(folder) or "/")
+        with self._times_kept(folder):
+            with self.looking():
+                os.makedirs(above, exist_ok=True)  # another process may do the same
+            posix.chmod(above, stat.S_IMODE(about.st_mode) | stat.S_IRWXU)
+            posix.utime(above, ns=(about.st_atime_ns, about.st_mtime_ns))
+        self.note()
+
+    @contextmanager
+    def _times_kept(self, key: str) -> Iterator[None]:
+        """Keep the times of the folder of a key: what is only copied up is not new to the program."""
+        folder = self.upper + key.rpartition("/")[0]
+        about = _lstat(folder) if key else None
+        yield
+        if about is not None:
+            posix.utime(folder, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+    def copy_up(self, key: str, with_content: bool = True) -> None:
+        """Copy what the user has at a key, so that the program can change it."""
+        place = self.below(key)
+        if place is None or self.holds(key):
+            return
+        if is_folder(place):
+            self.mirror(key)
+            return
+        import shutil
+
+        self.mirror(key.rpartition("/")[0])
+        copy = f"{self.folder}/copy-{os.getpid()}-{next(self._count)}"
+        with self.looking(), self._times_kept(key):
+            if with_content:
+                shutil.copy2(place, copy, follow_symlinks=False)
+            else:
+                open(copy, "wb").close()
+                shutil.copymode(place, copy)
+            posix.rename(copy, self.upper + key)
+
+    def remove(self, key: str) -> None:
+        """Remove a file, a link or an empty folder from the view."""
+        self._check_folder(key.rpartition("/")[0])
+        place = self.place(key)
+        if place == self.upper + key:
+            (posix.rmdir if is_folder(place) else posix.unlink)(place)
+        below = self.below(key)
+        self.hide(key) if below is not None and mode_of(below) else self.note()
+
+    def move(self, source: str, target: str) -> None:
+        """Rename within the view; ``target`` is free. What the user has stays where it is and gets another key."""
+        self._check_folder(source.rpartition("/")[0])
+        self.mirror(target.rpartition("/")[0])
+        if self.holds(source):
+            posix.rename(self.upper + source, self.upper + target)
+        below = self.below(source)
+        inner = [(path, there) for path, there in self._moved.items() if path.startswith(f"{source}/")]
+        old = [(path, INHERITED) for path in self._moved if path.startswith((f"{source}/", f"{target}/"))]
+        self.note(
+            *old,
+            (target, below if below is not None and mode_of(below) else NOWHERE),
+            *[(target + path[len(source) :], there) for path, there in inner],
+            (source, NOWHERE),
+        )
 
 
-def _folder(path: str) -> str:
-    return os.path.join(os.path.realpath(path), "")
+def _lstat(path: str) -> os.stat_result | None:
+    try:
+        return posix.lstat(path)
+    except (OSError, ValueError):
+        return None
+
+
+def mode_of(path: str) -> int:
+    """Return the kind and permissions of what is at a path, without following a link; 0 if there is nothing."""
+    about = _lstat(path)
+    return about.st_mode if about is not None else 0
+
+
+def is_folder(path: str) -> bool:
+    return stat.S_ISDIR(mode_of(path))
+
+
+def _is_link(path: str) -> bool:
+    return stat.S_ISLNK(mode_of(path))
+
+
+def _denied(place: str, path: object) -> OSError:
+    folder = place if is_folder(place) else place.rpartition("/")[0] or "/"
+    number = errno.EROFS if posix.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
+    return OSError(number, os.strerror(number), path)

@@ -74,22 +74,19 @@ class Folders:
 
 
 class RankFileSandbox(FileSandbox):
-    """File sandbox for every rank except 0: its writes are invisible to others."""
+    """File sandbox for every rank except 0: its changes are invisible to others, except for folders."""
 
     def __init__(self, launch: str, rank: int, ledger: Ledger) -> None:
-        folder = os.path.join(launch, f"rank{rank}.files")
-        super().__init__(folder, ledger)
-        self.overlay = Overlay(folder, keeps_temporary=True)
+        super().__init__(Overlay(os.path.join(launch, f"rank{rank}.files"), (launch,)), ledger)
         self.folders = Folders(launch, rank)
 
-    def _mkdir(self, really: Callable[..., Any], path: object, *args: object, **kwargs: object) -> None:
-        if kwargs.get("dir_fd") is not None or not self.overlay.shows_again(path):
-            with self.overlay.looking():
-                self.folders.make(really, path, *args, **kwargs)
-
-    def _rmdir(self, really: Callable[..., Any], path: object, *, dir_fd: int | None = None) -> None:
-        if dir_fd is None:
-            self.overlay.hide_folder(path)
+    def _makes(self, really: Any, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> None:
+        key, place = self.overlay.find(path, False, dir_fd)
+        if really.__name__ != "mkdir" or self.overlay.leaves_alone(key) or self.overlay.hides(key):
+            super()._makes(really, path, *args, dir_fd=dir_fd, **kwargs)
+        else:
+            self.folders.make(really, place, *args, **kwargs)
+            self.overlay.note()
 
 
 def launch_folder(here: RankEnvironment) -> str:
@@ -114,8 +111,12 @@ RealFiles = Callable[[], AbstractContextManager[None]]  # inside, files are the 
 def keep_aside(torch: ModuleType, launch: str, rank: int, ledger: Ledger) -> RealFiles:
     """Redirect the files of a rank from here on; ``launch`` is the launch folder."""
     if rank:
+        temporary = os.path.join(launch, f"rank{rank}.files", "tmp")
+        os.makedirs(temporary, exist_ok=True)
+        ledger.set_item(os.environ, "TMPDIR", temporary)
+        ledger.set(tempfile, "tempdir", temporary)
         sandbox = RankFileSandbox(launch, rank, ledger)
-        sandbox.install(torch)
+        sandbox.install()
         return sandbox.overlay.looking
     folders, really = Folders(launch, rank), os.mkdir
 

@@ -7,7 +7,7 @@
     report.html
     profile.json           record of `flatout profile`, next to profile.html
     runs/<run>/rank0.json  record of `flatout run`
-    trials/<n>/            one measured run: spec.json, result.json, stdout.log, stderr.log, saved/
+    trials/<n>/            one measured run: spec.json, result.json, stdout.log, stderr.log, and what it writes
     trials/handed_on/      samples shared by the programs of a search, while it runs
 """
 
@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from flatout.job.temporary import left_in, owned, remove
 from flatout.job.trust import distrusted
 from flatout.schema.errors import StorageError
 
@@ -166,6 +167,9 @@ class JobFolder:
 
     def new_trial(self) -> TrialFolder:
         """Create the folder of the next free number. ``mkdir`` ensures that two sessions never share one."""
+        for trial in self.trials.glob("*"):
+            for left in left_in(trial):  # by a process that was killed
+                remove(left)
         number = 1 + max((int(p.name) for p in self.trials.glob("*") if p.name.isdigit()), default=0)
         while True:
             try:
@@ -202,9 +206,9 @@ class TrialFolder:
         return self.path / "stderr.log"
 
     @property
-    def saved(self) -> Path:
-        """Return the folder that receives the files a trial writes, instead of the user's folders."""
-        return self.path / "saved"
+    def files(self) -> Path:
+        """Return the folder for what a trial started by this process writes, instead of the user's folders."""
+        return owned(self.path, "files")
 
     @property
     def info(self) -> Path:

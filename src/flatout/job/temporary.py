@@ -46,6 +46,11 @@ def temporary_folder(kind: str) -> Iterator[Path]:
         remove(folder)
 
 
+def owned(place: Path, kind: str) -> Path:
+    """Return a path in ``place`` for a folder of this process, which `left_in` finds once it has ended."""
+    return place / f"flatout-{kind}-{owner()}-0"
+
+
 def remove(folder: Path) -> None:
     """Remove a temporary folder; a git repository forgets its work trees in there.
 
@@ -84,7 +89,7 @@ def sweep() -> None:
     became, for example below a shell that has ended.
     """
     with suppress(OSError):
-        left = [path for place in {tempfile.gettempdir(), MEMORY} for path in _left_in(Path(place))]
+        left = [path for place in {tempfile.gettempdir(), MEMORY} for path in left_in(Path(place))]
         for number in os.listdir("/proc") if left else ():
             with suppress(OSError):
                 environment = Path("/proc", number, "environ").read_bytes() if number.isdigit() else b""
@@ -93,7 +98,8 @@ def sweep() -> None:
             remove(path)
 
 
-def _left_in(place: Path) -> Iterator[Path]:
+def left_in(place: Path) -> Iterator[Path]:
+    """Yield the folders of this user in ``place`` whose processes have ended."""
     for name in os.listdir(place) if place.is_dir() else ():
         path = place / name
         with suppress(OSError, ValueError):

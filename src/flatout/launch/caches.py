@@ -31,6 +31,11 @@ def private_caches(environment: Mapping[str, str]) -> tuple[dict[str, str], list
     return found, said
 
 
+def compiler_cache() -> str:
+    """Return the folder of torch's compiler, which by default follows TMPDIR."""
+    return _usual(os.environ)["TORCHINDUCTOR_CACHE_DIR"]
+
+
 def _usual(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the default folders.
 

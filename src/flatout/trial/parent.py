@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.agent.overlay import tidy
+from flatout.agent.file_sandbox import ESCAPED, FILES
 from flatout.job.folder import TrialFolder, read_json, write_json
 from flatout.job.temporary import remove, temporary
+from flatout.launch.caches import compiler_cache
 from flatout.launch.command import Command
 from flatout.launch.entry_watch import EntryWatch
 from flatout.launch.environment import ENTERED, QUIET, attached
@@ -56,7 +57,10 @@ class Trial:
         self.started_s = 0.0
         self.ticks_done = 0  # since the program began to train
         self.core: int | None = None  # on which the last ticks ended
-        self._short = temporary("t", in_memory=len(os.fsencode(tempfile.gettempdir())) > LONGEST)
+        far = len(os.fsencode(tempfile.gettempdir())) > LONGEST
+        self._short = temporary("t", in_memory=far)
+        self._files = folder.files.absolute()
+        self._temporary = (folder.files if far else self._short) / "tmp"  # of the program; not in memory
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._channels: list[Channel] = []
         self._main: Channel | None = None
@@ -89,14 +93,17 @@ class Trial:
                 facts=self.facts,
             )
             write_json(self.folder.spec, spec.to_json())
+            self._temporary.mkdir(parents=True)
         except OSError as error:
             raise StorageError(f"cannot prepare a trial in {self.folder.path}: {error.strerror}") from None
-        extra = {**QUIET, **process_environment(self.plan, self.facts, self.options.table)}
+        files = {FILES: str(self._files), "TMPDIR": str(self._temporary), "WANDB_DIR": str(self._temporary)}
+        extra = {**QUIET, **files, **process_environment(self.plan, self.facts, self.options.table)}
         if self.options.seed is not None and "PYTHONHASHSEED" not in os.environ:
             extra["PYTHONHASHSEED"] = str(self.options.seed)
         environment = attached(
             self.folder.spec.resolve(), extra, base={**os.environ, **dict(self.command.environment)}
         )
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", compiler_cache())
         self._watch = EntryWatch(Path(environment[ENTERED]))
         self.started_s = seconds()
         self._program = ProgramRun(
@@ -208,8 +215,7 @@ class Trial:
         for channel in self._channels:
             channel.close()
         self._listener.close()
-        tidy(str(self.folder.saved))  # left by a killed program; its checkpoints are useless too
-        for folder in (self._short, self.folder.saved):
+        for folder in (self._short, self._files):
             remove(folder)
 
     # -- messages ----------------------------------------------------------------------------------------------------
@@ -242,6 +248,9 @@ class Trial:
             elif "attached" not in message:
                 self._main = channel
                 return message
+        if (self._files / ESCAPED).exists():
+            self._program.end(0.0)
+            raise ProgramGone(self._lost("failed", self._escaped()))
         if self._program.exit_code is not None:
             self._accept()
             raise ProgramGone(self._gone(late))
@@ -261,6 +270,10 @@ class Trial:
             finally:
                 self._listener.settimeout(0)
         return None
+
+    def _escaped(self) -> str:
+        how = (self._files / ESCAPED).read_text(encoding="utf-8", errors="replace")
+        return f"it was stopped before it changed a file of yours, which flatout could not keep apart: {how}"
 
     def _accept(self, blocking: bool = False) -> None:
         while True:

@@ -28,7 +28,6 @@ class TrialOptions:
     reseed: bool = False  # add the seed to the program's own seeds, so that another seed gives another run
     entry: str = ENTRY
     perturbation: float = 0.0
-    sandbox: bool = True
     watch: bool = False  # also monitor loaders, garbage collection and call counters, for a profile
     table: str = TABLE  # "module:NAME" of the lever table of the Plan
     requested: Mapping[str, Any] = field(default_factory=dict)  # options of a different entry

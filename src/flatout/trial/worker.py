@@ -74,8 +74,6 @@ class Worker(WorkerRecord):
             self.watch = ProgramMonitor(self.torch, self.context, self.ledger)
         if self.spec.reseed and self.spec.seed:
             self._shift_seeds(self.spec.seed)
-        if self.spec.sandbox:
-            self.sandbox.install(self.torch)
         die_with_parent()
         try:
             self.channel = Channel.connect(self.spec.address)

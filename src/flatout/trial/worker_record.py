@@ -10,7 +10,7 @@ from typing import Any
 
 from flatout.agent.applier import Applier, Outcome
 from flatout.agent.bootstrap import say
-from flatout.agent.file_sandbox import FileSandbox
+from flatout.agent.file_sandbox import overlay_of_process
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
@@ -44,13 +44,11 @@ class WorkerRecord(Listener):
         self.ledger = Ledger()
         self.context = TrainingContext(torch, self, self.ledger)
         self.applier = Applier(levers(spec.table), spec.facts, self.context)
-        self.sandbox = FileSandbox(str(self.folder.saved), self.ledger)
+        self.looking = overlay_of_process().looking  # inside, files are the real ones
         if self.folder.handed_on.is_dir():
             from flatout.data.shared_samples import SharedSamples
 
-            self.context.handed_on = SharedSamples(
-                self.folder.handed_on, self.sandbox.overlay.looking, seconds
-            )
+            self.context.handed_on = SharedSamples(self.folder.handed_on, self.looking, seconds)
         self.notes = TrainingRecorder(torch, self.context)
         self.draws = SampleDrawProbe(torch)
         self.open_losses: tuple[Any, ...] = ()
@@ -58,10 +56,8 @@ class WorkerRecord(Listener):
         self.replica: StepReplica | None = None
         self.peak_bytes: int | None = None  # measured before a replica
         self.watch: ProgramMonitor | None = None
-        self.listening = ActiveProbe(
-            ProbeContext(torch, self.context, self.sandbox.overlay.looking, self.notes.kept)
-        )
-        self.ranks = RankSync(self.folder, self.listening, self.sandbox.overlay.looking)
+        self.listening = ActiveProbe(ProbeContext(torch, self.context, self.looking, self.notes.kept))
+        self.ranks = RankSync(self.folder, self.listening, self.looking)
         self.channel: Channel | None = None
         self.owner = os.getpid()
         self.claimed: bool | None = None  # None until the first step
@@ -171,9 +167,8 @@ class WorkerRecord(Listener):
     def write_record(self, status: str, reason: str) -> None:
         if not self.written:
             self.written = True
-            with self.sandbox.overlay.looking():  # the record is written outside the overlay
+            with self.looking():  # the record is written outside the overlay
                 write_json(self.folder.result, self.record(status, reason).to_json())
-            self.sandbox.leave()
 
     def _last_words(self, status: str, reason: str) -> None:
         try:

@@ -38,14 +38,19 @@ def _enter():
     if heartbeats and not os.path.isdir(heartbeats):  # the monitor has ended
         heartbeats = None
     device = os.environ.get("FLATOUT_DEVICE")
-    if not (job or explain or several or heartbeats or device):
+    files = os.environ.get("FLATOUT_FILES")
+    if files and not os.path.isdir(os.path.dirname(files)):  # the trial is over
+        files = None
+    if not (job or explain or several or heartbeats or device or files):
         return None
     if sys.version_info < OLDEST:
         return "old " + ".".join(str(number) for number in sys.version_info[:3])
     finder = _Flatout()
     sys.meta_path.insert(0, finder)
     if several:
-        _become_rank()
+        _must("become a rank", "rank_environment", os.environ)  # otherwise each rank would train by itself
+    if files:
+        _must("keep its files apart", "file_sandbox", files)
     why = "ok"
     try:
         if heartbeats:
@@ -70,18 +75,20 @@ def _enter():
             crash_report.install(explain, finder)
     except Exception as error:  # a script that does not fail never needs it
         why = "%s: %s" % (type(error).__name__, error)
-    if not (job or heartbeats or device):  # what acts only after a crash leaves sys.meta_path unchanged
+    if not (
+        job or heartbeats or device or files
+    ):  # what acts only after a crash leaves sys.meta_path unchanged
         sys.meta_path.remove(finder)
     return why
 
 
-def _become_rank():
+def _must(what, module, argument):
     try:
-        from flatout.agent import rank_environment
-
-        rank_environment.enter(os.environ)
-    except Exception as error:  # otherwise each rank would train by itself
-        sys.stderr.write("flatout: this process cannot become a rank: %s\n" % error)
+        name = "flatout.agent." + module
+        __import__(name)
+        sys.modules[name].enter(argument)
+    except Exception as error:
+        sys.stderr.write("flatout: this process cannot %s: %s\n" % (what, error))
         sys.stderr.flush()
         os._exit(2)
 

@@ -254,7 +254,7 @@ class Files(ReplayedFiles):
                     file.write(json.dumps(key) + "\n")
 
     def _read(self, key: str) -> None:
-        if self.value_log.going and self.overlay.moved.get(key, "") is None:
+        if self.value_log.going and self.overlay.hides(key):
             return  # does not exist yet
         with self.overlay.looking():
             stands = how_it_stands(key)

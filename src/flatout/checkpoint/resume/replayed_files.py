@@ -10,14 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from flatout.agent.bootstrap import AfterImport
 from flatout.agent.file_sandbox import FileSandbox
 from flatout.agent.ledger import Ledger
 from flatout.agent.overlay import Overlay
 from flatout.checkpoint.resume.hard_links import HardLinks
-from flatout.checkpoint.resume.listings import Listings
 from flatout.checkpoint.resume.value_log import ValueLog
 
 
@@ -56,12 +53,9 @@ class ReplayedFiles:
         """Hide everything that the script has created, until it creates it again."""
         self.reads = state["reads"]
         shutil.rmtree(self.folder, ignore_errors=True)
-        sandbox = FileSandbox(str(self.folder), self._ledger)
-        sandbox.overlay = self.overlay
         for key in self._all_made():
-            self.overlay._note(key, None)
-        sandbox.install(torch)
-        Listings(self.overlay).install(self._ledger)
+            self.overlay.hide(key)
+        FileSandbox(self.overlay, self._ledger).install()
 
     def _all_made(self) -> list[str]:
         try:
@@ -75,12 +69,12 @@ class ReplayedFiles:
         During a replay it can be moved and removed like any other file.
         """
         if key is not None:
-            target = self.overlay.writing(key, "w")
+            target = self.overlay.writing(key, os.O_CREAT | os.O_TRUNC)
             with self.overlay.looking(), open(target, "wb"):
                 self.hollow.add(key)
 
     def _read_again(self, key: str, stands: list[int]) -> None:
-        if self.overlay.moved.get(key) is not None and key not in self.hollow:
+        if self.overlay.holds(key) and key not in self.hollow:
             return  # written by this replay itself
         number, reads = self._played.get(key, 0), self.reads.get(key, [])
         self._played[key] = number + 1
@@ -96,16 +90,8 @@ class ReplayedFiles:
         self._ledger.restore()
 
     def _becomes_real(self, handle: Any, written: dict[str, Any]) -> None:
-        target = os.path.realpath(handle.name)
-        key = next(
-            (
-                key
-                for key, lies in self.overlay.moved.items()
-                if lies is not None and os.path.realpath(lies) == target
-            ),
-            None,
-        )
-        if key is None or key not in written:
+        key = self.overlay.path_of(handle.fileno())
+        if not self.overlay.holds(key) or key not in written:
             return
         self._open[handle] = key
         handle.flush()
