@@ -195,7 +195,7 @@ def test_a_program_that_stops_answering_is_ended(begin):
         trial.go(1000, seconds() + 2)
     assert caught.value.record.status == "hung"
     assert trial.ready
-    assert not os.path.exists(trial.folder.saved)
+    assert not os.path.exists(trial.folder.files)
 
 
 RANKS = """

@@ -3,7 +3,7 @@
 ``CALLS`` names the functions with which Python changes, lists and inspects files, and ``LIBRARIES`` those of
 libraries whose C code opens files itself. Each gets the real path from the overlay. Python raises an audit event for
 each change, so one that would change the user's files all the same ends the program before it happens. What other
-programs change, and C code that is not named here, is found after a trial (trial/escapes.py).
+programs change, and C code that is not named here, is found after a trial (trial/leaks.py).
 """
 
 from __future__ import annotations
@@ -275,8 +275,9 @@ class FileSandbox:
         if not mode or stat.S_ISDIR(mode) != (really.__name__ == "rmdir") or self.overlay.leaves_alone(key):
             really(place)
             return
-        if stat.S_ISDIR(mode) and self.overlay.names(key):
-            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+        why = errno.ENOTEMPTY if stat.S_ISDIR(mode) and self.overlay.names(key) else 0
+        if why := errno.EINVAL if _last(path) == "." else why:
+            raise OSError(why, os.strerror(why), path)
         self.overlay.remove(key)
 
     def _moves(
@@ -295,13 +296,15 @@ class FileSandbox:
         target, goes = overlay.find(dst, False, dst_dir_fd)
         stays = [overlay.leaves_alone(source), overlay.leaves_alone(target)]
         mode, there = mode_of(place), mode_of(goes)
-        if not mode or all(stays) or not is_folder(overlay.place(target.rpartition("/")[0])):
+        nowhere = not is_folder(overlay.place(target.rpartition("/")[0]))
+        dots = not nowhere and {_last(src), _last(dst)} & {".", ".."}
+        if not dots and (not mode or all(stays) or nowhere):
             really(place, goes)
             return
+        if why := errno.EBUSY if dots else self._why_not_moved(source, target, mode, there, any(stays)):
+            raise OSError(why, os.strerror(why), src, None, dst)
         if there and os.path.samestat(posix.lstat(place), posix.lstat(goes)):
             return  # two names of one file
-        if why := self._why_not_moved(source, target, mode, there, any(stays)):
-            raise OSError(why, os.strerror(why), src, None, dst)
         if not stays[1]:
             goes = overlay.fresh(target)
             if there:
@@ -316,7 +319,9 @@ class FileSandbox:
         overlay.note() if stays[0] else overlay.remove(source)
 
     def _why_not_moved(self, source: str, target: str, mode: int, there: int, across: bool) -> int:
-        if stat.S_ISDIR(mode) and f"{target}/".startswith(f"{source}/"):
+        if source == target:
+            return 0
+        if stat.S_ISDIR(mode) and target.startswith(f"{source}/"):
             return errno.EINVAL
         if source.startswith(f"{target}/"):
             return errno.ENOTEMPTY
@@ -475,6 +480,11 @@ class Entry:
 
     def inode(self) -> int:
         return self.stat(follow_symlinks=False).st_ino
+
+
+def _last(path: Any) -> str:
+    """Return the last name of a path as it is written."""
+    return os.fsdecode(path).rstrip("/").rpartition("/")[2]
 
 
 def _leave(finder: object) -> None:

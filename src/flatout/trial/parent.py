@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from flatout.schema.errors import NothingMeasured, StorageError
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import TrialRecord
+from flatout.trial import leaks
 from flatout.trial.channel import Channel, Hangup
 from flatout.trial.process_environment import process_environment
 from flatout.trial.spec import PLAIN, TrialOptions, TrialSpec
@@ -217,6 +219,10 @@ class Trial:
         self._listener.close()
         for folder in (self._short, self._files):
             remove(folder)
+        if self._program is not None:
+            root = os.path.realpath(self.command.folder or os.curdir)
+            if changes := leaks.changed(root, self.folder.spec.stat().st_ctime_ns):
+                sys.stderr.write(f"flatout: {changes}\n")
 
     # -- messages ----------------------------------------------------------------------------------------------------
 

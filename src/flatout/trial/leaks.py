@@ -1,0 +1,50 @@
+"""Finds what a trial has changed in the user's folder all the same: through C code, or through another program."""
+
+from __future__ import annotations
+
+import os
+
+from flatout.job.folder import FOLDER
+
+MOST = 50_000  # entries that are compared, below half a second
+NOT_COMPARED = (FOLDER, "__pycache__")
+SHOWN = 3
+_compared: set[str] = set()  # folders; one trial of a program shows what all do
+
+
+def changed(root: str, since_ns: int) -> str:
+    """Return a sentence about what changed below ``root`` since then, once per folder and process; or ""."""
+    if root in _compared:
+        return ""
+    _compared.add(root)
+    found = _changed(root, since_ns)
+    # a folder changes with what is in it
+    paths = [path for path in found if not any(_is_below(other, path) for other in found)]
+    if not paths:
+        return ""
+    more = f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
+    return (
+        f"while the program was measured, {', '.join(sorted(paths)[:SHOWN])}{more} changed in {root}: by C code or another program that "
+        "it uses, or by somebody else. flatout keeps apart what Python changes, and cannot keep that apart. If it matters, tune in a copy of the folder"
+    )
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path != folder and (folder == "." or path.startswith(f"{folder}/"))
+
+
+def _changed(root: str, since_ns: int) -> list[str]:
+    found, folders, seen = [], [root], 0
+    if os.stat(root).st_ctime_ns >= since_ns:
+        found.append(".")
+    while folders and seen < MOST:
+        folder = folders.pop()
+        try:
+            entries = [entry for entry in os.scandir(folder) if entry.name not in NOT_COMPARED]
+            seen += len(entries)
+            folders += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+            new = [entry.path for entry in entries if entry.stat(follow_symlinks=False).st_ctime_ns >= since_ns]
+        except OSError:  # removed meanwhile, or not readable for this user
+            continue
+        found += [os.path.relpath(path, root) for path in new]
+    return found
