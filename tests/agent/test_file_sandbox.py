@@ -466,19 +466,8 @@ def test_leaving_restores_python(here, tmp_path):
     assert [getattr(owner, name) for owner, name in names] == before
 
 
-@pytest.mark.processes
-@pytest.mark.timeout(120)
-def test_a_whole_trial_leaves_nothing_behind(flatout, script, tmp_path):
-    """A real trial in its own process: checkpoints, logs, folders, an appended and an overwritten file."""
-    (tmp_path / "tmp").mkdir()
-    work = flatout.folder
-    (work / "log.txt").write_text(OLD)
-    (work / "model.pt").write_text(OLD)
-    script("""
-import os, logging
+TRAINING = """
 import torch
-logging.basicConfig(filename="log.txt", level=logging.INFO)
-os.makedirs("checkpoints", exist_ok=True)
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(100000):
@@ -486,29 +475,130 @@ for step in range(100000):
     loss = model(torch.randn(8, 4)).square().mean()
     loss.backward()
     optimizer.step()
+"""
+WRITES = """
+import logging, os, shutil, sqlite3, subprocess, sys
+os.mkdir("out")  # before torch: fails where it exists
+import helper
+logging.basicConfig(filename="log.txt", level=logging.INFO)
+with open("out/written.py", "w") as file:
+    file.write("X = 3")
+sys.path.insert(0, "out")
+import written
+os.symlink("written.py", "out/latest")
+os.rename("runs", "old")
+assert sorted(os.listdir(".")) == ["helper.py", "log.txt", "model.pt", "old", "out", "train.py"], os.listdir(".")
+assert os.path.realpath("out/latest").endswith("out/written.py") and open("old/1/loss").read() == "1"
+shutil.rmtree("old")
+database = sqlite3.connect("out/results.db")
+database.execute("create table steps (loss)")
+database.commit()
+child = "import os; assert os.path.exists('out/results.db') and not os.path.exists('old'); open('out/child', 'w')"
+subprocess.run([sys.executable, "-c", child], check=True, cwd=".")
+assert os.path.exists("out/child")
+os.chdir("out")
+assert os.getcwd() == os.path.join(os.path.dirname(os.path.abspath(__file__)), "out")
+subprocess.run(["touch", "by_another_program"], check=True)  # in a folder of the trial, so it stays there, too
+assert os.path.exists("by_another_program") and os.path.exists("../out/by_another_program")
+os.chdir("..")
+""" + TRAINING.replace(
+    "    optimizer.step()",
+    """    optimizer.step()
     if step < 5:
         logging.info("step %d", step)
         torch.save(model.state_dict(), "model.pt")
-        torch.save(model.state_dict(), f"checkpoints/{step}.pt")
+        torch.save(model.state_dict(), f"out/{step}.pt")
         model.load_state_dict(torch.load("model.pt"))
-        print("read back", open("log.txt").read().count("step"), flush=True)
-""")
-    before = contents(work)
-    done = flatout(
-        "trial",
-        "--steps",
-        "5",
-        "--out",
-        str(tmp_path / "record.json"),
-        "python",
-        "train.py",
-        env={"TMPDIR": str(tmp_path / "tmp")},
-    )
+        print("read back", open("log.txt").read().count("step"), flush=True)""",
+)
+
+
+@pytest.fixture
+def trial(flatout, script, tmp_path):
+    """Runs a program as a trial in a folder of a user; its record, the output, what is there before and after."""
+    (tmp_path / "tmp").mkdir()
+    work = flatout.folder
+    (work / "runs" / "1").mkdir(parents=True)
+    for name, text in {"log.txt": OLD, "model.pt": OLD, "helper.py": "", "runs/1/loss": "1"}.items():
+        (work / name).write_text(text)
+    options = ("trial", "--steps", "5", "--out", str(tmp_path / "record.json"), "python", "train.py")
+    environment = {"TMPDIR": str(tmp_path / "tmp"), "PYTHONDONTWRITEBYTECODE": ""}
+
+    class Trial:
+        def start(self, text):
+            script(text)
+            self.before = contents(work)
+            return flatout.start(*options, env=environment)
+
+        def finish(self, process):
+            done = flatout.finish(process)
+            return done, json.loads((tmp_path / "record.json").read_text())
+
+        def run(self, text):
+            return self.finish(self.start(text))
+
+        def after(self):
+            assert not list((tmp_path / "tmp").glob("flatout-*"))
+            return {name: what for name, what in contents(work).items() if ".flatout" not in name}
+
+    return Trial()
+
+
+@pytest.mark.processes
+def test_a_whole_trial_leaves_nothing_behind(trial):
+    """A real trial in its own processes: folders, links, databases, modules, byte code, checkpoints, logs."""
+    done, record = trial.run(WRITES)
     assert done.code == 0, done.err
+    assert record["status"] == "finished"
     assert "read back 5" in done.out
-    assert contents(work) == before
-    assert json.loads((tmp_path / "record.json").read_text())["status"] == "finished"
+    assert trial.after() == trial.before
     assert done.left == []
+
+
+@pytest.mark.processes
+def test_two_trials_at_once(trial, flatout):
+    one = trial.start(WRITES)
+    two = trial.start(WRITES)
+    assert [trial.finish(process)[1]["status"] for process in (one, two)] == ["finished"] * 2
+    assert trial.after() == trial.before
+
+
+@pytest.mark.processes
+def test_a_killed_trial_leaves_the_folder_as_it_was(trial, flatout):
+    process = trial.start(WRITES.replace("if step < 5", "if True"))
+    while "read back 3" not in process.stdout.readline():
+        assert process.poll() is None
+    process.kill()
+    process.communicate()
+    assert trial.run(WRITES)[1]["status"] == "finished"
+    assert trial.after() == trial.before
+    assert not list(flatout.folder.glob(".flatout/*/trials/*/flatout-*"))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "change",
+    [
+        "import posix; posix.mkdir('made')",
+        "import io; io.FileIO('log.txt', 'w')",
+        "import posix; posix.rename('log.txt', 'x')",
+        "import posix, os; posix.open('made', os.O_CREAT | os.O_WRONLY)",
+    ],
+)
+def test_a_change_that_goes_around_the_sandbox_ends_the_trial_before_it_happens(trial, change):
+    done, record = trial.run(f"{change}\n{TRAINING}")
+    assert record["status"] == "failed"
+    assert "train.py:1" in record["reason"]
+    assert "could not keep apart" in record["reason"]
+    assert trial.after() == trial.before
+
+
+@pytest.mark.processes
+def test_what_another_program_changes_is_said(trial):
+    done, record = trial.run(f"import subprocess; subprocess.run(['mkdir', 'made'])\n{TRAINING}")
+    assert record["status"] == "finished"
+    assert "made changed in" in done.err
+    assert trial.run(TRAINING)[0].err.count("changed in") == 0
 
 
 @pytest.mark.processes
