@@ -21,7 +21,7 @@ from flatout.agent.file_sandbox import FileSandbox
 from flatout.agent.ledger import Ledger
 from flatout.agent.overlay import Overlay
 
-EXAMPLES = 2000 if os.environ.get("FLATOUT_FULL") else 150
+EXAMPLES = 2000 if os.environ.get("FLATOUT_FULL") else 60
 NAMES = st.sampled_from(["a", "b", "c", "runs"])
 INSIDE = st.lists(NAMES, min_size=1, max_size=3).map("/".join)
 PATHS = st.one_of(INSIDE, INSIDE.map("./".__add__), INSIDE.map("../work/".__add__), st.just("."))
@@ -79,7 +79,7 @@ def scanned(path):
             kinds[name] = entry.path, entry.is_symlink(), entry.is_dir(), entry.is_file()
         except OSError as error:
             kinds[name] = entry.path, error.errno
-    return kinds
+    return sorted(kinds.items())
 
 
 def changed_mode(path):
@@ -222,6 +222,10 @@ def anew(tmp_path, monkeypatch):
     return start
 
 
+def seen_from(work, results):
+    return str(results).replace(str(work.parent), "")
+
+
 LAW = settings(
     max_examples=EXAMPLES,
     deadline=None,
@@ -238,7 +242,7 @@ def test_a_program_sees_what_it_would_see_alone(anew, before, calls):
     os.chdir("/")
     apart = sandboxed(user, user.parent.parent / "trial", calls)
     assert untouched(user) == there
-    assert str(apart).replace(str(user), "W") == str(alone).replace(str(plain), "W")
+    assert seen_from(user, apart) == seen_from(plain, alone)
 
 
 @LAW
@@ -249,7 +253,7 @@ def test_two_trials_do_not_see_each_other(anew, before, one, two):
     sandboxed(user, user.parent.parent / "one", one)
     second = sandboxed(user, user.parent.parent / "two", two)
     assert untouched(user) == there
-    assert str(second).replace(str(user), "W") == str(carry_out(plain, two)).replace(str(plain), "W")
+    assert seen_from(user, second) == seen_from(plain, carry_out(plain, two))
 
 
 @pytest.mark.processes
@@ -266,7 +270,7 @@ def test_all_processes_of_a_trial_see_one_view(anew, before, calls, turns):
 
     alone = carry_out(plain, calls)
     apart = sandboxed(user, user.parent.parent / "trial", calls, in_some_process)
-    assert str(apart).replace(str(user), "W") == str(alone).replace(str(plain), "W")
+    assert seen_from(user, apart) == seen_from(plain, alone)
 
 
 def forked(call):

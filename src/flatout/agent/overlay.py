@@ -179,7 +179,7 @@ class Overlay:
                     self._moved.pop(key, None)
                 elif key:
                     self._moved[key] = there
-            self._seen, self._folders = size, {}
+            self._seen, self._folders, self._untouched = size, {}, {}
         return bool(size)
 
     def note(self, *moves: tuple[str, str]) -> None:
@@ -212,8 +212,21 @@ class Overlay:
         """Return the real path of what the program sees there."""
         if not isinstance(path, (str, bytes, os.PathLike)) or (not self.changed() and at is None):
             return path
+        text = os.fsdecode(path)
+        if at is None and text.startswith("/"):
+            folder, _, name = text.rpartition("/")
+            known = self._untouched.get(folder)
+            if known is None:
+                known = self._untouched[folder] = self._is_untouched(folder)
+            if known and name not in ("", ".", "..") and not (follow and _is_link(text)):
+                return path
         place = self.find(path, follow, at)[1]
         return os.fsencode(place) if isinstance(path, bytes) else place
+
+    def _is_untouched(self, folder: str) -> bool:
+        key = self._walk(folder)
+        moved = any(path.rpartition("/")[0] == key for path in self._moved)
+        return not moved and self.below(key) == folder and not self.holds(key)
 
     def names(self, key: str) -> list[str]:
         """Return the names in a folder of the view."""
@@ -311,11 +324,14 @@ class Overlay:
     def remove(self, key: str) -> None:
         """Remove a file, a link or an empty folder from the view."""
         self._check_folder(key.rpartition("/")[0])
-        place = self.place(key)
-        if place == self.upper + key:
-            (posix.rmdir if is_folder(place) else posix.unlink)(place)
+        mode = mode_of(self.upper + key)
+        if mode:
+            (posix.rmdir if stat.S_ISDIR(mode) else posix.unlink)(self.upper + key)
         below = self.below(key)
-        self.hide(key) if below is not None and mode_of(below) else self.note()
+        if below is not None and mode_of(below):
+            self.hide(key)
+        elif not stat.S_ISREG(mode):
+            self.note()
 
     def move(self, source: str, target: str) -> None:
         """Rename within the view; ``target`` is free. What the user has stays where it is and gets another key."""
