@@ -229,6 +229,7 @@ class SessionRecord(Record):
     frontier: list[TimeMemoryPoint] = field(
         default_factory=list
     )  # time against memory, in measured order; the first is the reference
+    plan_path: str = ""  # to be named with --plan, where `flatout run` would not find the plan
     ranks: RanksRecord | None = None  # if the program was tuned as several ranks
     named: list[NamedRecord] = field(default_factory=list)
     predictions: list[Prediction] = field(default_factory=list)  # of the profile that the search started from
