@@ -296,7 +296,7 @@ def _unguarded(record: FailureRecord, error: BaseException, torch: ModuleType | 
     for frame, _ in traceback.walk_tb(error.__traceback__) if script else ():
         for worker in getattr(frame.f_locals.get("self"), "_workers", ()):
             if worker._popen.method != "fork":
-                record.facts["unguarded"] = "__name__" not in "".join(linecache.getlines(script))
+                record.facts["unguarded"] = "__name__" not in "".join(linecache.getlines(str(script)))
                 return
 
 

@@ -224,6 +224,8 @@ class StepReplica:
                 self._played, self._share = steps, 1.0
                 self._reference = self._plain_plays(self._played)
         reference, steps = self._reference, self._played
+        if not all(bool(grad.isfinite().all()) for grads in reference.plain.gradients for grad in grads):
+            return {"failure": "the program's own gradients are NaN or infinite"}
         try:
             levers = reference.replay.play(steps, self.applier.in_order(self.choices))
         except (

@@ -219,6 +219,7 @@ class SessionRecord(Record):
     )
     obstacle: str = ""  # what prevents a larger speed-up, with the command that helps
     guard: GuardRecord = field(default_factory=lambda: GuardRecord("not checked", "nothing was chosen yet"))
+    own_loss: str = ""  # that the plain program's loss is NaN, and from which step
     levers: list[LeverRecord] = field(default_factory=list)
     comparisons: list[ComparisonRecord] = field(default_factory=list)
     blocks: list[dict[str, Any]] = field(
