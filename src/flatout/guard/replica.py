@@ -225,7 +225,8 @@ class StepReplica:
                 self._reference = self._plain_plays(self._played)
         reference, steps = self._reference, self._played
         if not all(bool(grad.isfinite().all()) for grads in reference.plain.gradients for grad in grads):
-            return {"failure": "the program's own gradients are NaN or infinite"}
+            why = "the program's own gradients are NaN or infinite, so rounding cannot be checked"
+            return {"checks": [check("gradient", 1.0, 0.0, why)]}
         try:
             levers = reference.replay.play(steps, self.applier.in_order(self.choices))
         except (
