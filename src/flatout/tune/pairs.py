@@ -13,6 +13,7 @@ from flatout.schema.enums import Effect
 from flatout.schema.errors import last_line
 from flatout.schema.plan import Plan, spell
 from flatout.schema.records import TrialRecord
+from flatout.tune.blame import came_to_its_end
 from flatout.tune.candidates import Candidate, plan_of, widest
 from flatout.tune.comparison import ProgramRequest, ProgramResult, measure_together
 from flatout.tune.limits import PAIRS
@@ -125,6 +126,8 @@ def _keep(
             seen.gone if seen.gone is not None and seen.gone.status == "ended" and seen.blocks else None
         )
         if record is None:
+            if seen.gone is not None:
+                came_to_its_end(tuning, seen.gone, seen.ticks)  # raises if the program fails by itself
             said = (
                 f"{seen.left_out[0]}: {seen.left_out[1]}"
                 if seen.left_out

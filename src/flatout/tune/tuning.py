@@ -72,8 +72,7 @@ class Tuning:
         self.blocks: list[TimedBlock] = []
         self.fitted: Fitted | None = None
         self.processes = 0
-        self.length_ticks: int | None = None  # of the program, once it was observed to finish by itself
-        self.own_failure: TrialRecord | None = None  # of the program, where the plain one fails the same way
+        self.length_ticks: int | None = None  # of the program, once it was observed to finish
         self.warm_ticks = 0  # ticks until the steps are steady
         self.once_s = 0.0  # time to fetch a whole data set first; later programs of the search reuse it
         self.furthest_plain = 0  # the last tick that the plain program reached
