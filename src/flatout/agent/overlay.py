@@ -36,9 +36,9 @@ class Overlay:
         self.upper = f"{self.folder}/files"
         self._list = f"{self.folder}/moved"
         self._moved: dict[str, str] = {}
-        self._folders: dict[
-            str, str
-        ] = {}  # folder as it is written -> key, until the next change of a folder
+        # folder as it is written -> its key, whether it is as the user has it; until a folder or a link changes
+        self._folders: dict[str, str] = {}
+        self._untouched: dict[str, bool] = {}
         self._seen = 0  # bytes of the list
         self._count = itertools.count()
         self.own = threading.local()  # busy: flatout uses the real files; answering: the sandbox acts
@@ -179,7 +179,9 @@ class Overlay:
                     self._moved.pop(key, None)
                 elif key:
                     self._moved[key] = there
-            self._seen, self._folders, self._untouched = size, {}, {}
+            self._seen = size
+            self._folders.clear()
+            self._untouched.clear()
         return bool(size)
 
     def note(self, *moves: tuple[str, str]) -> None:
