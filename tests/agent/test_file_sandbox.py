@@ -586,7 +586,7 @@ def test_a_killed_trial_leaves_the_folder_as_it_was(trial, flatout):
     ],
 )
 def test_a_change_that_goes_around_the_sandbox_ends_the_trial_before_it_happens(trial, change):
-    done, record = trial.run(f"{change}\n{TRAINING}")
+    _, record = trial.run(f"{change}\n{TRAINING}")
     assert record["status"] == "failed"
     assert "train.py:1" in record["reason"]
     assert "could not keep apart" in record["reason"]

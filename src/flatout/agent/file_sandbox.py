@@ -150,9 +150,12 @@ class FileSandbox:
             try:
                 return does(really, *args, **kwargs)
             except OSError as error:  # the program knows its own paths, not the real ones
-                for field, path in zip(("filename", "filename2"), args, strict=False):
-                    if getattr(error, field) is not None:
-                        setattr(error, field, path)
+                error.filename, error.filename2 = (
+                    path if known is not None else None
+                    for known, path in zip(
+                        (error.filename, error.filename2), (*args, None, None), strict=False
+                    )
+                )
                 raise
             finally:
                 own.answering = before

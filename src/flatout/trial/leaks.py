@@ -43,7 +43,9 @@ def _changed(root: str, since_ns: int) -> list[str]:
             entries = [entry for entry in os.scandir(folder) if entry.name not in NOT_COMPARED]
             seen += len(entries)
             folders += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
-            new = [entry.path for entry in entries if entry.stat(follow_symlinks=False).st_ctime_ns >= since_ns]
+            new = [
+                entry.path for entry in entries if entry.stat(follow_symlinks=False).st_ctime_ns >= since_ns
+            ]
         except OSError:  # removed meanwhile, or not readable for this user
             continue
         found += [os.path.relpath(path, root) for path in new]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flatout.agent.bootstrap import say
 from flatout.agent.file_sandbox import ESCAPED, FILES
 from flatout.job.folder import TrialFolder, read_json, write_json
 from flatout.job.temporary import remove, temporary
@@ -222,7 +222,7 @@ class Trial:
         if self._program is not None:
             root = os.path.realpath(self.command.folder or os.curdir)
             if changes := leaks.changed(root, self.folder.spec.stat().st_ctime_ns):
-                sys.stderr.write(f"flatout: {changes}\n")
+                say(changes)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
