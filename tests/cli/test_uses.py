@@ -33,7 +33,7 @@ OURS = re.compile(r"^(flatout: .*|\+--.*--\+|\|.*\|)\r?\n", re.MULTILINE)
 PLACES = {"space": "with space", "quotes": "it's \"$HOME\" *", "non-ASCII": "größe Ω", "in TMPDIR": "tmp/own"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "train.py"]
 # Processes, addresses, and the times in what torchrun says.
-VARIES = re.compile(r"(?<=line \d: )[ \d]+| at 0x\w+|(?<=torchelastic_)\w+|(?<=subprocess )\d+|^(W|E|I)\d{4} .*$|time +: .*|\(pid: \d+\)|pid +: .*|local_rank: .*|Process \w+-\d+")
+VARIES = re.compile(r"(?<=line \d: )[ \d]+| at 0x\w+|(?<=torchelastic_)\w+|(?<=subprocess )\d+|(?<=child )\d+|^ +\d+ Done +|^(W|E|I)\d{4} .*$|time +: .*|\(pid: \d+\)|pid +: .*|local_rank: .*|Process \w+-\d+")
 
 
 @dataclass(frozen=True)

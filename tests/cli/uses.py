@@ -223,10 +223,8 @@ SINGLE = (
     Use(train=True),
     Use("-m", "non-ASCII", "terminal", "atexit", "--with gc_pause", train=True),
     Use("bash file", "read-only", "files", "SIGKILL", "--with gc_pause", train=True),
-    Use("make", "in TMPDIR", "one pipe", "Ctrl-C", "", train=True),
     Use("script alone", "TMPDIR missing", "pipes", "broken pipe", "--with gc_pause", train=True),
     Use("-", "removed", "pipes", "exception", "", train=True),
-    Use("spawn", "space", "nothing", "os._exit", "--with gc_pause", train=True),
     Use("torchrun", "ordinary", "pipes", "normal", "--with gc_pause", train=True),
     Use("torchrun", "quotes", "files", "exception"),
 )
