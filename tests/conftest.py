@@ -223,13 +223,14 @@ class Flatout:
         except subprocess.TimeoutExpired:
             process.kill()
             out, err = process.communicate()
-            self._end(mark)
+            self.ended(mark)
             pytest.fail(
                 f"{process.args} did not end within {hang_s(timeout):.0f} s\n{out[-2000:]}\n{err[-4000:]}"
             )
-        return Done(process.returncode, out, err, self._end(mark))
+        return Done(process.returncode, out, err, self.ended(mark))
 
-    def _end(self, mark: str) -> list[str]:
+    def ended(self, mark: str) -> list[str]:
+        """The command lines of the processes that a run has left, which are then ended."""
         until = time.monotonic() + GRACE_S
         while (left := marked(mark)) and time.monotonic() < until:
             time.sleep(0.05)

@@ -71,10 +71,11 @@ class CrashReport:
         ):
             self.explain(error)
         if self._is_first():
-            try:
-                os.unlink(self.info)
-            except OSError:
-                pass
+            for remove, path in ((os.unlink, self.info), (os.rmdir, os.path.dirname(self.info))):
+                try:
+                    remove(path)
+                except OSError:
+                    pass  # not made, or the folder of a job, which has more files
 
     def explain(self, error: BaseException) -> None:
         """Print the explanation. Never raises, and never delays the exit."""

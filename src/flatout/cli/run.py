@@ -5,6 +5,7 @@ The program replaces this process. Without a plan flatout counts its steps, and 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -329,6 +330,7 @@ def _listening() -> dict[str, str]:
 def _become(cmd: Command, environment: dict[str, str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and exec would keep that for a shell
     try:
         os.execvpe(cmd.argv[0], list(cmd.argv), environment)
     except OSError as error:

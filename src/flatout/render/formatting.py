@@ -154,8 +154,8 @@ def setting(value: object) -> str:
 
 
 def shell(command: Sequence[object]) -> str:
-    """Quote a command for the shell."""
-    return legible(shlex.join(str(word) for word in command), 2000)
+    """Quote a command for the shell, on one line."""
+    return legible(shlex.join(map(str, command)), 2000).replace("\n", "'$'\\n''")
 
 
 def on_device(machine: Mapping[str, object]) -> list[str]:
