@@ -112,17 +112,34 @@ def test_programs_that_cannot_be_tuned(tune, flatout, script, ending, code, says
 
 
 @NEEDS_TORCH
-def test_a_program_that_fails_soon_hears_of_it(flatout, script):
-    """Whether or not a lever could be measured before, its own failure is named."""
-    script(LOOP + "steps(40); raise KeyError('soon')\n")
-    done = flatout("tune", "--budget", "20s", "python", "train.py", timeout=150)
+@pytest.mark.parametrize("budget", ["8s", "40s"])
+def test_a_program_that_fails_after_it_trained_ends_tune_so_whatever_the_budget(
+    tune, flatout, script, budget
+):
+    script(LOOP + "steps(40); print('seen', file=sys.stderr); sys.exit(7)\n")
+    done = tune("python", "train.py", budget=budget)
     (session,) = sessions(flatout.folder)
-    if done.code == 0:
-        assert session["obstacle"].startswith("the program fails by itself after about ")
-        assert "KeyError: 'soon'" in session["obstacle"]
-    else:
-        assert (done.code, session["status"]) == (1, "failed")
-        assert "KeyError: 'soon'" in done.err
+    assert (done.code, session["status"]) == (7, "failed")
+    assert "the program fails by itself after about " in session["message"]
+    assert "seen" in done.err
+    assert not [lever for lever in session["levers"] if "fail" in lever["reason"]]
+    assert not list(flatout.folder.rglob("flatout.toml"))
+
+
+@NEEDS_TORCH
+def test_a_program_whose_own_loss_becomes_nan_is_told_so_once(tune, flatout, script):
+    """Its losses and weights are equal from then on, whatever a lever does."""
+    nan = "square().mean().mul(float('nan') if step >= 20 else 1.0).backward()"
+    looped = LOOP.replace("for _ in range", "for step in range").replace("square().mean().backward()", nan)
+    script(looped + "steps(10**9)\n")
+    done = tune("python", "train.py", budget="12s", options=["--levers", "gc_pause,malloc"], speaks=False)
+    assert done.code == 0, done.err
+    (session,) = sessions(flatout.folder)
+    assert session["message"].endswith(
+        "; the program's own loss is NaN from step 20, so nothing after that step was compared"
+    )
+    assert " ".join(done.out.split()).count("the program's own loss is NaN") == 1
+    assert "nan" not in "".join(lever["reason"] for lever in session["levers"])
 
 
 @pytest.mark.parametrize(
@@ -230,7 +247,7 @@ def test_a_folder_where_nothing_can_be_written(tune, flatout, script, tmp_path):
         done = tune("python", "train.py", env={"XDG_CACHE_HOME": str(tmp_path / "cache")})
         assert done.code == 3
         assert "; the records go to" in done.err
-    assert len(list((tmp_path / "cache").glob("flatout/jobs/train-*/session.json"))) == 1
+    assert len(list((tmp_path / "cache").glob("flatout/jobs/*/train-*/session.json"))) == 1
     assert (flatout.folder / ".flatout").read_text() == "in the way"
 
 

@@ -129,7 +129,7 @@ def test_the_end_names_the_plan_beside_the_script_where_it_was_written(job, monk
     other = job_folder(understand([*WORDS, "--fast"]))
     assert done.stdout.endswith(f"plan:   {other.plan}\n")
     assert done.stderr.endswith(
-        f"flatout: the plan is in {other.plan}, where `flatout run` finds it; flatout.toml stays, because it was made for `python train.py`\n"
+        f"flatout: the plan is in {other.plan}; flatout.toml stays, because it was made for `python train.py`\n"
     )
     done = CliRunner().invoke(main.flatout, ["tune", "--no-write", *WORDS], catch_exceptions=False)
     assert done.stdout.endswith(f"plan:   {job.plan}\n")

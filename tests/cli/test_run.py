@@ -85,6 +85,30 @@ def test_a_failure_is_explained_under_its_traceback(flatout, script, tmp_path):
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("guard", [False, True])
+def test_a_missing_main_guard_is_named_where_a_loader_worker_ends_of_it(flatout, script, method, guard):
+    """The worker's own traceback is that of a process that imports the script again."""
+    pytest.importorskip("torch")
+    loop = (
+        "loader = DataLoader(list(range(8)), num_workers=2)\nfor batch in loader:\n    print(batch)\n"
+        if not guard
+        else "class Ends(list):\n    def __getitem__(self, at): os._exit(1)\n"
+        "if __name__ == '__main__':\n    for batch in DataLoader(Ends(range(8)), num_workers=2):\n        print(batch)\n"
+    )
+    script(
+        "import multiprocessing, os\nfrom torch.utils.data import DataLoader\n"
+        f"multiprocessing.set_start_method('{method}', force=True)\n{loop}"
+    )
+    done = flatout("run", "python", "train.py")
+    assert done.code == 1
+    named = [line for line in done.said if line.startswith("flatout:   more ")]
+    assert named == [f"flatout:   more   flatout explain {'FE071' if guard else 'FE075'}"]
+    if not guard:
+        (found,) = json.loads(flatout.here("explain", "--json", stdin=done.err).out)["explanations"]
+        assert found["rule"] == "FE075"
+
+
 def test_an_unknown_failure_has_nothing_under_it(flatout, script):
     script("{}['a']")
     plain = flatout.plain("python", "train.py")

@@ -70,6 +70,22 @@ def test_a_run_leaves_a_record_and_a_box_and_the_same_output(flatout, script, op
     assert any(f"next: flatout {'profile' if options else 'tune'} python train.py" in line for line in lines)
 
 
+@pytest.mark.parametrize("options", [(), ("--with", "gc_pause")])
+@pytest.mark.parametrize(("made", "steps"), [("", 48), ("optimizer.step()", 6)], ids=["none", "each eighth"])
+def test_steps_are_those_of_an_optimizer_or_else_backward_passes(flatout, script, options, made, steps):
+    """As for tune: without a lever to apply and with one."""
+    update = "optimizer.step()" if made else "model.zero_grad()"
+    looped = PROGRAM.replace("optimizer.zero_grad()", "seen = globals().get('seen', 0) + 1")
+    looped = looped.replace("optimizer.step()", f"if seen % 8 == 0: {update}")
+    if not made:
+        looped = looped.replace("optimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n", "")
+    script(looped)
+    done = flatout("run", *options, "python", "train.py", "0.001", "4")
+    assert not [line for line in done.said if "nothing was applied" in line]
+    (record,) = records(flatout.folder)
+    assert abs(record["steps"] - steps) <= 1  # the end of the last one is seen at the next
+
+
 def test_a_run_that_fails_is_recorded_with_its_exception(flatout, script):
     script(PROGRAM.replace("print(", "raise KeyError('x')\nprint("))
     done = flatout("run", "python", "train.py", "0.001", "1")

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from flatout.guard.loss_curves import own_loss
 from flatout.guard.resolution import significant_bits
 from flatout.guard.verdict import judge, needs_perturbed_runs, perturbation_for, start_agrees
 from flatout.schema.enums import Effect
@@ -162,6 +163,47 @@ def test_nondeterministic_weights_rule_out_a_bitwise_comparison_even_if_losses_r
     found = judge(Effect.EXACT, seeds(), tuned, again=again)
     assert found.verdict == "equivalent"
     assert "is not repeatable" in found.why
+
+
+# -- a program whose own loss is no number ----------------------------------------------------------------------------------
+
+
+def diverging(change: Callable[[int, float], float] = lambda t, x: x) -> list[TrialRecord]:
+    """The weights after step 1 are numbers, those after step 2 are not."""
+    return seeds(lambda t, x: change(t, x) if t < 2 else math.nan)
+
+
+def test_what_is_nan_on_both_sides_is_not_claimed_to_be_equal():
+    assert own_loss(diverging()[0]) == "the program's own loss is NaN from step 2"
+    assert own_loss(seeds(lambda t, x: math.inf if t == 5 else x)[0]) == ""  # a GradScaler skips such a step
+    found = judge(Effect.EXACT, diverging(), diverging())
+    assert found.verdict == "same"
+    assert "(2 losses, 3 seeds)" in found.why
+    never = seeds(lambda t, x: math.nan)
+    for effect in (Effect.EXACT, Effect.ROUNDING):
+        found = judge(effect, never, never, smooth(1e-6))
+        assert found.verdict == "not checked"
+        assert "only 1 finite losses" in found.why
+
+
+def test_weights_after_a_nan_prove_nothing():
+    """NaN has many bit patterns, and equal ones would prove nothing either."""
+    tuned = [replace(run, weights_digests={"3": "another NaN"}) for run in diverging()]
+    plain = [replace(run, weights_digests={"3": "a NaN"}) for run in diverging()]
+    found = judge(Effect.EXACT, plain, tuned)
+    assert found.verdict == "same"
+    assert found.why.startswith("losses are bitwise equal")
+
+
+@pytest.mark.parametrize("effect", [Effect.EXACT, Effect.ROUNDING, Effect.RESAMPLED])
+def test_a_lever_that_differs_before_the_nan_or_brings_it_fails(effect):
+    for plain, tuned in (
+        (diverging(), diverging(lambda t, x: x + 50.0)),
+        (seeds(), seeds(lambda t, x: math.nan if t > 30 else x)),
+    ):
+        found = judge(effect, plain, tuned, smooth(1e-6))
+        assert found.verdict == "failed"
+        assert "nan times" not in found.why
 
 
 # -- rounding -------------------------------------------------------------------------------------------------------------

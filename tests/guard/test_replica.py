@@ -4,6 +4,7 @@ meant for them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -226,6 +227,16 @@ def test_fused_attention_passes_and_one_with_another_scale_does_not() -> None:
     assert not failed(verdict), verdict
     assert verdict["smooth"]
     assert "outputs" in failed(judged(lever(SHELF["attention"].known_bad), attend))  # type: ignore[arg-type]
+
+
+def test_no_lever_passes_where_the_programs_own_gradients_are_nan() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        plain = nn.CrossEntropyLoss.forward
+        patch.setattr(nn.CrossEntropyLoss, "forward", lambda *a: plain(*a) * math.nan)
+        verdict = judged(lever(lambda context, value, ledger: ledger.restore))
+    (check,) = verdict["checks"]
+    assert not check["passed"]
+    assert check["why"] == "the program's own gradients are NaN or infinite, so rounding cannot be checked"
 
 
 def test_doing_nothing_passes_with_no_difference() -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from flatout.render import summary
 from flatout.render.frontier import frontier_plot
 from flatout.render.report import report_html
-from flatout.render.terminal import session_tables
+from flatout.render.terminal import print_session
 from flatout.schema.records import Ratio
 from flatout.schema.session import SessionRecord, TimeMemoryPoint
 
@@ -56,7 +56,7 @@ def test_the_page_and_the_terminal_show_it():
     assert "Time against memory" in page
     assert "1.05x (1.00–1.11)" in page
     console = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(session_tables(session))
+    print_session(console, session)
     said = console.export_text()
     assert "recompute(ops=cheap)" in said
     assert "does not fit" in said

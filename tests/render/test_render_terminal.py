@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
-from flatout.render.terminal import plan_table, session_tables, why_left_out
+from flatout.render.terminal import plan_table, print_session, session_tables, why_left_out
 from flatout.schema.enums import Origin
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.session import LeverRecord, SessionRecord
@@ -28,6 +28,12 @@ def shown(renderable: RenderableType, width: int = 100) -> list[str]:
     lines = out.getvalue().splitlines()
     assert all(cell_len(line) <= width for line in lines)
     return [line.rstrip() for line in lines]
+
+
+def printed(session: SessionRecord, width: int) -> list[str]:
+    out = io.StringIO()
+    print_session(Console(file=out, width=width, color_system=None, legacy_windows=False), session)
+    return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -44,7 +50,7 @@ def shown(renderable: RenderableType, width: int = 100) -> list[str]:
     ],
 )
 def test_verdict_first_and_the_next_command_last(recorded, name, first, last, width):
-    lines = shown(session_tables(recorded(name)), width)
+    lines = printed(recorded(name), width)
     assert (lines[0], lines[-1]) == (first, last)
 
 
@@ -75,9 +81,10 @@ def test_a_command_is_shown_as_it_must_be_typed(recorded):
     session = recorded("session")
     session.ranks = None
     session.command = ["python", "train.py", "--name", "two  blanks – and [red]a dash[/red]"]
+    session.plan_path = f"{'a long name/' * 12}flatout.toml"
     assert (
-        shown(session_tables(session))[-1]
-        == "  flatout run python train.py --name 'two  blanks – and [red]a dash[/red]'"
+        printed(session, 100)[-1]
+        == f"  flatout run --plan '{session.plan_path}' python train.py --name 'two  blanks – and [red]a dash[/red]'"
     )
 
 

@@ -13,6 +13,7 @@ from flatout.launch.command import understand
 from flatout.levers import TABLE
 from flatout.probe.machine import look
 from flatout.schema.enums import Effect, Status
+from flatout.schema.errors import ProgramFailed
 from flatout.schema.session import SessionRecord
 from flatout.tune.blame import program_ended
 from flatout.tune.candidates import Candidate
@@ -97,23 +98,21 @@ def test_two_levers_that_fail_only_together_stay_apart(make):
 
 def test_failures_of_the_plain_program_are_no_levers_fault(make):
     tuning = make("always")
-    run_under(tuning, {"malloc=glibc", "gc_pause"})
+    with pytest.raises(
+        ProgramFailed, match=r"fails by itself after about .*(\n.*)*ValueError: it was too much"
+    ):
+        run_under(tuning, {"malloc=glibc", "gc_pause"})
     assert {candidate.status for candidate in tuning.candidates.values()} == {Status.SKIPPED}
-    assert tuning.length_ticks is not None
-    assert 30 <= tuning.length_ticks <= 60
-    assert tuning.interleaver.longest_ticks < 10  # its blocks are short from now on
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("ends", ["by itself", "with an error"])
-def test_a_short_program_is_started_as_often_as_it_takes(make, monkeypatch, ends):
+def test_a_short_program_is_started_as_often_as_it_takes(make, monkeypatch):
     """With sixty steps each process gives a few blocks.
 
     No lever reports that the program is too short or that it fails.
     """
-    if ends == "by itself":
-        monkeypatch.setenv("STEPS", "60")
+    monkeypatch.setenv("STEPS", "60")
     for budget_s in (40.0, 120.0, 300.0):  # a busy machine starts few programs in 40 s
         tuning = make("always", budget_s=budget_s)
         tuning.goal = Goal(budget_s, only=frozenset(LEVERS))

@@ -15,6 +15,7 @@ from flatout.launch.command import understand
 from flatout.levers import TABLE
 from flatout.measure.load import Busy
 from flatout.probe.machine import look
+from flatout.render.summary import effort
 from flatout.schema.enums import Effect, Status
 from flatout.schema.records import TrialRecord
 from flatout.schema.session import SessionRecord
@@ -49,6 +50,26 @@ def make(tmp_path_factory):
         return tuning
 
     return one
+
+
+def test_a_session_that_takes_longer_than_its_budget_says_what_ran_then(make):
+    tuning = make(10.0)
+    tuning.stage("exploring", "")
+    tuning.say_why_late()
+    assert tuning.session.overrun == ""
+    tuning.start_s -= 9.0
+    tuning.stage("guard", "")
+    tuning.start_s -= 1.5
+    tuning.stage("confirming", "")
+    tuning.say_why_late()
+    assert tuning.session.overrun == ""  # within a tenth
+    tuning.start_s -= 1.0
+    tuning.session.spent_s, tuning.session.budget_s = tuning.spent_s, 10.0
+    tuning.say_why_late()
+    assert (
+        effort(tuning.session)
+        == "0 comparisons in 12 s, of a budget of 10 s; not done by then: guard, confirming"
+    )
 
 
 @given(budget_s=st.floats(30.0, 3600.0), tick_ms=st.floats(0.1, 20_000.0), start_cost_s=st.floats(1.0, 300.0))

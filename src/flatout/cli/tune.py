@@ -165,12 +165,12 @@ def command(
     session, folder, plan = tune(
         words, goal, beside=not no_write, job=job, again=from_scratch, asked=asked, ray=ray
     )
-    from flatout.render.terminal import session_tables
+    from flatout.render.terminal import print_session
 
     if as_json:
         print_json(session)
     console = Console(stderr=as_json)
-    console.print(session_tables(session))
+    print_session(console, session)
     console.print(f"report: {folder.report}\nplan:   {plan}", markup=False, highlight=False, soft_wrap=True)
     return 0
 

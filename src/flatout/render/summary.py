@@ -254,6 +254,8 @@ def effort(session: SessionRecord) -> str:
         text += f" in {duration(session.spent_s)}"
     if drawable(session.budget_s):
         text += f", of a budget of {duration(session.budget_s)}"
+    if session.overrun:
+        text += f"; {one_line(session.overrun)}"
     return text
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -84,14 +84,16 @@ def session_tables(session: SessionRecord) -> RenderableType:
             )
         )
     lines += section(pairs([(name, text(words)) for name, words in closing if words]))
+    return Group(*lines)
+
+
+def print_session(console: Console, session: SessionRecord) -> None:
+    """Print the tables, and the next command in one line: it is copied."""
+    console.print(session_tables(session))
     following = summary.next_step(session)
     if following.command:
-        lines += [
-            "",
-            Text(following.why),
-            Padding(Text(following.command, style="bold", overflow="fold"), (0, 0, 0, 2)),
-        ]
-    return Group(*lines)
+        lines = Text.assemble(f"\n{following.why}\n  ", (following.command, "bold"))
+        console.print(lines, soft_wrap=True)
 
 
 def plan_table(plan: Plan, code: Mapping[str, str], reasons: Mapping[str, str]) -> RenderableType:

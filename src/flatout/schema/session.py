@@ -208,6 +208,7 @@ class SessionRecord(Record):
     message: str = ""  # the verdict in one sentence
     budget_s: float = 0.0
     spent_s: float = 0.0
+    overrun: str = ""  # why it took over 10 % longer than the budget
     effects: list[str] = field(default_factory=list)
     baseline: ProgramFigures = field(default_factory=ProgramFigures)
     best: ProgramFigures = field(default_factory=ProgramFigures)

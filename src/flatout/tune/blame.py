@@ -20,6 +20,7 @@ from flatout.tune.gone import program_failed
 from flatout.tune.tuning import Tuning
 
 LONGEST_S = 30.0  # of training, to see whether the plain program passes the same tick
+SHORT_S = 3.0  # of training, which is worth it even at the end of the budget
 FEWEST_BLOCKS = 6  # of a program that finishes by itself; its blocks are shortened to allow this many
 
 
@@ -61,9 +62,10 @@ def _note_length(tuning: Tuning, ticks: int) -> None:
 def _plain_failure(tuning: Tuning, ticks: int) -> ProgramGone | None:
     """Return how the plain program fails shortly after this many ticks; None if it does not, or is not seen to in time."""
     interleaver, beyond = tuning.interleaver, _beyond(tuning, ticks)
-    if tuning.furthest_plain > beyond or beyond * interleaver.tick_ms / 1000 > LONGEST_S:
+    training_s = beyond * interleaver.tick_ms / 1000
+    if tuning.furthest_plain > beyond or training_s > min(LONGEST_S, max(SHORT_S, tuning.allowed_s())):
         return None
-    tuning.watcher.stage("checking", "whether the plain program fails there too")
+    tuning.stage("checking", "whether the plain program fails there too")
     failed = _failure(tuning, (), beyond)
     return failed if isinstance(failed, ProgramGone) else None
 
@@ -92,7 +94,7 @@ def blame(tuning: Tuning, choices: Sequence[Choice], gone: TrialRecord, ticks: i
     if not guilty:
         return
     while len(guilty) > 1 and seconds() < tuning.explore_until_s:
-        tuning.watcher.stage("checking", f"which of {in_order(guilty).describe()} makes the program fail")
+        tuning.stage("checking", f"which of {in_order(guilty).describe()} makes the program fail")
         half = len(guilty) // 2
         parts = [guilty[:half], guilty[half:]] + (
             [[c for c in guilty if c is not one] for one in guilty] if len(guilty) > 2 else []

@@ -74,7 +74,7 @@ class Compiling:
         clash = {other for pair in tuning.space.excludes if factor.lever in pair for other in pair}
         self.on = frozenset(key for name, key in levers.items() if name not in clash) | {factor.key}
         plan = tuning.plan_for(self.on)
-        tuning.watcher.stage(
+        tuning.stage(
             "compiling", plan.describe() if alone else f"{plan.describe()}, while others are measured"
         )
         self.trial = tuning.interleaver.start(plan, 0)
@@ -115,7 +115,7 @@ class Compiling:
             key for key in live if not tuning.candidates[tuning.choices[key].name].lever.warms_up
         )
         rows = [live, without, without, live, live, without]
-        tuning.watcher.stage("exploring", f"{tuning.plan_for(on).describe()}: with and without the compiler")
+        tuning.stage("exploring", f"{tuning.plan_for(on).describe()}: with and without the compiler")
         member = Member(trial, tuning.live_rows(rows), ProgramResult(), fresh=False)
         take_turns(
             tuning.interleaver,
@@ -151,7 +151,7 @@ class Compiling:
     def _wait(self, trial: Trial) -> None:
         tuning, factor = self.tuning, self.factor
         assert factor is not None
-        tuning.watcher.stage("compiling", tuning.plan_for(self.on).describe())
+        tuning.stage("compiling", tuning.plan_for(self.on).describe())
         trial.go_on()
         while not self.look(LOOK_S):
             if seconds() >= tuning.explore_until_s:

@@ -90,7 +90,7 @@ def _confirm(
     """Confirm a plan; None if the plan is kept, and the session then holds it."""
     plan, session, start_s, known = plan_of(tuned), tuning.session, seconds(), len(pairs.plain)
     while _time_for_another(tuning, tuned, pairs, known):
-        tuning.watcher.stage(
+        tuning.stage(
             "confirming",
             f"pair {len(pairs.tuned) + 1}: {plan.describe()} against the plain program, in fresh processes",
         )
@@ -193,7 +193,9 @@ def _time_for_another(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs, 
     ratio = _ratio(tuning, tuned, pairs)
     undecided = not ratio.certain and ratio.median > WORTH_KEEPING
     time_s = tuning.allowed_s(overrun=undecided or done < FEWEST_PAIRS) + more_s
-    return (undecided or done < PAIRS) and done < 2 * PAIRS and time_s > tuning.pair_s
+    # The second pair may have few blocks: one pair decides nothing
+    least_s = tuning.starts_s(2) if done < FEWEST_PAIRS else max(tuning.pair_s, pairs.longest_s)
+    return (undecided or done < PAIRS) and done < 2 * PAIRS and time_s > least_s
 
 
 def _judged(
@@ -205,7 +207,7 @@ def _judged(
         effect, plain, others, replica, tuning.first_plain, tuning.perturbed.get(perturbation, ()), pairs.late
     )
     if perturbation not in tuning.perturbed and needs_perturbed_runs(found):
-        tuning.watcher.stage(
+        tuning.stage(
             "guard",
             "the plain program with weights perturbed in the last place, to see how far rounding spreads",
         )

@@ -95,7 +95,7 @@ class _Exploring:
         tuning, plain = self.tuning, self.tuning.observed
         if plain is None or not self.quick.switched.any():
             return
-        tuning.watcher.stage("exploring", "levers switched on and off in the running program")
+        tuning.stage("exploring", "levers switched on and off in the running program")
         n = max(FEWEST_FIRST_ROWS, min(FIRST_ROWS, int(FIRST_SHARE * tuning.budget_s / self._row_s)))
         rows = [NOTHING, *live_rows(self.quick, None, NOTHING, n - 1, self.random)]
         member = Member(plain, tuning.live_rows(rows), ProgramResult(), fresh=False)
@@ -182,7 +182,7 @@ class _Exploring:
             ProgramRequest(tuning.plan_for(on | mine[0]), tuning.live_rows(mine))
             for on, mine in zip(settings, rows, strict=True)
         ]
-        tuning.watcher.stage("exploring", " against ".join(tuning.plan_for(on).describe() for on in settings))
+        tuning.stage("exploring", " against ".join(tuning.plan_for(on).describe() for on in settings))
         self.waves += 1
         self._make_room(len(settings))
         for on, mine, (seen, host) in zip(settings, rows, self._measured(asked), strict=True):

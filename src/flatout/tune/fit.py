@@ -139,7 +139,7 @@ class _Frontier:
             return
         choices = ([c.choice for c in self.live] if winners else []) + [choice for _, choice in parts]
         name = ", ".join(spell(c.name, c.value) for c in [*plan_of(self.early), *choices]) or "plain"
-        tuning.watcher.stage("fitting", f"{name}: time and peak memory")
+        tuning.stage("fitting", f"{name}: time and peak memory")
         point = TimeMemoryPoint(name)
         one = FrontierPoint(point, parts, winners)
         self.found.append(one)

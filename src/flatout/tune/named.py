@@ -27,7 +27,7 @@ def by_name(tuning: Tuning) -> None:
     for choice in todo:
         plan, start_s = Plan((choice,)), seconds()
         found = NamedRecord(plan.describe())
-        tuning.watcher.stage("by name", f"{found.plan} against the plain program")
+        tuning.stage("by name", f"{found.plan} against the plain program")
         candidates: list[RunningCandidate] = []
         try:
             for each in (Plan(), plan):

@@ -44,7 +44,7 @@ def check_a_step(tuning: Tuning, tuned: list[Candidate]) -> tuple[list[Candidate
     plain = tuning.plain_again()
     if plain is None:
         return tuned, {"failure": "there was no time to start the plain program"}
-    tuning.watcher.stage("guard", "replaying one step plainly, with the levers, and in float64")
+    tuning.stage("guard", "replaying one step plainly, with the levers, and in float64")
     timeout_s = (
         60
         + 40 * tuning.interleaver.tick_ms / 1000
@@ -113,7 +113,7 @@ def _failing_alone(
     found = []
     for at in range(0, len(suspects), AT_ONCE):
         some = suspects[at : at + AT_ONCE]
-        tuning.watcher.stage(
+        tuning.stage(
             "guard", f"the first losses with {' and with '.join(plan_of([c]).describe() for c in some)} alone"
         )
         asked = [ProgramRequest(plan_of([c]), (), seed, "record") for c in some]

@@ -35,6 +35,7 @@ class Pairs:
     rounds: list[list[Round]] = field(default_factory=list)
     late: dict[str, Any] | None = None  # the replica of a step after the longest training
     hosts: list[str] = field(default_factory=list)
+    longest_s: float = 0.0  # that a pair took
     failure: str = ""  # why the plan's program was lost
 
     def both(self) -> tuple[list[TrialRecord], list[TrialRecord]]:
@@ -53,11 +54,13 @@ def more_pairs(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs) -> None
     wanted = max(1, min(nodes, PAIRS - first if first < PAIRS else 2 * PAIRS - first))
     seeds = range(first, first + wanted)
     asked = [_asked(tuning, tuned, plan, seed, seed not in pairs.plain) for seed in seeds]
+    start_s = seconds()
     for seed, (programs, (seen, host)) in zip(
         seeds, zip(asked, _measured(tuning, asked), strict=True), strict=True
     ):
         pairs.hosts += [host] if host else []
         _keep(tuning, pairs, tuned, seed, programs, seen)
+    pairs.longest_s = max(pairs.longest_s, seconds() - start_s)
 
 
 def _asked(
@@ -79,7 +82,9 @@ def _asked(
 
 
 def _measured(tuning: Tuning, asked: Sequence[list[ProgramRequest]]) -> list[tuple[list[ProgramResult], str]]:
-    elsewhere, until_s = tuning.elsewhere, seconds() + 3 * tuning.pair_s
+    elsewhere, pair_s = tuning.elsewhere, tuning.pair_s
+    # Its blocks end with the budget, but not before each program had some
+    until_s = seconds() + min(3 * pair_s, max(pair_s, tuning.allowed_s(overrun=True)))
     if elsewhere is None or not elsewhere.ready:
         if tuning.copies >= 2:
             return [

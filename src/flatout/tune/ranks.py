@@ -69,7 +69,7 @@ def beside_one_process(tuning: Tuning) -> None:
     if tuning.copies < 2:
         found.why_not = "not compared: one process does not fit into memory together with the ranks"
     elif found.ratio is None:
-        tuning.watcher.stage("ranks", f"{found.procs} ranks against one process")
+        tuning.stage("ranks", f"{found.procs} ranks against one process")
         try:
             alone = tuning.interleaver.enter(Plan(), 0, 60 + 8 * tuning.start_cost_s, alone=True)
         except ProgramGone as gone:
@@ -105,7 +105,7 @@ def _listen(tuning: Tuning) -> None:
     if found is None or trial is None or trial not in interleaver.running or interleaver.unit != "step":
         return
     steps = max(2, min(PACE_STEPS, int(PACE_S * 1000 / max(interleaver.tick_ms, 1e-3))))
-    tuning.watcher.stage("ranks", "the pace of each rank")
+    tuning.stage("ranks", "the pace of each rank")
     try:
         answer = trial.listen("pace", interleaver.deadline(steps + 2), everywhere=True, ticks=steps)
     except (ProgramGone, LeverFailed) as error:

@@ -56,13 +56,14 @@ def search(tuning: Tuning) -> SessionRecord:
         tuning.session.disturbance = tuning.disturbance.sentence() if tuning.disturbance.disturbed else ""
     finally:
         tuning.interleaver.close()
+        tuning.say_why_late()
         tuning.save()
     return tuning.session
 
 
 def observe(tuning: Tuning) -> None:
     """Bring the plain program to its steady state and query every lever. Raises what ``search`` raises."""
-    tuning.watcher.stage("observing", "the plain program, until its steps are steady")
+    tuning.stage("observing", "the plain program, until its steps are steady")
     try:
         plain = tuning.interleaver.enter(Plan(), 0, timeout_s=_timeout_s(tuning.goal.budget_s))
         answer = ask_options(plain.trial)

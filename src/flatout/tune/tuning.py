@@ -73,6 +73,7 @@ class Tuning:
         self.fitted: Fitted | None = None
         self.processes = 0
         self.length_ticks: int | None = None  # of the program, once it was observed to finish
+        self.late: dict[str, None] = {}  # the stages that ran when the budget ended, and after
         self.warm_ticks = 0  # ticks until the steps are steady
         self.once_s = 0.0  # time to fetch a whole data set first; later programs of the search reuse it
         self.furthest_plain = 0  # the last tick that the plain program reached
@@ -184,6 +185,18 @@ class Tuning:
     def allowed_s(self, overrun: bool = False) -> float:
         """Seconds left in the budget; ``overrun`` adds a little to finish running measurements."""
         return self.end_s - seconds() + (OVERRUN * self.budget_s if overrun else 0.0)
+
+    def stage(self, name: str, detail: str) -> None:
+        self.watcher.stage(name, detail)
+        if seconds() < self.end_s:
+            self.late.clear()
+        self.late[name] = None
+
+    def say_why_late(self) -> None:
+        """Say what was running when the budget ended, if that took long."""
+        if self.allowed_s(overrun=True) < 0:
+            busy = " (other programs keep the machine busy)" if self.disturbance.disturbed else ""
+            self.session.overrun = f"not done by then: {', '.join(self.late)}{busy}"
 
     def enough_m(self, more_s: float) -> int:
         """Whole minutes of a budget that would leave ``more_s`` more seconds."""
