@@ -74,12 +74,13 @@ def say(sentence: str) -> None:
     """Print a line for the user; all lines of flatout under a running script go through here."""
     from flatout.job.sanitize import harmless
 
-    sys.stderr.write(f"flatout: {harmless(sentence)}\n")
-    sys.stderr.flush()
+    show(f"flatout: {harmless(sentence)}")
 
 
 def show(text: str) -> None:
     """Print lines that are no sentence, such as a table."""
+    if sys.stderr is None:
+        return
     try:
         sys.stderr.write(text + "\n")
         sys.stderr.flush()

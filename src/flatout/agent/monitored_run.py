@@ -39,7 +39,7 @@ class MonitoredRun(Attached):
         self.counts.install(torch, Ledger())
         if request.summary is not None:
             Summarizer(request.summary, self.plan.to_json(), self.counts, torch, self.real_files)
-        if request.watch is not None and self.speaks:
+        if request.watch is not None and self.speaks and sys.stderr is not None:
             from flatout.agent.live_line import LiveLine
 
             LiveLine(sys.stderr, self.counts, torch, request.watch, self.context.device)

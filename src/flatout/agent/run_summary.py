@@ -200,6 +200,7 @@ class Summarizer:
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
             peak_memory_bytes=_memory(self.torch),
             gpu_busy=self.gpu.mean,
+            piped=self.request.piped,
         )
 
 

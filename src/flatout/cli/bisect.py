@@ -17,7 +17,7 @@ from flatout.compare.bisect import Bisection
 from flatout.compare.pairs import PairTimer
 from flatout.compare.sides import Side, at_revision
 from flatout.compare.work_trees import WorkTrees
-from flatout.launch.command import understand
+from flatout.launch.command import measurable, understand
 from flatout.measure.clock import seconds
 from flatout.probe.machine import look
 from flatout.schema.compare import WHAT, BisectRecord
@@ -63,7 +63,7 @@ def command(
     words, facts = words_or_usage(words, "bisect"), warned(look(words))
     with WorkTrees() as trees:
         commits = trees.between(good, bad)
-        cmd = understand(words, trees.at(bad))
+        cmd = measurable(understand(words, trees.at(bad)))
         folder = writable(job_folder(cmd, job), job is not None)
         record = BisectRecord(
             **header(cmd.shown, facts), what=what, good=trees.commit(good), bad=trees.commit(bad)

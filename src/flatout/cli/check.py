@@ -12,14 +12,14 @@ from flatout.cli.options.arguments import PROGRAM, Duration, complete_files, wri
 from flatout.cli.options.each_script import findings_of_each
 from flatout.cli.options.json_output import json_option, print_json
 from flatout.cli.options.messages import warned
-from flatout.cli.options.scripts import read, rule_options
+from flatout.cli.options.scripts import command_of, read, rule_options
 from flatout.cli.profile import SHORTEST_S, profile
 from flatout.diagnose.check import check
 from flatout.diagnose.profiled_program import ProfileOptions
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules import TABLE
 from flatout.job.secrets import masked
-from flatout.launch.command import understand
+from flatout.launch.command import measurable, understand
 from flatout.probe.machine import look
 from flatout.render.findings import finding_lines, github_lines, sarif_text, summary
 from flatout.render.formatting import shell
@@ -100,7 +100,7 @@ def command(
             click.echo(f"flatout: not read: {note}", err=True)
         console.print(finding_lines(found, titles={rule.code: rule.title for rule in TABLE}))
         words = words[:1] if each else words
-        command = words if len(words) > 1 and words[0] != "-m" else ("python", *words)
+        command = words if len(words) > 1 and not words[0].startswith("-m") else ("python", *words)
         shown = "python train.py" if words[-1].endswith(".ipynb") else shell(masked(command))
         console.print(summary(found, len(files), shown, run_s is not None))
     elif form == "github":
@@ -129,7 +129,7 @@ def ran(words: tuple[str, ...], run_s: float) -> list[Finding]:
         raise UsageError(
             f"a run of {run_s:g} s cannot measure anything; give at least {SHORTEST_S:g} s, as in --run 60s."
         )
-    cmd = understand(("python", *words) if words[0] == "-m" else words)
+    cmd = measurable(understand(command_of(words)))
     found = profile(
         cmd, writable(job_folder(cmd), False), warned(look(cmd.argv)), ProfileOptions(budget_s=run_s)
     ).findings

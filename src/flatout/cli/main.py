@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from inspect import cleandoc
+from shutil import which
 
 import click
 
@@ -12,7 +13,8 @@ from flatout import __version__
 from flatout.cli.options.signals import Terminated
 from flatout.job.interpreter import leave_uvx
 from flatout.job.sanitize import harmless
-from flatout.schema.errors import FlatoutError
+from flatout.job.streams import open_closed_streams
+from flatout.schema.errors import FlatoutError, StorageError, UsageError
 
 GROUPS = {
     "Tune and run": {
@@ -71,6 +73,16 @@ class Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command, and give it the options of the environment and of pyproject.toml."""
+        if args and args[0] not in COMMANDS and not ctx.resilient_parsing and args[0][:1] != "-":
+            from flatout.cli.options.arguments import did_you_mean
+
+            word = args[0]
+            how = (
+                f" Put `tune` or `run` before a program: `flatout run {word} ...`."
+                if which(word) or word.endswith(".py")
+                else f"{did_you_mean(word, COMMANDS)} `flatout --help` lists them."
+            )
+            raise UsageError(f"there is no command {word!r}{how}")
         name, command, rest = super().resolve_command(ctx, args)
         asks_for_help = set(HELP) & set(rest[: 2 if isinstance(command, click.Group) else 1])
         if name is not None and command is not None and not ctx.resilient_parsing and not asks_for_help:
@@ -78,6 +90,16 @@ class Commands(click.Group):
 
             configure(ctx, name, command)
         return name, command, rest
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command. Where it has --job, an error of a folder names it."""
+        try:
+            return super().invoke(ctx)
+        except StorageError as error:
+            command = self.get_command(ctx, ctx.invoked_subcommand or "")
+            if command is None or not any("--job" in each.opts for each in command.params):
+                raise
+            raise StorageError(f"{error} --job DIR names another folder for the records.") from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for heading, commands in GROUPS.items():
@@ -107,6 +129,7 @@ def flatout(ctx: click.Context) -> None:
 
 def main() -> None:
     """The entry point. Only this function turns errors into exit codes."""
+    open_closed_streams()
     leave_uvx()
     try:
         code = flatout(standalone_mode=False)

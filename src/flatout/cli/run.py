@@ -30,13 +30,13 @@ from flatout.cli.options.messages import say, warned
 from flatout.job.folder import read_json, write_json
 from flatout.job.temporary import temporary
 from flatout.launch.caches import private_caches
-from flatout.launch.command import Command, understand
+from flatout.launch.command import Command, measurable, understand
 from flatout.launch.entry_watch import EntryWatch, watch_beside
 from flatout.launch.environment import ENTERED, attached, listening
 from flatout.levers import TABLE
 from flatout.probe.machine import hardware, with_software
 from flatout.render.formatting import shell
-from flatout.schema.errors import FlatoutError, ProgramNotFound, UsageError
+from flatout.schema.errors import FlatoutError, NothingMeasured, ProgramNotFound, UsageError
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice, Plan, as_option
 from flatout.schema.run_request import ResumeOptions, RunRequest
@@ -159,7 +159,7 @@ def command(
         plan = (plan or Plan()).with_choice(choice)
     if plan is None and not asked.several and place is None:
         remark = remark or f"no plan fits this command yet{other}"
-        say(f"{remark}; running it as it is. To tune: flatout tune {hint(device)}{shell(cmd.shown)}")
+        say(f"{remark}; running it as it is. {_how_to_tune(cmd, device)}")
     elif remark:
         say(remark)
     keeps = rescue or resume or watched.asked
@@ -296,6 +296,13 @@ def _another_command(cmd: Command, found: FoundPlan) -> str:
         if each.only_command and cmd.script is not None and str(cmd.script) in each.command.split():
             return f" (a plan for `{each.command}` exists: --plan {each.path} uses it)"
     return ""
+
+
+def _how_to_tune(cmd: Command, device: str | None) -> str:
+    try:
+        return f"To tune: flatout tune {hint(device)}{shell(measurable(cmd).shown)}"
+    except NothingMeasured as why:
+        return f"It cannot be tuned: {why}"
 
 
 def _tune_first(words: tuple[str, ...], budget: float, asked: ranks.RankOptions) -> Plan | None:

@@ -34,7 +34,7 @@ from flatout.diagnose.crash_explanation import of_death
 from flatout.diagnose.stored_profile import load_profile
 from flatout.job.folder import JobFolder, write_json, write_whole
 from flatout.job.sanitize import harmless
-from flatout.launch.command import Command, understand
+from flatout.launch.command import Command, measurable, understand
 from flatout.levers import TABLE
 from flatout.probe.machine import look, oom_kills
 from flatout.schema.enums import Effect
@@ -193,7 +193,7 @@ def tune(
         raise UsageError(
             "--ray measures one process on each of several machines, but --procs and --gpus start several ranks on this one. Use one of them."
         )
-    cmd = understand(words)
+    cmd = measurable(understand(words))
     facts = warned(look(cmd.argv))
     made_for = asked.title if asked is not None else ""
     folder = writable(job_folder(cmd, job, made_for), job is not None)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flatout.compare.work_trees import HERE, WorkTrees
-from flatout.launch.command import Command, understand
+from flatout.launch.command import Command, is_python, measurable, understand
 from flatout.schema.errors import ProgramNotFound, UsageError
 from flatout.schema.plan import Plan
 
@@ -35,7 +35,7 @@ def two(text: str, option: str) -> tuple[str, str]:
 
 def are_two_commands(words: Sequence[str]) -> bool:
     """Whether these are two quoted command lines, not the two words of one (``python train.py``)."""
-    return len(words) == 2 and not (Path(words[0]).name.startswith("python") and " " not in words[0])
+    return len(words) == 2 and not (is_python(words[0]) and " " not in words[0])
 
 
 def of_commands(words: Sequence[str]) -> tuple[Side, Side]:
@@ -49,19 +49,19 @@ def of_commands(words: Sequence[str]) -> tuple[Side, Side]:
         typed = [shlex.split(word) for word in words]
     except ValueError as error:
         raise UsageError(f"a command line cannot be split into words: {error}.") from None
-    a, b = (Side(shlex.join(understand(one).shown), understand(one)) for one in typed)
+    a, b = (Side(shlex.join(one.shown), measurable(one)) for one in map(understand, typed))
     return a, b
 
 
 def of_plans(words: Sequence[str], plans: Sequence[tuple[str, Plan]]) -> tuple[Side, Side]:
     """Return the sides of one command under two plans, each with its name."""
-    a, b = (Side(f"plan {name}", understand(words), plan) for name, plan in plans)
+    a, b = (Side(f"plan {name}", measurable(understand(words)), plan) for name, plan in plans)
     return a, b
 
 
 def of_pythons(words: Sequence[str], text: str) -> tuple[Side, Side]:
     """Return the sides of one command under two Python interpreters. Raises UsageError, ProgramNotFound."""
-    a, b = (Side(path, with_python(understand(words), path)) for path in two(text, "--python"))
+    a, b = (Side(path, with_python(measurable(understand(words)), path)) for path in two(text, "--python"))
     return a, b
 
 
@@ -78,9 +78,9 @@ def revisions(text: str) -> tuple[str, str]:
 def at_revision(words: Sequence[str], revision: str, trees: WorkTrees) -> Side:
     """Return the side of a command at a revision; `HERE` is the folder as it is. Raises UsageError."""
     if revision == HERE:
-        return Side("the folder as it is", understand(words), revision=trees.commit("HEAD"))
+        return Side("the folder as it is", measurable(understand(words)), revision=trees.commit("HEAD"))
     folder, commit = trees.at(revision), trees.commit(revision)
-    command = understand(words, folder)
+    command = measurable(understand(words, folder))
     paths = trees.import_paths(folder)
     before = os.environ.get("PYTHONPATH", "")
     if paths:
@@ -103,7 +103,7 @@ def with_python(command: Command, python: str) -> Command:
     argv = command.argv
     if command.typed[0].endswith(".py"):
         argv = (str(interpreter), *command.typed)
-    elif Path(argv[0]).name.startswith("python"):
+    elif is_python(argv[0]):
         argv = (str(interpreter), *argv[1:])
     elif (interpreter.parent / argv[0]).is_file():  # torchrun and other scripts of the environment
         argv = (str(interpreter.parent / argv[0]), *argv[1:])

@@ -48,7 +48,7 @@ def write_whole(path: Path, text: str) -> None:
             raise
     except OSError as error:
         raise StorageError(
-            f"cannot write {path}: {error.strerror}. Free some space, or name another folder with --job."
+            f"cannot write {path}: {error.strerror}. Free some space, or make the folder writable."
         ) from error
 
 
@@ -115,7 +115,7 @@ class JobFolder:
                 self.path, whose=self.path.absolute().parent.parent
             ):  # the owner of the project folder is trusted
                 raise StorageError(
-                    f"the records in {self.path} are not trusted: {why}. Name another folder with --job DIR."
+                    f"the records in {self.path} are not trusted: {why}. Move the folder away."
                 )
             self.path.chmod(0o700)
             self.trials.mkdir(exist_ok=True)
@@ -123,7 +123,7 @@ class JobFolder:
                 ignored.write_text("*\n", encoding="utf-8")
         except OSError as error:
             raise StorageError(
-                f"cannot create the folder {self.path}: {error.strerror}. Name a writable folder with --job DIR."
+                f"cannot create the folder {self.path}: {error.strerror}. Make the folder around it writable."
             ) from error
         return self
 
@@ -175,7 +175,7 @@ class JobFolder:
                 number += 1
             except OSError as error:
                 raise StorageError(
-                    f"cannot create a folder in {self.trials}: {error.strerror}. Name another folder with --job DIR."
+                    f"cannot create a folder in {self.trials}: {error.strerror}. Make it writable."
                 ) from error
 
 

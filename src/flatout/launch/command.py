@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 
 from flatout.job.interpreter import program_python
 from flatout.job.secrets import masked
-from flatout.schema.errors import ProgramNotFound, UsageError
+from flatout.schema.errors import NothingMeasured, ProgramNotFound, UsageError
 
-TAKES_ARGUMENT = {"--check-hash-based-pycs"}
+SHORT = "bBdEiIOPqRsStuvx"  # options of the interpreter without an argument that run something
+
+
+@dataclass(frozen=True)
+class PythonLine:
+    """A command line as the interpreter reads it: ``words`` are the code, module or script, and its arguments.
+
+    ``runs`` is "code", "module", "script" or "stdin"; "" is help, the version, or a line that it rejects."""
+
+    runs: str = ""
+    words: tuple[str, ...] = ()
+    disables: str | None = None  # the first option that disables flatout: -I, -E or -S
 
 
 @dataclass(frozen=True)
@@ -29,6 +42,7 @@ class Command:
     closed: str | None = None  # the Python option that disables flatout (-I, -E, -S)
     folder: Path | None = None  # working directory; None: the current one
     environment: tuple[tuple[str, str], ...] = ()  # variables that differ from ours
+    piped: bool = False  # the program itself comes through a pipe, which one process alone can read
 
     @property
     def title(self) -> str:
@@ -63,21 +77,67 @@ def understand(typed: Sequence[str], folder: Path | None = None) -> Command:
     return replace(_understood(typed, folder or Path()), folder=folder)
 
 
+def measurable(command: Command) -> Command:
+    """Return the command. Raises NothingMeasured if no trial of it can be measured."""
+    if command.closed:
+        raise NothingMeasured(
+            f"nothing can be measured: `python {command.closed}` disables flatout; remove {command.closed}"
+        )
+    if command.piped:
+        raise NothingMeasured(
+            f"nothing can be measured: `{shlex.join(command.shown)}` reads its program from a pipe, which can be read "
+            "only once. Save the program in a file and give that: python train.py"
+        )
+    return command
+
+
+def is_python(program: str) -> bool:
+    return Path(program).name.startswith(("python", "pypy"))
+
+
+def parse_python(argv: Sequence[str]) -> PythonLine:
+    """Parse a command line of Python as the interpreter does (Python/getopt.c)."""
+    words, disables = list(argv[1:]), None
+    while words and words[0].startswith("-") and words[0] != "-":
+        letters = words.pop(0)[1:]
+        if letters == "-":
+            break
+        while letters:
+            letter, letters = letters[0], letters[1:]
+            if letter in "cmWX" or f"{letter}{letters}" == "-check-hash-based-pycs":
+                if letter == "-":
+                    letters = ""
+                if not (letters or words):
+                    return PythonLine()
+                argument, letters = letters or words.pop(0), ""
+                if letter in "cm":
+                    return PythonLine("code" if letter == "c" else "module", (argument, *words), disables)
+            elif letter not in SHORT:
+                return PythonLine()
+            elif letter in "IES":
+                disables = disables or f"-{letter}"
+    return PythonLine("stdin" if words[:1] in ([], ["-"]) else "script", tuple(words), disables)
+
+
 def _understood(typed: Sequence[str], here: Path) -> Command:
     if not typed:
         raise UsageError(
             "no program was given: the command line is empty. Give a script (train.py) or a command (python train.py)."
         )
     first = typed[0]
-    if first.endswith(".py"):
+    if first.endswith(".py") and not (len(typed) == 1 and _quoted(first)):
         _must_exist(here / first)
         return Command(tuple(typed), (program_python(), *typed), Path(first))
     if not shutil.which(first):
-        near = " Did you mean `python`?" if first.startswith("pyth") else ""
-        raise ProgramNotFound(
-            f"there is no program {first!r} on the PATH.{near} Give a script (train.py) or a command (python train.py)."
+        what = (
+            f"{first!r} is a folder"
+            if (here / first).is_dir()
+            else f"there is no program {first!r} on the PATH"
         )
-    if Path(first).name.startswith("python"):
+        raise ProgramNotFound(
+            f"{what}.{_meant(here / first)} Give a script (train.py) or a command (python train.py)."
+        )
+    if is_python(first):
         return _python(typed, here)
     script = next(
         (here / word for word in typed[1:] if word.endswith(".py") and (here / word).is_file()), None
@@ -87,44 +147,19 @@ def _understood(typed: Sequence[str], here: Path) -> Command:
     return Command(tuple(typed), tuple(typed), script)
 
 
-def parse_options(argv: Sequence[str]) -> tuple[str | None, str, tuple[str, ...]]:
-    """Parse the options of a Python command as the interpreter does.
-
-    Returns the first option that disables flatout, then "c", "m" or "" for what runs, then the remaining
-    words: the code, the module or the script, and its arguments."""
-    words, closed = list(argv[1:]), None
-    while words and words[0].startswith("-") and words[0] != "-":
-        word = words.pop(0)
-        if word == "--":
-            break
-        if word.startswith("--"):
-            del words[: word in TAKES_ARGUMENT]
-            continue
-        for at, letter in enumerate(word[1:], 2):
-            if letter in "cm":
-                return closed, letter, (*filter(None, [word[at:]]), *words)
-            if letter in "WX":
-                del words[: not word[at:]]
-                break
-            if letter in "IES":
-                closed = closed or f"-{letter}"
-    return closed, "", tuple(words)
-
-
-def disabling_option(argv: Sequence[str]) -> str | None:
-    """Return the option of a Python command that disables flatout: -I, -E or -S."""
-    return parse_options(argv)[0]
-
-
 def _python(typed: Sequence[str], here: Path) -> Command:
-    closed, runs, rest = parse_options(typed)
-    if runs == "m" and rest:
-        return Command(tuple(typed), tuple(typed), _module_file(rest[0], rest, here), rest[0], closed)
-    if runs or not rest or rest[0] == "-":
-        return Command(tuple(typed), tuple(typed), closed=closed)
-    script = here / rest[0]
+    line = parse_python(typed)
+    command = Command(tuple(typed), tuple(typed), closed=line.disables)
+    if line.runs == "module":
+        name = line.words[0]
+        return replace(command, script=_module_file(name, line.words, here), module=name)
+    if line.runs != "script":
+        return replace(command, piped=line.runs == "stdin")
+    script = here / line.words[0]
+    if script.is_fifo() or script.is_char_device() or script.parts[:2] == ("/", "dev"):
+        return replace(command, piped=True)
     _must_exist(script)
-    return Command(tuple(typed), tuple(typed), script, closed=closed)
+    return replace(command, script=script)
 
 
 def _module_file(module: str, rest: Sequence[str], here: Path) -> Path | None:
@@ -142,6 +177,41 @@ def _must_exist(script: Path) -> None:
     if script.is_dir() and (script / "__main__.py").is_file():
         return
     if not script.is_file():
-        raise ProgramNotFound(
-            f"there is no script {str(script)!r} in {os.getcwd()}. Check the path, or change to the script's folder."
+        what = (
+            f"{str(script)!r} is a folder"
+            if script.is_dir()
+            else f"there is no script {str(script)!r} in {os.getcwd()}"
         )
+        raise ProgramNotFound(f"{what}.{_meant(script)} Check the path, or change to the script's folder.")
+
+
+def _quoted(word: str) -> list[str]:
+    """Return the words of a command line that was given as one word, whose first names a program; [] for others."""
+    try:
+        words = shlex.split(word)
+    except ValueError:
+        return []
+    is_line = len(words) > 1 and not Path(word).exists()
+    return words if is_line and (shutil.which(words[0]) or Path(words[0]).is_file()) else []
+
+
+def _meant(given: Path) -> str:
+    """Return a sentence with what a missing program was probably meant to be; "" if nothing is near."""
+    word = str(given)
+    if words := _quoted(word):
+        return f" The quotes make one word of a command line; did you mean {shlex.join(words)}?"
+    if (given / "__main__.py").is_file():
+        return f" Did you mean `python {shlex.quote(word)}` (its __main__.py)?"
+    folder = given if given.is_dir() else given.parent
+    try:
+        scripts = sorted(path.name for path in folder.glob("*.py"))
+    except OSError:
+        scripts = []
+    if given.is_dir():
+        near = get_close_matches("train.py", scripts, 1) or scripts[:1]
+    else:
+        near = get_close_matches(given.name, [*scripts, "python", "torchrun"], 1)
+    found = next(iter(near), "")
+    return (
+        f" Did you mean `{shlex.quote(str(folder / found) if found in scripts else found)}`?" if found else ""
+    )

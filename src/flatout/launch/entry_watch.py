@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatout.job.temporary import owner
-from flatout.launch.command import disabling_option
+from flatout.launch.command import is_python, parse_python
 from flatout.launch.environment import ENTERED, SITE
 from flatout.measure.clock import seconds
 
@@ -42,7 +42,7 @@ class PythonProcess:
 
 def why_not_entered(process: PythonProcess) -> str:
     """Return why flatout cannot enter a Python process, with the next command; "" if nothing is found."""
-    option, environment = disabling_option(process.argv), process.environment
+    option, environment = parse_python(process.argv).disables, process.environment
     if option:
         return f"`{process.name} {option}` disables flatout; remove {option}"
     if environment is None:
@@ -159,7 +159,7 @@ def python_processes(root: int) -> tuple[list[PythonProcess], set[int]]:
     for each in processes:
         try:
             argv = tuple(each.cmdline())
-            if not argv or not Path(each.exe() or argv[0]).name.startswith(("python", "pypy")):
+            if not argv or not is_python(each.exe() or argv[0]):
                 continue
         except psutil.Error:
             continue
@@ -193,7 +193,6 @@ def watch_beside(watch: EntryWatch, prefix: str) -> None:
 
 
 def _watch(watch: EntryWatch, program: int, prefix: str) -> None:
-
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):
         os.dup2(nothing, descriptor)

@@ -21,6 +21,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
+from flatout.job.streams import open_closed_streams
 from flatout.job.temporary import remove, temporary
 from flatout.launch.command import Command, understand
 from flatout.launch.environment import QUIET, with_crash_reports
@@ -176,6 +177,7 @@ def launcher_of(command: Command, procs: int, gpus: bool = False, cores: int | N
 
 
 def main(words: Sequence[str] | None = None) -> int:
+    open_closed_streams()
     parser = argparse.ArgumentParser(
         prog="python -m flatout.launch.local_launcher",
         description="Start one program as several ranks on this machine.",

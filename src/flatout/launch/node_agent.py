@@ -15,6 +15,7 @@ from pathlib import Path
 from flatout.job.claims import speaks_first
 from flatout.job.parent_exit import die_with_parent
 from flatout.job.rank_environment import of_other_launchers
+from flatout.job.streams import open_closed_streams
 from flatout.job.temporary import remove, temporary
 from flatout.launch.elastic import (
     asked_of_agent,
@@ -42,6 +43,7 @@ GRACE_S = 10.0  # for the ranks of a disconnected node, after SIGTERM
 
 
 def main() -> int:
+    open_closed_streams()
     try:
         if sys.argv[1:2] == ["--serve"]:
             return _serve(sys.argv[2])

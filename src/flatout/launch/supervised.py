@@ -13,6 +13,7 @@ from pathlib import Path
 
 from flatout.job.folder import read_json
 from flatout.job.sanitize import harmless
+from flatout.job.streams import open_closed_streams
 from flatout.job.temporary import remove
 from flatout.launch.incidents import IncidentLog
 from flatout.launch.launcher_signals import exit_by_signal
@@ -25,6 +26,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Supervise a command. Arguments: RESTARTS GRACE HANG_AFTER INCIDENTS TITLE COMMAND...
 
     HANG_AFTER may be "-"; TITLE is the command for messages."""
+    open_closed_streams()
     restarts, grace, hang_after, incidents, title, *command = sys.argv[1:] if words is None else words
     terms = SupervisionLimits(int(restarts), float(grace), None if hang_after == "-" else float(hang_after))
     job = own_job()

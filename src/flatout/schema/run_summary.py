@@ -23,6 +23,7 @@ class SummaryRequest:
     """``folder`` and ``name`` of the record. ``shows``: print it. ``every_s``: seconds between live figures; 0 for none.
 
     ``machine``: its name (`Facts.machine`). ``keeps``: how many runs of the job keep their record; 0 for all.
+    ``piped``: the program came through a pipe, so that no other command can start it again.
     """
 
     folder: str
@@ -33,6 +34,7 @@ class SummaryRequest:
     every_s: float = 0.0
     machine: str = ""
     keeps: int = 0
+    piped: bool = False
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SummaryRequest:
@@ -62,6 +64,7 @@ class RunSummary(ProgramRecord):
     cores: int = 1
     peak_memory_bytes: int = 0
     gpu_busy: float | None = None
+    piped: bool = False
 
     @property
     def limited_by(self) -> str:
@@ -84,7 +87,9 @@ class RunSummary(ProgramRecord):
 
     @property
     def next_command(self) -> str:
-        """The flatout command that may help; "" if the run is tuned and computes."""
+        """The flatout command that may help; "" if none can."""
+        if self.piped:
+            return ""
         if not self.tuned:
             return "tune"
         return "profile" if self.data_wait >= WAITS or (self.gpu_busy or 1.0) < BUSY else ""

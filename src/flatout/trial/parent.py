@@ -12,12 +12,12 @@ from typing import Any
 from flatout.agent.overlay import tidy
 from flatout.job.folder import TrialFolder, read_json, write_json
 from flatout.job.temporary import remove, temporary
-from flatout.launch.command import Command
+from flatout.launch.command import Command, measurable
 from flatout.launch.entry_watch import EntryWatch
 from flatout.launch.environment import ENTERED, QUIET, attached
 from flatout.launch.process import ProgramRun
 from flatout.measure.clock import seconds
-from flatout.schema.errors import NothingMeasured, StorageError
+from flatout.schema.errors import StorageError
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import TrialRecord
@@ -71,11 +71,8 @@ class Trial:
         self.close()
 
     def start(self) -> Trial:
-        """Start the program. Raises NothingMeasured if an option of its Python disables flatout."""
-        if self.command.closed:
-            raise NothingMeasured(
-                f"nothing can be measured: `python {self.command.closed}` disables flatout; remove {self.command.closed}"
-            )
+        """Start the program. Raises NothingMeasured if it cannot be measured."""
+        measurable(self.command)
         try:
             address = self._short / "baton"
             self._listener.bind(str(address))

@@ -6,7 +6,7 @@ import re
 import shlex
 
 from flatout.job.rank_environment import OF_RANKS
-from flatout.launch.command import Command
+from flatout.launch.command import Command, is_python, parse_python
 from flatout.schema.records import TrialRecord
 from flatout.trial.reference_run import BY_LAUNCHER, IN_CHILDREN
 
@@ -43,6 +43,10 @@ def meant(way: str, command: Command, procs: int) -> str:
 
 def _for_torchrun(command: Command) -> str:
     """Return the program in the form torchrun expects: a script or ``-m module``, with its arguments."""
-    words = list(command.typed)
-    name = str(command.script) if command.script is not None and command.module is None else "-m"
-    return shlex.join(words[words.index(name) :]) if name in words else f"--no-python {shlex.join(words)}"
+    if not is_python(command.typed[0]):
+        own = command.typed[0].endswith(".py")
+        return f"{'' if own else '--no-python '}{shlex.join(command.typed)}"
+    line = parse_python(command.typed)
+    if line.runs not in ("script", "module"):
+        return f"--no-python {shlex.join(command.typed)}"
+    return shlex.join([*(["-m"] if line.runs == "module" else []), *line.words])

@@ -17,6 +17,7 @@ from click.shell_completion import CompletionItem
 from flatout.job import plan_file
 from flatout.job.folder import JobFolder
 from flatout.launch.caches import own_cache
+from flatout.launch.command import parse_python
 from flatout.levers import TABLE, checked
 from flatout.schema.enums import Origin
 from flatout.schema.errors import StorageError, UsageError
@@ -214,9 +215,9 @@ def words_or_usage(words: tuple[str, ...], command: str) -> tuple[str, ...]:
 
 
 def _no_option(word: str, command: str) -> str:
+    if parse_python(("python", word, "")).runs in ("code", "module", "stdin"):
+        return f"`flatout {command}` has no option {shlex.quote(word)}. Put `python` before it: `flatout {command} python {shlex.quote(word)} ...`."
     name = word.partition("=")[0]
-    if name in ("-m", "-c"):
-        return f"`flatout {command}` has no option {name}. Put `python` before it: `flatout {command} python {name} ...`."
     ctx = click.get_current_context(silent=True)
     known = [option for param in ctx.command.params for option in param.opts] if ctx is not None else []
     meant = did_you_mean(name, [option for option in known if option.startswith("--")])

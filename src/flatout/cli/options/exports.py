@@ -92,7 +92,7 @@ def summary_of(
     job = job_folder(cmd)
     folder = (writable(job, asked=False) if export else job).path.resolve() / RUNS
     live_s = every_s if export else 0.0
-    return SummaryRequest(str(folder), name, cmd.shown, now, shows, live_s, machine, keeps)
+    return SummaryRequest(str(folder), name, cmd.shown, now, shows, live_s, machine, keeps, cmd.piped)
 
 
 def _reject_without_effect(export: Sequence[str], every_s: float) -> None:

@@ -43,7 +43,7 @@ def read(words: tuple[str, ...], name: str = "check") -> ScriptProgram:
         raise UsageError(
             f"no program was given. Try `flatout {name} train.py`, or `flatout {name} python train.py --lr 0.1`."
         )
-    if words[0] != "-m":
+    if not words[0].startswith("-m"):
         words_or_usage(words, name)
     script, module = _script(words)
     try:
@@ -58,10 +58,15 @@ def read(words: tuple[str, ...], name: str = "check") -> ScriptProgram:
         raise UsageError(f"{script} cannot be read: {error.strerror or error}.") from None
 
 
+def command_of(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the words of a command; `-m pkg.mod` alone is an argument of Python."""
+    return ("python", *words) if words[0].startswith("-m") else words
+
+
 def _script(words: tuple[str, ...]) -> tuple[Path, bool]:
     first = Path(words[0])
-    if words[0] == "-m":
-        words = ("python", *words)
+    if words[0].startswith("-m"):
+        words = command_of(words)
     elif first.suffix in (".py", ".ipynb") or first.is_dir() or (first.is_file() and len(words) == 1):
         return first, False
     try:
