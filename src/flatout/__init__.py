@@ -9,6 +9,8 @@ flatout` imports neither torch nor any other heavy package.
     model = Model().to(flatout.device())
     for step in flatout.Loop(model, optimizer, loss_fn, loader, epochs=3):
         print(step.index, float(step.loss))
+
+PYTEST_DONT_REWRITE: pytest would warn that the package of its plugin was imported before.
 """
 
 __version__ = "0.2.0"

@@ -22,7 +22,7 @@ import pytest
 from conftest import MARK
 from limits import hang_s
 from processes import state, until
-from uses import KILLED, NO_PYTHON, TOGETHER, WAYS, Use, uses, write
+from uses import KILLED, NO_PYTHON, RARE, TOGETHER, WAYS, Use, uses, write
 
 from flatout.job.temporary import sweep
 
@@ -31,9 +31,8 @@ pytestmark = [pytest.mark.timeout(200), pytest.mark.processes]
 CLOSED = {"no input": "<&-", "no output": ">&-", "no error": "2>&-", "none": "<&- >&- 2>&-"}
 OURS = re.compile(r"^(flatout: .*|\+--.*--\+|\|.*\|)\r?\n", re.MULTILINE)
 PLACES = {"space": "with space", "quotes": "it's \"$HOME\" *", "non-ASCII": "größe Ω", "in TMPDIR": "tmp/own"}
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "train.py"]
 # Processes, addresses, and the times in what torchrun says.
-VARIES = re.compile(r"(?<=line \d: )[ \d]+| at 0x\w+|(?<=torchelastic_)\w+|(?<=subprocess )\d+|(?<=child )\d+|^ +\d+ Done +|^(W|E|I)\d{4} .*$|time +: .*|\(pid: \d+\)|pid +: .*|local_rank: .*|Process \w+-\d+")
+VARIES = re.compile(r"(?<=line \d: )[ \d]+| at 0x\w+|(?<=torchelastic_)\w+|(?<=subprocess )\d+|=+ .*(passed|failed|error).* in .*|(?<=child )\d+|^ +\d+ Done +|^(W|E|I)\d{4} .*$|time +: .*|\(pid: \d+\)|pid +: .*|local_rank: .*|Process \w+-\d+")
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,7 @@ class Place:
             path.mkdir(parents=True, exist_ok=True)
         write(self.folder)
         (self.base / "link").symlink_to(self.folder)
+        (self.base / "gone").mkdir()
         if self.use.folder == "read-only":
             for path in (self.folder / "pkg", self.folder):
                 path.chmod(0o555)
@@ -74,7 +74,7 @@ class Place:
 
     @property
     def cwd(self) -> Path:
-        return self.base / "link" if self.use.folder == "link" else self.folder
+        return self.base / self.use.folder if self.use.folder in ("link", "gone") else self.folder
 
     def environment(self) -> dict[str, str]:
         more = {
@@ -93,11 +93,11 @@ class Place:
         return more
 
     def files(self) -> list[str]:
-        """The user's files and those in the home, with modes and content. flatout's own folder has the records of runs."""
+        """The user's files and those in the home, with modes and content."""
         found = []
         for top in (self.folder, self.home):
             for path in sorted(top.rglob("*")) if top.exists() else ():
-                if ".flatout" not in path.parts:
+                if not (self.use.train and ".flatout" in path.parts):  # the record of a run that trained
                     mode = stat.filemode(path.lstat().st_mode)
                     found.append(f"{mode} {path.relative_to(self.base)} {_content(path)}")
         return found
@@ -108,10 +108,6 @@ class Place:
 
 def _content(path: Path) -> str:
     return os.readlink(path) if path.is_symlink() else str(path.read_bytes()) if path.is_file() else ""
-
-
-def words_of(use: Use) -> list[str]:
-    return TORCHRUN if use.way == "torchrun" else WAYS[use.way]
 
 
 def without_rights() -> list[str]:
@@ -129,6 +125,8 @@ def run(use: Use, place: Place, words: list[str], environment: dict[str, str]) -
         del environment["HOME"]
     if use.folder in ("read-only", "TMPDIR read-only"):
         words = [*without_rights(), *words]
+    if use.folder == "gone":
+        words = ["sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", *words]
     if use.streams in CLOSED:
         words = ["sh", "-c", f'exec "$@" {CLOSED[use.streams]}', "sh", *words]
     files = [place.control / name for name in ("out", "err")]
@@ -224,7 +222,7 @@ def see(flatout, tmp_path, monkeypatch) -> Callable[[Use, bool], Seen]:
     def seen(use: Use, under_flatout: bool) -> Seen:
         place = Place(use, tmp_path / "all")
         place.make()
-        words = words_of(use)
+        words = {**WAYS, **RARE}[use.way]
         if under_flatout:
             words = [sys.executable, "-m", "flatout", "run", *use.options.split(), *words]
         environment = flatout.environment(place.environment())
@@ -236,7 +234,7 @@ def see(flatout, tmp_path, monkeypatch) -> Callable[[Use, bool], Seen]:
             monkeypatch.setattr(tempfile, "tempdir", str(place.tmp))
             sweep.cache_clear()
             sweep()  # as the next command does
-        together = use.way in TOGETHER | {"torchrun"}
+        together = use.way in TOGETHER
         found = Seen(code, lines(out, together), lines(err, together), place.files(), place.temporary(), left)
         place.remove()
         return found
@@ -244,7 +242,7 @@ def see(flatout, tmp_path, monkeypatch) -> Callable[[Use, bool], Seen]:
     return seen
 
 
-@pytest.mark.sampled(60)
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("use", uses(), ids=str)
 def test_it_is_as_without_flatout(see, use):
     assert (found := _differences(see(use, False), see(use, True))) == [], "\n".join(found)

@@ -113,6 +113,7 @@ FILES = {
     "tr ain é.py": PROGRAM,
     "train.sh": "python train.py one\necho ended $?\n",
     "Makefile": "train:\n\t@python train.py one\n",
+    "test_it.py": "import runpy\ndef test_it():\n    runpy.run_path('train.py', run_name='__main__')\n",
     "words.txt": "one\n'two words'\n",
     "launcher.py": "import subprocess, sys\n"
     "sys.exit(subprocess.run([sys.executable, 'train.py', 'one']).returncode)\n",
@@ -155,10 +156,15 @@ WAYS: dict[str, list[str]] = {
     "fork": ["python", "several.py", "fork"],
     "runpy": ["python", "-c", "import runpy; runpy.run_path('train.py', run_name='__main__')"],
 }
+RARE = {
+    "torchrun": [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "1", "train.py"],
+    "pytest": ["python", "-m", "pytest", "-s", "-W", "error", "-p", "no:cacheprovider", "test_it.py"],
+    "conda": ["bash", "-c", 'f=$(mktemp); echo "$0 $1" > $f; bash $f; r=$?; rm $f; exit $r', "python", "train.py"],
+}
 # Several processes write at once, so only the lines count, not their order.
-TOGETHER = {"bash file", "bash -c", "loop", "pipeline", "background", "make", "subprocess", "spawn", "fork"}
+TOGETHER = {"bash file", "bash -c", "loop", "pipeline", "background", "make", "subprocess", "spawn", "fork", "torchrun", "conda"}
 # flatout's process becomes something else than the Python that removes its folder: the next command removes it.
-NO_PYTHON = {"bash file", "bash -c", "loop", "pipeline", "background", "make", "setsid", "timeout", "xargs"}
+NO_PYTHON = {"bash file", "bash -c", "loop", "pipeline", "background", "make", "setsid", "timeout", "xargs", "conda"}
 
 FOLDERS = (
     "ordinary",
@@ -227,6 +233,11 @@ SINGLE = (
     Use("-", "removed", "pipes", "exception", "", train=True),
     Use("torchrun", "ordinary", "pipes", "normal", "--with gc_pause", train=True),
     Use("torchrun", "quotes", "files", "exception"),
+    Use("pytest", "space", "pipes", "exception"),
+    Use("pytest", "link", "terminal", "normal", "--no-summary"),
+    Use("conda", "space", "one pipe", "os._exit", "--with gc_pause"),
+    Use("-c", "gone", "pipes", "exception"),
+    Use("-", "gone", "terminal", "child", "--with gc_pause"),
 )
 
 

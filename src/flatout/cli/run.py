@@ -142,6 +142,8 @@ def command(
         ]
         return launch_targets.go(place, cmd, os.environ, options)
     facts = hardware()
+    if not asked.several and place is None:
+        _leave_alone_without_a_folder(cmd)
     left = exports.summary_of(cmd, facts.machine, summary, export, export_every, keep_runs)
     if asked.shard == "always" and not asked.several and place is None:
         raise UsageError(
@@ -178,6 +180,14 @@ def command(
     if asked.several or place is not None:
         return _run_as_ranks(cmd, request, chosen, asked, place, watched)
     return _run_alone(cmd, request, watched)
+
+
+def _leave_alone_without_a_folder(cmd: Command) -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        say("the current folder was removed, so there is no plan; running the program without flatout")
+        _become(cmd, dict(os.environ))
 
 
 def _run_alone(cmd: Command, request: RunRequest, watched: supervision.Supervision) -> NoReturn:
