@@ -126,7 +126,7 @@ def test_the_command_that_tune_prints_finds_its_plan(flatout, script, read_only,
     named = ("--job", str(tmp_path / "my job")) if where == "--job" else ()
     done = flatout(
         "tune",
-        *("--budget", "90s", "--levers", "debug_off", *named, "python", "train.py"),
+        *("--budget", "60s", "--levers", "debug_off", *named, "python", "train.py"),
         prefix=read_only,
         env=nowhere,
         timeout=200,

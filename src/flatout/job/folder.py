@@ -117,7 +117,10 @@ def records(name: str = "") -> Path:
         return here
     project = os.getcwd()
     stand_in = f"{os.path.basename(project)}-{zlib.crc32(os.fsencode(project)):08x}"
-    return own_cache("jobs", os.environ) / stand_in / name
+    try:
+        return own_cache("jobs", os.environ) / stand_in / name
+    except StorageError:
+        return here  # whoever writes there is told why it fails
 
 
 class JobFolder:
