@@ -119,14 +119,14 @@ def test_a_resume_in_a_read_only_folder_finds_its_checkpoints(flatout, script, r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["in the cache", "--job"])
+@pytest.mark.parametrize("where", ["in the cache", pytest.param("--job", marks=pytest.mark.full)])
 def test_the_command_that_tune_prints_finds_its_plan(flatout, script, read_only, nowhere, tmp_path, where):
     pytest.importorskip("torch")
     script(SLOWED)
     named = ("--job", str(tmp_path / "my job")) if where == "--job" else ()
     done = flatout(
         "tune",
-        *("--budget", "20s", "--levers", "debug_off", *named, "python", "train.py"),
+        *("--budget", "60s", "--levers", "debug_off", *named, "python", "train.py"),
         prefix=read_only,
         env=nowhere,
         timeout=200,

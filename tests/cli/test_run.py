@@ -85,8 +85,10 @@ def test_a_failure_is_explained_under_its_traceback(flatout, script, tmp_path):
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-@pytest.mark.parametrize("guard", [False, True])
+@pytest.mark.parametrize(
+    ("method", "guard"),
+    [("spawn", False), ("spawn", True), pytest.param("forkserver", False, marks=pytest.mark.full)],
+)
 def test_a_missing_main_guard_is_named_where_a_loader_worker_ends_of_it(flatout, script, method, guard):
     """The worker's own traceback is that of a process that imports the script again."""
     pytest.importorskip("torch")

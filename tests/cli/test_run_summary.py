@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -248,16 +249,22 @@ def test_exports_that_cannot_work_are_named_before_the_run(flatout, script, opti
     assert says in done.err
 
 
-def test_where_nothing_can_be_written_the_box_says_so(flatout, script):
+def test_where_nothing_can_be_written_the_record_is_in_the_cache_or_the_box_says_so(
+    flatout, script, tmp_path
+):
     script(PROGRAM)
     (flatout.folder / ".flatout").write_text("a file")
-    words = ("python", "train.py", "0.01", "1")
-    done = flatout("run", *words)
-    assert done.code == 0
-    assert "record: not written: " in done.err
-    done = flatout("run", "--export", "tensorboard", *words)
+    words, env = ("python", "train.py", "0.01", "1"), {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = flatout("run", "--export", "tensorboard", *words, env=env)
     assert done.code == 0
     assert "cannot write to" in done.err
+    assert len(list((tmp_path / "cache").glob("flatout/jobs/*/train-*/runs/*/rank0.json"))) == 1
+    (tmp_path / "file").touch()
+    (tmp_path / f"flatout-{os.geteuid()}").touch()
+    env = {"XDG_CACHE_HOME": str(tmp_path / "file"), "TMPDIR": str(tmp_path)}
+    done = flatout("run", *words, env=env)
+    assert done.code == 0
+    assert "record: not written: " in done.err
     assert "Traceback" not in done.err
 
 

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from flatout.compare.sides import Side
 from flatout.job.folder import JobFolder
@@ -19,7 +18,7 @@ from flatout.measure.statistics import block_ms
 from flatout.measure.student import estimate
 from flatout.schema.errors import FlatoutError, NothingMeasured
 from flatout.schema.facts import Facts
-from flatout.schema.records import TrialRecord
+from flatout.schema.records import Record, TrialRecord
 from flatout.trial.blocks import PREFETCHED_BATCHES, Watcher
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.trial.spec import TrialOptions
@@ -38,7 +37,7 @@ FEWEST_ROUNDS = 2
 
 
 @dataclass
-class Run:
+class Run(Record):
     """One process of a side. ``blocks_ms``: the time of a step in each block."""
 
     record: TrialRecord
@@ -49,13 +48,6 @@ class Run:
     def log_ms(self) -> float:
         """The logarithm of the mean step time in milliseconds. Evaluations and checkpoints are left out."""
         return math.log(block_ms(self.blocks_ms))
-
-    def to_json(self) -> dict[str, Any]:
-        return {"record": self.record.to_json(), "start_s": self.start_s, "blocks_ms": self.blocks_ms}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Run:
-        return cls(TrialRecord.from_json(data["record"]), data["start_s"], data["blocks_ms"])
 
 
 @dataclass

@@ -14,13 +14,11 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
 import stat
 import zlib
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +118,10 @@ def records(name: str = "") -> Path:
         return here
     project = os.getcwd()
     stand_in = f"{os.path.basename(project)}-{zlib.crc32(os.fsencode(project)):08x}"
-    return own_cache("jobs", os.environ) / stand_in / name
+    try:
+        return own_cache("jobs", os.environ) / stand_in / name
+    except StorageError:
+        return here  # whoever writes there is told why it fails
 
 
 class JobFolder:
@@ -158,24 +159,18 @@ class JobFolder:
             return
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise StorageError(
-                f"cannot write {path}: {error.strerror}. Name another folder with --job."
-            ) from error
-        try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.pread(handle, 20, 0).decode(errors="replace")
-            os.close(handle)
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                return  # a file system without locks
+            os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+        except BlockingIOError:
+            pid = path.read_text().partition("\n")[0]
             raise StorageError(
-                f"another tune of this command is running (pid {holder}): wait for it, or name another folder with --job DIR."
+                f"another tune of this command is running (pid {pid}): wait for it, or name another folder with --job DIR."
             ) from None
+        except OSError as error:
+            raise StorageError(
+                f"cannot lock {path}: {error.strerror}. Name another folder with --job."
+            ) from error
         _locked.add(name)
-        with suppress(OSError):  # a full disk: the lock holds, but its holder has no number
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, str(os.getpid()).encode(), 0)
 
     @property
     def session(self) -> Path:

@@ -59,15 +59,6 @@ class CeilingsRecord(Record):
     busy_cores: float | None = None  # cores used by other processes just before
     ceilings: list[Ceiling] = field(default_factory=list)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> CeilingsRecord:
-        """Read a record. Raises TypeError for JSON of another shape."""
-        record = super().from_json(data)
-        if not isinstance(record.ceilings, list):
-            raise TypeError("ceilings must be a list")
-        record.ceilings = [c if isinstance(c, Ceiling) else Ceiling.from_json(c) for c in record.ceilings]
-        return record
-
     def values(self, device: str) -> dict[str, float]:
         """Return the figures of a device by name.
 

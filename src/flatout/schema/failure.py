@@ -125,18 +125,6 @@ class FailureRecord(Record):
     facts: dict[str, Any] = field(default_factory=dict)
     schema: int = FAILURE_SCHEMA
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> FailureRecord:
-        """Read a record. Raises TypeError for JSON of another shape."""
-        record = super().from_json(data)
-        record.module = ModuleSeen.from_json(data["module"]) if data.get("module") else None
-        record.chain = [ExceptionRecord.from_json(thrown) for thrown in data.get("chain", ())]
-        for thrown, raw in zip(record.chain, data.get("chain", ()), strict=True):
-            thrown.frames = [FrameSeen.from_json(frame) for frame in raw.get("frames", ())]
-            for frame, seen in zip(thrown.frames, raw.get("frames", ()), strict=True):
-                frame.tensors = [TensorSeen.from_json(tensor) for tensor in seen.get("tensors", ())]
-        return record
-
     @property
     def own(self) -> FrameSeen | None:
         """Return the innermost frame of the user's own code, from the first exception that has one."""

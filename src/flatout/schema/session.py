@@ -117,17 +117,6 @@ class Prediction(Record):
     lever: str = ""
     measured: Ratio | None = None
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Prediction:
-        record = super().from_json(data)
-        record.predicted = (
-            record.predicted if isinstance(record.predicted, Ratio) else Ratio.from_json(record.predicted)
-        )
-        record.measured = (
-            Ratio.from_json(record.measured) if isinstance(record.measured, dict) else record.measured
-        )
-        return record
-
 
 @dataclass
 class RankPace(Record):

@@ -19,7 +19,7 @@ from typing import Any
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import Round, block_ms, compare
 from flatout.schema.plan import Choice, Plan
-from flatout.schema.records import Ratio, TrialRecord
+from flatout.schema.records import Ratio, Record, TrialRecord
 from flatout.trial.blocks import MOST_TICKS, LeverFailed
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.interleaver import Interleaver, ask_replica
@@ -70,7 +70,7 @@ class ProgramRequest:
 
 
 @dataclass
-class MeasuredBlock:
+class MeasuredBlock(Record):
     """One block: index of its row, start in seconds, the program's tick then, and milliseconds a tick."""
 
     row: int
@@ -80,7 +80,7 @@ class MeasuredBlock:
 
 
 @dataclass
-class ProgramResult:
+class ProgramResult(Record):
     """The result of one program.
 
     ``gone``: how it ended before its rows were done. ``left_out``: a lever that could not be applied, and
@@ -90,7 +90,7 @@ class ProgramResult:
     blocks: list[MeasuredBlock] = field(default_factory=list)
     record: TrialRecord | None = None
     gone: TrialRecord | None = None
-    left_out: tuple[str, str] | None = None
+    left_out: Sequence[str] | None = None
     ready: dict[str, Any] = field(default_factory=dict)
     late: dict[str, Any] | None = None  # the guard's findings from replaying a late step
     start_s: float = 0.0  # until it was ready, without the costs that later programs do not have
@@ -99,35 +99,6 @@ class ProgramResult:
     @property
     def whole(self) -> bool:
         return self.gone is None and self.left_out is None
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "blocks": [[b.row, b.at_s, b.tick, b.ms] for b in self.blocks],
-            "record": self.record and self.record.to_json(),
-            "gone": self.gone and self.gone.to_json(),
-            "left_out": self.left_out,
-            "ready": self.ready,
-            "late": self.late,
-            "start_s": self.start_s,
-            "ticks": self.ticks,
-        }
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> ProgramResult:
-        record, gone = (
-            TrialRecord.from_json(data[name]) if data[name] else None for name in ("record", "gone")
-        )
-        left_out = tuple(data["left_out"]) if data["left_out"] else None
-        return cls(
-            [MeasuredBlock(*block) for block in data["blocks"]],
-            record,
-            gone,
-            left_out,
-            data["ready"],
-            data["late"],
-            data["start_s"],
-            data["ticks"],
-        )
 
 
 @dataclass

@@ -85,34 +85,23 @@ def _measured(tuning: Tuning, asked: Sequence[list[ProgramRequest]]) -> list[tup
     elsewhere, pair_s = tuning.elsewhere, tuning.pair_s
     # Its blocks end with the budget, but not before each program had some
     until_s = seconds() + min(3 * pair_s, max(pair_s, tuning.allowed_s(overrun=True)))
-    if elsewhere is None or not elsewhere.ready:
-        if tuning.copies >= 2:
-            return [
-                (measure_together(tuning.interleaver, programs, until_s, tuning.timeout_s), "")
-                for programs in asked
-            ]
-        return [
-            (
-                [
-                    seen
-                    for one in programs
-                    for seen in measure_together(tuning.interleaver, [one], until_s, tuning.timeout_s)
-                ],
-                "",
-            )
-            for programs in asked
-        ]
     found: dict[int, tuple[list[ProgramResult], str]] = {}
-    orders = [together_order(tuning, programs, 3 * tuning.pair_s) for programs in asked]
-    for held in elsewhere.held(orders, TIMEOUT_S + 3 * tuning.pair_s + tuning.timeout_s):
-        if held.answer is not None:
-            found[held.number] = [ProgramResult.from_json(each) for each in held.answer["seen"]], held.host
-    return [
-        found[at]
-        if at in found
-        else (measure_together(tuning.interleaver, programs, until_s, tuning.timeout_s), "")
-        for at, programs in enumerate(asked)
-    ]
+    if elsewhere is not None and elsewhere.ready:
+        orders = [together_order(tuning, programs, 3 * pair_s) for programs in asked]
+        for held in elsewhere.held(orders, TIMEOUT_S + 3 * pair_s + tuning.timeout_s):
+            if held.answer is not None:
+                seen = [ProgramResult.from_json(each) for each in held.answer["seen"]]
+                found[held.number] = seen, held.host
+
+    def here(programs: list[ProgramRequest]) -> list[ProgramResult]:
+        together = [programs] if tuning.copies >= 2 else [[one] for one in programs]
+        return [
+            seen
+            for some in together
+            for seen in measure_together(tuning.interleaver, some, until_s, tuning.timeout_s)
+        ]
+
+    return [found[at] if at in found else (here(programs), "") for at, programs in enumerate(asked)]
 
 
 def _keep(

@@ -188,9 +188,7 @@ class Tuning:
 
     def stage(self, name: str, detail: str) -> None:
         self.watcher.stage(name, detail)
-        if seconds() < self.end_s:
-            self.late.clear()
-        self.late[name] = None
+        self.late = {**(self.late if seconds() > self.end_s else {}), name: None}
 
     def say_why_late(self) -> None:
         """Say what was running when the budget ended, if that took long."""
@@ -253,17 +251,7 @@ class Tuning:
             self.blocks.append(
                 TimedBlock(process, on[block.row], block.at_s - self.start_s, window, block.ms, host)
             )
-        self.session.blocks = [
-            {
-                "process": b.process,
-                "on": sorted(b.on),
-                "at_s": round(b.at_s, 2),
-                "window": b.window,
-                "ms": b.ms,
-                "host": b.host,
-            }
-            for b in self.blocks
-        ]
+        self.session.blocks = [{**vars(b), "on": sorted(b.on), "at_s": round(b.at_s, 2)} for b in self.blocks]
 
     def _searched(self, on: frozenset[str]) -> bool:
         return on <= self.space.index.keys() and self.space.allowed(on)
