@@ -82,7 +82,9 @@ class CrashReport:
             return  # KeyboardInterrupt, SystemExit and the like are no failures
         try:
             if os.path.exists(self.info) and (
-                not self._is_first() or type(error).__name__ in REPORTS_OF_OTHERS
+                not self._is_first()
+                or type(error).__name__ in REPORTS_OF_OTHERS
+                or str(error).startswith("DataLoader worker (pid")
             ):
                 return
             lines = self._lines(error)

@@ -40,7 +40,7 @@ def look(error: BaseException) -> FailureRecord:
     for link, thrown in _chain(error):
         record.chain.insert(0, _thrown(thrown, link))
     torch = sys.modules.get("torch")
-    for add in (_processes, _memory, _module, _batch, _forward_call):
+    for add in (_processes, _memory, _module, _batch, _forward_call, _unguarded):
         try:
             add(record, error, torch)
         except Exception:
@@ -288,6 +288,16 @@ def _batch(record: FailureRecord, error: BaseException, torch: ModuleType | None
     ]
     if len(given) == 1 and given[0]:
         record.batch = given[0] - 1
+
+
+def _unguarded(record: FailureRecord, error: BaseException, torch: ModuleType | None) -> None:
+    """Record that the workers of a loader import the script again, which has no main guard."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    for frame, _ in traceback.walk_tb(error.__traceback__) if script else ():
+        for worker in getattr(frame.f_locals.get("self"), "_workers", ()):
+            if worker._popen.method != "fork":
+                record.facts["unguarded"] = "__name__" not in "".join(linecache.getlines(str(script)))
+                return
 
 
 def _forward_call(record: FailureRecord, error: BaseException, torch: ModuleType | None) -> None:

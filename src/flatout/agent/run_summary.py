@@ -136,7 +136,7 @@ class Summarizer:
                 JobFolder(Path(self.request.folder).parent).make()
                 path = self._free_path(record.rank)
                 write_json(path, record.to_json())
-                where = os.path.relpath(path)
+                where = min(os.path.relpath(path), str(path), key=len)
                 if record.rank == 0 and self.request.keeps:
                     remove_old(Path(self.request.folder), self.request.keeps, self.request.name)
         except (OSError, StorageError) as error:

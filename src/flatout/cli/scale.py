@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from flatout.cli.options.arguments import PROGRAM, Duration, writable
+from flatout.cli.options.arguments import PROGRAM, Duration
 from flatout.cli.options.measurement import Measurement, header, measurement_options
 from flatout.cli.options.messages import warned
 from flatout.diagnose.profiled_program import ProfiledProgram, ProfileOptions
@@ -248,7 +248,7 @@ class OfProfile(Measurement):
 
     def __init__(self, seen: ProfileRecord, profile: Path, job: Path | None) -> None:
         self.name, self.facts = "scale", warned(look())
-        self.folder = writable(JobFolder(job or profile.resolve().parent), job is not None)
+        self.folder = JobFolder(job or profile.resolve().parent).make()
         self.header = {**header(seen.command, self.facts), "cwd": seen.cwd}
 
 

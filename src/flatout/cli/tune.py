@@ -197,6 +197,7 @@ def tune(
     facts = warned(look(cmd.argv))
     made_for = asked.title if asked is not None else ""
     folder = writable(job_folder(cmd, job, made_for), job is not None)
+    folder.lock()
     elsewhere = on_ray(ray, cmd, facts) if ray is not None else None
     session = open_session(
         folder,
@@ -230,8 +231,9 @@ def tune(
     if profile is not None:
         session.predictions = predictions(profile.findings, session.levers)
         _tell_the_profile(folder, profile, session)
-    _finish(folder, session)
     written = write_plan(folder, session, cmd, beside)
+    session.plan_path = str(folder.plan) if written is None and job is not None else ""
+    _finish(folder, session)
     if written is None and beside:
         sys.stderr.write(f"flatout: {_not_beside(folder, session, cmd)}\n")
     return session, folder, written or folder.plan
@@ -284,9 +286,7 @@ def _not_beside(folder: JobFolder, session: SessionRecord, cmd: Command) -> str:
     """Say why the plan is only in the job's folder."""
     target = beside_script(cmd)
     if other := made_for_another(target, session):
-        return harmless(
-            f"the plan is in {folder.plan}, where `flatout run` finds it; {target} stays, because it was made for `{other}`"
-        )
+        return harmless(f"the plan is in {folder.plan}; {target} stays, because it was made for `{other}`")
     return f"cannot write flatout.toml next to the script; the plan is in {folder.plan}"
 
 

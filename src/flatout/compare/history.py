@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flatout.compare.baselines import FOLDER_NAME, Baseline
-from flatout.job.folder import FOLDER, JobFolder, json_lines, read_json
+from flatout.job.folder import FOLDER, JobFolder, json_lines, read_json, records
 from flatout.job.runs import RUNS, run_records
 from flatout.measure.statistics import median, quantile
 from flatout.schema.compare import Change, CompareRecord, Gate
@@ -58,8 +58,9 @@ S = TypeVar("S")
 
 def records_folder(folder: Path) -> Path | None:
     """Return the folder of records that a user means by a project, by its .flatout, or by the folder of a job."""
-    if (folder / FOLDER).is_dir():
-        return folder / FOLDER
+    inner = records() if folder == Path() else folder / FOLDER
+    if inner.is_dir():
+        return inner
     return folder if folder.name == FOLDER or _is_job(folder) else None
 
 

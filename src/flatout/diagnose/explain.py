@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flatout.diagnose.failures import TABLE, symptoms
+from flatout.diagnose.failures import TABLE, loading, symptoms
 from flatout.diagnose.kind import FailureKind
 from flatout.diagnose.tracebacks import clean, read, unfolded
 from flatout.schema.errors import NOT_OF_ITS_FORM
@@ -62,6 +62,8 @@ def explain_text(text: str) -> list[Explanation]:
     if not info and (symptom := symptoms.of_log(text.split("\n"))) is not None:
         return [Explanation(_cleaned(symptom))]
     reports = {kind.code for kind in TABLE if kind.reports}
+    if any(one.finding.rule == loading.no_main_guard.code for one in info):
+        reports.add(loading.worker_ended.code)  # it started the script again, and ended there
     first = [one for one in info if one.finding.rule not in reports]
     return (first or info)[:MOST_LINES]
 

@@ -166,6 +166,8 @@ def _flat(played: Sequence[Any]) -> list[Any]:
 
 
 def check(name: str, value: float, limit: float, why: str) -> dict[str, Any]:
+    if value != value:
+        why = f"{name}: NaN under the levers, and finite in the plain step"
     return {
         "name": name,
         "value": value if math.isfinite(value) else None,

@@ -22,7 +22,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from flatout.guard.distribution import same_distribution
-from flatout.guard.loss_curves import START_STEPS, aligned, curves_within_spread, finite_losses, start_check
+from flatout.guard.loss_curves import (
+    START_STEPS,
+    aligned,
+    comparable,
+    curves_within_spread,
+    finite_losses,
+    numbers,
+    start_check,
+)
 from flatout.guard.resolution import SHORT_SHARE, coarseness
 from flatout.schema.enums import Effect
 from flatout.schema.records import TrialRecord
@@ -69,16 +77,19 @@ def judge(
         tuned_losses=[t for _, t in curves],
     )
     checks = record.checks
-    shortest = min(len(p) for p, _ in curves)
+    repeatable = again is None or repeats_itself(plain[0], again)
+    exact = effect is Effect.EXACT and repeatable
+    # Two losses that are NaN are equal, and show nothing
+    ends = [min(numbers(p.losses), len(c)) for p, (c, _) in zip(plain, curves, strict=True)]
+    shortest = min(ends) if exact else min(*ends, comparable([(p, p) for p, _ in curves]))
     if shortest < FEWEST_LOSSES:
         record.verdict, record.why = (
             "not checked",
-            f"only {shortest} losses were recorded, too few to compare",
+            f"only {shortest} finite losses were recorded, too few to compare",
         )
         return record
-    repeatable = again is None or repeats_itself(plain[0], again)
     checks += [finite_losses(curves), _resolution(curves)]
-    if effect is Effect.EXACT and repeatable:
+    if exact:
         checks += [_bitwise_losses(plain, tuned), _bitwise_weights(plain, tuned)]
     else:
         if effect.rank < Effect.RESAMPLED.rank and repeatable:
@@ -95,9 +106,9 @@ def judge(
     if failed:
         record.why = "; ".join(c.why for c in failed)
         return record
-    if effect is Effect.EXACT and repeatable:
+    if exact:
         record.verdict = "same"
-        record.why = f"losses and weights are bitwise equal to those of the plain program ({shortest} losses, {_count(len(plain), 'seed')})"
+        record.why = f"{'losses and weights' if checks[-1].value else 'losses'} are bitwise equal to those of the plain program ({shortest} losses, {_count(len(plain), 'seed')})"
         return record
     record.verdict = "equivalent"
     record.why = f"the loss stays within the spread of the program's own seeds ({shortest} losses, {_count(len(plain), 'seed')})"
@@ -196,8 +207,9 @@ def _bitwise_losses(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord]) 
 def _bitwise_weights(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord]) -> GuardCheck:
     seen = 0
     for p, t in zip(plain, tuned, strict=True):
+        steps = p.loss_steps[numbers(p.losses) :]  # the weights after these are NaN
         for step, digest in p.weights_digests.items():
-            if step in t.weights_digests:
+            if step in t.weights_digests and not (steps and int(step) > steps[0]):
                 seen += 1
                 if t.weights_digests[step] != digest:
                     return GuardCheck(
@@ -211,6 +223,7 @@ def _bitwise_weights(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord])
         f"the weights are bitwise equal after {seen} common steps"
         if seen
         else "no common step recorded weights",
+        float(seen),
     )
 
 

@@ -1,6 +1,7 @@
 """Paths of a job folder, and atomic reading and writing of its files.
 
-.flatout/<job>/            0700
+.flatout/<job>/            0700; if it cannot be written: ~/.cache/flatout/jobs/<folder>/<job>/ (`records`)
+    lock                   held by the process that measures
     session.json           every record of the session
     unfinished.json        the same of an interrupted session, while session.json is that of a finished one
     flatout.toml           the Plan
@@ -13,31 +14,36 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import stat
-import tempfile
+import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from flatout.job.temporary import left_in, owned, remove
-from flatout.job.trust import distrusted
+from flatout.job.trust import distrusted, own_cache
 from flatout.schema.errors import StorageError
 
 FOLDER = ".flatout"  # in the working directory; holds the folders of jobs, and a .gitignore of its own
 MOST_BYTES = 1 << 26  # maximum size of a record; the largest seen had 3 MB
 HANDED_ON = "handed_on"
 MOST_VALUES = 1 << 21  # a value of three characters takes up to 100 bytes in memory
+_locked: set[str] = set()  # folders that this process has locked until its end
 
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file atomically: temporary file, fsync, rename.
 
-    A reader sees the old or the new file, never a part.
+    A reader sees the old or the new file, never a part. Its mode is what the umask gives.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        temporary = path.parent / f".{path.name}.{os.urandom(4).hex()}"
+        handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as out:
                 out.write(text)
@@ -45,7 +51,7 @@ def write_whole(path: Path, text: str) -> None:
                 os.fsync(out.fileno())
             os.replace(temporary, path)
         except BaseException:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
     except OSError as error:
         raise StorageError(
@@ -103,6 +109,20 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+def records(name: str = "") -> Path:
+    """Return `.flatout/<name>`, or its stand-in in the user's cache if this folder cannot be written.
+
+    It is the same at each start, so that `run` finds the plan of `tune`, and `--resume` its checkpoints.
+    """
+    here = Path(FOLDER, name)
+    there = next((path for path in (here, *here.parents) if os.path.lexists(path)), Path())
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK) and not distrusted(here, whose=Path()):
+        return here
+    project = os.getcwd()
+    stand_in = f"{os.path.basename(project)}-{zlib.crc32(os.fsencode(project)):08x}"
+    return own_cache("jobs", os.environ) / stand_in / name
+
+
 class JobFolder:
     """Paths of one job."""
 
@@ -112,9 +132,8 @@ class JobFolder:
     def make(self) -> JobFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            if why := distrusted(
-                self.path, whose=self.path.absolute().parent.parent
-            ):  # the owner of the project folder is trusted
+            # The owner of the project folder is trusted
+            if why := distrusted(self.path, whose=self.path.absolute().parent.parent):
                 raise StorageError(
                     f"the records in {self.path} are not trusted: {why}. Name another folder with --job DIR."
                 )
@@ -127,6 +146,36 @@ class JobFolder:
                 f"cannot create the folder {self.path}: {error.strerror}. Name a writable folder with --job DIR."
             ) from error
         return self
+
+    def lock(self) -> None:
+        """Let no other process measure in this folder until this one ends, however it ends.
+
+        Raises StorageError if another does. The kernel forgets the lock with its process, and its children do
+        not inherit it.
+        """
+        path = self.path / "lock"
+        if (name := os.path.realpath(path)) in _locked:
+            return
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StorageError(
+                f"cannot write {path}: {error.strerror}. Name another folder with --job."
+            ) from error
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(handle, 20, 0).decode(errors="replace")
+            os.close(handle)
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                return  # a file system without locks
+            raise StorageError(
+                f"another tune of this command is running (pid {holder}): wait for it, or name another folder with --job DIR."
+            ) from None
+        _locked.add(name)
+        with suppress(OSError):  # a full disk: the lock holds, but its holder has no number
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, str(os.getpid()).encode(), 0)
 
     @property
     def session(self) -> Path:

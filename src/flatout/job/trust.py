@@ -9,6 +9,7 @@ import grp
 import os
 import pwd
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 from flatout.schema.errors import StorageError
@@ -59,6 +60,20 @@ def private_folder(path: Path) -> Path:
             f"cannot create the folder {path}: {error.strerror}. Name another folder with TMPDIR."
         ) from error
     return path
+
+
+def own_cache(name: str, environment: Mapping[str, str]) -> Path:
+    """Return flatout's folder ``name`` in the user's cache; without a writable home, below TMPDIR.
+
+    Raises StorageError.
+    """
+    try:
+        return private_folder(
+            Path(environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "flatout", name)
+        )
+    except StorageError:
+        place = environment.get("TMPDIR") or "/tmp"  # tempfile would take the current folder at last
+        return private_folder(private_folder(Path(place, f"flatout-{os.geteuid()}")) / name)
 
 
 def _owner(path: Path | None) -> set[int]:

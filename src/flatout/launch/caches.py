@@ -13,11 +13,8 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 
-from flatout.job.temporary import temporary
-from flatout.job.trust import distrusted, private_folder
-from flatout.schema.errors import StorageError
+from flatout.job.trust import distrusted, own_cache
 
 
 def private_caches(environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
@@ -57,13 +54,3 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):
         return f"uid_{os.getuid()}"
-
-
-def own_cache(name: str, environment: Mapping[str, str]) -> Path:
-    """Return flatout's folder ``name`` in the user's cache; a temporary one without a writable home."""
-    try:
-        return private_folder(
-            Path(environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "flatout" / name
-        )
-    except StorageError:  # no writable home folder
-        return temporary("cache")

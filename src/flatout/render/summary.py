@@ -233,7 +233,8 @@ def next_step(session: SessionRecord) -> Next:
     )
     match session.outcome:
         case SessionOutcome.FASTER | SessionOutcome.FITS:
-            return Next("Run the real job under this plan:", f"flatout run {with_ranks}{command}")
+            named = f"--plan {shell([session.plan_path])} " if session.plan_path else ""
+            return Next("Run the real job under this plan:", f"flatout run {with_ranks}{named}{command}")
         case SessionOutcome.RUNNING:
             return Next("Continue; finished measurements are reused:", f"flatout tune {with_ranks}{command}")
         case SessionOutcome.FAILED:

@@ -219,6 +219,7 @@ class SessionRecord(Record):
     )
     obstacle: str = ""  # what prevents a larger speed-up, with the command that helps
     guard: GuardRecord = field(default_factory=lambda: GuardRecord("not checked", "nothing was chosen yet"))
+    own_loss: str = ""  # that the plain program's loss is NaN, and from which step
     levers: list[LeverRecord] = field(default_factory=list)
     comparisons: list[ComparisonRecord] = field(default_factory=list)
     blocks: list[dict[str, Any]] = field(
@@ -229,6 +230,7 @@ class SessionRecord(Record):
     frontier: list[TimeMemoryPoint] = field(
         default_factory=list
     )  # time against memory, in measured order; the first is the reference
+    plan_path: str = ""  # to be named with --plan, where `flatout run` would not find the plan
     ranks: RanksRecord | None = None  # if the program was tuned as several ranks
     named: list[NamedRecord] = field(default_factory=list)
     predictions: list[Prediction] = field(default_factory=list)  # of the profile that the search started from

@@ -16,7 +16,7 @@ from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone
 from flatout.tune.candidates import in_order
 from flatout.tune.comparison import ProgramResult
-from flatout.tune.gone import why_gone
+from flatout.tune.gone import program_failed
 from flatout.tune.tuning import Tuning
 
 LONGEST_S = 30.0  # of training, to see whether the plain program passes the same tick
@@ -24,7 +24,10 @@ FEWEST_BLOCKS = 6  # of a program that finishes by itself; its blocks are shorte
 
 
 def came_to_its_end(tuning: Tuning, gone: TrialRecord, ticks: int) -> bool:
-    """Whether the program ended like the plain one: finished, or failed with its own error there."""
+    """Whether the program finished like the plain one.
+
+    Raises ProgramFailed if it failed, and the plain program fails there too.
+    """
     ticks = max(ticks, _trained(gone))
     if gone.status == "ended":
         _note_length(tuning, ticks)
@@ -33,11 +36,12 @@ def came_to_its_end(tuning: Tuning, gone: TrialRecord, ticks: int) -> bool:
         return False
     if tuning.length_ticks is not None:
         return abs(ticks - tuning.length_ticks) <= 2 * tuning.interleaver.block_ticks + 1
-    if not _plain_fails_by(tuning, ticks):
-        return False
-    tuning.own_failure = gone
-    _note_length(tuning, ticks)
-    return True
+    own = _plain_failure(tuning, ticks)
+    if own is not None:
+        raise program_failed(
+            own.record, f"the program fails by itself after about {ticks} {tuning.interleaver.unit}s"
+        )
+    return False
 
 
 def _trained(gone: TrialRecord) -> int:
@@ -54,18 +58,14 @@ def _note_length(tuning: Tuning, ticks: int) -> None:
     )
 
 
-def _plain_fails_by(tuning: Tuning, ticks: int) -> bool:
-    """Whether the plain program also fails shortly after this many ticks.
-
-    If that takes too long to find out: no.
-    """
+def _plain_failure(tuning: Tuning, ticks: int) -> ProgramGone | None:
+    """Return how the plain program fails shortly after this many ticks; None if it does not, or is not seen to in time."""
     interleaver, beyond = tuning.interleaver, _beyond(tuning, ticks)
-    if tuning.furthest_plain > beyond or beyond * interleaver.tick_ms / 1000 > min(
-        LONGEST_S, tuning.allowed_s()
-    ):
-        return False
+    if tuning.furthest_plain > beyond or beyond * interleaver.tick_ms / 1000 > LONGEST_S:
+        return None
     tuning.watcher.stage("checking", "whether the plain program fails there too")
-    return _failure(tuning, (), beyond) is not None
+    failed = _failure(tuning, (), beyond)
+    return failed if isinstance(failed, ProgramGone) else None
 
 
 def program_ended(tuning: Tuning, on: Collection[str], seen: ProgramResult) -> None:
@@ -125,17 +125,17 @@ def reject(tuning: Tuning, choice: Choice, reason: str) -> None:
     tuning.note(spell(choice.name, choice.value), "processes", None, reason, seconds())
 
 
-def _failure(tuning: Tuning, choices: Sequence[Choice], ticks: int) -> str | None:
-    """Return the program's error with these choices within ``ticks``; None if it gets there or finishes."""
+def _failure(tuning: Tuning, choices: Sequence[Choice], ticks: int) -> ProgramGone | LeverFailed | None:
+    """Return how the program fails with these choices within ``ticks``; None if it gets there or finishes."""
     try:
         trial = tuning.enter(in_order(choices) if choices else Plan()).trial
     except (ProgramGone, LeverFailed) as error:
-        return why_gone(error)
+        return error
     try:
         if ticks > trial.ticks_done:
             tuning.interleaver.run(trial, ticks - trial.ticks_done)
     except ProgramGone as gone:
-        return None if gone.record.status == "ended" else why_gone(gone)
+        return None if gone.record.status == "ended" else gone
     finally:
         tuning.interleaver.dismiss(trial)
     return None

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 
 from flatout.schema.enums import Effect, Status
-from flatout.schema.errors import last_line
 from flatout.schema.records import QUANTILE, Ratio
 from flatout.tune.candidates import DISTURBED, LIVE, NO_GAIN, NO_TIME, PROCESSES, SLOWER, Candidate
 from flatout.tune.goal import only
-from flatout.tune.gone import program_failed
 from flatout.tune.tuning import Tuning
 
 # The chance of being faster that a lever of the plan needs: in general, if it is exact, if it has a warm-up.
@@ -95,13 +93,8 @@ def conclude(tuning: Tuning) -> list[Candidate]:
 
 
 def _say_why_nothing(tuning: Tuning) -> None:
-    """Say whether nothing is faster, or whether the search could not tell.
-
-    Raises ProgramFailed if the program fails by itself before a lever can be measured.
-    """
+    """Say whether nothing is faster, or whether the search could not tell."""
     session, more = tuning.session, f"give --budget {tuning.enough_m(tuning.budget_s)}m"
-    if tuning.own_failure is not None and not tuning.measured:
-        raise program_failed(tuning.own_failure)
     if tuning.choices and not tuning.measured:
         session.undecided, session.obstacle = True, f"no lever could be measured in time; {more}"
     elif tuning.disturbance.disturbed and any(
@@ -116,14 +109,6 @@ def noise_of(tuning: Tuning) -> Ratio:
     fitted = tuning.fitted or tuning.refit()
     apart = math.exp(QUANTILE * math.sqrt(2) * fitted.luck)
     return Ratio(1.0, 1 / apart, apart, len(tuning.numbers))
-
-
-def name_own_failure(tuning: Tuning) -> None:
-    """Say that the program fails by itself, if that was seen: what else is in the way comes after it."""
-    if tuning.own_failure is not None:
-        unit, said = tuning.interleaver.unit, last_line(tuning.own_failure.reason)
-        own = f"the program fails by itself after about {tuning.length_ticks} {unit}s ({said})"
-        tuning.session.obstacle = "; ".join(filter(None, (own, tuning.session.obstacle)))
 
 
 def obstacle(tuning: Tuning) -> str:

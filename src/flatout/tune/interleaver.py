@@ -52,6 +52,7 @@ class Interleaver(BlockTimer):
         self.command, self.job, self.facts, self.base, self.alone = command, job, facts, base or Plan(), alone
         self.running: list[Trial] = []
         self.background: list[Trial] = []  # not ready yet; they run only while others start
+        job.lock()
         # Left by a killed search; the data may have changed since
         shutil.rmtree(job.handed_on, ignore_errors=True)
         job.handed_on.mkdir(parents=True, exist_ok=True)

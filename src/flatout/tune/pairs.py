@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from flatout.guard.loss_curves import own_loss
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import Round
 from flatout.schema.enums import Effect
 from flatout.schema.errors import last_line
 from flatout.schema.plan import Plan, spell
 from flatout.schema.records import TrialRecord
+from flatout.tune.blame import came_to_its_end
 from flatout.tune.candidates import Candidate, plan_of, widest
 from flatout.tune.comparison import ProgramRequest, ProgramResult, measure_together
 from flatout.tune.limits import PAIRS
@@ -124,6 +126,8 @@ def _keep(
             seen.gone if seen.gone is not None and seen.gone.status == "ended" and seen.blocks else None
         )
         if record is None:
+            if seen.gone is not None:
+                came_to_its_end(tuning, seen.gone, seen.ticks)  # raises if the program fails by itself
             said = (
                 f"{seen.left_out[0]}: {seen.left_out[1]}"
                 if seen.left_out
@@ -137,6 +141,8 @@ def _keep(
             pairs.late = seen.late
         times[plain] = [block.ms for block in seen.blocks]
         (pairs.plain if plain else pairs.tuned)[seed] = record
+        if plain:
+            tuning.session.own_loss = tuning.session.own_loss or own_loss(record)
         (pairs.plain_ms if plain else pairs.tuned_ms).extend(times[plain])
         on = frozenset[str]() if plain else keys_of(tuned)
         if on <= tuning.choices.keys():

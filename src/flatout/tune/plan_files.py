@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.job.folder import FOLDER, JobFolder
+from flatout.job.folder import FOLDER, JobFolder, records
 from flatout.job.plan_file import read_plan
 from flatout.job.trust import distrusted
 from flatout.launch.command import Command
@@ -57,16 +57,18 @@ def differences(made_for: dict[str, str], key: dict[str, str]) -> list[str]:
 
 
 def job_folder(command: Command, given: Path | None = None, ranks: str = "") -> JobFolder:
-    return JobFolder(
-        given
-        if given is not None
-        else Path(FOLDER) / "-".join(filter(None, (command.title, command.digest, ranks.replace(" ", "-"))))
-    )
+    name = "-".join(filter(None, (command.title, command.digest, ranks.replace(" ", "-"))))
+    return JobFolder(records(name) if given is None else given)
 
 
-def newest(*records: str) -> Path | None:
+def newest(*patterns: str) -> Path | None:
     """Return the newest file among these, given as patterns below a job's folder; None if there is none."""
-    found = [path for record in records for path in Path(FOLDER).glob(f"*/{record}")]
+    found = [
+        path
+        for pattern in patterns
+        for place in {records(), Path(FOLDER)}
+        for path in place.glob(f"*/{pattern}")
+    ]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
@@ -77,9 +79,9 @@ def beside_script(command: Command) -> Path:
 
 def plan_files(command: Command, ranks: str = "") -> list[Path]:
     """Return the plan beside the script and the tuner's own copy, newest first, so that your edits count."""
-    there = [
-        path for path in (beside_script(command), job_folder(command, ranks=ranks).plan) if path.is_file()
-    ]
+    job = job_folder(command, ranks=ranks)
+    here = JobFolder(Path(FOLDER, job.path.name))  # tuned before this folder became read-only
+    there = {path for path in (beside_script(command), job.plan, here.plan) if path.is_file()}
     return sorted(there, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 

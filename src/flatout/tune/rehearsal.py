@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from math import sqrt
+from math import isfinite, sqrt
 from typing import Any
 
 from flatout.job.folder import JobFolder
@@ -119,6 +119,10 @@ class Rehearsal:
             reference, alone = self._sharded_reference(gone.record), False
         self._memory(reference, alone)
         self.found.losses = _numbers(reference["losses"])
+        if not all(map(isfinite, self.found.losses)):
+            return self._refused(
+                "its own loss is NaN or infinite in the first steps, so there is nothing to compare"
+            )
         if reference["divides_itself"]:
             return self._divides_itself(how(reference["divides_itself"]), reference["divides_itself"])
         found = self._compared(reference)

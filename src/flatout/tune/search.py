@@ -22,7 +22,7 @@ from flatout.trial.blocks import PREFETCHED_BATCHES
 from flatout.trial.parent import ProgramGone
 from flatout.tune.budget import LONGER_BUDGET_S
 from flatout.tune.candidates import consider, without_long_starts
-from flatout.tune.conclude import name_own_failure, noise_of
+from flatout.tune.conclude import noise_of
 from flatout.tune.confirm import settle
 from flatout.tune.explore import explore
 from flatout.tune.fit import fit
@@ -40,8 +40,8 @@ LONGEST_START = 0.15  # of the budget, for fetching a whole data set first
 def search(tuning: Tuning) -> SessionRecord:
     """Run the whole search.
 
-    Raises ProgramFailed if the plain program fails without flatout's changes, and NothingMeasured if it does
-    not train.
+    Raises ProgramFailed if the plain program is seen to fail, before or after it trained, and NothingMeasured
+    if it does not train.
     """
     try:
         tuning.disturbance.wait(tuning.budget_s, tuning.watcher.expect)
@@ -51,7 +51,6 @@ def search(tuning: Tuning) -> SessionRecord:
         tuned, answer = check_a_step(tuning, fit(tuning, explore(tuning)))
         tuning.keep_observed()
         settle(tuning, tuned, answer)
-        name_own_failure(tuning)
         if tuning.blocks:
             tuning.session.noise_floor = noise_of(tuning)
         tuning.session.disturbance = tuning.disturbance.sentence() if tuning.disturbance.disturbed else ""

@@ -135,7 +135,12 @@ def made_for_another(path: Path, session: SessionRecord) -> str:
 
 
 def verdict(session: SessionRecord) -> str:
-    """Return the verdict of the session in one sentence."""
+    """Return the verdict of the session in one sentence, with what it does not cover."""
+    own = f"; {session.own_loss}, so nothing after that step was compared" if session.own_loss else ""
+    return _verdict(session) + own
+
+
+def _verdict(session: SessionRecord) -> str:
     limited = _of_the_limit(session)
     if limited:
         return limited

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from flatout.guard.batch_slices import PLAYS, samples_played
+from flatout.guard.loss_curves import own_loss
 from flatout.guard.replica import SHARPENING_S, SLOW_MS, STEPS, STEPS_OF_A_LARGE_MODEL
 from flatout.job.folder import JobFolder
 from flatout.launch.command import Command
@@ -71,8 +72,7 @@ class Tuning:
         self.blocks: list[TimedBlock] = []
         self.fitted: Fitted | None = None
         self.processes = 0
-        self.length_ticks: int | None = None  # of the program, once it was observed to finish by itself
-        self.own_failure: TrialRecord | None = None  # of the program, where the plain one fails the same way
+        self.length_ticks: int | None = None  # of the program, once it was observed to finish
         self.warm_ticks = 0  # ticks until the steps are steady
         self.once_s = 0.0  # time to fetch a whole data set first; later programs of the search reuse it
         self.furthest_plain = 0  # the last tick that the plain program reached
@@ -260,6 +260,7 @@ class Tuning:
 
         The program had seed 0 and ran without levers until the search switched some on.
         """
+        self.session.own_loss = self.session.own_loss or own_loss(record)
         if self.first_plain is None:
             record.losses = record.losses[: record.warmup_steps]
             record.weights_digests = {

@@ -16,10 +16,9 @@ from click.shell_completion import CompletionItem
 
 from flatout.job import plan_file
 from flatout.job.folder import JobFolder
-from flatout.launch.caches import own_cache
 from flatout.levers import TABLE, checked
 from flatout.schema.enums import Origin
-from flatout.schema.errors import StorageError, UsageError
+from flatout.schema.errors import UsageError
 from flatout.schema.lever import Lever
 from flatout.schema.plan import Choice, Plan, is_value
 from flatout.schema.toml import read_toml
@@ -224,14 +223,8 @@ def _no_option(word: str, command: str) -> str:
 
 
 def writable(folder: JobFolder, asked: bool) -> JobFolder:
-    """Create and return the job's folder.
-
-    If it cannot be written and the user did not ask for it, return one in the user's cache and say so."""
-    try:
-        return folder.make()
-    except StorageError:
-        if asked:
-            raise
-        other = JobFolder(own_cache("jobs", os.environ) / folder.path.name).make()
-        sys.stderr.write(f"flatout: cannot write to {os.getcwd()}; the records go to {other.path}\n")
-        return other
+    """Create and return the job's folder; say where it is if nobody ``asked`` for it and it is not here."""
+    folder.make()
+    if not asked and folder.path.is_absolute():
+        sys.stderr.write(f"flatout: cannot write to {os.getcwd()}; the records go to {folder.path}\n")
+    return folder

@@ -107,7 +107,7 @@ def worker_ended(failure: FailureRecord) -> Diagnosis | None:
             "DataLoader(..., num_workers=0)                             # does the code itself fail?\n"
             "dmesg -T | grep -i oom; cat /sys/fs/cgroup/memory.events   # was it out of memory? then use fewer workers",
         )
-    if found is None or found["signal"] == "Bus error":
+    if found is None or found["signal"] == "Bus error" or failure.facts.get("unguarded"):
         return None
     if not found["signal"]:  # the previous exception may name the signal
         inner = match_message(
@@ -183,6 +183,11 @@ def no_main_guard(failure: FailureRecord) -> Diagnosis | None:
         failure,
         RUNTIME,
         r"An attempt has been made to start a new process before the\s+current process has finished its bootstrapping phase",
+        *(
+            [r"DataLoader worker \(pid\(s\) [\d, ]+\) exited unexpectedly"]
+            if failure.facts.get("unguarded")
+            else []
+        ),
     )
     if found is None:
         return None
