@@ -29,10 +29,12 @@ from flatout.schema.lever import Undo, Value
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader, Dataset
 
     from flatout.data.feed import Feed
+    from flatout.distributed.sharding import Sharding
     from flatout.schema.program import Ledger, TrainingContext
 
 
@@ -479,16 +481,20 @@ def local_sgd(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 def sharding(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Adds gradients over the ranks without averaging them."""
     undo = sharding_lever.apply(context, value, ledger)
-    groups_of = context.divided.sharding._groups
+    sums_gradients(context.divided.sharding)
+    return undo
 
-    def summed(module: Any) -> Any:
+
+def sums_gradients(sharding: Sharding) -> None:
+    groups_of = sharding._groups
+
+    def summed(module: Module) -> list[Any]:
         groups = groups_of(module)
         for group in groups:
             group.gradient_divide_factor = 1.0
         return groups
 
-    context.divided.sharding._groups = summed
-    return undo
+    sharding._groups = summed  # type: ignore[method-assign]
 
 
 KNOWN_BAD: dict[str, Callable[[Any, Value, Any], Undo]] = {
