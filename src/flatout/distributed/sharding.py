@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from flatout.schema.program import Ledger, TrainingContext
 
-NAME = "sharding"
 NODE, ALL = "node", "all"
 M_MMAP_THRESHOLD, LARGE_BYTES = -3, 2**20  # malloc.h
 FEWEST = 2  # ranks on a machine, to shard weights inside it
