@@ -377,7 +377,8 @@ def made_by(facts: Facts) -> dict[str, str]:
     """Returns the digest of the source that makes the records, and the version of torch."""
     files = [path for folder in MAKERS for path in (ROOT / folder).rglob("*.py") if path.name != "guard.py"]
     digest = hashlib.sha256()
-    for path in sorted([*files, *(HERE / f"{name}.py" for name in BED)]):
+    bed = [*(HERE / f"{name}.py" for name in BED), ROOT / "tests" / "known_bad_levers.py"]
+    for path in sorted([*files, *bed]):
         digest.update(f"{path.relative_to(ROOT).as_posix()}\n".encode() + path.read_bytes())
     return {"source": digest.hexdigest()[:16], "torch": facts.versions.get("torch", "")}
 

@@ -21,6 +21,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+sys.path.append(str(Path(__file__).parents[1]))
+from known_bad_levers import KNOWN_BAD
+
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
@@ -341,7 +344,7 @@ def case_compression():
                 undo = (
                     compression.apply(live.context, values, ledger)
                     if values
-                    else compression.known_bad(live.context, "bf16", ledger)
+                    else KNOWN_BAD["comm_compression"](live.context, "bf16", ledger)
                 )
             if step == 7:
                 undo()
@@ -450,7 +453,7 @@ def case_three():
 
 
 class BAD:
-    apply = staticmethod(flags.known_bad)
+    apply = staticmethod(KNOWN_BAD["ddp_flags"])
 
 
 def forked(rank, folder, ranks, *cases):

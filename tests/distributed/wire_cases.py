@@ -12,6 +12,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+sys.path.append(str(Path(__file__).parents[1]))
+from known_bad_levers import KNOWN_BAD
+
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
@@ -123,7 +126,7 @@ def ways():
     found["wanted again"] = (
         program.divided.wanted == program.divided.terms and program.divided.terms.way.name == "plain"
     )
-    bad = compression.known_bad(program.context, "bf16", Ledger())
+    bad = KNOWN_BAD["comm_compression"](program.context, "bf16", Ledger())
     found["bad"] = program.passes(2)[1]["gradient"]
     bad()
     found["events"] = program.observed.events[-8:-4]
@@ -169,7 +172,7 @@ def sizes():
         found[str(value)] = program.passes(2)[1]
         undo()
         program.backward()
-    bad = buckets.known_bad(program.context, 0.001, Ledger())
+    bad = KNOWN_BAD["gradient_buckets"](program.context, 0.001, Ledger())
     found["bad"] = program.passes(2)[1]["gradient"]
     bad()
     program.leave()

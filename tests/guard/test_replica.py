@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from known_bad_levers import KNOWN_BAD
 from torch import nn
 
 from flatout.agent.applier import Applier
@@ -226,7 +227,7 @@ def test_fused_attention_passes_and_one_with_another_scale_does_not() -> None:
     verdict = judged(SHELF["attention"], attend)
     assert not failed(verdict), verdict
     assert verdict["smooth"]
-    assert "outputs" in failed(judged(lever(SHELF["attention"].known_bad), attend))  # type: ignore[arg-type]
+    assert "outputs" in failed(judged(lever(KNOWN_BAD["attention"]), attend))
 
 
 def test_no_lever_passes_where_the_programs_own_gradients_are_nan() -> None:
@@ -388,7 +389,7 @@ NO_REPLICA_HERE = {
 )
 def test_the_known_bad_of_a_lever_fails(name: str) -> None:
     """In a comparison: an error of the lever itself ("levers") would show nothing."""
-    assert failed(judged(lever(SHELF[name].known_bad))) - {"levers"}  # type: ignore[arg-type]
+    assert failed(judged(lever(KNOWN_BAD[name]))) - {"levers"}
 
 
 def test_lost_momentum_fails() -> None:
@@ -585,8 +586,8 @@ def test_long_steps_judge_levers_on_part_of_the_batch(name: str) -> None:
 
     sound, broken = (
         judged(SHELF[name], program, step_ms=SLOW_MS),
-        judged(lever(SHELF[name].known_bad), step_ms=SLOW_MS),
-    )  # type: ignore[arg-type]
+        judged(lever(KNOWN_BAD[name]), step_ms=SLOW_MS),
+    )
     assert not failed(sound), sound
     assert failed(broken), broken
     assert set(sizes) == {8, 16, 32}  # also half of the part
@@ -602,7 +603,7 @@ def test_a_module_that_needs_its_whole_batch_is_replayed_with_all_of_it() -> Non
             Net.forward = really  # type: ignore[method-assign]
 
     assert not failed(judged(SHELF["channels_last"], program, step_ms=SLOW_MS))
-    assert failed(judged(lever(SHELF["channels_last"].known_bad), program, step_ms=SLOW_MS))  # type: ignore[arg-type]
+    assert failed(judged(lever(KNOWN_BAD["channels_last"]), program, step_ms=SLOW_MS))
 
 
 def test_a_late_replica_detects_failures_that_the_early_one_cannot() -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -15,12 +16,13 @@ from flatout.kernels import NAMES
 from flatout.launch.compiler import emulate, run_child
 
 LIMIT_S = 200.0
+WRONG = Path(__file__).parent / "wrong"  # each kernel with its known-wrong variants
 ALL = """
 import sys
 from pathlib import Path
 from flatout.kernels.__main__ import main
-for name in sys.argv[2:]:
-    main(name, Path(sys.argv[1]) / name, -1)
+for name in sys.argv[3:]:
+    main(f"{sys.argv[2]}/{name}.py", Path(sys.argv[1]) / name, -1)
 """
 
 
@@ -54,7 +56,7 @@ def gates(request, emulated, tmp_path_factory):
         "FLATOUT_EMULATED": str(emulated[0]),
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    ended = run_child([sys.executable, "-c", ALL, str(records), *names], environment, LIMIT_S)
+    ended = run_child([sys.executable, "-c", ALL, str(records), str(WRONG), *names], environment, LIMIT_S)
     assert ended.code == 0, ended.output
     found = {}
     for name in names:

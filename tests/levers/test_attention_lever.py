@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from known_bad_levers import KNOWN_BAD
 from limits import hang_s
 
 from flatout.agent.ledger import Ledger
@@ -240,7 +241,7 @@ def test_known_bad_is_another_scale(training):
     bad, tokens = training(), torch.arange(T).repeat(2, 1)
     bad.steps(2)
     plain = bad.model(tokens)
-    undo = LEVER.known_bad(bad.context, True, Ledger())
+    undo = KNOWN_BAD["attention"](bad.context, True, Ledger())
     different = (plain - bad.model(tokens)).norm()
     undo()
     assert different > 1e-3 * plain.norm()

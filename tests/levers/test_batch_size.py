@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from known_bad_levers import KNOWN_BAD
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -177,5 +178,5 @@ def test_an_invalid_value_is_rejected(value):
 
 def test_the_known_bad_is_bad(context):
     ledger = Ledger()
-    LEVER.known_bad(context, {"size": 4}, ledger)
+    KNOWN_BAD["batch_size"](context, {"size": 4}, ledger)
     assert [batch.tolist() for batch in DataLoader(TRAIN, 2)][:2] == [[0.0, 0.0], [2.0, 2.0]]

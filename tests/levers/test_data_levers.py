@@ -28,6 +28,7 @@ from feeding import (
     same_as_plain,
     workers,
 )
+from known_bad_levers import KNOWN_BAD
 from torch.utils.data import DataLoader, get_worker_info
 from torchvision import transforms as v1
 from torchvision import tv_tensors
@@ -428,7 +429,7 @@ def test_the_known_bad_is_bad(name, value):
     try:
         loader = DataLoader(Images(fixed()), 6)
         plain = list(loader)
-        LEVER[name].known_bad(context, value, ledger)
+        KNOWN_BAD[name](context, value, ledger)
         bad = list(loader)
     finally:
         context.rest()

@@ -5,6 +5,7 @@ it must be.
 from __future__ import annotations
 
 import pytest
+from known_bad_levers import KNOWN_BAD
 
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
@@ -182,7 +183,7 @@ def test_known_bad_loses_gradient(training):
     plain, bad = training(plain=True), training()
     bad.steps(2)
     plain.model.load_state_dict(bad.model.state_dict())
-    undo = LEVER.known_bad(bad.context, True, Ledger())
+    undo = KNOWN_BAD["fused_ops"](bad.context, True, Ledger())
     tokens = torch.randint(50, (4, 9))
     gradients = []
     for each in (plain, bad):

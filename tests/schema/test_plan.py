@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flatout.schema.enums import Origin
 from flatout.schema.errors import FlatoutError, PlanError
-from flatout.schema.plan import MAX_PLAN_BYTES, Choice, Plan, diff, spell
+from flatout.schema.plan import MAX_PLAN_BYTES, Choice, Plan, spell
 
 words = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
 names = words.filter(lambda s: s != "value")
@@ -184,38 +184,9 @@ def test_digest_is_stable():
     assert Plan().digest == "4f53cda18c2b"
 
 
-# -- diff -----------------------------------------------------------------------------------------------------------
-
-
-@given(plans)
-def test_no_change_turns_a_plan_into_itself(plan):
-    assert diff(plan, plan) == []
-
-
-@given(plans, plans)
-def test_diff_is_empty_exactly_where_the_digests_agree(a, b):
-    assert (diff(a, b) == []) == (a.digest == b.digest)
-
-
-@given(plans, plans)
-def test_diff_backwards(a, b):
-    """Each lever has one line in both directions, and + and - are swapped."""
-    forth, back = diff(a, b), diff(b, a)
-    assert sorted(line[0].translate(str.maketrans("+-", "-+")) for line in forth) == sorted(
-        line[0] for line in back
-    )
-
-
-def test_diff_reads_like_a_sentence():
-    a = Plan((Choice("tf32", True), Choice("threads", 1)))
-    b = Plan((Choice("threads", 2), Choice("loader", {"workers": 2})))
-    assert diff(a, b) == ["- tf32", "~ threads=1 -> threads=2", "+ loader(workers=2)"]
-
-
 def test_true_and_one_are_not_the_same_choice():
     a, b = Plan((Choice("threads", 1),)), Plan((Choice("threads", True),))
     assert a.digest != b.digest
-    assert diff(a, b) == ["~ threads=1 -> threads"]
 
 
 @pytest.mark.parametrize(

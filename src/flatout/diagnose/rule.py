@@ -1,9 +1,9 @@
 """A rule: a check of the source, of a profile, or both, with a documentation page.
 
 The docstring of a rule's file is its page. The first line is the title. Then come fixed sections, each a line
-``Name:`` followed by indented text: What / Why it matters / How to fix it / Bad / Good, and Sources if there
-are any. Bad and Good are complete small programs, and the tests run the rule on them. Every line of Bad that
-ends in ``# <-``, and no other, must be reported by the rule.
+``Name:`` followed by indented text: What / Why it matters / How to fix it / Example, and Sources if there
+are any. Example is a diff between two complete small programs, Bad and Good, and the tests run the rule on both.
+Every line of Bad that ends in ``# <-``, and no other, must be reported by the rule.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from flatout.schema.findings import Finding, Severity, SourceLocation
 from flatout.schema.profile import ProfileRecord
 
 SECTIONS = ("What", "Why it matters", "How to fix it", "Bad", "Good", "Sources")
+OMITTED = {"Bad": "+", "Good": "-"}  # the lines of Example that a program has not
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,14 @@ class Rule:
         return SECTIONS
 
     def section(self, name: str) -> str:
-        """The text below one heading of the page, without its indent; empty if there is no such heading."""
-        return section(self.page, name)
+        """The text below one heading of the page, without its indent, or one of the two programs of Example.
+
+        Empty if there is no such heading.
+        """
+        if name not in OMITTED:
+            return section(self.page, name)
+        lines = [line[2:] for line in section(self.page, "Example").splitlines() if line[:1] != OMITTED[name]]
+        return "\n".join(lines if name == "Bad" else [line.removesuffix("  # <-") for line in lines])
 
     def finding(self, said: str, place: SourceLocation | None = None, fix: str = "", **more: Any) -> Finding:
         """A Finding of this rule. ``more`` are further fields of the Finding."""

@@ -54,10 +54,9 @@ SCALED = (
 class LocalSteps:
     """``divided``: the installed `data_parallel`. ``apart``: whether each rank is stepping independently."""
 
-    def __init__(self, divided: Any, rounds: LocalSgdSettings, rate: float | None = None) -> None:
+    def __init__(self, divided: Any, rounds: LocalSgdSettings) -> None:
         self.divided, self.rounds, self.torch = divided, rounds, divided.torch
-        usual, self.momentum = OUTER[rounds.outer]
-        self.rate = usual if rate is None else rate
+        self.rate, self.momentum = OUTER[rounds.outer]
         self.cycles = StepBoundaryTracker(divided.context)
         self.steps = self.since = self.held = 0  # steps of this rank; steps since the last round; rounds
         self.apart = self.moved = self.never = False

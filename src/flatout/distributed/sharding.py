@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from flatout.schema.program import Ledger, TrainingContext
 
-NAME = "sharding"
 NODE, ALL = "node", "all"
 M_MMAP_THRESHOLD, LARGE_BYTES = -3, 2**20  # malloc.h
 FEWEST = 2  # ranks on a machine, to shard weights inside it
@@ -49,7 +48,6 @@ class Sharding:
         self.torch, self.context, self.here, self.over, self.blocks_of = torch, context, here, over, blocks_of
         self.ledger = ledger
         self.mesh: Any = None
-        self.averages = True  # average gradients; else sum them
         self.open: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose layers may be called separately
         self.opened: list[Any] = []  # modules being called in pieces
         self.mixing = DTensorInterop(torch, here.world_size, ledger)
@@ -103,8 +101,6 @@ class Sharding:
         self.ledger.set(module, "__class__", kind)  # FSDP2 makes its own class; its methods are not used here
         for group in self._groups(module):
             group.force_sum_reduction_for_comms = True  # every backend can add
-            if not self.averages:
-                group.gradient_divide_factor = 1.0
         self._hooks.append(module.register_forward_hook(self._views_end, prepend=True))  # before FSDP2's own
         pairs = {
             id(p): (p, owner._parameters[name])

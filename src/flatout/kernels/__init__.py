@@ -1,9 +1,9 @@
 """Fast kernels, one folder each, and the gate that each kernel must pass before use.
 
 A folder holds ``reference.py`` (the definition in plain torch), ``in_triton.py``, ``kernel.cu``, ``op.py``
-(the torch.library operator, its gradient and fake), ``cases.py`` (for tests and benchmarks) and ``wrong.py``
-(variants that the gate must reject). Its ``__init__.py`` is the kernel's page. To add a kernel, add a folder
-and a line here. ``graph_*`` (CUDA graphs of a step) and ``attention_*`` need no kernel of our own.
+(the torch.library operator, its gradient and fake) and ``cases.py`` (for tests and benchmarks). Its
+``__init__.py`` is the kernel's page. ``tests/kernels/wrong/`` holds variants that the gate must reject. To add a
+kernel, add a folder and a line here. ``graph_*`` (CUDA graphs of a step) and ``attention_*`` need no kernel of our own.
 
 Runs in: the user's program, and flatout.Loop; the gate in a child of `flatout kernel check`.
 Imports: torch and Triton, and no other package of flatout. This file loads neither.

@@ -63,7 +63,7 @@ class Kernel:
     reference: Function
     implementations: Sequence[Implementation]
     cases: Callable[[], Sequence[Case]]
-    wrong: Mapping[str, Function]
+    wrong: Mapping[str, Function] = field(default_factory=dict)
     operators: Mapping[str, Function] = field(default_factory=dict)
     sources: Sequence[Any] = ()
     ulps: float = 4.0  # allowed roundings in the storage type per output

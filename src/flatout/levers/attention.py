@@ -30,8 +30,6 @@ from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from flatout.kernels.attention_mode import AttentionMode
     from flatout.schema.program import Ledger, TrainingContext
 
@@ -174,20 +172,6 @@ def _codes(code: CodeType) -> list[CodeType]:
     ]
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Applies the kernel's default scale on top of the script's scale."""
-    functional = context.torch.nn.functional
-    really = functional.scaled_dot_product_attention
-
-    def scaled_twice(query: Tensor, *args: object, scale: float | None = None, **kwargs: object) -> Any:
-        own = query.shape[-1] ** -0.5
-        return really(query, *args, scale=own if scale is None else own * scale, **kwargs)
-
-    apply(context, value, ledger)
-    ledger.set(functional, "scaled_dot_product_attention", scaled_twice)
-    return ledger.restore
-
-
 def code(value: Value) -> str:
     return (
         "y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # or attn_mask=mask, True where a key is kept\n"
@@ -203,6 +187,5 @@ LEVER = Lever(
     code,
     apply=apply,
     live=True,
-    known_bad=known_bad,
     page=__doc__,
 )

@@ -183,13 +183,6 @@ class _LossScale:
         return step_unless_overflow
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Scales half-precision gradients and never unscales them."""
-    for p in context.parameters:
-        ledger.call("gradient hook", p.register_hook(lambda grad: grad * 128).remove)
-    return ledger.restore
-
-
 def code(value: Value) -> str:
     if value == "float16":
         return (
@@ -211,7 +204,6 @@ LEVER = Lever(
     code,
     apply=apply,
     live=True,
-    known_bad=known_bad,
     after=("channels_last",),
     half=half,
     accepts=("bfloat16", "float16"),

@@ -128,19 +128,6 @@ def resized(arguments: dict[str, Any], size: int) -> dict[str, Any] | str:
     return BATCHES_ITSELF if arguments.get("batch_size", 1) is None else {**arguments, "batch_size": size}
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Batches of the requested size that repeat one sample."""
-
-    def change(dataset: Dataset, arguments: dict[str, Any]) -> dict[str, Any]:
-        from torch.utils.data import default_collate
-
-        collate = arguments.get("collate_fn") or default_collate
-        return {**arguments, "collate_fn": lambda samples: collate(samples[:1] * len(samples))}
-
-    context.change_loaders(change, ledger)
-    return ledger.restore
-
-
 def code(value: Value) -> str:
     held: dict[str, Any] = value if isinstance(value, dict) else {}
     return f"DataLoader(..., batch_size={held.get('size', '...')})"
@@ -153,7 +140,6 @@ LEVER = Lever(
     applies,
     code,
     apply=apply,
-    known_bad=known_bad,
     accepts=(Table({"size": (Number(1, 2**31 - 1),), "loader": (Number(0, 1000),)}, ("size",)),),
     bare=False,
     page=__doc__,

@@ -22,7 +22,6 @@ Sources: torchvision.transforms; ATen/core/DistributionsHelper.h on how torch dr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flatout.schema.enums import Effect, Moment
@@ -65,28 +64,6 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Forgets that images are bytes, so the output is brighter by a constant."""
-    from flatout.data.feed import Feed
-    from flatout.data.intercept import INTERCEPTION
-
-    class Brighter(Feed):
-        def __getitems__(self, indices: Sequence[Any]) -> Any:
-            batch = super().__getitems__(indices)
-            if isinstance(batch, (list, tuple)) and batch[0].is_floating_point():
-                batch[0].add_(0.25)
-            return batch
-
-    def brighter(loader: DataLoader, asked: dict[str, Any], feed: Feed | None) -> Any:
-        feed = feed or Brighter(loader)
-        feed.batched = True
-        return feed
-
-    INTERCEPTION.hold(ledger)
-    context.feed_loaders(brighter, ledger)
-    return ledger.restore
-
-
 def code(value: Value) -> str:
     return (
         "# make batches of bytes in the loader, then, for the whole batch, with torchvision.transforms.v2:\n"
@@ -101,7 +78,6 @@ LEVER = Lever(
     applies,
     code,
     apply=apply,
-    known_bad=known_bad,
     after=("cached_prefix",),
     accepts=("all", "light"),
     page=__doc__,

@@ -19,7 +19,6 @@ Sources: torch.utils.data documentation; tf.data's "cache" transformation, which
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flatout.schema.accepted import SWITCH, Number, Table, Text
@@ -83,18 +82,6 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Returns the cached data of the adjacent sample."""
-    from flatout.data.feed import Feed
-
-    class Shifted(Feed):
-        def __getitems__(self, indices: Sequence[int]) -> Any:
-            return super().__getitems__([(index + 1) % len(self.dataset) for index in indices])
-
-    context.feed_loaders(lambda loader, asked, feed: feed or Shifted(loader), ledger)
-    return ledger.restore
-
-
 def code(value: Value) -> str:
     return (
         "# before training, once:\n"
@@ -109,7 +96,6 @@ LEVER = Lever(
     applies,
     code,
     apply=apply,
-    known_bad=known_bad,
     accepts=(
         Table({"mib": (Number(1, 2**24),), "ahead": SWITCH, "disk": (Text(".+", "a folder"),)}, ("mib",)),
     ),

@@ -109,24 +109,6 @@ def _usual(torch: ModuleType, output: Any) -> Any:
     return output
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Swaps height and width of the input and never swaps them back."""
-    torch = context.torch
-
-    def wrapper(forward: Callable[..., Any]) -> Any:
-        def transposed(*args: object, **kwargs: object) -> Any:
-            return forward(
-                *(a.transpose(-1, -2) if isinstance(a, torch.Tensor) and a.dim() == 4 else a for a in args),
-                **kwargs,
-            )
-
-        return transposed
-
-    for root in context.roots:
-        context.wrap_forward(root, wrapper, ledger)
-    return ledger.restore
-
-
 def code(value: Value) -> str:
     return "model.to(memory_format=torch.channels_last)  # and images.contiguous(memory_format=torch.channels_last)"
 
@@ -139,6 +121,5 @@ LEVER = Lever(
     code,
     apply=apply,
     live=True,
-    known_bad=known_bad,
     page=__doc__,
 )

@@ -91,14 +91,6 @@ def _send_by(context: TrainingContext, way: object, ledger: Ledger) -> None:
         ledger.set(context.divided, "wanted", replace(context.divided.wanted, way=way))
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """A sum that is not divided by the number of ranks."""
-    from flatout.distributed.wire import Bfloat16Codec, CodecKind
-
-    _send_by(context, CodecKind("bf16, not divided", lambda torch, world: Bfloat16Codec(torch, 1)), ledger)
-    return ledger.restore
-
-
 def code(value: Value) -> str:
     hooks = "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook\n"
     if value in ("bf16", "fp16"):
@@ -122,7 +114,6 @@ LEVER = Lever(
     code,
     apply=apply,
     live=True,
-    known_bad=known_bad,
     excludes=("sharding",),
     half=half,
     accepts=(

@@ -170,27 +170,6 @@ def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any], torch: ModuleType) ->
     return tuple(tensor.shape for tensor in (*args, *kwargs.values()) if isinstance(tensor, torch.Tensor))
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """A "compiled" graph with frozen batch statistics."""
-
-    def wrapper(forward: Callable[..., Any]) -> Any:
-        def frozen(*args: object, **kwargs: object) -> Any:
-            changed = [m for root in context.roots for m in root.modules() if m.training]
-            for m in changed:
-                m.training = False
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                for m in changed:
-                    m.training = True
-
-        return frozen
-
-    for root in context.roots:
-        context.wrap_forward(root, wrapper, ledger)
-    return ledger.restore
-
-
 def code(value: Value) -> str:
     return "model.compile()" if value == "default" else f'model.compile(mode="{value}")'
 
@@ -204,7 +183,6 @@ LEVER = Lever(
     apply=apply,
     live=True,
     warms_up=True,
-    known_bad=known_bad,
     after=("channels_last", "autocast", "attention", "fused_ops"),
     accepts=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     page=__doc__,

@@ -13,7 +13,7 @@ Sources: torch.backends.cudnn.benchmark; PyTorch performance tuning guide.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flatout.levers.reasons import NO_CUDA, NO_GPU
 from flatout.schema.enums import Effect, Moment
@@ -44,19 +44,6 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """An algorithm that computes convolutions with a two-bit mantissa."""
-    torch = context.torch
-    plain = torch.nn.functional.conv2d
-
-    def conv2d(*args: object, **kwargs: object) -> Any:
-        result = plain(*args, **kwargs)
-        return result + (result.detach().to(torch.float8_e5m2).to(result.dtype) - result.detach())
-
-    ledger.set(torch.nn.functional, "conv2d", conv2d)
-    return ledger.restore
-
-
 def code(value: Value) -> str:
     return "torch.backends.cudnn.benchmark = True"
 
@@ -68,6 +55,5 @@ LEVER = Lever(
     applies,
     code,
     apply=apply,
-    known_bad=known_bad,
     page=__doc__,
 )

@@ -62,14 +62,6 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Exchanges a mean as a sum, or a sum as a mean: a common mistake in scripts parallelised by hand."""
-    given = dict(value) if isinstance(value, dict) else {}
-    return apply(
-        context, {**given, "reduction": "mean" if given.get("reduction") == "sum" else "sum"}, ledger
-    )
-
-
 def code(value: Value) -> str:
     return (
         "torch.distributed.init_process_group()\nmodel = torch.nn.parallel.DistributedDataParallel(model)\n"
@@ -84,7 +76,6 @@ LEVER = Lever(
     applies,
     code,
     apply=apply,
-    known_bad=known_bad,
     accepts=(
         Table(
             {**WORDS, "loaders": (Number(0, 1000), Text(r"(\d+(, *\d+)*)?", "numbers separated by commas"))}

@@ -100,15 +100,6 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Each rank steps with the gradient of its own batch."""
-    if why := _why_not(context):
-        raise LookupError(why)
-    for ddp in context.ddp_modules:
-        ledger.set(ddp, "require_backward_grad_sync", False)
-    return ledger.restore
-
-
 def code(value: Value) -> str:
     given = value if isinstance(value, Mapping) else {}
     return f"model = torch.nn.parallel.DistributedDataParallel(model{''.join(f', {name}={wanted}' for name, wanted in given.items())})"
@@ -122,7 +113,6 @@ LEVER = Lever(
     code,
     apply=apply,
     live=True,
-    known_bad=known_bad,
     accepts=tuple(Table({flag: (on,) for flag, on in KNOWN.items()}, (name,)) for name in KNOWN),
     page=__doc__,
 )

@@ -59,15 +59,6 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Changes one weight by one unit in the last place."""
-    torch = context.torch
-    with torch.no_grad():
-        first = context.parameters[0].view(-1)[:1]
-        first.copy_(torch.nextafter(first, torch.full_like(first, float("inf"))))
-    return ledger.restore
-
-
 def code(value: Value) -> str:
     return (
         "torch.autograd.set_detect_anomaly(False); torch.distributions.Distribution.set_default_validate_args(False)\n"
@@ -83,6 +74,5 @@ LEVER = Lever(
     code,
     apply=apply,
     live=True,
-    known_bad=known_bad,
     page=__doc__,
 )

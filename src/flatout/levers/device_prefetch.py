@@ -16,7 +16,6 @@ Sources: torch documentation, "CUDA semantics" on streams and `record_stream`; N
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flatout.levers.reasons import NO_CUDA, NO_LOADER
@@ -76,22 +75,6 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Returns the copy of the previous batch."""
-    from flatout.data.feed import Feed
-
-    class Late(Feed):
-        before: Any = None
-
-        def __getitems__(self, indices: Sequence[Any]) -> Any:
-            batch = super().__getitems__(indices)
-            self.before, batch = batch, self.before if self.before is not None else batch
-            return batch
-
-    context.feed_loaders(lambda loader, asked, feed: feed or Late(loader), ledger)
-    return ledger.restore
-
-
 def code(value: Value) -> str:
     return (
         "with torch.cuda.stream(side):\n"
@@ -107,7 +90,6 @@ LEVER = Lever(
     applies,
     code,
     apply=apply,
-    known_bad=known_bad,
     after=("loader", "batched_transforms"),
     accepts=(Number(0, 1000),),
     page=__doc__,

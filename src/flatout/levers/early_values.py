@@ -21,22 +21,16 @@ Sources: torch documentation, "CUDA semantics", sections "Asynchronous execution
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from functools import wraps
-from types import CodeType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from flatout.levers.early.reads import READS, EarlyValueCopier
+from flatout.levers.early.reads import EarlyValueCopier
 from flatout.levers.reasons import NO_CUDA
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from flatout.schema.program import Ledger, TrainingContext
 
 _KNOWN: WeakKeyDictionary[Any, EarlyValueCopier] = (
@@ -62,25 +56,6 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Returns the value that the same place in the program read the time before."""
-    kind, before = context.torch.Tensor, dict[tuple[CodeType, int], Any]()
-
-    def late(really: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(really)
-        def read(tensor: Tensor, *args: object, **kwargs: object) -> Any:
-            caller, found = sys._getframe(1), really(tensor, *args, **kwargs)
-            place = caller.f_code, caller.f_lasti
-            before[place], found = found, before.get(place, found)
-            return found
-
-        return read
-
-    for name in READS:
-        ledger.set(kind, name, late(getattr(kind, name)))
-    return ledger.restore
-
-
 def code(value: Value) -> str:
     return (
         "side.wait_stream(torch.cuda.current_stream())  # between the forward and the backward pass\n"
@@ -98,6 +73,5 @@ LEVER = Lever(
     code,
     apply=apply,
     live=True,
-    known_bad=known_bad,
     page=__doc__,
 )

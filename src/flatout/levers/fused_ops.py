@@ -210,32 +210,6 @@ def _normalising(torch: ModuleType, norm: Module) -> Any:
     return wrapper
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """The last chunk of rows gives no gradient; normalisations give none through their variance."""
-    torch = context.torch
-
-    def without_last_rows(forward: Callable[..., Any]) -> Any:
-        def chunked(input: object) -> Any:
-            output = forward(input)
-            rows = output.numel() // output.shape[-1]
-            counts = (torch.arange(rows, device=output.device) < rows - rows // 4).view(*output.shape[:-1], 1)
-            return torch.where(counts, output, output.detach())
-
-        return chunked
-
-    def half_a_gradient(forward: Callable[..., Any]) -> Any:
-        def detached(input: Tensor) -> Any:
-            return forward(input.detach()) + 0.5 * (input - input.detach())
-
-        return detached
-
-    for head in _heads(context):
-        context.wrap_forward(head, without_last_rows, ledger)
-    for norm in _norms(context):
-        context.wrap_forward(norm, half_a_gradient, ledger)
-    return ledger.restore
-
-
 def code(value: Value) -> str:
     return (
         'loss = sum(torch.utils.checkpoint.checkpoint(lambda h, t: F.cross_entropy(model.head(h), t, reduction="sum"), h, t, use_reentrant=False)\n'
@@ -251,6 +225,5 @@ LEVER = Lever(
     code,
     apply=apply,
     live=True,
-    known_bad=known_bad,
     page=__doc__,
 )

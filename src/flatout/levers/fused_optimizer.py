@@ -283,14 +283,6 @@ def _kinds(optimizer: Optimizer, group: dict[str, Any]) -> Iterator[tuple[Any, l
         yield (frozenset((type(p), p.device, p.grad.layout) for p in part), has_state), part
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Doubles the learning rate."""
-    for optimizer in context.optimizers:
-        for group in optimizer.param_groups:
-            ledger.set_item(group, "lr", group["lr"] * 2)
-    return ledger.restore
-
-
 def code(value: Value) -> str:
     if value == MERGED:
         return "optimizer = torch.optim.AdamW([{'params': decayed, 'weight_decay': 0.1}, {'params': rest}], ...)  # one group for each set of options"
@@ -305,7 +297,6 @@ LEVER = Lever(
     code,
     apply=apply,
     live=True,
-    known_bad=known_bad,
     accepts=("fused", "foreach", MERGED),
     page=__doc__,
 )

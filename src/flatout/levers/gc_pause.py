@@ -44,12 +44,6 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Draws one random number from the program's stream."""
-    context.torch.rand(1)
-    return ledger.restore
-
-
 def code(value: Value) -> str:
     return f"gc.freeze(); gc.set_threshold{THRESHOLDS}  # once training runs"
 
@@ -62,6 +56,5 @@ LEVER = Lever(
     code,
     apply=apply,
     live=True,
-    known_bad=known_bad,
     page=__doc__,
 )

@@ -17,7 +17,6 @@ Sources: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +27,6 @@ from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from flatout.schema.program import Ledger, TrainingContext
 
 NAME = "gradient_buckets"
@@ -72,29 +69,6 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Sends the first bucket and forgets the others."""
-    from flatout.distributed.wire import CodecKind, PlainCodec
-
-    if context.divided is None:
-        raise LookupError(why_none(context.torch))
-
-    class Forgetful(PlainCodec):
-        first: Any = None
-
-        def send(self, flat: Tensor, parameters: Sequence[Any], start: Any) -> Any:
-            self.first = parameters[0] if self.first is None else self.first
-            mine = flat.clone()
-            yield start(flat)
-            return flat.div_(self.world) if parameters[0] is self.first else mine
-
-    way = CodecKind("the first bucket alone", Forgetful)
-    ledger.set(
-        context.divided, "wanted", replace(context.divided.wanted, way=way, bucket_bytes=_bytes(value))
-    )
-    return ledger.restore
-
-
 def code(value: Value) -> str:
     return f"model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb={2**20 if value == ALL else value})"
 
@@ -107,7 +81,6 @@ LEVER = Lever(
     code,
     apply=apply,
     live=True,
-    known_bad=known_bad,
     needs=("data_parallel",),
     excludes=("sharding",),
     after=("comm_compression",),

@@ -139,30 +139,6 @@ def _step_of(optimizer: Optimizer, graph: UpdateGraph) -> Any:
     return MethodType(step, optimizer)
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Forgets to copy its inputs, so each pass computes on the first batch of its shape."""
-    torch = context.torch
-
-    def wrapper(forward: Callable[..., Any]) -> Any:
-        first: dict[Any, Any] = {}
-
-        def old(at: int, given: object) -> Any:
-            return (
-                first.setdefault((at, given.shape), given.detach().clone())
-                if isinstance(given, torch.Tensor)
-                else given
-            )
-
-        def stale(*args: object, **kwargs: object) -> Any:
-            return forward(*(old(at, given) for at, given in enumerate(args)), **kwargs)
-
-        return stale
-
-    for root in context.roots:
-        context.wrap_forward(root, wrapper, ledger)
-    return ledger.restore
-
-
 def code(value: Value) -> str:
     passes = "model = torch.cuda.make_graphed_callables(model, (sample_batch,))  # fixed shapes; copy every output that you keep"
     update = "optimizer = torch.optim.AdamW(model.parameters(), ..., fused=True, capturable=True)\nwith torch.cuda.graph(graph): optimizer.step()"
@@ -177,7 +153,6 @@ LEVER = Lever(
     code,
     apply=apply,
     live=True,
-    known_bad=known_bad,
     excludes=("offload", "recompute"),
     page=__doc__,
 )

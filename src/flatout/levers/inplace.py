@@ -173,17 +173,6 @@ def _same(torch: ModuleType, plain: list[Any], other: list[Any] | None) -> bool:
     )
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Overwrites what the gradient needs: the gradient passes where the activation is zero."""
-
-    def wrapper(forward: Callable[..., Any]) -> Any:
-        return lambda input: input + (forward(input.detach()) - input.detach())
-
-    for activation in _activations(context, context.roots):
-        context.wrap_forward(activation, wrapper, ledger)
-    return ledger.restore
-
-
 def code(value: Value) -> str:
     return "nn.ReLU(inplace=True)  # if neither the previous layer nor other code needs its input"
 
@@ -196,7 +185,6 @@ LEVER = Lever(
     code,
     apply=apply,
     live=True,
-    known_bad=known_bad,
     saves_memory=True,
     excludes=("compile",),
     page=__doc__,

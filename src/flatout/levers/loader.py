@@ -198,26 +198,6 @@ def _is_cuda(torch: ModuleType, target: Tensor) -> bool:
     )
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Normalises with the wrong constant."""
-
-    def change(dataset: Dataset, arguments: dict[str, Any]) -> dict[str, Any]:
-        from torch.utils.data import default_collate
-
-        collate = arguments.get("collate_fn") or default_collate
-
-        def brighter(samples: object) -> Any:
-            batch = collate(samples)
-            if isinstance(batch, (list, tuple)) and batch[0].is_floating_point():
-                batch[0].add_(0.25)
-            return batch
-
-        return {**arguments, "collate_fn": brighter}
-
-    context.change_loaders(change, ledger)
-    return ledger.restore
-
-
 def code(value: Value) -> str:
     held: dict[str, Any] = value if isinstance(value, dict) else {}
     if held.get("threads"):
@@ -236,7 +216,6 @@ LEVER = Lever(
     applies,
     code,
     apply=apply,
-    known_bad=known_bad,
     accepts=(
         Table(
             {

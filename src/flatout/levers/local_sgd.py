@@ -71,10 +71,6 @@ def _exchanges(division: SplitSettings) -> str:
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Raises LookupError if the ranks cannot step alone."""
-    return _install(context, value, ledger, None)
-
-
-def _install(context: TrainingContext, value: Value, ledger: Ledger, rate: float | None) -> Undo:
     from flatout.distributed.local_steps import LocalSteps
     from flatout.distributed.rounds import LocalSgdSettings
 
@@ -84,17 +80,11 @@ def _install(context: TrainingContext, value: Value, ledger: Ledger, rate: float
         raise LookupError(why_none(context.torch))
     if why := _exchanges(context.divided.division):
         raise LookupError(EXCHANGES.format(why=why))
-    local = LocalSteps(context.divided, rounds, rate)
+    local = LocalSteps(context.divided, rounds)
     local.install(ledger)
     ledger.set(context.divided, "local", local)
     context.report(NAME, LOSSES)
     return ledger.restore
-
-
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Adds up the updates of the ranks instead of averaging them."""
-    world = context.divided.here.world_size if context.divided is not None else 1
-    return _install(context, value, ledger, float(world))
 
 
 def code(value: Value) -> str:
@@ -120,7 +110,6 @@ LEVER = Lever(
     applies,
     code,
     apply=apply,
-    known_bad=known_bad,
     needs=("data_parallel",),
     excludes=("sharding",),
     accepts=(

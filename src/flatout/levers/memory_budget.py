@@ -18,7 +18,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flatout.levers.reasons import COMPILED_ONCE, COMPILER_OFF, NO_ROOT
-from flatout.levers.saved_tensors.known_bad import in_half_the_bits
 from flatout.schema.accepted import Number
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
@@ -67,7 +66,6 @@ LEVER = Lever(
     apply=apply,
     live=True,
     warms_up=True,
-    known_bad=in_half_the_bits,
     after=("compile",),
     needs=("compile",),
     saves_memory=True,

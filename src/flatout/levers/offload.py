@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.levers.reasons import COMPILER_CHOOSES, NO_CUDA, in_pieces
 from flatout.levers.saved_tensors.host import OffloadHooks
-from flatout.levers.saved_tensors.known_bad import partially_fetched
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -118,13 +117,6 @@ def _give_back(torch: ModuleType, device: Device) -> None:
     torch._C._host_emptyCache()
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Reads copies before their last quarter has arrived."""
-    for root in context.roots:
-        context.wrap_forward(context.without_ranks(root), partially_fetched(context.torch), ledger)
-    return ledger.restore
-
-
 def code(value: Value) -> str:
     if value == "optimizer":
         return "state = {key: held.to(device) for key, held in state.items()}  # before optimizer.step(); and to pinned host memory after it"
@@ -139,7 +131,6 @@ LEVER = Lever(
     code,
     apply=apply,
     live=True,
-    known_bad=known_bad,
     after=("recompute",),
     excludes=("compile",),
     saves_memory=True,

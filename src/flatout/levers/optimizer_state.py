@@ -118,28 +118,6 @@ def _convert(optimizer: Optimizer, convert: Callable[..., Any]) -> None:
                 state[name] = convert(p.detach(), name, state[name])
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Moments in two bits and a sign, with one scale per tensor."""
-    torch = context.torch
-
-    def coarsely(optimizer: Optimizer, really: Callable[..., Any]) -> Any:
-        @wraps(really)
-        def step(*args: object, **kwargs: object) -> Any:
-            result = really(*args, **kwargs)
-            for state in optimizer.state.values():
-                for held in state.values():
-                    if isinstance(held, torch.Tensor) and held.dim() and held.is_floating_point():
-                        unit = held.abs().max().clamp_min(1e-30) / 3
-                        held.copy_((held / unit).round() * unit)
-            return result
-
-        return step
-
-    for optimizer in context.optimizers:
-        ledger.set(optimizer, "step", coarsely(optimizer, optimizer.step), new=True)
-    return ledger.restore
-
-
 def code(value: Value) -> str:
     return f"optimizer = torchao.optim.AdamW{SUFFIXES.get(str(value), '8bit')}(model.parameters(), ...)"
 
@@ -151,7 +129,6 @@ LEVER = Lever(
     applies,
     code,
     apply=apply,
-    known_bad=known_bad,
     after=("fused_optimizer",),
     saves_memory=True,
     accepts=tuple(SUFFIXES),

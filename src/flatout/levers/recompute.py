@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.levers.reasons import COMPILER_CHOOSES, NO_ROOT, in_pieces
 from flatout.levers.saved_tensors.blocks import RecomputedBlock, repeated, spread, why_not
-from flatout.levers.saved_tensors.known_bad import in_half_the_bits
 from flatout.levers.saved_tensors.rederive import SavedTensorRederiver
 from flatout.schema.accepted import Number, Table
 from flatout.schema.enums import Effect, Moment
@@ -139,7 +138,6 @@ LEVER = Lever(
     code,
     apply=apply,
     live=True,
-    known_bad=in_half_the_bits,
     after=("autocast", "channels_last"),
     excludes=("compile",),
     saves_memory=True,

@@ -13,9 +13,7 @@ Sources: PyTorch documentation, "MKLDNN backend".
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
@@ -65,29 +63,6 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Keeps only three bits of the mantissa of what every layer with weights multiplies."""
-
-    def wrapper(forward: Callable[..., Any]) -> Any:
-        def coarse(*args: object, **kwargs: object) -> Any:
-            return forward(*(_three_bits(context.torch, a) for a in args), **kwargs)
-
-        return coarse
-
-    for root in context.roots:
-        for module in root.modules():
-            if any(p.dim() >= 2 for p in module.parameters(recurse=False)):
-                context.wrap_forward(module, wrapper, ledger)
-    return ledger.restore
-
-
-def _three_bits(torch: ModuleType, x: object) -> Any:
-    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
-        return x
-    mantissa, exponent = torch.frexp(x.detach())
-    return x + (torch.ldexp((mantissa * 8).round() / 8, exponent) - x.detach())  # the gradient is that of x
-
-
 def code(value: Value) -> str:
     return 'torch.set_float32_matmul_precision("medium"); torch.backends.mkldnn.conv.fp32_precision = "bf16"'
 
@@ -100,7 +75,6 @@ LEVER = Lever(
     code,
     apply=apply,
     live=True,
-    known_bad=known_bad,
     half=lambda value: "bfloat16 products",
     page=__doc__,
 )

@@ -17,7 +17,6 @@ Sources: KellerJordan/cifar10-airbench; torch documentation, "CUDA semantics".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flatout.schema.accepted import SWITCH, Number, Table
@@ -110,18 +109,6 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Returns the adjacent samples."""
-    from flatout.data.feed import Feed
-
-    class Shifted(Feed):
-        def __getitems__(self, indices: Sequence[int]) -> Any:
-            return super().__getitems__([(index + 1) % len(self.dataset) for index in indices])
-
-    context.feed_loaders(lambda loader, asked, feed: feed or Shifted(loader), ledger)
-    return ledger.restore
-
-
 def code(value: Value) -> str:
     return (
         "images, labels = images.cuda(), labels.cuda()  # all of them, as bytes, once\n"
@@ -137,7 +124,6 @@ LEVER = Lever(
     applies,
     code,
     apply=apply,
-    known_bad=known_bad,
     after=("loader", "cached_prefix", "batched_transforms"),
     accepts=(Table({"mib": (Number(1, 2**24),), "host": SWITCH}, ("mib",)),),
     page=__doc__,

@@ -73,13 +73,6 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Adds gradients over the ranks without averaging them."""
-    undo = apply(context, value, ledger)
-    context.divided.sharding.averages = False
-    return undo
-
-
 def code(value: Value) -> str:
     return (
         "from torch.distributed.fsdp import fully_shard\n"
@@ -95,7 +88,6 @@ LEVER = Lever(
     applies,
     code,
     apply=apply,
-    known_bad=known_bad,
     after=("data_parallel",),
     needs=("data_parallel",),
     accepts=(Table({"over": OVER}),),

@@ -14,9 +14,8 @@ Sources: PyTorch documentation, "CUDA semantics", section "TensorFloat-32 on Amp
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flatout.levers.reasons import NO_CUDA
 from flatout.schema.enums import Effect, Moment
@@ -71,30 +70,6 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Rounds the weights to four bits."""
-    return _four_bits(context, ledger)
-
-
-def _four_bits(context: TrainingContext, ledger: Ledger) -> Undo:
-    def wrapper(forward: Callable[..., Any]) -> Any:
-        def rounded(*args: object, **kwargs: object) -> Any:
-            torch = context.torch
-            with torch.no_grad():
-                for root in context.roots:
-                    for p in root.parameters():
-                        step = p.abs().max() / 15
-                        if step > 0:
-                            p.copy_((p / step).round() * step)
-            return forward(*args, **kwargs)
-
-        return rounded
-
-    for root in context.roots:
-        context.wrap_forward(root, wrapper, ledger)
-    return ledger.restore
-
-
 def code(value: Value) -> str:
     return 'torch.set_float32_matmul_precision("high")'
 
@@ -107,7 +82,6 @@ LEVER = Lever(
     code,
     apply=apply,
     live=True,
-    known_bad=known_bad,
     half=lambda value: "TF32 products",
     page=__doc__,
 )

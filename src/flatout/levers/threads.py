@@ -43,14 +43,6 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def known_bad(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """A "race": one parameter receives part of its update from the wrong position."""
-    parameter = context.parameters[0]
-    hook = parameter.register_hook(lambda grad: grad + 0.3 * grad.flip(0))
-    ledger.call("gradient hook", hook.remove)
-    return ledger.restore
-
-
 def code(value: Value) -> str:
     return f"torch.set_num_threads({value})"
 
@@ -63,7 +55,6 @@ LEVER = Lever(
     code,
     apply=apply,
     live=True,
-    known_bad=known_bad,
     accepts=(Number(1, os.cpu_count() or 1),),
     page=__doc__,
 )

@@ -15,17 +15,6 @@ CEILINGS_SCHEMA = 1
 
 # In the order in which they are measured and shown. "tf32" is float32 data multiplied by Tensor Cores.
 MATMUL_DTYPES = ("float32", "tf32", "bfloat16", "float16", "float64")
-NAMES = (
-    *(f"matmul_{dtype}_flops" for dtype in MATMUL_DTYPES),  # a multiplication and an addition are two
-    "memory_bytes_per_s",  # read and written together, the better of copy and triad
-    "memory_copy_bytes_per_s",  # a = b
-    "memory_triad_bytes_per_s",  # a = b + scalar * c
-    "host_to_device_pinned_bytes_per_s",
-    "host_to_device_pageable_bytes_per_s",
-    "disk_read_bytes_per_s",
-    "loader_start_s",  # from iter(loader) with one worker to its first batch
-    "all_reduce_bytes_per_s",  # of the tensor, between two processes
-)
 
 
 @dataclass

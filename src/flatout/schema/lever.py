@@ -62,7 +62,6 @@ class Lever:
     * ``needs`` are levers without which this one has no effect.
     * ``half(value)`` says what a PRECISION lever computes or sends in fewer bits, for the verdict: "bfloat16
       products".
-    * ``known_bad(context, value, ledger)`` is a broken variant that the guard must reject.
     * ``code(value)`` returns the lines that a user would write to get the lever without flatout.
     * ``page`` is the docstring of its file, which ``flatout levers NAME`` shows.
     """
@@ -78,7 +77,6 @@ class Lever:
     warms_up: bool = (
         False  # the first steps after switching it on are slow, a cost that later steps must recover
     )
-    known_bad: Callable[[Any, Value, Any], Undo] | None = None
     after: tuple[str, ...] = ()
     excludes: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()

@@ -204,24 +204,3 @@ def as_option(choice: Choice) -> str:
     )
     text = f"{{{', '.join(pairs)}}}" if isinstance(value, dict) else json.dumps(value)
     return f"{choice.name}={text}"
-
-
-def diff(a: Plan, b: Plan) -> list[str]:
-    """Return the changes from ``a`` to ``b``, one line per lever.
-
-    Lines read ``+ added``, ``- removed`` or ``~ changed``.
-    """
-    lines = []
-    for name in dict.fromkeys([c.name for c in a] + [c.name for c in b]):
-        old, new = a.get(name), b.get(name)
-        if old is None and new is not None:
-            lines.append(f"+ {spell(name, new.value)}")
-        elif new is None and old is not None:
-            lines.append(f"- {spell(name, old.value)}")
-        elif (
-            old is not None
-            and new is not None
-            and json.dumps(old.value, sort_keys=True) != json.dumps(new.value, sort_keys=True)
-        ):  # True is not 1
-            lines.append(f"~ {spell(name, old.value)} -> {spell(name, new.value)}")
-    return lines

@@ -1,30 +1,11 @@
 """The table of known failures, with one module for each family.
 
-To add a failure, write a function and add a line here. The codes never change.
+To add a failure, write a function with the decorator `kind`. The codes never change.
 """
 
-from flatout.diagnose.failures import (
-    autograd,
-    checkpoint_files,
-    checkpoints,
-    compiling,
-    cuda_builds,
-    cuda_libraries,
-    devices,
-    dtypes,
-    layers,
-    loading,
-    lookups,
-    losses,
-    memory,
-    optimizing,
-    ranks,
-    rendezvous,
-    resources,
-    samples,
-    shapes,
-    symptoms,
-)
+from importlib import import_module
+from pkgutil import iter_modules
+
 from flatout.diagnose.kind import FailureKind
 
 # Family titles by the first two digits of the code.
@@ -43,90 +24,14 @@ FAMILIES = {
     "11": "Without an exception",
 }
 
-TABLE: tuple[FailureKind, ...] = (
-    devices.not_redirected,
-    devices.two_devices,
-    devices.no_gpu,
-    cuda_builds.no_cuda_build,
-    cuda_builds.driver_too_old,
-    cuda_builds.no_kernel_image,
-    devices.no_such_device,
-    devices.cuda_after_fork,
-    dtypes.two_dtypes,
-    dtypes.target_dtype,
-    dtypes.no_such_operation,
-    dtypes.index_dtype,
-    dtypes.numpy_has_no_bfloat16,
-    shapes.matrix_sizes,
-    layers.convolution_input,
-    layers.batch_norm_width,
-    layers.batch_norm_of_one,
-    shapes.view_size,
-    shapes.broadcast,
-    shapes.concatenation,
-    layers.layer_width,
-    layers.too_small_for_the_kernel,
-    shapes.scalar_expected,
-    lookups.index_out_of_range,
-    lookups.label_out_of_range,
-    losses.target_shape,
-    losses.binary_target_shape,
-    losses.not_a_probability,
-    losses.device_side_assert,
-    memory.gpu_out_of_memory,
-    memory.host_out_of_memory,
-    resources.killed,
-    resources.shared_memory_too_small,
-    resources.too_many_open_files,
-    resources.crashed_below_python,
-    cuda_libraries.cudnn_error,
-    cuda_libraries.cublas_error,
-    cuda_libraries.illegal_memory_access,
-    cuda_libraries.gpu_fault,
-    autograd.loss_without_grad,
-    autograd.backward_twice,
-    autograd.changed_in_place,
-    autograd.leaf_changed_in_place,
-    autograd.backward_of_many,
-    optimizing.first_nan,
-    autograd.numpy_of_grad,
-    autograd.grad_of_integers,
-    optimizing.scaler_out_of_order,
-    optimizing.nothing_to_optimize,
-    loading.error_in_a_worker,
-    loading.worker_ended,
-    samples.samples_of_other_sizes,
-    samples.uncollatable_sample,
-    samples.cannot_be_pickled,
-    loading.no_main_guard,
-    loading.loader_timed_out,
-    ranks.unused_parameters,
-    ranks.ready_twice,
-    rendezvous.port_in_use,
-    rendezvous.rank_without_address,
-    rendezvous.rendezvous_timeout,
-    rendezvous.no_process_group,
-    ranks.nccl_timeout,
-    ranks.nccl_error,
-    ranks.gloo_error,
-    ranks.a_rank_failed,
-    checkpoints.checkpoint_keys,
-    checkpoints.checkpoint_sizes,
-    checkpoints.rejected_by_weights_only,
-    checkpoint_files.broken_checkpoint,
-    checkpoints.checkpoint_of_a_gpu,
-    checkpoints.optimizer_of_another_model,
-    checkpoint_files.writing_failed,
-    checkpoint_files.no_such_folder,
-    compiling.recompile_limit,
-    compiling.cannot_be_compiled,
-    compiling.no_compiler,
-    compiling.no_triton,
-    compiling.extension_does_not_fit,
-    compiling.numpy_does_not_fit,
-    compiling.no_torch,
-    symptoms.loss_not_finite,
-    symptoms.slower,
-    symptoms.device_waits,
-    symptoms.device_badly_used,
+TABLE: tuple[FailureKind, ...] = tuple(
+    sorted(
+        (
+            kind
+            for module in iter_modules(__path__)
+            for kind in vars(import_module(f"{__name__}.{module.name}")).values()
+            if isinstance(kind, FailureKind)
+        ),
+        key=lambda kind: kind.code,
+    )
 )

@@ -9,32 +9,23 @@ Why it matters:
 How to fix it:
     Put `with model.no_sync():` around the forward and backward passes of all micro-batches except the last.
     With an `Accelerator`, this is `with accelerator.no_sync(model):`.
-Bad:
+Example:
+  + import contextlib
+  +
     import torch
 
     torch.distributed.init_process_group("gloo")
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for i in range(100):
-        loss = model(torch.randn(8, 4)).square().mean() / 4
-        loss.backward()  # <-
-        if (i + 1) % 4 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-Good:
-    import contextlib
-
-    import torch
-
-    torch.distributed.init_process_group("gloo")
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for i in range(100):
-        last = (i + 1) % 4 == 0
-        with contextlib.nullcontext() if last else model.no_sync():
-            loss = model(torch.randn(8, 4)).square().mean() / 4
-            loss.backward()
-        if last:
+  -     loss = model(torch.randn(8, 4)).square().mean() / 4
+  -     loss.backward()  # <-
+  -     if (i + 1) % 4 == 0:
+  +     last = (i + 1) % 4 == 0
+  +     with contextlib.nullcontext() if last else model.no_sync():
+  +         loss = model(torch.randn(8, 4)).square().mean() / 4
+  +         loss.backward()
+  +     if last:
             optimizer.step()
             optimizer.zero_grad()
 Sources:

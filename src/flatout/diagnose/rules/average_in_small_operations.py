@@ -10,7 +10,7 @@ Why it matters:
 How to fix it:
     `average.lerp_(weight, 1 - decay)` does it in one operation. `torch._foreach_lerp_` updates a whole list of
     tensors in a few kernels; `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)` uses it.
-Bad:
+Example:
     import copy
 
     import torch
@@ -19,17 +19,8 @@ Bad:
     average = copy.deepcopy(model)
     with torch.no_grad():
         for kept, weight in zip(average.parameters(), model.parameters()):
-            kept.copy_(0.999 * kept + 0.001 * weight)  # <-
-Good:
-    import copy
-
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    average = copy.deepcopy(model)
-    with torch.no_grad():
-        for kept, weight in zip(average.parameters(), model.parameters()):
-            kept.lerp_(weight, 0.001)
+  -         kept.copy_(0.999 * kept + 0.001 * weight)  # <-
+  +         kept.lerp_(weight, 0.001)
 Sources:
     https://docs.pytorch.org/docs/stable/optim.html#weight-averaging-swa-and-ema
 """

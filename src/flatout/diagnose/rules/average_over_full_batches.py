@@ -8,7 +8,7 @@ Why it matters:
     two models.
 How to fix it:
     Divide by `len(loader.dataset)`, or count the samples.
-Bad:
+Example:
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -19,19 +19,8 @@ Bad:
     with torch.no_grad():
         for x, y in loader:
             correct += (model(x).argmax(1) == y).sum().item()
-    print(correct / (len(loader) * 64))  # <-
-Good:
-    import torch
-    from torch.utils.data import DataLoader, TensorDataset
-
-    model = torch.nn.Linear(4, 2)
-    loader = DataLoader(TensorDataset(torch.randn(100, 4), torch.zeros(100)), batch_size=64)
-    correct = 0
-    model.eval()
-    with torch.no_grad():
-        for x, y in loader:
-            correct += (model(x).argmax(1) == y).sum().item()
-    print(correct / len(loader.dataset))
+  - print(correct / (len(loader) * 64))  # <-
+  + print(correct / len(loader.dataset))
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Why it matters:
 How to fix it:
     End the block after the loss. Keep the forward pass and the loss inside, and `backward()` and `step()`
     outside.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1)
@@ -18,18 +18,8 @@ Bad:
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = model(torch.randn(8, 4)).square().mean()
-            loss.backward()  # <-
-        optimizer.step()
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(100):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(torch.randn(8, 4)).square().mean()
-        loss.backward()
+  -         loss.backward()  # <-
+  +     loss.backward()
         optimizer.step()
 Sources:
     https://docs.pytorch.org/docs/stable/amp.html ("Backward passes under autocast are not recommended")

@@ -9,20 +9,15 @@ Why it matters:
 How to fix it:
     Pass the logits to `BCEWithLogitsLoss`. It combines the sigmoid and the loss, is safe under autocast, and
     is more accurate without autocast too.
-Bad:
+Example:
     import torch
 
-    model = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Sigmoid())
-    criterion = torch.nn.BCELoss()
+  - model = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Sigmoid())
+  - criterion = torch.nn.BCELoss()
+  + model = torch.nn.Linear(4, 1)
+  + criterion = torch.nn.BCEWithLogitsLoss()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = criterion(model(torch.randn(8, 4)), torch.zeros(8, 1))  # <-
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    criterion = torch.nn.BCEWithLogitsLoss()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = criterion(model(torch.randn(8, 4)), torch.zeros(8, 1))
 Sources:
     https://docs.pytorch.org/docs/stable/amp.html#prefer-binary-cross-entropy-with-logits-over-binary-cross-entropy
 """

@@ -8,7 +8,9 @@ Why it matters:
     weights, not the best. Early stopping and "keep the best" have no effect.
 How to fix it:
     Use `copy.deepcopy(model.state_dict())`, or save the state to a file immediately.
-Bad:
+Example:
+  + import copy
+  +
     import torch
 
     model = torch.nn.Linear(4, 1)
@@ -20,23 +22,8 @@ Bad:
         loss.backward()
         optimizer.step()
         if loss.item() < best:
-            best, kept = loss.item(), model.state_dict()  # <-
-    model.load_state_dict(kept)
-Good:
-    import copy
-
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    best, kept = float("inf"), None
-    for _ in range(100):
-        optimizer.zero_grad()
-        loss = model(torch.randn(8, 4)).square().mean()
-        loss.backward()
-        optimizer.step()
-        if loss.item() < best:
-            best, kept = loss.item(), copy.deepcopy(model.state_dict())
+  -         best, kept = loss.item(), model.state_dict()  # <-
+  +         best, kept = loss.item(), copy.deepcopy(model.state_dict())
     model.load_state_dict(kept)
 Sources:
     https://docs.pytorch.org/tutorials/beginner/saving_loading_models.html

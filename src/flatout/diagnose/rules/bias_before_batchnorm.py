@@ -9,24 +9,12 @@ Why it matters:
 How to fix it:
     Set `bias=False` in the layer before a BatchNorm. (Loading a checkpoint with the old biases then needs
     `strict=False`.)
-Bad:
+Example:
     import torch
 
     block = torch.nn.Sequential(
-        torch.nn.Conv2d(3, 16, 3),  # <-
-        torch.nn.BatchNorm2d(16),
-        torch.nn.ReLU(),
-    )
-    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
-    for _ in range(100):
-        optimizer.zero_grad()
-        block(torch.randn(8, 3, 8, 8)).square().mean().backward()
-        optimizer.step()
-Good:
-    import torch
-
-    block = torch.nn.Sequential(
-        torch.nn.Conv2d(3, 16, 3, bias=False),
+  -     torch.nn.Conv2d(3, 16, 3),  # <-
+  +     torch.nn.Conv2d(3, 16, 3, bias=False),
         torch.nn.BatchNorm2d(16),
         torch.nn.ReLU(),
     )

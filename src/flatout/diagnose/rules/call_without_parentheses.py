@@ -7,17 +7,12 @@ Why it matters:
     no cleared gradients.
 How to fix it:
     Add the parentheses.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1)
-    model.eval  # <-
-    print(model(torch.randn(8, 4)))
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    model.eval()
+  - model.eval  # <-
+  + model.eval()
     print(model(torch.randn(8, 4)))
 """
 

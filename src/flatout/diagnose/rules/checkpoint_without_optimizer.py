@@ -9,35 +9,22 @@ Why it matters:
 How to fix it:
     Save `optimizer.state_dict()` with the weights, and the state of the scheduler and the scaler. Load them
     when resuming.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.Adam(model.parameters())
     checkpoint = torch.load("last.pt")
     model.load_state_dict(checkpoint["model"])
+  + optimizer.load_state_dict(checkpoint["optimizer"])
     start = checkpoint["epoch"]
     for epoch in range(start, 10):
         for _ in range(100):
             optimizer.zero_grad()
             model(torch.randn(8, 4)).square().mean().backward()
             optimizer.step()
-        torch.save({"epoch": epoch, "model": model.state_dict()}, "last.pt")  # <-
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.Adam(model.parameters())
-    checkpoint = torch.load("last.pt")
-    model.load_state_dict(checkpoint["model"])
-    optimizer.load_state_dict(checkpoint["optimizer"])
-    start = checkpoint["epoch"]
-    for epoch in range(start, 10):
-        for _ in range(100):
-            optimizer.zero_grad()
-            model(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
-        torch.save({"epoch": epoch, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+  -     torch.save({"epoch": epoch, "model": model.state_dict()}, "last.pt")  # <-
+  +     torch.save({"epoch": epoch, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
 Sources:
     https://docs.pytorch.org/tutorials/beginner/saving_loading_models.html
 """

@@ -8,7 +8,7 @@ Why it matters:
     effect.
 How to fix it:
     Clip between `backward()` and `step()`.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1)
@@ -17,19 +17,9 @@ Bad:
         optimizer.zero_grad()
         loss = model(torch.randn(8, 4)).square().mean()
         loss.backward()
+  +     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # <-
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(100):
-        optimizer.zero_grad()
-        loss = model(torch.randn(8, 4)).square().mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+  -     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # <-
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Why it matters:
 How to fix it:
     Call `scaler.unscale_(optimizer)` directly before the clipping. `scaler.step` detects this and does not
     unscale again.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1).cuda()
@@ -19,22 +19,8 @@ Bad:
         with torch.autocast("cuda", dtype=torch.float16):
             loss = model(torch.randn(8, 4, device="cuda")).square().mean()
         scaler.scale(loss).backward()
+  +     scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # <-
-        scaler.step(optimizer)
-        scaler.update()
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1).cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cuda")
-    for _ in range(100):
-        optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = model(torch.randn(8, 4, device="cuda")).square().mean()
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
 Sources:

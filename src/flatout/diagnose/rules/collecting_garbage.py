@@ -8,12 +8,9 @@ Why it matters:
     frees its tensors without the collector.
 How to fix it:
     Call gc.collect() and gc.freeze() once, before the loop.
-Bad:
-    for batch in loader:
-        train(batch)
-Good:
-    gc.collect()
-    gc.freeze()
+Example:
+  + gc.collect()
+  + gc.freeze()
     for batch in loader:
         train(batch)
 """

@@ -8,20 +8,15 @@ Why it matters:
 How to fix it:
     Write `with torch.no_grad():` and indent the block below it. (`torch.set_grad_enabled(False)` takes effect
     without `with`.)
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1)
     model.eval()
-    torch.no_grad()  # <-
-    print(model(torch.randn(8, 4)))
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    model.eval()
-    with torch.no_grad():
-        print(model(torch.randn(8, 4)))
+  - torch.no_grad()  # <-
+  - print(model(torch.randn(8, 4)))
+  + with torch.no_grad():
+  +     print(model(torch.randn(8, 4)))
 """
 
 from __future__ import annotations

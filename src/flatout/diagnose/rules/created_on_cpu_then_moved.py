@@ -9,25 +9,16 @@ Why it matters:
 How to fix it:
     Use `torch.zeros(..., device=device)`. Random tensors then have other values: each device has its own
     generator.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(100):
-        x = torch.randn(8, 4).cuda()  # <-
-        target = torch.zeros(8, 1).cuda()  # <-
-        optimizer.zero_grad()
-        (model(x) - target).square().mean().backward()
-        optimizer.step()
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1).cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(100):
-        x = torch.randn(8, 4, device="cuda")
-        target = torch.zeros(8, 1, device="cuda")
+  -     x = torch.randn(8, 4).cuda()  # <-
+  -     target = torch.zeros(8, 1).cuda()  # <-
+  +     x = torch.randn(8, 4, device="cuda")
+  +     target = torch.zeros(8, 1, device="cuda")
         optimizer.zero_grad()
         (model(x) - target).square().mean().backward()
         optimizer.step()

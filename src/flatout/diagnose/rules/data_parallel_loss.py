@@ -8,7 +8,7 @@ Why it matters:
     works.
 How to fix it:
     Call `loss.mean().backward()`.
-Bad:
+Example:
     import torch
 
     class Net(torch.nn.Module):
@@ -19,30 +19,14 @@ Bad:
         def forward(self, x, y):
             return torch.nn.functional.mse_loss(self.fc(x), y)
 
-    model = torch.nn.DataParallel(Net())
+  - model = torch.nn.DataParallel(Net())
+  + model = torch.nn.DataParallel(Net())  # flatout: ignore FL115
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(100):
         optimizer.zero_grad()
         loss = model(torch.randn(8, 4), torch.randn(8, 1))
-        loss.backward()  # <-
-        optimizer.step()
-Good:
-    import torch
-
-    class Net(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = torch.nn.Linear(4, 1)
-
-        def forward(self, x, y):
-            return torch.nn.functional.mse_loss(self.fc(x), y)
-
-    model = torch.nn.DataParallel(Net())  # flatout: ignore FL115
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(100):
-        optimizer.zero_grad()
-        loss = model(torch.randn(8, 4), torch.randn(8, 1))
-        loss.mean().backward()
+  -     loss.backward()  # <-
+  +     loss.mean().backward()
         optimizer.step()
 """
 

@@ -10,15 +10,12 @@ Why it matters:
 How to fix it:
     Use `DistributedDataParallel`, and start the program with `torchrun --nproc-per-node N`. The tutorial
     shows the few lines to change.
-Bad:
+Example:
     import torch
 
-    model = torch.nn.DataParallel(torch.nn.Linear(4, 1))  # <-
-Good:
-    import torch
-
-    torch.distributed.init_process_group("nccl")
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1).cuda())
+  - model = torch.nn.DataParallel(torch.nn.Linear(4, 1))  # <-
+  + torch.distributed.init_process_group("nccl")
+  + model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1).cuda())
 Sources:
     https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-nn-ddp-instead;
     https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html

@@ -7,10 +7,9 @@ Why it matters:
     Nothing is computed during the wait. Optimising the model does not recover that time.
 How to fix it:
     flatout tune --levers loader,cached_prefix,batched_transforms,resident_data COMMAND...
-Bad:
-    loader = DataLoader(data, batch_size=64)
-Good:
-    loader = DataLoader(data, batch_size=64, num_workers=2, persistent_workers=True)
+Example:
+  - loader = DataLoader(data, batch_size=64)
+  + loader = DataLoader(data, batch_size=64, num_workers=2, persistent_workers=True)
 """
 
 from __future__ import annotations

@@ -8,22 +8,13 @@ Why it matters:
     several times as long. The other aids slow down every operation too.
 How to fix it:
     Remove it, or make it optional. The lever `debug_off` disables it for a run.
-Bad:
+Example:
+  + import sys
+  +
     import torch
 
-    torch.autograd.set_detect_anomaly(True)  # <-
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(100):
-        optimizer.zero_grad()
-        model(torch.randn(8, 4)).square().mean().backward()
-        optimizer.step()
-Good:
-    import sys
-
-    import torch
-
-    torch.autograd.set_detect_anomaly("--debug" in sys.argv)
+  - torch.autograd.set_detect_anomaly(True)  # <-
+  + torch.autograd.set_detect_anomaly("--debug" in sys.argv)
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(100):

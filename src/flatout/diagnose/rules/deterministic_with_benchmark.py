@@ -9,16 +9,12 @@ Why it matters:
 How to fix it:
     For a repeatable run, set `deterministic = True` and `benchmark = False`. For a fast run, set only
     `benchmark = True`.
-Bad:
+Example:
     import torch
 
     torch.backends.cudnn.deterministic = True
-    torch.backends.cudnn.benchmark = True  # <-
-Good:
-    import torch
-
-    torch.backends.cudnn.deterministic = True
-    torch.backends.cudnn.benchmark = False
+  - torch.backends.cudnn.benchmark = True  # <-
+  + torch.backends.cudnn.benchmark = False
 Sources:
     https://docs.pytorch.org/docs/stable/notes/randomness.html#cuda-convolution-benchmarking
 """

@@ -8,11 +8,10 @@ Why it matters:
     times slower.
 How to fix it:
     Use torch.from_numpy(array).float(), and do not call model.double().
-Bad:
-    x = torch.from_numpy(array)
-    model = model.double()
-Good:
-    x = torch.from_numpy(array).float()
+Example:
+  - x = torch.from_numpy(array)
+  - model = model.double()
+  + x = torch.from_numpy(array).float()
 """
 
 from __future__ import annotations

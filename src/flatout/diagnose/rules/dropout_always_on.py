@@ -8,7 +8,7 @@ Why it matters:
     changes neither. Test results are too poor and differ from call to call.
 How to fix it:
     Use `F.dropout(x, p, training=self.training)`, or a `torch.nn.Dropout` created in `__init__`.
-Bad:
+Example:
     import torch
     import torch.nn.functional as F
 
@@ -18,18 +18,8 @@ Bad:
             self.fc = torch.nn.Linear(4, 1)
 
         def forward(self, x):
-            return self.fc(F.dropout(x, 0.5))  # <-
-Good:
-    import torch
-    import torch.nn.functional as F
-
-    class Net(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = torch.nn.Linear(4, 1)
-
-        def forward(self, x):
-            return self.fc(F.dropout(x, 0.5, training=self.training))
+  -         return self.fc(F.dropout(x, 0.5))  # <-
+  +         return self.fc(F.dropout(x, 0.5, training=self.training))
 Sources:
     https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.dropout.html
 """

@@ -9,7 +9,7 @@ Why it matters:
 How to fix it:
     Remove it. Against fragmentation, set `PYTORCH_ALLOC_CONF=expandable_segments:True` (the lever
     `allocator`).
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1).cuda()
@@ -18,16 +18,7 @@ Bad:
         optimizer.zero_grad()
         model(torch.randn(8, 4, device="cuda")).square().mean().backward()
         optimizer.step()
-        torch.cuda.empty_cache()  # <-
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1).cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(100):
-        optimizer.zero_grad()
-        model(torch.randn(8, 4, device="cuda")).square().mean().backward()
-        optimizer.step()
+  -     torch.cuda.empty_cache()  # <-
 Sources:
     https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management
 """

@@ -10,7 +10,7 @@ Why it matters:
     model, which is then trained further.
 How to fix it:
     Call `model.eval()` before the evaluation and `model.train()` after it.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
@@ -21,26 +21,11 @@ Bad:
         model(x).square().mean().backward()
         optimizer.step()
     total = 0.0
+  + model.eval()
     with torch.no_grad():
         for x in test:
             total += model(x).square().mean().item()  # <-
-    print(total / 10)
-Good:
-    import torch
-
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train, test = torch.randn(10, 8, 4), torch.randn(10, 8, 4)
-    for x in train:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-    total = 0.0
-    model.eval()
-    with torch.no_grad():
-        for x in test:
-            total += model(x).square().mean().item()
-    model.train()
+  + model.train()
     print(total / 10)
 """
 

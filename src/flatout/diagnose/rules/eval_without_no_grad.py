@@ -10,23 +10,17 @@ Why it matters:
     its graph is kept too.
 How to fix it:
     Put `with torch.no_grad():` or `with torch.inference_mode():` around the loop.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1)
     model.eval()
     total = 0.0
-    for x in torch.randn(10, 8, 4):
-        total += model(x).square().mean().item()  # <-
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    model.eval()
-    total = 0.0
-    with torch.no_grad():
-        for x in torch.randn(10, 8, 4):
-            total += model(x).square().mean().item()
+  - for x in torch.randn(10, 8, 4):
+  -     total += model(x).square().mean().item()  # <-
+  + with torch.no_grad():
+  +     for x in torch.randn(10, 8, 4):
+  +         total += model(x).square().mean().item()
 Sources:
     https://docs.pytorch.org/docs/stable/notes/autograd.html#locally-disabling-gradient-computation
 """

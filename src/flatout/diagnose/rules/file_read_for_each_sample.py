@@ -9,35 +9,22 @@ Why it matters:
 How to fix it:
     Read the file once in `__init__`, or open it so that an index reads only its part: `np.load(path, mmap_mode="r")`
     for a `.npy` file, `torch.load(path, mmap=True)`, or an open HDF5 data set without `[:]`.
-Bad:
+Example:
     import numpy as np
     import torch
 
     class Rows(torch.utils.data.Dataset):
         def __init__(self, rows):
             self.rows = rows
+  +         self.files = {path: np.load(path)["data"] for path, _ in rows}
 
         def __len__(self):
             return len(self.rows)
 
         def __getitem__(self, index):
             path, row = self.rows[index]
-            return torch.from_numpy(np.load(path)["data"][row])  # <-
-Good:
-    import numpy as np
-    import torch
-
-    class Rows(torch.utils.data.Dataset):
-        def __init__(self, rows):
-            self.rows = rows
-            self.files = {path: np.load(path)["data"] for path, _ in rows}
-
-        def __len__(self):
-            return len(self.rows)
-
-        def __getitem__(self, index):
-            path, row = self.rows[index]
-            return torch.from_numpy(self.files[path][row])
+  -         return torch.from_numpy(np.load(path)["data"][row])  # <-
+  +         return torch.from_numpy(self.files[path][row])
 """
 
 from __future__ import annotations

@@ -8,25 +8,15 @@ Why it matters:
 How to fix it:
     Use bfloat16, which has the range of float32 and needs no scaler:
     `torch.autocast("cuda", dtype=torch.bfloat16)`. Or scale the loss with `torch.amp.GradScaler("cuda")`.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(100):
         optimizer.zero_grad()
-        with torch.autocast("cuda"):  # <-
-            loss = model(torch.randn(8, 4, device="cuda")).square().mean()
-        loss.backward()
-        optimizer.step()
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1).cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(100):
-        optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=torch.bfloat16):
+  -     with torch.autocast("cuda"):  # <-
+  +     with torch.autocast("cuda", dtype=torch.bfloat16):
             loss = model(torch.randn(8, 4, device="cuda")).square().mean()
         loss.backward()
         optimizer.step()

@@ -8,16 +8,12 @@ Why it matters:
     Profilers and flatout see no forward pass.
 How to fix it:
     Call the module: `model(x)`.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1)
-    y = model.forward(torch.randn(8, 4))  # <-
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    y = model(torch.randn(8, 4))
+  - y = model.forward(torch.randn(8, 4))  # <-
+  + y = model(torch.randn(8, 4))
 Sources:
     https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.forward
 """

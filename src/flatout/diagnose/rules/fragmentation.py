@@ -8,11 +8,10 @@ Why it matters:
 How to fix it:
     Set PYTORCH_ALLOC_CONF=expandable_segments:True, or run:
     flatout tune --levers allocator COMMAND...
-Bad:
-    batch = torch.empty(random_length(), device="cuda")
-Good:
-    import os
-    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+Example:
+  - batch = torch.empty(random_length(), device="cuda")
+  + import os
+  + os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 """
 
 from __future__ import annotations

@@ -8,16 +8,12 @@ Why it matters:
 How to fix it:
     Use `module.requires_grad_(False)` for a whole module, and `parameter.requires_grad = False` for one
     parameter.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
-    model.requires_grad = False  # <-
-Good:
-    import torch
-
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
-    model.requires_grad_(False)
+  - model.requires_grad = False  # <-
+  + model.requires_grad_(False)
 """
 
 from __future__ import annotations

@@ -9,26 +9,16 @@ Why it matters:
 How to fix it:
     Iterate over the loader. Or create the iterator once, before the loop, and recreate it when it is
     exhausted.
-Bad:
+Example:
     import torch
     from torch.utils.data import DataLoader
 
     loader = DataLoader(torch.randn(64, 4), batch_size=8, shuffle=True)
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(100):
-        x = next(iter(loader))  # <-
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-Good:
-    import torch
-    from torch.utils.data import DataLoader
-
-    loader = DataLoader(torch.randn(64, 4), batch_size=8, shuffle=True)
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x in loader:
+  - for _ in range(100):
+  -     x = next(iter(loader))  # <-
+  + for x in loader:
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()

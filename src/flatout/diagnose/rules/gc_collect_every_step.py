@@ -8,31 +8,23 @@ Why it matters:
 How to fix it:
     Remove it. If memory then grows, a reference cycle holds tensors. Collecting once per epoch is then
     enough.
-Bad:
+Example:
     import gc
 
     import torch
 
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(100):
-        optimizer.zero_grad()
-        model(torch.randn(8, 4)).square().mean().backward()
-        optimizer.step()
+  - for _ in range(100):
+  -     optimizer.zero_grad()
+  -     model(torch.randn(8, 4)).square().mean().backward()
+  -     optimizer.step()
+  + for epoch in range(10):
+  +     for _ in range(100):
+  +         optimizer.zero_grad()
+  +         model(torch.randn(8, 4)).square().mean().backward()
+  +         optimizer.step()
         gc.collect()  # <-
-Good:
-    import gc
-
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for epoch in range(10):
-        for _ in range(100):
-            optimizer.zero_grad()
-            model(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
-        gc.collect()
 """
 
 from __future__ import annotations

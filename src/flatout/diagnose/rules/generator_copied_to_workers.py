@@ -10,32 +10,21 @@ Why it matters:
 How to fix it:
     Draw from the global generators (`torch.rand(())`, `numpy.random`), which differ in each worker. Or create
     the generator in the worker, seeded with `torch.initial_seed()`.
-Bad:
-    import numpy as np
+Example:
+  - import numpy as np
     import torch
     from torch.utils.data import DataLoader, Dataset
 
     class Noisy(Dataset):
-        def __init__(self):
-            self.rng = np.random.default_rng(0)  # <-
-
+  -     def __init__(self):
+  -         self.rng = np.random.default_rng(0)  # <-
+  -
         def __len__(self):
             return 100
 
         def __getitem__(self, index):
-            return torch.zeros(4) + self.rng.random()
-
-    loader = DataLoader(Noisy(), batch_size=8, num_workers=4)
-Good:
-    import torch
-    from torch.utils.data import DataLoader, Dataset
-
-    class Noisy(Dataset):
-        def __len__(self):
-            return 100
-
-        def __getitem__(self, index):
-            return torch.zeros(4) + torch.rand(())
+  -         return torch.zeros(4) + self.rng.random()
+  +         return torch.zeros(4) + torch.rand(())
 
     loader = DataLoader(Noisy(), batch_size=8, num_workers=4)
 Sources:

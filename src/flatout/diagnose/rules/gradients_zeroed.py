@@ -7,10 +7,9 @@ Why it matters:
     the new gradient is stored directly. Zeroed gradients also keep their memory during the forward pass.
 How to fix it:
     Call optimizer.zero_grad(), which sets gradients to None since torch 2.0.
-Bad:
-    optimizer.zero_grad(set_to_none=False)
-Good:
-    optimizer.zero_grad()
+Example:
+  - optimizer.zero_grad(set_to_none=False)
+  + optimizer.zero_grad()
 """
 
 from __future__ import annotations

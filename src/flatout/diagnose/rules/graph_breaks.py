@@ -9,14 +9,11 @@ Why it matters:
 How to fix it:
     Move the line out of the forward pass, or express it with tensor operations: torch.where instead of an
     `if` on a value. torch.compile(model, fullgraph=True) names each break.
-Bad:
+Example:
     def forward(self, x):
-        if x.mean().item() > 0:
-            x = x * 2
-        return self.head(x)
-Good:
-    def forward(self, x):
-        x = torch.where(x.mean() > 0, x * 2, x)
+  -     if x.mean().item() > 0:
+  -         x = x * 2
+  +     x = torch.where(x.mean() > 0, x * 2, x)
         return self.head(x)
 """
 

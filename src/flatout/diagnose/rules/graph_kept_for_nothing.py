@@ -8,7 +8,7 @@ Why it matters:
 How to fix it:
     Remove `retain_graph=True`. If PyTorch then raises "Trying to backward through the graph a second time",
     this step uses a tensor of the last one. Find that tensor (a hidden state, a running loss) and detach it.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1)
@@ -16,17 +16,8 @@ Bad:
     for _ in range(100):
         optimizer.zero_grad()
         loss = model(torch.randn(8, 4)).square().mean()
-        loss.backward(retain_graph=True)  # <-
-        optimizer.step()
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(100):
-        optimizer.zero_grad()
-        loss = model(torch.randn(8, 4)).square().mean()
-        loss.backward()
+  -     loss.backward(retain_graph=True)  # <-
+  +     loss.backward()
         optimizer.step()
 """
 

@@ -9,25 +9,16 @@ Why it matters:
 How to fix it:
     Collect parameters with the same options in one group: those with weight decay and those without, or one
     group per learning rate.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(10)])
-    groups = []
-    for name, value in model.named_parameters():
-        groups += [{"params": [value], "weight_decay": 0.0 if "bias" in name else 0.01}]  # <-
-    optimizer = torch.optim.AdamW(groups, lr=1e-3)
-    for _ in range(100):
-        optimizer.zero_grad()
-        model(torch.randn(8, 4)).square().mean().backward()
-        optimizer.step()
-Good:
-    import torch
-
-    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(10)])
-    biases = [value for name, value in model.named_parameters() if "bias" in name]
-    weights = [value for name, value in model.named_parameters() if "bias" not in name]
-    groups = [{"params": weights, "weight_decay": 0.01}, {"params": biases, "weight_decay": 0.0}]
+  - groups = []
+  - for name, value in model.named_parameters():
+  -     groups += [{"params": [value], "weight_decay": 0.0 if "bias" in name else 0.01}]  # <-
+  + biases = [value for name, value in model.named_parameters() if "bias" in name]
+  + weights = [value for name, value in model.named_parameters() if "bias" not in name]
+  + groups = [{"params": weights, "weight_decay": 0.01}, {"params": biases, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
     for _ in range(100):
         optimizer.zero_grad()

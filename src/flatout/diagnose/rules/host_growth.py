@@ -9,12 +9,9 @@ Why it matters:
 How to fix it:
     Keep no per-sample records in the data set. Store large tables as one tensor or array, not as Python
     objects.
-Bad:
+Example:
     def __getitem__(self, i):
-        self.given.append(i)
-        return self.x[i]
-Good:
-    def __getitem__(self, i):
+  -     self.given.append(i)
         return self.x[i]
 """
 

@@ -11,34 +11,23 @@ Why it matters:
 How to fix it:
     Keep a running total on the device (`total += loss.detach()`), and fetch it every hundred steps or once
     per epoch. With the lever `early_values`, a read after the backward pass waits only for the forward pass.
-Bad:
+Example:
     import torch
 
     device = torch.device("cuda")
     model = torch.nn.Linear(4, 1).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    total = 0.0
+  - total = 0.0
+  + total = torch.zeros((), device=device)
     for step in range(100):
         optimizer.zero_grad()
         loss = model(torch.randn(8, 4, device=device)).square().mean()
         loss.backward()
         optimizer.step()
-        total += loss.item()  # <-
-Good:
-    import torch
-
-    device = torch.device("cuda")
-    model = torch.nn.Linear(4, 1).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    total = torch.zeros((), device=device)
-    for step in range(100):
-        optimizer.zero_grad()
-        loss = model(torch.randn(8, 4, device=device)).square().mean()
-        loss.backward()
-        optimizer.step()
-        total += loss.detach()
-        if step % 10 == 0:
-            print(total.item())
+  -     total += loss.item()  # <-
+  +     total += loss.detach()
+  +     if step % 10 == 0:
+  +         print(total.item())
 Sources:
     https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization
 """

@@ -7,16 +7,12 @@ Why it matters:
     code hides nothing, although the author expects it to.
 How to fix it:
     Remove the comment, or correct the code. `flatout check --explain all` lists the codes.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1)
-    torch.save(model.state_dict(), "model.pt")  # flatout: ignore FL302  # <-
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    torch.save(model, "model.pt")  # flatout: ignore FL302
+  - torch.save(model.state_dict(), "model.pt")  # flatout: ignore FL302  # <-
+  + torch.save(model, "model.pt")  # flatout: ignore FL302
 """
 
 from __future__ import annotations

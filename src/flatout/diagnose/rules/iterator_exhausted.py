@@ -8,27 +8,17 @@ Why it matters:
     epochs and saves its checkpoints, but trains on the data only once.
 How to fix it:
     Iterate over the loader itself, or create the iterator inside the loop over epochs.
-Bad:
+Example:
     import torch
     from torch.utils.data import DataLoader
 
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches = enumerate(DataLoader(torch.randn(64, 4), batch_size=8))
+  - batches = enumerate(DataLoader(torch.randn(64, 4), batch_size=8))
+  + batches = DataLoader(torch.randn(64, 4), batch_size=8)
     for epoch in range(10):
-        for i, x in batches:  # <-
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-Good:
-    import torch
-    from torch.utils.data import DataLoader
-
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches = DataLoader(torch.randn(64, 4), batch_size=8)
-    for epoch in range(10):
-        for i, x in enumerate(batches):
+  -     for i, x in batches:  # <-
+  +     for i, x in enumerate(batches):
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()

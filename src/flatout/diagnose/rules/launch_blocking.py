@@ -7,14 +7,11 @@ Why it matters:
     Left enabled, it makes training of small models several times slower.
 How to fix it:
     Remove the line. Set the variable in the shell for a run that needs it.
-Bad:
+Example:
     import os
 
-    os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # <-
-Good:
-    import os
-
-    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+  - os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # <-
+  + os.environ["CUDA_VISIBLE_DEVICES"] = "0"
 """
 
 from __future__ import annotations

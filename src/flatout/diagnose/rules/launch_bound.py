@@ -7,10 +7,9 @@ Why it matters:
 How to fix it:
     Use larger batches, or run:
     flatout tune --levers compile,fused_ops,fused_optimizer COMMAND...
-Bad:
-    model = Model().cuda()
-Good:
-    model = torch.compile(Model().cuda(), mode="reduce-overhead")
+Example:
+  - model = Model().cuda()
+  + model = torch.compile(Model().cuda(), mode="reduce-overhead")
 """
 
 from __future__ import annotations

@@ -8,25 +8,14 @@ Why it matters:
     leaves them on the CPU, `state_dict()` does not save them, and `eval()` does not affect them.
 How to fix it:
     Use `torch.nn.ModuleList([...])` or `torch.nn.ModuleDict({...})`.
-Bad:
+Example:
     import torch
 
     class Net(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.layers = [torch.nn.Linear(4, 4) for _ in range(3)]  # <-
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x)
-            return x
-Good:
-    import torch
-
-    class Net(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(3)])
+  -         self.layers = [torch.nn.Linear(4, 4) for _ in range(3)]  # <-
+  +         self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(3)])
 
         def forward(self, x):
             for layer in self.layers:

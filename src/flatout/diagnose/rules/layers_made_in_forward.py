@@ -7,27 +7,18 @@ Why it matters:
     is never trained.
 How to fix it:
     Create it in `__init__` and use it in `forward`.
-Bad:
+Example:
     import torch
 
     class Net(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.first = torch.nn.Linear(4, 8)
+  +         self.second = torch.nn.Linear(8, 1)
 
         def forward(self, x):
-            return torch.nn.Linear(8, 1)(self.first(x))  # <-
-Good:
-    import torch
-
-    class Net(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first = torch.nn.Linear(4, 8)
-            self.second = torch.nn.Linear(8, 1)
-
-        def forward(self, x):
-            return self.second(self.first(x))
+  -         return torch.nn.Linear(8, 1)(self.first(x))  # <-
+  +         return self.second(self.first(x))
 """
 
 from __future__ import annotations

@@ -9,10 +9,9 @@ How to fix it:
     Choose one layout at the start (model and images .to(memory_format=torch.channels_last)), and remove
     contiguous(). Or run:
     flatout tune --levers channels_last,compile COMMAND...
-Bad:
-    x = x.permute(0, 2, 3, 1).contiguous()
-Good:
-    x = x.to(memory_format=torch.channels_last)
+Example:
+  - x = x.permute(0, 2, 3, 1).contiguous()
+  + x = x.to(memory_format=torch.channels_last)
 """
 
 from __future__ import annotations

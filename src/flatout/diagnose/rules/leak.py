@@ -6,10 +6,9 @@ Why it matters:
     The longer the program trains, the more memory it needs, until it runs out.
 How to fix it:
     Keep sums instead of lists. Clear a list at the end of an epoch. Limit the size of a cache.
-Bad:
-    outputs.append(logits.detach())
-Good:
-    right += (logits.argmax(1) == target).sum()
+Example:
+  - outputs.append(logits.detach())
+  + right += (logits.argmax(1) == target).sum()
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Why it matters:
     `2 n - 1` batches, each divided by `n`, and some of their gradients belong to older weights.
 How to fix it:
     Step after the last batch, too: `if (i + 1) % n == 0 or i + 1 == len(loader)`.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1)
@@ -18,20 +18,8 @@ Bad:
         for i, x in enumerate(batches):
             loss = model(x).square().mean() / 4
             loss.backward()
-            if (i + 1) % 4 == 0:  # <-
-                optimizer.step()
-                optimizer.zero_grad()
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches = torch.randn(10, 8, 4)
-    for epoch in range(3):
-        for i, x in enumerate(batches):
-            loss = model(x).square().mean() / 4
-            loss.backward()
-            if (i + 1) % 4 == 0 or i + 1 == len(batches):
+  -         if (i + 1) % 4 == 0:  # <-
+  +         if (i + 1) % 4 == 0 or i + 1 == len(batches):
                 optimizer.step()
                 optimizer.zero_grad()
 """

@@ -8,14 +8,11 @@ Why it matters:
 How to fix it:
     Save a `state_dict` and load it with the default. If a class is really needed, allow it:
     `torch.serialization.add_safe_globals([TheClass])`.
-Bad:
+Example:
     import torch
 
-    state = torch.load("model.pt", map_location="cpu", weights_only=False)  # <-
-Good:
-    import torch
-
-    state = torch.load("model.pt", map_location="cpu")
+  - state = torch.load("model.pt", map_location="cpu", weights_only=False)  # <-
+  + state = torch.load("model.pt", map_location="cpu")
 Sources:
     https://docs.pytorch.org/docs/stable/notes/serialization.html#torch-load-with-weights-only-true
 """

@@ -9,18 +9,13 @@ Why it matters:
 How to fix it:
     Use `torch.load(path, map_location=device)`. Or use `map_location="cpu"`, followed by `load_state_dict`,
     which copies to the device of the model.
-Bad:
+Example:
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = torch.nn.Linear(4, 1).to(device)
-    model.load_state_dict(torch.load("model.pt"))  # <-
-Good:
-    import torch
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = torch.nn.Linear(4, 1).to(device)
-    model.load_state_dict(torch.load("model.pt", map_location=device))
+  - model.load_state_dict(torch.load("model.pt"))  # <-
+  + model.load_state_dict(torch.load("model.pt", map_location=device))
 Sources:
     https://docs.pytorch.org/docs/stable/generated/torch.load.html
 """

@@ -7,32 +7,22 @@ Why it matters:
     on it returns these same batches: in the same order, and with the same random augmentations.
 How to fix it:
     Use a generator that starts the loader again: `while True: yield from loader`.
-Bad:
-    from itertools import cycle
-
+Example:
+  - from itertools import cycle
+  -
     import torch
     from torch.utils.data import DataLoader
 
+  +
+  + def endless(loader):
+  +     while True:
+  +         yield from loader
+  +
+  +
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches = cycle(DataLoader(torch.randn(64, 4), batch_size=8, shuffle=True))  # <-
-    for _ in range(100):
-        optimizer.zero_grad()
-        model(next(batches)).square().mean().backward()
-        optimizer.step()
-Good:
-    import torch
-    from torch.utils.data import DataLoader
-
-
-    def endless(loader):
-        while True:
-            yield from loader
-
-
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches = endless(DataLoader(torch.randn(64, 4), batch_size=8, shuffle=True))
+  - batches = cycle(DataLoader(torch.randn(64, 4), batch_size=8, shuffle=True))  # <-
+  + batches = endless(DataLoader(torch.randn(64, 4), batch_size=8, shuffle=True))
     for _ in range(100):
         optimizer.zero_grad()
         model(next(batches)).square().mean().backward()

@@ -8,33 +8,17 @@ Why it matters:
 How to fix it:
     Create it once, before the loop, with `persistent_workers=True`. A shuffling loader reshuffles in every
     epoch by itself.
-Bad:
+Example:
     import torch
     from torch.utils.data import DataLoader
 
     def main():
         data = torch.randn(64, 4)
+  +     loader = DataLoader(data, batch_size=8, shuffle=True, num_workers=2, persistent_workers=True)
         model = torch.nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for epoch in range(10):
-            loader = DataLoader(data, batch_size=8, shuffle=True, num_workers=2, persistent_workers=True)  # <-
-            for x in loader:
-                optimizer.zero_grad()
-                model(x).square().mean().backward()
-                optimizer.step()
-
-    if __name__ == "__main__":
-        main()
-Good:
-    import torch
-    from torch.utils.data import DataLoader
-
-    def main():
-        data = torch.randn(64, 4)
-        loader = DataLoader(data, batch_size=8, shuffle=True, num_workers=2, persistent_workers=True)
-        model = torch.nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for epoch in range(10):
+  -         loader = DataLoader(data, batch_size=8, shuffle=True, num_workers=2, persistent_workers=True)  # <-
             for x in loader:
                 optimizer.zero_grad()
                 model(x).square().mean().backward()

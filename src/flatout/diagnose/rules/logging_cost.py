@@ -8,14 +8,12 @@ Why it matters:
     parameter.
 How to fix it:
     Put it behind a condition such as if step % 100 == 0:
-Bad:
+Example:
     for step, batch in enumerate(loader):
-        print(step, train(batch))
-Good:
-    for step, batch in enumerate(loader):
-        loss = train(batch)
-        if step % 100 == 0:
-            print(step, loss)
+  -     print(step, train(batch))
+  +     loss = train(batch)
+  +     if step % 100 == 0:
+  +         print(step, loss)
 """
 
 from __future__ import annotations

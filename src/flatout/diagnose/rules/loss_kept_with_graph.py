@@ -8,7 +8,7 @@ Why it matters:
     every step, often so slowly that it runs out only after hours.
 How to fix it:
     Use `total += loss.detach()`, which stays on the device and does not wait, or `loss.item()`.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1)
@@ -19,20 +19,8 @@ Bad:
         loss = model(torch.randn(8, 4)).square().mean()
         loss.backward()
         optimizer.step()
-        total += loss  # <-
-    print(total / 100)
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    total = 0.0
-    for _ in range(100):
-        optimizer.zero_grad()
-        loss = model(torch.randn(8, 4)).square().mean()
-        loss.backward()
-        optimizer.step()
-        total += loss.detach()
+  -     total += loss  # <-
+  +     total += loss.detach()
     print(total / 100)
 Sources:
     https://docs.pytorch.org/docs/stable/notes/faq.html#my-model-reports-cuda-runtime-error-2-out-of-memory

@@ -10,7 +10,7 @@ Why it matters:
 How to fix it:
     Find where the loss left the graph: `.item()`, `.detach()`, `.data`, NumPy, `argmax`, or `torch.no_grad()`
     around the forward pass.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1)
@@ -18,18 +18,8 @@ Bad:
     for _ in range(100):
         optimizer.zero_grad()
         loss = model(torch.randn(8, 4)).square().mean()
-        loss = torch.tensor(loss.item(), requires_grad=True)
+  -     loss = torch.tensor(loss.item(), requires_grad=True)
         loss.backward()  # <-
-        optimizer.step()
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(100):
-        optimizer.zero_grad()
-        loss = model(torch.randn(8, 4)).square().mean()
-        loss.backward()
         optimizer.step()
 """
 

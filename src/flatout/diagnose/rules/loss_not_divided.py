@@ -9,26 +9,15 @@ Why it matters:
     silently changes the training.
 How to fix it:
     Use `loss = loss / n` before `backward()`, where n is the number of accumulated batches.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for i in range(100):
         loss = model(torch.randn(8, 4)).square().mean()
+  +     loss = loss / 4
         loss.backward()  # <-
-        if (i + 1) % 4 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for i in range(100):
-        loss = model(torch.randn(8, 4)).square().mean()
-        loss = loss / 4
-        loss.backward()
         if (i + 1) % 4 == 0:
             optimizer.step()
             optimizer.zero_grad()

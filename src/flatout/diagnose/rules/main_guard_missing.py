@@ -9,24 +9,20 @@ Why it matters:
     the default.
 How to fix it:
     Move the program into a function, and call it below `if __name__ == "__main__":`.
-Bad:
+Example:
     import torch
     from torch.utils.data import DataLoader
 
-    loader = DataLoader(torch.randn(64, 4), batch_size=8, num_workers=2)  # <-
-    for x in loader:
-        print(x.mean())
-Good:
-    import torch
-    from torch.utils.data import DataLoader
-
-    def main():
-        loader = DataLoader(torch.randn(64, 4), batch_size=8, num_workers=2)
-        for x in loader:
-            print(x.mean())
-
-    if __name__ == "__main__":
-        main()
+  - loader = DataLoader(torch.randn(64, 4), batch_size=8, num_workers=2)  # <-
+  - for x in loader:
+  -     print(x.mean())
+  + def main():
+  +     loader = DataLoader(torch.randn(64, 4), batch_size=8, num_workers=2)
+  +     for x in loader:
+  +         print(x.mean())
+  +
+  + if __name__ == "__main__":
+  +     main()
 Sources:
     https://docs.python.org/3/library/multiprocessing.html#the-spawn-and-forkserver-start-methods;
     https://docs.python.org/3/whatsnew/3.14.html

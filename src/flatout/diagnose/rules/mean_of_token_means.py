@@ -10,40 +10,28 @@ Why it matters:
 How to fix it:
     Use the sum over tokens, and divide the gradients by the number of valid tokens of all micro-batches before the
     step. Across devices, sum that number as well.
-Bad:
+Example:
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
     model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    criterion = torch.nn.CrossEntropyLoss(ignore_index=0)
+  - criterion = torch.nn.CrossEntropyLoss(ignore_index=0)
+  + criterion = torch.nn.CrossEntropyLoss(ignore_index=0, reduction="sum")
+  + valid = 0
     for i in range(100):
         sentences = [torch.randint(1, 9, (length,)) for length in torch.randint(2, 9, (8,)).tolist()]
         tokens = pad_sequence(sentences, batch_first=True)
-        loss = criterion(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        (loss / 4).backward()  # <-
+  -     loss = criterion(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+  -     (loss / 4).backward()  # <-
+  +     criterion(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+  +     valid += (tokens[:, 1:] != 0).sum()
         if (i + 1) % 4 == 0:
+  +         for p in model.parameters():
+  +             p.grad /= valid
             optimizer.step()
             optimizer.zero_grad()
-Good:
-    import torch
-    from torch.nn.utils.rnn import pad_sequence
-
-    model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    criterion = torch.nn.CrossEntropyLoss(ignore_index=0, reduction="sum")
-    valid = 0
-    for i in range(100):
-        sentences = [torch.randint(1, 9, (length,)) for length in torch.randint(2, 9, (8,)).tolist()]
-        tokens = pad_sequence(sentences, batch_first=True)
-        criterion(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
-        valid += (tokens[:, 1:] != 0).sum()
-        if (i + 1) % 4 == 0:
-            for p in model.parameters():
-                p.grad /= valid
-            optimizer.step()
-            optimizer.zero_grad()
-            valid = 0
+  +         valid = 0
 Sources:
     https://huggingface.co/blog/gradient_accumulation
 """

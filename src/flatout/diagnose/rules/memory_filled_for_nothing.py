@@ -10,21 +10,11 @@ Why it matters:
 How to fix it:
     Set `torch.utils.deterministic.fill_uninitialized_memory = False` next to it. Algorithms stay
     deterministic.
-Bad:
+Example:
     import torch
 
     torch.use_deterministic_algorithms(True)  # <-
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(100):
-        optimizer.zero_grad()
-        model(torch.randn(8, 4)).square().mean().backward()
-        optimizer.step()
-Good:
-    import torch
-
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+  + torch.utils.deterministic.fill_uninitialized_memory = False
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(100):

@@ -9,11 +9,10 @@ How to fix it:
     If activations fill it: autocast, smaller micro-batches, or activation checkpointing. If the optimizer
     state fills it: a fused or 8-bit optimizer, or sharding. Or run:
     flatout tune --levers autocast,allocator COMMAND...
-Bad:
-    loader = DataLoader(data, batch_size=512)
-Good:
-    with torch.autocast("cuda", torch.bfloat16):
-        loss = criterion(model(x), y)
+Example:
+  - loader = DataLoader(data, batch_size=512)
+  + with torch.autocast("cuda", torch.bfloat16):
+  +     loss = criterion(model(x), y)
 """
 
 from __future__ import annotations

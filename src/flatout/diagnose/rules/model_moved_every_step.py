@@ -7,22 +7,14 @@ Why it matters:
     model, this takes milliseconds, while the device waits.
 How to fix it:
     Move the model once, before creating the optimizer.
-Bad:
+Example:
     import torch
 
-    model = torch.nn.Linear(4, 1)
+  - model = torch.nn.Linear(4, 1)
+  + model = torch.nn.Linear(4, 1).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(100):
-        model.cuda()  # <-
-        optimizer.zero_grad()
-        model(torch.randn(8, 4, device="cuda")).square().mean().backward()
-        optimizer.step()
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1).cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(100):
+  -     model.cuda()  # <-
         optimizer.zero_grad()
         model(torch.randn(8, 4, device="cuda")).square().mean().backward()
         optimizer.step()

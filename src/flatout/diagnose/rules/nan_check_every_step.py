@@ -9,7 +9,7 @@ Why it matters:
 How to fix it:
     Check every hundred steps, or let the device decide. A GradScaler skips such steps automatically, and
     `torch.where` needs no result in Python.
-Bad:
+Example:
     import torch
 
     device = torch.device("cuda")
@@ -18,20 +18,8 @@ Bad:
     for step in range(100):
         optimizer.zero_grad()
         loss = model(torch.randn(8, 4, device=device)).square().mean()
-        if torch.isnan(loss):  # <-
-            break
-        loss.backward()
-        optimizer.step()
-Good:
-    import torch
-
-    device = torch.device("cuda")
-    model = torch.nn.Linear(4, 1).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(100):
-        optimizer.zero_grad()
-        loss = model(torch.randn(8, 4, device=device)).square().mean()
-        if step % 100 == 0 and torch.isnan(loss):
+  -     if torch.isnan(loss):  # <-
+  +     if step % 100 == 0 and torch.isnan(loss):
             break
         loss.backward()
         optimizer.step()

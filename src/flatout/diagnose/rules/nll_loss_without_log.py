@@ -8,18 +8,13 @@ Why it matters:
     where the model is most wrong.
 How to fix it:
     Apply `F.log_softmax(output, dim=1)` first, or use `cross_entropy` instead.
-Bad:
+Example:
     import torch
     import torch.nn.functional as F
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
-    loss = F.nll_loss(model(torch.randn(8, 4)), torch.zeros(8, dtype=torch.long))  # <-
-Good:
-    import torch
-    import torch.nn.functional as F
-
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
-    loss = F.nll_loss(F.log_softmax(model(torch.randn(8, 4)), dim=1), torch.zeros(8, dtype=torch.long))
+  - loss = F.nll_loss(model(torch.randn(8, 4)), torch.zeros(8, dtype=torch.long))  # <-
+  + loss = F.nll_loss(F.log_softmax(model(torch.randn(8, 4)), dim=1), torch.zeros(8, dtype=torch.long))
 Sources:
     https://docs.pytorch.org/docs/stable/generated/torch.nn.NLLLoss.html
 """

@@ -9,7 +9,7 @@ Why it matters:
 How to fix it:
     Use one condition for both: compute `last = (i + 1) % n == 0` once, enter `no_sync()` if it is false, and step
     if it is true.
-Bad:
+Example:
     import contextlib
 
     import torch
@@ -18,22 +18,8 @@ Bad:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for i in range(100):
-        with model.no_sync() if i % 4 != 0 else contextlib.nullcontext():  # <-
-            loss = model(torch.randn(8, 4)).square().mean() / 4
-            loss.backward()
-        if (i + 1) % 4 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-Good:
-    import contextlib
-
-    import torch
-
-    torch.distributed.init_process_group("gloo")
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for i in range(100):
-        with model.no_sync() if (i + 1) % 4 != 0 else contextlib.nullcontext():
+  -     with model.no_sync() if i % 4 != 0 else contextlib.nullcontext():  # <-
+  +     with model.no_sync() if (i + 1) % 4 != 0 else contextlib.nullcontext():
             loss = model(torch.randn(8, 4)).square().mean() / 4
             loss.backward()
         if (i + 1) % 4 == 0:

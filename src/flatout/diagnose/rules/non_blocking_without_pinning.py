@@ -7,25 +7,15 @@ Why it matters:
     `non_blocking=True` then has almost no effect.
 How to fix it:
     Set `DataLoader(..., pin_memory=True)`.
-Bad:
+Example:
     import torch
     from torch.utils.data import DataLoader
 
     model = torch.nn.Linear(4, 1).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x in DataLoader(torch.randn(64, 4), batch_size=8):
+  - for x in DataLoader(torch.randn(64, 4), batch_size=8):
+  + for x in DataLoader(torch.randn(64, 4), batch_size=8, pin_memory=True):
         x = x.to("cuda", non_blocking=True)  # <-
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-Good:
-    import torch
-    from torch.utils.data import DataLoader
-
-    model = torch.nn.Linear(4, 1).cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x in DataLoader(torch.randn(64, 4), batch_size=8, pin_memory=True):
-        x = x.to("cuda", non_blocking=True)
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()

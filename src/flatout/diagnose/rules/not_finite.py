@@ -9,10 +9,9 @@ How to fix it:
     Look at the first one: torch.autograd.set_detect_anomaly(True) for a few steps names the operator. A
     logarithm or root of a value that becomes negative needs softplus or clamp. If the learning rate is too
     large, reduce it.
-Bad:
-    loss = torch.log(prediction).mean()
-Good:
-    loss = torch.log(torch.nn.functional.softplus(prediction)).mean()
+Example:
+  - loss = torch.log(prediction).mean()
+  + loss = torch.log(torch.nn.functional.softplus(prediction)).mean()
 """
 
 from __future__ import annotations

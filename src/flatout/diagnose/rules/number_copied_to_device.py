@@ -9,7 +9,7 @@ Why it matters:
 How to fix it:
     Let the device write it: `torch.zeros((), device=device)`, or `torch.full((), value, device=device)`. Or create
     the tensor once, before the loop.
-Bad:
+Example:
     import torch
 
     device = torch.device("cuda")
@@ -17,20 +17,8 @@ Bad:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(100):
         optimizer.zero_grad()
-        loss = torch.tensor(0.0, device=device)  # <-
-        for x in torch.randn(2, 8, 4, device=device):
-            loss = loss + model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-Good:
-    import torch
-
-    device = torch.device("cuda")
-    model = torch.nn.Linear(4, 1).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(100):
-        optimizer.zero_grad()
-        loss = torch.zeros((), device=device)
+  -     loss = torch.tensor(0.0, device=device)  # <-
+  +     loss = torch.zeros((), device=device)
         for x in torch.randn(2, 8, 4, device=device):
             loss = loss + model(x).square().mean()
         loss.backward()

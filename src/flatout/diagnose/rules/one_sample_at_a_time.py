@@ -11,7 +11,7 @@ How to fix it:
     Call the model once on the whole batch. Pad samples of different lengths. For per-sample gradients, use
     `torch.func.vmap`. Move the time dimension into the batch: `layer(x.flatten(0, 1)).unflatten(0, (n, steps))`.
     Replace loops over entries with broadcasting: `x[:, None]` and `y[None]`.
-Bad:
+Example:
     import torch
     from torch.utils.data import DataLoader
 
@@ -19,20 +19,10 @@ Bad:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for x in DataLoader(torch.randn(64, 4), batch_size=8):
         optimizer.zero_grad()
-        loss = 0
-        for i in range(x.size(0)):
-            loss = loss + model(x[i]).square().sum()  # <-
-        loss.backward()
-        optimizer.step()
-Good:
-    import torch
-    from torch.utils.data import DataLoader
-
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x in DataLoader(torch.randn(64, 4), batch_size=8):
-        optimizer.zero_grad()
-        loss = model(x).square().sum()
+  -     loss = 0
+  -     for i in range(x.size(0)):
+  -         loss = loss + model(x[i]).square().sum()  # <-
+  +     loss = model(x).square().sum()
         loss.backward()
         optimizer.step()
 Sources:

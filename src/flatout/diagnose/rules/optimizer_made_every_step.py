@@ -8,22 +8,13 @@ Why it matters:
     rate), and a scheduler has no effect.
 How to fix it:
     Create it once, before the loop.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1)
+  + optimizer = torch.optim.Adam(model.parameters())
     for _ in range(100):
-        optimizer = torch.optim.Adam(model.parameters())  # <-
-        loss = model(torch.randn(8, 4)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.Adam(model.parameters())
-    for _ in range(100):
+  -     optimizer = torch.optim.Adam(model.parameters())  # <-
         loss = model(torch.randn(8, 4)).square().mean()
         optimizer.zero_grad()
         loss.backward()

@@ -8,32 +8,14 @@ Why it matters:
     The first steps are far too large, and the loss rises for a while. No error says so.
 How to fix it:
     Call `optimizer.load_state_dict(saved["optimizer"])` after the weights are loaded.
-Bad:
+Example:
     import torch
 
     def load(file, model, optimizer=None):
         saved = torch.load(file, map_location="cpu", weights_only=True)
         model.load_state_dict(saved["model"])  # <-
-        return saved["epoch"] + 1
-
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.Adam(model.parameters())
-    start = load("last.pt", model, optimizer)
-    for epoch in range(start, 10):
-        for _ in range(100):
-            optimizer.zero_grad()
-            model(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
-        state = {"epoch": epoch, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save(state, "last.pt")
-Good:
-    import torch
-
-    def load(file, model, optimizer=None):
-        saved = torch.load(file, map_location="cpu", weights_only=True)
-        model.load_state_dict(saved["model"])
-        if optimizer is not None:
-            optimizer.load_state_dict(saved["optimizer"])
+  +     if optimizer is not None:
+  +         optimizer.load_state_dict(saved["optimizer"])
         return saved["epoch"] + 1
 
     model = torch.nn.Linear(4, 1)

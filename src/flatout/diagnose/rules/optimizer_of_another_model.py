@@ -9,22 +9,13 @@ Why it matters:
     get gradients but are never updated. The replaced head of a fine-tuned network stays random.
 How to fix it:
     Create the optimizer last. (`model.to(device)` in between is fine: it changes the parameters in place.)
-Bad:
+Example:
     import torch
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+  + model[1] = torch.nn.Linear(8, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model[1] = torch.nn.Linear(8, 10)  # <-
-    for _ in range(100):
-        optimizer.zero_grad()
-        model(torch.randn(8, 4)).square().mean().backward()
-        optimizer.step()
-Good:
-    import torch
-
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
-    model[1] = torch.nn.Linear(8, 10)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+  - model[1] = torch.nn.Linear(8, 10)  # <-
     for _ in range(100):
         optimizer.zero_grad()
         model(torch.randn(8, 4)).square().mean().backward()

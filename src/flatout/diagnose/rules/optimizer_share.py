@@ -10,10 +10,9 @@ How to fix it:
     Set fused=True in your optimizer, or foreach=True if it has no fused form. It stays the same optimizer.
     For a large table of which a batch uses few rows, use nn.Embedding(..., sparse=True) and
     torch.optim.SparseAdam.
-Bad:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-Good:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+Example:
+  - optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+  + optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 """
 
 from __future__ import annotations

@@ -8,44 +8,25 @@ Why it matters:
     rate starts at its first value. After every resume, the loss rises for a while.
 How to fix it:
     Load the state after the optimizer is created. If the checkpoint is read earlier, keep its state until then.
-Bad:
+Example:
     import torch
 
     class Trainer:
         def __init__(self, model):
-            self.model, self.optimizer = model, None
+  -         self.model, self.optimizer = model, None
+  +         self.model, self.state = model, None
 
         def setup(self):
             self.optimizer = torch.optim.Adam(self.model.parameters())
+  +         if self.state is not None:
+  +             self.optimizer.load_state_dict(self.state)
 
         def resume(self, file):
             saved = torch.load(file, map_location="cpu", weights_only=True)
             self.model.load_state_dict(saved["model"])
-            if self.optimizer is not None:
-                self.optimizer.load_state_dict(saved["optimizer"])  # <-
-
-        def train(self, batches):
-            self.setup()
-            for x in batches:
-                self.optimizer.zero_grad()
-                self.model(x).square().mean().backward()
-                self.optimizer.step()
-Good:
-    import torch
-
-    class Trainer:
-        def __init__(self, model):
-            self.model, self.state = model, None
-
-        def setup(self):
-            self.optimizer = torch.optim.Adam(self.model.parameters())
-            if self.state is not None:
-                self.optimizer.load_state_dict(self.state)
-
-        def resume(self, file):
-            saved = torch.load(file, map_location="cpu", weights_only=True)
-            self.model.load_state_dict(saved["model"])
-            self.state = saved["optimizer"]
+  -         if self.optimizer is not None:
+  -             self.optimizer.load_state_dict(saved["optimizer"])  # <-
+  +         self.state = saved["optimizer"]
 
         def train(self, batches):
             self.setup()

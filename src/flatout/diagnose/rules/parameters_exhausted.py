@@ -7,27 +7,17 @@ Why it matters:
     Clipping clips nothing, a sum over the parameters is zero, and a part to freeze is not frozen.
 How to fix it:
     Use `list(model.parameters())`, or call `model.parameters()` in each place.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1)
-    params = model.parameters()
+  - params = model.parameters()
+  + params = list(model.parameters())
     optimizer = torch.optim.SGD(params, lr=0.1)
     for _ in range(100):
         optimizer.zero_grad()
         model(torch.randn(8, 4)).square().mean().backward()
         torch.nn.utils.clip_grad_norm_(params, 1.0)  # <-
-        optimizer.step()
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    params = list(model.parameters())
-    optimizer = torch.optim.SGD(params, lr=0.1)
-    for _ in range(100):
-        optimizer.zero_grad()
-        model(torch.randn(8, 4)).square().mean().backward()
-        torch.nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
 """
 

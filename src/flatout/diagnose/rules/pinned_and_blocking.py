@@ -8,25 +8,15 @@ Why it matters:
     host's work. Without `non_blocking=True`, the host waits for that copy anyway.
 How to fix it:
     Use `x.to(device, non_blocking=True)`.
-Bad:
+Example:
     import torch
     from torch.utils.data import DataLoader
 
     model = torch.nn.Linear(4, 1).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for x in DataLoader(torch.randn(64, 4), batch_size=8, pin_memory=True):
-        x = x.to("cuda")  # <-
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-Good:
-    import torch
-    from torch.utils.data import DataLoader
-
-    model = torch.nn.Linear(4, 1).cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x in DataLoader(torch.randn(64, 4), batch_size=8, pin_memory=True):
-        x = x.to("cuda", non_blocking=True)
+  -     x = x.to("cuda")  # <-
+  +     x = x.to("cuda", non_blocking=True)
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()

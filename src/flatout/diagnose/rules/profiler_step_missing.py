@@ -8,7 +8,7 @@ Why it matters:
     fills the memory.
 How to fix it:
     Call `prof.step()` at the end of every pass of the loop.
-Bad:
+Example:
     import torch
     from torch.profiler import profile, schedule
 
@@ -19,18 +19,7 @@ Bad:
             optimizer.zero_grad()
             model(torch.randn(8, 4)).square().mean().backward()
             optimizer.step()
-Good:
-    import torch
-    from torch.profiler import profile, schedule
-
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with profile(schedule=schedule(wait=1, warmup=1, active=3)) as prof:
-        for _ in range(10):
-            optimizer.zero_grad()
-            model(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
-            prof.step()
+  +         prof.step()
 Sources:
     https://docs.pytorch.org/docs/stable/profiler.html
 """

@@ -7,11 +7,10 @@ Why it matters:
     On a CPU, nothing overlaps with it. On a GPU, the device runs out of work.
 How to fix it:
     Run it every hundred steps, use tensors instead of Python numbers, or remove it.
-Bad:
-    for truth, answer in zip(y, found):
-        matrix[truth, answer] += 1
-Good:
-    matrix += torch.bincount(12 * y + found, minlength=144).view(12, 12)
+Example:
+  - for truth, answer in zip(y, found):
+  -     matrix[truth, answer] += 1
+  + matrix += torch.bincount(12 * y + found, minlength=144).view(12, 12)
 """
 
 from __future__ import annotations

@@ -9,27 +9,15 @@ Why it matters:
 How to fix it:
     Use `sampler=DistributedSampler(dataset)` instead of `shuffle=True`, and call `sampler.set_epoch(epoch)`
     in every epoch.
-Bad:
+Example:
     import torch
     from torch.utils.data import DataLoader, TensorDataset
+  + from torch.utils.data.distributed import DistributedSampler
 
     torch.distributed.init_process_group("gloo")
     data = TensorDataset(torch.randn(64, 4))
-    loader = DataLoader(data, batch_size=8, shuffle=True)  # <-
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for (x,) in loader:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-Good:
-    import torch
-    from torch.utils.data import DataLoader, TensorDataset
-    from torch.utils.data.distributed import DistributedSampler
-
-    torch.distributed.init_process_group("gloo")
-    data = TensorDataset(torch.randn(64, 4))
-    loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data))
+  - loader = DataLoader(data, batch_size=8, shuffle=True)  # <-
+  + loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data))
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for (x,) in loader:

@@ -7,18 +7,13 @@ Why it matters:
     starts after it. Nothing is fused across the break, and CUDA graphs cannot cover the whole function.
 How to fix it:
     Return the tensor, and read it outside, every hundred steps. `fullgraph=True` turns each break into an error.
-Bad:
+Example:
     import torch
 
     @torch.compile
     def accuracy(output, target):
-        return (output.argmax(-1) == target).float().mean().item()  # <-
-Good:
-    import torch
-
-    @torch.compile
-    def accuracy(output, target):
-        return (output.argmax(-1) == target).float().mean()
+  -     return (output.argmax(-1) == target).float().mean().item()  # <-
+  +     return (output.argmax(-1) == target).float().mean()
 Sources:
     https://docs.pytorch.org/docs/stable/torch.compiler_faq.html#graph-breaks
 """

@@ -9,10 +9,9 @@ Why it matters:
 How to fix it:
     Use torch.compile(model, dynamic=True), or torch._dynamo.mark_dynamic(tensor, 0) for the axis that
     changes. Or pad to a few lengths.
-Bad:
-    model = torch.compile(model, dynamic=False)
-Good:
-    model = torch.compile(model, dynamic=True)
+Example:
+  - model = torch.compile(model, dynamic=False)
+  + model = torch.compile(model, dynamic=True)
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Why it matters:
     that depends on the number of ranks, and a total grows exponentially.
 How to fix it:
     Reduce each tensor once: the total after the loop, or the new value of a pass before it is added.
-Bad:
+Example:
     import torch
     import torch.distributed as dist
 
@@ -16,17 +16,8 @@ Bad:
     total = torch.zeros(1)
     for x in torch.randn(10, 8, 4):
         total += x.square().mean()
-        dist.all_reduce(total)  # <-
-    print(total / 10 / dist.get_world_size())
-Good:
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    total = torch.zeros(1)
-    for x in torch.randn(10, 8, 4):
-        total += x.square().mean()
-    dist.all_reduce(total)
+  -     dist.all_reduce(total)  # <-
+  + dist.all_reduce(total)
     print(total / 10 / dist.get_world_size())
 Sources:
     https://docs.pytorch.org/docs/stable/distributed.html#collective-functions

@@ -8,17 +8,12 @@ Why it matters:
     graph, or unclamped.
 How to fix it:
     Write `x = x.to(device)`, or use the in-place method with an underscore: `x.clamp_(0, 1)`.
-Bad:
+Example:
     import torch
 
     x = torch.randn(8, 4)
-    x.clamp(0, 1)  # <-
-    print(x)
-Good:
-    import torch
-
-    x = torch.randn(8, 4)
-    x = x.clamp(0, 1)
+  - x.clamp(0, 1)  # <-
+  + x = x.clamp(0, 1)
     print(x)
 """
 

@@ -9,7 +9,7 @@ Why it matters:
 How to fix it:
     Remove the broadcast: each rank draws with its own seed. Only ranks that share one sample, as in tensor or
     sequence parallelism, need the same draw: broadcast in their group, not in the world.
-Bad:
+Example:
     import torch
     import torch.distributed as dist
 
@@ -18,23 +18,9 @@ Bad:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(100):
         clean = torch.randn(8, 4)
-        level = torch.rand(1)
-        dist.broadcast(level, src=0)  # <-
-        noise = torch.randn_like(clean)
-        noisy = torch.lerp(clean, noise, level)
-        optimizer.zero_grad()
-        (model(noisy) - noise).square().mean().backward()
-        optimizer.step()
-Good:
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(100):
-        clean = torch.randn(8, 4)
-        level = torch.rand(8, 1)
+  -     level = torch.rand(1)
+  -     dist.broadcast(level, src=0)  # <-
+  +     level = torch.rand(8, 1)
         noise = torch.randn_like(clean)
         noisy = torch.lerp(clean, noise, level)
         optimizer.zero_grad()

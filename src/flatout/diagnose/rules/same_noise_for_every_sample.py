@@ -9,7 +9,7 @@ Why it matters:
 How to fix it:
     Draw from torch's global generator, which the loader seeds for each worker and epoch. For a fixed value per
     sample, put the index into the seed.
-Bad:
+Example:
     import torch
     from torch.utils.data import DataLoader, Dataset
 
@@ -21,23 +21,8 @@ Bad:
             return 64
 
         def __getitem__(self, index):
-            generator = torch.Generator().manual_seed(0)  # <-
-            return self.x[index] + torch.randn(4, generator=generator)
-
-    loader = DataLoader(Noisy(), batch_size=8, shuffle=True)
-Good:
-    import torch
-    from torch.utils.data import DataLoader, Dataset
-
-    class Noisy(Dataset):
-        def __init__(self):
-            self.x = torch.randn(64, 4)
-
-        def __len__(self):
-            return 64
-
-        def __getitem__(self, index):
-            generator = torch.Generator().manual_seed(index)
+  -         generator = torch.Generator().manual_seed(0)  # <-
+  +         generator = torch.Generator().manual_seed(index)
             return self.x[index] + torch.randn(4, generator=generator)
 
     loader = DataLoader(Noisy(), batch_size=8, shuffle=True)

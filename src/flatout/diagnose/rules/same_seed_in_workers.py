@@ -8,7 +8,7 @@ Why it matters:
     seeds for torch, random and NumPy, new in every epoch.)
 How to fix it:
     Remove the line, or derive the seed from `torch.initial_seed()`, which differs between workers and epochs.
-Bad:
+Example:
     import random
 
     import torch
@@ -22,24 +22,8 @@ Bad:
             return torch.randn(4) * random.random()
 
     def seed_worker(worker):
-        random.seed(0)  # <-
-
-    loader = DataLoader(Noisy(), batch_size=8, num_workers=2, worker_init_fn=seed_worker)
-Good:
-    import random
-
-    import torch
-    from torch.utils.data import DataLoader, Dataset
-
-    class Noisy(Dataset):
-        def __len__(self):
-            return 100
-
-        def __getitem__(self, index):
-            return torch.randn(4) * random.random()
-
-    def seed_worker(worker):
-        random.seed(torch.initial_seed() % 2**32)
+  -     random.seed(0)  # <-
+  +     random.seed(torch.initial_seed() % 2**32)
 
     loader = DataLoader(Noisy(), batch_size=8, num_workers=2, worker_init_fn=seed_worker)
 Sources:

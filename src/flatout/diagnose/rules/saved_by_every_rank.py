@@ -7,19 +7,14 @@ Why it matters:
     is loaded. On a shared disk, saving also takes N times as long.
 How to fix it:
     Put it under `if torch.distributed.get_rank() == 0:`.
-Bad:
+Example:
     import torch
 
     torch.distributed.init_process_group("gloo")
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-    torch.save(model.module.state_dict(), "model.pt")  # <-
-Good:
-    import torch
-
-    torch.distributed.init_process_group("gloo")
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-    if torch.distributed.get_rank() == 0:
-        torch.save(model.module.state_dict(), "model.pt")
+  - torch.save(model.module.state_dict(), "model.pt")  # <-
+  + if torch.distributed.get_rank() == 0:
+  +     torch.save(model.module.state_dict(), "model.pt")
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Why it matters:
     about 65,536 times too small.
 How to fix it:
     Use all three of `scaler.scale(loss).backward()`, `scaler.step(optimizer)` and `scaler.update()`, or none.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1).cuda()
@@ -20,20 +20,8 @@ Bad:
         with torch.autocast("cuda", dtype=torch.float16):
             loss = model(torch.randn(8, 4, device="cuda")).square().mean()
         scaler.scale(loss).backward()
-        optimizer.step()  # <-
-        scaler.update()
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1).cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cuda")
-    for _ in range(100):
-        optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = model(torch.randn(8, 4, device="cuda")).square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
+  -     optimizer.step()  # <-
+  +     scaler.step(optimizer)
         scaler.update()
 Sources:
     https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling

@@ -9,7 +9,7 @@ Why it matters:
 How to fix it:
     Call `scaler.update()` directly after `scaler.step(optimizer)`, once per step, even with several
     optimizers.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1)
@@ -20,18 +20,7 @@ Bad:
         loss = model(torch.randn(8, 4)).square().mean()
         scaler.scale(loss).backward()
         scaler.step(optimizer)  # <-
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cuda", enabled=torch.cuda.is_available())
-    for _ in range(100):
-        optimizer.zero_grad()
-        loss = model(torch.randn(8, 4)).square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+  +     scaler.update()
 Sources:
     https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling
 """

@@ -9,7 +9,7 @@ Why it matters:
 How to fix it:
     Divide the length first: `math.ceil(len(loader) / accelerator.num_processes)`. Or create the scheduler after
     `prepare`, from the length of the prepared loader.
-Bad:
+Example:
     import math
     import torch
     from accelerate import Accelerator
@@ -18,24 +18,10 @@ Bad:
     def train(model, loader, epochs):
         accelerator = Accelerator()
         optimizer = torch.optim.AdamW(model.parameters())
-        steps = epochs * len(loader)
+  -     steps = epochs * len(loader)
+  +     steps = epochs * math.ceil(len(loader) / accelerator.num_processes)
         scheduler = get_scheduler(
             "linear", optimizer, num_warmup_steps=0, num_training_steps=steps * accelerator.num_processes  # <-
-        )
-        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-        return model, loader
-Good:
-    import math
-    import torch
-    from accelerate import Accelerator
-    from transformers import get_scheduler
-
-    def train(model, loader, epochs):
-        accelerator = Accelerator()
-        optimizer = torch.optim.AdamW(model.parameters())
-        steps = epochs * math.ceil(len(loader) / accelerator.num_processes)
-        scheduler = get_scheduler(
-            "linear", optimizer, num_warmup_steps=0, num_training_steps=steps * accelerator.num_processes
         )
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
         return model, loader

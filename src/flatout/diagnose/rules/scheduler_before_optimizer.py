@@ -9,32 +9,20 @@ Why it matters:
     continues.
 How to fix it:
     Call `scheduler.step()` after the optimizer steps, at the end of the same pass.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)
     for epoch in range(90):
-        scheduler.step()  # <-
+  -     scheduler.step()  # <-
         for _ in range(100):
             optimizer.zero_grad()
             loss = model(torch.randn(8, 4)).square().mean()
             loss.backward()
             optimizer.step()
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)
-    for epoch in range(90):
-        for _ in range(100):
-            optimizer.zero_grad()
-            loss = model(torch.randn(8, 4)).square().mean()
-            loss.backward()
-            optimizer.step()
-        scheduler.step()
+  +     scheduler.step()
 Sources:
     https://docs.pytorch.org/docs/stable/optim.html#how-to-adjust-learning-rate
     (the order changed in torch 1.1)

@@ -7,14 +7,10 @@ Why it matters:
     never followed.
 How to fix it:
     Create it once, before the loop.
-Bad:
+Example:
+  + scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)
     for epoch in range(90):
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)
-        train(model, optimizer)
-        scheduler.step()
-Good:
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)
-    for epoch in range(90):
+  -     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)
         train(model, optimizer)
         scheduler.step()
 """

@@ -8,23 +8,14 @@ Why it matters:
 How to fix it:
     Seed once, before the loops. To make each pass repeatable on its own, seed with the pass:
     `torch.manual_seed(seed + epoch)`.
-Bad:
+Example:
     import torch
 
+  + torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(100):
-        torch.manual_seed(0)  # <-
-        optimizer.zero_grad()
-        model(torch.ones(8, 4)).square().mean().backward()
-        optimizer.step()
-Good:
-    import torch
-
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(100):
+  -     torch.manual_seed(0)  # <-
         optimizer.zero_grad()
         model(torch.ones(8, 4)).square().mean().backward()
         optimizer.step()

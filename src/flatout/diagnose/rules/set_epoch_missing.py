@@ -8,7 +8,7 @@ Why it matters:
     Every epoch has the same order and the same batches, and SGD loses the noise from shuffling.
 How to fix it:
     Call `sampler.set_epoch(epoch)` at the start of every epoch.
-Bad:
+Example:
     import torch
     from torch.utils.data import DataLoader, TensorDataset
     from torch.utils.data.distributed import DistributedSampler
@@ -20,23 +20,7 @@ Bad:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for epoch in range(10):
-        for (x,) in loader:
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-Good:
-    import torch
-    from torch.utils.data import DataLoader, TensorDataset
-    from torch.utils.data.distributed import DistributedSampler
-
-    torch.distributed.init_process_group("gloo")
-    data = TensorDataset(torch.randn(64, 4))
-    sampler = DistributedSampler(data)
-    loader = DataLoader(data, batch_size=8, sampler=sampler)
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for epoch in range(10):
-        sampler.set_epoch(epoch)
+  +     sampler.set_epoch(epoch)
         for (x,) in loader:
             optimizer.zero_grad()
             model(x).square().mean().backward()

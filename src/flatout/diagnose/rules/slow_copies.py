@@ -7,10 +7,9 @@ Why it matters:
     other work.
 How to fix it:
     Use DataLoader(..., pin_memory=True) and batch.to(device, non_blocking=True).
-Bad:
-    x = x.to(device)
-Good:
-    x = x.to(device, non_blocking=True)
+Example:
+  - x = x.to(device)
+  + x = x.to(device, non_blocking=True)
 """
 
 from __future__ import annotations

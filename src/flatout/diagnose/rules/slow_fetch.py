@@ -9,16 +9,13 @@ How to fix it:
     Do the work once, when creating the data set, or for the whole batch at once. Or let workers do it in
     parallel:
     flatout tune --levers cached_prefix,batched_transforms,loader COMMAND...
-Bad:
+Example:
     class Images(Dataset):
+  +     def __init__(self, files):
+  +         self.images = [decode(file) for file in files]
         def __getitem__(self, i):
-            return decode(self.files[i])
-Good:
-    class Images(Dataset):
-        def __init__(self, files):
-            self.images = [decode(file) for file in files]
-        def __getitem__(self, i):
-            return self.images[i]
+  -         return decode(self.files[i])
+  +         return self.images[i]
 """
 
 from __future__ import annotations

@@ -7,11 +7,10 @@ Why it matters:
     searched, or a growing graph.
 How to fix it:
     Update sums instead of computing over the whole history again.
-Bad:
-    answers.append(logits.detach())
-    accuracy = score(torch.cat(answers), torch.cat(labels))
-Good:
-    right += (logits.argmax(1) == target).sum()
+Example:
+  - answers.append(logits.detach())
+  - accuracy = score(torch.cat(answers), torch.cat(labels))
+  + right += (logits.argmax(1) == target).sum()
 """
 
 from __future__ import annotations

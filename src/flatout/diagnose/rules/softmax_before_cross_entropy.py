@@ -9,9 +9,9 @@ Why it matters:
     everywhere. The model trains slowly and ends with a worse result.
 How to fix it:
     Pass the output of the last linear layer to the loss. Apply the softmax only where you need probabilities.
-Bad:
+Example:
     import torch
-    import torch.nn.functional as F
+  - import torch.nn.functional as F
 
     class Net(torch.nn.Module):
         def __init__(self):
@@ -19,25 +19,12 @@ Bad:
             self.fc = torch.nn.Linear(4, 10)
 
         def forward(self, x):
-            return F.softmax(self.fc(x), dim=1)
+  -         return F.softmax(self.fc(x), dim=1)
+  +         return self.fc(x)
 
     model = Net()
     criterion = torch.nn.CrossEntropyLoss()
     loss = criterion(model(torch.randn(8, 4)), torch.zeros(8, dtype=torch.long))  # <-
-Good:
-    import torch
-
-    class Net(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = torch.nn.Linear(4, 10)
-
-        def forward(self, x):
-            return self.fc(x)
-
-    model = Net()
-    criterion = torch.nn.CrossEntropyLoss()
-    loss = criterion(model(torch.randn(8, 4)), torch.zeros(8, dtype=torch.long))
 Sources:
     https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html
 """

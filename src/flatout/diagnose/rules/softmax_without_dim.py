@@ -9,16 +9,12 @@ Why it matters:
     remove the implicit choice.
 How to fix it:
     Set `dim=1` for class scores of a batch, or `dim=-1` for the last dimension.
-Bad:
+Example:
     import torch
     import torch.nn.functional as F
 
-    probabilities = F.softmax(torch.randn(8, 4))  # <-
-Good:
-    import torch
-    import torch.nn.functional as F
-
-    probabilities = F.softmax(torch.randn(8, 4), dim=1)
+  - probabilities = F.softmax(torch.randn(8, 4))  # <-
+  + probabilities = F.softmax(torch.randn(8, 4), dim=1)
 Sources:
     torch/nn/functional.py, _get_softmax_dim
 """

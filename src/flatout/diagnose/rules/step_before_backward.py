@@ -7,7 +7,7 @@ Why it matters:
     again before the next step. The model learns nothing.
 How to fix it:
     Use the order `zero_grad`, forward, `backward`, `step`.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1)
@@ -15,18 +15,9 @@ Bad:
     for _ in range(100):
         optimizer.zero_grad()
         loss = model(torch.randn(8, 4)).square().mean()
+  +     loss.backward()
         optimizer.step()  # <-
-        loss.backward()
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(100):
-        optimizer.zero_grad()
-        loss = model(torch.randn(8, 4)).square().mean()
-        loss.backward()
-        optimizer.step()
+  -     loss.backward()
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Why it matters:
     batches are left over, and they become part of the next epoch or are lost.
 How to fix it:
     Step if `(i + 1) % n == 0`, and after the last batch of the epoch.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1)
@@ -16,18 +16,8 @@ Bad:
     for i in range(100):
         loss = model(torch.randn(8, 4)).square().mean() / 4
         loss.backward()
-        if i % 4 == 0:  # <-
-            optimizer.step()
-            optimizer.zero_grad()
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for i in range(100):
-        loss = model(torch.randn(8, 4)).square().mean() / 4
-        loss.backward()
-        if (i + 1) % 4 == 0:
+  -     if i % 4 == 0:  # <-
+  +     if (i + 1) % 4 == 0:
             optimizer.step()
             optimizer.zero_grad()
 """

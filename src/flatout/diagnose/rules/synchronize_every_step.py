@@ -8,7 +8,7 @@ Why it matters:
 How to fix it:
     Remove it. To time a part of the step, use `torch.cuda.Event(enable_timing=True)`, or measure every
     hundredth step.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1).cuda()
@@ -17,17 +17,8 @@ Bad:
         optimizer.zero_grad()
         model(torch.randn(8, 4, device="cuda")).square().mean().backward()
         optimizer.step()
-        torch.cuda.synchronize()  # <-
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1).cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(100):
-        optimizer.zero_grad()
-        model(torch.randn(8, 4, device="cuda")).square().mean().backward()
-        optimizer.step()
-    torch.cuda.synchronize()
+  -     torch.cuda.synchronize()  # <-
+  + torch.cuda.synchronize()
 """
 
 from __future__ import annotations

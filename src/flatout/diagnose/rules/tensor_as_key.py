@@ -7,7 +7,7 @@ Why it matters:
     computed again, and one more entry stays in memory.
 How to fix it:
     Use numbers as keys: `tuple(key.tolist())`. To keep the keys off the device, take them from `shape`.
-Bad:
+Example:
     import torch
 
 
@@ -17,24 +17,12 @@ Bad:
             self.cache = {}
 
         def forward(self, x):
-            sizes = torch.stack([torch.tensor(each.shape) for each in x])
-            for size in sizes:
+  -         sizes = torch.stack([torch.tensor(each.shape) for each in x])
+  -         for size in sizes:
+  +         for size in [tuple(each.shape) for each in x]:
                 if size not in self.cache:
-                    self.cache[size] = torch.arange(int(size.prod()))  # <-
-            return x
-Good:
-    import torch
-
-
-    class Positions(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.cache = {}
-
-        def forward(self, x):
-            for size in [tuple(each.shape) for each in x]:
-                if size not in self.cache:
-                    self.cache[size] = torch.arange(size[0])
+  -                 self.cache[size] = torch.arange(int(size.prod()))  # <-
+  +                 self.cache[size] = torch.arange(size[0])
             return x
 """
 

@@ -10,11 +10,10 @@ How to fix it:
     Use torch.set_float32_matmul_precision("high") or torch.autocast("cuda", torch.bfloat16). To measure and
     guard the change, run:
     flatout tune --levers tf32,autocast COMMAND...
-Bad:
-    loss = criterion(model(x), y)
-Good:
-    with torch.autocast("cuda", torch.bfloat16):
-        loss = criterion(model(x), y)
+Example:
+  - loss = criterion(model(x), y)
+  + with torch.autocast("cuda", torch.bfloat16):
+  +     loss = criterion(model(x), y)
 """
 
 from __future__ import annotations

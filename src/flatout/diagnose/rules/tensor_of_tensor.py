@@ -7,16 +7,12 @@ Why it matters:
     once.
 How to fix it:
     Use `x.detach().clone()` for a copy, or `x` itself to keep the gradient.
-Bad:
+Example:
     import torch
 
     x = torch.randn(8, 4)
-    y = torch.tensor(x)  # <-
-Good:
-    import torch
-
-    x = torch.randn(8, 4)
-    y = x.detach().clone()
+  - y = torch.tensor(x)  # <-
+  + y = x.detach().clone()
 Sources:
     https://docs.pytorch.org/docs/stable/generated/torch.tensor.html
 """

@@ -8,10 +8,9 @@ Why it matters:
     cores from loader workers.
 How to fix it:
     flatout tune --levers threads COMMAND...
-Bad:
-    torch.set_num_threads(64)
-Good:
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+Example:
+  - torch.set_num_threads(64)
+  + torch.set_num_threads(len(os.sched_getaffinity(0)))
 """
 
 from __future__ import annotations

@@ -7,11 +7,9 @@ Why it matters:
     used in evaluation fit neither.
 How to fix it:
     Use torch.nn.GroupNorm(32, channels), a larger micro-batch, or SyncBatchNorm across ranks.
-Bad:
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    loader = DataLoader(data, batch_size=2)
-Good:
-    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+Example:
+  - model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+  + model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
     loader = DataLoader(data, batch_size=2)
 """
 

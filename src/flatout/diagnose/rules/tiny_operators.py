@@ -9,10 +9,9 @@ How to fix it:
     Call the model on the whole batch instead of looping over samples. Use torch.vmap for a function that only
     handles single samples. Or run:
     flatout tune --levers compile,fused_ops COMMAND...
-Bad:
-    loss = sum(criterion(model(x[i]), y[i]) for i in range(len(x)))
-Good:
-    loss = criterion(model(x), y) * len(x)
+Example:
+  - loss = sum(criterion(model(x[i]), y[i]) for i in range(len(x)))
+  + loss = criterion(model(x), y) * len(x)
 """
 
 from __future__ import annotations

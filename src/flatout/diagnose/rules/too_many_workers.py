@@ -7,10 +7,9 @@ Why it matters:
     its own memory and batches.
 How to fix it:
     flatout tune --levers loader COMMAND...
-Bad:
-    loader = DataLoader(data, batch_size=64, num_workers=64)
-Good:
-    loader = DataLoader(data, batch_size=64, num_workers=len(os.sched_getaffinity(0)))
+Example:
+  - loader = DataLoader(data, batch_size=64, num_workers=64)
+  + loader = DataLoader(data, batch_size=64, num_workers=len(os.sched_getaffinity(0)))
 """
 
 from __future__ import annotations

@@ -8,26 +8,16 @@ Why it matters:
     Hugging Face models is silently off. The model overfits earlier than with the regularisation in its config.
 How to fix it:
     Call `model.train()` before the training loop, and again after each evaluation.
-Bad:
+Example:
     import torch
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained("distilbert-base-uncased")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+  + model.train()
     for batch in torch.load("batches.pt", map_location="cpu", weights_only=True):
         optimizer.zero_grad()
         model(**batch).loss.backward()  # <-
-        optimizer.step()
-Good:
-    import torch
-    from transformers import AutoModelForSequenceClassification
-
-    model = AutoModelForSequenceClassification.from_pretrained("distilbert-base-uncased")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    model.train()
-    for batch in torch.load("batches.pt", map_location="cpu", weights_only=True):
-        optimizer.zero_grad()
-        model(**batch).loss.backward()
         optimizer.step()
 Sources:
     https://huggingface.co/docs/transformers/main_classes/model

@@ -9,32 +9,19 @@ Why it matters:
     keep changing. The model overfits or diverges, without an error.
 How to fix it:
     Call `model.train()` at the start of every epoch, or directly after the evaluation.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.train()
+  - model.train()
     for epoch in range(10):
+  +     model.train()
         for _ in range(100):
             optimizer.zero_grad()
             model(torch.randn(8, 4)).square().mean().backward()
             optimizer.step()
         model.eval()  # <-
-        with torch.no_grad():
-            print(model(torch.randn(8, 4)).square().mean())
-Good:
-    import torch
-
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for epoch in range(10):
-        model.train()
-        for _ in range(100):
-            optimizer.zero_grad()
-            model(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
-        model.eval()
         with torch.no_grad():
             print(model(torch.randn(8, 4)).square().mean())
 """

@@ -9,16 +9,12 @@ Why it matters:
 How to fix it:
     Use `torch.save(model.state_dict(), path)`, and `model.load_state_dict(torch.load(path))` on a model
     created by the code.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1)
-    torch.save(model, "model.pt")  # <-
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    torch.save(model.state_dict(), "model.pt")
+  - torch.save(model, "model.pt")  # <-
+  + torch.save(model.state_dict(), "model.pt")
 Sources:
     https://docs.pytorch.org/docs/stable/notes/serialization.html
 """

@@ -9,30 +9,15 @@ Why it matters:
     this takes a noticeable share of the time.
 How to fix it:
     Set `persistent_workers=True`.
-Bad:
+Example:
     import torch
     from torch.utils.data import DataLoader
 
     def main():
         model = torch.nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loader = DataLoader(torch.randn(64, 4), batch_size=8, num_workers=2)  # <-
-        for epoch in range(10):
-            for x in loader:
-                optimizer.zero_grad()
-                model(x).square().mean().backward()
-                optimizer.step()
-
-    if __name__ == "__main__":
-        main()
-Good:
-    import torch
-    from torch.utils.data import DataLoader
-
-    def main():
-        model = torch.nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loader = DataLoader(torch.randn(64, 4), batch_size=8, num_workers=2, persistent_workers=True)
+  -     loader = DataLoader(torch.randn(64, 4), batch_size=8, num_workers=2)  # <-
+  +     loader = DataLoader(torch.randn(64, 4), batch_size=8, num_workers=2, persistent_workers=True)
         for epoch in range(10):
             for x in loader:
                 optimizer.zero_grad()

@@ -7,7 +7,7 @@ Why it matters:
     momentum or weight decay, the parameters still change, so it looks like training.
 How to fix it:
     Use the order `zero_grad`, forward, `backward`, `step`.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1)
@@ -15,18 +15,9 @@ Bad:
     for _ in range(100):
         loss = model(torch.randn(8, 4)).square().mean()
         loss.backward()
+  +     optimizer.step()
         optimizer.zero_grad()  # <-
-        optimizer.step()
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.Adam(model.parameters())
-    for _ in range(100):
-        loss = model(torch.randn(8, 4)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+  -     optimizer.step()
 """
 
 from __future__ import annotations

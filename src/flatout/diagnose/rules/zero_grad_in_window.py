@@ -9,28 +9,18 @@ Why it matters:
 How to fix it:
     Clear the gradients where the optimizer steps, directly after `step()`. Under `accelerator.accumulate`, use
     `optimizer.zero_grad()` of the prepared optimizer: it waits like its `step()`. `model.zero_grad()` does not.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for i in range(100):
-        optimizer.zero_grad()  # <-
+  -     optimizer.zero_grad()  # <-
         loss = model(torch.randn(8, 4)).square().mean() / 4
         loss.backward()
         if (i + 1) % 4 == 0:
             optimizer.step()
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for i in range(100):
-        loss = model(torch.randn(8, 4)).square().mean() / 4
-        loss.backward()
-        if (i + 1) % 4 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
+  +         optimizer.zero_grad()
 """
 
 from __future__ import annotations

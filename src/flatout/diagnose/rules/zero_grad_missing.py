@@ -8,27 +8,17 @@ Why it matters:
     goes unnoticed.
 How to fix it:
     Call `optimizer.zero_grad()` once in every training step, before its first `backward()` or after `step()`.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(100):
         x = torch.randn(8, 4)
+  +     optimizer.zero_grad()
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()  # <-
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(100):
-        x = torch.randn(8, 4)
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
 Sources:
     https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_grad.html
 """

@@ -8,25 +8,15 @@ Why it matters:
     so far.
 How to fix it:
     Move `optimizer.zero_grad()` into the loop that steps.
-Bad:
+Example:
     import torch
 
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for epoch in range(10):
-        optimizer.zero_grad()  # <-
+  -     optimizer.zero_grad()  # <-
         for _ in range(100):
-            loss = model(torch.randn(8, 4)).square().mean()
-            loss.backward()
-            optimizer.step()
-Good:
-    import torch
-
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for epoch in range(10):
-        for _ in range(100):
-            optimizer.zero_grad()
+  +         optimizer.zero_grad()
             loss = model(torch.randn(8, 4)).square().mean()
             loss.backward()
             optimizer.step()

@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 
-from flatout.kernels.augment import reference, wrong
+from flatout.kernels.augment import reference
 from flatout.kernels.augment.cases import cases
 from flatout.kernels.augment.op import OPERATORS, SOURCE, augment
 from flatout.kernels.kernel import Implementation, Inputs, Kernel
@@ -46,7 +46,6 @@ KERNEL = Kernel(
         Implementation("cuda", partial(augment, implementation="cuda"), "cuda"),
     ),
     cases=cases,
-    wrong=wrong.VARIANTS,
     operators=OPERATORS,
     sources=(SOURCE,),
     ulps=2.0,

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from flatout.kernels.kernel import Implementation, Inputs, Kernel
-from flatout.kernels.layer_norm import reference, wrong
+from flatout.kernels.layer_norm import reference
 from flatout.kernels.layer_norm.cases import cases
 from flatout.kernels.layer_norm.op import OPERATORS, SOURCE, layer_norm
 
@@ -43,7 +43,6 @@ KERNEL = Kernel(
         Implementation("cuda", partial(layer_norm, implementation="cuda"), "cuda"),
     ),
     cases=partial(cases, True),
-    wrong=wrong.VARIANTS,
     operators=OPERATORS,
     sources=(SOURCE,),
     moved_bytes=moved_bytes,

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 
 from flatout.kernels.kernel import Implementation, Inputs, Kernel
-from flatout.kernels.linear_cross_entropy import reference, wrong
+from flatout.kernels.linear_cross_entropy import reference
 from flatout.kernels.linear_cross_entropy.cases import cases
 from flatout.kernels.linear_cross_entropy.op import OPERATORS, SOURCE, linear_cross_entropy
 
@@ -46,7 +46,6 @@ KERNEL = Kernel(
         Implementation("cuda", partial(linear_cross_entropy, implementation="cuda"), "cuda"),
     ),
     cases=cases,
-    wrong=wrong.VARIANTS,
     operators=OPERATORS,
     sources=(SOURCE,),
     flops=flops,

@@ -15,7 +15,6 @@ from flatout.kernels.kernel import Implementation, Kernel
 from flatout.kernels.layer_norm import WITH_DOUBLE, moved_bytes, reference
 from flatout.kernels.layer_norm.cases import cases
 from flatout.kernels.layer_norm.op import OPERATORS, SOURCE, rms_norm
-from flatout.kernels.rms_norm import wrong
 
 KERNEL = Kernel(
     name="rms_norm",
@@ -27,7 +26,6 @@ KERNEL = Kernel(
         Implementation("cuda", partial(rms_norm, implementation="cuda"), "cuda"),
     ),
     cases=partial(cases, False),
-    wrong=wrong.VARIANTS,
     operators=OPERATORS,
     sources=(SOURCE,),
     moved_bytes=moved_bytes,

@@ -1,0 +1,532 @@
+"""Levers that are broken on purpose: what a careless implementation could do. The guard must reject each of them.
+
+``KNOWN_BAD`` names the broken version of each lever that acts inside the program. Each is an ``apply``: it takes
+the training context, a value of the lever and a ledger, and returns its undo. The tests and the guard's test bed
+(bench/guard_levers.py) use them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import wraps
+from types import CodeType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from flatout.distributed.absent import why_none
+from flatout.levers import attention as attention_lever
+from flatout.levers import comm_compression as comm_compression_lever
+from flatout.levers import data_parallel as data_parallel_lever
+from flatout.levers import ddp_flags as ddp_flags_lever
+from flatout.levers import fused_ops as fused_ops_lever
+from flatout.levers import gradient_buckets as gradient_buckets_lever
+from flatout.levers import inplace as inplace_lever
+from flatout.levers import local_sgd as local_sgd_lever
+from flatout.levers import sharding as sharding_lever
+from flatout.levers.early.reads import READS
+from flatout.schema.lever import Undo, Value
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader, Dataset
+
+    from flatout.data.feed import Feed
+    from flatout.distributed.sharding import Sharding
+    from flatout.schema.program import Ledger, TrainingContext
+
+
+def attention(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """Applies the kernel's default scale on top of the script's scale."""
+    functional = context.torch.nn.functional
+    really = functional.scaled_dot_product_attention
+
+    def scaled_twice(query: Tensor, *args: object, scale: float | None = None, **kwargs: object) -> Any:
+        own = query.shape[-1] ** -0.5
+        return really(query, *args, scale=own if scale is None else own * scale, **kwargs)
+
+    attention_lever.apply(context, value, ledger)
+    ledger.set(functional, "scaled_dot_product_attention", scaled_twice)
+    return ledger.restore
+
+
+def autocast(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """Scales half-precision gradients and never unscales them."""
+    for p in context.parameters:
+        ledger.call("gradient hook", p.register_hook(lambda grad: grad * 128).remove)
+    return ledger.restore
+
+
+def batch_size(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """Batches of the requested size that repeat one sample."""
+
+    def change(dataset: Dataset, arguments: dict[str, Any]) -> dict[str, Any]:
+        from torch.utils.data import default_collate
+
+        collate = arguments.get("collate_fn") or default_collate
+        return {**arguments, "collate_fn": lambda samples: collate(samples[:1] * len(samples))}
+
+    context.change_loaders(change, ledger)
+    return ledger.restore
+
+
+def batched_transforms(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """Forgets that images are bytes, so the output is brighter by a constant."""
+    from flatout.data.feed import Feed
+    from flatout.data.intercept import INTERCEPTION
+
+    class Brighter(Feed):
+        def __getitems__(self, indices: Sequence[Any]) -> Any:
+            batch = super().__getitems__(indices)
+            if isinstance(batch, (list, tuple)) and batch[0].is_floating_point():
+                batch[0].add_(0.25)
+            return batch
+
+    def brighter(loader: DataLoader, asked: dict[str, Any], feed: Feed | None) -> Any:
+        feed = feed or Brighter(loader)
+        feed.batched = True
+        return feed
+
+    INTERCEPTION.hold(ledger)
+    context.feed_loaders(brighter, ledger)
+    return ledger.restore
+
+
+def channels_last(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """Swaps height and width of the input and never swaps them back."""
+    torch = context.torch
+
+    def wrapper(forward: Callable[..., Any]) -> Any:
+        def transposed(*args: object, **kwargs: object) -> Any:
+            return forward(
+                *(a.transpose(-1, -2) if isinstance(a, torch.Tensor) and a.dim() == 4 else a for a in args),
+                **kwargs,
+            )
+
+        return transposed
+
+    for root in context.roots:
+        context.wrap_forward(root, wrapper, ledger)
+    return ledger.restore
+
+
+def comm_compression(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """A sum that is not divided by the number of ranks."""
+    from flatout.distributed.wire import Bfloat16Codec, CodecKind
+
+    comm_compression_lever._send_by(
+        context, CodecKind("bf16, not divided", lambda torch, world: Bfloat16Codec(torch, 1)), ledger
+    )
+    return ledger.restore
+
+
+def compile(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """A "compiled" graph with frozen batch statistics."""
+
+    def wrapper(forward: Callable[..., Any]) -> Any:
+        def frozen(*args: object, **kwargs: object) -> Any:
+            changed = [m for root in context.roots for m in root.modules() if m.training]
+            for m in changed:
+                m.training = False
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                for m in changed:
+                    m.training = True
+
+        return frozen
+
+    for root in context.roots:
+        context.wrap_forward(root, wrapper, ledger)
+    return ledger.restore
+
+
+def cudnn_benchmark(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """An algorithm that computes convolutions with a two-bit mantissa."""
+    torch = context.torch
+    plain = torch.nn.functional.conv2d
+
+    def conv2d(*args: object, **kwargs: object) -> Any:
+        result = plain(*args, **kwargs)
+        return result + (result.detach().to(torch.float8_e5m2).to(result.dtype) - result.detach())
+
+    ledger.set(torch.nn.functional, "conv2d", conv2d)
+    return ledger.restore
+
+
+def data_parallel(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """Exchanges a mean as a sum, or a sum as a mean: a common mistake in scripts parallelised by hand."""
+    given = dict(value) if isinstance(value, dict) else {}
+    return data_parallel_lever.apply(
+        context, {**given, "reduction": "mean" if given.get("reduction") == "sum" else "sum"}, ledger
+    )
+
+
+def ddp_flags(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """Each rank steps with the gradient of its own batch."""
+    if why := ddp_flags_lever._why_not(context):
+        raise LookupError(why)
+    for ddp in context.ddp_modules:
+        ledger.set(ddp, "require_backward_grad_sync", False)
+    return ledger.restore
+
+
+def debug_off(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """Changes one weight by one unit in the last place."""
+    torch = context.torch
+    with torch.no_grad():
+        first = context.parameters[0].view(-1)[:1]
+        first.copy_(torch.nextafter(first, torch.full_like(first, float("inf"))))
+    return ledger.restore
+
+
+def device_prefetch(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """Returns the copy of the previous batch."""
+    from flatout.data.feed import Feed
+
+    class Late(Feed):
+        before: Any = None
+
+        def __getitems__(self, indices: Sequence[Any]) -> Any:
+            batch = super().__getitems__(indices)
+            self.before, batch = batch, self.before if self.before is not None else batch
+            return batch
+
+    context.feed_loaders(lambda loader, asked, feed: feed or Late(loader), ledger)
+    return ledger.restore
+
+
+def early_values(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """Returns the value that the same place in the program read the time before."""
+    kind, before = context.torch.Tensor, dict[tuple[CodeType, int], Any]()
+
+    def late(really: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(really)
+        def read(tensor: Tensor, *args: object, **kwargs: object) -> Any:
+            caller, found = sys._getframe(1), really(tensor, *args, **kwargs)
+            place = caller.f_code, caller.f_lasti
+            before[place], found = found, before.get(place, found)
+            return found
+
+        return read
+
+    for name in READS:
+        ledger.set(kind, name, late(getattr(kind, name)))
+    return ledger.restore
+
+
+def fused_ops(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """The last chunk of rows gives no gradient; normalisations give none through their variance."""
+    torch = context.torch
+
+    def without_last_rows(forward: Callable[..., Any]) -> Any:
+        def chunked(input: object) -> Any:
+            output = forward(input)
+            rows = output.numel() // output.shape[-1]
+            counts = (torch.arange(rows, device=output.device) < rows - rows // 4).view(*output.shape[:-1], 1)
+            return torch.where(counts, output, output.detach())
+
+        return chunked
+
+    def half_a_gradient(forward: Callable[..., Any]) -> Any:
+        def detached(input: Tensor) -> Any:
+            return forward(input.detach()) + 0.5 * (input - input.detach())
+
+        return detached
+
+    for head in fused_ops_lever._heads(context):
+        context.wrap_forward(head, without_last_rows, ledger)
+    for norm in fused_ops_lever._norms(context):
+        context.wrap_forward(norm, half_a_gradient, ledger)
+    return ledger.restore
+
+
+def fused_optimizer(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """Doubles the learning rate."""
+    for optimizer in context.optimizers:
+        for group in optimizer.param_groups:
+            ledger.set_item(group, "lr", group["lr"] * 2)
+    return ledger.restore
+
+
+def gc_pause(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """Draws one random number from the program's stream."""
+    context.torch.rand(1)
+    return ledger.restore
+
+
+def gradient_buckets(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """Sends the first bucket and forgets the others."""
+    from flatout.distributed.wire import CodecKind, PlainCodec
+
+    if context.divided is None:
+        raise LookupError(why_none(context.torch))
+
+    class Forgetful(PlainCodec):
+        first: Any = None
+
+        def send(self, flat: Tensor, parameters: Sequence[Any], start: Any) -> Any:
+            self.first = parameters[0] if self.first is None else self.first
+            mine = flat.clone()
+            yield start(flat)
+            return flat.div_(self.world) if parameters[0] is self.first else mine
+
+    way = CodecKind("the first bucket alone", Forgetful)
+    ledger.set(
+        context.divided,
+        "wanted",
+        replace(context.divided.wanted, way=way, bucket_bytes=gradient_buckets_lever._bytes(value)),
+    )
+    return ledger.restore
+
+
+def graphs(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """Forgets to copy its inputs, so each pass computes on the first batch of its shape."""
+    torch = context.torch
+
+    def wrapper(forward: Callable[..., Any]) -> Any:
+        first: dict[Any, Any] = {}
+
+        def old(at: int, given: object) -> Any:
+            return (
+                first.setdefault((at, given.shape), given.detach().clone())
+                if isinstance(given, torch.Tensor)
+                else given
+            )
+
+        def stale(*args: object, **kwargs: object) -> Any:
+            return forward(*(old(at, given) for at, given in enumerate(args)), **kwargs)
+
+        return stale
+
+    for root in context.roots:
+        context.wrap_forward(root, wrapper, ledger)
+    return ledger.restore
+
+
+def inplace(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """Overwrites what the gradient needs: the gradient passes where the activation is zero."""
+
+    def wrapper(forward: Callable[..., Any]) -> Any:
+        return lambda input: input + (forward(input.detach()) - input.detach())
+
+    for activation in inplace_lever._activations(context, context.roots):
+        context.wrap_forward(activation, wrapper, ledger)
+    return ledger.restore
+
+
+def loader(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """Normalises with the wrong constant."""
+
+    def change(dataset: Dataset, arguments: dict[str, Any]) -> dict[str, Any]:
+        from torch.utils.data import default_collate
+
+        collate = arguments.get("collate_fn") or default_collate
+
+        def brighter(samples: object) -> Any:
+            batch = collate(samples)
+            if isinstance(batch, (list, tuple)) and batch[0].is_floating_point():
+                batch[0].add_(0.25)
+            return batch
+
+        return {**arguments, "collate_fn": brighter}
+
+    context.change_loaders(change, ledger)
+    return ledger.restore
+
+
+def optimizer_state(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """Moments in two bits and a sign, with one scale per tensor."""
+    torch = context.torch
+
+    def coarsely(optimizer: Optimizer, really: Callable[..., Any]) -> Any:
+        @wraps(really)
+        def step(*args: object, **kwargs: object) -> Any:
+            result = really(*args, **kwargs)
+            for state in optimizer.state.values():
+                for held in state.values():
+                    if isinstance(held, torch.Tensor) and held.dim() and held.is_floating_point():
+                        unit = held.abs().max().clamp_min(1e-30) / 3
+                        held.copy_((held / unit).round() * unit)
+            return result
+
+        return step
+
+    for optimizer in context.optimizers:
+        ledger.set(optimizer, "step", coarsely(optimizer, optimizer.step), new=True)
+    return ledger.restore
+
+
+def reduced_precision(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """Keeps only three bits of the mantissa of what every layer with weights multiplies."""
+
+    def wrapper(forward: Callable[..., Any]) -> Any:
+        def coarse(*args: object, **kwargs: object) -> Any:
+            return forward(*(_three_bits(context.torch, a) for a in args), **kwargs)
+
+        return coarse
+
+    for root in context.roots:
+        for module in root.modules():
+            if any(p.dim() >= 2 for p in module.parameters(recurse=False)):
+                context.wrap_forward(module, wrapper, ledger)
+    return ledger.restore
+
+
+def _three_bits(torch: ModuleType, x: object) -> Any:
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        return x
+    mantissa, exponent = torch.frexp(x.detach())
+    return x + (torch.ldexp((mantissa * 8).round() / 8, exponent) - x.detach())  # the gradient is that of x
+
+
+def threads(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """A "race": one parameter receives part of its update from the wrong position."""
+    parameter = context.parameters[0]
+    hook = parameter.register_hook(lambda grad: grad + 0.3 * grad.flip(0))
+    ledger.call("gradient hook", hook.remove)
+    return ledger.restore
+
+
+def recompute(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """Keeps saved tensors in bfloat16."""
+    torch = context.torch
+
+    def pack(tensor: Tensor) -> tuple[Any, Any]:
+        return (tensor.detach().bfloat16() if tensor.is_floating_point() else tensor.detach()), tensor.dtype
+
+    def wrapper(forward: Callable[..., Any]) -> Any:
+        def saving_half(*args: object, **kwargs: object) -> Any:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed[0].to(packed[1])):
+                return forward(*args, **kwargs)
+
+        return saving_half
+
+    for root in context.roots:
+        context.wrap_forward(context.without_ranks(root), wrapper, ledger)
+    return ledger.restore
+
+
+def tf32(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """Rounds the weights to four bits."""
+
+    def wrapper(forward: Callable[..., Any]) -> Any:
+        def rounded(*args: object, **kwargs: object) -> Any:
+            torch = context.torch
+            with torch.no_grad():
+                for root in context.roots:
+                    for p in root.parameters():
+                        step = p.abs().max() / 15
+                        if step > 0:
+                            p.copy_((p / step).round() * step)
+            return forward(*args, **kwargs)
+
+        return rounded
+
+    for root in context.roots:
+        context.wrap_forward(root, wrapper, ledger)
+    return ledger.restore
+
+
+def adjacent_samples(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """Returns the adjacent samples: the cached data, or the resident ones."""
+    from flatout.data.feed import Feed
+
+    class Shifted(Feed):
+        def __getitems__(self, indices: Sequence[int]) -> Any:
+            return super().__getitems__([(index + 1) % len(self.dataset) for index in indices])
+
+    context.feed_loaders(lambda loader, asked, feed: feed or Shifted(loader), ledger)
+    return ledger.restore
+
+
+def offload(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """Reads copies before their last quarter has arrived."""
+    for root in context.roots:
+        context.wrap_forward(context.without_ranks(root), partially_fetched(context.torch), ledger)
+    return ledger.restore
+
+
+def partially_fetched(torch: ModuleType) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A wrapper of a forward pass that reads saved tensors before their last quarter has arrived."""
+
+    def unpack(tensor: Tensor) -> Any:
+        if not tensor.is_floating_point() or tensor.numel() < 4:
+            return tensor
+        read = tensor.clone()
+        read.view(-1)[-(tensor.numel() // 4) :] = 0
+        return read
+
+    def wrapper(forward: Callable[..., Any]) -> Any:
+        def fetching_late(*args: object, **kwargs: object) -> Any:
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda tensor: tensor.detach().contiguous(), unpack
+            ):
+                return forward(*args, **kwargs)
+
+        return fetching_late
+
+    return wrapper
+
+
+def local_sgd(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """Adds up the updates of the ranks instead of averaging them."""
+    undo = local_sgd_lever.apply(context, value, ledger)
+    context.divided.local.rate = float(context.divided.here.world_size)
+    return undo
+
+
+def sharding(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+    """Adds gradients over the ranks without averaging them."""
+    undo = sharding_lever.apply(context, value, ledger)
+    sums_gradients(context.divided.sharding)
+    return undo
+
+
+def sums_gradients(sharding: Sharding) -> None:
+    groups_of = sharding._groups
+
+    def summed(module: Module) -> list[Any]:
+        groups = groups_of(module)
+        for group in groups:
+            group.gradient_divide_factor = 1.0
+        return groups
+
+    sharding._groups = summed  # type: ignore[method-assign]
+
+
+KNOWN_BAD: dict[str, Callable[[Any, Value, Any], Undo]] = {
+    "attention": attention,
+    "autocast": autocast,
+    "batch_size": batch_size,
+    "batched_transforms": batched_transforms,
+    "cached_prefix": adjacent_samples,
+    "channels_last": channels_last,
+    "comm_compression": comm_compression,
+    "compile": compile,
+    "cudnn_benchmark": cudnn_benchmark,
+    "data_parallel": data_parallel,
+    "ddp_flags": ddp_flags,
+    "debug_off": debug_off,
+    "device_prefetch": device_prefetch,
+    "early_values": early_values,
+    "fused_ops": fused_ops,
+    "fused_optimizer": fused_optimizer,
+    "gc_pause": gc_pause,
+    "gradient_buckets": gradient_buckets,
+    "graphs": graphs,
+    "inplace": inplace,
+    "loader": loader,
+    "local_sgd": local_sgd,
+    "memory_budget": recompute,
+    "offload": offload,
+    "optimizer_state": optimizer_state,
+    "recompute": recompute,
+    "reduced_precision": reduced_precision,
+    "resident_data": adjacent_samples,
+    "sharding": sharding,
+    "tf32": tf32,
+    "threads": threads,
+}
