@@ -44,6 +44,11 @@ THEMES = (
         "The cost of attaching flatout: microseconds a step, seconds at start-up",
     ),
     (
+        "isolation",
+        "python bench/isolation.py --against SRC",
+        "What it costs a program that a trial keeps its files apart",
+    ),
+    (
         "transparent",
         "python bench/open_set.py DIR --transparent",
         "Whether attaching flatout changes anything: losses bit by bit, output, exit code",

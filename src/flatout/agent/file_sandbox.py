@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 FILES = "FLATOUT_FILES"  # names the folder for what the processes of a trial change
 ESCAPED = "escaped"  # in the folder of the overlay: what would have changed the user's files
+NAMELESS = getattr(os, "O_TMPFILE", -1)  # a file without a name leaves nothing behind
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 # method of FileSandbox -> functions of `os`
@@ -88,6 +89,7 @@ def enter(folder: str) -> None:
     if "FLATOUT_DATA_PARALLEL" in os.environ and os.environ.get("RANK", "0") != "0":
         folder += ".rank" + os.environ["RANK"]  # the program is written for one process
     overlay = Overlay(folder, (os.path.dirname(os.path.dirname(folder)),))
+    overlay.begin()
     sandbox = FileSandbox(overlay, Ledger())
     sandbox.install()
     sandbox.keep_byte_code()
@@ -144,7 +146,7 @@ class FileSandbox:
 
         @wraps(really)
         def sandboxed(*args: Any, **kwargs: Any) -> Any:
-            if overlay.busy:
+            if getattr(own, "busy", False):
                 return really(*args, **kwargs)
             own.answering, before = True, getattr(own, "answering", False)
             try:
@@ -222,7 +224,7 @@ class FileSandbox:
     def _opens(
         self, really: Any, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
     ) -> int:
-        if flags & WRITES and flags & os.O_TMPFILE != os.O_TMPFILE:
+        if flags & WRITES and flags & NAMELESS != NAMELESS:
             return posix.open(self.overlay.writing(path, flags, dir_fd), flags, mode)
         return posix.open(self.overlay.reading(path, not flags & os.O_NOFOLLOW, dir_fd), flags, mode)
 

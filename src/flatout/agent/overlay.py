@@ -186,16 +186,23 @@ class Overlay:
 
     def note(self, *moves: tuple[str, str]) -> None:
         """Record moves, or only that a folder or a link has changed, in one write."""
-        text = "".join(f"{key}\0{there}\0" for key, there in moves or [("", NOWHERE)])
         if not self._seen:
-            with self.looking():
-                os.makedirs(self.folder, exist_ok=True)
+            self.begin()
+        self._append("".join(f"{key}\0{there}\0" for key, there in moves or [("", NOWHERE)]))
+        self.changed()
+
+    def begin(self) -> None:
+        """Make an empty list: asking for one that is not there takes longer."""
+        with self.looking():
+            os.makedirs(self.folder, exist_ok=True)
+        self._append("")
+
+    def _append(self, text: str) -> None:
         handle = posix.open(self._list, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             posix.write(handle, os.fsencode(text))
         finally:
             posix.close(handle)
-        self.changed()
 
     def hide(self, key: str) -> None:
         """Hide what the user has at a key."""

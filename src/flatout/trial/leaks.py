@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from flatout.agent.overlay import Overlay
 from flatout.job.folder import FOLDER
 
 MOST = 50_000  # entries that are compared, below half a second
@@ -12,12 +13,14 @@ SHOWN = 3
 _compared: set[str] = set()  # folders; one trial of a program shows what all do
 
 
-def changed(root: str, since_ns: int) -> str:
-    """Return a sentence about what changed below ``root`` since then, once per folder and process; or ""."""
+def changed(root: str, since_ns: int, view: Overlay) -> str:
+    """Return a sentence about what changed below ``root`` since then, once per folder and process; or "".
+
+    What ``view`` leaves alone is not compared."""
     if root in _compared:
         return ""
     _compared.add(root)
-    found = _changed(root, since_ns)
+    found = _changed(root, since_ns, view)
     # a folder changes with what is in it
     paths = [path for path in found if not any(_is_below(other, path) for other in found)]
     if not paths:
@@ -33,14 +36,18 @@ def _is_below(path: str, folder: str) -> bool:
     return path != folder and (folder == "." or path.startswith(f"{folder}/"))
 
 
-def _changed(root: str, since_ns: int) -> list[str]:
+def _changed(root: str, since_ns: int, view: Overlay) -> list[str]:
     found, folders, seen = [], [root], 0
     if os.stat(root).st_ctime_ns >= since_ns:
         found.append(".")
     while folders and seen < MOST:
         folder = folders.pop()
         try:
-            entries = [entry for entry in os.scandir(folder) if entry.name not in NOT_COMPARED]
+            entries = [
+                entry
+                for entry in os.scandir(folder)
+                if entry.name not in NOT_COMPARED and not view.leaves_alone(entry.path)
+            ]
             seen += len(entries)
             folders += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
             new = [

@@ -11,6 +11,7 @@ from typing import Any
 
 from flatout.agent.bootstrap import say
 from flatout.agent.file_sandbox import ESCAPED, FILES
+from flatout.agent.overlay import Overlay
 from flatout.job.folder import TrialFolder, read_json, write_json
 from flatout.job.temporary import remove, temporary
 from flatout.launch.caches import compiler_cache
@@ -218,7 +219,7 @@ class Trial:
             remove(folder)
         if self._program is not None:
             root = os.path.realpath(self.command.folder or os.curdir)
-            if changes := leaks.changed(root, self.folder.spec.stat().st_ctime_ns):
+            if changes := leaks.changed(root, self.folder.spec.stat().st_ctime_ns, Overlay(str(self._files))):
                 say(changes)
 
     # -- messages ----------------------------------------------------------------------------------------------------
