@@ -142,7 +142,7 @@ class FileSandbox:
                 self.ledger.set(accessor, name, staticmethod(getattr(io if name == "open" else os, name)))
 
     def _wrap(self, owner: object, name: str, does: Callable[..., Any]) -> None:
-        really, overlay, own = getattr(owner, name), self.overlay, self.overlay.own
+        really, own = getattr(owner, name), self.overlay.own
 
         @wraps(really)
         def sandboxed(*args: Any, **kwargs: Any) -> Any:
