@@ -88,14 +88,13 @@ def test_options_in_the_texts_of_a_command_are_its_own():
     assert found == []
 
 
-def test_packages_that_all_commands_share_name_no_option():
+def test_what_all_commands_share_names_no_option():
     """Such a text is printed by commands without the option, too; the command line adds what a command has."""
     found = [
         f"{path.relative_to(SOURCE)}:{number}: {each}"
-        for package in ("job", "schema")
-        for path in sorted((SOURCE / package).rglob("*.py"))
+        for path in sorted((SOURCE / "job").rglob("*.py"))
         for number, text in texts(path, docstrings=False)
-        if " " in text and not text.startswith("pip install")
+        if " " in text
         for each in OPTION.findall(LINE.sub("", text))
         if any(each in options(name) for name in COMMANDS)
     ]

@@ -68,7 +68,7 @@ def test_it_is_parsed_as_by_the_interpreter(probes, words):
         if line.runs == "module":  # -I and -P leave this folder out
             assert f"No module named {line.words[0]}" in done.stderr, (words, line, done.stderr)
         elif line.runs == "code":
-            assert REPORT != line.words[0], (words, line, done.stderr)
+            assert line.words[0] != REPORT, (words, line, done.stderr)
         elif line.runs == "script":
             assert f"can't open file '{probes / line.words[0]}'" in done.stderr or not line.words[0], (
                 words,
