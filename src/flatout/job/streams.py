@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TextIO
+from typing import Any
 
 
 def open_closed_streams() -> None:
@@ -14,5 +14,5 @@ def open_closed_streams() -> None:
     sys.stderr = sys.stderr or _nothing("w")
 
 
-def _nothing(mode: str) -> TextIO:
+def _nothing(mode: str) -> Any:
     return os.fdopen(os.open(os.devnull, os.O_RDWR), mode)
