@@ -275,7 +275,7 @@ def test_records_and_folders_of_others_are_not_used(tmp_path, monkeypatch):
     job = tmp_path / "project" / ".flatout" / "train-1"
     job.mkdir(parents=True)
     os.chown(job, NOBODY, NOBODY)
-    with pytest.raises(StorageError, match=r"it belongs to the user .* Name another folder with --job"):
+    with pytest.raises(StorageError, match=r"it belongs to the user .* Move the folder away"):
         JobFolder(job).make()
     os.chown(
         tmp_path / "project", NOBODY, NOBODY

@@ -97,7 +97,7 @@ def test_a_script_alone_runs_under_this_python(here):
         (["pythonn", "train.py"], ProgramNotFound, "Did you mean `python`?"),
         (["missing.py"], ProgramNotFound, "no script 'missing.py'"),
         (["python", "missing.py"], ProgramNotFound, "no script 'missing.py'"),
-        (["python", "-u", "sub"], ProgramNotFound, "no script 'sub'"),
+        (["python", "-u", "sub"], ProgramNotFound, "'sub' is a folder. Did you mean `sub/other.py`?"),
         (["./missing.sh"], ProgramNotFound, "missing.sh"),
         (["sub"], ProgramNotFound, "'sub'"),
         ([""], ProgramNotFound, "''"),

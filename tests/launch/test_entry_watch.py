@@ -6,11 +6,16 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from processes import working_in
 
-from flatout.launch.command import parse_options
+from flatout.launch.command import understand
+from flatout.probe.machine import look
+from flatout.schema.plan import Choice, Plan
+from flatout.tune.plan_files import job_folder, key_of
 
 pytestmark = pytest.mark.processes
 
@@ -110,6 +115,22 @@ def test_a_short_program_that_it_never_enters_is_named_at_its_end(ways):
     assert done.left == []
 
 
+@pytest.mark.parametrize("words", [["env", "-i", PYTHON], ["env", PYTHON, "-I"]], ids=["env -i", "env -I"])
+def test_a_plan_of_the_folder_that_is_not_applied_is_named_once(ways, words):
+    script = ways.folder / "train.py"
+    script.write_text("print('trained')\n")
+    with working_in(ways.folder):
+        command = understand([*words, "train.py"])
+        plan = replace(
+            Plan().with_choice(Choice("gc_pause", True)), made_for=key_of(command, look(command.argv))
+        )
+        job_folder(command).make().plan.write_text(plan.to_toml())
+    done = ways("run", *words, "train.py")
+    assert (done.code, done.out) == (0, "trained\n")
+    (said,) = done.said
+    assert said.startswith("flatout: nothing was applied: no Python process of this command loaded flatout")
+
+
 def test_preparation_by_an_isolated_python_is_no_cause(ways):
     words = ("run", "--no-summary", "--with", "gc_pause", "bash", "-c")
     done = ways(*words, f"{PYTHON} -I program.py 1; {PYTHON} program.py 0")
@@ -163,41 +184,6 @@ def test_a_failure_after_the_import_of_torch_is_named(ways, damaged):
     assert "flatout failed in it (ImportError: damaged)" in done.said[-1]
     assert "Install flatout again" in done.said[-1]
     assert done.left == []
-
-
-OPTIONS = [
-    ["-c", "-S"],
-    ["-c-I"],
-    ["-uc", "print('Save In Epochs')", "-I"],
-    ["-m", "timeit", "-I"],
-    ["-mtimeit", "-S"],
-    ["-Wd", "-X", "dev", "-I", "x.py"],
-    ["-W", "-I", "x.py"],
-    ["-XI", "x.py"],
-    ["-OOsS", "x.py", "-I"],
-    ["--check-hash-based-pycs", "always", "-E", "x.py"],
-    ["-u", "--", "x.py"],
-    ["-", "-I"],
-    [],
-]
-
-
-@pytest.mark.parametrize("words", OPTIONS, ids=" ".join)
-def test_options_are_parsed_as_the_interpreter_parses_them(words):
-    """The interpreter itself reports its flags; the program is replaced by one that shows them."""
-    closed, runs, rest = parse_options(["python", *words])
-    at = len(words) - len(rest)
-    options = list(words[:at])
-    if runs:  # the code or the module may be in the same word as its option
-        options = (
-            [*words[: at - 1], words[at - 1]] if at and words[at - 1].endswith(runs) else words[: at + 1]
-        )
-        options = [*options[:-1], options[-1][: options[-1].index(runs)]]
-    options = [word for word in options if word not in ("-", "--")]
-    show = "import sys; print(sys.flags.isolated, sys.flags.no_site, sys.flags.ignore_environment)"
-    told = subprocess.run([PYTHON, *options, "-c", show], capture_output=True, text=True, check=True)
-    isolated, no_site, no_environment = map(int, told.stdout.split())
-    assert bool(closed) == bool(isolated or no_site or no_environment), (words, options)
 
 
 def _starts(python: str) -> bool:

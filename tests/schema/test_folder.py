@@ -101,7 +101,7 @@ def test_a_full_disk_keeps_the_old_file(tmp_path):
     )
     assert done.returncode == 1
     assert str(path) in done.stderr
-    assert "--job" in done.stderr
+    assert "Free some space" in done.stderr
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["session.json"]
 
@@ -160,7 +160,7 @@ def test_a_job_is_private(tmp_path):
 
 def test_a_job_that_cannot_be_created_names_the_place_and_the_next_command(tmp_path):
     (tmp_path / "job").write_text("")
-    with pytest.raises(StorageError, match=r"job.*--job"):
+    with pytest.raises(StorageError, match=r"job.*Make the folder around it writable"):
         JobFolder(tmp_path / "job").make()
 
 

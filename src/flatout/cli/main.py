@@ -78,7 +78,7 @@ class Commands(click.Group):
 
             word = args[0]
             how = (
-                f" Put `tune` or `run` before a program: `flatout run {word} ...`."
+                f". Put `tune` or `run` before a program: `flatout run {word} ...`."
                 if which(word) or word.endswith(".py")
                 else f"{did_you_mean(word, COMMANDS)} `flatout --help` lists them."
             )

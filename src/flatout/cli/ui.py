@@ -31,7 +31,7 @@ MOST_NAMED = 3
 def command(folder: Path, open_: bool, as_json: bool) -> None:
     """Write one page with the runs, plans, comparisons, profiles and reports of a project.
 
-    FOLDER is the project, by default the working directory; or a folder that was named with --job. The page is
+    FOLDER is the project, by default the working directory; or a folder of `flatout tune --job`. The page is
     .flatout/index.html. It needs no server: open it from disk.
     """
     root = records_folder(folder)

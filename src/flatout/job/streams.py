@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 
 def open_closed_streams() -> None:
     """Open the closed ones of this process. They are not inheritable: a program starts as without flatout."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+    sys.stdin = sys.stdin or _nothing("r")
+    sys.stdout = sys.stdout or _nothing("w")
+    sys.stderr = sys.stderr or _nothing("w")
+
+
+def _nothing(mode: str) -> Any:
+    return os.fdopen(os.open(os.devnull, os.O_RDWR), mode)

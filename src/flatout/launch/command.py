@@ -126,7 +126,7 @@ def _understood(typed: Sequence[str], here: Path) -> Command:
         )
     first = typed[0]
     if first.endswith(".py") and not (len(typed) == 1 and _quoted(first)):
-        _must_exist(here / first)
+        must_exist(here / first)
         return Command(tuple(typed), (program_python(), *typed), Path(first))
     if not shutil.which(first):
         what = (
@@ -158,7 +158,7 @@ def _python(typed: Sequence[str], here: Path) -> Command:
     script = here / line.words[0]
     if script.is_fifo() or script.is_char_device() or script.parts[:2] == ("/", "dev"):
         return replace(command, piped=True)
-    _must_exist(script)
+    must_exist(script)
     return replace(command, script=script)
 
 
@@ -173,7 +173,8 @@ def _module_file(module: str, rest: Sequence[str], here: Path) -> Path | None:
     return next((here / word for word in rest[1:] if word.endswith(".py") and (here / word).is_file()), None)
 
 
-def _must_exist(script: Path) -> None:
+def must_exist(script: Path) -> None:
+    """Raise ProgramNotFound, with what was probably meant, if Python cannot run this file or folder."""
     if script.is_dir() and (script / "__main__.py").is_file():
         return
     if not script.is_file():

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from flatout.cli.options.arguments import words_or_usage
-from flatout.launch.command import understand
+from flatout.launch.command import must_exist, understand
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import Unreadable
 from flatout.schema.errors import ProgramNotFound, UsageError
@@ -50,11 +50,11 @@ def read(words: tuple[str, ...], name: str = "check") -> ScriptProgram:
         return ScriptProgram.read(script, Path.cwd() if module else None)
     except Unreadable as error:
         raise UsageError(f"{error}. `flatout {name}` reads Python source; nothing was checked.") from None
-    except FileNotFoundError:
-        raise UsageError(
-            f"no script {str(script)!r} here. Check the path, or change to the script's folder."
-        ) from None
     except OSError as error:
+        try:
+            must_exist(script)
+        except ProgramNotFound as missing:
+            raise UsageError(str(missing)) from None
         raise UsageError(f"{script} cannot be read: {error.strerror or error}.") from None
 
 

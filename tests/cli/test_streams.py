@@ -1,0 +1,80 @@
+"""Closed standard streams: a program starts, and ends, as without flatout."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
+
+CLOSED = ["<&-", ">&-", "2>&-", "<&- >&-", ">&- 2>&-", "<&- 2>&-", "<&- >&- 2>&-"]
+# A closed stream is None; what a program opens next takes its number, as in the plain run.
+PROGRAM = """\
+import sys, torch
+found = [getattr(sys, name) is None for name in ("stdin", "stdout", "stderr")]
+network = torch.nn.Linear(2, 1)
+for _ in range(3):
+    network(torch.ones(2, 2)).sum().backward()
+open(sys.argv[1], "w").write(str(found))
+sys.exit(7)
+"""
+
+
+def closed(flatout, streams, *words):
+    """Run ``words`` with these streams closed; python is the way to start flatout, or nothing."""
+    return flatout("-c", f'exec "$@" {streams}', "sh", *words, python=["sh"])
+
+
+FLATOUT = [sys.executable, "-m", "flatout"]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("streams", CLOSED)
+@pytest.mark.parametrize("how", ["", "--no-summary", "--with gc_pause", "--watch", "--supervise", "--rescue"])
+def test_a_run_is_as_plain(flatout, script, streams, how):
+    script(PROGRAM)
+    plain = closed(flatout, streams, sys.executable, "train.py", "plain.txt")
+    under = closed(flatout, streams, *FLATOUT, "run", *shlex.split(how), "python", "train.py", "under.txt")
+    assert (under.code, under.out) == (plain.code, plain.out) == (7, "")
+    assert "Traceback" not in under.err
+    found = [(flatout.folder / name).read_text() for name in ("plain.txt", "under.txt")]
+    assert found[0] == found[1]
+    assert under.left == []
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("streams", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("--help", 0),
+        ("", 2),
+        ("tunee", 2),
+        ("levers", 0),
+        ("check train.py", 0),
+        ("tune python -I train.py", 3),
+    ],
+)
+def test_a_command_ends_as_it_would(flatout, script, streams, words, code):
+    script("print('hello')\n")
+    done = closed(flatout, streams, *FLATOUT, *words.split())
+    assert (done.code, done.left) == (code, [])
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("streams", [">&-", "<&- >&- 2>&-"])
+def test_doctor_ends(flatout, streams):
+    done = closed(flatout, streams, *FLATOUT, "doctor")
+    assert done.code in (0, 1)
+    assert (done.out, "Traceback" in done.err) == ("", False)
+
+
+def test_tune_ends(flatout, script, by_hand):
+    script(by_hand)
+    done = closed(
+        flatout, "<&- >&- 2>&-", *FLATOUT, "tune", "--budget", "15s", "--levers", "gc_pause", "train.py"
+    )
+    assert done.code == 0
+    assert (flatout.folder / "flatout.toml").is_file()
