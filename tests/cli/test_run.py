@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -118,12 +116,6 @@ def test_an_unknown_failure_has_nothing_under_it(flatout, script):
     assert done.err.partition("\n")[2] == plain.err
 
 
-@pytest.mark.parametrize("code", [0, 1, 3, 77, 255])
-def test_the_exit_code(flatout, script, code):
-    script(f"import sys; sys.exit({code})")
-    assert flatout("run", "python", "train.py").code == code
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_signals_reach_the_program(flatout, script, number):
     script(
@@ -134,55 +126,6 @@ def test_signals_reach_the_program(flatout, script, number):
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
     assert flatout.finish(process).code == 40
-
-
-def test_a_program_killed_by_a_signal_exits_so(flatout, script):
-    script("import os; os.kill(os.getpid(), 9)")
-    assert flatout("run", "python", "train.py").code == -9
-
-
-def test_input_and_output_are_the_programs(flatout, script):
-    script("import sys\nfor line in sys.stdin: print('got', line.strip())\nprint('bye', file=sys.stderr)")
-    done = flatout("run", "python", "train.py", stdin="one\ntwo\n")
-    assert done.out == "got one\ngot two\n"
-    assert done.err.endswith("bye\n")
-
-
-def test_the_terminal_is_the_programs(flatout, script):
-    script(
-        "import sys, os\nprint([f.isatty() for f in (sys.stdin, sys.stdout, sys.stderr)], os.get_terminal_size().columns)"
-    )
-    outside, inside = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "flatout", "run", "python", "train.py"],
-        cwd=flatout.folder,
-        env=flatout.environment(),
-        stdin=inside,
-        stdout=inside,
-        stderr=inside,
-        start_new_session=True,
-    )
-    os.close(inside)
-    seen = b""
-    while True:
-        try:
-            part = os.read(outside, 4096)
-        except OSError:
-            break
-        if not part:
-            break
-        seen += part
-    os.close(outside)
-    assert process.wait() == 0
-    assert b"[True, True, True]" in seen
-
-
-@pytest.mark.parametrize(
-    "words",
-    [("sh", "-c", "echo $0 $1", "a", "b"), ("python", "-c", "import sys; print(*sys.argv[1:])", "a", "b")],
-)
-def test_any_command(flatout, words):
-    assert flatout("run", *words).out == "a b\n"
 
 
 def test_a_script_alone(flatout, script):

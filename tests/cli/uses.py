@@ -243,12 +243,13 @@ SINGLE = (
 
 def impossible(a: str, b: str) -> bool:
     """Whether two values exclude each other: the program itself comes from standard input, there is no reader
-    that could go, or which process of a pipeline fails first is chance.
+    that could go, a shell keeps Ctrl-C from its background, or which process of a pipeline fails first is chance.
     """
     pair = {a, b}
     return (
         ("-" in pair and bool(pair & {"no input", "none", "input"}))
         or ("broken pipe" in pair and bool(pair & ({*STREAMS} - {"pipes", "no input", "input", "no error"})))
+        or pair == {"background", "Ctrl-C"}
         or ("pipeline" in pair and bool(pair & {"broken pipe", "full disk", "no output", "none"}))
     )
 
@@ -272,15 +273,17 @@ def covering(factors: list[list[str]]) -> Iterator[tuple[str, ...]]:
         for at in sorted({*range(len(factors))} - {i, j}, key=lambda at: -len(factors[at])):
             fits = [value for value in factors[at] if not any(impossible(value, v) for v in row.values())]
 
-            def gain(value: str, at: int = at) -> int:
-                return sum(
-                    ((k, v, at, value) if k < at else (at, value, k, v)) in left for k, v in row.items()
-                )
+            def gain(value: str, at: int = at, row: dict[int, str] = row) -> int:
+                return sum(_pair(at, value, other, v) in left for other, v in row.items())
 
             row[at] = max(fits, key=gain)
         for i, j in itertools.combinations(range(len(factors)), 2):
             left.pop((i, row[i], j, row[j]), None)
         yield tuple(row[at] for at in range(len(factors)))
+
+
+def _pair(i: int, a: str, j: int, b: str) -> tuple[int, str, int, str]:
+    return (i, a, j, b) if i < j else (j, b, i, a)
 
 
 def write(folder: Path) -> None:

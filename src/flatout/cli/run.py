@@ -142,8 +142,7 @@ def command(
         ]
         return launch_targets.go(place, cmd, os.environ, options)
     facts = hardware()
-    if not asked.several and place is None:
-        _leave_alone_without_a_folder(cmd)
+    _look_at_folder(cmd, alone=not asked.several and place is None)
     left = exports.summary_of(cmd, facts.machine, summary, export, export_every, keep_runs)
     if asked.shard == "always" and not asked.several and place is None:
         raise UsageError(
@@ -158,8 +157,7 @@ def command(
     for choice in chosen:
         plan = (plan or Plan()).with_choice(choice)
     if plan is None and not asked.several and place is None:
-        remark = remark or f"no plan fits this command yet{other}"
-        say(f"{remark}; running it as it is. {_how_to_tune(cmd, device)}")
+        say(f"{remark or f'no plan fits this command yet{other}'}; running it as it is. {_how_to_tune(cmd, device)}")
     elif remark:
         say(remark)
     keeps = rescue or resume or watched.asked
@@ -182,10 +180,13 @@ def command(
     return _run_alone(cmd, request, watched)
 
 
-def _leave_alone_without_a_folder(cmd: Command) -> None:
+def _look_at_folder(cmd: Command, alone: bool) -> None:
+    """In a removed folder a program runs without flatout, which keeps plans and records there."""
     try:
         os.getcwd()
     except FileNotFoundError:
+        if not alone:
+            raise UsageError("the current folder was removed. Change to one that exists.") from None
         say("the current folder was removed, so there is no plan; running the program without flatout")
         _become(cmd, dict(os.environ))
 
