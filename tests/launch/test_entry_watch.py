@@ -191,3 +191,12 @@ def _starts(python: str) -> bool:
         subprocess.run([python, "-c", ""], env=dict(os.environ), capture_output=True, check=False).returncode
         == 0
     )
+
+
+def test_the_supervisor_is_not_taken_for_the_program(flatout, script):
+    """It is a Python with -I and -S, and here it runs for longer than any other cause needs to be certain."""
+    script("import torch\nw = torch.ones(3, requires_grad=True)\n(w * w).sum().backward()")
+    shell = ("bash", "-c", f"sleep 5; {sys.executable} train.py")
+    done = flatout("run", "--with", "gc_pause", "--supervise", *shell)
+    assert done.code == 0, done.err
+    assert "disables flatout" not in done.err

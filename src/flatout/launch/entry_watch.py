@@ -98,6 +98,8 @@ class EntryWatch:
         self._looked = now
         running, parents = python_processes(root)
         for process in running:
+            if any("from flatout.launch." in word for word in process.argv):
+                continue  # a supervisor, whose child is the program
             since, _ = self._seen.setdefault(process.pid, (now, process))
             if process.pid in parents:
                 continue
