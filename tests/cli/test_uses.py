@@ -139,7 +139,7 @@ def run(use: Use, place: Place, words: list[str], environment: dict[str, str]) -
     elif use.streams == "nothing":
         streams |= {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     elif use.streams == "full disk":
-        streams["stdout"] = Path("/dev/full").open("wb")  # noqa: SIM115
+        streams["stdout"] = os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb")
     elif use.streams == "terminal":
         outside, inside = os.openpty()
         termios.tcsetwinsize(inside, (40, 100)) if sys.version_info >= (3, 11) else None

@@ -181,7 +181,7 @@ def command(
 
 
 def _look_at_folder(cmd: Command, alone: bool) -> None:
-    """In a removed folder a program runs without flatout, which keeps plans and records there."""
+    """In a removed folder there is no place for plans and records."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -244,17 +244,13 @@ def _run_as_ranks(
 
 
 def rescue_folder(cmd: Command, asked: bool) -> Path:
-    """Return the absolute folder for checkpoints of this command.
-
-    Create it only if the user ``asked`` for it."""
+    """Return the absolute folder for checkpoints of this command, which is created only if ``asked`` for."""
     folder = job_folder(cmd)
     return (writable(folder, asked=False) if asked else folder).path.resolve() / RESCUE
 
 
 def known_ideal(cmd: Command) -> dict[str, float]:
-    """Return the time of a step's FLOPs at the machine's measured peaks, from the profile of this command.
-
-    Empty if there is no profile."""
+    """Return the time of a step's FLOPs at the machine's measured peaks, from this command's profile if there is one."""
     seen = read_json(job_folder(cmd).path / "profile.json")
     mfu, step_ms = (seen.get("mfu"), seen.get("step_ms")) if isinstance(seen, dict) else (None, None)
     return (
@@ -325,8 +321,7 @@ def _tune_first(words: tuple[str, ...], budget: float, asked: ranks.RankOptions)
 def _environment(request: RunRequest) -> dict[str, str]:
     """Write the request for the program; return its environment, with the variables of PROCESS levers.
 
-    Several ranks get the same random numbers, if the
-    script sets no seed, and the same iteration order of sets.
+    Several ranks get the same random numbers, if the script sets no seed, and the same order of sets.
     """
     extra: dict[str, str] = {}
     if request.seed is not None or request.resume is not None:
