@@ -81,7 +81,7 @@ def test_a_second_tune_of_one_command_is_told_of_the_first(flatout, script):
     second = flatout("tune", "python", "train.py")
     assert (second.code, second.out) == (4, "")
     assert second.said == [
-        f"flatout: another tune of this command is running (pid {first.pid}): wait for it, or name another folder with --job DIR."
+        f"flatout: another tune of this command is running (pid {first.pid}): wait for it. --job DIR names another folder for the records."
     ]
     assert (shared / "kept").exists()
     assert (lock.parent / "session.json").read_bytes() == session

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import MARK
 from limits import hang_s
 from processes import state, until
 from uses import KILLED, NO_PYTHON, RARE, TOGETHER, WAYS, Use, uses, write
@@ -30,9 +29,11 @@ pytestmark = [pytest.mark.timeout(200), pytest.mark.processes]
 
 CLOSED = {"no input": "<&-", "no output": ">&-", "no error": "2>&-", "none": "<&- >&- 2>&-"}
 OURS = re.compile(r"^(flatout: .*|\+--.*--\+|\|.*\|)\r?\n", re.MULTILINE)
-PLACES = {"space": "with space", "quotes": "it's \"$HOME\" *", "non-ASCII": "größe Ω", "in TMPDIR": "tmp/own"}
+PLACES = {"space": "with space", "quotes": 'it\'s "$HOME" *', "non-ASCII": "größe Ω", "in TMPDIR": "tmp/own"}
 # Processes, addresses, and the times in what torchrun says.
-VARIES = re.compile(r"(?<=line \d: )[ \d]+| at 0x\w+|(?<=torchelastic_)\w+|(?<=subprocess )\d+|=+ .*(passed|failed|error).* in .*|(?<=child )\d+|^ +\d+ Done +|^(W|E|I)\d{4} .*$|time +: .*|\(pid: \d+\)|pid +: .*|local_rank: .*|Process \w+-\d+")
+VARIES = re.compile(
+    r"(?<=line \d: )[ \d]+| at 0x\w+|(?<=torchelastic_)\w+|(?<=subprocess )\d+|=+ .*(passed|failed|error).* in .*|(?<=child )\d+|^ +\d+ Done +|^(W|E|I)\d{4} .*$|time +: .*|\(pid: \d+\)|pid +: .*|local_rank: .*|Process \w+-\d+"
+)
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,11 @@ def run(use: Use, place: Place, words: list[str], environment: dict[str, str]) -
     if use.streams in CLOSED:
         words = ["sh", "-c", f'exec "$@" {CLOSED[use.streams]}', "sh", *words]
     files = [place.control / name for name in ("out", "err")]
-    streams: dict[str, object] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    streams: dict[str, object] = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+    }
     outside = inside = -1
     if use.streams == "one pipe":
         streams["stderr"] = subprocess.STDOUT
@@ -173,7 +178,10 @@ def run(use: Use, place: Place, words: list[str], environment: dict[str, str]) -
     try:
         if use.end == "broken pipe":
             assert process.stdout is not None
-            while (line := process.stdout.readline()) not in (b"0\n", b""):  # then come more than a pipe holds
+            while (line := process.stdout.readline()) not in (
+                b"0\n",
+                b"",
+            ):  # then come more than a pipe holds
                 shown.append(line)
             process.stdout.close()
             process.stdout = None
@@ -227,7 +235,7 @@ def see(flatout, tmp_path, monkeypatch) -> Callable[[Use, bool], Seen]:
             words = [sys.executable, "-m", "flatout", "run", *use.options.split(), *words]
         environment = flatout.environment(place.environment())
         code, out, err = run(use, place, words, environment)
-        left = flatout.ended(environment[MARK])
+        left = flatout.ended(environment["FLATOUT_TEST_RUN"])
         if ours := [name for name in place.temporary() if "flatout" in name]:
             assert len(ours) == 1
             assert use.way in NO_PYTHON or use.end in KILLED, ours

@@ -110,7 +110,7 @@ FAULTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
         ("faults/test_hostile_files.py", ("test_files_that_are_bad_on_purpose", "test_damaged_files"))
     ],
     "programs that exit in their own way": [
-        ("cli/test_run.py", ("test_the_exit_code", "test_a_program_killed_by_a_signal_exits_so")),
+        ("cli/test_uses.py", ("test_it_is_as_without_flatout",)),
         ("cli/test_supervise.py", ("test_input_output_and_exit_code_are_the_programs_own",)),
     ],
     "programs with processes, hooks and handlers of their own": [

@@ -9,7 +9,7 @@ import pytest
 
 from flatout.measure.bench import rate
 from flatout.measure.ceilings import load, machine_key, place_of, read, save
-from flatout.schema.ceilings import NAMES, Ceiling, CeilingsRecord
+from flatout.schema.ceilings import Ceiling, CeilingsRecord
 from flatout.schema.facts import Facts, Gpu
 
 HERE = Facts(
@@ -88,7 +88,3 @@ def test_a_rate_is_the_best_with_quartiles():
     assert (found.value, found.n) == (1_000_000.0, 3)
     assert found.low == pytest.approx(375_000.0)
     assert found.high == pytest.approx(750_000.0)
-
-
-def test_names_are_given_once():
-    assert len(set(NAMES)) == len(NAMES)

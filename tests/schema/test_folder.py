@@ -200,7 +200,7 @@ def test_trials_never_share_a_number(tmp_path):
 
 def test_a_trial_owns_its_paths(tmp_path):
     trial = TrialFolder(tmp_path)
-    paths = [trial.spec, trial.result, trial.stdout, trial.stderr, trial.saved, trial.claim]
+    paths = [trial.spec, trial.result, trial.stdout, trial.stderr, trial.files, trial.claim]
     assert len(set(paths)) == len(paths)
     assert all(path.parent == tmp_path for path in paths)
 

@@ -195,6 +195,7 @@ def test_a_program_that_stops_answering_is_ended(begin):
         trial.go(1000, seconds() + 2)
     assert caught.value.record.status == "hung"
     assert trial.ready
+    trial.close()
     assert not os.path.exists(trial.folder.files)
 
 

@@ -164,11 +164,11 @@ class JobFolder:
         except BlockingIOError:
             pid = path.read_text().partition("\n")[0]
             raise StorageError(
-                f"another tune of this command is running (pid {pid}): wait for it, or name another folder with --job DIR."
+                f"another tune of this command is running (pid {pid}): wait for it."
             ) from None
         except OSError as error:
             raise StorageError(
-                f"cannot lock {path}: {error.strerror}. Name another folder with --job."
+                f"cannot lock {path}: {error.strerror}."
             ) from error
         _locked.add(name)
 
