@@ -61,7 +61,13 @@ def test_it_prints_the_session_alone(tuned, session):
 def test_its_files(tuned):
     cli, _, job = tuned
     assert {path.name for path in cli.folder.iterdir()} == {"train.py", "flatout.toml", ".flatout"}
-    assert {path.name for path in job.iterdir()} == {"lock", "session.json", "flatout.toml", "report.html", "trials"}
+    assert {path.name for path in job.iterdir()} == {
+        "lock",
+        "session.json",
+        "flatout.toml",
+        "report.html",
+        "trials",
+    }
     assert (
         cli.folder / ".flatout" / ".gitignore"
     ).read_text() == "*\n"  # so that records of runs are not committed by accident

@@ -95,10 +95,12 @@ class Place:
 
     def files(self) -> list[str]:
         """The user's files and those in the home, with modes and content."""
-        found = []
+        found, cache = [], self.home / ".cache" / "flatout"
         for top in (self.folder, self.home):
             for path in sorted(top.rglob("*")) if top.exists() else ():
-                if not (self.use.train and ".flatout" in path.parts):  # the record of a run that trained
+                # the record of a run that trained; where it would be if the folder cannot be written
+                records = self.use.train and ".flatout" in path.parts
+                if not records and path not in (cache, *cache.parents) and cache not in path.parents:
                     mode = stat.filemode(path.lstat().st_mode)
                     found.append(f"{mode} {path.relative_to(self.base)} {_content(path)}")
         return found

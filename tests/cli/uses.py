@@ -13,7 +13,7 @@ from pathlib import Path
 PYTHON = sys.executable
 
 # It shows all of its process that flatout could have changed, writes files, and ends as END says.
-PROGRAM = r'''
+PROGRAM = r"""
 import atexit, os, resource, signal, stat, subprocess, sys, tempfile, threading, time
 
 def kind(number):
@@ -103,7 +103,7 @@ elif end == "thread":
     threading.Thread(target=lambda: (time.sleep(0.2), show("thread"))).start()
 elif end == "child":
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.4); open('child.txt', 'w').close()"])
-'''
+"""
 
 FILES = {
     "train.py": PROGRAM,
@@ -159,12 +159,41 @@ WAYS: dict[str, list[str]] = {
 RARE = {
     "torchrun": [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "1", "train.py"],
     "pytest": ["python", "-m", "pytest", "-s", "-W", "error", "-p", "no:cacheprovider", "test_it.py"],
-    "conda": ["bash", "-c", 'f=$(mktemp); echo "$0 $1" > $f; bash $f; r=$?; rm $f; exit $r', "python", "train.py"],
+    "conda": [
+        "bash",
+        "-c",
+        'f=$(mktemp); echo "$0 $1" > $f; bash $f; r=$?; rm $f; exit $r',
+        "python",
+        "train.py",
+    ],
 }
 # Several processes write at once, so only the lines count, not their order.
-TOGETHER = {"bash file", "bash -c", "loop", "pipeline", "background", "make", "subprocess", "spawn", "fork", "torchrun", "conda"}
+TOGETHER = {
+    "bash file",
+    "bash -c",
+    "loop",
+    "pipeline",
+    "background",
+    "make",
+    "subprocess",
+    "spawn",
+    "fork",
+    "torchrun",
+    "conda",
+}
 # flatout's process becomes something else than the Python that removes its folder: the next command removes it.
-NO_PYTHON = {"bash file", "bash -c", "loop", "pipeline", "background", "make", "setsid", "timeout", "xargs", "conda"}
+NO_PYTHON = {
+    "bash file",
+    "bash -c",
+    "loop",
+    "pipeline",
+    "background",
+    "make",
+    "setsid",
+    "timeout",
+    "xargs",
+    "conda",
+}
 
 FOLDERS = (
     "ordinary",
@@ -243,13 +272,13 @@ SINGLE = (
 
 def impossible(a: str, b: str) -> bool:
     """Whether two values exclude each other: the program itself comes from standard input, there is no reader
-    that could go, a shell keeps Ctrl-C from its background, or which process of a pipeline fails first is chance.
+    that could go, a shell keeps Ctrl-C from its background, `timeout` sends it a second time, or which process of a pipeline fails first is chance.
     """
     pair = {a, b}
     return (
         ("-" in pair and bool(pair & {"no input", "none", "input"}))
         or ("broken pipe" in pair and bool(pair & ({*STREAMS} - {"pipes", "no input", "input", "no error"})))
-        or pair == {"background", "Ctrl-C"}
+        or pair in ({"background", "Ctrl-C"}, {"timeout", "Ctrl-C"})
         or ("pipeline" in pair and bool(pair & {"broken pipe", "full disk", "no output", "none"}))
     )
 
