@@ -172,6 +172,7 @@ class Noisy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 5))
+        self.unused = nn.Linear(2, 2)  # no gradient ever
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.body(x + torch.randn_like(x))
