@@ -61,6 +61,10 @@ class Summarizer:
         self.real_files = real_files
         self.request, self.plan, self.counts, self.torch = request, plan, counts, torch
         self.pid = os.getpid()
+        try:
+            self.folder = os.getcwd()
+        except FileNotFoundError:  # it was removed
+            self.folder = ""
         self.gpu = GpuShare(torch)
         self.stopped = threading.Event()
         self.live: TextIO | None = None
@@ -179,7 +183,7 @@ class Summarizer:
         alive_s, cpu_s = seconds() - self.first[0], _cpu_s() - self.first[3]
         return RunSummary(
             list(self.request.command),
-            os.getcwd(),
+            self.folder,
             created=self.request.created,
             status="done",
             device="cuda" if _on_cuda(self.torch) else "cpu",
