@@ -167,33 +167,11 @@ RARE = {
         "train.py",
     ],
 }
+SHELLS = {"background", "bash -c", "bash file", "conda", "loop", "make", "pipeline"}
 # Several processes write at once, so only the lines count, not their order.
-TOGETHER = {
-    "bash file",
-    "bash -c",
-    "loop",
-    "pipeline",
-    "background",
-    "make",
-    "subprocess",
-    "spawn",
-    "fork",
-    "torchrun",
-    "conda",
-}
+TOGETHER = SHELLS | {"fork", "spawn", "subprocess", "torchrun"}
 # flatout's process becomes something else than the Python that removes its folder: the next command removes it.
-NO_PYTHON = {
-    "bash file",
-    "bash -c",
-    "loop",
-    "pipeline",
-    "background",
-    "make",
-    "setsid",
-    "timeout",
-    "xargs",
-    "conda",
-}
+NO_PYTHON = SHELLS | {"setsid", "timeout", "xargs"}
 
 FOLDERS = (
     "ordinary",

@@ -66,7 +66,7 @@ class Attached(Listener):
         if here is not None and here.world_size > 1:
             from flatout.agent.rank_files import keep_aside, launch_folder
 
-            self.real_files = keep_aside(torch, launch_folder(here), here.rank, self.context.ledger)
+            self.real_files = keep_aside(launch_folder(here), here.rank, self.context.ledger)
         self.applier = Applier(TABLE.of(request.plan.names), request.facts, self.context)
         self.applier.start(self.plan, EARLY)
         self.context.install()

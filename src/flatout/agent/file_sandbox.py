@@ -200,7 +200,7 @@ class FileSandbox:
 
     def _lists(self, really: Any, path: Any = None) -> list[Any]:
         if not self.overlay.changed():
-            return list(really(path))
+            return really(path)
         key, place = self._folder(path)
         names = self.overlay.names(key) if is_folder(place) else really(place)
         return list(map(os.fsencode, names)) if isinstance(path, bytes) else names
@@ -249,11 +249,13 @@ class FileSandbox:
 
     # -- changing ---------------------------------------------------------------------------------------------------
 
-    def _makes(self, really: Any, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> None:
+    def _new(self, path: Any, dir_fd: int | None) -> str:
+        """Return the real path at which an entry is made; if there is one already, its own, where that fails."""
         key, place = self.overlay.find(path, False, dir_fd)
-        if not self.overlay.leaves_alone(key) and not mode_of(place):
-            place = self.overlay.fresh(key)
-        really(place, *args, **kwargs)
+        return place if mode_of(place) or self.overlay.leaves_alone(key) else self.overlay.fresh(key)
+
+    def _makes(self, really: Any, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> None:
+        really(self._new(path, dir_fd), *args, **kwargs)
         self.overlay.note()
 
     def _changes(self, really: Any, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> None:
@@ -350,21 +352,15 @@ class FileSandbox:
         source, place = self.overlay.find(src, False, src_dir_fd)
         if not mode_of(place):
             really(place, place, **kwargs)
-        target, goes = self.overlay.find(dst, False, dst_dir_fd)
-        if not is_folder(place) and not mode_of(goes):
-            if not self.overlay.leaves_alone(target):
-                goes = self.overlay.fresh(target)
-            if not self.overlay.leaves_alone(source):
-                self.overlay.copy_up(source)
-                place = self.overlay.place(source)
+        goes = self._new(dst, dst_dir_fd)
+        if not is_folder(place) and not mode_of(goes) and not self.overlay.leaves_alone(source):
+            self.overlay.copy_up(source)
+            place = self.overlay.place(source)
         really(place, goes, **kwargs)
         self.overlay.note()
 
     def _links_to(self, really: Any, src: Any, dst: Any, *args: Any, dir_fd: int | None = None) -> None:
-        key, place = self.overlay.find(dst, False, dir_fd)
-        if not mode_of(place) and not self.overlay.leaves_alone(key):
-            place = self.overlay.fresh(key)
-        really(src, place, *args)
+        really(src, self._new(dst, dir_fd), *args)
         self.overlay.note()
 
     # -- the byte code and the audit of a trial ---------------------------------------------------------------------------------------

@@ -111,8 +111,10 @@ class Overlay:
             if above is None:
                 above = self._folders[folder] = self._walk(folder)
             key = f"{above}/{name}"
-            if (follow or text.endswith("/")) and _is_link(self.place(key)):
-                key = self._walk(key)
+            place = self.place(key)
+            if not ((follow or text.endswith("/")) and _is_link(place)):
+                return key, place
+            key = self._walk(key)
         return key, self.place(key)
 
     def _walk(self, text: str) -> str:
@@ -258,9 +260,9 @@ class Overlay:
         """Return the real path to open with these flags: above, or where the program itself must fail."""
         exclusive = flags & os.O_CREAT and flags & os.O_EXCL
         key, place = self.find(path, not (exclusive or flags & os.O_NOFOLLOW), at)
-        if not key or self.leaves_alone(key) or (place == self.upper + key and self.holds(key)):
-            return place
         mode = mode_of(place)
+        if not key or self.leaves_alone(key) or (mode and place == self.upper + key):
+            return place
         if not mode:
             return self.fresh(key) if flags & os.O_CREAT else place
         if exclusive or not stat.S_ISREG(mode):
@@ -276,15 +278,9 @@ class Overlay:
         place = self.place(folder)
         if not is_folder(place):
             return f"{place}/{name}"
-        self._check_folder(folder)
+        _check_access(place, folder)
         self.mirror(folder)
         return self.upper + key
-
-    def _check_folder(self, folder: str) -> None:
-        """Raise as the kernel would if the user may not change a folder."""
-        place = self.place(folder)
-        if not posix.access(place, os.W_OK | os.X_OK):
-            raise _denied(place, folder)
 
     def mirror(self, folder: str) -> None:
         """Make a folder of the user above, with its mode and times."""
@@ -332,7 +328,8 @@ class Overlay:
 
     def remove(self, key: str) -> None:
         """Remove a file, a link or an empty folder from the view."""
-        self._check_folder(key.rpartition("/")[0])
+        folder = key.rpartition("/")[0]
+        _check_access(self.place(folder), folder)
         mode = mode_of(self.upper + key)
         if mode:
             (posix.rmdir if stat.S_ISDIR(mode) else posix.unlink)(self.upper + key)
@@ -344,7 +341,8 @@ class Overlay:
 
     def move(self, source: str, target: str) -> None:
         """Rename within the view; ``target`` is free. What the user has stays where it is and gets another key."""
-        self._check_folder(source.rpartition("/")[0])
+        folder = source.rpartition("/")[0]
+        _check_access(self.place(folder), folder)
         self.mirror(target.rpartition("/")[0])
         if self.holds(source):
             posix.rename(self.upper + source, self.upper + target)
@@ -378,6 +376,12 @@ def is_folder(path: str) -> bool:
 
 def _is_link(path: str) -> bool:
     return stat.S_ISLNK(mode_of(path))
+
+
+def _check_access(place: str, folder: str) -> None:
+    """Raise as the kernel would if the user may not change a folder, which lies at ``place``."""
+    if not posix.access(place, os.W_OK | os.X_OK):
+        raise _denied(place, folder)
 
 
 def _denied(place: str, path: object) -> OSError:

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from flatout.agent.file_sandbox import FileSandbox
@@ -108,7 +107,7 @@ def launch_folder(here: RankEnvironment) -> str:
 RealFiles = Callable[[], AbstractContextManager[None]]  # inside, files are the user's, in every rank
 
 
-def keep_aside(torch: ModuleType, launch: str, rank: int, ledger: Ledger) -> RealFiles:
+def keep_aside(launch: str, rank: int, ledger: Ledger) -> RealFiles:
     """Redirect the files of a rank from here on; ``launch`` is the launch folder."""
     if rank:
         temporary = os.path.join(launch, f"rank{rank}.files", "tmp")

@@ -19,6 +19,7 @@ import json
 import os
 import stat
 import zlib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,14 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+@cache
+def _sweep(trials: Path) -> None:
+    """Remove what killed processes left in trials, once per process."""
+    for trial in trials.glob("*"):
+        for left in left_in(trial):
+            remove(left)
+
+
 def records(name: str = "") -> Path:
     """Return `.flatout/<name>`, or its stand-in in the user's cache if this folder cannot be written.
 
@@ -163,13 +172,9 @@ class JobFolder:
             os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
         except BlockingIOError:
             pid = path.read_text().partition("\n")[0]
-            raise StorageError(
-                f"another tune of this command is running (pid {pid}): wait for it."
-            ) from None
+            raise StorageError(f"another tune of this command is running (pid {pid}): wait for it.") from None
         except OSError as error:
-            raise StorageError(
-                f"cannot lock {path}: {error.strerror}."
-            ) from error
+            raise StorageError(f"cannot lock {path}: {error.strerror}.") from error
         _locked.add(name)
 
     @property
@@ -211,9 +216,7 @@ class JobFolder:
 
     def new_trial(self) -> TrialFolder:
         """Create the folder of the next free number. ``mkdir`` ensures that two sessions never share one."""
-        for trial in self.trials.glob("*"):
-            for left in left_in(trial):  # by a process that was killed
-                remove(left)
+        _sweep(self.trials)
         number = 1 + max((int(p.name) for p in self.trials.glob("*") if p.name.isdigit()), default=0)
         while True:
             try:

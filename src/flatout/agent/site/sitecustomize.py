@@ -75,9 +75,8 @@ def _enter():
             crash_report.install(explain, finder)
     except Exception as error:  # a script that does not fail never needs it
         why = "%s: %s" % (type(error).__name__, error)
-    if not (
-        job or heartbeats or device or files
-    ):  # what acts only after a crash leaves sys.meta_path unchanged
+    acts = job or heartbeats or device or files
+    if not acts:  # what is there for a crash alone leaves sys.meta_path unchanged
         sys.meta_path.remove(finder)
     return why
 
