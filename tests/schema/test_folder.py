@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from limits import hang_s
 
+import flatout.job.folder as folder_module
 from flatout.job.folder import JobFolder, TrialFolder, read_json, write_json, write_whole
 from flatout.schema.errors import StorageError
 
@@ -213,3 +214,17 @@ def test_written_files_reach_the_disk_before_the_name(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", lambda a, b: (order.append("rename"), really_replace(a, b))[1])
     write_whole(tmp_path / "a", "text")
     assert order == ["flush", "rename"]
+
+
+@pytest.mark.processes
+def test_what_killed_processes_left_in_trials_is_removed(tmp_path):
+    """The folder of a process that lives stays."""
+    job = JobFolder(tmp_path / "job").make()
+    trial = job.new_trial()
+    folder_module._sweep.cache_clear()
+    trial.files.mkdir()
+    leaves = f"import pathlib, flatout.job.folder as f; f.TrialFolder(pathlib.Path({str(trial.path)!r})).files.mkdir()"
+    subprocess.run([sys.executable, "-c", leaves], check=True)
+    assert len(list(trial.path.iterdir())) == 2
+    job.new_trial()
+    assert list(trial.path.iterdir()) == [trial.files]
