@@ -116,6 +116,7 @@ def install(path: str, report: Callable[[str], None]) -> None:
 def _call_entry(job: dict[str, Any], torch: ModuleType) -> None:
     if job.get("seed") is not None:
         torch.manual_seed(job["seed"])
+    importlib.import_module("flatout.agent.compiler_import").postpone(torch)
     module, function = job["entry"].split(":")
     getattr(importlib.import_module(module), function)(job)
 

@@ -1,0 +1,67 @@
+"""An optimizer does not import torch's compiler, which takes 1 to 6 s of each start.
+
+torch's optimizers import ``torch._dynamo`` when they are made and at each step: they tell a compiler that traces
+them where to stop. Until the program imports the compiler, nothing traces them, and these calls do nothing. So they
+are left out until then. Source: torch/_compile.py and torch/optim/optimizer.py of torch 2.11 to 2.14.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from flatout.agent.ledger import Ledger
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+COMPILER = "torch._dynamo"
+
+
+class _BeforeImport:
+    """Restores torch's functions before the compiler is imported; it finds no modules itself."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == COMPILER or name.startswith(COMPILER + "."):
+            self._ledger.restore()
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+
+
+def postpone(torch: Any) -> None:
+    """Let the optimizers of ``torch`` work without its compiler until the program imports that."""
+    if COMPILER in sys.modules or not hasattr(torch, "_disable_dynamo"):
+        return
+    ledger, optimizers = Ledger(), sys.modules["torch.optim.optimizer"]
+    untraced, plain = torch._disable_dynamo(_plain).__code__, _step_of(_plain).__code__
+    step = optimizers._use_grad_for_differentiable(_plain).__code__
+    for kind in [optimizers.Optimizer, *optimizers.Optimizer.__subclasses__()]:
+        for function in vars(kind).values():
+            code = getattr(function, "__code__", None)
+            if code is untraced:
+                # where torch keeps the function that it makes with the compiler
+                ledger.set(function.__wrapped__, "__dynamo_disable", function.__wrapped__, new=True)
+            elif code is step and code.co_freevars == plain.co_freevars:
+                ledger.set_flag(function, "__code__", plain)
+    sys.meta_path.insert(0, _BeforeImport(ledger))
+
+
+def _plain(*arguments: object) -> None: ...
+
+
+def _step_of(func: Callable[..., object]) -> Callable[..., object]:
+    """The step of an optimizer as torch makes it, without the calls for the compiler. It runs with torch's globals."""
+
+    def step(*args: Any, **kwargs: Any) -> object:
+        before = torch.is_grad_enabled()  # type: ignore[name-defined]  # noqa: F821
+        try:
+            torch.set_grad_enabled(args[0].defaults["differentiable"])  # type: ignore[name-defined]  # noqa: F821
+            return func(*args, **kwargs)
+        finally:
+            torch.set_grad_enabled(before)  # type: ignore[name-defined]  # noqa: F821
+
+    return step
