@@ -29,6 +29,7 @@ from limits import hang_s, slowness
 from processes import working_in
 from pytest_timeout import Settings as Timeout
 from pytest_timeout import pytest_timeout_set_timer as set_timer
+from warm import Warm, can_become
 
 import flatout as flatout_package
 
@@ -170,12 +171,16 @@ class Flatout:
         prefix: Sequence[str] = (),
         stdin: int | None = None,
         python: Sequence[str] | None = None,
+        really: bool = False,
     ) -> subprocess.Popen[str]:
+        """``really``: a start of Python, where one is under test. Otherwise a fork of a warm process where that can be."""
         command = [*prefix, *(python if python is not None else [sys.executable, "-m", "flatout"]), *words]
-        return subprocess.Popen(
+        environment = self.environment(env)
+        kind = subprocess.Popen if really or not can_become(command, environment) else Warm
+        return kind(
             command,
             cwd=cwd or self.folder,
-            env=self.environment(env),
+            env=environment,
             stdin=stdin if stdin is not None else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -39,7 +39,7 @@ print(sorted(torch._dynamo.utils.counters["stats"].items()), len(torch._dynamo.u
 
 def test_optimizers_train_as_before_without_the_compiler(flatout, script):
     script(EAGER)
-    plain, run = flatout.plain("python", "train.py"), flatout("run", "python", "train.py")
+    plain, run = flatout.plain("python", "train.py"), flatout("run", "python", "train.py", really=True)
     assert "imported True" in plain.err
     assert "imported False" in run.err
     assert (run.code, run.out) == (plain.code, plain.out)
@@ -47,7 +47,7 @@ def test_optimizers_train_as_before_without_the_compiler(flatout, script):
 
 def test_a_program_that_compiles_finds_torch_as_it_is(flatout, script):
     script(EAGER + COMPILED)
-    plain, run = flatout.plain("python", "train.py"), flatout("run", "python", "train.py")
+    plain, run = flatout.plain("python", "train.py"), flatout("run", "python", "train.py", really=True)
     assert "imported True _use_grad _use_grad" in plain.err
     assert "imported True step _use_grad" in run.err
     assert (run.code, run.out) == (plain.code, plain.out)
