@@ -40,8 +40,8 @@ def fails(x):
     return y.mul_(2)
 
 
-wrong = {"off": lambda x: x * 2.001}
-reference, cases = doubled, doubled_cases
+fails_wrong = {"off": lambda x: x * 2.001}
+fails_reference, fails_cases = doubled, doubled_cases
 '''
 
 

@@ -18,7 +18,7 @@ from flatout.schema.lever import Options, Skip
 
 torch = pytest.importorskip("torch")
 
-from flatout.kernels.linear_cross_entropy import deferred  # noqa: E402
+from flatout.kernels import deferred_logits as deferred  # noqa: E402
 
 FACTS = Facts(cores=2, system="Linux")
 

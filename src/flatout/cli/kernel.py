@@ -14,7 +14,7 @@ def command() -> None:
     \b
     flatout kernel check                       all kernels of flatout
     flatout kernel check path.py:function      your own, with `function_reference` and `function_cases`
-    flatout kernel bench layer_norm            against the reference, torch.compile and this device's roofline
+    flatout kernel bench layer_norm            against the reference, torch.compile and a copy on this device
     flatout kernel new my_kernel               a folder to start from, in CUDA C++ and Triton
     """
 
@@ -41,10 +41,10 @@ def check(subjects: tuple[str, ...], limit: str, quiet: bool, as_json: bool) -> 
 @click.option("--case", "only", default="", help="Measure only cases whose title contains this text.")
 @json_option
 def bench(subject: str, rounds: int, only: str, as_json: bool) -> None:
-    """Measure a kernel against its reference, torch.compile of it, and the roofline of this device."""
-    from flatout.cli.kernel_bench import print_timings, show
+    """Measure a kernel against its reference, torch.compile of it, and a copy on this device."""
+    from flatout.cli.kernel_bench import show
 
-    (print_timings if as_json else show)(subject, rounds, only)
+    show(subject, rounds, only, as_json)
 
 
 @command.command()

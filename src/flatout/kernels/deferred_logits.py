@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flatout.kernels.linear_cross_entropy.op import REDUCTIONS, linear_cross_entropy
+from flatout.kernels.chunked_loss import REDUCTIONS, linear_cross_entropy
 
 aten = torch.ops.aten
 VIEWS = {
