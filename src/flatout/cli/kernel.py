@@ -49,16 +49,11 @@ def bench(subject: str, rounds: int, only: str, as_json: bool) -> None:
 
 @command.command()
 @click.argument("name")
-@click.option("--triton", "way", flag_value="triton", help="Write the kernel in Triton only.")
-@click.option("--cuda", "way", flag_value="cuda", help="Write the kernel in CUDA C++ only.")
-@click.option(
-    "--both", "way", flag_value="both", default="both", help="Write the kernel in both (the default)."
-)
-def new(name: str, way: str) -> None:
+def new(name: str) -> None:
     """Create the folder NAME with a working example kernel.
 
     It has a reference, Triton and CUDA C++ code, an operator, cases, wrong variants and a test.
     """
     from flatout.cli.kernel_new import write
 
-    write(name, way)
+    write(name)
