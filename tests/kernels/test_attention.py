@@ -54,20 +54,6 @@ def nanogpt(q, k, v):
     return (att @ v).transpose(1, 2)
 
 
-def annotated(q, k, v):
-    q, k, v = split(q, k, v)
-    scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
-    scores = scores.masked_fill(KEPT == 0, -1e9)
-    return torch.matmul(scores.softmax(dim=-1), v).transpose(1, 2)
-
-
-def vit(q, k, v):
-    q, k, v = split(q, k, v)
-    attn = (q @ k.transpose(-2, -1)) * D**-0.5
-    attn = attn.softmax(dim=-1)
-    return nn.Dropout(0.0)(attn @ v).transpose(1, 2)
-
-
 def scaled_first(q, k, v):
     q, k, v = split(q, k, v)
     attn = nn.Softmax(dim=-1)((q * D**-0.5) @ k.mT)
@@ -207,8 +193,6 @@ WAYS = {
     each.__name__: each
     for each in (
         nanogpt,
-        annotated,
-        vit,
         scaled_first,
         bert,
         llama,
