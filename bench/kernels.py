@@ -1,4 +1,4 @@
-"""Benchmarks every kernel: its reference, torch.compile, each implementation, and the roofline.
+"""Benchmarks every kernel: its reference, torch.compile, each implementation, and a copy.
 
 One process runs all candidates, interleaved. Ratios are relative to the reference, with 95 % intervals
 (bootstrap over rounds). If a case cannot run here, its row says so. On a GPU, `bench/gpu/kernels.py` adds
@@ -15,16 +15,23 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from provenance import RESULTS, markdown_table, stamp, write_result
 
-from flatout.cli.kernel_bench import COLUMNS, KernelTiming, cells, kernel_of, roofline, rows_of
+from flatout.cli.kernel_bench import (
+    COLUMNS,
+    KernelTiming,
+    Others,
+    cells,
+    copy_gb_per_s,
+    device_of_kernels,
+    kernel_of,
+    rows_of,
+)
 from flatout.kernels import NAMES
 from flatout.measure.clock import seconds
-
-Others = Callable[[Any, Any], dict[str, Callable[..., Any]]]
 
 
 def measure(
@@ -35,12 +42,12 @@ def measure(
     goals: Callable[[list[KernelTiming]], list[str]] | None = None,
 ) -> int:
     """Runs the benchmark; writes its page after each kernel, so that an interrupted run keeps its results."""
-    made, roof, rows = stamp(), roofline(args.smoke), list[KernelTiming]()
+    made, copy_rate, rows = stamp(), copy_gb_per_s(), list[KernelTiming]()
     folder = args.out or (Path(tempfile.mkdtemp(prefix="smoke-")) if args.smoke else RESULTS)
     text, end_s, late = "", seconds() + args.limit_s, list[str]()
     for name in args.kernels.split(","):
         for row in (
-            rows_of(kernel_of(name), 1 if args.smoke else args.rounds, args.case, others, roof)
+            rows_of(kernel_of(name), 1 if args.smoke else args.rounds, args.case, copy_rate, others)
             if seconds() < end_s
             else ()
         ):
@@ -53,11 +60,10 @@ def measure(
                 flush=True,
             )
         late += [name] if seconds() >= end_s else []
-        rates = ", ".join(f"{rate:,.2f} TFLOP/s in {dtype}" for dtype, rate in roof.tflop_per_s.items())
         parts = [
             f"# {title}\n",
             *(["**A smoke run of one round: its figures are meaningless.**\n"] if args.smoke else []),
-            f"Roofline, measured first on {roof.device}: {roof.gb_per_s:,.0f} GB/s copied (read and written), {rates}. One round is about 20 ms;",
+            f"Measured first on {device_of_kernels()[1]}: {copy_rate:,.0f} GB/s copied (read and written). One round is about 20 ms;",
             f"{1 if args.smoke else args.rounds} rounds. Baseline: the reference, plain torch.\n",
             *([f"**Incomplete after {args.limit_s:.0f} s: {', '.join(late)}.**\n"] if late else []),
             *(goals(rows) if goals else []),
@@ -70,7 +76,7 @@ def measure(
             theme,
             made,
             "\n".join(parts),
-            {"roofline": vars(roof), "rows": [row.to_json() for row in rows]},
+            {"copy_gb_per_s": copy_rate, "rows": [asdict(row) for row in rows]},
             folder=folder,
         )
     print(f"{text}\n{data}")

@@ -240,7 +240,7 @@ THEMES = (
     (
         "kernels",
         "python bench/kernels.py",
-        "Each kernel compared with its reference, torch.compile and the device's own roofline",
+        "Each kernel compared with its reference, torch.compile and a copy on the same device",
     ),
     (
         "runs_gpu",
@@ -250,7 +250,7 @@ THEMES = (
     (
         "kernels_gpu",
         "python bench/gpu/kernels.py",
-        "The kernels on a GPU: bandwidth, memory and time, compared with torch and Liger-Kernel",
+        "layer_norm on a GPU, compared with torch and Liger-Kernel",
     ),
     (
         "memory",

@@ -12,7 +12,6 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 from flatout.data.color_arithmetic import PillowColorArithmetic, TensorColorArithmetic  # noqa: E402
 from flatout.data.hue import turn_tensor  # noqa: E402
 from flatout.data.operations import ScaleBytes  # noqa: E402
-from flatout.kernels.augment.op import _plain, _table  # noqa: E402
 
 BYTES = torch.arange(256, dtype=torch.uint8)
 NUMBERS = (torch.Tensor.div, torch.Tensor.div_, torch.Tensor.__truediv__, torch.Tensor.true_divide, torch.div)
@@ -37,34 +36,9 @@ def test_the_emulated_device_rounds_differently():
     assert int((other != BYTES.float() / 255).sum()) == 126
 
 
-def crops(images):
-    mean, std = torch.tensor([0.49, 0.48, 0.45]), torch.tensor([0.25, 0.24, 0.26])
-    zeros = torch.zeros(len(images), dtype=torch.long)
-    return torch.cat(
-        [
-            _plain(
-                images,
-                zeros,
-                zeros,
-                zeros.bool(),
-                (len(images), 3, 8, 8),
-                mean,
-                std,
-                0,
-                0,
-                torch.float32,
-                False,
-                False,
-            ).flatten(),
-            _table(mean, std).flatten(),
-        ]
-    )
-
-
 OPERATIONS = {
     "scale": lambda images: ScaleBytes(torch.float32)(images, ()),
     "scale of version 2": lambda images: ScaleBytes(torch.float32, divide=False)(images, ()),
-    "crop, flip and normalise": crops,
     "hue of bytes": lambda images: TensorColorArithmetic(bytes=True, v2=False).hue(
         images.float(), torch.linspace(-0.3, 0.4, len(images))
     ),

@@ -19,8 +19,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from flatout.kernels import attention_deferred as deferred  # noqa: E402
-from flatout.kernels import attention_mode  # noqa: E402
+from flatout.kernels import attention_deferred  # noqa: E402
 from flatout.kernels.attention_graphs import rewrite  # noqa: E402
 
 B, H, T, S, D = 2, 3, 6, 6, 4
@@ -53,20 +52,6 @@ def nanogpt(q, k, v):
     att = F.softmax(att, dim=-1)
     att = F.dropout(att, 0.1, False)
     return (att @ v).transpose(1, 2)
-
-
-def annotated(q, k, v):
-    q, k, v = split(q, k, v)
-    scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
-    scores = scores.masked_fill(KEPT == 0, -1e9)
-    return torch.matmul(scores.softmax(dim=-1), v).transpose(1, 2)
-
-
-def vit(q, k, v):
-    q, k, v = split(q, k, v)
-    attn = (q @ k.transpose(-2, -1)) * D**-0.5
-    attn = attn.softmax(dim=-1)
-    return nn.Dropout(0.0)(attn @ v).transpose(1, 2)
 
 
 def scaled_first(q, k, v):
@@ -208,8 +193,6 @@ WAYS = {
     each.__name__: each
     for each in (
         nanogpt,
-        annotated,
-        vit,
         scaled_first,
         bert,
         llama,
@@ -262,11 +245,11 @@ def test_a_form(name):
     """The values and gradients are the same, with the strides of the plain result and one fused kernel each;
     again when the masks are known.
     """
-    plain, watch = run(WAYS[name]), attention_mode.AttentionMode()
+    plain, watch = run(WAYS[name]), attention_deferred.AttentionMode()
     for _ in range(4):
-        before = attention_mode.COUNT[0]
+        before = attention_deferred.COUNT[0]
         ours = run(WAYS[name], watch=watch)
-        assert attention_mode.COUNT[0] == before + FUSED.get(name, 1)
+        assert attention_deferred.COUNT[0] == before + FUSED.get(name, 1)
         assert_near(ours, plain)
         assert ours[0].stride() == plain[0].stride()
         watch.step()
@@ -295,9 +278,9 @@ def test_in_half_precision(name, autocast):
     """In the dtype of the plain products, its errors against float32 are those of the plain program."""
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         dtype = torch.float32 if autocast else torch.bfloat16
-        watch, before = attention_mode.AttentionMode(), attention_mode.COUNT[0]
+        watch, before = attention_deferred.AttentionMode(), attention_deferred.COUNT[0]
         ours, plain = run(WAYS[name], dtype, watch), run(WAYS[name], dtype)
-    assert attention_mode.COUNT[0] == before + 1
+    assert attention_deferred.COUNT[0] == before + 1
     assert [each.dtype for each in ours] == [each.dtype for each in plain]
     exact = run(WAYS[name])
     for mine, theirs, right in zip(ours, plain, exact, strict=True):
@@ -382,9 +365,9 @@ def test_any_spelling_with_any_mask(ways, batch, heads, rows, columns, width, se
         made(seed + 1, batch, heads, columns, width),
         made(seed + 2, batch, heads, columns, width),
     )
-    watch, before = attention_mode.AttentionMode(), attention_mode.COUNT[0]
+    watch, before = attention_deferred.AttentionMode(), attention_deferred.COUNT[0]
     ours = run(program, watch=watch, tensors=tensors)
-    assert attention_mode.COUNT[0] == before + 1
+    assert attention_deferred.COUNT[0] == before + 1
     # In float32 a score of a few, next to -10,000, has three digits after the point.
     right = run(program, torch.float32 if "large" in ways["mask"] else torch.float64, tensors=tensors)
     assert ours[0].stride() == program(*tensors).stride()
@@ -538,7 +521,7 @@ LOOKS = {
 def looked(program, watch=None):
     q, k, v = (made(seed, B, T, 8).requires_grad_() for seed in (1, 2, 3))
     inputs = [each * 1 for each in (q, k, v)]
-    before = attention_mode.COUNT[0]
+    before = attention_deferred.COUNT[0]
     if watch is None:
         out, seen = program(*inputs)
     else:
@@ -546,7 +529,7 @@ def looked(program, watch=None):
             out, seen = program(*inputs)
     loss = out.square().sum() + (seen.float().sum() * 0.1 if seen.requires_grad else 0)
     loss.backward()
-    return seen.detach() + 0, [out.detach(), q.grad, k.grad, v.grad], attention_mode.COUNT[0] - before
+    return seen.detach() + 0, [out.detach(), q.grad, k.grad, v.grad], attention_deferred.COUNT[0] - before
 
 
 @pytest.mark.parametrize("name", LOOKS)
@@ -554,7 +537,7 @@ def test_a_program_sees_the_plain_values(name):
     """Bit for bit where nothing was fused, outputs and gradients as well."""
     fused, program = LOOKS[name]
     seen, plain, _ = looked(program)
-    mine, ours, count = looked(program, attention_mode.AttentionMode())
+    mine, ours, count = looked(program, attention_deferred.AttentionMode())
     assert count == fused
     assert type(mine) is torch.Tensor
     assert torch.equal(mine, seen)
@@ -564,7 +547,7 @@ def test_a_program_sees_the_plain_values(name):
 
 def test_weights_of_half_precision_are_those_of_autocast_wherever_they_are_read():
     seen, plain, _ = looked(of_half_precision)
-    mine, ours, count = looked(of_half_precision, attention_mode.AttentionMode())
+    mine, ours, count = looked(of_half_precision, attention_deferred.AttentionMode())
     assert count == 1
     assert mine.dtype is seen.dtype
     assert torch.equal(mine, seen)
@@ -615,9 +598,9 @@ def test_any_chain_of_operators(chain, looks):
         with pytest.raises(
             RuntimeError, match=re.escape(str(error)[:60])
         ):  # changed in place where a gradient needs it
-            looked(program, attention_mode.AttentionMode())
+            looked(program, attention_deferred.AttentionMode())
         return
-    mine, ours, fused = looked(program, attention_mode.AttentionMode())
+    mine, ours, fused = looked(program, attention_deferred.AttentionMode())
     assert torch.equal(mine, seen) or (mine.isnan().equal(seen.isnan()) and mine.isnan().any())
     assert fused or ours[0].nan_to_num().equal(plain[0].nan_to_num())
     for a, b in zip(ours, plain, strict=True):
@@ -654,7 +637,7 @@ def test_a_causal_mask_that_stays_is_read_once():
 
     A mask that is recreated, or changed in place, is not taken for an old one.
     """
-    watch, mask = attention_mode.AttentionMode(), torch.ones(T, T).tril()
+    watch, mask = attention_deferred.AttentionMode(), torch.ones(T, T).tril()
     observed = []
     for step in range(7):
         if step == 5:
@@ -665,7 +648,7 @@ def test_a_causal_mask_that_stays_is_read_once():
         observed += fused.observed
         watch.step()
     assert observed == ["masked", "masked", "causal", "causal", "causal", "masked", "masked"]
-    fresh = attention_mode.AttentionMode()
+    fresh = attention_deferred.AttentionMode()
     for step in range(4):
         with Fused() as fused:
             looked(masked_by(torch.rand(T, T, generator=torch.Generator().manual_seed(step)) > 0.5), fresh)
@@ -679,7 +662,7 @@ def test_a_causal_mask_that_stays_is_read_once():
     ids=["upper", "one more", "one less", "all"],
 )
 def test_a_mask_that_is_not_causal_is_not_taken_for_one(mask):
-    watch = attention_mode.AttentionMode()
+    watch = attention_deferred.AttentionMode()
     for _ in range(4):
         with Fused() as fused:
             _, ours, count = looked(masked_by(mask), watch)
@@ -736,13 +719,13 @@ def test_attention_around_which_something_is_changed_in_place_stays_in_its_graph
 
 def test_products_that_are_no_attention_are_left_alone_after_some_steps():
     for name in ("no softmax", "by index"):
-        watch = attention_mode.AttentionMode()
+        watch = attention_deferred.AttentionMode()
         for step in range(8):
             assert watch.idle <= (step >= 3)
             looked(LOOKS[name][1], watch)
             watch.step()
         assert watch.idle
-    sometimes = attention_mode.AttentionMode()
+    sometimes = attention_deferred.AttentionMode()
     for step in range(9):  # read in two of them: no reason to stop fusing
         assert looked(LOOKS["entropy" if step in (2, 5) else "nothing"][1], sometimes)[2] == 1
         sometimes.step()
@@ -757,7 +740,7 @@ def test_weights_that_nn_multihead_attention_returns(average):
         x.grad = None
         layer.zero_grad()
         mask = nn.Transformer.generate_square_subsequent_mask(T)
-        before = attention_mode.COUNT[0]
+        before = attention_deferred.COUNT[0]
         if watch is None:
             out, weights = layer(x, x, x, attn_mask=mask, average_attn_weights=average)
         else:
@@ -767,13 +750,13 @@ def test_weights_that_nn_multihead_attention_returns(average):
         return (
             weights,
             [out, x.grad, *(p.grad.clone() for p in layer.parameters())],
-            attention_mode.COUNT[0] - before,
+            attention_deferred.COUNT[0] - before,
         )
 
     weights, plain, _ = go()
-    mine, ours, count = go(attention_mode.AttentionMode())
+    mine, ours, count = go(attention_deferred.AttentionMode())
     assert count == 1
-    assert isinstance(mine, deferred.DeferredScores)
+    assert isinstance(mine, attention_deferred.DeferredScores)
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     assert torch.equal(mine.detach() + 0, weights)
@@ -788,7 +771,7 @@ def test_inside_a_checkpoint(reentrant):
         with watch.forward():
             return attention(q * 1, k * 1, v)
 
-    watch = attention_mode.AttentionMode()
+    watch = attention_deferred.AttentionMode()
     plain = looked(lambda q, k, v: (attention(q, k, v), v))[1]
     for _ in range(4):
         ours, count = looked(lambda q, k, v: (checkpoint(watched, q, k, v, use_reentrant=reentrant), v))[1:]
@@ -801,7 +784,7 @@ def test_inside_a_checkpoint(reentrant):
 def test_weights_are_those_of_the_weights_before_a_step():
     """A parameter that scores are made of directly changes in a step, so such scores are computed at once."""
     queries, k = nn.Parameter(made(1, T, 8)), made(2, B, T, 8)
-    optimizer, watch = torch.optim.SGD([queries], lr=1.0), attention_mode.AttentionMode()
+    optimizer, watch = torch.optim.SGD([queries], lr=1.0), attention_deferred.AttentionMode()
     with watch.forward():
         direct = (queries @ k.mT).softmax(-1)
         through = ((queries * 1) @ k.mT).softmax(-1)
@@ -810,12 +793,12 @@ def test_weights_are_those_of_the_weights_before_a_step():
     out.sum().backward()
     optimizer.step()
     assert type(direct) is torch.Tensor
-    assert isinstance(through, deferred.DeferredScores)
+    assert isinstance(through, attention_deferred.DeferredScores)
     assert torch.equal(through.detach() + 0, plain)
 
 
 def test_a_change_in_place_is_an_error_and_no_wrong_number():
-    bias, watch = torch.zeros(T, T), attention_mode.AttentionMode()
+    bias, watch = torch.zeros(T, T), attention_deferred.AttentionMode()
     q = made(1, B, T, 8).requires_grad_() * 1
     with watch.forward():
         weights = (q @ q.mT + bias).softmax(-1)
@@ -828,11 +811,11 @@ def test_a_change_in_place_is_an_error_and_no_wrong_number():
 
 def test_operations_that_need_memory_get_it():
     q = made(1, B, T, 8)
-    watch = attention_mode.AttentionMode()
+    watch = attention_deferred.AttentionMode()
     with watch.forward():
         weights = (q @ q.mT).softmax(-1)
     plain = (q @ q.mT).softmax(-1)
-    assert isinstance(weights, deferred.DeferredScores)
+    assert isinstance(weights, attention_deferred.DeferredScores)
     assert (weights.shape, weights.stride(), weights.dtype, weights.requires_grad, len(weights)) == (
         plain.shape,
         plain.stride(),
@@ -851,15 +834,15 @@ def test_operations_that_need_memory_get_it():
 
 
 def test_transforms_of_torch_func_see_the_plain_operators():
-    watch = attention_mode.AttentionMode()
+    watch = attention_deferred.AttentionMode()
 
     def loss(q, k, v):
         with watch.forward():
             return ((q @ k.mT).softmax(-1) @ v).square().sum()
 
-    before, tensors = attention_mode.COUNT[0], (made(1, B, T, 8), made(2, B, T, 8), made(3, B, T, 8))
+    before, tensors = attention_deferred.COUNT[0], (made(1, B, T, 8), made(2, B, T, 8), made(3, B, T, 8))
     ours = torch.func.vmap(torch.func.grad(loss))(*tensors)
-    assert attention_mode.COUNT[0] == before
+    assert attention_deferred.COUNT[0] == before
     right = torch.func.vmap(torch.func.grad(lambda q, k, v: ((q @ k.mT).softmax(-1) @ v).square().sum()))(
         *tensors
     )
@@ -882,9 +865,9 @@ def test_fully_masked_rows_keep_their_values(fill, added):
         scores = scores + bias if added == "after" else scores
         return (scores.softmax(-1) @ v).transpose(1, 2)
 
-    watch, before = attention_mode.AttentionMode(), attention_mode.COUNT[0]
+    watch, before = attention_deferred.AttentionMode(), attention_deferred.COUNT[0]
     ours, plain = run(program, watch=watch), run(program)
-    assert attention_mode.COUNT[0] == before + 1
+    assert attention_deferred.COUNT[0] == before + 1
     assert plain[0][:, 2].isnan().all() == (fill == -math.inf)
     assert_near([ours[0], ours[3]], [plain[0], plain[3]], 1e-4)
     if fill > -math.inf or added is None:

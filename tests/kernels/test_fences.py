@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from flatout.kernels.cuda import CudaError, CudaSource, CudaUnavailable, compile_for  # noqa: E402
 from flatout.kernels.fences import Fenced, fenced  # noqa: E402
-from flatout.launch.compiler import emulate, nvcc  # noqa: E402
+from flatout.launch.compiler import emulate  # noqa: E402
 
 pytestmark = pytest.mark.processes
 
@@ -143,11 +143,3 @@ def test_the_compilers_messages(tmp_path):
         with pytest.raises(CudaError, match="undefined_name"):
             compile_for(CudaSource(path), "sm_80")
     assert "undefined_name" in emulate(path, tmp_path / "x.so", ["f"])
-    said = nvcc(path, "sm_80")
-    assert said is None or "undefined_name" in said
-
-
-def test_nvcc_compiles_our_source(source):
-    """Where nvcc is installed: the same text, for both targets."""
-    for target in ("sm_80", "sm_90a"):
-        assert nvcc(source.path, target) in ("", None)

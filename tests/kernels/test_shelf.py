@@ -1,8 +1,8 @@
-"""The rules for every built-in kernel: its page, its folder, and its gate, on a machine without a GPU."""
+"""The built-in kernel: its page, its folder, and its gate, as `flatout kernel check` runs it without a GPU."""
 
 from __future__ import annotations
 
-from importlib import import_module
+import json
 from pathlib import Path
 
 import pytest
@@ -14,57 +14,44 @@ from flatout.kernels.subject import find
 
 torch = pytest.importorskip("torch")
 WRONG = Path(__file__).parent / "wrong"
-HOME = Path(flatout.kernels.__file__).parent
-# The gate of one kernel in `make test`, of each in `make full`.
-GATED = [name if name == "augment" else pytest.param(name, marks=pytest.mark.full) for name in NAMES]
-FOLDERS = {path.parent.name for path in HOME.glob("*/__init__.py")} - {"template"}
+FOLDERS = {path.parent.name for path in Path(flatout.kernels.__file__).parent.glob("*/__init__.py")}
 
 
+@pytest.mark.full
 @pytest.mark.processes
-@pytest.mark.parametrize("name", GATED)
 @pytest.mark.timeout(300)
-def test_the_gate_is_green(gates, name):
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gate_is_green_and_rejects_known_wrong_variants(flatout, name):
     """Everything is checked except what needs a GPU; nothing fails."""
-    outcomes = gates[name]
-    assert not {check: why for check, (status, why) in outcomes.items() if status == "failed"}
+    done = flatout("kernel", "check", str(WRONG / f"{name}.py"), "--json", timeout=200)
+    assert done.code == 0, done.out + done.err
+    outcomes = {check["name"]: (check["status"], check["why"]) for check in json.loads(done.out)["checks"]}
+    not_run = {check for check, (status, _) in outcomes.items() if status == "not run"}
     if not torch.cuda.is_available():
-        not_run = {check for check, (status, _) in outcomes.items() if status == "not run"}
         assert {"triton on a GPU", "cuda on a GPU"} <= not_run
-        if (
-            has_triton() and torch.version.cuda and not any("NumPy" in why for _, why in outcomes.values())
-        ):  # a CPU build of torch has neither Triton nor NVRTC
+        if has_triton() and torch.version.cuda and not any("NumPy" in why for _, why in outcomes.values()):
+            # a CPU build of torch has neither Triton nor NVRTC
             assert not_run == {"triton on a GPU", "cuda on a GPU"}
     assert {f"kernel.cu compiles for {target}" for target in ("sm_80", "sm_90a")} <= set(outcomes)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("name", GATED)
-def test_known_wrong_variants_are_rejected_by_their_numbers(gates, name):
-    for variant in find(str(WRONG / f"{name}.py")).wrong:
-        status, why = gates[name][f"rejects {variant}"]
+    variants = find(str(WRONG / f"{name}.py")).wrong
+    assert len(variants) >= 4
+    for variant in variants:
+        status, why = outcomes[f"rejects {variant}"]
         assert status == "ok", variant
-        assert "times the allowed error" in why or "bit for bit" in why, variant
+        assert "times the allowed error" in why, variant
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_page_and_the_folder(name):
-    kernel = load(name)
-    assert kernel.name == name
-    assert len(find(str(WRONG / f"{name}.py")).wrong) >= 4
-    assert kernel.page == import_module(f"flatout.kernels.{name}").__doc__
-    for section in ("Formula: ", "What bounds it: ", "Limits: ", "Sources: "):
-        assert section in kernel.page, section
-    assert [each.name for each in kernel.implementations] == ["plain", "triton", "cuda"]
-    assert {"any", "gpu"} <= {case.bench for case in kernel.cases() if case.bench}
-
-
-def test_the_table_names_every_folder():
-    assert set(NAMES) == FOLDERS
+def test_the_table_its_pages_and_its_folders():
+    assert set(NAMES) == FOLDERS - {"template"}
+    for name in NAMES:
+        kernel = load(name)
+        for section in ("Formula: ", "What bounds it: ", "Limits: ", "Sources: "):
+            assert section in kernel.page, section
+        assert [implementation.name for implementation in kernel.implementations] == [
+            "plain",
+            "triton",
+            "cuda",
+        ]
+        assert {"any", "gpu"} <= {case.bench for case in kernel.cases() if case.bench}
     with pytest.raises(LookupError, match="there is no kernel 'nope'; there are layer_norm"):
         load("nope")
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("name", sorted(FOLDERS - {"rms_norm"}))
-def test_the_emulator_takes_its_source(emulated, name):
-    assert emulated[1][name] == ""

@@ -14,11 +14,10 @@ from flatout.levers import TABLE
 from flatout.levers.compile import LEVER as COMPILE
 from flatout.levers.fused_ops import LEVER
 from flatout.schema.facts import Facts
-from flatout.schema.lever import Options, Skip
 
 torch = pytest.importorskip("torch")
 
-from flatout.kernels.linear_cross_entropy import deferred  # noqa: E402
+from flatout.kernels import deferred_logits as deferred  # noqa: E402
 
 FACTS = Facts(cores=2, system="Linux")
 
@@ -137,32 +136,6 @@ def test_a_lever_that_did_nothing_says_so(training):
     other.steps(4)
     assert [name for name, _ in other.context.reports] == ["fused_ops"]
     assert "do not go straight into cross_entropy" in other.context.reports[0][1]
-
-
-def test_reasons(training):
-    def reason(live):
-        answer = LEVER.applies(FACTS, live.context)
-        assert isinstance(answer, Skip), answer
-        return answer.reason
-
-    live = training()
-    live.steps(2)
-    assert LEVER.applies(FACTS, live.context) == Options((True,))
-    live.context.create_graph_seen = True
-    assert "differentiates twice" in reason(live)
-    live.context.create_graph_seen, live.context.compiled_by_script = False, True
-    assert "compiles the model" in reason(live)
-    live.context.compiled_by_script = False
-    live.model.head.register_forward_hook(lambda *_: None)
-    assert "vocabulary-sized" in reason(live)
-
-
-def test_without_an_optimizer_it_is_left_alone(training):
-    live = training(optimizer=None)
-    live.steps(2)
-    answer = LEVER.applies(FACTS, live.context)
-    assert isinstance(answer, Skip)
-    assert "no torch.optim.Optimizer" in answer.reason
 
 
 def test_hooks_that_come_later_see_the_logits(training):

@@ -551,7 +551,7 @@ ROWS = [
     ),
     Row(
         "fused_ops",
-        "no linear layer has at least 8192 outputs, or as many as an Embedding has rows, and no layer on a CUDA device is a LayerNorm or RMSNorm "
+        "no linear layer has at least 8192 outputs, or as many as an Embedding has rows, and no layer on a CUDA device is a LayerNorm "
         "with weights",
         "ddp",
         "stream",

@@ -14,7 +14,7 @@ def command() -> None:
     \b
     flatout kernel check                       all kernels of flatout
     flatout kernel check path.py:function      your own, with `function_reference` and `function_cases`
-    flatout kernel bench layer_norm            against the reference, torch.compile and this device's roofline
+    flatout kernel bench layer_norm            against the reference, torch.compile and a copy on this device
     flatout kernel new my_kernel               a folder to start from, in CUDA C++ and Triton
     """
 
@@ -41,24 +41,19 @@ def check(subjects: tuple[str, ...], limit: str, quiet: bool, as_json: bool) -> 
 @click.option("--case", "only", default="", help="Measure only cases whose title contains this text.")
 @json_option
 def bench(subject: str, rounds: int, only: str, as_json: bool) -> None:
-    """Measure a kernel against its reference, torch.compile of it, and the roofline of this device."""
-    from flatout.cli.kernel_bench import print_timings, show
+    """Measure a kernel against its reference, torch.compile of it, and a copy on this device."""
+    from flatout.cli.kernel_bench import show
 
-    (print_timings if as_json else show)(subject, rounds, only)
+    show(subject, rounds, only, as_json)
 
 
 @command.command()
 @click.argument("name")
-@click.option("--triton", "way", flag_value="triton", help="Write the kernel in Triton only.")
-@click.option("--cuda", "way", flag_value="cuda", help="Write the kernel in CUDA C++ only.")
-@click.option(
-    "--both", "way", flag_value="both", default="both", help="Write the kernel in both (the default)."
-)
-def new(name: str, way: str) -> None:
+def new(name: str) -> None:
     """Create the folder NAME with a working example kernel.
 
     It has a reference, Triton and CUDA C++ code, an operator, cases, wrong variants and a test.
     """
     from flatout.cli.kernel_new import write
 
-    write(name, way)
+    write(name)

@@ -11,11 +11,9 @@ from flatout.schema.errors import StorageError, UsageError
 
 TEMPLATE = Path(flatout.kernels.__file__).parent / "template"
 EXAMPLE = "silu_mul"
-LEFT_OUT = {"triton": ("in_cuda.py", "kernel.cu"), "cuda": ("in_triton.py",), "both": ()}
-OTHER = {"triton": "cuda", "cuda": "triton"}  # lines of Python about the other language are omitted too
 
 
-def write(name: str, way: str) -> None:
+def write(name: str) -> None:
     """Write the folder ``name`` here.
 
     Raises UsageError if Python cannot import the name, StorageError if the folder exists."""
@@ -30,18 +28,9 @@ def write(name: str, way: str) -> None:
     try:
         folder.mkdir(parents=True)
         for source in sorted(TEMPLATE.iterdir()):
-            if source.is_file() and source.suffix in (".py", ".cu") and source.name not in LEFT_OUT[way]:
-                text = source.read_text(encoding="utf-8")
-                if source.suffix == ".py" and way in OTHER:
-                    about = (f'"{OTHER[way]}"', f"in_{OTHER[way]}", f"# of {OTHER[way]}")
-                    text = "".join(
-                        line
-                        for line in text.splitlines(keepends=True)
-                        if not any(mark in line for mark in about)
-                    )
-                (folder / source.name.replace(EXAMPLE, stem)).write_text(
-                    text.replace(EXAMPLE, stem), encoding="utf-8"
-                )
+            if source.is_file() and source.suffix in (".py", ".cu"):
+                text = source.read_text(encoding="utf-8").replace(EXAMPLE, stem)
+                (folder / source.name.replace(EXAMPLE, stem)).write_text(text, encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{name} cannot be written: {error.strerror}. Choose another folder.") from None
     click.echo(

@@ -1,4 +1,4 @@
-"""The gate's child process: ``python -m flatout.kernels SUBJECT RECORDS [AFTER]``.
+"""The gate's child process: ``python -m flatout.kernels SUBJECT RECORDS AFTER``.
 
 Writes one JSON object per line to RECORDS: first the list of checks, then the number of each check before it
 runs and its outcome after it. So the reader knows which check caused a crash, and restarts AFTER it. For CUDA
@@ -39,20 +39,22 @@ def main(subject: str, records: Path, after: int) -> None:
         todo = checks(kernel)
         if os.environ.get(SANITIZED):
             todo = [(name, check) for name, check in todo if name.endswith(": memory")]
+        emulate = bool(kernel.sources) and not gpu and EMULATED not in os.environ
         write(
             kernel=kernel.name,
-            sources=[[str(s.path), s.kernels(), s.emulated_name] for s in kernel.sources],
+            sources=[(str(source.path), source.kernels(), source.emulated_name) for source in kernel.sources],
             checks=[name for name, _ in todo],
             gpu=gpu,
+            emulate=emulate,
         )
-        if kernel.sources and not gpu and EMULATED not in os.environ:
+        if emulate:
             return
-        for at, (name, check) in enumerate(todo):
-            if at > after:
-                write(begins=at)
-                write(at=at, **asdict(run(name, check)))
+        for number, (name, check) in enumerate(todo):
+            if number > after:
+                write(begins=number)
+                write(**asdict(run(name, check)))
         write(ended=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else -1)
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

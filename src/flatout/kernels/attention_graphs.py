@@ -16,10 +16,19 @@ import torch
 from torch.fx import Graph, Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 
-from flatout.kernels.attend import attend, causal_and_whole, finished
-from flatout.kernels.attention_forms import MAKES_MASKS, OUT_OF_PLACE, extended
-from flatout.kernels.attention_products import PRODUCTS, product, with_operands
-from flatout.kernels.attention_reading import AttentionForm, AttentionMatch
+from flatout.kernels.attend import attend, causal_and_whole
+from flatout.kernels.attention_forms import (
+    OUT_OF_PLACE,
+    PRODUCTS,
+    AttentionForm,
+    AttentionMatch,
+    Call,
+    extended,
+    finished,
+    product,
+    with_operands,
+)
+from flatout.kernels.attention_masks import MAKES_MASKS
 
 MOST_ELEMENTS = 1 << 26  # largest mask that is computed to test whether it is causal
 
@@ -57,14 +66,14 @@ SEE = _NodeArguments()
 def rewrite(graph: Graph) -> int:
     """Change the graph and return the number of fused attentions."""
     forms: dict[Node, AttentionForm] = {}
-    found: list[tuple[Node, AttentionMatch]] = []
+    matches: list[tuple[Node, AttentionMatch]] = []
     order = {node: at for at, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         name, made = _name(node), SEE.tensor(node)
         if name is None or made is None:
             continue
         args, kwargs = with_operands(name, node.args), dict(node.kwargs)
-        known = [at for at, each in enumerate(args) if isinstance(each, Node) and each in forms]
+        known = [at for at, argument in enumerate(args) if isinstance(argument, Node) and argument in forms]
         if known == [0] and name in OUT_OF_PLACE:  # later uses refer to this operator's result
             args[0].replace_all_uses_with(
                 node, delete_user_cb=lambda user, here=order[node]: order[user] > here
@@ -74,14 +83,14 @@ def rewrite(graph: Graph) -> int:
             if form is not None and made.dtype.is_floating_point:
                 forms[node] = replace(form, dtype=made.dtype)
         elif len(known) == 1 and len(args[known[0]].users) == 1:
-            form = forms[args[known[0]]]
+            form, call = forms[args[known[0]]], Call(SEE, name, args, kwargs, known[0], made)
             if name in PRODUCTS:
-                whole = finished(SEE, name, form, known[0], args, kwargs, made)
-                if whole is not None and _can_be_placed(whole):
-                    found.append((node, whole))
-            elif (longer := extended(SEE, name, form, known[0], args, kwargs, made)) is not None:
+                match = finished(form, call)
+                if match is not None and _can_be_placed(match):
+                    matches.append((node, match))
+            elif (longer := extended(form, call)) is not None:
                 forms[node] = longer
-    return sum(_replace(graph, node, whole, forms) for node, whole in found)
+    return sum(_replace(graph, node, match, forms) for node, match in matches)
 
 
 def _name(node: Node) -> str | None:
@@ -95,18 +104,18 @@ def _name(node: Node) -> str | None:
     )
 
 
-def _can_be_placed(whole: AttentionMatch) -> bool:
+def _can_be_placed(match: AttentionMatch) -> bool:
     """Whether all sizes are numbers, or every tensor already has its four axes.
 
     A node cannot hold a symbolic size.
     """
-    form = whole.form
-    shapes = [SEE.tensor(each).shape for each in (form.q, form.k, whole.v)]
+    form = match.form
+    shapes = [SEE.tensor(each).shape for each in (form.q, form.k, match.v)]
     if all(isinstance(size, int) for shape in (*shapes, form.batch) for size in shape):
         return True
     orders = [
         axes or range(len(shape))
-        for shape, axes in zip(shapes, (form.q_axes, form.k_axes, whole.v_axes), strict=True)
+        for shape, axes in zip(shapes, (form.q_axes, form.k_axes, match.v_axes), strict=True)
     ]
     batches = [
         *([shape[axis] for axis in order[:-2]] for shape, order in zip(shapes, orders, strict=True)),
@@ -116,19 +125,19 @@ def _can_be_placed(whole: AttentionMatch) -> bool:
     return all(len(batch) == 2 and all(map(SEE.same, batch, form.batch)) for batch in batches)
 
 
-def _replace(graph: Graph, last: Node, whole: AttentionMatch, forms: dict[Node, AttentionForm]) -> bool:
+def _replace(graph: Graph, last: Node, match: AttentionMatch, forms: dict[Node, AttentionForm]) -> bool:
     chain = [last]
     while (before := next((each for each in chain[-1].all_input_nodes if each in forms), None)) is not None:
         chain.append(before)
     if any(_changes(node) for node in _between(chain[-1], last) if node not in chain):
         return False
     tracer = GraphAppendingTracer(graph)
-    form = whole.form
+    form = match.form
     causal, checked = _causal(form)
     with graph.inserting_before(last):
         masks = tuple(replace(mask, tensor=Proxy(mask.tensor, tracer)) for mask in form.masks)
         placed = replace(form, q=Proxy(form.q, tracer), k=Proxy(form.k, tracer), masks=masks)
-        out = attend(SEE, replace(whole, form=placed, v=Proxy(whole.v, tracer)), causal, checked).node
+        out = attend(SEE, replace(match, form=placed, v=Proxy(match.v, tracer)), causal, checked).node
     out.meta = dict(last.meta)
     last.replace_all_uses_with(out)
     for node in chain:
@@ -174,7 +183,7 @@ def _constant(thing: object) -> Any:
         return thing
     made = SEE.tensor(thing)
     if (
-        _name(thing) not in MAKES_MASKS
+        not MAKES_MASKS.fullmatch(_name(thing) or "")
         or made is None
         or any(not isinstance(size, int) for size in made.shape)
         or made.numel() > MOST_ELEMENTS

@@ -1,7 +1,8 @@
-"""Registers masks that are compared once, not at every call."""
+"""Register masks that are compared once, not at every call."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,13 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatout.kernels.attend import causal_and_whole
-from flatout.kernels.attention_reading import AttentionForm
+from flatout.kernels.attention_forms import AttentionForm
+
+# Operators that make masks of constants and of other masks.
+MAKES_MASKS = re.compile(
+    "__(getitem|eq|ne|and|or|invert|rsub)__|getitem|eq|ne|and_|or_|invert|inv|lt|le|gt|ge|sub|mul|neg|bool|"
+    "(logical|bitwise)_(not|or|and)|to|type|float|tril|triu|ones|zeros|full|arange|view|unsqueeze|squeeze|expand|masked_fill|tensor"
+)
 
 
 class MaskRegistry:

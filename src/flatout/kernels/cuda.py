@@ -25,9 +25,8 @@ import torch
 HERE = Path(__file__).parent
 EMULATED = "FLATOUT_EMULATED"
 OPTIONS = ("--std=c++17", "--restrict")
-PLAIN_SHARED_BYTES = (
-    48 << 10
-)  # more needs a request (CUDA C++ Programming Guide, compute capability 7.0 and later)
+# More needs a request (CUDA C++ Programming Guide, compute capability 7.0 and later).
+PLAIN_SHARED_BYTES = 48 << 10
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 SUFFIX = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
@@ -79,47 +78,34 @@ class CudaSource:
         if 0 in grid:
             return
         held = [_as_c(argument) for argument in arguments]
-        pointers = (ctypes.c_void_p * len(held))(
-            *(ctypes.cast(ctypes.byref(each), ctypes.c_void_p) for each in held)
-        )
-        width, height, depth = (*grid, 1, 1)[:3]
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                function = self._function(
-                    device.index if device.index is not None else torch.cuda.current_device(),
-                    name,
-                    shared_bytes,
-                )
-                stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-                _check(
-                    _driver(),
-                    _driver().cuLaunchKernel(
-                        function, width, height, depth, block, 1, 1, shared_bytes, stream, pointers, None
-                    ),
-                    name,
-                )
-        else:
-            library = self._emulated()
-            if library.flatout_launch(
-                name.encode(), width, height, depth, block, ctypes.c_size_t(shared_bytes), pointers
-            ):
+        addresses = (ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in held)
+        pointers = (ctypes.c_void_p * len(held))(*addresses)
+        blocks = (*grid, 1, 1)[:3]
+        if device.type != "cuda":
+            shared = ctypes.c_size_t(shared_bytes)
+            if self._emulated().flatout_launch(name.encode(), *blocks, block, shared, pointers):
                 raise CudaError(f"{self.path.name} has no kernel {name}; it has {', '.join(self.kernels())}.")
+            return
+        with torch.cuda.device(device):
+            function = self._function(torch.cuda.current_device(), name, shared_bytes)
+            stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+            threads = (block, 1, 1)
+            _call(name, "cuLaunchKernel", function, *blocks, *threads, shared_bytes, stream, pointers, None)
 
     def _function(self, index: int, name: str, shared_bytes: int) -> Any:
+        """The kernel on the device of this index, which is the current one."""
         key = (index, name)
         if key not in self._functions:
             module, function = ctypes.c_void_p(), ctypes.c_void_p()
             major, minor = torch.cuda.get_device_capability(index)
             image = compile_for(self, f"sm_{major}{minor}{'a' if major >= 9 else ''}")
             torch.cuda.current_stream(index).synchronize()  # makes the primary context current
-            _check(_driver(), _driver().cuModuleLoadData(ctypes.byref(module), image), self.path.name)
-            _check(
-                _driver(), _driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()), name
-            )
+            _call(self.path.name, "cuModuleLoadData", ctypes.byref(module), image)
+            _call(name, "cuModuleGetFunction", ctypes.byref(function), module, name.encode())
             self._functions[key] = function
         function = self._functions[key]
         if shared_bytes > PLAIN_SHARED_BYTES:
-            _check(_driver(), _driver().cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED, shared_bytes), name)
+            _call(name, "cuFuncSetAttribute", function, MAX_DYNAMIC_SHARED, shared_bytes)
         return function
 
     def _emulated(self) -> Any:
@@ -135,17 +121,14 @@ def kernels_in(text: str) -> list[str]:
 
     ``forward_##suffix`` appears once per suffix of its macro.
     """
-    found = []
+    names = []
     for name in re.findall(
         r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+(?:##\w+)?)\(', text
     ):
         stem, mark, _ = name.partition("##")
-        found += (
-            [stem + suffix for suffix in re.findall(r"^KERNELS\((\w+)", text, re.MULTILINE)]
-            if mark
-            else [name]
-        )
-    return found
+        suffixes = re.findall(r"^KERNELS\((\w+)", text, re.MULTILINE) if mark else [""]
+        names += [stem + suffix for suffix in suffixes]
+    return names
 
 
 def is_runnable() -> bool:
@@ -164,12 +147,10 @@ def compile_for(source: CudaSource, target: str) -> bytes:
 @cache
 def _compiled(text: str, name: str, target: str) -> bytes:
     nvrtc = _nvrtc()
-    headers = {"flatout.cuh": (HERE / "flatout.cuh").read_bytes()}
     program = ctypes.c_void_p()
-    bodies, names = (
-        (ctypes.c_char_p * len(headers))(*part) for part in (headers.values(), (n.encode() for n in headers))
-    )
-    nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), len(headers), bodies, names)
+    headers = ((HERE / "flatout.cuh").read_bytes(), b"flatout.cuh")
+    body, header = ((ctypes.c_char_p * 1)(part) for part in headers)
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 1, body, header)
     options = [option.encode() for option in (f"--gpu-architecture={target}", *OPTIONS)]
     failed = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     size = ctypes.c_size_t()
@@ -195,18 +176,15 @@ def _as_c(argument: torch.Tensor | float | None) -> Any:
     return ctypes.c_longlong(argument) if isinstance(argument, int) else ctypes.c_float(argument)
 
 
-def _check(driver: Any, code: int, what: str) -> None:
+def _call(what: str, function: str, *arguments: Any) -> None:
+    """Call a function of the CUDA driver. Raises CudaError with its message."""
+    driver = _library("libcuda.so.1")
+    code = getattr(driver, function)(*arguments)
     if code:
-        words = ctypes.c_char_p()
-        driver.cuGetErrorString(code, ctypes.byref(words))
-        raise CudaError(
-            f"{what}: the CUDA driver reports: {(words.value or b'unknown error').decode()} ({code})."
-        )
-
-
-@cache
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
+        message = ctypes.c_char_p()
+        driver.cuGetErrorString(code, ctypes.byref(message))
+        reported = (message.value or b"unknown error").decode()
+        raise CudaError(f"{what}: the CUDA driver reports: {reported} ({code}).")
 
 
 @cache
@@ -221,11 +199,8 @@ def _nvrtc() -> Any:
         raise CudaUnavailable("this build of torch has no CUDA, so there is no NVRTC to compile CUDA C++.")
     name = f"libnvrtc.so.{torch.version.cuda.split('.')[0]}"
     wheels = sorted(Path(torch.__file__).parent.parent.glob(f"nvidia/*/lib/{name}"))
-    for candidate in (
-        *map(str, wheels),
-        name,
-        f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/lib64/{name}",
-    ):
+    toolkit = f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/lib64/{name}"
+    for candidate in (*map(str, wheels), name, toolkit):
         try:
             return ctypes.CDLL(candidate)
         except OSError:

@@ -2,9 +2,8 @@
 
 It computes and returns records; it prints, times and starts nothing.
 
-    values          outputs and gradients of every case against the reference in float64 (``precision``: bounds
-                    that follow from the type and the length of the sums), and, for exact kernels, the
-                    reference's bits
+    values          outputs and gradients of every case against the reference in float64 (``evaluation``: bounds
+                    that follow from the type and the length of the sums)
     determinism     bitwise equal outputs and gradients
     memory          every case with each buffer against a protected page, at its end and at its beginning
                     (``fences``); on a GPU, compute-sanitizer runs the same cases
@@ -21,7 +20,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -33,17 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from flatout.kernels import NAMES, cuda
-from flatout.kernels.evaluation import (
-    Failed,
-    bits,
-    cloned,
-    compare,
-    evaluate,
-    in_double,
-    inputs_of,
-    mapped,
-    on_device,
-)
+from flatout.kernels.evaluation import Failed, compare, evaluate, in_double, inputs_of, on_device
 from flatout.kernels.fences import Fenced, fenced
 from flatout.kernels.kernel import Case, Function, Implementation, Inputs, Kernel, has_triton, tensors_of
 
@@ -72,9 +61,10 @@ class NotRun(Exception):
 
 def checks(kernel: Kernel) -> list[tuple[str, Callable[[], str]]]:
     """The checks of a kernel by name, in order. A function returns a remark, or raises Failed or NotRun."""
-    found: list[tuple[str, Callable[[], str]]] = []
+    gpu, found = torch.cuda.is_available(), list[tuple[str, Callable[[], str]]]()
     for implementation in kernel.implementations:
-        title = f"{implementation.name}{_manner(implementation)}"
+        how = "" if gpu else {"triton": " (interpreter)", "cuda": " (emulated)"}.get(implementation.needs, "")
+        title = f"{implementation.name}{how}"
         found += [
             (f"{title}: values", partial(values, kernel, implementation)),
             (f"{title}: determinism", partial(determinism, kernel, implementation)),
@@ -82,8 +72,10 @@ def checks(kernel: Kernel) -> list[tuple[str, Callable[[], str]]]:
         ]
         if torch.float64 in implementation.dtypes and any(case.differentiate for case in kernel.cases()):
             found.append((f"{title}: gradcheck", partial(gradcheck, kernel, implementation)))
-        if implementation.needs and not torch.cuda.is_available():
-            found.append((f"{implementation.name} on a GPU", _no_gpu))
+        if implementation.needs and not gpu:
+            found.append(
+                (f"{implementation.name} on a GPU", partial(not_run, "torch sees no CUDA device here"))
+            )
     found += [(f"opcheck {name}", partial(opcheck, kernel, name)) for name in kernel.operators]
     found += [
         (f"{source.path.name} compiles for {target}", partial(compiles, source, target))
@@ -94,7 +86,8 @@ def checks(kernel: Kernel) -> list[tuple[str, Callable[[], str]]]:
         (f"rejects {name}", partial(rejects, kernel, variant)) for name, variant in kernel.wrong.items()
     ]
     if not kernel.wrong and kernel.name not in NAMES:  # theirs are in tests/kernels/wrong
-        found.append(("rejects wrong variants", _no_wrong))
+        why = "there is no known-wrong variant, so it is unknown whether these cases would detect a mistake"
+        found.append(("rejects wrong variants", partial(not_run, why)))
     return found
 
 
@@ -107,28 +100,26 @@ def run(name: str, check: Callable[[], str]) -> GateCheck:
     except (NotRun, cuda.CudaUnavailable) as reason:
         return GateCheck(name, "not run", str(reason))
     except Exception as error:  # any exception of the kernel is a failure
-        return GateCheck(
-            name, "failed", f"it raised {type(error).__name__}: {' '.join(str(error).split())[:400]}"
-        )
+        return GateCheck(name, "failed", f"it raised {type(error).__name__}: {_one_line(error)}")
 
 
 # -- the checks ----------------------------------------------------------------------------------------------
 
 
 def values(kernel: Kernel, implementation: Implementation) -> str:
-    worst, count = 0.0, 0
-    for at, case in _cases(kernel, implementation):
-        share = compare(kernel, case, at, implementation.call, kernel.exact)
-        worst, count = max(worst, share), count + 1
-    return f"{count} cases, at most {100 * worst:.0f} % of the allowed error"
+    shares = [
+        compare(kernel, case, seed, implementation.call) for seed, case in _cases(kernel, implementation)
+    ]
+    return f"{len(shares)} cases, at most {100 * max(shares, default=0.0):.0f} % of the allowed error"
 
 
 def determinism(kernel: Kernel, implementation: Implementation) -> str:
-    for at, case in _cases(kernel, implementation):
-        inputs = on_device(inputs_of(case, at))
-        one, two = (evaluate(implementation.call, cloned(inputs), case, at) for _ in range(2))
+    for seed, case in _cases(kernel, implementation):
+        one, two = (
+            evaluate(implementation.call, on_device(inputs_of(case, seed)), case, seed) for _ in range(2)
+        )
         for which, (a, b) in enumerate(zip(one, two, strict=True)):
-            if not torch.equal(bits(a), bits(b)):
+            if not torch.equal(_bits(a), _bits(b)):
                 raise Failed(
                     f"{case.title}: result {which} differs between two calls with the same inputs; does a sum have no fixed order (atomics)?"
                 )
@@ -136,84 +127,84 @@ def determinism(kernel: Kernel, implementation: Implementation) -> str:
 
 
 def memory(kernel: Kernel, implementation: Implementation) -> str:
-    _can_run(implementation)
+    cases = _cases(kernel, implementation)
     if torch.cuda.is_available() and implementation.needs:
         if not os.environ.get(SANITIZED):
             raise NotRun("compute-sanitizer was not found; it comes with the CUDA toolkit")
-        for at, case in _cases(kernel, implementation):
-            evaluate(implementation.call, on_device(inputs_of(case, at)), case, at)
+        for seed, case in cases:
+            evaluate(implementation.call, on_device(inputs_of(case, seed)), case, seed)
         torch.cuda.synchronize()
         return "under compute-sanitizer"
     for at_end in (True, False):
-        for at, case in _cases(kernel, implementation):
-            inputs = mapped(inputs_of(case, at), partial(fenced, at_end=at_end))
+        for seed, case in cases:
+            inputs = tree_map_only(torch.Tensor, partial(fenced, at_end=at_end), inputs_of(case, seed))
             with Fenced(kernel.operators, at_end):
-                evaluate(implementation.call, inputs, case, at)
+                evaluate(implementation.call, inputs, case, seed)
     return "every buffer against a protected page, at its end and at its beginning"
 
 
 def gradcheck(kernel: Kernel, implementation: Implementation) -> str:
     """Check the smallest cases in float64, whatever their declared type."""
     tried = 0
-    for at, case in enumerate(kernel.cases()):
-        if case.bench or not case.differentiate:
+    for seed, case in enumerate(kernel.cases()):
+        if case.bench or not case.differentiate or tried == GRADCHECK_CASES:
             continue
-        inputs = inputs_of(case, at)
-        size = sum(
-            tensor.numel()
-            for tensor in inputs.values()
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
-        )
+        inputs = in_double(inputs_of(case, seed))
+        tensors = [tensor for tensor in inputs.values() if isinstance(tensor, torch.Tensor)]
+        size = sum(tensor.numel() for tensor in tensors if tensor.is_floating_point())
         if not 0 < size <= GRADCHECK_ELEMENTS:
             continue
-        double = mapped(inputs, in_double)
-        if not all(bool(output.isfinite().all()) for output in tensors_of(kernel.reference(**double))):
+        if not all(bool(output.isfinite().all()) for output in tensors_of(kernel.reference(**inputs))):
             continue  # there is no finite slope to measure
-        leaves = [double[name].requires_grad_() for name in case.differentiate]
 
-        def of_leaves(
-            *given: torch.Tensor, double: Inputs = double, names: tuple[str, ...] = case.differentiate
-        ) -> Any:
-            return tensors_of(implementation.call(**{**double, **dict(zip(names, given, strict=True))}))
+        def of_leaves(*leaves: torch.Tensor, inputs: Inputs = inputs, case: Case = case) -> Any:
+            named = dict(zip(case.differentiate, leaves, strict=True))
+            return tensors_of(implementation.call(**{**inputs, **named}))
 
         try:
+            leaves = [inputs[name].requires_grad_() for name in case.differentiate]
             torch.autograd.gradcheck(of_leaves, leaves, fast_mode=True)
         except GradcheckError as error:
-            raise Failed(f"{case.title}: {' '.join(str(error).split())[:300]}") from None
+            raise Failed(f"{case.title}: {_one_line(error)}") from None
         tried += 1
-        if tried == GRADCHECK_CASES:
-            break
     if not tried:
         raise NotRun(f"no case has at most {GRADCHECK_ELEMENTS} elements")
     return f"{tried} cases"
 
 
 def opcheck(kernel: Kernel, name: str) -> str:
-    seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    calls: list[Any] = []
     for implementation in kernel.implementations:
         try:
-            runnable = list(_cases(kernel, implementation))
+            cases = _cases(kernel, implementation)[:3]
         except NotRun:
             continue
-        for at, case in runnable[:3]:
-            inputs = on_device(inputs_of(case, at))
+        for seed, case in cases:
+            inputs = on_device(inputs_of(case, seed))
             with _Recorder(name) as recorder:
-                evaluate(implementation.call, inputs, replace(case, differentiate=()), at)
-                recorder.differentiable = bool(recorder.calls)
-                evaluate(implementation.call, inputs, case, at)
+                evaluate(implementation.call, inputs, replace(case, differentiate=()), seed)
+                forward = bool(recorder.calls)
+                evaluate(implementation.call, inputs, case, seed)
             # An operator that only the backward pass calls need not be differentiable itself.
-            names = {id(inputs[name]) for name in case.differentiate} if recorder.differentiable else set()
-            seen += [recorder.copied(call, names) for call in recorder.calls[:1]]
-        if len(seen) >= OPCHECK_CALLS:
-            break
-    if not seen:
+            leaves = {id(inputs[name]) for name in case.differentiate} if forward else set()
+            calls += [
+                tree_map_only(
+                    torch.Tensor,
+                    lambda tensor, leaves=leaves: (
+                        tensor.detach().clone().requires_grad_(id(tensor) in leaves)
+                    ),
+                    call,
+                )
+                for call in recorder.calls[:1]
+            ]
+    if not calls:
         raise Failed(f"no case calls the operator {name}")
-    for function, args, kwargs in seen[:OPCHECK_CALLS]:
+    for function, args, kwargs in calls[:OPCHECK_CALLS]:
         try:
             torch.library.opcheck(function, args, kwargs)
         except Exception as error:  # its own class is not public
-            raise Failed(" ".join(str(error).split())[:400]) from None
-    return f"{len(seen[:OPCHECK_CALLS])} calls"
+            raise Failed(_one_line(error)) from None
+    return f"{len(calls[:OPCHECK_CALLS])} calls"
 
 
 def compiles(source: cuda.CudaSource, target: str) -> str:
@@ -228,24 +219,18 @@ def rejects(kernel: Kernel, variant: Function) -> str:
 
     A variant that raises proves nothing about the gate.
     """
-    for at, case in enumerate(kernel.cases()):
+    for seed, case in enumerate(kernel.cases()):
         if case.bench:
             continue
         try:
-            compare(kernel, case, at, variant, kernel.exact)
+            compare(kernel, case, seed, variant)
         except Failed as refused:
             return f"rejected: {refused}"
     raise Failed("the gate accepted this wrong variant: add a case that reveals its mistake")
 
 
-def _no_gpu() -> str:
-    raise NotRun("torch sees no CUDA device here")
-
-
-def _no_wrong() -> str:
-    raise NotRun(
-        "there is no known-wrong variant, so it is unknown whether these cases would detect a mistake"
-    )
+def not_run(why: str) -> str:
+    raise NotRun(why)
 
 
 # -- shared helpers -----------------------------------------------------------------------------------------
@@ -257,24 +242,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
-        self.differentiable = False
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-
-    @staticmethod
-    def copied(
-        call: tuple[Any, tuple[Any, ...], dict[str, Any]], leaves: set[int]
-    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """The same call with copied tensors; leaves stay leaves."""
-        function, args, kwargs = call
-        return (
-            function,
-            tree_map_only(
-                torch.Tensor,
-                lambda tensor: tensor.detach().clone().requires_grad_(id(tensor) in leaves),
-                args,
-            ),
-            kwargs,
-        )
 
     def __torch_dispatch__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if function.name().partition(".")[0] == self._name:
@@ -282,31 +250,28 @@ class _Recorder(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def _cases(kernel: Kernel, implementation: Implementation) -> Iterator[tuple[int, Case]]:
+def _cases(kernel: Kernel, implementation: Implementation) -> list[tuple[int, Case]]:
     """The cases of an implementation, with their seeds. Raises NotRun if it cannot run here."""
-    _can_run(implementation)
-    return (
-        (at, case)
-        for at, case in enumerate(kernel.cases())
-        if not case.bench and case.dtype in implementation.dtypes
-    )
-
-
-def _can_run(implementation: Implementation) -> None:
+    gpu = torch.cuda.is_available()
     if implementation.needs == "triton":
         if not has_triton():
             raise NotRun("Triton is not installed; it comes with CUDA builds of torch")
-        if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        if not gpu and os.environ.get("TRITON_INTERPRET") != "1":
             raise NotRun(
                 "there is no GPU, and Triton's interpreter is off; set TRITON_INTERPRET=1 before Triton is imported"
             )
-        if not torch.cuda.is_available() and _version("triton") < (3, 7) and _version("numpy") >= (2, 4):
+        if not gpu and _version("triton") < (3, 7) and _version("numpy") >= (2, 4):
             raise NotRun(
                 "the interpreter of Triton before 3.7 reads loop bounds from NumPy in a way that NumPy 2.4 rejects; "
                 'run `pip install "numpy<2.4"`'
             )
     if implementation.needs == "cuda" and not cuda.is_runnable():
         raise NotRun("there is no GPU and no C++ compiler to emulate one; run `apt-get install g++`")
+    return [
+        (seed, case)
+        for seed, case in enumerate(kernel.cases())
+        if not case.bench and case.dtype in implementation.dtypes
+    ]
 
 
 def _version(package: str) -> tuple[int, ...]:
@@ -314,7 +279,10 @@ def _version(package: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", import_module(package).__version__)[:2])
 
 
-def _manner(implementation: Implementation) -> str:
-    if not implementation.needs or torch.cuda.is_available():
-        return ""
-    return " (interpreter)" if implementation.needs == "triton" else " (emulated)"
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, so that NaNs compare by their bits as well."""
+    return tensor.detach().cpu().contiguous().flatten().unsqueeze(-1).view(torch.uint8).flatten()
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:400]

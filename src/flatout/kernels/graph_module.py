@@ -100,29 +100,29 @@ class ModuleGraphs:
     def _pass(self, shape: _Shape, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shape.calls += 1
         if shape.eager or shape.calls == 1:
-            return self._eagerly(args, kwargs)
+            return self.eagerly(args, kwargs)
         if shape.seen is None:
             return self._watch(shape, inputs, args, kwargs)
         if not shape.used:
             if shape.calls > PATIENCE:
                 self._stays_eager(shape, "has no output that is differentiated")
-            return _observed(shape, self._eagerly(args, kwargs))
+            return _observed(shape, self.eagerly(args, kwargs))
         recorded = shape.free()
         if recorded is None:
             if len(shape.recordings) >= MOST_AT_ONCE:
-                return self._eagerly(args, kwargs)
+                return self.eagerly(args, kwargs)
             recorded = self._record(shape, inputs, args, kwargs)
             if recorded is None:
-                return self._eagerly(args, kwargs)
+                return self.eagerly(args, kwargs)
         shape.replays += 1
         if shape.replays in CHECKED and not self._agrees(recorded, inputs, args, kwargs):
             self._give_up(
                 "does not repeat its recording: it depends on something outside its inputs and modules"
             )
-            return self._eagerly(args, kwargs)
+            return self.eagerly(args, kwargs)
         return recorded.passed(inputs, args, kwargs)
 
-    def _eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.inside = True
         try:
             return self.forward(*args, **kwargs)
@@ -131,7 +131,7 @@ class ModuleGraphs:
 
     def _watch(self, shape: _Shape, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with observe_pass(self.module, inputs, self.device, self.changes, self.operators) as seen:
-            found = self._eagerly(args, kwargs)
+            found = self.eagerly(args, kwargs)
         shape.seen = seen
         leaves, _ = _pytree.tree_flatten(found)
         why = seen.why or why_not_outputs(
@@ -189,7 +189,7 @@ class ModuleGraphs:
         kept = [buffer.clone() for buffer in written]
         replayed = recorded.replayed(inputs)
         put_back(self.device, before, written, kept)
-        found = self._eagerly(args, kwargs)
+        found = self.eagerly(args, kwargs)
         put_back(self.device, before, written, kept)
         return all(close(one, other) for one, other in zip(replayed, tensors_of(found), strict=True))
 
@@ -216,9 +216,3 @@ def _observed(shape: _Shape, found: object) -> Any:
             leaves[at] = leaf.clone()  # one output may be computed from another
             leaves[at].register_hook(lambda _, at=at: shape.used.add(at))
     return _pytree.tree_unflatten(leaves, structure)
-
-
-# -- one recording -------------------------------------------------------------------------------------------
-
-
-# -- queries of torch's state --------------------------------------------------------------------------------

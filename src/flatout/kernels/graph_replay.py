@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.autograd.function import FunctionCtx
@@ -25,12 +25,20 @@ if TYPE_CHECKING:
     from torch import device as Device
     from torch.nn import Module
 
-    from flatout.kernels.graph_module import ModuleGraphs
-
 LEAST_FREE = 0.1  # share of the device's memory left for evaluations and other shapes
 TOLERANCE = (
     1e-2  # share of the largest value: recorded kernels may round differently; other passes differ by more
 )
+
+
+class RecordedModule(Protocol):
+    """The module that is recorded. ``eagerly`` is ``forward`` outside a recording."""
+
+    module: Module
+    device: Device
+    forward: Callable[..., Any]
+
+    def eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
 class RecordedPass:
@@ -41,7 +49,7 @@ class RecordedPass:
 
     def __init__(
         self,
-        graphs: ModuleGraphs,
+        graphs: RecordedModule,
         seen: PassObservation,
         used: frozenset[int],
         inputs: list[Any],
@@ -212,7 +220,7 @@ def _computed_again(
         torch.enable_grad(),
         torch.autocast("cuda", enabled=recorded.autocast[0], dtype=recorded.autocast[1]),
     ):
-        leaves = _pytree.tree_flatten(recorded.graphs._eagerly(args, kwargs))[0]
+        leaves = _pytree.tree_flatten(recorded.graphs.eagerly(args, kwargs))[0]
     put_back(device, now, written, kept)
     sources = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
     places = [at for at, source in enumerate(sources) if source.requires_grad]

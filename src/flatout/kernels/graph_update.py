@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatout.kernels.graph_capture import CaptureState, InOrder, capture
-from flatout.kernels.optimizer_step import step_cell
 
 if TYPE_CHECKING:
     from torch import device as Device
@@ -219,3 +218,14 @@ class _Recorded:
             self.graph.replay()
             torch.autograd.graph.increment_version(self.written)
         self.replays += 1
+
+
+def step_cell(kind: Any) -> Any:
+    """The cell that holds the update inside torch's wrapper of ``step``; None if there is none.
+
+    The wrapper calls the hooks. The compiler puts a wrapper of its own around torch's for some classes.
+    """
+    step = kind.step if getattr(kind.step, "hooked", False) else None
+    while step is not None and "func" not in step.__code__.co_freevars:
+        step = getattr(step, "__wrapped__", None)
+    return step.__closure__[step.__code__.co_freevars.index("func")] if step is not None else None

@@ -53,9 +53,8 @@ class Kernel:
     ``reference`` is plain torch, works in float64, and defines the kernel. ``operators`` maps the names of
     its torch.library operators ("flatout::layer_norm") to their Python functions: to observe allocations, the
     gate runs the function itself. ``wrong`` holds variants with typical mistakes of such a kernel: the gate
-    must reject every one. ``sources`` are the files with CUDA C++. ``moved_bytes`` and ``flops`` give, for
-    one case's inputs, the least traffic and arithmetic of a forward pass, from which the roofline of a device
-    follows. ``exact`` requires implementations to equal the reference bit for bit in float32.
+    must reject every one. ``sources`` are the files with CUDA C++. ``moved_bytes`` gives, for one case's
+    inputs, the least traffic of a forward pass, which a benchmark compares with a copy.
     """
 
     name: str
@@ -66,17 +65,14 @@ class Kernel:
     wrong: Mapping[str, Function] = field(default_factory=dict)
     operators: Mapping[str, Function] = field(default_factory=dict)
     sources: Sequence[Any] = ()
-    ulps: float = 4.0  # allowed roundings in the storage type per output
-    exact: bool = False
     moved_bytes: Callable[[Inputs], int] | None = None
-    flops: Callable[[Inputs], int] | None = None
 
 
 def tensors_of(result: torch.Tensor | Iterable[Any]) -> tuple[torch.Tensor, ...]:
     """The tensors that a kernel's function returned, in order."""
     if isinstance(result, torch.Tensor):
         return (result,)
-    return tuple(each for each in result if isinstance(each, torch.Tensor))
+    return tuple(output for output in result if isinstance(output, torch.Tensor))
 
 
 def has_triton() -> bool:

@@ -6,10 +6,14 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from flatout.kernels import NAMES, load
 from flatout.kernels.kernel import Implementation, Kernel
+
+PARTS = {
+    "reference": "the same function in plain torch, with the same arguments",
+    "cases": "a function that returns a list of flatout.kernels.kernel.Case",
+}
 
 
 class SubjectError(LookupError):
@@ -21,65 +25,39 @@ def find(subject: str) -> Kernel:
     if subject in NAMES:
         return load(subject)
     place, _, name = subject.partition(":")
-    path = Path(place)
-    if not path.exists():
-        hint = (
-            f"The built-in kernels are {', '.join(NAMES)}."
-            if "/" not in place and not place.endswith(".py")
-            else "Check the path."
-        )
+    if not Path(place).exists():
+        is_path = "/" in place or place.endswith(".py")
+        hint = "Check the path." if is_path else f"The built-in kernels are {', '.join(NAMES)}."
         raise SubjectError(
             f"there is no kernel or file {place!r}. {hint} `flatout kernel new NAME` creates a starter folder."
         )
-    module = _load(path)
-    if name and name != "KERNEL":
-        return _of_function(module, path, name)
-    found = getattr(module, "KERNEL", None)
-    if not isinstance(found, Kernel):
+    module = _load(Path(place))
+    kernel = getattr(module, name or "KERNEL", None)
+    if isinstance(kernel, Kernel):
+        return kernel
+    if not name:
         raise SubjectError(
             f"{place} has no KERNEL. Name a function (`{place}:function`), or define KERNEL (`flatout kernel new NAME` shows how)."
         )
-    return found
-
-
-def _of_function(module: ModuleType, path: Path, name: str) -> Kernel:
-    """The Kernel of a function ``NAME``.
-
-    Requires ``NAME_reference`` (or ``reference``) and ``NAME_cases`` (or ``cases``). ``NAME_wrong`` or
-    ``wrong`` is an optional mapping of functions.
-    """
-    function = getattr(module, name, None)
-    if isinstance(function, Kernel):
-        return function
-    if not callable(function):
-        there = sorted(
-            each
-            for each, value in vars(module).items()
-            if callable(value)
-            and not each.startswith("_")
-            and getattr(value, "__module__", "") == module.__name__
+    if not callable(kernel):
+        own = (
+            value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__
         )
-        raise SubjectError(f"{path} has no function {name!r}. It has {', '.join(there) or 'none'}.")
-    parts: dict[str, Any] = {}
-    for part, what in (
-        ("reference", "the same function in plain torch, with the same arguments"),
-        ("cases", "a function that returns a list of flatout.kernels.kernel.Case"),
-    ):
-        parts[part] = getattr(module, f"{name}_{part}", None) or getattr(module, part, None)
-        if not callable(parts[part]):
+        names = sorted(value.__name__ for value in own if callable(value))
+        raise SubjectError(f"{place} has no function {name!r}. It has {', '.join(names) or 'none'}.")
+    for part, what in PARTS.items():
+        if not callable(getattr(module, f"{name}_{part}", None)):
             raise SubjectError(
-                f"{path} has no {part} for {name!r}. Add `{name}_{part}`: {what}. `flatout kernel new NAME` writes an example."
+                f"{place} has no {part} for {name!r}. Add `{name}_{part}`: {what}. `flatout kernel new NAME` writes an example."
             )
-    wrong = getattr(module, f"{name}_wrong", None) or getattr(module, "wrong", None) or {}
-    operators = getattr(module, f"{name}_operators", None) or getattr(module, "operators", None) or {}
     return Kernel(
         name=name,
-        page=function.__doc__ or "",
-        reference=parts["reference"],
-        implementations=(Implementation(name, function),),
-        cases=parts["cases"],
-        wrong=dict(wrong),
-        operators=dict(operators),
+        page=kernel.__doc__ or "",
+        reference=getattr(module, f"{name}_reference"),
+        implementations=(Implementation(name, kernel),),
+        cases=getattr(module, f"{name}_cases"),
+        wrong=getattr(module, f"{name}_wrong", {}),
+        operators=getattr(module, f"{name}_operators", {}),
     )
 
 
@@ -95,9 +73,8 @@ def _load(path: Path) -> ModuleType:
         )
     stem = path.resolve().name.removesuffix(".py")
     sys.path.insert(0, str(path.resolve().parent))
-    spec = spec_from_file_location(
-        stem, file, submodule_search_locations=[str(path)] if path.is_dir() else None
-    )
+    folders = [str(path)] if path.is_dir() else None
+    spec = spec_from_file_location(stem, file, submodule_search_locations=folders)
     if spec is None or spec.loader is None:
         raise SubjectError(f"{path} is not a Python file. Name one, as in `path.py:function`.")
     module = module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""Compilers and child processes for kernel checks: a C++ compiler for the CUDA emulator, nvcc, limits."""
+"""Compilers and child processes for kernel checks: a C++ compiler for the CUDA emulator, limits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from flatout.job.temporary import temporary_folder
 
 COMPILERS = ("g++", "c++", "clang++")
 ROOM = Path(__file__).resolve().parent.parent / "kernels"
@@ -36,12 +34,12 @@ class Ended:
 
 def run_child(argv: Sequence[str], environment: Mapping[str, str], limit_s: float) -> Ended:
     """Run a child process, and kill its group after ``limit_s`` seconds. Keeps the end of its output."""
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as output:
         child = subprocess.Popen(
             list(argv),
             env=dict(environment),
             stdin=subprocess.DEVNULL,
-            stdout=said,
+            stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
@@ -56,13 +54,13 @@ def run_child(argv: Sequence[str], environment: Mapping[str, str], limit_s: floa
             except ProcessLookupError:
                 pass
             child.wait()
-        said.seek(max(said.seek(0, os.SEEK_END) - 8000, 0))
-        return Ended(child.returncode, said.read().decode(errors="replace"), timed_out)
+        output.seek(max(output.seek(0, os.SEEK_END) - 8000, 0))
+        return Ended(child.returncode, output.read().decode(errors="replace"), timed_out)
 
 
 def cpp_compiler() -> str | None:
     """Return a C++ compiler of this machine, if any."""
-    return next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    return next((path for name in COMPILERS if (path := shutil.which(name))), None)
 
 
 def emulate(source: Path, library: Path, kernels: Sequence[str]) -> str:
@@ -79,20 +77,9 @@ def emulate(source: Path, library: Path, kernels: Sequence[str]) -> str:
         'extern "C" int flatout_launch(const char* name, unsigned x, unsigned y, unsigned z, unsigned block, size_t shared, void** arguments) {\n'
         f"    dim3 grid{{x, y, z}};\n{table}    return 1;\n}}\n"
     )
+    folders = (str(ROOM), str(source.resolve().parent))
     done = subprocess.run(
-        [
-            compiler,
-            *FLAGS,
-            "-I",
-            str(ROOM),
-            "-I",
-            str(source.resolve().parent),
-            "-x",
-            "c++",
-            "-",
-            "-o",
-            str(library),
-        ],
+        [compiler, *FLAGS, *(f"-I{folder}" for folder in folders), "-x", "c++", "-", "-o", str(library)],
         input=text,
         capture_output=True,
         text=True,
@@ -105,32 +92,5 @@ def emulate(source: Path, library: Path, kernels: Sequence[str]) -> str:
     )
 
 
-def nvcc(source: Path, target: str) -> str | None:
-    """Compile a .cu file with nvcc for ``target`` ("sm_80"). Returns the error, "", or None without nvcc."""
-    compiler = shutil.which("nvcc") or (
-        found if (found := "/usr/local/cuda/bin/nvcc") and Path(found).is_file() else None
-    )
-    if compiler is None:
-        return None
-    with temporary_folder("nvcc") as folder:
-        done = subprocess.run(
-            [
-                compiler,
-                "--cubin",
-                f"-arch={target}",
-                "-std=c++17",
-                "-I",
-                str(ROOM),
-                "-o",
-                f"{folder}/kernel.cubin",
-                str(source),
-            ],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
-    return "" if done.returncode == 0 else _first_error(done.stderr)
-
-
-def _first_error(words: str) -> str:
-    return next((line.strip() for line in words.splitlines() if "error" in line), words.strip()[:300])
+def _first_error(output: str) -> str:
+    return next((line.strip() for line in output.splitlines() if "error" in line), output.strip()[:300])

@@ -30,7 +30,7 @@ from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 if TYPE_CHECKING:
-    from flatout.kernels.attention_mode import AttentionMode
+    from flatout.kernels.attention_deferred import AttentionMode
     from flatout.schema.program import Ledger, TrainingContext
 
 PATIENCE_STEPS = 4
@@ -56,8 +56,8 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+    from flatout.kernels.attention_deferred import AttentionMode
     from flatout.kernels.attention_graphs import rewrite
-    from flatout.kernels.attention_mode import AttentionMode
 
     torch, watches = context.torch, []
     for module in _writers(context):

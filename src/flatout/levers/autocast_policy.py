@@ -7,8 +7,8 @@ While autocast is on, every call passes that key: functions, methods, TorchScrip
 they are traced. No other call does. A kernel converts its inputs and calls the operator again with that key
 excluded, as torch's own kernels do.
 
-The lists come from aten/src/ATen/autocast_mode.h. One operator is added on all devices: the mean over all
-elements. Its sum is in CUDA's list, and it is usually a loss."""
+CUDA's list is read from this torch. One operator is added on all devices: the mean over all elements. Its sum is in
+CUDA's list, and it is usually a loss."""
 
 from __future__ import annotations
 
@@ -21,91 +21,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flatout.schema.program import Ledger
 
-# AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE and AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE.
-FLOAT32 = (
-    "acos",
-    "asin",
-    "cosh",
-    "erfinv",
-    "exp",
-    "expm1",
-    "log",
-    "log10",
-    "log2",
-    "log1p",
-    "reciprocal",
-    "rsqrt",
-    "sinh",
-    "tan",
-    "pow.Tensor_Scalar",
-    "pow.Tensor_Tensor",
-    "pow.Scalar",
-    "softplus",
-    "layer_norm",
-    "native_layer_norm",
-    "rms_norm",
-    "group_norm",
-    "frobenius_norm.dim",
-    "nuclear_norm",
-    "nuclear_norm.dim",
-    "cosine_similarity",
-    "poisson_nll_loss",
-    "cosine_embedding_loss",
-    "nll_loss",
-    "nll_loss2d",
-    "hinge_embedding_loss",
-    "kl_div",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "mse_loss",
-    "margin_ranking_loss",
-    "multilabel_margin_loss",
-    "soft_margin_loss",
-    "triplet_margin_loss",
-    "multi_margin_loss",
-    "binary_cross_entropy_with_logits",
-    "dist",
-    "pdist",
-    "cdist",
-    "renorm",
-    "logsumexp",
-    "upsample_nearest1d",
-    "_upsample_nearest_exact1d",
-    "upsample_nearest2d",
-    "_upsample_nearest_exact2d",
-    "upsample_nearest3d",
-    "_upsample_nearest_exact3d",
-    "upsample_linear1d",
-    "upsample_bilinear2d",
-    "_upsample_bilinear2d_aa",
-    "upsample_trilinear3d",
-    "upsample_bicubic2d",
-    "_upsample_bicubic2d_aa",
-    "prod",
-    "prod.dim_int",
-    "softmax.int",
-    "log_softmax.int",
-    "cumprod",
-    "cumsum",
-    "linalg_vector_norm",
-    "linalg_matrix_norm",
-    "linalg_matrix_norm.str_ord",
-    "sum",
-    "sum.dim_IntList",
-    "norm.Scalar",
-    "norm.ScalarOpt_dim",
-    # of named tensors, which torch 2.14 no longer has
-    "softmax.Dimname",
-    "log_softmax.Dimname",
-    "sum.dim_DimnameList",
-    "prod.dim_Dimname",
-    "cumsum.dimname",
-    "cumprod.dimname",
-    "norm.names_ScalarOpt_dim",
-)
+# Operators that CUDA's autocast runs in half precision, without a kernel for the CPU's. All others that only CUDA's
+# list has stay in float32; so an unknown operator of a later torch does as well.
+IN_HALF = {
+    "aten::_convolution",
+    "aten::_cudnn_rnn",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_thnn_fused_gru_cell",
+    "aten::_thnn_fused_lstm_cell",
+    "aten::addmv",
+    "aten::addr",
+    "aten::chain_matmul",
+    "aten::convolution",
+    "aten::cudnn_convolution",
+    "aten::cudnn_convolution_transpose",
+    "aten::einsum",
+    "aten::gru_cell",
+    "aten::linalg_multi_dot",
+    "aten::lstm_cell",
+    "aten::mv",
+    "aten::rnn_relu_cell",
+    "aten::rnn_tanh_cell",
+}
 # AT_FORALL_PROMOTE. Most of them expect one dtype and would raise if float32 from above meets bfloat16.
-WIDEST = (
+WIDEST = {
     "addcdiv",
     "addcmul",
     "atan2",
@@ -117,8 +56,8 @@ WIDEST = (
     "index_put",
     "tensordot",
     "scatter_add",
-)
-ADDED = ("mean",)
+}
+ADDED = "aten::mean"
 TAG = "flatout: float32 as autocast of CUDA"
 KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
@@ -180,13 +119,14 @@ def keep_float32(torch: ModuleType, device: str, ledger: Ledger) -> None:
 
 
 def _missing(torch: ModuleType, key: str) -> Iterator[tuple[Any, Kernel]]:
-    """The listed operators for which this torch has no kernel at the key, each with its kernel."""
-    for names, kernel_of in ((FLOAT32 + ADDED, _in_float32), (WIDEST, _in_widest)):
-        for name in names:
-            packet, _, overload = name.partition(".")
-            op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-            if op is not None and not op.has_kernel_for_dispatch_key(getattr(torch._C.DispatchKey, key)):
-                yield op, kernel_of(torch, op, key)
+    """The operators for which this torch has no kernel at the key, but CUDA's autocast has; each with its kernel."""
+    of_key = torch._C._dispatch_get_registrations_for_dispatch_key
+    for name in sorted({*of_key("AutocastCUDA"), ADDED} - set(of_key(key)) - IN_HALF):
+        namespace, _, operator = name.partition("::")
+        packet, _, overload = operator.partition(".")
+        if namespace == "aten":
+            op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            yield op, (_in_widest if packet in WIDEST else _in_float32)(torch, op, key)
 
 
 def _in_float32(torch: ModuleType, op: object, key: str) -> Kernel:

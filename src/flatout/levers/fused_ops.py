@@ -1,20 +1,18 @@
-"""Fuse the last layer with its loss, and normalisations on a GPU, using hand-written kernels.
+"""Fuse the last layer with its loss, and LayerNorm on a GPU.
 
 What it does: does not compute the logits of a vocabulary-sized linear layer until something reads them. If
     they go straight into cross_entropy, it computes loss and gradients from chunks, and the whole tensor
-    never exists. All other code that uses the logits finds them. On CUDA, LayerNorm and RMSNorm layers run a
-    kernel that reads each row once. If the vocabulary is not a multiple of 16 bytes (50,257), Tensor Cores
+    never exists. All other code that uses the logits finds them. On CUDA, LayerNorm layers run a kernel that
+    reads each row once. If the vocabulary is not a multiple of 16 bytes (50,257), Tensor Cores
     multiply by a padded copy of the weight. Names, types and state_dict stay.
 Why it is faster: at 50,000 classes, the logits, their log-probabilities and their gradients take most of a
     step's memory traffic and memory.
 When it does not help: small vocabularies; programs that read their logits after the loss, which compute them
     again; models that the script compiles itself.
-What it can change: rounding of sums. For a target outside the valid classes the loss is NaN, where torch
-    aborts on a GPU. A hook registered on the logits after the loss is not called.
+What it can change: rounding of sums. A hook registered on the logits after the loss is not called.
 Evidence: peak memory of such a loss 22 times smaller at 50,000 classes (CPU, 1,024 rows of 32, float32, torch
     2.14.1); time is measured on your program before it is kept.
-Sources: the pages of the kernels (`flatout.kernels.linear_cross_entropy`, `layer_norm`, `rms_norm`) and their
-    sources.
+Sources: `flatout.kernels.chunked_loss` and `flatout.kernels.layer_norm`, with their sources.
 """
 
 from __future__ import annotations
@@ -57,17 +55,17 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
             )
         return Skip(
             f"no linear layer has at least {VOCABULARY} outputs, or as many as an Embedding has rows, "
-            "and no layer on a CUDA device is a LayerNorm or RMSNorm with weights"
+            "and no layer on a CUDA device is a LayerNorm with weights"
         )
     return Options((True,))
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    from flatout.kernels.linear_cross_entropy import deferred
+    from flatout.kernels import deferred_logits
 
     torch, heads, norms = context.torch, _heads(context), _norms(context)
     for head in heads:
-        context.wrap_forward(head, _deferring(torch, head, deferred.linear), ledger)
+        context.wrap_forward(head, _deferring(torch, head, deferred_logits.linear), ledger)
         context.uncompiled.append(head)
         ledger.call("left out of graphs", partial(context.uncompiled.remove, head))
     for norm in norms:
@@ -75,12 +73,17 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    seen = {"steps": 0, "losses": deferred.COUNT[0]}
+    seen = {"steps": 0, "losses": deferred_logits.COUNT[0]}
 
     def weights_will_change(*_: object) -> None:
-        deferred.before_step()
+        deferred_logits.before_step()
         seen["steps"] += 1
-        if seen["steps"] == PATIENCE_STEPS and heads and not norms and deferred.COUNT[0] == seen["losses"]:
+        if (
+            seen["steps"] == PATIENCE_STEPS
+            and heads
+            and not norms
+            and deferred_logits.COUNT[0] == seen["losses"]
+        ):
             context.report(
                 "fused_ops",
                 "nothing was fused, because this program's logits do not go straight into cross_entropy",
@@ -122,12 +125,12 @@ def _wide(context: TrainingContext) -> list[Any]:
 
 
 def _norms(context: TrainingContext) -> list[Any]:
-    """LayerNorm and RMSNorm layers over one axis, with weights, on a CUDA device."""
+    """LayerNorm layers over one axis, with weights, on a CUDA device."""
     nn, found = context.torch.nn, {}
     for root in context.roots:
         for module in root.modules():
             if (
-                type(module) in (nn.LayerNorm, nn.RMSNorm)
+                type(module) is nn.LayerNorm
                 and len(module.normalized_shape) == 1
                 and module.weight is not None
                 and module.weight.is_cuda
@@ -181,9 +184,7 @@ def _deferring(torch: ModuleType, head: Module, linear: Callable[..., Any]) -> A
 
 
 def _normalising(torch: ModuleType, norm: Module) -> Any:
-    from flatout.kernels.layer_norm.op import layer_norm, rms_norm
-
-    is_layer = type(norm) is torch.nn.LayerNorm
+    from flatout.kernels.layer_norm.op import layer_norm
 
     def wrapper(forward: Callable[..., Any]) -> Any:
         def in_one_pass(input: Tensor) -> Any:
@@ -199,11 +200,7 @@ def _normalising(torch: ModuleType, norm: Module) -> Any:
                 or not input.numel()
             ):
                 return forward(input)
-            if is_layer:
-                return layer_norm(input, norm.weight, norm.bias, norm.eps)
-            return rms_norm(
-                input, norm.weight, torch.finfo(input.dtype).eps if norm.eps is None else norm.eps
-            )
+            return layer_norm(input, norm.weight, norm.bias, norm.eps)
 
         return in_one_pass
 

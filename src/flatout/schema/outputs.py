@@ -207,10 +207,9 @@ class KernelChecksRecord(Record):
 
 @dataclass
 class KernelBenchRecord(Record):
-    """Output of `flatout kernel bench --json`. ``timings`` has one table per implementation, case and work."""
+    """Output of `flatout kernel bench --json`. ``timings`` has one table per implementation, case and work; ``gb_per_s`` is a copy's rate."""
 
     device: str
     gb_per_s: float
-    tflop_per_s: dict[str, float]
     timings: list[dict[str, Any]]
     schema: int = OUTPUT_SCHEMA

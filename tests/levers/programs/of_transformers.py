@@ -10,7 +10,7 @@ import transformers
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
-from flatout.kernels import attention_mode
+from flatout.kernels import attention_deferred
 from flatout.levers.attention import LEVER
 
 STEPS = 4
@@ -35,7 +35,11 @@ found = {}
 for name, config in MODELS.items():
     for ours in (False, True):
         torch.manual_seed(0)
-        context, before, losses = TrainingContext(torch, Listener(), Ledger()), attention_mode.COUNT[0], []
+        context, before, losses = (
+            TrainingContext(torch, Listener(), Ledger()),
+            attention_deferred.COUNT[0],
+            [],
+        )
         model = getattr(transformers, name)(config)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         context.introduce([model], [optimizer], [])
@@ -49,5 +53,5 @@ for name, config in MODELS.items():
             optimizer.step()
             losses.append(loss.item())
         context.ledger.restore()
-        found.setdefault(name, []).append([losses, attention_mode.COUNT[0] - before])
+        found.setdefault(name, []).append([losses, attention_deferred.COUNT[0] - before])
 print(json.dumps(found))

@@ -24,7 +24,7 @@ from flatout.kernels.layer_norm import reference
 from flatout.kernels.layer_norm.cases import cases
 from flatout.kernels.layer_norm.op import OPERATORS, SOURCE, layer_norm
 
-WITH_DOUBLE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+ALL_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def moved_bytes(inputs: Inputs) -> int:
@@ -38,11 +38,11 @@ KERNEL = Kernel(
     page=__doc__,
     reference=reference.layer_norm,
     implementations=(
-        Implementation("plain", partial(layer_norm, implementation="plain"), dtypes=WITH_DOUBLE),
+        Implementation("plain", partial(layer_norm, implementation="plain"), dtypes=ALL_TYPES),
         Implementation("triton", partial(layer_norm, implementation="triton"), "triton"),
         Implementation("cuda", partial(layer_norm, implementation="cuda"), "cuda"),
     ),
-    cases=partial(cases, True),
+    cases=cases,
     operators=OPERATORS,
     sources=(SOURCE,),
     moved_bytes=moved_bytes,

@@ -1,4 +1,4 @@
-"""Cases of layer_norm and rms_norm: ragged widths, one row, no rows, strides, large offsets, low variance."""
+"""Cases of layer_norm: ragged widths, one row, no rows, strides, large offsets, low variance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 class Norm:
     """What a case computes. ``step``: x is every such column of a wider tensor."""
 
-    centre: bool
     shape: tuple[int, ...]  # in front of the width
     width: int
     dtype: torch.dtype
@@ -48,21 +47,21 @@ LARGE = [
 ]
 
 
-def cases(centre: bool) -> list[Case]:
-    small = [_case(Norm(centre, *row)) for row in SMALL]
+def cases() -> list[Case]:
+    small = [_case(Norm(*row)) for row in SMALL]
     strided = Case(
         "every second column of a wider tensor",
-        partial(_inputs, norm=Norm(centre, (4,), 20, F32, residual=True, step=2)),
+        partial(_inputs, norm=Norm((4,), 20, F32, residual=True, step=2)),
         F32,
-        _wanted(centre, True, True),
+        _differentiable(True, True),
         terms=20,
     )
     large = [
         Case(
-            f"{shape[0]:,} rows of {width:,}, {_word(dtype)}",
-            partial(_inputs, norm=Norm(centre, shape, width, dtype, residual=True)),
+            f"{shape[0]:,} rows of {width:,}, {_type_name(dtype)}",
+            partial(_inputs, norm=Norm(shape, width, dtype, residual=True)),
             dtype,
-            _wanted(centre, True, True),
+            _differentiable(True, True),
             terms=width,
             bench=bench,
         )
@@ -72,13 +71,13 @@ def cases(centre: bool) -> list[Case]:
 
 
 def _case(norm: Norm) -> Case:
-    title = f"{'x'.join(map(str, norm.shape))} rows of {norm.width}, {_word(norm.dtype)}{', residual' if norm.residual else ''}{'' if norm.affine else ', no weight'}"
+    title = f"{'x'.join(map(str, norm.shape))} rows of {norm.width}, {_type_name(norm.dtype)}{', residual' if norm.residual else ''}{'' if norm.affine else ', no weight'}"
     return Case(
         title + (f", mean {norm.offset:g}" if norm.offset else ""),
         partial(_inputs, norm=norm),
         norm.dtype,
         # A mean far from zero costs the digits that every element shares with it.
-        _wanted(norm.centre, norm.residual, norm.affine),
+        _differentiable(norm.residual, norm.affine),
         terms=max(prod(norm.shape), norm.width) * (1 + int(norm.offset**2)),
         inside=2.0 if norm.residual and norm.dtype is not F32 else 0.0,
     )
@@ -89,24 +88,18 @@ def _inputs(draw: torch.Generator, norm: Norm) -> Inputs:
         return torch.randn(*size, generator=draw).to(norm.dtype)
 
     x = (normal(*norm.shape, norm.width * norm.step) + norm.offset)[..., :: norm.step]
-    found: Inputs = {"x": x, "weight": normal(norm.width) if norm.affine else None}
-    if norm.centre:
-        found["bias"] = normal(norm.width) if norm.affine else None
     return {
-        **found,
+        "x": x,
+        "weight": normal(norm.width) if norm.affine else None,
+        "bias": normal(norm.width) if norm.affine else None,
         "eps": norm.eps,
         "residual": normal(*norm.shape, norm.width) if norm.residual else None,
     }
 
 
-def _wanted(centre: bool, residual: bool, affine: bool) -> tuple[str, ...]:
-    return (
-        "x",
-        *(("weight",) if affine else ()),
-        *(("bias",) if affine and centre else ()),
-        *(("residual",) if residual else ()),
-    )
+def _differentiable(residual: bool, affine: bool) -> tuple[str, ...]:
+    return ("x", *(("weight", "bias") if affine else ()), *(("residual",) if residual else ()))
 
 
-def _word(dtype: torch.dtype) -> str:
+def _type_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Layer and RMS normalisation in Triton. Imported only if Triton is available.
+"""Layer normalisation in Triton. Imported only if Triton is available.
 
 One program per row keeps the row in registers. Shapes: R rows, N columns, P programs that share the rows in
 the backward pass.
@@ -23,7 +23,6 @@ def _forward(
     rstd,
     width,
     eps,
-    CENTRE: tl.constexpr,
     RESIDUAL: tl.constexpr,
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
@@ -38,9 +37,7 @@ def _forward(
         v = (v + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(h.dtype.element_ty)
         tl.store(h + at, v, mask=inside)
         v = v.to(tl.float32)
-    m = 0.0
-    if CENTRE:
-        m = tl.sum(v, axis=0) / width
+    m = tl.sum(v, axis=0) / width
     centred = tl.where(inside, v - m, 0.0)
     r = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=0) / width + eps)
     tl.store(mean + row, m)
@@ -65,7 +62,6 @@ def _backward(
     partial,
     rows,
     width,
-    CENTRE: tl.constexpr,
     DH: tl.constexpr,
     WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -88,9 +84,7 @@ def _backward(
         of_weight += g * normal
         of_bias += g
         g = g * w
-        d = g - normal * (tl.sum(g * normal, axis=0) / width)
-        if CENTRE:
-            d = d - tl.sum(g, axis=0) / width
+        d = g - normal * (tl.sum(g * normal, axis=0) / width) - tl.sum(g, axis=0) / width
         d = d * tl.load(rstd + row)
         if DH:
             d = d + tl.load(dh + at, mask=inside, other=0.0).to(tl.float32)
@@ -105,7 +99,6 @@ def forward(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
-    centre: bool,
     y: torch.Tensor,
     h: torch.Tensor,
     mean: torch.Tensor,
@@ -126,7 +119,6 @@ def forward(
             rstd,
             width,
             eps,
-            CENTRE=centre,
             RESIDUAL=residual is not None,
             WEIGHT=weight is not None,
             BIAS=bias is not None,
@@ -142,7 +134,6 @@ def backward(
     weight: torch.Tensor | None,
     mean: torch.Tensor,
     rstd: torch.Tensor,
-    centre: bool,
     dx: torch.Tensor,
     partial: torch.Tensor,
 ) -> None:
@@ -161,7 +152,6 @@ def backward(
             partial,
             rows,
             width,
-            CENTRE=centre,
             DH=dh is not None,
             WEIGHT=weight is not None,
             BLOCK=block,

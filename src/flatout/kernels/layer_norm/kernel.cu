@@ -1,4 +1,4 @@
-// Layer and RMS normalisation of rows, with a residual. One block per row; `centre` is 0 for RMS.
+// Layer normalisation of rows, with a residual. One block per row.
 //
 // Memory-bound: a row is read once, kept in shared memory as float32 while its mean and variance are
 // computed, and written once. If rows and pointers are aligned, each thread loads and stores 16 adjacent
@@ -7,7 +7,7 @@
 
 template <typename T>
 __device__ void forward(const T* x, const T* residual, const T* weight, const T* bias, T* y, T* h, float* mean, float* rstd,
-                        long long width, float eps, long long centre) {
+                        long long width, float eps) {
     FLATOUT_SHARED(float, row);
     const long long at = static_cast<long long>(blockIdx.x) * width;
     x += at; y += at;
@@ -36,7 +36,7 @@ __device__ void forward(const T* x, const T* residual, const T* weight, const T*
             sum += row[i];
         }
     }
-    const float m = centre ? block_sum(sum) / width : 0.0f;
+    const float m = block_sum(sum) / width;
     // Each thread reads only its own writes, so `row` needs no barrier.
     float squares = 0;
     const long long first = wide ? threadIdx.x * PACK<T> : threadIdx.x, stride = wide ? blockDim.x * PACK<T> : blockDim.x;
@@ -62,7 +62,7 @@ __device__ void forward(const T* x, const T* residual, const T* weight, const T*
 // torch sums its first axis.
 template <typename T>
 __device__ void backward(const T* dy, const T* dh, const T* h, const T* weight, const float* mean, const float* rstd, T* dx, float* partial,
-                         long long rows, long long width, long long centre) {
+                         long long rows, long long width) {
     FLATOUT_SHARED(float, sums);
     for (long long i = threadIdx.x; i < 2 * width; i += blockDim.x) sums[i] = 0;
     __syncthreads();
@@ -79,7 +79,7 @@ __device__ void backward(const T* dy, const T* dh, const T* h, const T* weight, 
             total += g;
         }
         along = block_sum(along) / width;
-        total = centre ? block_sum(total) / width : 0.0f;
+        total = block_sum(total) / width;
         for (long long i = threadIdx.x; i < width; i += blockDim.x) {  // the row is in the cache
             float g = to_float(dy[at + i]), normal = (to_float(h[at + i]) - m) * r;
             if (weight) g *= to_float(weight[i]);
@@ -94,12 +94,12 @@ __device__ void backward(const T* dy, const T* dh, const T* h, const T* weight, 
 
 #define KERNELS(suffix, T) \
 extern "C" __global__ void forward_##suffix(const T* x, const T* residual, const T* weight, const T* bias, T* y, T* h, float* mean, float* rstd, \
-                                            long long width, float eps, long long centre) { \
-    forward<T>(x, residual, weight, bias, y, h, mean, rstd, width, eps, centre); \
+                                            long long width, float eps) { \
+    forward<T>(x, residual, weight, bias, y, h, mean, rstd, width, eps); \
 } \
 extern "C" __global__ void backward_##suffix(const T* dy, const T* dh, const T* h, const T* weight, const float* mean, const float* rstd, T* dx, \
-                                             float* partial, long long rows, long long width, long long centre) { \
-    backward<T>(dy, dh, h, weight, mean, rstd, dx, partial, rows, width, centre); \
+                                             float* partial, long long rows, long long width) { \
+    backward<T>(dy, dh, h, weight, mean, rstd, dx, partial, rows, width); \
 }
 KERNELS(f32, float)
 KERNELS(f16, half_t)

@@ -1,8 +1,7 @@
-"""The public functions and their torch.library operators with gradient and fake.
+"""The public function and its torch.library operators with gradient and fake.
 
-One operator serves layer and RMS normalisation (``centre``), forward and backward. ``implementation`` is ""
-(the best for the given tensors) or a name. Rows are made contiguous here, once; everything below sees x as
-[R, N].
+``implementation`` is "" (the best for the given tensors) or a name. Rows are made contiguous here, once;
+everything below sees x as [R, N].
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ from flatout.kernels.kernel import has_triton
 
 SOURCE = CudaSource(Path(__file__).with_name("kernel.cu"))
 TRITON_MAX_WIDTH = 16384  # a row must fit into the registers of one program
-CUDA_MAX_WIDTH = (
-    12288  # float32 sums for weight and bias in 96 KiB of shared memory (A100 and later have 163)
-)
+CUDA_MAX_WIDTH = 12288  # float32 sums for weight and bias take 96 KiB of shared memory (A100 and later: 163)
 BLOCKS = 256  # most blocks of the backward pass: their partial sums take BLOCKS * N * 8 bytes
 
 
@@ -39,24 +36,17 @@ def layer_norm(
     "plain", "triton", "cuda". Differentiable once. Raises ValueError for inputs that do not match.
     Source: Ba, Kiros and Hinton, Layer Normalization, 2016.
     """
-    _must_fit(x, residual, weight, bias)
-    y, h, _, _ = torch.ops.flatout.layer_norm(x, weight, bias, residual, eps, True, implementation)
-    return y if residual is None else (y, h)
-
-
-def rms_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-5,
-    residual: Tensor | None = None,
-    implementation: str = "",
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Root-mean-square normalisation, like ``layer_norm`` without mean and bias.
-
-    Source: Zhang and Sennrich, 2019.
-    """
-    _must_fit(x, residual, weight)
-    y, h, _, _ = torch.ops.flatout.layer_norm(x, weight, None, residual, eps, False, implementation)
+    columns = x.shape[-1:]
+    for tensor, shape in ((residual, x.shape), (weight, columns), (bias, columns)):
+        # The kernels take addresses, so another shape, type or device would be misread.
+        if tensor is not None and (
+            tensor.shape != shape or tensor.dtype is not x.dtype or tensor.device != x.device
+        ):
+            raise ValueError(
+                f"x is {x.dtype} {tuple(x.shape)} on {x.device}, but another input is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; "
+                f"it must have the type and device of x, and shape {tuple(shape)}"
+            )
+    y, h, _, _ = torch.ops.flatout.layer_norm(x, weight, bias, residual, eps, implementation)
     return y if residual is None else (y, h)
 
 
@@ -66,34 +56,28 @@ def forward(
     bias: Tensor | None,
     residual: Tensor | None,
     eps: float,
-    centre: bool,
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y and h (empty without a residual) in x's shape; mean and rstd [R] in float32 (float64 for float64)."""
-    width = x.shape[-1]
-    rows = x.numel() // width if width else 0
-    way = implementation or best(x)
-    flat, other = (
-        x.reshape(rows, width).contiguous(),
-        None if residual is None else residual.reshape(rows, width).contiguous(),
-    )
+    way, flat, flat_residual = implementation or best(x), _rows(x), _rows(residual)
     if way == "plain":
-        return _plain_forward(x.shape, flat, weight, bias, other, eps, centre)
+        return _plain_forward(x.shape, flat, weight, bias, flat_residual, eps)
     y = torch.empty_like(flat)
     h = torch.empty_like(flat) if residual is not None else flat.new_empty(0)
-    mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
-    weight, bias = (None if each is None else each.contiguous() for each in (weight, bias))
+    mean, rstd = (torch.empty(len(flat), dtype=torch.float32, device=x.device) for _ in range(2))
+    weight, bias = (None if tensor is None else tensor.contiguous() for tensor in (weight, bias))
     if way == "triton":
         from flatout.kernels.layer_norm import in_triton
 
-        if rows:
-            in_triton.forward(flat, other, weight, bias, eps, centre, y, h, mean, rstd)
+        if len(flat):
+            in_triton.forward(flat, flat_residual, weight, bias, eps, y, h, mean, rstd)
     else:
+        width = x.shape[-1]
         SOURCE.launch(
             f"forward_{SUFFIX[x.dtype]}",
-            (rows,),
+            (len(flat),),
             _threads(width),
-            (flat, other, weight, bias, y, h, mean, rstd, width, float(eps), int(centre)),
+            (flat, flat_residual, weight, bias, y, h, mean, rstd, width, float(eps)),
             x.device,
             shared_bytes=4 * width,
         )
@@ -107,30 +91,26 @@ def backward(
     weight: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
-    centre: bool,
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of h (so of x and the residual), weight and bias; the last two [N], in float32 or better."""
-    width = h.shape[-1]
-    rows = h.numel() // width if width else 0
-    way = implementation or best(h)
-    g, flat = dy.reshape(rows, width).contiguous(), h.reshape(rows, width).contiguous()
-    more = None if dh is None else dh.reshape(rows, width).contiguous()
+    way, flat_dy, flat_dh, flat = implementation or best(h), _rows(dy), _rows(dh), _rows(h)
     if way == "plain":
-        return _plain_backward(h.shape, g, more, flat, weight, mean, rstd, centre)
+        return _plain_backward(h.shape, flat_dy, flat_dh, flat, weight, mean, rstd)
+    rows, width = flat.shape
     dx = torch.empty_like(flat)
     partial = torch.empty((max(min(rows, BLOCKS), 1), 2, width), dtype=torch.float32, device=h.device)
     weight = None if weight is None else weight.contiguous()
     if way == "triton":
         from flatout.kernels.layer_norm import in_triton
 
-        in_triton.backward(g, more, flat, weight, mean, rstd, centre, dx, partial)
+        in_triton.backward(flat_dy, flat_dh, flat, weight, mean, rstd, dx, partial)
     else:
         SOURCE.launch(
             f"backward_{SUFFIX[h.dtype]}",
             (partial.shape[0],),
             _threads(width),
-            (g, more, flat, weight, mean, rstd, dx, partial, rows, width, int(centre)),
+            (flat_dy, flat_dh, flat, weight, mean, rstd, dx, partial, rows, width),
             h.device,
             shared_bytes=8 * width,
         )
@@ -138,30 +118,21 @@ def backward(
     return dx.view(h.shape), of_weight.clone(), of_bias.clone()
 
 
-def _must_fit(x: Tensor, residual: Tensor | None, *of_columns: Tensor | None) -> None:
-    """Check inputs: the kernels take addresses, so another shape, type or device would be misread."""
-    for tensor, shape in ((residual, x.shape), *((each, x.shape[-1:]) for each in of_columns)):
-        if tensor is not None and (
-            tensor.shape != shape or tensor.dtype is not x.dtype or tensor.device != x.device
-        ):
-            raise ValueError(
-                f"x is {x.dtype} {tuple(x.shape)} on {x.device}, but another input is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; "
-                f"it must have the type and device of x, and shape {tuple(shape)}"
-            )
-
-
 def best(x: Tensor) -> str:
     """The best implementation for this tensor: on a CPU, torch's own vectorised one."""
     width = x.shape[-1]
     if not x.is_cuda or x.dtype not in SUFFIX or not width:
         return "plain"
-    return (
-        "triton"
-        if has_triton() and width <= TRITON_MAX_WIDTH
-        else "cuda"
-        if width <= CUDA_MAX_WIDTH
-        else "plain"
-    )
+    if has_triton() and width <= TRITON_MAX_WIDTH:
+        return "triton"
+    return "cuda" if width <= CUDA_MAX_WIDTH else "plain"
+
+
+def _rows(tensor: Any) -> Any:
+    if tensor is None:
+        return None
+    width = tensor.shape[-1]
+    return tensor.reshape(tensor.numel() // width if width else 0, width).contiguous()
 
 
 def _threads(width: int) -> int:
@@ -175,26 +146,17 @@ def _plain_forward(
     bias: Tensor | None,
     residual: Tensor | None,
     eps: float,
-    centre: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     h = x if residual is None else x + residual
-    kept = torch.float64 if h.dtype is torch.float64 else torch.float32
-    v = h.to(
-        kept
-    )  # on a CPU, torch returns statistics of bfloat16 rows in bfloat16, too coarse for a gradient
-    if centre and h.numel():
-        wider, offset = (None if each is None else each.to(kept) for each in (weight, bias))
-        y, mean, rstd = torch.ops.aten.native_layer_norm(v, (h.shape[-1],), wider, offset, eps)
-    else:
-        rstd = torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
-        mean, y = torch.zeros_like(rstd), v * rstd
-        y = y if weight is None else y * weight
-        y = y if bias is None else y + bias
+    # On a CPU, torch returns statistics of bfloat16 rows in bfloat16, too coarse for a gradient.
+    sums = torch.promote_types(h.dtype, torch.float32)
+    wide = (None if tensor is None else tensor.to(sums) for tensor in (weight, bias))
+    y, mean, rstd = torch.ops.aten.native_layer_norm(h.to(sums), (h.shape[-1],), *wide, eps)
     return (
         y.to(h.dtype).view(shape),
         h.view(shape) if residual is not None else x.new_empty(0),
-        mean.reshape(-1).clone(),
-        rstd.reshape(-1).clone(),
+        mean.flatten(),
+        rstd.flatten(),
     )
 
 
@@ -206,31 +168,20 @@ def _plain_backward(
     weight: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
-    centre: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    kept = mean.dtype
-    if centre and h.numel():
-        ones = h.new_ones(h.shape[-1], dtype=kept) if weight is None else weight.to(kept)
-        d, of_weight, of_bias = torch.ops.aten.native_layer_norm_backward(
-            dy.to(kept),
-            h.to(kept),
-            (h.shape[-1],),
-            mean[:, None],
-            rstd[:, None],
-            ones,
-            torch.zeros_like(ones),
-            (True, True, True),
-        )
-        return (d if dh is None else d + dh).to(h.dtype).view(shape), of_weight, of_bias
-    g, normal = dy.to(kept), (h.to(kept) - mean[:, None]) * rstd[:, None]
-    of_weight, of_bias = (g * normal).sum(0), g.sum(0)
-    if weight is not None:
-        g = g * weight
-    d = g - normal * (g * normal).mean(-1, keepdim=True)
-    if centre:
-        d = d - g.mean(-1, keepdim=True)
-    d = d * rstd[:, None]
-    return (d if dh is None else d + dh).to(h.dtype).view(shape), of_weight, of_bias
+    sums, width = mean.dtype, h.shape[-1]
+    scale = h.new_ones(width, dtype=sums) if weight is None else weight.to(sums)
+    dx, of_weight, of_bias = torch.ops.aten.native_layer_norm_backward(
+        dy.to(sums),
+        h.to(sums),
+        (width,),
+        mean[:, None],
+        rstd[:, None],
+        scale,
+        torch.zeros_like(scale),
+        (True, True, True),
+    )
+    return (dx if dh is None else dx + dh).to(h.dtype).view(shape), of_weight, of_bias
 
 
 _forward = torch.library.custom_op("flatout::layer_norm", forward, mutates_args=())
@@ -238,26 +189,20 @@ _backward = torch.library.custom_op("flatout::layer_norm_backward", backward, mu
 
 
 @_forward.register_fake
-def _(x, weight, bias, residual, eps, centre, implementation):
-    kept = torch.float64 if x.dtype is torch.float64 else torch.float32
+def _(x, weight, bias, residual, eps, implementation):
     rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
-    y = x.new_empty(x.shape)
-    return (
-        y,
-        x.new_empty(x.shape) if residual is not None else x.new_empty(0),
-        x.new_empty(rows, dtype=kept),
-        x.new_empty(rows, dtype=kept),
-    )
+    mean, rstd = (x.new_empty(rows, dtype=torch.promote_types(x.dtype, torch.float32)) for _ in range(2))
+    return x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape), mean, rstd
 
 
 @_backward.register_fake
-def _(dy, dh, h, weight, mean, rstd, centre, implementation):
-    width = h.shape[-1]
-    return h.new_empty(h.shape), h.new_empty(width, dtype=mean.dtype), h.new_empty(width, dtype=mean.dtype)
+def _(dy, dh, h, weight, mean, rstd, implementation):
+    of_weight, of_bias = (h.new_empty(h.shape[-1], dtype=mean.dtype) for _ in range(2))
+    return h.new_empty(h.shape), of_weight, of_bias
 
 
 def _setup(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, residual, _, ctx.centre, ctx.implementation = inputs
+    x, weight, bias, residual, _, ctx.implementation = inputs
     _, h, mean, rstd = output
     ctx.has_residual = residual is not None
     ctx.bias_dtype = None if bias is None else bias.dtype
@@ -268,28 +213,14 @@ def _setup(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _gradient(ctx: FunctionCtx, dy: Tensor | None, dh: Tensor | None, *_: object) -> Any:
     h, weight, mean, rstd = ctx.saved_tensors
-    if dy is None:  # only the sum was used
-        return (
-            None if not ctx.has_residual else dh,
-            None,
-            None,
-            dh if ctx.has_residual else None,
-            None,
-            None,
-            None,
+    of_h, of_weight, of_bias = (dh if ctx.has_residual else None), None, None
+    if dy is not None:  # otherwise only the sum was used
+        of_h, of_weight, of_bias = torch.ops.flatout.layer_norm_backward(
+            dy, of_h, h, weight, mean, rstd, ctx.implementation
         )
-    dx, of_weight, of_bias = torch.ops.flatout.layer_norm_backward(
-        dy, dh if ctx.has_residual else None, h, weight, mean, rstd, ctx.centre, ctx.implementation
-    )
-    return (
-        dx,
-        None if weight is None else of_weight.to(weight.dtype),
-        None if ctx.bias_dtype is None else of_bias.to(ctx.bias_dtype),
-        dx if ctx.has_residual else None,
-        None,
-        None,
-        None,
-    )
+        of_weight = None if weight is None else of_weight.to(weight.dtype)
+        of_bias = None if ctx.bias_dtype is None else of_bias.to(ctx.bias_dtype)
+    return of_h, of_weight, of_bias, of_h if ctx.has_residual else None, None, None
 
 
 _forward.register_autograd(_gradient, setup_context=_setup)

@@ -1,8 +1,7 @@
-"""Layer and RMS normalisation over the last axis, in plain torch. Works in float64.
+"""Layer normalisation over the last axis, in plain torch. Works in float64.
 
 h = x + residual
-layer:  y = (h - mean(h)) / sqrt(var(h) + eps) * weight + bias      var without Bessel's correction
-rms:    y =  h            / sqrt(mean(h^2) + eps) * weight
+y = (h - mean(h)) / sqrt(var(h) + eps) * weight + bias      var without Bessel's correction
 """
 
 from __future__ import annotations
@@ -23,17 +22,4 @@ def layer_norm(
     y = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + eps)
     y = y if weight is None else y * weight
     y = y if bias is None else y + bias
-    return y if residual is None else (y, h)
-
-
-def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    eps: float = 1e-5,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """y, and with a residual (y, h). x, residual [..., N]; weight [N]."""
-    h = x if residual is None else x + residual
-    y = h / torch.sqrt(h.square().mean(-1, keepdim=True) + eps)
-    y = y if weight is None else y * weight
     return y if residual is None else (y, h)

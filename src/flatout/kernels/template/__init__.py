@@ -41,5 +41,5 @@ KERNEL = Kernel(
         Implementation("triton", partial(silu_mul, implementation="triton"), "triton"),
         Implementation("cuda", partial(silu_mul, implementation="cuda"), "cuda"),
     ),
-    sources=(SOURCE,),  # of cuda
+    sources=(SOURCE,),
 )

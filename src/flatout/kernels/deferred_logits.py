@@ -20,8 +20,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from flatout.kernels.linear_cross_entropy.op import REDUCTIONS, linear_cross_entropy
+from flatout.kernels.chunked_loss import REDUCTIONS, linear_cross_entropy
 
 aten = torch.ops.aten
 VIEWS = {
@@ -128,7 +129,7 @@ class DeferredLogits(torch.Tensor):
         elif function in WATCHES:
             args[0].origin.watched = True
         elif function in NEEDS_MEMORY:
-            args = tuple(plain(each) if isinstance(each, DeferredLogits) else each for each in args)
+            args = tuple(plain(argument) for argument in args)
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
@@ -136,22 +137,18 @@ class DeferredLogits(torch.Tensor):
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if (
-            isinstance(first, DeferredLogits)
-            and (made := _still_deferred(function, first, args[1:], kwargs)) is not None
-        ):
-            return made
+        if isinstance(first, DeferredLogits):
+            made = _still_deferred(function, first, args[1:], kwargs)
+            if made is not None:
+                return made
         changes = function._schema.is_mutable
         if changes and isinstance(first, DeferredLogits):
             for copy in list(first.origin.copies):
                 copy.compute()  # copies from before the change must not see it
-        result = function(
-            *torch.utils._pytree.tree_map_only(DeferredLogits, DeferredLogits.compute, tuple(args)),
-            **torch.utils._pytree.tree_map_only(DeferredLogits, DeferredLogits.compute, kwargs),
-        )
-        return (
-            first if changes and isinstance(first, DeferredLogits) and isinstance(result, Tensor) else result
-        )
+        args, kwargs = tree_map_only(DeferredLogits, DeferredLogits.compute, (tuple(args), kwargs))
+        result = function(*args, **kwargs)
+        returns_first = changes and isinstance(first, DeferredLogits) and isinstance(result, Tensor)
+        return first if returns_first else result
 
 
 NEEDS_MEMORY = {
@@ -218,13 +215,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return result
 
 
-def plain(deferred: Tensor) -> Tensor:
-    """An ordinary tensor with the same values, in the same place of the graph."""
+def plain(deferred: Any) -> Any:
+    """An ordinary tensor with the same values, in the same place of the graph. Anything else is returned."""
     if not isinstance(deferred, DeferredLogits):
         return deferred
     if torch.is_grad_enabled() and deferred.requires_grad:
-        result: Tensor = _Values.apply(deferred)
-        return result
+        return _Values.apply(deferred)
     return deferred.compute()
 
 
@@ -241,12 +237,9 @@ def before_step() -> None:
         elif origin.kept is not None:
             origin.compute()
         elif origin.copied is None and origin.unchanged:
-            key = (id(origin.weight), id(origin.bias))
+            key, bias = (id(origin.weight), id(origin.bias)), origin.bias
             if key not in kept:
-                kept[key] = (
-                    origin.weight.detach().clone(),
-                    None if origin.bias is None else origin.bias.detach().clone(),
-                )
+                kept[key] = origin.weight.detach().clone(), None if bias is None else bias.detach().clone()
             origin.kept = kept[key]
 
 
@@ -274,10 +267,8 @@ def _still_deferred(
         source.copies.add(origin)
         return DeferredLogits(origin, (), function(like, *args, **kwargs))
     made = function(like, *args, **kwargs)
-    last = deferred.dim() - 1
-    cuts_last = (
-        function in (aten.slice.Tensor, aten.select.int) and (args[0] if args else 0) % (last + 1) == last
-    )
+    axes, axis = deferred.dim(), args[0] if args else 0
+    cuts_last = function in (aten.slice.Tensor, aten.select.int) and axis % axes == axes - 1
     if cuts_last or made.dim() == 0 or made.shape[-1] != deferred.shape[-1]:
         return None
     return DeferredLogits(deferred.origin, (*deferred.steps, (function, args, kwargs)), made)
@@ -316,29 +307,19 @@ def _loss_without_logits(
         or isinstance(target, DeferredLogits)
     ):
         return None
-    origin = input.origin
+    origin, device = input.origin, input.device.type
     if (
-        weight is not None
-        or size_average is not None
-        or reduce is not None
+        not (weight is size_average is reduce is None)
         or reduction not in REDUCTIONS
         or input.dim() != 2
-    ):
-        return None
-    if (
-        target.dtype is not torch.int64
-        or target.dim() != 1
-        or len(target) != len(input)
+        or target.dtype is not torch.int64
+        or target.shape != input.shape[:1]
         or not origin.untouched
         or not origin.unchanged
     ):
         return None
-    device = input.device.type
-    dtype = (
-        torch.float32
-        if torch.is_autocast_enabled(device) and input.dtype is not torch.float64
-        else input.dtype
-    )
+    wide = torch.is_autocast_enabled(device) and input.dtype is not torch.float64
+    dtype = torch.float32 if wide else input.dtype
     with torch.autocast(device, enabled=False):
         loss = linear_cross_entropy(
             _rows(input), origin.weight, target, origin.bias, ignore_index, reduction, label_smoothing
