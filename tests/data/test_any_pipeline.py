@@ -85,25 +85,9 @@ def known(draw, family):
                 lambda: t.CenterCrop(draw(st.integers(4, 18))),
                 lambda: t.Resize(draw(st.sampled_from([6, (7, 9), 15])), interpolation=draw(kinds)),
                 lambda: t.RandomResizedCrop(draw(st.integers(5, 12)), interpolation=draw(kinds)),
-                lambda: t.RandomRotation(
-                    draw(st.sampled_from([5, 180])),
-                    interpolation=draw(st.sampled_from([Mode.NEAREST, Mode.BILINEAR])),
-                ),
-                lambda: t.RandomAffine(
-                    20, translate=(0.2, 0.1), scale=(0.8, 1.2), shear=draw(st.sampled_from([None, 10]))
-                ),
                 lambda: t.ColorJitter(draw(some), draw(some), draw(some), draw(st.sampled_from([0, 0.2]))),
                 lambda: t.RandomGrayscale(draw(p)),
                 lambda: t.Grayscale(draw(st.sampled_from([1, 3]))),
-                lambda: t.RandomInvert(draw(p)),
-                lambda: t.RandomPosterize(draw(st.integers(1, 7)), p=draw(p)),
-                lambda: t.RandomSolarize(draw(st.sampled_from([100, 0.5])), p=draw(p)),
-                lambda: t.RandomEqualize(draw(p)),
-                lambda: t.RandomAutocontrast(draw(p)),
-                lambda: t.RandomAdjustSharpness(2, draw(p)),
-                lambda: t.RandomApply([t.RandomHorizontalFlip(0.5), t.RandomInvert(0.5)], p=0.6),
-                lambda: t.RandomOrder([t.RandomHorizontalFlip(0.5), t.RandomVerticalFlip(0.5)]),
-                lambda: t.RandomChoice([t.RandomHorizontalFlip(0.5), t.RandomInvert(0.5)]),
             ]
         )
     )()
@@ -124,6 +108,10 @@ def unknown(draw, family):
                 lambda: t.TrivialAugmentWide(),
                 lambda: t.ElasticTransform(5.0),
                 lambda: t.RandomPerspective(0.3),
+                lambda: t.RandomRotation(20),
+                lambda: t.RandomEqualize(0.5),
+                lambda: t.RandomApply([t.RandomHorizontalFlip(0.5), t.RandomInvert(0.5)], p=0.6),
+                lambda: t.RandomChoice([t.RandomHorizontalFlip(0.5), t.RandomInvert(0.5)]),
             ]
         )
     )()
@@ -293,22 +281,8 @@ RANDOM = {
     "RandomVerticalFlip": lambda t: t.RandomVerticalFlip(0.7),
     "RandomCrop": lambda t: t.RandomCrop((4, 5), padding=1),
     "RandomResizedCrop": lambda t: t.RandomResizedCrop((4, 4)),
-    "RandomErasing": lambda t: t.RandomErasing(0.6, value=0),
     "ColorJitter": lambda t: t.ColorJitter(0.4, 0.3, 0.2),
     "RandomGrayscale": lambda t: t.RandomGrayscale(0.4),
-    "RandomInvert": lambda t: t.RandomInvert(0.4),
-    "RandomSolarize": lambda t: t.RandomSolarize(128, p=0.4),
-    "RandomAutocontrast": lambda t: t.RandomAutocontrast(0.4),
-    "RandomRotation": lambda t: t.RandomRotation(40),
-    "RandomAffine": lambda t: t.RandomAffine(20, translate=(0.3, 0.2), scale=(0.7, 1.3)),
-    "RandomApply": lambda t: t.RandomApply([t.RandomHorizontalFlip(0.5), t.RandomInvert(0.5)], p=0.4),
-    "RandomOrder": lambda t: v2.RandomOrder([t.RandomHorizontalFlip(0.5), t.RandomSolarize(128, p=0.5)]),
-    "RandomChoice": lambda t: v2.RandomChoice(
-        [t.RandomHorizontalFlip(0.5), t.RandomInvert(0.9)], p=[0.2, 0.8]
-    ),
-    "RandomAdjustSharpness": lambda t: t.RandomAdjustSharpness(2, 0.4),
-    "RandomPosterize": lambda t: t.RandomPosterize(3, p=0.4),
-    "RandomEqualize": lambda t: t.RandomEqualize(0.4),
 }
 
 
@@ -363,18 +337,11 @@ def test_every_recognised_random_transform_has_its_distribution_tested():
 @pytest.mark.parametrize("name", RANDOM)
 def test_the_distribution_is_torchvisions(name):
     """The seeds differ on both sides, so nothing depends on equal random numbers."""
-    image = (
-        tiny()
-        if name == "RandomErasing"
-        else Image.fromarray(tiny().mul(255).byte().permute(1, 2, 0).contiguous().numpy())
-    )
+    image = Image.fromarray(tiny().mul(255).byte().permute(1, 2, 0).contiguous().numpy())
     transform = RANDOM[name](v1)
     torch.manual_seed(77)
-    if name == "RandomErasing":
-        theirs = torch.stack([transform(image) for _ in range(ROWS)])
-    else:
-        theirs = torch.from_numpy(np.stack([transform(image) for _ in range(ROWS)])).permute(0, 3, 1, 2)
-        transform = v1.Compose([transform, v1.PILToTensor()])
+    theirs = torch.from_numpy(np.stack([transform(image) for _ in range(ROWS)])).permute(0, 3, 1, 2)
+    transform = v1.Compose([transform, v1.PILToTensor()])
     found = ours(transform, image, 1234)
     assert found.shape == theirs.shape
     assert distances(looks(theirs), looks(found)) < FARTHEST

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.data import affine, choose, color, erase, readers, resample, tone
+from flatout.data import color, readers, resample
 from flatout.data.draws import BulkNumbers, Numbers, columns, understood
 from flatout.data.images import form_of, shape_of
 from flatout.data.operation import (
@@ -141,15 +141,7 @@ def read(transform: object, form: ImageForm) -> Sequence[BatchOperation]:
     return [found] if isinstance(found, BatchOperation) else list(found)
 
 
-READERS = {
-    **readers.READERS,
-    **color.READERS,
-    **tone.READERS,
-    **resample.READERS,
-    **affine.READERS,
-    **erase.READERS,
-    **choose.readers(read),
-}
+READERS = {**readers.READERS, **color.READERS, **resample.READERS}
 
 
 def lower(transform: object, images: Sequence[Any], light: bool = False, unfinished: bool = False) -> Lowered:
