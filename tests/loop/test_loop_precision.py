@@ -13,8 +13,6 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from flatout import Loop  # noqa: E402
-from flatout.agent.ledger import Ledger  # noqa: E402
-from flatout.loop.fp8 import multiply_in_8_bits  # noqa: E402
 from flatout.schema.errors import LoopError  # noqa: E402
 
 NARROW = {"bf16-master": torch.bfloat16, "fp16-master": torch.float16}
@@ -193,28 +191,10 @@ def test_tf32_is_switched_and_restored(caplog):
         ("bf16-master", torch.float32, r"those of this model are float32\. Call model\.bfloat16"),
         ("fp16-master", torch.bfloat16, r"Call model\.half"),
         ("fp16", torch.float16, "fp16-master"),
-        ("fp8", torch.float32, "needs a GPU that multiplies in 8 bits"),
+        ("fp8", torch.float32, "precision='fp8' is not supported"),
     ],
 )
 def test_unavailable_precisions_are_rejected(name, dtype, words):
     model = network(dtype)
     with pytest.raises(LoopError, match=words):
         Loop(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn, [], precision=name)
-
-
-def test_fp8_by_torchao():
-    """With torchao, the computation of the hardware; without it, the command that installs it."""
-    model, ledger = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 16), nn.Linear(16, 3)), Ledger()
-    layers, weight, x = list(model), model[0].weight, torch.randn(16, 32)
-    plain = model(x)
-    try:
-        import torchao  # noqa: F401
-    except ImportError:
-        with pytest.raises(LoopError, match="pip install torchao"):
-            multiply_in_8_bits(torch, model, torch.device("cpu"), ledger, emulate=True)
-        return
-    assert multiply_in_8_bits(torch, model, torch.device("cpu"), ledger, emulate=True) == ["0", "2"]
-    assert model[0].weight is weight
-    assert 0 < (model(x) - plain).norm() / plain.norm() < 0.1
-    ledger.restore()
-    assert all(a is b for a, b in zip(model, layers, strict=True))

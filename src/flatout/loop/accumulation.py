@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.loop.pipeline_parallel import PipelineParallel
 from flatout.loop.precision import Precision
 from flatout.loop.reduction import LossResult
 from flatout.loop.rejoin import Rejoin
-from flatout.loop.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,10 +35,9 @@ class Accumulation:
         summed: bool,
         samples: int,
         rejoin: Rejoin | None = None,
-        divided: TensorParallel | PipelineParallel | None = None,
     ) -> None:
         self.torch, self.precision, self.summed, self.samples = torch, precision, summed, samples
-        self.rejoin, self.divided = rejoin, divided
+        self.rejoin = rejoin
         self._estimate: Any = None
         self._losses: list[Any] = []
         self._weights: list[Any] = []
@@ -79,11 +76,7 @@ class Accumulation:
 
     def _correct(self, parameters: list[Any], total: object) -> None:
         """Rescale gradients from the estimated total to ``total``, which becomes the new estimate."""
-        gradients = [
-            p.grad if self.divided is None else self.divided.local(p.grad)
-            for p in parameters
-            if p.grad is not None
-        ]
+        gradients = [p.grad for p in parameters if p.grad is not None]
         if gradients:
             with self.torch.no_grad():
                 self.torch._foreach_mul_(gradients, (self._estimate / total).to(gradients[0].dtype))

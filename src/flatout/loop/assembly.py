@@ -14,7 +14,6 @@ from flatout.loop.levers import Levers, plan_of
 from flatout.loop.loop_state import LoopState, storable
 from flatout.loop.memory import MicroBatches
 from flatout.loop.opened import measured, opened
-from flatout.loop.pipeline_parallel import Pipeline, PipelineParallel
 from flatout.loop.precision import Precision
 from flatout.loop.rank_group import company_of
 from flatout.loop.ranks import ranks_of
@@ -23,7 +22,6 @@ from flatout.loop.saving import LoopCheckpointing
 from flatout.loop.settings import AUTO, LoopSettings
 from flatout.loop.sizing import Sizer
 from flatout.loop.step import Rate
-from flatout.loop.tensor_parallel import TensorParallel, refused
 from flatout.loop.training import Training
 from flatout.loop.update import Update
 from flatout.schema.enums import Effect
@@ -55,7 +53,6 @@ class LoopAssembly:
         self.scheduler, self.clip, self.metrics = settings.scheduler, settings.clip, settings.metrics
         self.parameters = _parameters(optimizer)
         self.device = self.parameters[0].device
-        self._divided = self._divide() if settings.parallel is not None else None
         plan = settings.plan if settings.plan == AUTO else plan_of(settings.plan)
         self._make_training()
         self._saving = self._open_checkpoints()
@@ -70,33 +67,12 @@ class LoopAssembly:
             self.resumed = self._resume(self._saving)
         self._extras = self._around_a_step()
 
-    def _divide(self) -> TensorParallel | PipelineParallel:
-        """Split the model over the ranks."""
-        settings, kind = self._settings, type(self.model).__name__
-        refused(
-            plan=(settings.plan, (None,)),
-            micro_batch=(settings.micro_batch if settings.micro_batch == AUTO else None, (None,)),
-            precision=(settings.precision, ("float32", "tf32")),
-            model=(kind, {kind} - {"DistributedDataParallel", "DataParallel"}),
-        )
-        torch, model, optimizer, parallel = self.torch, self.model, self.optimizer, settings.parallel
-        assert parallel is not None
-        if isinstance(parallel, Pipeline):
-            stops = settings.on_nan == "stop"
-            divided: TensorParallel | PipelineParallel = PipelineParallel(
-                torch, model, optimizer, parallel, self.device, settings.reduction, stops
-            )
-        else:
-            divided = TensorParallel(torch, model, optimizer, parallel, self.device)
-        self.parameters = _parameters(optimizer)
-        return divided
-
     def _make_training(self) -> None:
         torch, settings, model = self.torch, self._settings, self.model
-        self._ranks = ranks_of(torch, model) if self._divided is None else None
+        self._ranks = ranks_of(torch, model)
         rejoin = self._ranks is not None and self._ranks.rejoin is not None
         self.precision = Precision(
-            torch, settings.precision, model, self.optimizer, self.device, self.parameters, rejoin
+            torch, settings.precision, self.optimizer, self.device, self.parameters, rejoin
         )
         training = Training(
             torch,
@@ -108,7 +84,6 @@ class LoopAssembly:
             self.device,
             self.precision,
             self._ranks,
-            self._divided,
         )
         self.micro_batches = MicroBatches(settings.largest_micro_batch)
         agreed = self._ranks.slowest if self._ranks is not None else list
@@ -148,17 +123,8 @@ class LoopAssembly:
             self.loader = self._late.early(self.loader)
 
     def _resume(self, saving: LoopCheckpointing) -> Resumed | None:
-        divided = self._divided
-        kept = LoopState(
-            self,
-            self._gradient,
-            self._update,
-            self._sizer,
-            self._settings.extra_state,
-            divided.stage if isinstance(divided, PipelineParallel) else None,
-        )
-        settings = self._settings.for_drift(self.model, self.optimizer)
-        return saving.attach(self, kept, settings, shares_out=divided is None)
+        kept = LoopState(self, self._gradient, self._update, self._sizer, self._settings.extra_state)
+        return saving.attach(self, kept, self._settings.for_drift(self.model, self.optimizer))
 
     def _tuned_by(self, effects: str | None) -> Autoplan:
         if self._ranks is not None or self.precision.masters is not None:

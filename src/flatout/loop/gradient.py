@@ -17,7 +17,6 @@ from flatout.loop.accumulation import Accumulation, detached
 from flatout.loop.batches import moved, split
 from flatout.loop.finite import LossMonitor, first_bad_module
 from flatout.loop.memory import MicroBatches, OutOfMemory, is_out_of_memory, release
-from flatout.loop.pipeline_parallel import PipelineParallel
 from flatout.loop.randomness import RandomState
 from flatout.loop.reduction import MEAN, SUM, Recogniser, understood
 from flatout.loop.training import Training
@@ -72,14 +71,7 @@ class Gradient:
             try:
                 limit = self.micro_batches.limit
                 fits = len(window) == 1 and (limit is None or window[0][1] <= limit)
-                if isinstance(training.divided, PipelineParallel):
-                    made = self._piped(training.divided, index, window)
-                else:
-                    made = (
-                        self._whole(index, window[0][0])
-                        if fits
-                        else self._accumulated(index, window, samples)
-                    )
+                made = self._whole(index, window[0][0]) if fits else self._accumulated(index, window, samples)
                 if state is not None and not self._draws:
                     self._draws = state.moved()
             except Exception as error:
@@ -91,16 +83,9 @@ class Gradient:
             # Outside the except block, so that the frames that hold the step's tensors are freed.
             if failed is not None:
                 release(training.torch, training.device)
-                if training.divided is not None:
-                    raise LoopError(
-                        f"out of memory ({failed.said}). Ranks that share layers cannot repeat a step. Use smaller micro-batches: "
-                        f"micro_batch={max(1, failed.size // 2)}."
-                    )
             if ranks is not None:
                 failed = ranks.agree(failed)
             if failed is None:
-                if training.divided is not None:
-                    training.divided.alike(index, made[0])
                 break
             optimizer.zero_grad(set_to_none=True)
             if masters is not None:
@@ -138,7 +123,6 @@ class Gradient:
             self.reduction == SUM,
             samples,
             training.ranks.rejoin if training.ranks is not None else None,
-            training.divided,
         )
         for at, (part, size) in enumerate(parts):
             with self._no_sync() if at < len(parts) - 1 else nullcontext():
@@ -147,17 +131,6 @@ class Gradient:
                     self._stop_where_bad(self._watch, index, answer.loss, part)
                 sums.add(answer, size, last=at == len(parts) - 1)
         return sums.loss(training.parameters), len(parts), sums.values(self.metrics)
-
-    def _piped(
-        self, pipeline: PipelineParallel, index: int, window: Window
-    ) -> tuple[Any, int, dict[str, Any]]:
-        sizes = [size for _, whole in window for size in self.micro_batches.sizes(whole)]
-        parts = [
-            self._on_device(part)
-            for batch, whole in window
-            for part in split(batch, self.micro_batches.sizes(whole))
-        ]
-        return pipeline.step(index, parts, sizes, self.training.loss_fn), len(parts), {}
 
     def _whole(self, index: int, batch: object) -> tuple[Any, int, dict[str, Any]]:
         """One forward and backward pass as in a plain loop.

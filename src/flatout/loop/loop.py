@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from flatout.agent.applier import Outcome
 from flatout.loop.assembly import LoopAssembly
 from flatout.loop.notebook_view import loop_view
-from flatout.loop.pipeline_parallel import Pipeline
 from flatout.loop.settings import LoopSettings
 from flatout.loop.sizing import Sized
 from flatout.loop.step import Step
@@ -76,16 +75,12 @@ class Loop(LoopAssembly):
         scheduler: A learning-rate scheduler. The Loop calls ``scheduler.step()`` after each optimizer step.
         clip: Maximum norm of the gradient.
         precision: ``"float32"`` (the dtype of the model), ``"tf32"``, ``"bf16"`` or ``"fp16"`` (autocast;
-            fp16 with a gradient scaler), ``"fp8"`` (torchao), ``"bf16-master"`` or ``"fp16-master"`` (a model
+            fp16 with a gradient scaler), ``"bf16-master"`` or ``"fp16-master"`` (a model
             in that dtype, and an optimizer with float32 copies of its parameters).
         metrics: How to combine the further scalars of micro-batches, as ``{name: how}``: ``"mean"`` (weighted
             by samples, the default), ``"sum"``, ``"max"``, ``"min"`` or ``"last"``.
         on_nan: ``"stop"`` ends the loop at a NaN or infinite loss and names the module that produced it.
             ``"ignore"`` continues. With fp16, a skipped step does not stop the loop.
-        parallel: ``{module name: style}`` with the styles of ``torch.distributed.tensor.parallel``, such as
-            ``ColwiseParallel()``. These layers are sharded over the ranks, which all get the same batches,
-            and the optimizer holds the sharded parameters from then on. Or a `flatout.Pipeline`: each rank
-            has one stage.
         allow_inexact: Split batches even if this changes the gradient (batch normalisation, losses between
             samples).
         checkpoint_dir: A folder for the checkpoints of this training. The program, started again, resumes from the
@@ -126,7 +121,6 @@ class Loop(LoopAssembly):
         precision: str = "float32",
         metrics: Mapping[str, str] | None = None,
         on_nan: str = "stop",
-        parallel: Mapping[str, Any] | Pipeline | None = None,
         allow_inexact: bool = False,
         checkpoint_dir: str | Path | None = None,
         save_every: int | None = None,
@@ -147,7 +141,6 @@ class Loop(LoopAssembly):
             precision=precision,
             metrics=dict(metrics or {}),
             on_nan=on_nan,
-            parallel=parallel,
             allow_inexact=allow_inexact,
             checkpoint_dir=checkpoint_dir,
             save_every=save_every,

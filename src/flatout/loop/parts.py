@@ -28,32 +28,19 @@ class Parts:
     words: list[str]
 
 
-def parts_of(
-    torch: ModuleType, save: Checkpoint, rank: int, ranks: int, sharing: int, shape: Mapping[str, Any]
-) -> Parts:
-    """``sharing``: the number of ranks that share the samples. Raises SaveError."""
-    metadata, name = save.manifest.metadata, part_of(rank)
-    before, shared = metadata["ranks"], metadata["sharing"]
+def parts_of(torch: ModuleType, save: Checkpoint, rank: int, ranks: int, shape: Mapping[str, Any]) -> Parts:
+    """Read what this rank of ``ranks`` needs. Raises SaveError."""
+    before, name = save.manifest.metadata["ranks"], part_of(rank)
     state = save.read(torch)
     if rank and f"{name}.json" in save.manifest.files:
         own = save.read(torch, name)
-        if own["stage"] is not None:
-            state = own["stage"] | {"loop": state["loop"], "place": state["place"]}
-    elif rank and sharing > 1:
-        own = {"random": random_states(torch)}
-    else:  # rank 0; and ranks that share layers, which all have the same samples and random numbers
-        own = state
-    if before == ranks and shared == sharing:
+    else:
+        own = {"random": random_states(torch)} if rank else state
+    if before == ranks:
         return Parts(state, own, own["place"], [])
-    if metadata["staged"]:
-        raise SaveError(
-            f"each of {before} ranks had a stage of the model, and there are {ranks} now. Start as many again, or {FROM_SCRATCH}"
-        )
-    place, words = place_for(state["place"], shared, sharing, shape)
+    place, words = place_for(state["place"], before, ranks, shape)
     place["now"] = {**place["now"], "random": (own["place"]["now"] if "place" in own else own)["random"]}
-    return Parts(
-        state, own, place, words or [f"{_there_were(before)}, which added their sums in another order"]
-    )
+    return Parts(state, own, place, words)
 
 
 def slices_of_others(torch: ModuleType, save: Checkpoint, rank: int) -> Iterator[Mapping[Any, Any]]:
@@ -67,8 +54,6 @@ def place_for(
     place: Mapping[str, Any], before: int, ranks: int, shape: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """The place in the data for ``ranks`` ranks, after the samples that ``before`` ranks have processed."""
-    if before == ranks:
-        return dict(place), []
     then, now = place["shape"].get("batch"), shape.get("batch")
     if not place["begun"]:
         return dict(place), [f"{_there_were(before)}, which added their gradients in another order"]

@@ -3,7 +3,6 @@
 float32        the dtype of the model
 tf32           float32 with matrix products and convolutions in TF32, on GPUs that have it
 bf16, fp16     autocast; weights stay in float32. fp16 with a loss scale
-fp8            Linear layers multiply in 8 bits (torchao), everything else as bf16
 bf16-master    the model is bfloat16 (or float16), the optimizer has float32 copies of its parameters
 fp16-master    (`flatout.loop.masters`); fp16 with a loss scale
 """
@@ -16,18 +15,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.ledger import Ledger
-from flatout.loop.fp8 import multiply_in_8_bits
 from flatout.loop.masters import Masters
 from flatout.schema.errors import LoopError
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch import device as Device
-    from torch.nn import Module
     from torch.optim import Optimizer
 
 LOGGER = logging.getLogger("flatout")
-NAMES = ("float32", "tf32", "bf16", "fp16", "fp8", "bf16-master", "fp16-master")
+NAMES = ("float32", "tf32", "bf16", "fp16", "bf16-master", "fp16-master")
 INFINITE = "the scaled gradient was infinite or NaN; the loss scale was reduced"
 
 
@@ -41,7 +38,6 @@ class Precision:
         self,
         torch: ModuleType,
         name: str,
-        model: Module,
         optimizer: Optimizer,
         device: Device,
         parameters: list[Any],
@@ -56,13 +52,11 @@ class Precision:
                 'Remove model.half(), or use precision="fp16-master".'
             )
         self.torch, self.name, self.device, self._ledger = torch, name, device, Ledger()
-        self._dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}.get(name)
+        self._dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
         self.scaler = torch.amp.GradScaler(device.type) if name.startswith("fp16") else None
         self.masters: Masters | None = None
         if name == "tf32":
             self._multiply_in_tf32()
-        if name == "fp8":
-            multiply_in_8_bits(torch, model, device, self._ledger)
         if name.endswith("-master"):
             self.masters = Masters.made(
                 torch,

@@ -73,16 +73,12 @@ class LoopCheckpointing:
 
     # -- resuming --------------------------------------------------------------------------------------------
 
-    def attach(
-        self, loop: Any, kept: LoopState, settings: Mapping[str, Any], shares_out: bool
-    ) -> Resumed | None:
+    def attach(self, loop: Any, kept: LoopState, settings: Mapping[str, Any]) -> Resumed | None:
         """Restore a checkpoint into the new Loop.
 
-        Random numbers and the place in the data wait until the Loop is iterated over. ``shares_out``: whether
-        each rank has different samples.
+        Random numbers and the place in the data wait until the Loop is iterated over.
         """
         self.loop, self.kept, self.settings = loop, kept, {**settings, "ranks": self.ranks}
-        self._sharing = self.ranks if shares_out else 1
         self.reading = LoaderPosition(self.torch, loop.loader, own_generators)
         parameters = self.kept.parameters()
         clocks = WriterClocks(seconds, thread_seconds)
@@ -119,7 +115,7 @@ class LoopCheckpointing:
     def _go_on(self, save: Checkpoint) -> Resumed:
         metadata = save.manifest.metadata
         differs = differences(metadata.get("surroundings", {}), self._surroundings())
-        parts = parts_of(self.torch, save, self.rank, self.ranks, self._sharing, self.reading.shape())
+        parts = parts_of(self.torch, save, self.rank, self.ranks, self.reading.shape())
         inexact = [
             *metadata.get("inexact", ()),
             *(f"{where} ({what}) was not stored" for where, what in save.manifest.left_out.items()),
@@ -264,8 +260,6 @@ class LoopCheckpointing:
             "surroundings": self._surroundings(),
             "inexact": self._why_not_exact(),
             "ranks": self.ranks,
-            "sharing": self._sharing,
-            "staged": self.kept.stage is not None,
             "tuned": loop.plan.to_toml() if loop.tuned is not None else self.plan,
             "ran_s": self._ran_s + began_s - self._began_s,
             "interruptions": self._interruptions,

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.loop.pipeline_parallel import PipelineParallel
 from flatout.loop.precision import Precision
 from flatout.loop.ranks import LoopRanks
-from flatout.loop.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
     from torch import device as Device
@@ -34,4 +32,3 @@ class Training:
     device: Device
     precision: Precision
     ranks: LoopRanks | None
-    divided: TensorParallel | PipelineParallel | None = None  # the model is split over ranks

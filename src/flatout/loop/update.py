@@ -31,8 +31,6 @@ class Update:
             return None
         training = self.training
         training.precision.unscale(training.optimizer)
-        if training.divided is not None:
-            return training.divided.clip(training.parameters, self.clip)
         return training.torch.nn.utils.clip_grad_norm_(training.parameters, self.clip)
 
     def make(self, index: int) -> str:
@@ -117,10 +115,4 @@ class FirstUpdate:
 
     def _norms_now(self) -> Any:
         with self.training.torch.no_grad():
-            divided = self.training.divided
-            own = (
-                self.training.parameters
-                if divided is None
-                else [divided.local(p) for p in self.training.parameters]
-            )
-            return self.training.torch._foreach_norm(own)
+            return self.training.torch._foreach_norm(self.training.parameters)
