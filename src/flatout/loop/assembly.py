@@ -71,9 +71,7 @@ class LoopAssembly:
         torch, settings, model = self.torch, self._settings, self.model
         self._ranks = ranks_of(torch, model)
         rejoin = self._ranks is not None and self._ranks.rejoin is not None
-        self.precision = Precision(
-            torch, settings.precision, self.optimizer, self.device, self.parameters, rejoin
-        )
+        self.precision = Precision(torch, settings.precision, self.device, self.parameters)
         training = Training(
             torch,
             model,
@@ -127,12 +125,10 @@ class LoopAssembly:
         return saving.attach(self, kept, self._settings.for_drift(self.model, self.optimizer))
 
     def _tuned_by(self, effects: str | None) -> Autoplan:
-        if self._ranks is not None or self.precision.masters is not None:
-            why = (
-                "the ranks of one training" if self._ranks is not None else "an optimizer with master weights"
-            )
+        if self._ranks is not None:
             raise LoopError(
-                f'plan="auto" cannot check levers under {why}. Run `flatout tune COMMAND...` and pass the plan that it writes.'
+                'plan="auto" cannot check levers under the ranks of one training. Run `flatout tune COMMAND...` and pass the plan '
+                "that it writes."
             )
         assert self._levers is not None
         return Autoplan(
@@ -147,15 +143,13 @@ class LoopAssembly:
     def close(self) -> None:
         """Restore the model, the optimizer, the loader and torch's flags where possible.
 
-        The Loop stays usable, without the levers, the master weights and the precision setting. It closes its
-        checkpoint folder as well.
+        The Loop stays usable, without the levers and the precision setting. It closes its checkpoint folder
+        as well.
         """
         if self._autoplan is not None:
             self._autoplan.take_off()
         if self._levers is not None:
             self._levers.take_off()
-        if self.precision.masters is not None:
-            self.parameters[:] = [self.precision.masters.own_of(p) for p in self.parameters]
         self.precision.close()
         if self._saving is not None:
             self._saving.leave()
@@ -173,13 +167,7 @@ class LoopAssembly:
         return self._sizer is not None and self._sizer.found is None
 
     def _around_a_step(self) -> bool:
-        return (
-            self._ranks is not None
-            or self._late is not None
-            or self.precision.masters is not None
-            or self.sizing
-            or self.tuning
-        )
+        return self._ranks is not None or self._late is not None or self.sizing or self.tuning
 
 
 def _parameters(optimizer: Optimizer) -> list[Any]:

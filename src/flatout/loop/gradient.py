@@ -60,7 +60,7 @@ class Gradient:
         Raises LoopError.
         """
         training = self.training
-        optimizer, ranks, masters = training.optimizer, training.ranks, training.precision.masters
+        optimizer, ranks = training.optimizer, training.ranks
         watched = index < WATCHED_STEPS
         state = None
         if self._draws or self._draws_elsewhere or watched or not index % WATCHED_AGAIN:
@@ -88,8 +88,6 @@ class Gradient:
             if failed is None:
                 break
             optimizer.zero_grad(set_to_none=True)
-            if masters is not None:
-                masters.forget()
             self._agree_on(partial(self._smaller, failed, window))
             if state is not None:
                 state.restore()

@@ -75,8 +75,7 @@ class Loop(LoopAssembly):
         scheduler: A learning-rate scheduler. The Loop calls ``scheduler.step()`` after each optimizer step.
         clip: Maximum norm of the gradient.
         precision: ``"float32"`` (the dtype of the model), ``"tf32"``, ``"bf16"`` or ``"fp16"`` (autocast;
-            fp16 with a gradient scaler), ``"bf16-master"`` or ``"fp16-master"`` (a model
-            in that dtype, and an optimizer with float32 copies of its parameters).
+            fp16 with a gradient scaler).
         metrics: How to combine the further scalars of micro-batches, as ``{name: how}``: ``"mean"`` (weighted
             by samples, the default), ``"sum"``, ``"max"``, ``"min"`` or ``"last"``.
         on_nan: ``"stop"`` ends the loop at a NaN or infinite loss and names the module that produced it.
@@ -287,7 +286,7 @@ class Loop(LoopAssembly):
     def _begun(self, window: list[tuple[Any, int]]) -> Callable[[int], None]:
         """Do the optional work before a step and return a function that ends it.
 
-        This covers ranks, master weights, sizing and tuning.
+        This covers ranks, sizing and tuning.
         """
         sizer = self._sizer if self.sizing else None
         tuner = self._autoplan if sizer is None and self.tuning else None
@@ -297,8 +296,6 @@ class Loop(LoopAssembly):
         if sizer is not None:
             self._gradient.divides(window)
             sizer.step_begins(max(size for _, size in window))
-        if self.precision.masters is not None:
-            self.precision.masters.follow()
         if tuner is not None:
             tuner.step_begins()
 

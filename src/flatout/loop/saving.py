@@ -316,10 +316,6 @@ def _digest_of_script() -> str | None:
 def _not_finite(torch: ModuleType, packed: Packed, parameters: set[str]) -> str:
     """The first non-finite parameter, or "". A corrupt model must not replace a good one."""
     for name, tensor in packed.tensors.items():
-        if (
-            (name in parameters or name.startswith("precision.masters"))
-            and tensor.is_floating_point()
-            and not bool(torch.isfinite(tensor).all())
-        ):
+        if name in parameters and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             return f"{name} is not finite"
     return ""

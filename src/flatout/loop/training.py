@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Training:
-    """``alone``: the model as one rank may call it without the others.
-
-    ``parameters``: the optimizer's (master copies included).
-    """
+    """``alone``: the model as one rank may call it without the others. ``parameters``: the optimizer's."""
 
     torch: ModuleType
     model: Module
