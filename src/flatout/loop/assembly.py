@@ -13,11 +13,9 @@ from flatout.loop.gradient import Gradient
 from flatout.loop.levers import Levers, plan_of
 from flatout.loop.loop_state import LoopState, storable
 from flatout.loop.memory import MicroBatches
-from flatout.loop.opened import measured, opened
 from flatout.loop.precision import Precision
-from flatout.loop.rank_group import company_of
-from flatout.loop.ranks import ranks_of
-from flatout.loop.resumed import Resumed
+from flatout.loop.rank_group import rank_group_of, ranks_of
+from flatout.loop.resuming import Resumed, measured, opened
 from flatout.loop.saving import LoopCheckpointing
 from flatout.loop.settings import AUTO, LoopSettings
 from flatout.loop.sizing import Sizer
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class LoopAssembly:
-    """The parts of a Loop: ranks, precision, micro-batches, gradient, update, levers, checkpoints."""
+    """The parts of a Loop: precision, micro-batches, gradient, update, levers, checkpoints."""
 
     def _assemble(
         self,
@@ -69,25 +67,27 @@ class LoopAssembly:
 
     def _make_training(self) -> None:
         torch, settings, model = self.torch, self._settings, self.model
-        self._ranks = ranks_of(torch, model)
-        rejoin = self._ranks is not None and self._ranks.rejoin is not None
+        ranks = len(ranks_of(torch, model)) or 1
+        if ranks > 1 and settings.micro_batch == AUTO:
+            raise LoopError(
+                'micro_batch="auto" tries sizes that may not fit, and with several ranks a step cannot be repeated. Find the size in one '
+                "process (loop.sized), and pass it here: micro_batch=16, for example."
+            )
+        parallel = isinstance(model, torch.nn.parallel.DistributedDataParallel)
         self.precision = Precision(torch, settings.precision, self.device, self.parameters)
         training = Training(
             torch,
             model,
-            model.module if rejoin else model,
+            model.module if parallel else model,
             self.optimizer,
             self.loss_fn,
             self.parameters,
             self.device,
             self.precision,
-            self._ranks,
+            ranks,
         )
         self.micro_batches = MicroBatches(settings.largest_micro_batch)
-        agreed = self._ranks.slowest if self._ranks is not None else list
-        self._sizer = (
-            Sizer(torch, self.device, self.micro_batches, agreed) if settings.micro_batch == AUTO else None
-        )
+        self._sizer = Sizer(torch, self.device, self.micro_batches) if settings.micro_batch == AUTO else None
         stops = settings.on_nan == "stop" and self.precision.scaler is None
         self._gradient = Gradient(
             training,
@@ -104,9 +104,9 @@ class LoopAssembly:
         if settings.checkpoint_dir is None or measured():
             return None
         storable(self.model)
-        company = company_of(self.torch, self.model)
-        folder = opened(Path(settings.checkpoint_dir), settings.from_scratch, company)
-        return LoopCheckpointing(self.torch, folder, settings.save_every, settings.on_drift, company)
+        group = rank_group_of(self.torch, self.model)
+        folder = opened(Path(settings.checkpoint_dir), settings.from_scratch, group)
+        return LoopCheckpointing(self.torch, folder, settings.save_every, settings.on_drift, group)
 
     def _plan_levers(self, plan: Plan | str | None) -> None:
         self._plan = plan if isinstance(plan, Plan) else Plan()
@@ -125,7 +125,7 @@ class LoopAssembly:
         return saving.attach(self, kept, self._settings.for_drift(self.model, self.optimizer))
 
     def _tuned_by(self, effects: str | None) -> Autoplan:
-        if self._ranks is not None:
+        if ranks_of(self.torch, self.model):
             raise LoopError(
                 'plan="auto" cannot check levers under the ranks of one training. Run `flatout tune COMMAND...` and pass the plan '
                 "that it writes."
@@ -153,8 +153,6 @@ class LoopAssembly:
         self.precision.close()
         if self._saving is not None:
             self._saving.leave()
-        if self._ranks is not None:
-            self._ranks.close()
 
     @property
     def tuning(self) -> bool:
@@ -167,7 +165,7 @@ class LoopAssembly:
         return self._sizer is not None and self._sizer.found is None
 
     def _around_a_step(self) -> bool:
-        return self._ranks is not None or self._late is not None or self.sizing or self.tuning
+        return self._late is not None or self.sizing or self.tuning
 
 
 def _parameters(optimizer: Optimizer) -> list[Any]:

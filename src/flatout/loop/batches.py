@@ -1,6 +1,6 @@
 """Batches of users' loaders: nested tuples, lists, mappings and dataclasses of tensors.
 
-Count, split and move them.
+Count, split and move them, and group them into effective batches.
 
 A batch has ``B`` samples along the first dimension of its tensors. A list or tuple of ``B`` other values
 (file names, captions) also has one per sample. Everything else belongs to the whole batch and goes into every
@@ -9,7 +9,7 @@ part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from flatout.agent.batches import rebuilt, tensors_of
@@ -71,3 +71,46 @@ def moved(batch: object, device: Any) -> Any:
         return rebuilt(thing, of)
 
     return of(batch)
+
+
+def windows(batches: Iterable[Any], effective: int | None) -> Iterator[list[tuple[Any, int]]]:
+    """Yields lists of (batch, samples), one list per optimizer step.
+
+    Without ``effective``, each batch is alone.
+
+    The last window of an epoch may be shorter. Raises LoopError if the loader's batches do not add up to the
+    effective batch.
+    """
+    window: list[tuple[Any, int]] = []
+    filled = 0
+    for batch in batches:
+        size = size_of(batch)
+        if effective is None:
+            yield [(batch, size)]
+            continue
+        if filled + size > effective:
+            loaders = window[0][1] if window else size
+            near = sorted({effective // loaders * loaders or loaders, (effective // loaders + 1) * loaders})
+            raise LoopError(
+                f"effective_batch={effective} is not a multiple of the loader's batches of {loaders} samples. "
+                f"Use {' or '.join(map(str, near))}, or change the loader's batch_size."
+            )
+        window.append((batch, size))
+        filled += size
+        if filled == effective:
+            yield window
+            window, filled = [], 0
+    if window:
+        yield window
+
+
+def cut(size: int, micro_batch: int | None) -> list[int]:
+    """The sizes of the micro-batches of a batch, as even as possible.
+
+    10 samples in parts of at most 4 give 4, 3, 3.
+    """
+    if micro_batch is None or size <= micro_batch:
+        return [size]
+    parts = -(-size // micro_batch)
+    small, more = divmod(size, parts)
+    return [small + 1] * more + [small] * (parts - more)

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flatout.agent.applier import Outcome
 from flatout.loop.assembly import LoopAssembly
+from flatout.loop.batches import windows
 from flatout.loop.notebook_view import loop_view
 from flatout.loop.settings import LoopSettings
 from flatout.loop.sizing import Sized
 from flatout.loop.step import Step
 from flatout.loop.tuning import Tuned
-from flatout.loop.windows import windows
 from flatout.measure.clock import seconds
 from flatout.schema.errors import LoopError
 from flatout.schema.plan import Plan
@@ -172,7 +172,6 @@ class Loop(LoopAssembly):
                 seen += len(window)
                 yield self._step(window, None if length is None else seen >= length)
                 if self.steps is not None and self.index - first >= self.steps:
-                    self.settle()
                     return
                 if saving is not None:
                     saving.edge()
@@ -183,7 +182,6 @@ class Loop(LoopAssembly):
             self.epoch += 1
             if saving is not None:
                 saving.reading.over()
-        self.settle()
 
     def __repr__(self) -> str:
         of = f" of {self.steps}" if self.steps is not None else ""
@@ -245,14 +243,6 @@ class Loop(LoopAssembly):
             known.append(self.epochs * length // batches)
         return min(known) if known else None
 
-    def settle(self) -> None:
-        """Wait for the result of the last update on the other ranks.
-
-        Raises LoopError if one of them failed.
-        """
-        if self._ranks is not None:
-            self._ranks.settle()
-
     # -- one step --------------------------------------------------------------------------------------------
 
     def _step(self, window: list[tuple[Any, int]], ends_epoch: bool | None) -> Step:
@@ -286,15 +276,13 @@ class Loop(LoopAssembly):
     def _begun(self, window: list[tuple[Any, int]]) -> Callable[[int], None]:
         """Do the optional work before a step and return a function that ends it.
 
-        This covers ranks, sizing and tuning.
+        This covers sizing and tuning.
         """
         sizer = self._sizer if self.sizing else None
         tuner = self._autoplan if sizer is None and self.tuning else None
         failures = len(self.micro_batches.failed)
-        if self._ranks is not None:
-            self._ranks.begin()
         if sizer is not None:
-            self._gradient.divides(window)
+            self._gradient.recognise(window)
             sizer.step_begins(max(size for _, size in window))
         if tuner is not None:
             tuner.step_begins()

@@ -27,10 +27,8 @@ from flatout.checkpoint.values import Packed, pack
 from flatout.data.streams import own_generators
 from flatout.levers import TABLE
 from flatout.loop.loop_state import LoopState
-from flatout.loop.opened import KIND, OpenedCheckpoints
-from flatout.loop.parts import parts_of, slices_of_others
 from flatout.loop.rank_group import RankGroup
-from flatout.loop.resumed import Resumed
+from flatout.loop.resuming import KIND, OpenedCheckpoints, Resumed, parts_of, slices_of_others
 from flatout.loop.signals import StopSignals
 from flatout.measure.clock import seconds, sleep, thread_seconds
 from flatout.schema.enums import Effect, Moment
@@ -43,7 +41,7 @@ LEVERS = {lever.name: lever for lever in TABLE}
 class LoopCheckpointing:
     """``opened``: the folder and the checkpoint to resume from.
 
-    ``company``: the ranks that write one checkpoint together, None for a single process.
+    ``group``: the ranks that write one checkpoint together, None for a single process.
     """
 
     def __init__(
@@ -52,13 +50,13 @@ class LoopCheckpointing:
         opened: OpenedCheckpoints,
         every: int | None,
         on_drift: str,
-        company: RankGroup | None,
+        group: RankGroup | None,
     ) -> None:
         self.torch, self.opened, self.saves, self.every = torch, opened, opened.saves, every
-        self.company = company
+        self.group = group
         self.stops_on_drift = on_drift == "stop"
         self._script = {"script": digest} if (digest := _digest_of_script()) else {}
-        self.rank, self.ranks = (company.rank, company.ranks) if company is not None else (0, 1)
+        self.rank, self.ranks = (group.rank, group.ranks) if group is not None else (0, 1)
         self._signals = StopSignals()
         self._open = True
         self._inexact: list[str] = []  # from the earlier run
@@ -105,8 +103,8 @@ class LoopCheckpointing:
             resumed = self._go_on(self.opened.save)
         except FlatoutError as failed:
             error = failed
-        if self.company is not None:
-            self.company.all_fine(error)
+        if self.group is not None:
+            self.group.all_fine(error)
         elif error is not None:
             self.saves.close()
             raise error
@@ -198,9 +196,8 @@ class LoopCheckpointing:
     def edge(self) -> None:
         """Call between two steps. Raises SystemExit after a checkpoint if a signal has requested the end."""
         asked, due = self._signals.seen, int(self.saver.due(self.loop.index))
-        if self.company is not None:
-            self.loop.settle()
-            asked, due = self.company.largest([asked, due if self.rank == 0 else 0])
+        if self.group is not None:
+            asked, due = self.group.largest([asked, due if self.rank == 0 else 0])
         if asked:
             self._signals.seen = asked
             self.finish()
@@ -212,8 +209,8 @@ class LoopCheckpointing:
         if self.saver.last_step != self.loop.index:
             self._save(ended=True)
         self.saver.wait()
-        if self.company is not None:  # wait for the parts of all ranks: a launcher ends the others at once
-            self._signals.seen = self.company.largest([self._signals.seen])[0]
+        if self.group is not None:  # wait for the parts of all ranks: a launcher ends the others at once
+            self._signals.seen = self.group.largest([self._signals.seen])[0]
         if self._signals.seen:
             if self.rank == 0:
                 LOGGER.warning(

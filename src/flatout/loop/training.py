@@ -8,7 +8,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.loop.precision import Precision
-from flatout.loop.ranks import LoopRanks
 
 if TYPE_CHECKING:
     from torch import device as Device
@@ -28,4 +27,4 @@ class Training:
     parameters: list[Any]
     device: Device
     precision: Precision
-    ranks: LoopRanks | None
+    ranks: int  # that train together
