@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flatout.data.deferred import leaves
+
 MOST_COPIES = 64  # of batches that the script received but never moved
 
 
@@ -180,7 +182,7 @@ class DevicePrefetcher:
         return self._ready.popleft()
 
     def _begin(self, batch: object) -> None:
-        for at, tensor in enumerate(tensors_in(batch)):
+        for at, tensor in enumerate(host_tensors(batch)):
             if at not in self._goes_to:
                 self._device_copies.notice(tensor, lambda device, at=at: self._goes_to.update({at: device}))  # type: ignore[misc]
                 continue
@@ -193,16 +195,9 @@ class DevicePrefetcher:
                 self._device_copies.offer(tensor, device_copy, lane.mark())
 
 
-def tensors_in(batch: object, depth: int = 0) -> Iterator[Tensor]:
-    """Yield the host tensors of a batch in order, from nested lists, tuples and dictionaries."""
-    if isinstance(batch, Tensor):
-        if batch.device.type == "cpu":
-            yield batch
-    elif depth < 6:
-        for part in (
-            batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
-        ):
-            yield from tensors_in(part, depth + 1)
+def host_tensors(batch: object) -> Iterator[Tensor]:
+    """Yield the host tensors of a batch in order."""
+    return (leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.device.type == "cpu")
 
 
 def return_device_copies(device_copies: DeviceCopies, ledger: Any) -> None:

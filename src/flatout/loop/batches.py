@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from flatout.agent.batches import rebuilt, tensors_of
+from flatout.measure.nests import mapped, tensors_in
 from flatout.schema.errors import LoopError
 
 
@@ -23,7 +23,7 @@ def size_of(batch: Any) -> int:
     """
     if type(batch) in (list, tuple) and batch and hasattr(batch[0], "shape") and batch[0].shape:
         return int(batch[0].shape[0])
-    for tensor in tensors_of(batch):
+    for tensor in tensors_in(batch):
         if tensor.dim():
             return int(tensor.shape[0])
     raise LoopError(
@@ -47,30 +47,31 @@ def split(batch: object, sizes: Sequence[int]) -> list[Any]:
 def part_of(batch: Any, start: int, end: int, total: int) -> Any:
     """Samples ``start`` to ``end`` of a batch of ``total``."""
 
-    def of(thing: Any) -> Any:
-        if hasattr(thing, "untyped_storage"):
-            return thing[start:end] if thing.dim() and thing.shape[0] == total else thing
-        if (
-            isinstance(thing, (list, tuple))
-            and len(thing) == total
+    def per_sample(part: Any) -> bool:
+        return (
+            isinstance(part, (list, tuple))
+            and len(part) == total
             and total > 1
-            and not any(True for _ in tensors_of(thing))
-        ):
-            return thing[start:end]
-        return rebuilt(thing, of)
+            and not any(True for _ in tensors_in(part))
+        )
 
-    return of(batch)
+    def of(leaf: Any) -> Any:
+        if hasattr(leaf, "untyped_storage"):
+            return leaf[start:end] if leaf.dim() and leaf.shape[0] == total else leaf
+        return leaf[start:end] if per_sample(leaf) else leaf
+
+    return mapped(batch, of, per_sample)
 
 
 def moved(batch: object, device: Any) -> Any:
     """Move the batch to a device; copies from pinned memory are asynchronous."""
 
-    def of(thing: Any) -> Any:
-        if hasattr(thing, "untyped_storage"):
-            return thing if thing.device == device else thing.to(device, non_blocking=True)
-        return rebuilt(thing, of)
+    def of(leaf: Any) -> Any:
+        if not hasattr(leaf, "untyped_storage") or leaf.device == device:
+            return leaf
+        return leaf.to(device, non_blocking=True)
 
-    return of(batch)
+    return mapped(batch, of)
 
 
 def windows(batches: Iterable[Any], effective: int | None) -> Iterator[list[tuple[Any, int]]]:
