@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -202,31 +202,49 @@ def host_tensors(batch: object) -> Iterator[Tensor]:
 
 def return_device_copies(device_copies: DeviceCopies, ledger: Any) -> None:
     """Make ``tensor.to(device)`` and ``tensor.cuda()`` return device copies until the ledger is restored."""
-    really_to, really_cuda = Tensor.to, Tensor.cuda
 
-    def to(tensor: Tensor, *args: object, **kwargs: object) -> Any:
-        if not tensor.is_cuda and device_copies:
-            device = device_of(args[0] if args else kwargs.get("device"))
-            alone = len(args) <= 1 and kwargs.keys() <= {"device", "non_blocking"}
-            device_copy = device_copies.take(tensor, device) if alone and device is not None else None
-            if device_copy is not None:
-                return device_copy
-        return really_to(tensor, *args, **kwargs)
+    def take(tensor: Tensor, device: torch.device, kwargs: dict[str, Any]) -> Tensor | None:
+        return device_copies.take(tensor, device) if device_copies else None
 
-    def cuda(tensor: Tensor, *args: object, **kwargs: object) -> Any:
-        if not tensor.is_cuda and device_copies:
-            device = device_of(args[0] if args and args[0] is not None else kwargs.get("device") or "cuda")
-            alone = len(args) <= 1 and kwargs.keys() <= {"device", "non_blocking"}
-            device_copy = device_copies.take(tensor, device) if alone and device is not None else None
-            if device_copy is not None:
-                return device_copy
-        return really_cuda(tensor, *args, **kwargs)
-
-    ledger.set(Tensor, "to", to)
-    ledger.set(Tensor, "cuda", cuda)
+    intercept_moves(take, ledger)
 
 
-def device_of(target: Tensor) -> torch.device | None:
+def move_without_waiting(ledger: Any) -> None:
+    """Make copies from pinned memory to a CUDA device non-blocking. Stream order keeps them correct."""
+
+    def request(tensor: Tensor, device: torch.device, kwargs: dict[str, Any]) -> None:
+        if tensor.is_pinned():
+            kwargs["non_blocking"] = True
+
+    intercept_moves(request, ledger)
+
+
+def intercept_moves(
+    before: Callable[[Tensor, torch.device, dict[str, Any]], Tensor | None], ledger: Any
+) -> None:
+    """Call ``before(tensor, device, kwargs)`` when a host tensor only moves to a CUDA device.
+
+    It returns the result, or None for the usual move, with these keywords.
+    """
+
+    def intercepted(move: Callable[..., Any], default: str | None) -> Callable[..., Any]:
+        @wraps(move)
+        def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not tensor.is_cuda and len(args) <= 1 and kwargs.keys() <= {"device", "non_blocking"}:
+                target = args[0] if args else kwargs.get("device")
+                device = device_of(default if target is None else target)
+                result = before(tensor, device, kwargs) if device is not None else None
+                if result is not None:
+                    return result
+            return move(tensor, *args, **kwargs)
+
+        return moved
+
+    for name, default in (("to", None), ("cuda", "cuda")):
+        ledger.set(Tensor, name, intercepted(getattr(Tensor, name), default))
+
+
+def device_of(target: object) -> torch.device | None:
     """Return the CUDA device that a target names, with its index, or None for anything else."""
     if isinstance(target, bool) or not isinstance(target, (int, str, torch.device)):
         return None

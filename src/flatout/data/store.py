@@ -19,6 +19,7 @@ from flatout.data.images import form_of, stack
 from flatout.data.operation import NotBatchable
 
 DEEPEST = 6
+PROVED = 8  # samples that are fetched twice before any is kept
 SCALARS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
