@@ -24,9 +24,10 @@ from torchvision import transforms as v1
 from torchvision.transforms import InterpolationMode as Mode
 from torchvision.transforms import v2
 
+from flatout.data.draws import BulkNumbers
 from flatout.data.images import stack
 from flatout.data.lowering import READERS, lower
-from flatout.data.operation import ImageShape
+from flatout.data.operation import ImageShape, row_of, rows_together
 
 PIPELINES = 130
 taken: list[bool] = []  # whether each pipeline ran on batches
@@ -325,7 +326,10 @@ def ours(transform, image, seed, rows=ROWS):
     assert lowered.start == 0
     assert lowered.tail == ()
     images = stack([image])
-    numbers = lowered.draw(ImageShape(*images.shape[1:]), rows, torch.Generator().manual_seed(seed))
+    shape = ImageShape(*images.shape[1:])
+    with BulkNumbers(torch.Generator().manual_seed(seed)) as words:
+        drawn = [row_of(lowered.operations, shape, words) for _ in range(rows)]
+    numbers = rows_together(lowered.operations, drawn, shape)
     return lowered.run(images.expand(rows, *images.shape[1:]), numbers)
 
 

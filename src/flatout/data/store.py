@@ -190,10 +190,6 @@ class Store:
         column = torch.empty(shape, dtype=cell.dtype)
         return column.share_memory_() if shared else column
 
-    def has(self, indices: Tensor) -> bool:
-        """Return whether all of these rows [B] are filled."""
-        return bool((indices < self.rows).all()) and bool(self.filled[indices].all())
-
     @property
     def full(self) -> bool:
         """Return whether every sample is kept."""

@@ -74,9 +74,6 @@ class MicroBatches:
         self.limit = asked
         self.failed: list[int] = []
 
-    def whole(self, size: int) -> bool:
-        return self.limit is None or size <= self.limit
-
     def sizes(self, size: int) -> list[int]:
         return cut(size, self.limit)
 
