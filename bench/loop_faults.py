@@ -1,7 +1,7 @@
 """Injects out-of-memory errors at all kinds of places of a training with `flatout.Loop`.
 
 An error is injected at one operator, counted by torch's dispatcher: in forward and backward, in the
-optimizer, in an evaluation between two steps, or on one rank of two. Models, optimizers, precisions and seeds
+optimizer, or in an evaluation between two steps. Models, optimizers, precisions and seeds
 vary. Each run is compared with the same run without an error:
 
     done again     the Loop repeated the step. The weights of every step equal those of the undisturbed run:
@@ -21,7 +21,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,49 +34,23 @@ TIMEOUT_S = 1500
 LIMITS_MIB = (40, 50, 60, 80)  # of address space in addition to the current use
 
 
-def run(words: list[str], folder: str) -> list[Any]:
-    """Runs the program, as one process or two ranks, and returns its records. A hang is a record, too."""
-    ranks = 2 if words[0] == "ranks" else 1
+def run(words: list[str]) -> list[Any]:
+    """Runs the program and returns its records. A hang is a record, too."""
+    record = {"phase": words[0], "case": " ".join(words), "site": "", "verdict": "wrong"}
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pair = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), *words, str(rank), folder],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    said = []
     try:
-        for process in pair:
-            out, err = process.communicate(timeout=TIMEOUT_S)
-            said.append((process.returncode, out, err))
+        done = subprocess.run(
+            [sys.executable, str(PROGRAM), *words],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
     except subprocess.TimeoutExpired:
-        return [
-            {
-                "phase": words[0],
-                "case": " ".join(words),
-                "site": "",
-                "verdict": "wrong",
-                "why": f"no end within {TIMEOUT_S} s",
-            }
-        ]
-    finally:
-        for process in pair:
-            process.kill()
-    if any(code for code, *_ in said):
-        return [
-            {
-                "phase": words[0],
-                "case": " ".join(words),
-                "site": "",
-                "verdict": "wrong",
-                "why": said[0][2][-300:] or said[-1][2][-300:],
-            }
-        ]
-    return [json.loads(line) for line in said[0][1].splitlines()]
+        return [{**record, "why": f"no end within {TIMEOUT_S} s"}]
+    if done.returncode:
+        return [{**record, "why": done.stderr[-300:]}]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def page(found: list[Any]) -> str:
@@ -120,22 +93,20 @@ def main() -> None:
     parser.add_argument(
         "--only",
         default="",
-        help="some of gradients, optimizer, evaluation, ranks, real, separated by commas",
+        help="some of gradients, optimizer, evaluation, real, separated by commas",
     )
     parser.add_argument(
         "--at-once", type=int, default=3, help="programs that run at once; the benchmark measures no times"
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    asked = args.only.split(",") if args.only else ["gradients", "optimizer", "evaluation", "ranks", "real"]
+    asked = args.only.split(",") if args.only else ["gradients", "optimizer", "evaluation", "real"]
     made = stamp()
     todo = [
         (phase, str(more)) for phase in asked for more in (LIMITS_MIB if phase == "real" else [args.every])
     ]
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.at_once) as pool:
-        found = [
-            each for records in pool.map(lambda words: run(list(words), folder), todo) for each in records
-        ]
+    with ThreadPoolExecutor(args.at_once) as pool:
+        found = [each for records in pool.map(lambda words: run(list(words)), todo) for each in records]
     text = page(found)
     print(text.split("## Cases")[0])
     for each in found:

@@ -1,6 +1,6 @@
 """Trainings with `flatout.Loop` that run out of memory at one place.
 
-Usage: ``faults.py PHASE EVERY|MIB RANK FOLDER``. Prints one JSON record a line. bench/loop_faults.py reads
+Usage: ``faults.py PHASE EVERY|MIB``. Prints one JSON record a line. bench/loop_faults.py reads
 them and explains the verdicts.
 """
 
@@ -9,25 +9,18 @@ import json
 import resource
 import sys
 import weakref
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout import Loop
 from flatout.schema.errors import LoopError
 
-PHASE, EVERY, RANK, FOLDER = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+PHASE, EVERY = sys.argv[1], int(sys.argv[2])
 STEPS, SAMPLES, AT, MOST = 4, 8, 2, 2000
 ENGINE = torch.autograd.Variable._execution_engine
-EXCHANGING = {
-    torch.ops.aten.mul.out,
-    torch.ops.aten.div.out,
-    torch.ops.aten.fill_.Scalar,
-}  # inside an exchange: tested separately, it ends all ranks
 
 
 class Injector(TorchDispatchMode):
@@ -36,7 +29,7 @@ class Injector(TorchDispatchMode):
         self.left, self.armed, self.fired = number, False, ""
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if self.armed and not (PHASE == "ranks" and (operator.namespace == "c10d" or operator in EXCHANGING)):
+        if self.armed:
             self.left -= 1
             if self.left == 0:
                 self.armed, self.fired = False, str(operator)
@@ -86,9 +79,7 @@ def convolutional():
 
 
 def classes(model, batch):
-    return nn.functional.cross_entropy(
-        model(batch[0]).float() if batch[0].dtype == torch.bfloat16 else model(batch[0]), batch[1]
-    )
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def tokens(model, batch):
@@ -98,7 +89,7 @@ def tokens(model, batch):
 
 
 def data(kind, dtype, seed):
-    generator = torch.Generator().manual_seed(100 * seed + RANK)
+    generator = torch.Generator().manual_seed(100 * seed)
     if kind is tokens:
         return [
             (
@@ -127,7 +118,6 @@ OPTIMIZERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
     "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
 }
-DTYPES = {"float64": torch.float64, "bf16-master": torch.bfloat16}
 # Adam's first step divides each gradient by its own size, so the rounding of the smallest ones counts fully.
 # A wrong step has a far larger error.
 TIGHT = {
@@ -135,7 +125,6 @@ TIGHT = {
     "float32": 2e-4,
     "bf16": 0.1,
     "fp16": 0.1,
-    "bf16-master": 0.1,
 }  # distance over how far the weights have moved
 CASES = [
     ("perceptron", "SGD", "float64", 0),
@@ -145,12 +134,6 @@ CASES = [
     ("attention", "AdamW, foreach", "float64", 0),
     ("convolution", "SGD", "bf16", 0),
     ("perceptron", "SGD", "fp16", 1),
-    ("perceptron", "SGD", "bf16-master", 0),
-]
-CASES_OF_RANKS = [
-    ("perceptron", "SGD", "float64", 0),
-    ("convolution", "AdamW", "float64", 1),
-    ("GRU", "AdamW, foreach", "float64", 0),
 ]
 OF_OPTIMIZERS = [("perceptron", name, "float64", seed) for name in OPTIMIZERS for seed in (0, 1)] + [
     ("GRU", "AdamW", "float32", 0)
@@ -166,17 +149,16 @@ def live_bytes():
     )
 
 
-def train(case, number=-1, at=AT, rank=0):
+def train(case, number=-1, at=AT):
     """Returns weights after each step, parts of each, the error, the failed operator, and leaked outputs."""
     name, optimizer, precision, seed = case
     make, kind = MODELS[name]
-    dtype = DTYPES.get(precision, torch.float32)
+    dtype = torch.float64 if precision == "float64" else torch.float32
     torch.manual_seed(seed)
     model = make().to(dtype)
     kept = []
     next(model.children()).register_forward_hook(lambda module, args, out: kept.append(weakref.ref(out)))
-    trained = DistributedDataParallel(model, bucket_cap_mb=0.001) if PHASE == "ranks" else model
-    updates, injector = OPTIMIZERS[optimizer](model.parameters()), Injector(number if rank == RANK else -1)
+    updates, injector = OPTIMIZERS[optimizer](model.parameters()), Injector(number)
 
     def arm(phase):
         injector.armed = phase == PHASE and loop.index == at and not injector.fired
@@ -187,19 +169,15 @@ def train(case, number=-1, at=AT, rank=0):
 
     def loss(given, batch):
         arm("gradients")
-        if PHASE == "ranks" and number == 1:
-            arm("ranks")
         found = kind(given, batch)
         first = found[0] if isinstance(found, tuple) else found
         if first.requires_grad:
             first.register_hook(lambda _: ENGINE.queue_callback(lambda: setattr(injector, "armed", False)))
         return found
 
-    if PHASE == "ranks":
-        model.register_forward_pre_hook(lambda *_: arm("ranks"))
     batches = data(kind, dtype, seed)
     precise = {} if precision in ("float32", "float64") else {"precision": precision}
-    loop = Loop(trained, updates, loss, batches, reduction="mean", on_nan="ignore", **precise)
+    loop = Loop(model, updates, loss, batches, reduction="mean", on_nan="ignore", **precise)
     weights, parts, words = [[p.detach().double().clone() for p in model.parameters()]], [], ""
     with injector:
         try:
@@ -256,19 +234,9 @@ def judged(case, reference, seen):
 
 
 def tell(case, at, fired, verdict, why):
-    if RANK == 0:
-        print(
-            json.dumps(
-                {
-                    "phase": PHASE,
-                    "case": f"{', '.join(map(str, case))}, step {at}",
-                    "site": fired,
-                    "verdict": verdict,
-                    "why": why,
-                }
-            ),
-            flush=True,
-        )
+    case = f"{', '.join(map(str, case))}, step {at}"
+    record = {"phase": PHASE, "case": case, "site": fired, "verdict": verdict, "why": why}
+    print(json.dumps(record), flush=True)
 
 
 def campaign(cases, moments):
@@ -276,28 +244,18 @@ def campaign(cases, moments):
     gc.freeze()
     for case in cases:
         reference = train(case)[0]
-        for at, rank in moments:
+        for at in moments:
             before = live_bytes()
             for number in range(1, MOST, EVERY):
-                seen = train(case, number, at, rank)
+                seen = train(case, number, at)
                 fired, verdict = seen[3], judged(case, reference, seen)
-                if PHASE == "ranks":
-                    metadata = [None, None]
-                    distributed.all_gather_object(
-                        metadata, (fired, verdict, [w.tolist() for w in seen[0][-1]])
-                    )
-                    fired = metadata[0][0] or metadata[1][0]
-                    if metadata[0][2] != metadata[1][2]:
-                        verdict = "wrong", "the ranks have different weights"
-                    elif metadata[1][1][0] == "wrong":
-                        verdict = metadata[1][1]
                 del seen
                 if not fired:
                     break
                 after = live_bytes() if number % (4 * EVERY) == 1 else before
                 if after > before:
                     verdict = "wrong", f"{after - before} bytes of tensors more than before"
-                tell(case, at if PHASE != "ranks" else f"{at} of rank {rank}", fired, *verdict)
+                tell(case, at, fired, *verdict)
 
 
 def real():
@@ -336,18 +294,5 @@ def real():
 if PHASE == "real":
     torch.set_num_threads(1)
     real()
-elif PHASE == "ranks":
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{FOLDER / 'store'}",
-        rank=RANK,
-        world_size=2,
-        timeout=timedelta(seconds=120),
-    )
-    campaign(CASES_OF_RANKS, [(0, 1), (AT, 0)])
-    distributed.barrier()
 else:
-    campaign(
-        OF_OPTIMIZERS if PHASE == "optimizer" else CASES,
-        [(0, 0), (AT, 0)] if PHASE != "evaluation" else [(AT, 0)],
-    )
+    campaign(OF_OPTIMIZERS if PHASE == "optimizer" else CASES, [0, AT] if PHASE != "evaluation" else [AT])

@@ -1,6 +1,6 @@
 """flatout makes a PyTorch training program as fast as the machine allows, with the same results.
 
-The public names are `Loop`, `Step`, `Pipeline`, `Plan`, `device` and `seed`. They load on first use: `import
+The public names are `Loop`, `Step`, `Plan`, `device` and `seed`. They load on first use: `import
 flatout` imports neither torch nor any other heavy package.
 
     import flatout
@@ -17,7 +17,6 @@ __version__ = "0.2.0"
 
 _LAZY = {
     "Loop": "flatout.loop.loop",
-    "Pipeline": "flatout.loop.pipeline_parallel",
     "Step": "flatout.loop.step",
     "Plan": "flatout.schema.plan",
     "read_plan": "flatout.job.plan_file",

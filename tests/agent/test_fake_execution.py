@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.agent.batches import batch_dimension, resized, samples_in, tensors_of
+from flatout.agent.batches import batch_dimension, resized, samples_in
 from flatout.agent.fake_execution import FakeExecution
 from flatout.agent.ledger import Ledger
 from flatout.measure.memory_blocks import MemoryBlockTracker
+from flatout.measure.nests import tensors_in
 
 torch = pytest.importorskip("torch")
 
@@ -146,7 +147,7 @@ def filled(thing, samples):
 def test_a_batch_in_another_size(shape, samples, wanted):
     batch = filled(shape, samples)
     found = samples_in(batch, samples)
-    assert found == (samples if list(tensors_of(batch)) else None)
+    assert found == (samples if list(tensors_in(batch)) else None)
     made = resized(
         batch,
         samples,
@@ -154,7 +155,7 @@ def test_a_batch_in_another_size(shape, samples, wanted):
         lambda t, at: t.new_zeros([wanted if i == at else n for i, n in enumerate(t.shape)]),
     )
     assert type(made) is type(batch)
-    for before, after in zip(tensors_of(batch), tensors_of(made), strict=True):
+    for before, after in zip(tensors_in(batch), tensors_in(made), strict=True):
         assert after.shape == (wanted, *before.shape[1:])
 
 

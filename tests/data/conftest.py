@@ -18,7 +18,7 @@ from PIL import Image
 from torchvision import tv_tensors
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from flatout.data import affine, choose, color, erase, resample, tone
+from flatout.data import color, resample
 from flatout.data.draws import BulkNumbers, columns
 from flatout.data.operation import BatchOperation, ImageForm, ImageShape
 
@@ -39,14 +39,7 @@ def read(transform: Any, form: ImageForm) -> BatchOperation | Sequence[BatchOper
     return READERS[f"{family}.{type(transform).__name__}"](transform, form)
 
 
-READERS = {
-    **color.READERS,
-    **tone.READERS,
-    **resample.READERS,
-    **erase.READERS,
-    **affine.READERS,
-    **choose.readers(read),
-}
+READERS = {**color.READERS, **resample.READERS}
 
 
 def pil_images(name: str, height: int, width: int, count: int, seed: int = 0) -> Tensor:

@@ -26,7 +26,7 @@ from flatout.data.device import (
     DevicePrefetcher,
     ResidentDevice,
     device_of,
-    tensors_in,
+    host_tensors,
 )
 from flatout.data.feed import Feed
 from flatout.data.intercept import INTERCEPTION
@@ -222,7 +222,7 @@ def same(a, b):
     return all(
         torch.equal(x, y) and x.stride() == y.stride()
         for one, other in zip(a, b, strict=True)
-        for x, y in zip(tensors_in(one), tensors_in(other), strict=True)
+        for x, y in zip(host_tensors(one), host_tensors(other), strict=True)
     )
 
 

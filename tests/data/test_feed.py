@@ -564,17 +564,6 @@ def test_late_images_of_another_mode_that_a_transform_converts(mode, levers):
 
 
 @each_feed
-@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "1", "I;16"])
-def test_images_of_every_mode(mode, levers):
-    images = [
-        image.convert("L").convert("I").convert("I;16") if mode == "I;16" else image.convert(mode)
-        for image in pil_images()
-    ]
-    pipeline = v1.Compose([v1.RandomCrop(10), v1.RandomHorizontalFlip(), v1.ToTensor()])
-    same_as_plain(lambda: epochs(Images(pipeline, images), 1), *levers)
-
-
-@each_feed
 def test_images_of_different_sizes(levers):
     images = [image.resize((11 + index % 5, 12 + index % 3)) for index, image in enumerate(pil_images())]
     same_as_plain(lambda: epochs(Images(augmented(), images)), *levers)

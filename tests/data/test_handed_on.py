@@ -10,8 +10,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from flatout.data.feed import Feed
-from flatout.data.keeping import PROVED, CacheBudget, CacheOptions, spread
+from flatout.data.keeping import CacheBudget, CacheOptions
 from flatout.data.shared_samples import CHECKED, SharedSamples
+from flatout.data.source import spread
+from flatout.data.store import PROVED
 
 LENGTH = 3000
 

@@ -13,7 +13,6 @@ from torchvision import transforms as v1
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from flatout.data.draws import BulkNumbers, Numbers
 from flatout.data.images import copied, form_of, same_pixels, shape_of, stack
 from flatout.data.lowering import deterministic, flat, lower, name_of, read
 from flatout.data.operation import ImageForm, ImageShape, NotBatchable
@@ -60,7 +59,7 @@ def test_the_run_that_is_chosen(steps, wanted):
     found = lower(transform, IMAGES)
     assert (found.start, found.end) == wanted
     every = flat(transform)
-    assert [*found.head, *every[wanted[0] : wanted[1]], *found.tail] == every == list(found.steps)
+    assert [*every[: wanted[1]], *found.tail] == every == list(found.steps)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +126,7 @@ def test_attributes_of_another_torchvision():
 
 
 def test_heavy_transforms_stay_with_the_single_image_on_request():
-    pipeline = v1.Compose([v1.Resize(9), v1.RandomRotation(5), CROP, TENSOR, NORMAL])
+    pipeline = v1.Compose([v1.Resize(9), v1.ColorJitter(0.2), CROP, TENSOR, NORMAL])
     assert runs(pipeline) == (0, 5)
     light = lower(pipeline, IMAGES, light=True)
     assert (light.start, light.end) == (2, 5)
@@ -141,7 +140,7 @@ def test_heavy_transforms_stay_with_the_single_image_on_request():
         ([v1.Resize(9), FLIP, TENSOR], 1),
         ([OWN, TENSOR], 0),
         ([CROP], 0),
-        ([v1.Pad(2), v1.RandomErasing()], 1),
+        ([v1.Pad(2), v1.ColorJitter(0.2)], 1),
         ([], 0),
     ],
     ids=str,
@@ -182,36 +181,3 @@ def test_kinds_of_images(image, form):
         assert shape_of(image) == ImageShape(*stack([image])[0].shape)
         assert same_pixels(image, copied(image))
         assert copied(image) is not image
-
-
-def test_random_numbers_of_a_batch_are_those_of_its_images():
-    """The three ways to generate the numbers, over a pipeline with counts known in advance and
-    one without.
-    """
-    for transform in (
-        v1.Compose([CROP, FLIP, TENSOR]),
-        v1.Compose([v1.RandomResizedCrop(6), FLIP, v1.ColorJitter(0.2, 0.2), TENSOR]),
-    ):
-        lowered = lower(transform, IMAGES)
-        shape, (a, b, c) = ImageShape(3, 11, 13), (torch.Generator().manual_seed(7) for _ in range(3))
-        images = stack(pil_images(7))
-        at_once = lowered.run(images, lowered.draw(shape, 7, a))
-        rows = [lowered.row(shape, Numbers(b)) for _ in range(7)]
-        with BulkNumbers(c) as words:
-            again = [lowered.row(shape, words) for _ in range(7)]
-        for numbers in (rows, again):
-            assert torch.equal(at_once, lowered.run(images, lowered.together(numbers, shape)))
-        assert torch.equal(a.get_state(), b.get_state())
-        assert torch.equal(a.get_state(), c.get_state())
-        assert at_once.is_contiguous()
-
-
-def test_an_empty_batch_uses_no_random_numbers():
-    lowered, generator = lower(v1.Compose([CROP, FLIP, TENSOR]), IMAGES), torch.Generator().manual_seed(3)
-    before = generator.get_state()
-    assert all(
-        len(column) == 0
-        for numbers in lowered.draw(ImageShape(3, 11, 13), 0, generator)
-        for column in numbers
-    )
-    assert torch.equal(before, generator.get_state())

@@ -8,19 +8,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.data.choose import OneOf, RandomBranch
 from flatout.data.draws import Numbers
 from flatout.data.journal import DrawJournal, numbers_of
 from flatout.data.operation import ImageShape, row_of, rows_together
 from flatout.data.operations import Flip, Pad, Window
+from flatout.data.resample import ResizedCrop, TensorResampler
 
 SHAPE = ImageShape(3, 11, 13)
+CROP = ResizedCrop(TensorResampler("bilinear", True, False), 6, 6, (0.1, 2.0), (0.75, 1.33))
 KINDS = [
     (Pad(1, 1, 1, 1), Window(8, 9), Flip(-1, 0.5)),
     (Flip(-1, 0.3),),
     (Window(6, 6, apart_axes=True), Flip(-2, 0.5), Flip(-1, 0.5)),
-    (OneOf(((Flip(-1, 0.5),), (Flip(-2, 0.5),)), (0.4, 0.6)), Flip(-1, 0.5)),
-    (RandomBranch((Flip(-1, 0.5), Flip(-2, 0.5)), 0.5),),
+    (CROP, Flip(-1, 0.5)),
+    (CROP,),
 ]
 calls = st.lists(st.integers(0, len(KINDS) - 1), min_size=1, max_size=12)
 

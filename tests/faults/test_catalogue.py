@@ -87,12 +87,12 @@ FAULTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
         ("launch/test_local_launcher.py", ("test_killing_the_launcher_kills_everything",)),
         ("launch/test_elastic.py", ("test_no_rank_outlives_an_agent_that_was_killed",)),
     ],
-    "out of memory, injected at every operator, on one rank of two": [
+    "out of memory, injected at every operator, and on one rank of two": [
         (
             "loop/test_loop_memory.py",
             ("test_every_operator_of_forward_and_backward", "test_every_operator_of_the_optimizer"),
         ),
-        ("loop/test_loop_ranks.py", ("test_all_ranks_repeat_the_step_and_learn_the_same",)),
+        ("loop/test_loop_ranks.py", ("test_out_of_memory_on_one_rank_ends_all",)),
     ],
     "out of memory, a real one": [("loop/test_loop_memory.py", ("test_a_real_one_on_the_cpu",))],
     "numbers that are not finite": [

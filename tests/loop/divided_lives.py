@@ -15,14 +15,12 @@ from pathlib import Path
 import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import flatout
 from flatout.schema.errors import FlatoutError
 
 SAMPLES, BATCH = 24, 12
-STYLES = {"up": ColwiseParallel, "down": RowwiseParallel}
 
 
 def network():
@@ -46,8 +44,8 @@ def loss_fn(model, batch):
 
 
 def loop_of(kind, folder, rank, ranks, dropout=0.2, beside=False, **more):
-    """``tensor``: shared layers; ``pipeline``: one stage per rank; ``fsdp``: sharded weights and samples;
-    ``ddp``: shared samples; ``single``: one process with all shares; ``alone``: one without any.
+    """``fsdp``: sharded weights and samples; ``ddp``: shared samples; ``single``: one process with all shares.
+
     ``beside``: a second optimizer.
     """
     model = network()
@@ -57,27 +55,17 @@ def loop_of(kind, folder, rank, ranks, dropout=0.2, beside=False, **more):
     if kind == "fsdp":
         for layer in (model.body, model.up, model.down, model.head, model):
             fully_shard(layer)
-    shares = kind in ("fsdp", "ddp", "single")
-    sampler = DistributedSampler(data, ranks, rank, shuffle=True, seed=3) if shares else None
-    batch = BATCH // ranks if shares else BATCH
+    sampler = DistributedSampler(data, ranks, rank, shuffle=True, seed=3)
     if kind == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    parallel = (
-        {name: style() for name, style in STYLES.items()}
-        if kind == "tensor"
-        else flatout.Pipeline(ranks, "gpipe")
-        if kind == "pipeline"
-        else None
-    )
-    loader = DataLoader(data, batch, shuffle=sampler is None, sampler=sampler)
+    loader = DataLoader(data, BATCH // ranks, sampler=sampler)
     return flatout.Loop(
         model,
         optimizer,
         loss_fn,
         loader,
         epochs=5,
-        parallel=parallel,
         clip=0.5,
         checkpoint_dir=folder,
         save_every=1,
@@ -176,19 +164,17 @@ def spoil(loop, step, rank):
 
 
 TURNS = {
-    "tensor": [("tensor", 2), ("alone", 1), ("tensor", 2)],
     "fsdp": [("fsdp", 2), ("fsdp", 3), ("single", 1), ("fsdp", 2)],
     "ddp": [("ddp", 2), ("single", 1), ("ddp", 2)],
 }
 
 
 def interrupted_twice(at, kind):
-    beside = kind == "fsdp"
     for until in (2, 6):
-        live(kind, at / kind, 2, until, beside=beside)
+        live(kind, at / kind, 2, until, beside=True)
     return {
-        "gone on": live(kind, at / kind, 2, beside=beside),
-        "whole": live(kind, at / f"{kind} whole", 2, beside=beside),
+        "gone on": live(kind, at / kind, 2, beside=True),
+        "whole": live(kind, at / f"{kind} whole", 2, beside=True),
     }
 
 
@@ -202,20 +188,14 @@ def in_turns(at, name):
     return {"lives": lives, "whole": live(kind, at / f"{kind} undivided", 2, **same)}
 
 
-def stages_alone(at, kind):
-    live("pipeline", at / "stages", 2, 2)
-    return live("alone", at / "stages", 1)
-
-
 def spoiled(at, kind):
     live("fsdp", at / "spoiled", 2, until=5, change=spoil, on_nan="ignore")
     return sorted(path.name for path in (at / "spoiled").glob("step-*"))
 
 
 KINDS = {
-    **dict.fromkeys(("tensor", "pipeline", "fsdp"), interrupted_twice),
-    **dict.fromkeys(("tensor turns", "fsdp turns", "ddp turns"), in_turns),
-    "stages alone": stages_alone,
+    "fsdp": interrupted_twice,
+    **dict.fromkeys(("fsdp turns", "ddp turns"), in_turns),
     "spoiled": spoiled,
 }
 

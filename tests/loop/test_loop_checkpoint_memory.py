@@ -93,16 +93,6 @@ def test_a_plan_that_saves_memory(value, most):
     assert all("forward" not in vars(module) for module in loop.model.modules())
 
 
-def test_levers_that_cannot_help_say_why():
-    losses, _, loop = trained(
-        plan=Plan((Choice("offload", "activations"), Choice("inplace", True), Choice("memory_budget", 0.5)))
-    )
-    assert losses == trained()[0]
-    reasons = {outcome.choice.name: outcome.reason for outcome in loop.outcomes if not outcome.applied}
-    assert set(reasons) == {"offload", "inplace", "memory_budget"}
-    assert "requires compile" in reasons["memory_budget"]
-
-
 def test_activations_of_four_micro_batches_are_at_most_three_tenths():
     _, whole, _ = trained(meter=True, reduction="mean")
     shares = [

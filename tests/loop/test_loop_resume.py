@@ -28,7 +28,7 @@ from flatout.loop import saving  # noqa: E402
 from flatout.schema.errors import LoopError, SaveError, StorageError  # noqa: E402
 
 LIVES = Path(__file__).with_name("lives.py")
-PRECISIONS = ("float32", "fp16", "bf16-master")
+PRECISIONS = ("float32", "fp16")
 
 
 class Data(Dataset):
@@ -41,7 +41,7 @@ class Data(Dataset):
 
 
 def loss_fn(model, batch):
-    return nn.functional.mse_loss(model(batch[0].to(model[0].weight.dtype)).squeeze(1).float(), batch[1])
+    return nn.functional.mse_loss(model(batch[0]).squeeze(1).float(), batch[1])
 
 
 def made(folder, learning_rate=0.01, data=None, batch=2, model=None, **more):
@@ -49,8 +49,6 @@ def made(folder, learning_rate=0.01, data=None, batch=2, model=None, **more):
     model = model or nn.Sequential(
         nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 1)
     )
-    if more.get("precision") == "bf16-master":
-        model.bfloat16()
     model[0].register_buffer("noise", torch.zeros(2), persistent=False)
     average = torch.optim.swa_utils.AveragedModel(
         model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)

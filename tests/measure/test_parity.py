@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.measure.parity import STATISTICS_SAMPLES, batch_statistics, digest, relative_distance, tensors_in
+from flatout.measure.nests import tensors_in
+from flatout.measure.parity import STATISTICS_SAMPLES, batch_statistics, digest, relative_distance
 
 torch = pytest.importorskip("torch")
 
@@ -105,7 +106,7 @@ def test_tensors_are_found_in_order_in_any_batch(shape):
         return thing
 
     batch = build(shape)
-    found = list(tensors_in(batch, torch))
+    found = list(tensors_in(batch))
     assert [id(t) for t in found] == [id(t) for t in made][: len(found)]
     assert len(found) <= len(made)
 
@@ -113,7 +114,7 @@ def test_tensors_are_found_in_order_in_any_batch(shape):
 def test_a_batch_that_holds_itself_ends():
     batch: list = [torch.zeros(1)]
     batch.append(batch)
-    assert len(list(tensors_in(batch, torch))) >= 1
+    assert len(list(tensors_in(batch))) >= 1
 
 
 # -- statistics of a batch ------------------------------------------------------------------------------------------

@@ -2,50 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-DEPTH = 6  # of nested containers
-
-
-def rebuilt(thing: object, of: Callable[[Any], Any]) -> Any:
-    """Return the same container with ``of`` applied to its contents; anything else unchanged."""
-    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
-        return type(thing)(*(of(value) for value in thing))
-    if isinstance(thing, (list, tuple)):
-        return type(thing)(of(value) for value in thing)
-    if isinstance(thing, Mapping):
-        other: Any = copy.copy(thing)
-        for key in thing:
-            other[key] = of(thing[key])
-        return other
-    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
-        return dataclasses.replace(
-            thing,
-            **{
-                field.name: of(getattr(thing, field.name))
-                for field in dataclasses.fields(thing)
-                if field.init
-            },
-        )
-    return thing
-
-
-def tensors_of(thing: object, depth: int = 0) -> Iterator[Any]:
-    if hasattr(thing, "untyped_storage"):
-        yield thing
-    elif depth < DEPTH:
-        if isinstance(thing, Mapping):
-            parts: Iterable[Any] = thing.values()
-        elif dataclasses.is_dataclass(thing) and not isinstance(thing, type):
-            parts = [getattr(thing, field.name) for field in dataclasses.fields(thing)]
-        else:
-            parts = thing if isinstance(thing, (list, tuple)) else ()
-        for part in parts:
-            yield from tensors_of(part, depth + 1)
+from flatout.measure.nests import mapped, tensors_in
 
 
 def samples_in(batch: object, asked: int | None) -> int | None:
@@ -55,7 +17,7 @@ def samples_in(batch: object, asked: int | None) -> int | None:
     the most common first dimension: a last batch, or a data set smaller than a batch, has fewer samples than
     asked for.
     """
-    shapes = [tuple(tensor.shape) for tensor in tensors_of(batch) if tensor.dim()]
+    shapes = [tuple(tensor.shape) for tensor in tensors_in(batch) if tensor.dim()]
     if asked is not None and any(asked in shape for shape in shapes):
         return asked
     return Counter(shape[0] for shape in shapes).most_common(1)[0][0] if shapes else None
@@ -77,32 +39,32 @@ def resized(batch: Any, samples: int, wanted: int, tensor_of: Callable[[Any, int
     stays.
     """
 
-    def of(thing: Any) -> Any:
-        if hasattr(thing, "untyped_storage"):
-            return tensor_of(thing, batch_dimension(tuple(thing.shape), samples))
-        if _one_a_sample(thing, samples):
-            return type(thing)(of(thing[at % samples]) for at in range(wanted))
-        return rebuilt(thing, of)
+    def of(leaf: Any) -> Any:
+        if hasattr(leaf, "untyped_storage"):
+            return tensor_of(leaf, batch_dimension(tuple(leaf.shape), samples))
+        if per_sample(leaf):
+            return type(leaf)(mapped(leaf[at % samples], of, per_sample) for at in range(wanted))
+        return leaf
 
-    return of(batch)
+    per_sample = partial(_one_a_sample, samples=samples)
+    return mapped(batch, of, per_sample)
 
 
 def rows(batch: Any, samples: int, start: int, stop: int) -> Any:
     """Return samples ``start`` to ``stop`` of a batch, as views of tensors and slices of per-sample lists."""
 
-    def of(thing: Any) -> Any:
-        if hasattr(thing, "untyped_storage"):
-            dimension = batch_dimension(tuple(thing.shape), samples)
-            return thing if dimension is None else thing.narrow(dimension, start, stop - start)
-        if _one_a_sample(thing, samples):
-            return type(thing)(thing[start:stop])
-        return rebuilt(thing, of)
+    def of(leaf: Any) -> Any:
+        if hasattr(leaf, "untyped_storage"):
+            dimension = batch_dimension(tuple(leaf.shape), samples)
+            return leaf if dimension is None else leaf.narrow(dimension, start, stop - start)
+        return type(leaf)(leaf[start:stop]) if per_sample(leaf) else leaf
 
-    return of(batch)
+    per_sample = partial(_one_a_sample, samples=samples)
+    return mapped(batch, of, per_sample)
 
 
 def _one_a_sample(thing: object, samples: int) -> bool:
     """Whether a list has one entry per sample, rather than tensors that hold all samples."""
     if not isinstance(thing, (list, tuple)) or len(thing) != samples or hasattr(thing, "_fields"):
         return False
-    return all(batch_dimension(tuple(tensor.shape), samples) is None for tensor in tensors_of(thing))
+    return all(batch_dimension(tuple(tensor.shape), samples) is None for tensor in tensors_in(thing))

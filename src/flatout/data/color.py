@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import c_float
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from flatout.data.choose import RandomBranch, single
 from flatout.data.color_arithmetic import ColorArithmetic, PillowColorArithmetic, TensorColorArithmetic
 from flatout.data.draws import Draw, Integer, Uniform
 from flatout.data.operation import BatchOperation, ImageForm, ImageShape, NotBatchable, Reader
@@ -58,6 +58,26 @@ class Grey(BatchOperation):
         channels = self.shape(ImageShape(*images.shape[1:])).channels
         grey = images if images.shape[1] == 1 else self.shade.grey(images.float()).to(images.dtype)
         return grey.expand(-1, channels, -1, -1)
+
+
+@dataclass(frozen=True)
+class RandomGrey(BatchOperation):
+    """Convert an image to grey with probability ``p``, which torchvision compares in single precision."""
+
+    grey: Grey
+    p: float
+
+    def shape(self, shape: ImageShape) -> ImageShape:
+        return self.grey.shape(shape)
+
+    def draws(self, shape: ImageShape) -> tuple[Draw, ...]:
+        return (Uniform(),)
+
+    def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
+        chosen = numbers[0].double() < c_float(self.p).value
+        result = images.clone()
+        result[chosen] = self.grey(images[chosen], ())
+        return result
 
 
 @dataclass(frozen=True)
@@ -138,7 +158,7 @@ def _grey(v2: bool) -> Reader:
 
 def _random_grey(v2: bool) -> Reader:
     def read(transform: Module, form: ImageForm) -> BatchOperation:
-        return RandomBranch((Grey(shade_of(form, v2), 0),), single(transform.p))
+        return RandomGrey(Grey(shade_of(form, v2), 0), transform.p)
 
     return read
 

@@ -195,10 +195,15 @@ def collate_deferred(batch: Sequence[Any], *, collate_fn_map: object = None) -> 
     return found
 
 
-def deferred_in(thing: object, depth: int = 0) -> Iterator[Any]:
+def deferred_in(thing: object) -> Iterator[Any]:
     """Yield the deferred images in nested lists, tuples and dictionaries."""
-    if is_deferred(thing):
-        yield thing
-    elif depth < DEEPEST and isinstance(thing, (list, tuple, dict)):
+    return filter(is_deferred, leaves(thing))
+
+
+def leaves(thing: object, depth: int = 0) -> Iterator[Any]:
+    """Yield what nested lists, tuples and dictionaries hold, in order, also those of other classes."""
+    if depth < DEEPEST and isinstance(thing, (list, tuple, dict)):
         for part in thing.values() if isinstance(thing, dict) else thing:
-            yield from deferred_in(part, depth + 1)
+            yield from leaves(part, depth + 1)
+    else:
+        yield thing

@@ -14,11 +14,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from flatout.data.deferred import leaves
 
 MOST_COPIES = 64  # of batches that the script received but never moved
 
@@ -180,7 +182,7 @@ class DevicePrefetcher:
         return self._ready.popleft()
 
     def _begin(self, batch: object) -> None:
-        for at, tensor in enumerate(tensors_in(batch)):
+        for at, tensor in enumerate(host_tensors(batch)):
             if at not in self._goes_to:
                 self._device_copies.notice(tensor, lambda device, at=at: self._goes_to.update({at: device}))  # type: ignore[misc]
                 continue
@@ -193,45 +195,56 @@ class DevicePrefetcher:
                 self._device_copies.offer(tensor, device_copy, lane.mark())
 
 
-def tensors_in(batch: object, depth: int = 0) -> Iterator[Tensor]:
-    """Yield the host tensors of a batch in order, from nested lists, tuples and dictionaries."""
-    if isinstance(batch, Tensor):
-        if batch.device.type == "cpu":
-            yield batch
-    elif depth < 6:
-        for part in (
-            batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
-        ):
-            yield from tensors_in(part, depth + 1)
+def host_tensors(batch: object) -> Iterator[Tensor]:
+    """Yield the host tensors of a batch in order."""
+    return (leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.device.type == "cpu")
 
 
 def return_device_copies(device_copies: DeviceCopies, ledger: Any) -> None:
     """Make ``tensor.to(device)`` and ``tensor.cuda()`` return device copies until the ledger is restored."""
-    really_to, really_cuda = Tensor.to, Tensor.cuda
 
-    def to(tensor: Tensor, *args: object, **kwargs: object) -> Any:
-        if not tensor.is_cuda and device_copies:
-            device = device_of(args[0] if args else kwargs.get("device"))
-            alone = len(args) <= 1 and kwargs.keys() <= {"device", "non_blocking"}
-            device_copy = device_copies.take(tensor, device) if alone and device is not None else None
-            if device_copy is not None:
-                return device_copy
-        return really_to(tensor, *args, **kwargs)
+    def take(tensor: Tensor, device: torch.device, kwargs: dict[str, Any]) -> Tensor | None:
+        return device_copies.take(tensor, device) if device_copies else None
 
-    def cuda(tensor: Tensor, *args: object, **kwargs: object) -> Any:
-        if not tensor.is_cuda and device_copies:
-            device = device_of(args[0] if args and args[0] is not None else kwargs.get("device") or "cuda")
-            alone = len(args) <= 1 and kwargs.keys() <= {"device", "non_blocking"}
-            device_copy = device_copies.take(tensor, device) if alone and device is not None else None
-            if device_copy is not None:
-                return device_copy
-        return really_cuda(tensor, *args, **kwargs)
-
-    ledger.set(Tensor, "to", to)
-    ledger.set(Tensor, "cuda", cuda)
+    intercept_moves(take, ledger)
 
 
-def device_of(target: Tensor) -> torch.device | None:
+def move_without_waiting(ledger: Any) -> None:
+    """Make copies from pinned memory to a CUDA device non-blocking. Stream order keeps them correct."""
+
+    def request(tensor: Tensor, device: torch.device, kwargs: dict[str, Any]) -> None:
+        if tensor.is_pinned():
+            kwargs["non_blocking"] = True
+
+    intercept_moves(request, ledger)
+
+
+def intercept_moves(
+    before: Callable[[Tensor, torch.device, dict[str, Any]], Tensor | None], ledger: Any
+) -> None:
+    """Call ``before(tensor, device, kwargs)`` when a host tensor only moves to a CUDA device.
+
+    It returns the result, or None for the usual move, with these keywords.
+    """
+
+    def intercepted(move: Callable[..., Any], default: str | None) -> Callable[..., Any]:
+        @wraps(move)
+        def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not tensor.is_cuda and len(args) <= 1 and kwargs.keys() <= {"device", "non_blocking"}:
+                target = args[0] if args else kwargs.get("device")
+                device = device_of(default if target is None else target)
+                result = before(tensor, device, kwargs) if device is not None else None
+                if result is not None:
+                    return result
+            return move(tensor, *args, **kwargs)
+
+        return moved
+
+    for name, default in (("to", None), ("cuda", "cuda")):
+        ledger.set(Tensor, name, intercepted(getattr(Tensor, name), default))
+
+
+def device_of(target: object) -> torch.device | None:
     """Return the CUDA device that a target names, with its index, or None for anything else."""
     if isinstance(target, bool) or not isinstance(target, (int, str, torch.device)):
         return None

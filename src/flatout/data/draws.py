@@ -105,10 +105,6 @@ class Numbers:
     def __init__(self, generator: torch.Generator | None = None) -> None:
         self.generator = generator or torch.default_generator
 
-    def rand(self) -> float:
-        """``torch.rand(1).item()``."""
-        return torch.rand(1, generator=self.generator).item()
-
     def uniform(self, low: float, high: float) -> float:
         """``torch.empty(1).uniform_(low, high).item()``."""
         return torch.empty(1).uniform_(low, high, generator=self.generator).item()
@@ -117,16 +113,8 @@ class Numbers:
         """``torch.randint(low, high, (1,)).item()``, for ranges up to 2**28."""
         return int(torch.randint(low, high, (1,), generator=self.generator).item())
 
-    def randperm(self, count: int) -> list[int]:
-        """``torch.randperm(count).tolist()``, for small counts."""
-        return torch.randperm(count, generator=self.generator).tolist()
-
     def draw(self, kind: Draw) -> float:
         return self.uniform(kind.low, kind.high) if isinstance(kind, Uniform) else self.randint(0, kind.below)
-
-    def torch(self) -> torch.Generator:
-        """Return the generator at its current position, for other draws."""
-        return self.generator
 
 
 class BulkNumbers(Numbers):
@@ -147,12 +135,9 @@ class BulkNumbers(Numbers):
     def __exit__(self, *_: object) -> None:
         self._go_to(self._at)
 
-    def rand(self) -> float:
-        return (self._word() & 0xFFFFFF) * 2.0**-24
-
     def uniform(self, low: float, high: float) -> float:
         low, high = c_float(low).value, c_float(high).value
-        product = self.rand() * c_float(high - low).value
+        product = (self._word() & 0xFFFFFF) * 2.0**-24 * c_float(high - low).value
         total = product + low
         if total - product != low or total - low != product:
             total = _sum(torch.tensor(product, dtype=torch.float64), low).item()
@@ -161,18 +146,6 @@ class BulkNumbers(Numbers):
 
     def randint(self, low: int, high: int) -> int:
         return low + self._word() % (high - low)
-
-    def randperm(self, count: int) -> list[int]:
-        found = list(range(count))
-        for at in range(count - 1):
-            other = at + self._word() % (count - at)
-            found[at], found[other] = found[other], found[at]
-        return found
-
-    def torch(self) -> torch.Generator:
-        self._go_to(self._at)
-        self._state, self._ahead, self._at = None, [], 0
-        return self.generator
 
     def _word(self) -> int:
         if self._at == len(self._ahead):
@@ -212,8 +185,5 @@ def understood() -> bool:
         for row in range(64)
         for at in range(len(kinds))
     )
-    with BulkNumbers(read) as words:
-        orders = [words.randperm(count) for count in range(1, 8)]
     ends = torch.equal(bulk.get_state(), single.get_state())
-    same = same and orders == [torch.randperm(count, generator=single).tolist() for count in range(1, 8)]
     return same and ends and torch.equal(read.get_state(), single.get_state())

@@ -28,11 +28,10 @@ from flatout.data.feed_store import FeedStore
 from flatout.data.gathering import can_be_gathered, gathered
 from flatout.data.inspection import inspection_copy
 from flatout.data.intercept import INTERCEPTION
-from flatout.data.keeping import spread
 from flatout.data.kept import replayed
 from flatout.data.operation import NotBatchable
 from flatout.data.pipeline_tracker import PROBED
-from flatout.data.source import FeedSource, StreamSource, fetched, is_stream
+from flatout.data.source import FeedSource, StreamSource, fetched, is_stream, spread
 from flatout.data.streaming import StreamFeed
 from flatout.data.streams import (
     WorkerStreams,

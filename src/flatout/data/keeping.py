@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from flatout.data.changes import DatasetState
 from flatout.data.operation import NotBatchable
-from flatout.data.store import Store
+from flatout.data.shared_samples import SharedSamples
+from flatout.data.source import spread
+from flatout.data.store import PROVED, Store
 from flatout.data.streams import same_states, states
-
-if TYPE_CHECKING:
-    from flatout.data.shared_samples import SharedSamples
-
-PROVED = 8  # samples that are fetched twice before any is kept
 
 
 @dataclass
@@ -71,8 +68,3 @@ def proved_store(
         raise NotBatchable("the data set changes each time a sample is fetched")
     keep.memory.left_bytes -= store.bytes
     return store
-
-
-def spread(length: int, count: int) -> list[int]:
-    """Return evenly spread indices of a data set, including the first and the last."""
-    return sorted({at * (length - 1) // max(1, count - 1) for at in range(count)}) if length else []

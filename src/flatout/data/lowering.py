@@ -14,18 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.data import affine, choose, color, erase, readers, resample, tone
-from flatout.data.draws import BulkNumbers, Numbers, columns, understood
+from flatout.data import color, readers, resample
+from flatout.data.draws import understood
 from flatout.data.images import form_of, shape_of
-from flatout.data.operation import (
-    BatchOperation,
-    ImageForm,
-    ImageShape,
-    NotBatchable,
-    listed_draws,
-    row_of,
-    rows_together,
-)
+from flatout.data.operation import BatchOperation, ImageForm, ImageShape, NotBatchable
 from flatout.data.operations import joined
 from flatout.data.streams import same_states, states
 
@@ -53,40 +45,12 @@ class Lowered:
         return self.steps[self.end :]
 
     @property
-    def head(self) -> tuple[Any, ...]:
-        return self.steps[: self.start]
-
-    @property
-    def draws(self) -> bool:
-        """Return whether its operations use random numbers."""
-        return any(operation.draws(LARGE) != () for operation in self.operations)
-
-    @property
     def apart(self) -> float:
         """Return the largest allowed difference from the plain pipeline; 0 means the same bits."""
         found = 0.0
         for operation in self.operations:
             found = found * operation.gain + operation.apart
         return found
-
-    def row(self, shape: ImageShape, words: Numbers) -> list[Any]:
-        """Return the numbers of one image, with an entry for each operation."""
-        return row_of(self.operations, shape, words)
-
-    def draw(
-        self, shape: ImageShape, rows: int, generator: torch.Generator | None = None
-    ) -> list[Sequence[Any]]:
-        """Return the numbers of a batch, drawn in the order of single images."""
-        listed = listed_draws(self.operations, shape)
-        if listed is None:
-            with BulkNumbers(generator) as words:
-                return self.together([self.row(shape, words) for _ in range(rows)], shape)
-        drawn = iter(columns([kind for each in listed for kind in each], rows, generator))
-        return [[next(drawn) for _ in each] for each in listed]
-
-    def together(self, rows: Sequence[list[Any]], shape: ImageShape) -> list[Sequence[Any]]:
-        """Convert rows of numbers to the format of `run`."""
-        return rows_together(self.operations, rows, shape)
 
     def run(self, images: Tensor, numbers: Sequence[Sequence[Any]]) -> Tensor:
         """Run the operations on images [B, C, H, W]. The result is contiguous."""
@@ -141,15 +105,7 @@ def read(transform: object, form: ImageForm) -> Sequence[BatchOperation]:
     return [found] if isinstance(found, BatchOperation) else list(found)
 
 
-READERS = {
-    **readers.READERS,
-    **color.READERS,
-    **tone.READERS,
-    **resample.READERS,
-    **affine.READERS,
-    **erase.READERS,
-    **choose.readers(read),
-}
+READERS = {**readers.READERS, **color.READERS, **resample.READERS}
 
 
 def lower(transform: object, images: Sequence[Any], light: bool = False, unfinished: bool = False) -> Lowered:

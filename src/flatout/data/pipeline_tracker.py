@@ -11,11 +11,10 @@ from torch.utils.data import ConcatDataset
 from flatout.data.deferring import Deferring
 from flatout.data.inspection import inspection_copy
 from flatout.data.intercept import INTERCEPTION, recording
-from flatout.data.keeping import spread
 from flatout.data.observing import CallObserver, InPlaceTransform, PipelineReader
 from flatout.data.operation import NotBatchable
 from flatout.data.pipelines import Pipelines, TransformPipeline
-from flatout.data.source import fetched, is_stream
+from flatout.data.source import fetched, is_stream, spread
 from flatout.data.streams import preserve_states, restore_states, states
 
 if TYPE_CHECKING:

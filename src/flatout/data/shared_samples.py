@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flatout.data.keeping import PROVED, spread
-from flatout.data.store import Store
+from flatout.data.source import spread
+from flatout.data.store import PROVED, Store
 
 CHECKED = 256  # samples that are fetched again and compared before a file is used
 MOST_BYTES = 2**30  # largest size of a file

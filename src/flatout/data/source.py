@@ -108,3 +108,8 @@ def fetched(dataset: Dataset, indices: Sequence[Any]) -> Any:
     """Fetch samples from a map-style data set as torch's fetcher does."""
     together = getattr(dataset, "__getitems__", None)
     return together(indices) if together else [dataset[index] for index in indices]
+
+
+def spread(length: int, count: int) -> list[int]:
+    """Return evenly spread indices of a data set, including the first and the last."""
+    return sorted({at * (length - 1) // max(1, count - 1) for at in range(count)}) if length else []

@@ -19,6 +19,7 @@ from flatout.data.images import form_of, stack
 from flatout.data.operation import NotBatchable
 
 DEEPEST = 6
+PROVED = 8  # samples that are fetched twice before any is kept
 SCALARS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
@@ -188,10 +189,6 @@ class Store:
                 return torch.from_file(file.name, shared=True, size=count, dtype=cell.dtype).view(shape)
         column = torch.empty(shape, dtype=cell.dtype)
         return column.share_memory_() if shared else column
-
-    def has(self, indices: Tensor) -> bool:
-        """Return whether all of these rows [B] are filled."""
-        return bool((indices < self.rows).all()) and bool(self.filled[indices].all())
 
     @property
     def full(self) -> bool:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.guard.copies import mapped
-from flatout.measure.parity import tensors_in
+from flatout.guard.copies import mapped_tensors
+from flatout.measure.nests import tensors_in
 
 if TYPE_CHECKING:
     from flatout.guard.captured_steps import CapturedCall
@@ -40,7 +40,7 @@ def sliced(
         tensor
         for calls in steps
         for call in calls
-        for tensor in tensors_in((call.args, call.kwargs, call.grads), torch)
+        for tensor in tensors_in((call.args, call.kwargs, call.grads))
     ]
     sizes = {tensor.shape[0] for tensor in tensors if tensor.dim()}
     size = next(iter(sizes), 0)
@@ -57,7 +57,7 @@ def first_samples(
     """The steps with their first ``kept`` samples."""
 
     def first(thing: object) -> Any:
-        return mapped(thing, lambda tensor: tensor[:kept] if tensor.dim() else tensor, torch)
+        return mapped_tensors(thing, lambda tensor: tensor[:kept] if tensor.dim() else tensor)
 
     return [
         [
@@ -74,7 +74,7 @@ def halved(steps: Sequence[list[CapturedCall]], torch: ModuleType) -> list[list[
         tensor.shape[0]
         for calls in steps
         for call in calls
-        for tensor in tensors_in((call.args, call.kwargs, call.grads), torch)
+        for tensor in tensors_in((call.args, call.kwargs, call.grads))
         if tensor.dim()
     )
     return first_samples(steps, next(sizes) // 2, torch)

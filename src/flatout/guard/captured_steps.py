@@ -23,14 +23,14 @@ from flatout.guard.copies import (
     adam,
     held_by,
     in_double,
-    mapped,
+    mapped_tensors,
     outside_gradients,
     rates_of,
     set_random_state,
     size_of,
 )
 from flatout.guard.float32_draws import float32_draws
-from flatout.measure.parity import tensors_in
+from flatout.measure.nests import tensors_in
 from flatout.schema.plan import Choice
 
 if TYPE_CHECKING:
@@ -213,10 +213,10 @@ class StepReplayer:
         torch = self.torch
         set_random_state(self.context, call.random)
         convert = (lambda t: t.double() if t.is_floating_point() else t) if double else (lambda t: t)
-        args, kwargs = mapped(call.args, convert, torch), mapped(call.kwargs, convert, torch)
+        args, kwargs = mapped_tensors((call.args, call.kwargs), convert)
         device, dtype, enabled = call.autocast
         with torch.autocast(device, dtype=dtype, enabled=enabled and not double):
-            outputs = list(tensors_in(root(*args, **kwargs), torch))
+            outputs = list(tensors_in(root(*args, **kwargs)))
         if call.outside is None:
             call.outside = outside_gradients(outputs, call.grads, torch)
         pairs = [

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from flatout.measure.nests import mapped
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -99,21 +101,13 @@ def adam(p: Tensor, grad: Tensor, rate: float, moments: list[Any], at: int, torc
         p.sub_(rate / (1 - 0.9**at) * moments[0] / size)
 
 
-def clone(thing: object, torch: ModuleType) -> Any:
-    return mapped(thing, lambda t: t.detach().clone(), torch)
+def clone(nest: object) -> Any:
+    return mapped_tensors(nest, lambda tensor: tensor.detach().clone())
 
 
-def mapped(thing: object, convert: Callable[[Any], Any], torch: ModuleType) -> Any:
-    """The same nest of lists, tuples and dictionaries with every tensor converted."""
-    if isinstance(thing, torch.Tensor):
-        return convert(thing)
-    if isinstance(thing, dict):
-        return {key: mapped(value, convert, torch) for key, value in thing.items()}
-    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
-        return type(thing)(*(mapped(value, convert, torch) for value in thing))
-    if isinstance(thing, (list, tuple)):
-        return type(thing)(mapped(value, convert, torch) for value in thing)
-    return thing
+def mapped_tensors(nest: object, convert: Callable[[Any], Any]) -> Any:
+    """The same nest with every tensor converted."""
+    return mapped(nest, lambda leaf: convert(leaf) if hasattr(leaf, "untyped_storage") else leaf)
 
 
 def random_state(context: TrainingContext) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.guard.captured_steps import perturb_weights
-from flatout.guard.copies import mapped
+from flatout.guard.copies import mapped_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,7 +75,7 @@ class _Rounded:
         for p, data in self.held:
             p.data = data
         self.held = []
-        return mapped(output, self._rounded_output, self.torch)
+        return mapped_tensors(output, self._rounded_output)
 
     def _rounded_output(self, x: Tensor) -> Any:
         if not x.dim() or x.dtype not in (self.torch.float32, self.torch.float64):

@@ -43,7 +43,7 @@ from flatout.guard.copies import clone, random_state, set_random_state
 from flatout.guard.rounding import HALF_NUDGE, NUDGE, check, compare, later, same
 from flatout.guard.whole_batch import are_summed, in_whole_batch
 from flatout.measure.clock import seconds
-from flatout.measure.parity import tensors_in
+from flatout.measure.nests import tensors_in
 from flatout.schema.plan import Choice
 
 if TYPE_CHECKING:
@@ -144,8 +144,8 @@ class StepReplica:
                 calls.append(
                     CapturedCall(
                         at,
-                        clone(args, self.torch),
-                        clone(kwargs, self.torch),
+                        clone(args),
+                        clone(kwargs),
                         random_state(self.context),
                         self._autocast(),
                     )
@@ -167,7 +167,7 @@ class StepReplica:
         if call is None:
             return
         call.open = False
-        for at, tensor in enumerate(tensors_in(output, self.torch)):
+        for at, tensor in enumerate(tensors_in(output)):
             if tensor.requires_grad:
                 tensor.register_hook(
                     lambda grad, at=at, call=call: call.grads.__setitem__(at, grad.detach().clone())

@@ -2,9 +2,9 @@
 
 What it does: follows torchvision's transforms wherever the data set's own code calls them: an object or
     closure around them, two views of an image, a loop over a list, a collate function. It runs them as tensor
-    operations on the batch, with the random numbers that each image would have drawn. Unknown transforms stay
-    per image. With "light", so do resizing, rotation and colour changes, whose arithmetic on large images is
-    faster in Pillow.
+    operations on the batch, with the random numbers that each image would have drawn. Other
+    transforms (rotations, erasing, RandomApply, RandAugment, ...) stay per image. With "light", so do resizing
+    and colour changes, whose arithmetic on large images is faster in Pillow.
 Why it is faster: a transform of a small image spends far more time in Python and in copies than in
     arithmetic. A batch pays this cost once.
 When it does not help: large images of different sizes, where decoding takes the time; code that reads each

@@ -20,7 +20,6 @@ Sources: torch.utils.data documentation, "Multi-process data loading"; pytorch i
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.levers.reasons import NO_LOADER
@@ -30,7 +29,6 @@ from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.utils.data import DataLoader, Dataset
 
     from flatout.schema.program import Ledger, TrainingContext
@@ -95,7 +93,9 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     context.change_loaders(change, ledger)
     context.feed_loaders(fed, ledger)
     if value.get("pin") and context.torch.cuda.is_available():
-        _copy_without_waiting(context.torch, ledger)
+        from flatout.data.device import move_without_waiting
+
+        move_without_waiting(ledger)
     return ledger.restore
 
 
@@ -159,43 +159,6 @@ def _change(dataset: Dataset, arguments: dict[str, Any], value: dict[str, Any]) 
     if value.get("pin"):
         changed["pin_memory"] = True
     return changed
-
-
-def _copy_without_waiting(torch: ModuleType, ledger: Ledger) -> None:
-    """Make copies from pinned memory to the device non-blocking. Stream order keeps them correct."""
-    really_to, really_cuda = torch.Tensor.to, torch.Tensor.cuda
-
-    def to(tensor: Tensor, *args: object, **kwargs: object) -> Any:
-        if not tensor.is_cuda and _moves_alone(torch, args, kwargs) and tensor.is_pinned():
-            kwargs["non_blocking"] = True
-        return really_to(tensor, *args, **kwargs)
-
-    def cuda(tensor: Tensor, *args: object, **kwargs: object) -> Any:
-        if not tensor.is_cuda and not kwargs.get("non_blocking") and len(args) <= 1 and tensor.is_pinned():
-            kwargs["non_blocking"] = True
-        return really_cuda(tensor, *args, **kwargs)
-
-    ledger.set(torch.Tensor, "to", to)
-    ledger.set(torch.Tensor, "cuda", cuda)
-
-
-def _moves_alone(torch: ModuleType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether ``tensor.to`` only moves the tensor to a CUDA device."""
-    if (
-        len(args) + ("device" in kwargs) != 1
-        or kwargs.get("non_blocking")
-        or kwargs.keys() - {"device", "non_blocking"}
-    ):
-        return False
-    return _is_cuda(torch, args[0] if args else kwargs["device"])
-
-
-def _is_cuda(torch: ModuleType, target: Tensor) -> bool:
-    if isinstance(target, torch.device):
-        return bool(target.type == "cuda")
-    return (isinstance(target, int) and not isinstance(target, bool)) or (
-        isinstance(target, str) and target.startswith("cuda")
-    )
 
 
 def code(value: Value) -> str:

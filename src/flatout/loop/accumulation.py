@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.loop.pipeline_parallel import PipelineParallel
 from flatout.loop.precision import Precision
 from flatout.loop.reduction import LossResult
-from flatout.loop.rejoin import Rejoin
-from flatout.loop.tensor_parallel import TensorParallel
+from flatout.schema.errors import LoopError
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn.parallel import DistributedDataParallel
 
 HOW = ("mean", "sum", "max", "min", "last")  # ways to combine the values of micro-batches
 
@@ -25,9 +24,9 @@ class Accumulation:
     known only at the end. Gradients are therefore computed for an estimate of it and corrected once, on the
     device. With a mean over samples nothing needs correction.
 
-    ``summed``: losses are sums, so every weight is 1. ``rejoin`` is set if ranks exchange gradients inside
-    the last backward pass. Their gradients must then be correct before it, and a rank whose last micro-batch
-    counts nothing must still contribute.
+    ``summed``: losses are sums, so every weight is 1. ``parallel``: the DistributedDataParallel whose ranks
+    exchange gradients inside the last backward pass. Gradients must then be correct before it, and a rank
+    whose last micro-batch counts nothing must still contribute.
     """
 
     def __init__(
@@ -36,11 +35,10 @@ class Accumulation:
         precision: Precision,
         summed: bool,
         samples: int,
-        rejoin: Rejoin | None = None,
-        divided: TensorParallel | PipelineParallel | None = None,
+        parallel: DistributedDataParallel | None = None,
     ) -> None:
         self.torch, self.precision, self.summed, self.samples = torch, precision, summed, samples
-        self.rejoin, self.divided = rejoin, divided
+        self.parallel = parallel
         self._estimate: Any = None
         self._losses: list[Any] = []
         self._weights: list[Any] = []
@@ -52,14 +50,13 @@ class Accumulation:
         if counted:
             weight = _as_scalar(self.torch, answer.count, answer.loss)
         self._values.append((detached(answer.values), size))
-        exchanging = self.rejoin if last and self._weights else None
+        exchanging = self.parallel if last and self._weights else None
         if _is_nothing(weight) and (self._estimate is not None or not last):
             if exchanging is not None:
-                self._correct(exchanging.parameters, sum(self._weights))
-                exchanging.take_part()
+                self._contribute_nothing(exchanging)
             return  # no token counts here: the loss is 0 / 0 and contributes nothing to the whole batch
         if exchanging is not None and counted:
-            self._correct(exchanging.parameters, sum(self._weights) + weight)
+            self._correct(_trained(exchanging), sum(self._weights) + weight)
         if self._estimate is None:
             whole = 1.0 if self.summed else float(self.samples)
             self._estimate = weight * (self.samples / size) if counted else whole
@@ -77,13 +74,20 @@ class Accumulation:
             self._correct(parameters, total)
         return sum(loss * (weight / total) for loss, weight in zip(self._losses, self._weights, strict=True))
 
+    def _contribute_nothing(self, parallel: DistributedDataParallel) -> None:
+        """Exchange the gradients of the earlier micro-batches in a backward pass whose gradients are zero."""
+        if parallel.find_unused_parameters or parallel.static_graph:
+            raise LoopError(
+                "the last micro-batch of a step counts nothing (n is 0), and DistributedDataParallel with find_unused_parameters or "
+                "static_graph cannot exchange gradients without it. Use a larger micro_batch."
+            )
+        parameters = _trained(parallel)
+        self._correct(parameters, sum(self._weights))
+        sum(p.sum() * 0 for p in parameters).backward()
+
     def _correct(self, parameters: list[Any], total: object) -> None:
         """Rescale gradients from the estimated total to ``total``, which becomes the new estimate."""
-        gradients = [
-            p.grad if self.divided is None else self.divided.local(p.grad)
-            for p in parameters
-            if p.grad is not None
-        ]
+        gradients = [p.grad for p in parameters if p.grad is not None]
         if gradients:
             with self.torch.no_grad():
                 self.torch._foreach_mul_(gradients, (self._estimate / total).to(gradients[0].dtype))
@@ -110,6 +114,10 @@ class Accumulation:
                     stacked = self.torch.stack([self.torch.as_tensor(value) for value in each])
                     joined[name] = stacked.max() if word == "max" else stacked.min()
         return joined
+
+
+def _trained(parallel: DistributedDataParallel) -> list[Any]:
+    return [p for p in parallel.module.parameters() if p.requires_grad]
 
 
 def detached(values: Mapping[str, Any] | None) -> dict[str, Any]:

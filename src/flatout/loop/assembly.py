@@ -13,17 +13,13 @@ from flatout.loop.gradient import Gradient
 from flatout.loop.levers import Levers, plan_of
 from flatout.loop.loop_state import LoopState, storable
 from flatout.loop.memory import MicroBatches
-from flatout.loop.opened import measured, opened
-from flatout.loop.pipeline_parallel import Pipeline, PipelineParallel
 from flatout.loop.precision import Precision
-from flatout.loop.rank_group import company_of
-from flatout.loop.ranks import ranks_of
-from flatout.loop.resumed import Resumed
+from flatout.loop.rank_group import rank_group_of, ranks_of
+from flatout.loop.resuming import Resumed, measured, opened
 from flatout.loop.saving import LoopCheckpointing
 from flatout.loop.settings import AUTO, LoopSettings
 from flatout.loop.sizing import Sizer
 from flatout.loop.step import Rate
-from flatout.loop.tensor_parallel import TensorParallel, refused
 from flatout.loop.training import Training
 from flatout.loop.update import Update
 from flatout.schema.enums import Effect
@@ -36,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class LoopAssembly:
-    """The parts of a Loop: ranks, precision, micro-batches, gradient, update, levers, checkpoints."""
+    """The parts of a Loop: precision, micro-batches, gradient, update, levers, checkpoints."""
 
     def _assemble(
         self,
@@ -55,7 +51,6 @@ class LoopAssembly:
         self.scheduler, self.clip, self.metrics = settings.scheduler, settings.clip, settings.metrics
         self.parameters = _parameters(optimizer)
         self.device = self.parameters[0].device
-        self._divided = self._divide() if settings.parallel is not None else None
         plan = settings.plan if settings.plan == AUTO else plan_of(settings.plan)
         self._make_training()
         self._saving = self._open_checkpoints()
@@ -70,51 +65,29 @@ class LoopAssembly:
             self.resumed = self._resume(self._saving)
         self._extras = self._around_a_step()
 
-    def _divide(self) -> TensorParallel | PipelineParallel:
-        """Split the model over the ranks."""
-        settings, kind = self._settings, type(self.model).__name__
-        refused(
-            plan=(settings.plan, (None,)),
-            micro_batch=(settings.micro_batch if settings.micro_batch == AUTO else None, (None,)),
-            precision=(settings.precision, ("float32", "tf32")),
-            model=(kind, {kind} - {"DistributedDataParallel", "DataParallel"}),
-        )
-        torch, model, optimizer, parallel = self.torch, self.model, self.optimizer, settings.parallel
-        assert parallel is not None
-        if isinstance(parallel, Pipeline):
-            stops = settings.on_nan == "stop"
-            divided: TensorParallel | PipelineParallel = PipelineParallel(
-                torch, model, optimizer, parallel, self.device, settings.reduction, stops
-            )
-        else:
-            divided = TensorParallel(torch, model, optimizer, parallel, self.device)
-        self.parameters = _parameters(optimizer)
-        return divided
-
     def _make_training(self) -> None:
         torch, settings, model = self.torch, self._settings, self.model
-        self._ranks = ranks_of(torch, model) if self._divided is None else None
-        rejoin = self._ranks is not None and self._ranks.rejoin is not None
-        self.precision = Precision(
-            torch, settings.precision, model, self.optimizer, self.device, self.parameters, rejoin
-        )
+        ranks = len(ranks_of(torch, model)) or 1
+        if ranks > 1 and settings.micro_batch == AUTO:
+            raise LoopError(
+                'micro_batch="auto" tries sizes that may not fit, and with several ranks a step cannot be repeated. Find the size in one '
+                "process (loop.sized), and pass it here: micro_batch=16, for example."
+            )
+        parallel = isinstance(model, torch.nn.parallel.DistributedDataParallel)
+        self.precision = Precision(torch, settings.precision, self.device, self.parameters)
         training = Training(
             torch,
             model,
-            model.module if rejoin else model,
+            model.module if parallel else model,
             self.optimizer,
             self.loss_fn,
             self.parameters,
             self.device,
             self.precision,
-            self._ranks,
-            self._divided,
+            ranks,
         )
         self.micro_batches = MicroBatches(settings.largest_micro_batch)
-        agreed = self._ranks.slowest if self._ranks is not None else list
-        self._sizer = (
-            Sizer(torch, self.device, self.micro_batches, agreed) if settings.micro_batch == AUTO else None
-        )
+        self._sizer = Sizer(torch, self.device, self.micro_batches) if settings.micro_batch == AUTO else None
         stops = settings.on_nan == "stop" and self.precision.scaler is None
         self._gradient = Gradient(
             training,
@@ -131,9 +104,9 @@ class LoopAssembly:
         if settings.checkpoint_dir is None or measured():
             return None
         storable(self.model)
-        company = company_of(self.torch, self.model)
-        folder = opened(Path(settings.checkpoint_dir), settings.from_scratch, company)
-        return LoopCheckpointing(self.torch, folder, settings.save_every, settings.on_drift, company)
+        group = rank_group_of(self.torch, self.model)
+        folder = opened(Path(settings.checkpoint_dir), settings.from_scratch, group)
+        return LoopCheckpointing(self.torch, folder, settings.save_every, settings.on_drift, group)
 
     def _plan_levers(self, plan: Plan | str | None) -> None:
         self._plan = plan if isinstance(plan, Plan) else Plan()
@@ -148,25 +121,14 @@ class LoopAssembly:
             self.loader = self._late.early(self.loader)
 
     def _resume(self, saving: LoopCheckpointing) -> Resumed | None:
-        divided = self._divided
-        kept = LoopState(
-            self,
-            self._gradient,
-            self._update,
-            self._sizer,
-            self._settings.extra_state,
-            divided.stage if isinstance(divided, PipelineParallel) else None,
-        )
-        settings = self._settings.for_drift(self.model, self.optimizer)
-        return saving.attach(self, kept, settings, shares_out=divided is None)
+        kept = LoopState(self, self._gradient, self._update, self._sizer, self._settings.extra_state)
+        return saving.attach(self, kept, self._settings.for_drift(self.model, self.optimizer))
 
     def _tuned_by(self, effects: str | None) -> Autoplan:
-        if self._ranks is not None or self.precision.masters is not None:
-            why = (
-                "the ranks of one training" if self._ranks is not None else "an optimizer with master weights"
-            )
+        if ranks_of(self.torch, self.model):
             raise LoopError(
-                f'plan="auto" cannot check levers under {why}. Run `flatout tune COMMAND...` and pass the plan that it writes.'
+                'plan="auto" cannot check levers under the ranks of one training. Run `flatout tune COMMAND...` and pass the plan '
+                "that it writes."
             )
         assert self._levers is not None
         return Autoplan(
@@ -181,20 +143,16 @@ class LoopAssembly:
     def close(self) -> None:
         """Restore the model, the optimizer, the loader and torch's flags where possible.
 
-        The Loop stays usable, without the levers, the master weights and the precision setting. It closes its
-        checkpoint folder as well.
+        The Loop stays usable, without the levers and the precision setting. It closes its checkpoint folder
+        as well.
         """
         if self._autoplan is not None:
             self._autoplan.take_off()
         if self._levers is not None:
             self._levers.take_off()
-        if self.precision.masters is not None:
-            self.parameters[:] = [self.precision.masters.own_of(p) for p in self.parameters]
         self.precision.close()
         if self._saving is not None:
             self._saving.leave()
-        if self._ranks is not None:
-            self._ranks.close()
 
     @property
     def tuning(self) -> bool:
@@ -207,13 +165,7 @@ class LoopAssembly:
         return self._sizer is not None and self._sizer.found is None
 
     def _around_a_step(self) -> bool:
-        return (
-            self._ranks is not None
-            or self._late is not None
-            or self.precision.masters is not None
-            or self.sizing
-            or self.tuning
-        )
+        return self._late is not None or self.sizing or self.tuning
 
 
 def _parameters(optimizer: Optimizer) -> list[Any]:

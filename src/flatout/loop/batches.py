@@ -1,6 +1,6 @@
 """Batches of users' loaders: nested tuples, lists, mappings and dataclasses of tensors.
 
-Count, split and move them.
+Count, split and move them, and group them into effective batches.
 
 A batch has ``B`` samples along the first dimension of its tensors. A list or tuple of ``B`` other values
 (file names, captions) also has one per sample. Everything else belongs to the whole batch and goes into every
@@ -9,10 +9,10 @@ part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from flatout.agent.batches import rebuilt, tensors_of
+from flatout.measure.nests import mapped, tensors_in
 from flatout.schema.errors import LoopError
 
 
@@ -23,7 +23,7 @@ def size_of(batch: Any) -> int:
     """
     if type(batch) in (list, tuple) and batch and hasattr(batch[0], "shape") and batch[0].shape:
         return int(batch[0].shape[0])
-    for tensor in tensors_of(batch):
+    for tensor in tensors_in(batch):
         if tensor.dim():
             return int(tensor.shape[0])
     raise LoopError(
@@ -47,27 +47,71 @@ def split(batch: object, sizes: Sequence[int]) -> list[Any]:
 def part_of(batch: Any, start: int, end: int, total: int) -> Any:
     """Samples ``start`` to ``end`` of a batch of ``total``."""
 
-    def of(thing: Any) -> Any:
-        if hasattr(thing, "untyped_storage"):
-            return thing[start:end] if thing.dim() and thing.shape[0] == total else thing
-        if (
-            isinstance(thing, (list, tuple))
-            and len(thing) == total
+    def per_sample(part: Any) -> bool:
+        return (
+            isinstance(part, (list, tuple))
+            and len(part) == total
             and total > 1
-            and not any(True for _ in tensors_of(thing))
-        ):
-            return thing[start:end]
-        return rebuilt(thing, of)
+            and not any(True for _ in tensors_in(part))
+        )
 
-    return of(batch)
+    def of(leaf: Any) -> Any:
+        if hasattr(leaf, "untyped_storage"):
+            return leaf[start:end] if leaf.dim() and leaf.shape[0] == total else leaf
+        return leaf[start:end] if per_sample(leaf) else leaf
+
+    return mapped(batch, of, per_sample)
 
 
 def moved(batch: object, device: Any) -> Any:
     """Move the batch to a device; copies from pinned memory are asynchronous."""
 
-    def of(thing: Any) -> Any:
-        if hasattr(thing, "untyped_storage"):
-            return thing if thing.device == device else thing.to(device, non_blocking=True)
-        return rebuilt(thing, of)
+    def of(leaf: Any) -> Any:
+        if not hasattr(leaf, "untyped_storage") or leaf.device == device:
+            return leaf
+        return leaf.to(device, non_blocking=True)
 
-    return of(batch)
+    return mapped(batch, of)
+
+
+def windows(batches: Iterable[Any], effective: int | None) -> Iterator[list[tuple[Any, int]]]:
+    """Yields lists of (batch, samples), one list per optimizer step.
+
+    Without ``effective``, each batch is alone.
+
+    The last window of an epoch may be shorter. Raises LoopError if the loader's batches do not add up to the
+    effective batch.
+    """
+    window: list[tuple[Any, int]] = []
+    filled = 0
+    for batch in batches:
+        size = size_of(batch)
+        if effective is None:
+            yield [(batch, size)]
+            continue
+        if filled + size > effective:
+            loaders = window[0][1] if window else size
+            near = sorted({effective // loaders * loaders or loaders, (effective // loaders + 1) * loaders})
+            raise LoopError(
+                f"effective_batch={effective} is not a multiple of the loader's batches of {loaders} samples. "
+                f"Use {' or '.join(map(str, near))}, or change the loader's batch_size."
+            )
+        window.append((batch, size))
+        filled += size
+        if filled == effective:
+            yield window
+            window, filled = [], 0
+    if window:
+        yield window
+
+
+def cut(size: int, micro_batch: int | None) -> list[int]:
+    """The sizes of the micro-batches of a batch, as even as possible.
+
+    10 samples in parts of at most 4 give 4, 3, 3.
+    """
+    if micro_batch is None or size <= micro_batch:
+        return [size]
+    parts = -(-size // micro_batch)
+    small, more = divmod(size, parts)
+    return [small + 1] * more + [small] * (parts - more)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.agent.batches import tensors_of
+from flatout.measure.nests import tensors_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,9 +80,9 @@ def first_bad_module(torch: ModuleType, model: Module, call: Callable[[], Any]) 
 
 def _listener(name: str, module: Module, seen: list[str]) -> Callable[..., None]:
     def observe(_: object, inputs: object, output: object) -> None:
-        if seen or all(map(_finite, tensors_of(output))):
+        if seen or all(map(_finite, tensors_in(output))):
             return
-        if not all(map(_finite, tensors_of(inputs))):  # no earlier module made them
+        if not all(map(_finite, tensors_in(inputs))):  # no earlier module made them
             seen.append(f"the inputs of module {name} are not finite: look at the batch")
             return
         seen.append(f"module {name} ({type(module).__name__}) made it from finite inputs")

@@ -7,9 +7,8 @@ same random state in smaller micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from flatout.loop.accumulation import Accumulation, detached
 from flatout.loop.batches import moved, split
 from flatout.loop.finite import LossMonitor, first_bad_module
 from flatout.loop.memory import MicroBatches, OutOfMemory, is_out_of_memory, release
-from flatout.loop.pipeline_parallel import PipelineParallel
 from flatout.loop.randomness import RandomState
 from flatout.loop.reduction import MEAN, SUM, Recogniser, understood
 from flatout.loop.training import Training
@@ -52,6 +50,7 @@ class Gradient:
         self.reduction, self.allow_inexact, self._watch = reduction, allow_inexact, watch
         self._tensor = training.torch.Tensor
         self._reads_losses = watch is not None and not watch.waits
+        self._parallel = training.model if training.model is not training.alone else None
         self._moves = training.device.type != "cpu"
         self._draws = self._draws_elsewhere = False  # from torch's generators, from `random` or numpy
 
@@ -61,51 +60,28 @@ class Gradient:
         Raises LoopError.
         """
         training = self.training
-        optimizer, ranks, masters = training.optimizer, training.ranks, training.precision.masters
+        optimizer = training.optimizer
         watched = index < WATCHED_STEPS
         state = None
         if self._draws or self._draws_elsewhere or watched or not index % WATCHED_AGAIN:
             state = RandomState(training.torch, training.device, others=watched or self._draws_elsewhere)
         while True:
             optimizer.zero_grad(set_to_none=True)
-            failed = None
             try:
                 limit = self.micro_batches.limit
                 fits = len(window) == 1 and (limit is None or window[0][1] <= limit)
-                if isinstance(training.divided, PipelineParallel):
-                    made = self._piped(training.divided, index, window)
-                else:
-                    made = (
-                        self._whole(index, window[0][0])
-                        if fits
-                        else self._accumulated(index, window, samples)
-                    )
+                made = self._whole(index, window[0][0]) if fits else self._accumulated(index, window, samples)
                 if state is not None and not self._draws:
                     self._draws = state.moved()
+                break
             except Exception as error:
                 if not is_out_of_memory(training.torch, error):
-                    if ranks is not None:
-                        ranks.end(error)
                     raise
                 failed = OutOfMemory.seen(error, self.micro_batches.largest(window))
             # Outside the except block, so that the frames that hold the step's tensors are freed.
-            if failed is not None:
-                release(training.torch, training.device)
-                if training.divided is not None:
-                    raise LoopError(
-                        f"out of memory ({failed.said}). Ranks that share layers cannot repeat a step. Use smaller micro-batches: "
-                        f"micro_batch={max(1, failed.size // 2)}."
-                    )
-            if ranks is not None:
-                failed = ranks.agree(failed)
-            if failed is None:
-                if training.divided is not None:
-                    training.divided.alike(index, made[0])
-                break
             optimizer.zero_grad(set_to_none=True)
-            if masters is not None:
-                masters.forget()
-            self._agree_on(partial(self._smaller, failed, window))
+            release(training.torch, training.device)
+            self._smaller(failed, window)
             if state is not None:
                 state.restore()
         if watched and state is not None:
@@ -120,12 +96,8 @@ class Gradient:
         self.reduction = state["reduction"] if self.reduction is None else self.reduction
         self._draws, self._draws_elsewhere = state["draws"], state["draws_elsewhere"]
 
-    def divides(self, window: Window) -> None:
-        """Check on all ranks whether batches can be split. Raises LoopError if not."""
-        self._agree_on(partial(self._recognise, window))
-
     def _accumulated(self, index: int, window: Window, samples: int) -> tuple[Any, int, dict[str, Any]]:
-        self._recognise(window)
+        self.recognise(window)
         training, sizes = self.training, self.micro_batches.sizes
         parts = [
             pair
@@ -137,8 +109,7 @@ class Gradient:
             training.precision,
             self.reduction == SUM,
             samples,
-            training.ranks.rejoin if training.ranks is not None else None,
-            training.divided,
+            self._parallel,
         )
         for at, (part, size) in enumerate(parts):
             with self._no_sync() if at < len(parts) - 1 else nullcontext():
@@ -147,17 +118,6 @@ class Gradient:
                     self._stop_where_bad(self._watch, index, answer.loss, part)
                 sums.add(answer, size, last=at == len(parts) - 1)
         return sums.loss(training.parameters), len(parts), sums.values(self.metrics)
-
-    def _piped(
-        self, pipeline: PipelineParallel, index: int, window: Window
-    ) -> tuple[Any, int, dict[str, Any]]:
-        sizes = [size for _, whole in window for size in self.micro_batches.sizes(whole)]
-        parts = [
-            self._on_device(part)
-            for batch, whole in window
-            for part in split(batch, self.micro_batches.sizes(whole))
-        ]
-        return pipeline.step(index, parts, sizes, self.training.loss_fn), len(parts), {}
 
     def _whole(self, index: int, batch: object) -> tuple[Any, int, dict[str, Any]]:
         """One forward and backward pass as in a plain loop.
@@ -214,7 +174,8 @@ class Gradient:
 
     # -- what the first steps determine ----------------------------------------------------------------------
 
-    def _recognise(self, window: Window) -> None:
+    def recognise(self, window: Window) -> None:
+        """Test once how a batch can be split. Raises LoopError if it cannot."""
         if self.reduction is not None:
             return
         if self.allow_inexact:
@@ -225,18 +186,6 @@ class Gradient:
             batch, size
         )
 
-    def _agree_on(self, decide: Callable[[], None]) -> None:
-        """Make a decision about splitting batches on all ranks or on none."""
-        refusal = None
-        try:
-            decide()
-        except LoopError as error:
-            refusal = error
-        if self.training.ranks is not None:
-            self.training.ranks.one_answer(str(self.reduction), str(refusal or ""))
-        if refusal is not None:
-            raise refusal
-
     def _smaller(self, failed: OutOfMemory, window: Window) -> None:
         """Use smaller micro-batches from now on.
 
@@ -244,14 +193,19 @@ class Gradient:
         """
         if failed.size <= 1:
             raise LoopError(
-                f"out of memory with a single sample: {failed.said}. {failed.what_would_fit()}"
+                f"out of memory with a single sample: {failed.message}. {failed.what_would_fit()}"
             ) from None
+        if self.training.ranks > 1:
+            raise LoopError(
+                f"out of memory with {failed.size} samples ({failed.message}). With several ranks the step cannot be repeated: the others "
+                f"wait inside the exchange of gradients. Use smaller micro-batches: micro_batch={failed.size // 2}."
+            )
         if self.reduction is None:
             try:
-                self._recognise(list(_few(window)))
+                self.recognise(list(_few(window)))
             except LoopError as refusal:
                 raise LoopError(
-                    f"out of memory with {failed.size} samples ({failed.said}). Smaller micro-batches would change the gradient: "
+                    f"out of memory with {failed.size} samples ({failed.message}). Smaller micro-batches would change the gradient: "
                     f"{refusal}"
                 ) from None
         self.micro_batches.shrink(failed.size)

@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flatout.agent.applier import Outcome
 from flatout.loop.assembly import LoopAssembly
+from flatout.loop.batches import windows
 from flatout.loop.notebook_view import loop_view
-from flatout.loop.pipeline_parallel import Pipeline
 from flatout.loop.settings import LoopSettings
 from flatout.loop.sizing import Sized
 from flatout.loop.step import Step
 from flatout.loop.tuning import Tuned
-from flatout.loop.windows import windows
 from flatout.measure.clock import seconds
 from flatout.schema.errors import LoopError
 from flatout.schema.plan import Plan
@@ -76,16 +75,11 @@ class Loop(LoopAssembly):
         scheduler: A learning-rate scheduler. The Loop calls ``scheduler.step()`` after each optimizer step.
         clip: Maximum norm of the gradient.
         precision: ``"float32"`` (the dtype of the model), ``"tf32"``, ``"bf16"`` or ``"fp16"`` (autocast;
-            fp16 with a gradient scaler), ``"fp8"`` (torchao), ``"bf16-master"`` or ``"fp16-master"`` (a model
-            in that dtype, and an optimizer with float32 copies of its parameters).
+            fp16 with a gradient scaler).
         metrics: How to combine the further scalars of micro-batches, as ``{name: how}``: ``"mean"`` (weighted
             by samples, the default), ``"sum"``, ``"max"``, ``"min"`` or ``"last"``.
         on_nan: ``"stop"`` ends the loop at a NaN or infinite loss and names the module that produced it.
             ``"ignore"`` continues. With fp16, a skipped step does not stop the loop.
-        parallel: ``{module name: style}`` with the styles of ``torch.distributed.tensor.parallel``, such as
-            ``ColwiseParallel()``. These layers are sharded over the ranks, which all get the same batches,
-            and the optimizer holds the sharded parameters from then on. Or a `flatout.Pipeline`: each rank
-            has one stage.
         allow_inexact: Split batches even if this changes the gradient (batch normalisation, losses between
             samples).
         checkpoint_dir: A folder for the checkpoints of this training. The program, started again, resumes from the
@@ -126,7 +120,6 @@ class Loop(LoopAssembly):
         precision: str = "float32",
         metrics: Mapping[str, str] | None = None,
         on_nan: str = "stop",
-        parallel: Mapping[str, Any] | Pipeline | None = None,
         allow_inexact: bool = False,
         checkpoint_dir: str | Path | None = None,
         save_every: int | None = None,
@@ -147,7 +140,6 @@ class Loop(LoopAssembly):
             precision=precision,
             metrics=dict(metrics or {}),
             on_nan=on_nan,
-            parallel=parallel,
             allow_inexact=allow_inexact,
             checkpoint_dir=checkpoint_dir,
             save_every=save_every,
@@ -180,7 +172,6 @@ class Loop(LoopAssembly):
                 seen += len(window)
                 yield self._step(window, None if length is None else seen >= length)
                 if self.steps is not None and self.index - first >= self.steps:
-                    self.settle()
                     return
                 if saving is not None:
                     saving.edge()
@@ -191,7 +182,6 @@ class Loop(LoopAssembly):
             self.epoch += 1
             if saving is not None:
                 saving.reading.over()
-        self.settle()
 
     def __repr__(self) -> str:
         of = f" of {self.steps}" if self.steps is not None else ""
@@ -253,14 +243,6 @@ class Loop(LoopAssembly):
             known.append(self.epochs * length // batches)
         return min(known) if known else None
 
-    def settle(self) -> None:
-        """Wait for the result of the last update on the other ranks.
-
-        Raises LoopError if one of them failed.
-        """
-        if self._ranks is not None:
-            self._ranks.settle()
-
     # -- one step --------------------------------------------------------------------------------------------
 
     def _step(self, window: list[tuple[Any, int]], ends_epoch: bool | None) -> Step:
@@ -294,18 +276,14 @@ class Loop(LoopAssembly):
     def _begun(self, window: list[tuple[Any, int]]) -> Callable[[int], None]:
         """Do the optional work before a step and return a function that ends it.
 
-        This covers ranks, master weights, sizing and tuning.
+        This covers sizing and tuning.
         """
         sizer = self._sizer if self.sizing else None
         tuner = self._autoplan if sizer is None and self.tuning else None
         failures = len(self.micro_batches.failed)
-        if self._ranks is not None:
-            self._ranks.begin()
         if sizer is not None:
-            self._gradient.divides(window)
+            self._gradient.recognise(window)
             sizer.step_begins(max(size for _, size in window))
-        if self.precision.masters is not None:
-            self.precision.masters.follow()
         if tuner is not None:
             tuner.step_begins()
 

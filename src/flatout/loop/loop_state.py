@@ -44,10 +44,7 @@ def storable(model: Module) -> None:
 
 
 class LoopState:
-    """``also``: further objects to store by name, each with ``state_dict`` and ``load_state_dict``.
-
-    ``stage``: this rank's stage of a pipeline, None for any other model.
-    """
+    """``also``: further objects to store by name, each with ``state_dict`` and ``load_state_dict``."""
 
     def __init__(
         self,
@@ -56,14 +53,11 @@ class LoopState:
         update: Update,
         sizer: Sizer | None,
         also: Mapping[str, Any],
-        stage: Module | None = None,
     ) -> None:
-        self.loop, self.also, self.torch, self.stage = loop, also, loop.torch, stage
+        self.loop, self.also, self.torch = loop, also, loop.torch
         self._gradient, self._update, self._sizer = gradient, update, sizer
         parallel = isinstance(loop.model, loop.torch.nn.parallel.DistributedDataParallel)
-        self.model = (
-            stage if stage is not None else loop.model.module if parallel else loop.model
-        )  # one process can resume from a checkpoint of many
+        self.model = loop.model.module if parallel else loop.model  # one process can resume from many
         self._slices = any(map(is_divided, (*loop.parameters, *self.model.parameters())))
 
     def state(self) -> dict[str, Any]:
@@ -84,19 +78,16 @@ class LoopState:
 
     def part(self) -> dict[str, Any]:
         """The contribution of a rank other than the first: everything that differs between ranks."""
-        whole = self.state() if self._slices or self.stage is not None else {}
+        whole = self.state() if self._slices else {}
         return {
             "all buffers": {of: dict(thing.named_buffers()) for of, thing in self._modules().items()},
             "slices": slices_in(whole),
-            "stage": whole if self.stage is not None else None,
         }
 
     def parameters(self) -> set[str]:
         """The names of the parameters in a checkpoint, including the parts of ranks."""
         return {
-            f"{part}model.{name}"
-            for name, _ in self.model.named_parameters()
-            for part in ("", "slices.", "stage.")
+            f"{part}model.{name}" for name, _ in self.model.named_parameters() for part in ("", "slices.")
         }
 
     def like(self) -> Callable[[Where], Any]:

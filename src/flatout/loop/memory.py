@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.loop.windows import cut
+from flatout.loop.batches import cut
 
 if TYPE_CHECKING:
     from torch import device as Device
@@ -41,20 +41,20 @@ def release(torch: ModuleType, device: Device) -> None:
 class OutOfMemory:
     """A summary of the exception, without frames or tensors. ``size`` is the micro-batch that did not fit."""
 
-    said: str
+    message: str
     size: int
 
     @classmethod
     def seen(cls, error: BaseException, size: int) -> OutOfMemory:
         """Clear the frames of the exception and of its causes: their variables hold the step's tensors."""
-        said = (str(error).strip().splitlines() or ["no message"])[0][:300]
+        message = (str(error).strip().splitlines() or ["no message"])[0][:300]
         each: BaseException | None = error
         met: set[int] = set()
         while each is not None and id(each) not in met:
             met.add(id(each))
             traceback.clear_frames(each.__traceback__)
             each = each.__cause__ or each.__context__
-        return cls(said, size)
+        return cls(message, size)
 
     def what_would_fit(self) -> str:
         return (
@@ -73,9 +73,6 @@ class MicroBatches:
         self.asked = asked
         self.limit = asked
         self.failed: list[int] = []
-
-    def whole(self, size: int) -> bool:
-        return self.limit is None or size <= self.limit
 
     def sizes(self, size: int) -> list[int]:
         return cut(size, self.limit)

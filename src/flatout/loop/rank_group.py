@@ -1,61 +1,109 @@
-"""The ranks that write a checkpoint together.
+"""The ranks that train one model, and what they agree on when they write or read a checkpoint.
 
 The first rank's decision reaches all ranks, and all ranks checkpoint or stop after the same step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
-from flatout.loop.ranks import exchanged, gathered_info, group_of, largest
-from flatout.schema.errors import SaveError
+from flatout.schema.errors import LoopError, SaveError, first_line
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn import Module
 
-STARTED_AGAIN = "start the same command again to resume from the last checkpoint."
+# By the world group (destroying it drops its groups) and by members: a CPU group, which all Loops share.
+GROUPS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+
+
+def ranks_of(torch: ModuleType, model: Module) -> list[int]:
+    """The ranks that train this model: those of its DistributedDataParallel, or all ranks.
+
+    Empty for a single process.
+    """
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return []
+    parallel = isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    ranks = distributed.get_process_group_ranks(model.process_group if parallel else None)
+    return ranks if len(ranks) > 1 else []
+
+
+def rank_group_of(torch: ModuleType, model: Module) -> RankGroup | None:
+    """The ranks of this training; None for a single process, or if torch has no gloo."""
+    ranks = ranks_of(torch, model)
+    return RankGroup(torch, ranks) if ranks and torch.distributed.is_gloo_available() else None
 
 
 class RankGroup:
-    """The ranks and their CPU group, which all Loops of these ranks share."""
+    """The ranks and their CPU group. Methods raise LoopError if a rank is missing."""
 
     def __init__(self, torch: ModuleType, members: Sequence[int]) -> None:
         self.torch, self.members = torch, list(members)
         self.rank, self.ranks = self.members.index(torch.distributed.get_rank()), len(members)
-        self._group = group_of(torch.distributed, tuple(members))
+        self._group = _cpu_group(torch.distributed, tuple(members))
 
-    def metadata(self, words: object) -> Any:
-        """Broadcast a JSON value from the first rank."""
-        return self._gathered_info(words if self.rank == 0 else None)[0]
+    def broadcast(self, value: object) -> Any:
+        """Return a JSON value of the first rank."""
+        return self._gathered(value if self.rank == 0 else None)[0]
 
     def all_fine(self, error: Exception | None) -> None:
         """Raises this rank's error, or SaveError with another rank's: one rank continues only if all do."""
-        found = self._gathered_info(f"{error}" if error is not None else "")
+        messages = self._gathered(f"{error}" if error is not None else "")
         if error is not None:
             raise error
-        for rank, words in zip(self.members, found, strict=True):
-            if words:
-                raise SaveError(f"rank {rank} cannot resume from the checkpoint, so all ranks stop: {words}")
+        for rank, message in zip(self.members, messages, strict=True):
+            if message:
+                raise SaveError(
+                    f"rank {rank} cannot resume from the checkpoint, so all ranks stop: {message}"
+                )
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
         """The maximum of each number over all ranks."""
-        found: list[int] = exchanged(lambda: largest(self.torch, self._group, numbers), STARTED_AGAIN)
-        return found
+        maxima: list[int] = self._maximum(self.torch.tensor(numbers, device="cpu")).tolist()
+        return maxima
 
-    def _gathered_info(self, what: object) -> list[Any]:
-        found: list[Any] = exchanged(
-            lambda: gathered_info(self.torch, self._group, self.ranks, what), STARTED_AGAIN
+    def _gathered(self, value: object) -> list[Any]:
+        """One JSON value from each rank. torch's own object collectives use pickle, which executes what it receives."""
+        torch, data = self.torch, json.dumps(value).encode()
+        longest = self._maximum(torch.tensor(len(data), device="cpu"))
+        mine = torch.frombuffer(bytearray(data.ljust(int(longest))), dtype=torch.uint8)
+        everyone = [torch.empty_like(mine) for _ in range(self.ranks)]
+        self._exchanged(lambda: torch.distributed.all_gather(everyone, mine, group=self._group))
+        return [json.loads(bytes(one.tolist())) for one in everyone]
+
+    def _maximum(self, numbers: Tensor) -> Tensor:
+        distributed = self.torch.distributed
+        self._exchanged(lambda: distributed.all_reduce(numbers, distributed.ReduceOp.MAX, group=self._group))
+        return numbers
+
+    @staticmethod
+    def _exchanged(exchange: Callable[[], Any]) -> None:
+        try:
+            exchange()
+        except RuntimeError as error:
+            raise LoopError(
+                f"the ranks have lost each other ({first_line(error)}): one of them has ended, or did not respond within the group's "
+                "timeout. Its own error message says why; start the same command again to resume from the last checkpoint."
+            ) from None
+
+
+def _cpu_group(distributed: ModuleType, members: tuple[int, ...]) -> Any:
+    world = distributed.group.WORLD
+    known = GROUPS.setdefault(world, {})
+    if members not in known:
+        options = getattr(
+            world._get_backend(world.bound_device_id or world._device_types[0]), "options", None
         )
-        return found
-
-
-def company_of(torch: ModuleType, model: Module) -> RankGroup | None:
-    """The ranks of this training; None for a single process."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized() and distributed.is_gloo_available()):
-        return None
-    parallel = isinstance(model, torch.nn.parallel.DistributedDataParallel)
-    members = distributed.get_process_group_ranks(model.process_group if parallel else None)
-    return RankGroup(torch, members) if len(members) > 1 else None
+        known[members] = distributed.new_group(
+            members,
+            backend="gloo",
+            timeout=getattr(options, "_timeout", None),
+            use_local_synchronization=True,
+        )
+    return known[members]

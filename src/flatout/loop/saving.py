@@ -27,10 +27,8 @@ from flatout.checkpoint.values import Packed, pack
 from flatout.data.streams import own_generators
 from flatout.levers import TABLE
 from flatout.loop.loop_state import LoopState
-from flatout.loop.opened import KIND, OpenedCheckpoints
-from flatout.loop.parts import parts_of, slices_of_others
 from flatout.loop.rank_group import RankGroup
-from flatout.loop.resumed import Resumed
+from flatout.loop.resuming import KIND, OpenedCheckpoints, Resumed, parts_of, slices_of_others
 from flatout.loop.signals import StopSignals
 from flatout.measure.clock import seconds, sleep, thread_seconds
 from flatout.schema.enums import Effect, Moment
@@ -43,7 +41,7 @@ LEVERS = {lever.name: lever for lever in TABLE}
 class LoopCheckpointing:
     """``opened``: the folder and the checkpoint to resume from.
 
-    ``company``: the ranks that write one checkpoint together, None for a single process.
+    ``group``: the ranks that write one checkpoint together, None for a single process.
     """
 
     def __init__(
@@ -52,13 +50,13 @@ class LoopCheckpointing:
         opened: OpenedCheckpoints,
         every: int | None,
         on_drift: str,
-        company: RankGroup | None,
+        group: RankGroup | None,
     ) -> None:
         self.torch, self.opened, self.saves, self.every = torch, opened, opened.saves, every
-        self.company = company
+        self.group = group
         self.stops_on_drift = on_drift == "stop"
         self._script = {"script": digest} if (digest := _digest_of_script()) else {}
-        self.rank, self.ranks = (company.rank, company.ranks) if company is not None else (0, 1)
+        self.rank, self.ranks = (group.rank, group.ranks) if group is not None else (0, 1)
         self._signals = StopSignals()
         self._open = True
         self._inexact: list[str] = []  # from the earlier run
@@ -73,16 +71,12 @@ class LoopCheckpointing:
 
     # -- resuming --------------------------------------------------------------------------------------------
 
-    def attach(
-        self, loop: Any, kept: LoopState, settings: Mapping[str, Any], shares_out: bool
-    ) -> Resumed | None:
+    def attach(self, loop: Any, kept: LoopState, settings: Mapping[str, Any]) -> Resumed | None:
         """Restore a checkpoint into the new Loop.
 
-        Random numbers and the place in the data wait until the Loop is iterated over. ``shares_out``: whether
-        each rank has different samples.
+        Random numbers and the place in the data wait until the Loop is iterated over.
         """
         self.loop, self.kept, self.settings = loop, kept, {**settings, "ranks": self.ranks}
-        self._sharing = self.ranks if shares_out else 1
         self.reading = LoaderPosition(self.torch, loop.loader, own_generators)
         parameters = self.kept.parameters()
         clocks = WriterClocks(seconds, thread_seconds)
@@ -109,8 +103,8 @@ class LoopCheckpointing:
             resumed = self._go_on(self.opened.save)
         except FlatoutError as failed:
             error = failed
-        if self.company is not None:
-            self.company.all_fine(error)
+        if self.group is not None:
+            self.group.all_fine(error)
         elif error is not None:
             self.saves.close()
             raise error
@@ -119,7 +113,7 @@ class LoopCheckpointing:
     def _go_on(self, save: Checkpoint) -> Resumed:
         metadata = save.manifest.metadata
         differs = differences(metadata.get("surroundings", {}), self._surroundings())
-        parts = parts_of(self.torch, save, self.rank, self.ranks, self._sharing, self.reading.shape())
+        parts = parts_of(self.torch, save, self.rank, self.ranks, self.reading.shape())
         inexact = [
             *metadata.get("inexact", ()),
             *(f"{where} ({what}) was not stored" for where, what in save.manifest.left_out.items()),
@@ -202,9 +196,8 @@ class LoopCheckpointing:
     def edge(self) -> None:
         """Call between two steps. Raises SystemExit after a checkpoint if a signal has requested the end."""
         asked, due = self._signals.seen, int(self.saver.due(self.loop.index))
-        if self.company is not None:
-            self.loop.settle()
-            asked, due = self.company.largest([asked, due if self.rank == 0 else 0])
+        if self.group is not None:
+            asked, due = self.group.largest([asked, due if self.rank == 0 else 0])
         if asked:
             self._signals.seen = asked
             self.finish()
@@ -216,8 +209,8 @@ class LoopCheckpointing:
         if self.saver.last_step != self.loop.index:
             self._save(ended=True)
         self.saver.wait()
-        if self.company is not None:  # wait for the parts of all ranks: a launcher ends the others at once
-            self._signals.seen = self.company.largest([self._signals.seen])[0]
+        if self.group is not None:  # wait for the parts of all ranks: a launcher ends the others at once
+            self._signals.seen = self.group.largest([self._signals.seen])[0]
         if self._signals.seen:
             if self.rank == 0:
                 LOGGER.warning(
@@ -264,8 +257,6 @@ class LoopCheckpointing:
             "surroundings": self._surroundings(),
             "inexact": self._why_not_exact(),
             "ranks": self.ranks,
-            "sharing": self._sharing,
-            "staged": self.kept.stage is not None,
             "tuned": loop.plan.to_toml() if loop.tuned is not None else self.plan,
             "ran_s": self._ran_s + began_s - self._began_s,
             "interruptions": self._interruptions,
@@ -322,10 +313,6 @@ def _digest_of_script() -> str | None:
 def _not_finite(torch: ModuleType, packed: Packed, parameters: set[str]) -> str:
     """The first non-finite parameter, or "". A corrupt model must not replace a good one."""
     for name, tensor in packed.tensors.items():
-        if (
-            (name in parameters or name.startswith("precision.masters"))
-            and tensor.is_floating_point()
-            and not bool(torch.isfinite(tensor).all())
-        ):
+        if name in parameters and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             return f"{name} is not finite"
     return ""

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.loop.accumulation import HOW
-from flatout.loop.pipeline_parallel import Pipeline
 from flatout.loop.reduction import MEAN, SUM
 from flatout.schema.errors import LoopError
 from flatout.schema.plan import Plan
@@ -36,7 +35,6 @@ class LoopSettings:
     precision: str
     metrics: Mapping[str, str]
     on_nan: str
-    parallel: Mapping[str, Any] | Pipeline | None
     allow_inexact: bool
     checkpoint_dir: str | Path | None
     save_every: int | None
@@ -99,7 +97,6 @@ class LoopSettings:
             "clip": self.clip,
             "effective batch": self.effective_batch,
             "micro-batch": self.micro_batch,
-            "parallel": _spelled(self.parallel),
         }
 
 
@@ -110,9 +107,3 @@ def _check_positive(name: str, value: object, also: str | None) -> None:
         raise LoopError(
             f"{name}={value!r} is not a whole number from 1" + ("." if name == "epochs" else ", or None.")
         )
-
-
-def _spelled(parallel: Mapping[str, Any] | Pipeline | None) -> str | None:
-    if isinstance(parallel, Mapping):
-        return ", ".join(f"{name}: {type(style).__name__}" for name, style in parallel.items())
-    return str(parallel) if parallel is not None else None

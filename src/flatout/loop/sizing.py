@@ -9,7 +9,7 @@ measured again, interleaved, because sequential timings prove nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -101,8 +101,7 @@ def _duel(first: int, second: int) -> Generator[int, SizingSample, int]:
 class Sizer:
     """Runs the search on real steps.
 
-    ``step_begins`` sets the micro-batch of a step, ``step_ends`` reports its result. ``agreed`` returns the
-    maximum of each number over all ranks, so that all ranks try the same sizes.
+    ``step_begins`` sets the micro-batch of a step, ``step_ends`` reports its result.
     """
 
     def __init__(
@@ -110,9 +109,8 @@ class Sizer:
         torch: ModuleType,
         device: Device,
         micro_batches: MicroBatches,
-        agreed: Callable[[list[float]], list[float]] = list,
     ) -> None:
-        self.micro_batches, self.agreed = micro_batches, agreed
+        self.micro_batches = micro_batches
         self.found: Sized | None = None
         self._clock, self._room = clock_for(torch, device), MemoryHeadroom(torch, device)
         self._search: Sizing | None = None
@@ -121,7 +119,7 @@ class Sizer:
 
     def step_begins(self, size: int) -> None:
         if self._search is None:
-            self._search = fastest(int(self.agreed([float(size)])[0]))
+            self._search = fastest(size)
             self.micro_batches.limit = next(self._search)
         self._failed = len(self.micro_batches.failed)
         self._start = self._clock.mark()
@@ -131,9 +129,9 @@ class Sizer:
         end = self._clock.mark()
         self._clock.settle()
         fits = len(self.micro_batches.failed) == self._failed and self._room.left()
-        ms, too_large = self.agreed([self._clock.elapsed_ms(self._start, end), float(not fits)])
+        ms = self._clock.elapsed_ms(self._start, end)
         try:
-            self.micro_batches.limit = self._search.send(SizingSample(ms, not too_large))
+            self.micro_batches.limit = self._search.send(SizingSample(ms, fits))
         except StopIteration as over:
             self.found = over.value
             self.micro_batches.settle_on(over.value.micro_batch)

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.loop.pipeline_parallel import PipelineParallel
 from flatout.loop.precision import Precision
-from flatout.loop.ranks import LoopRanks
-from flatout.loop.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
     from torch import device as Device
@@ -20,10 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Training:
-    """``alone``: the model as one rank may call it without the others.
-
-    ``parameters``: the optimizer's (master copies included).
-    """
+    """``alone``: the model as one rank may call it without the others. ``parameters``: the optimizer's."""
 
     torch: ModuleType
     model: Module
@@ -33,5 +27,4 @@ class Training:
     parameters: list[Any]
     device: Device
     precision: Precision
-    ranks: LoopRanks | None
-    divided: TensorParallel | PipelineParallel | None = None  # the model is split over ranks
+    ranks: int  # that train together

@@ -1,4 +1,4 @@
-"""The optimizer's step: clip first, and trust the update only if it completed on every rank."""
+"""The optimizer's step: clip first, and trust the update only if it completed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 from typing import Any
 
 from flatout.loop.memory import OutOfMemory, is_out_of_memory, release
-from flatout.loop.ranks import may_exchange
 from flatout.loop.training import Training
 from flatout.schema.errors import LoopError
 
@@ -31,29 +30,16 @@ class Update:
             return None
         training = self.training
         training.precision.unscale(training.optimizer)
-        if training.divided is not None:
-            return training.divided.clip(training.parameters, self.clip)
         return training.torch.nn.utils.clip_grad_norm_(training.parameters, self.clip)
 
     def make(self, index: int) -> str:
-        """Return why the optimizer's step was skipped, or "".
+        """Return why the optimizer's step was skipped, or "". Raises LoopError.
 
-        Raises LoopError, also if it failed on another rank.
+        In a single process, it is retried once if the optimizer's first step runs out of memory before any
+        weight has changed. With several ranks, the optimizer may communicate.
         """
-        ranks = self.training.ranks
-        if ranks is None:
-            return self._made(index, twice=True)
-        try:
-            skipped = self._made(index, twice=not may_exchange(self.training.optimizer))
-        except Exception as error:
-            ranks.updated(error)  # no rank may continue if one has half a step
-            raise
-        ranks.updated(None)
-        return skipped
-
-    def _made(self, index: int, twice: bool) -> str:
-        """Retry once if the optimizer's first step runs out of memory before any weight has changed."""
         first, training = self._first, self.training
+        twice = training.ranks == 1
         if first.fresh:
             first.begins()
         for _ in range(1 + twice):
@@ -79,11 +65,11 @@ class Update:
             release(training.torch, training.device)
             if not first.undo():
                 raise LoopError(
-                    f"the optimizer ran out of memory and may have changed some weights ({failed.said}). They may be those of half a step: "
+                    f"the optimizer ran out of memory and may have changed some weights ({failed.message}). They may be those of half a step: "
                     f"resume from your last checkpoint. {LEANER}"
                 )
         raise LoopError(
-            f"the optimizer ran out of memory{', twice,' if twice else ''} before it changed any weight ({failed.said}). {LEANER}"
+            f"the optimizer ran out of memory{', twice,' if twice else ''} before it changed any weight ({failed.message}). {LEANER}"
         )
 
 
@@ -117,10 +103,4 @@ class FirstUpdate:
 
     def _norms_now(self) -> Any:
         with self.training.torch.no_grad():
-            divided = self.training.divided
-            own = (
-                self.training.parameters
-                if divided is None
-                else [divided.local(p) for p in self.training.parameters]
-            )
-            return self.training.torch._foreach_norm(own)
+            return self.training.torch._foreach_norm(self.training.parameters)

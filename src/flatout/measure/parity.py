@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
+from flatout.measure.nests import tensors_in
+
 STATISTICS_SAMPLES = 64  # maximum number of samples per batch
-
-
-def tensors_in(thing: object, torch: ModuleType, depth: int = 0) -> Iterator[Any]:
-    """Yield every tensor of a batch: nested lists, tuples and dictionaries, in order."""
-    if isinstance(thing, torch.Tensor):
-        yield thing
-    elif depth < 6:
-        parts = (
-            thing.values() if isinstance(thing, dict) else thing if isinstance(thing, (list, tuple)) else ()
-        )
-        for part in parts:
-            yield from tensors_in(part, torch, depth + 1)
 
 
 def digest(tensors: Iterable[Any], torch: ModuleType) -> str:
@@ -46,7 +36,7 @@ def batch_statistics(thing: object, torch: ModuleType) -> list[list[float]]:
     They are the mean, the deviation, and the differences of means between left and right half and between top
     and bottom half. They detect a wrong constant, a missing flip, a missing crop.
     """
-    for tensor in tensors_in(thing, torch):
+    for tensor in tensors_in(thing):
         if (
             tensor.is_nested
             or tensor.is_meta

@@ -23,7 +23,7 @@ from flatout.measure.memory_blocks import (
     CUDA_ROUNDING_BYTES,
     MemoryBlockTracker,
 )
-from flatout.measure.parity import tensors_in
+from flatout.measure.nests import tensors_in
 from flatout.trial.spec import TrialSpec
 from flatout.trial.tracked_step import TrackedStep
 from flatout.trial.worker_commands import finish
@@ -187,7 +187,7 @@ class MemoryPredictor(TrackedStep):
     def optimizer_end(self, optimizer: Optimizer) -> None:
         if self.pretended is not None:
             self._are(
-                [v for state in optimizer.state.values() for v in tensors_in(state, self.torch)],
+                [v for state in optimizer.state.values() for v in tensors_in(state)],
                 "optimizer state",
             )
 

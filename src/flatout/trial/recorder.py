@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.measure import parity
+from flatout.measure.nests import tensors_in
 
 if TYPE_CHECKING:
     from flatout.schema.program import TrainingContext
@@ -47,11 +48,11 @@ class TrainingRecorder:
     def batch(self, batch: object, describe: bool) -> None:
         """Record a batch of a DataLoader. Describing it costs time, so it is limited to the warm-up."""
         self.from_loader = True
-        first = next(parity.tensors_in(batch, self.torch), None)
+        first = next(tensors_in(batch), None)
         if first is not None and first.dim():
             self._samples += len(first)
         if describe and len(self.batch_hashes) < HASHED_BATCHES:
-            self.batch_hashes.append(parity.digest(parity.tensors_in(batch, self.torch), self.torch))
+            self.batch_hashes.append(parity.digest(tensors_in(batch), self.torch))
             self.batch_statistics.extend(parity.batch_statistics(batch, self.torch))
 
     def take_samples(self) -> int:
@@ -62,7 +63,7 @@ class TrainingRecorder:
     def model_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the batch of a program without a DataLoader: the first tensor that enters a root module."""
         if not self.from_loader and len(self.batch_hashes) < HASHED_BATCHES:
-            first = next(parity.tensors_in((args, kwargs), self.torch), None)
+            first = next(tensors_in((args, kwargs)), None)
             if first is not None:
                 self.batch_hashes.append(parity.digest([first], self.torch))
 

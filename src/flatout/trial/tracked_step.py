@@ -7,7 +7,6 @@ import weakref
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.agent.batches import tensors_of
 from flatout.agent.fake_execution import FakeExecution
 from flatout.measure.memory_blocks import (
     TEMPORARY,
@@ -15,7 +14,7 @@ from flatout.measure.memory_blocks import (
     MemoryBlockTracker,
     Peak,
 )
-from flatout.measure.parity import tensors_in
+from flatout.measure.nests import tensors_in
 from flatout.trial.spec import TrialSpec
 from flatout.trial.worker import Worker
 
@@ -121,7 +120,7 @@ class TrackedStep(Worker):
         """
         assert self.pretended is not None
         torch, kinds = self.torch, {}
-        given = {id(tensor) for tensor in tensors_of(batch)}
+        given = {id(tensor) for tensor in tensors_in(batch)}
         things = gc.get_objects()
         for module in things:
             if issubclass(type(module), torch.nn.Module):
@@ -138,7 +137,7 @@ class TrackedStep(Worker):
                 id(v): "optimizer state"
                 for o in self.context.optimizers
                 for state in o.state.values()
-                for v in tensors_in(state, torch)
+                for v in tensors_in(state)
             }
         )
         tensors = [

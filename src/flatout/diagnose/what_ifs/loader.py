@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.batches import rebuilt, tensors_of
+from flatout.measure.nests import mapped, tensors_in
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -100,18 +100,21 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
 def _rebuilt(thing: object, tensor: Callable[[Any], Any]) -> Any:
     """The same batch in new containers, with each tensor mapped by ``tensor``."""
-    if hasattr(thing, "untyped_storage"):
-        return tensor(thing)
-    again = rebuilt(thing, lambda part: _rebuilt(part, tensor))
-    return copy.copy(thing) if again is thing and hasattr(thing, "__dict__") else again
+
+    def of(leaf: Any) -> Any:
+        if hasattr(leaf, "untyped_storage"):
+            return tensor(leaf)
+        return copy.copy(leaf) if hasattr(leaf, "__dict__") else leaf
+
+    return mapped(thing, of)
 
 
 def _versions(batch: object) -> list[int]:
-    return [tensor._version for tensor in tensors_of(batch)]
+    return [tensor._version for tensor in tensors_in(batch)]
 
 
 def _bytes(batch: object) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(batch))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(batch))
 
 
 def code(value: Value) -> str:

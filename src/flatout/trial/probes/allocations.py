@@ -6,7 +6,7 @@ import gc
 from typing import TYPE_CHECKING, Any
 
 from flatout.measure.clock import HostClock
-from flatout.measure.parity import tensors_in
+from flatout.measure.nests import tensors_in
 from flatout.trial.probes.probe import Probe
 
 if TYPE_CHECKING:
@@ -56,10 +56,7 @@ class AllocationRecorder(Probe):
             "gradients": [p.grad for p in every.values() if p.grad is not None],
             "buffers": [b for root in self.context.roots for b in root.buffers()],
             "optimizer state": [
-                v
-                for o in self.context.optimizers
-                for state in o.state.values()
-                for v in tensors_in(state, self.torch)
+                v for o in self.context.optimizers for state in o.state.values() for v in tensors_in(state)
             ],
         }
 

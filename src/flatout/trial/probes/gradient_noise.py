@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.guard.suspended_optimizer import suspend_optimizer
 from flatout.measure.load import available_bytes
+from flatout.measure.nests import tensors_in
 from flatout.measure.noise_scale import FEWEST_GROUPS
-from flatout.measure.parity import digest, tensors_in
+from flatout.measure.parity import digest
 from flatout.trial.probes.probe import Probe, ProbeUnavailable
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class GradientNoiseProbe(Probe):
     def data_end(self, loader: DataLoader, batch: object) -> None:
         self.from_loader = True
         self._close()
-        first = next(tensors_in(batch, self.torch), None)
+        first = next(tensors_in(batch), None)
         self.sizes = [*self.sizes[-1:], len(first) if first is not None and first.dim() else 0]
 
     def backward_begin(self, losses: tuple[Any, ...]) -> None:

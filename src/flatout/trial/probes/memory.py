@@ -10,7 +10,7 @@ from flatout.agent.frames import place_of
 from flatout.agent.ledger import Ledger
 from flatout.agent.lines import OperatorLines
 from flatout.measure.memory import MemoryMoment, allocations, at, running_totals, seen
-from flatout.measure.parity import tensors_in
+from flatout.measure.nests import tensors_in
 from flatout.trial.probes.allocations import AllocationRecorder, storage_bytes
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class MemoryProbe(AllocationRecorder):
     def _enter_inputs(self, batch: object) -> None:
         found = [
             t
-            for t in tensors_in(batch, self.torch)
+            for t in tensors_in(batch)
             if t.device.type == self.context.device_type and t.layout == self.torch.strided
         ]
         self.inputs = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}

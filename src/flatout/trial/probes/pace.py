@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.job.rank_environment import this_rank
 from flatout.measure.clock import HostClock, clock_for
-from flatout.measure.parity import tensors_in
+from flatout.measure.nests import tensors_in
 from flatout.trial.probes.probe import Probe, ProbeUnavailable
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class PaceProbe(Probe):
 
     def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.counts[-1]["elements"] += self.divided.part_of_inputs * sum(
-            tensor.numel() for tensor in tensors_in((args, kwargs), self.torch)
+            tensor.numel() for tensor in tensors_in((args, kwargs))
         )
 
     def exchange_begin(self) -> None:

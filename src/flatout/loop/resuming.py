@@ -1,0 +1,219 @@
+"""What a Loop resumes from: opens the checkpoint folder, reads the parts that this rank needs, reports the result.
+
+One process opens the folder, and all ranks use the checkpoint that it chose.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from flatout.checkpoint.checkpoint import Checkpoint, verified
+from flatout.checkpoint.checkpoints import CheckpointFolder
+from flatout.checkpoint.joint_checkpoint import part_of
+from flatout.checkpoint.random_states import random_states
+from flatout.job import heartbeat
+from flatout.job.folder import read_json
+from flatout.loop.rank_group import RankGroup
+from flatout.schema.errors import FlatoutError, LoopError, SaveError
+
+LOGGER = logging.getLogger("flatout")
+KIND = "loop"
+MEASURED = "flatout.trial."
+FROM_SCRATCH = "use from_scratch=True to start from scratch."
+
+
+def measured() -> bool:
+    """Whether flatout measures this process. Such a process does not resume and leaves nothing behind."""
+    path = os.environ.get("FLATOUT_JOB")
+    job = read_json(Path(path)) if path else None
+    return isinstance(job, dict) and str(job.get("entry", "")).startswith(MEASURED)
+
+
+@dataclass
+class OpenedCheckpoints:
+    """``save`` is the checkpoint to resume from, None for a new training.
+
+    ``damaged``: the new paths of newer, corrupt checkpoints. ``writer_pid``: the process that makes the
+    folders of new checkpoints.
+    """
+
+    saves: CheckpointFolder
+    save: Checkpoint | None
+    damaged: list[Path]
+    writer_pid: int
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return dict(self.save.manifest.metadata) if self.save is not None else {}
+
+
+def opened(folder: Path, from_scratch: bool, group: RankGroup | None) -> OpenedCheckpoints:
+    """Open a checkpoint folder.
+
+    Raises SaveError if there are checkpoints and all are corrupt, StorageError if the folder cannot be
+    written.
+    """
+    if not from_scratch:
+        heartbeat.resumes_by_itself(folder)
+    if group is None:
+        return _by_the_first(folder, from_scratch)
+    found: OpenedCheckpoints | None = None
+    error: FlatoutError | None = None
+    if group.rank == 0:
+        try:
+            found = _by_the_first(folder, from_scratch)
+        except FlatoutError as failed:
+            error = failed
+    here = {
+        "save": str(found.save.path) if found is not None and found.save is not None else None,
+        "pid": os.getpid(),
+        "error": str(error or ""),
+        "folder": str(folder.resolve()),
+    }
+    observed = group.broadcast(here)
+    if error is not None:
+        raise error
+    if observed["error"]:
+        raise SaveError(f"rank 0 cannot resume, so all ranks stop: {observed['error']}")
+    if found is None:
+        found = OpenedCheckpoints(CheckpointFolder(Path(observed["folder"])), None, [], observed["pid"])
+        if observed["save"] is not None:
+            try:
+                found.save = verified(Path(observed["save"]))
+            except SaveError as failed:
+                error = SaveError(
+                    f"{observed['save']} is the checkpoint of rank 0; on this rank, {failed}. All ranks must see the same folder."
+                )
+    group.all_fine(error)
+    return found
+
+
+def _by_the_first(folder: Path, from_scratch: bool) -> OpenedCheckpoints:
+    saves = CheckpointFolder(
+        folder, metadata=heartbeat.saved
+    ).open()  # a restarted program resumes from it by itself
+    try:
+        if from_scratch:
+            aside = saves.move_all_aside()
+            if aside is not None:
+                LOGGER.info("from_scratch=True: moved the existing checkpoints to %s", aside)
+            return OpenedCheckpoints(saves, None, [], os.getpid())
+        save, bad = saves.newest()
+        if save is not None and save.manifest.kind != KIND:
+            raise LoopError(
+                f"{save.path} was not written by a flatout.Loop. Name another folder in checkpoint_dir=."
+            )
+        damaged = [saves.set_aside(each) for each in bad]
+    except BaseException:
+        saves.close()
+        raise
+    for each, path in zip(bad, damaged, strict=True):
+        LOGGER.warning("checkpoint %s is corrupt: %s. It was moved to %s", each.path.name, each.why, path)
+    return OpenedCheckpoints(saves, save, damaged, os.getpid())
+
+
+@dataclass
+class Parts:
+    """``state``: of the whole training. ``own``: of this rank. ``place``: where to resume in the data.
+
+    ``words``: the reasons why the result is not exact.
+    """
+
+    state: dict[str, Any]
+    own: dict[str, Any]
+    place: dict[str, Any]
+    words: list[str]
+
+
+def parts_of(torch: ModuleType, save: Checkpoint, rank: int, ranks: int, shape: Mapping[str, Any]) -> Parts:
+    """Read what this rank of ``ranks`` needs. Raises SaveError."""
+    before, name = save.manifest.metadata["ranks"], part_of(rank)
+    state = save.read(torch)
+    if rank and f"{name}.json" in save.manifest.files:
+        own = save.read(torch, name)
+    else:
+        own = {"random": random_states(torch)} if rank else state
+    if before == ranks:
+        return Parts(state, own, own["place"], [])
+    place, words = place_for(state["place"], before, ranks, shape)
+    place["now"] = {**place["now"], "random": (own["place"]["now"] if "place" in own else own)["random"]}
+    return Parts(state, own, place, words)
+
+
+def slices_of_others(torch: ModuleType, save: Checkpoint, rank: int) -> Iterator[Mapping[Any, Any]]:
+    """The slices of the other saved ranks, one rank at a time."""
+    for other in range(1, save.manifest.metadata["ranks"]):
+        if other != rank:
+            yield save.read(torch, part_of(other))["slices"]
+
+
+def place_for(
+    place: Mapping[str, Any], before: int, ranks: int, shape: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """The place in the data for ``ranks`` ranks, after the samples that ``before`` ranks have processed."""
+    then, now = place["shape"].get("batch"), shape.get("batch")
+    if not place["begun"]:
+        return dict(place), [f"{_there_were(before)}, which added their gradients in another order"]
+    if not then or not now:
+        raise SaveError(
+            f"{before} ranks were saved within an epoch, and the number of samples they had processed is unknown: the loader has no "
+            f"batch size. Start as many ranks again, or {FROM_SCRATCH}"
+        )
+    seen = place["given"] * then * before
+    given, rest = divmod(seen, now * ranks)
+    words = [
+        f"{_there_were(before)}: samples come in the same order, and their gradients are added in another"
+    ]
+    if rest:
+        words.append(
+            f"{rest} samples of this epoch are repeated, because {seen} is not a multiple of the {now * ranks} samples of a step"
+        )
+    if "DistributedSampler" not in {*place["shape"]["order"], *shape["order"]} and ranks > 1:
+        words[0] = (
+            f"{_there_were(before)}, and no DistributedSampler distributes the samples: they come in another order"
+        )
+    return {**place, "given": given, "workers": [None] * int(shape["workers"]), "made": None}, words
+
+
+def _there_were(ranks: int) -> str:
+    return f"there were {ranks} ranks" if ranks > 1 else "there was one rank"
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Result of resuming, as ``loop.resumed``.
+
+    ``step``: optimizer steps already done. ``epoch``: from 0. ``path``: the checkpoint. ``differs``:
+    differences in the environment since. ``inexact``: state that was not, or could not be, restored exactly.
+    ``damaged``: the new paths of newer, corrupt checkpoints.
+    """
+
+    step: int
+    epoch: int
+    path: Path
+    differs: tuple[str, ...] = ()
+    inexact: tuple[str, ...] = ()
+    damaged: tuple[Path, ...] = ()
+
+    @property
+    def exact(self) -> bool:
+        """Whether the training will end bitwise identical to an uninterrupted one."""
+        return not self.differs and not self.inexact
+
+    def sentences(self) -> list[str]:
+        found = [f"{path} is a newer, corrupt checkpoint; it was moved there" for path in self.damaged]
+        found.append(
+            f"resuming after step {self.step}, in epoch {self.epoch}, from {self.path}: "
+            + ("bitwise exact" if self.exact else "not bitwise identical to an uninterrupted run")
+        )
+        return [
+            *found,
+            *(f"differs: {each}" for each in self.differs),
+            *(f"not exact: {each}" for each in self.inexact),
+        ]

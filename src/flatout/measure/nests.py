@@ -1,0 +1,60 @@
+"""Nests of containers that hold tensors (batches, arguments, outputs), walked by torch's pytree.
+
+pytree takes dataclasses, other mappings and subclasses of lists and tuples for leaves. They are opened here.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+
+def tensors_in(nest: object) -> Iterator[Any]:
+    """Yield every tensor of a nest, in order."""
+    from torch.utils._pytree import tree_iter
+
+    try:
+        for leaf in tree_iter(nest):
+            if hasattr(leaf, "untyped_storage"):
+                yield leaf
+            elif isinstance(leaf, Mapping):
+                yield from tensors_in(list(leaf.values()))
+            elif isinstance(leaf, (list, tuple)):
+                yield from tensors_in(list(leaf))
+            elif _is_dataclass(leaf):
+                yield from tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+    except RecursionError:
+        return  # a nest that holds itself has no end
+
+
+def mapped(nest: object, change: Callable[[Any], Any], is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """Return the same nest in new containers, with ``change`` applied to each leaf.
+
+    ``is_leaf``: which containers count as leaves.
+    """
+    from torch.utils._pytree import tree_map
+
+    def of(leaf: Any) -> Any:
+        if is_leaf is not None and is_leaf(leaf):
+            return change(leaf)
+        if isinstance(leaf, Mapping):
+            again: Any = copy.copy(leaf)
+            for key in leaf:
+                again[key] = mapped(leaf[key], change, is_leaf)
+            return again
+        if isinstance(leaf, (list, tuple)):
+            return type(leaf)(mapped(part, change, is_leaf) for part in leaf)
+        if _is_dataclass(leaf):
+            again = copy.copy(leaf)
+            for field in dataclasses.fields(leaf):
+                object.__setattr__(again, field.name, mapped(getattr(leaf, field.name), change, is_leaf))
+            return again
+        return change(leaf)
+
+    return tree_map(of, nest, is_leaf=is_leaf)
+
+
+def _is_dataclass(thing: object) -> bool:
+    return dataclasses.is_dataclass(thing) and not isinstance(thing, type)
