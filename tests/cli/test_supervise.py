@@ -350,8 +350,9 @@ def test_nothing_outlives_a_supervisor_that_is_killed(flatout, script):
     ("words", "said"),
     [
         (["--grace", "5s"], "--grace works only with a supervised program. Add --supervise."),
-        (["--supervise", "--nodes", "2"], "--nodes starts them by an agent on each node"),
-        (["--supervise", "--restarts", "-1"], "Give 0 or a positive number"),
+        (["--restarts", "2"], "--restarts works only with a supervised program. Add --supervise."),
+        (["--supervise", "--ray", "auto"], "but Ray starts the ranks. Remove --supervise."),
+        (["--supervise", "--restarts", "-1"], "-1 is not in the range x>=0"),
     ],
 )
 def test_invalid_options(flatout, script, words, said):

@@ -49,7 +49,7 @@ from flatout.tune.budget import USUAL_BUDGET_S
 from flatout.tune.goal import Goal
 from flatout.tune.plan_files import beside_script, job_folder
 from flatout.tune.ranks import base_plan
-from flatout.tune.remote import RemoteNodes, on_ray
+from flatout.tune.remote import RemoteNodes
 from flatout.tune.search import search
 from flatout.tune.session import (
     made_for_another,
@@ -198,7 +198,7 @@ def tune(
     made_for = asked.title if asked is not None else ""
     folder = writable(job_folder(cmd, job, made_for), job is not None)
     folder.lock()
-    elsewhere = on_ray(ray, cmd, facts) if ray is not None else None
+    elsewhere = RemoteNodes(ray, cmd, facts) if ray is not None else None
     session = open_session(
         folder,
         cmd,

@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from flatout.cli.options.grouped import survival_option
-from flatout.cli.options.launch_targets import CLUSTERS
 from flatout.launch.command import Command
 from flatout.render.formatting import shell
 from flatout.schema.errors import UsageError
@@ -27,6 +26,12 @@ def options(duration: click.ParamType) -> Callable[[Callable[..., Any]], Callabl
             "--supervise",
             is_flag=True,
             help="Monitor the program: end it if it hangs, restart it from its newest checkpoint (--restarts).",
+        ),
+        survival_option(
+            "--restarts",
+            default=None,
+            type=click.IntRange(0),
+            help=f"Most restarts, with --supervise.  [default: {RESTARTS}]",
         ),
         survival_option(
             "--grace",
@@ -95,27 +100,20 @@ class Supervision:
 
 
 def supervision(given: dict[str, Any]) -> Supervision:
-    """Remove the supervision options from ``given`` and return them; --restarts only with --supervise.
-
-    Raises UsageError."""
-    asked, grace_s, hang_after_s, on_nan = (
-        given.pop(name) for name in ("supervise", "grace", "hang_after", "on_nan")
+    """Remove the supervision options from ``given`` and return them. Raises UsageError."""
+    asked, restarts, grace_s, hang_after_s, on_nan = (
+        given.pop(name) for name in ("supervise", "restarts", "grace", "hang_after", "on_nan")
     )
     if not asked:
-        for option, value in (("--grace", grace_s), ("--hang-after", hang_after_s), ("--on-nan", on_nan)):
+        for option, value in (
+            ("--restarts", restarts),
+            ("--grace", grace_s),
+            ("--hang-after", hang_after_s),
+            ("--on-nan", on_nan),
+        ):
             if value is not None:
                 raise UsageError(f"{option} works only with a supervised program. Add --supervise.")
         return Supervision(False, 0, GRACE_S, None, "ignore")
-    elsewhere = next((name for name in ("nodes", *CLUSTERS, "rendezvous") if given.get(name)), None)
-    if elsewhere is not None:
-        raise UsageError(
-            f"--supervise monitors processes of this machine, but --{elsewhere} starts them by an agent on each node, which restarts them "
-            "itself. Use --restarts N without --supervise."
-        )
-    restarts = given.get("restarts")
-    given["restarts"] = None
-    if restarts is not None and restarts < 0:
-        raise UsageError(f"--restarts {restarts} is negative. Give 0 or a positive number.")
     return Supervision(
         True,
         RESTARTS if restarts is None else restarts,
