@@ -94,7 +94,7 @@ MAY_WRITE = {  # programs of their own, which are no commands
     "agent/site/sitecustomize.py",
     "launch/local_launcher.py",
     "export/follow.py",
-    "launch/supervised.py",
+    "launch/supervisor.py",
 }
 MAY_WRITE_OUT = {"integrations/notebook.py"}
 

@@ -35,8 +35,9 @@ from flatout.diagnose.stored_profile import load_profile
 from flatout.job.folder import JobFolder, write_json, write_whole
 from flatout.job.sanitize import harmless
 from flatout.launch.command import Command, measurable, understand
+from flatout.launch.restart_policy import oom_kills
 from flatout.levers import TABLE
-from flatout.probe.machine import look, oom_kills
+from flatout.probe.machine import look
 from flatout.schema.enums import Effect
 from flatout.schema.errors import FlatoutError, ProgramFailed, UsageError
 from flatout.schema.facts import Facts

@@ -15,7 +15,7 @@ from flatout.launch.command import Command
 from flatout.render.formatting import shell
 from flatout.schema.errors import UsageError
 
-RESTARTS, GRACE_S = 20, 10.0
+RESTARTS, GRACE_S, HANG_S = 20, 10.0, 600.0
 HOME = Path(__file__).resolve().parents[3]
 
 
@@ -43,7 +43,7 @@ def options(duration: click.ParamType) -> Callable[[Callable[..., Any]], Callabl
             "--hang-after",
             default=None,
             type=duration,
-            help="Shortest stall that counts as a hang, with --supervise.  [default: 10s]",
+            help="Time without a step, a backward pass, a batch or a checkpoint that counts as a hang, with --supervise.  [default: 10m]",
         ),
         survival_option(
             "--on-nan",
@@ -68,26 +68,24 @@ class Supervision:
     asked: bool
     restarts: int
     grace_s: float
-    hang_after_s: float | None
+    hang_after_s: float
     on_nan: str
 
     def over(self, command: Command, incidents: Path) -> Command:
         """Return the command that supervises ``command``, or ``command`` itself."""
         if not self.asked:
             return command
-        # -I and -S: flatout's hook and site customisations are for the program only. The options also prevent
-        # the import of, for example, a json.py in the current folder.
-        begin = f"import sys; sys.path.insert(0, {str(HOME)!r}); from flatout.launch.supervised import main; sys.exit(main())"
-        after = "-" if self.hang_after_s is None else str(self.hang_after_s)
+        # -I: flatout's hook is for the program only. The option also prevents the import of, for example, a
+        # json.py in the current folder.
+        begin = f"import sys; sys.path.insert(0, {str(HOME)!r}); from flatout.launch.supervisor import main; sys.exit(main())"
         words = (
             sys.executable,
             "-I",
-            "-S",
             "-c",
             begin,
             str(self.restarts),
             str(self.grace_s),
-            after,
+            str(self.hang_after_s),
             str(incidents.absolute()),
             shell(command.shown),
             *command.argv,
@@ -113,11 +111,11 @@ def supervision(given: dict[str, Any]) -> Supervision:
         ):
             if value is not None:
                 raise UsageError(f"{option} works only with a supervised program. Add --supervise.")
-        return Supervision(False, 0, GRACE_S, None, "ignore")
+        return Supervision(False, 0, GRACE_S, HANG_S, "ignore")
     return Supervision(
         True,
         RESTARTS if restarts is None else restarts,
         GRACE_S if grace_s is None else grace_s,
-        hang_after_s,
+        HANG_S if hang_after_s is None else hang_after_s,
         on_nan or "ignore",
     )
