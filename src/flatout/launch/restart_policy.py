@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,12 @@ ALLOCATORS = (
 
 @dataclass
 class Attempt:
-    """One start of the program, with times in seconds.
+    """One start of the program.
 
     ``base`` is the step of the checkpoint that it resumed from; ``kept`` is the step of its newest
     checkpoint."""
 
     number: int
-    began: float
-    stepped: float | None = None
-    saved: float | None = None
-    ended: float | None = None
     steps: int = 0
     saves: int = 0
     base: int = 0
@@ -45,38 +41,19 @@ class Attempt:
     def reached(self) -> int:
         return self.base + self.steps
 
-    def kept_s(self, well: bool) -> float:
-        """Return the useful time: from the first step to the newest checkpoint, or to a successful end."""
-        until = self.ended if well else self.saved
-        return max(0.0, until - self.stepped) if until is not None and self.stepped is not None else 0.0
 
-
-@dataclass
+@dataclass(frozen=True)
 class Incident:
-    """One line of `incidents.jsonl`.
-
-    ``silent_s`` is the time without a sign of life before a hang. ``restart_s`` is the time from the failure to
-    the first step after it; None if the program did not get that far."""
+    """One line of `incidents.jsonl`."""
 
     at: str
     attempt: int
     kind: str
     what: str
     place: str
-    pid: int | None
-    rank: int | None
     step: int
     kept: int
-    exit_code: int | None = None
-    silent_s: float = 0.0
-    restart_s: float | None = None
-    followed_by: str = ""
-    lines: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            key: round(value, 3) if isinstance(value, float) else value for key, value in asdict(self).items()
-        }
+    exit_code: int | None
 
 
 @dataclass
@@ -128,14 +105,6 @@ class RestartHistory:
                 "`flatout explain` explains a traceback; fix the error and start again: the program resumes from its newest checkpoint"
             )
         return ""
-
-    def goodput(self, now: float, well: bool) -> float:
-        """Return the share of the time spent on steps that were kept."""
-        if not self.attempts:
-            return 0.0
-        last = self.attempts[-1]
-        good = sum(start.kept_s(well and start is last) for start in self.attempts)
-        return good / max(now - self.attempts[0].began, 1e-9)
 
 
 @dataclass(frozen=True)

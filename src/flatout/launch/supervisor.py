@@ -13,7 +13,9 @@ import select
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from flatout.job import heartbeat
 from flatout.job.folder import read_json
@@ -60,7 +62,7 @@ class StartMonitor(RankMonitor):
         )
         self.every_s = LOOK_S
         self.supervisor, self.attempt = supervisor, attempt
-        self.processes = ProgramProcesses(str(self.folder), attempt.began, supervisor.hang_after_s)
+        self.processes = ProgramProcesses(str(self.folder), seconds(), supervisor.hang_after_s)
         self.hung: ProcessEvent | None = None
         self.late = False
         self._next = 0.0
@@ -71,23 +73,12 @@ class StartMonitor(RankMonitor):
             return
         self._next = now + LOOK_S / 2  # other events do not increase the polling rate
         event = self.processes.look(now)
-        self.note(now)
         if event is None or self.asked is not None or self.hung is not None:
             return
         self.supervisor.observed(event, self)
         if event.kind == "hung":
             self.hung = event
             self._kill()
-
-    def note(self, now: float) -> None:
-        """Record the progress of this start."""
-        attempt, processes = self.attempt, self.processes
-        attempt.steps = processes.steps
-        if attempt.stepped is None and attempt.steps:
-            attempt.stepped = now
-            self.supervisor.close(now, "restart")
-        if processes.saves > attempt.saves:
-            attempt.saves, attempt.saved = processes.saves, now
 
     def asked_by(self, code: int) -> int | None:
         """Return the signal by which the user requested the exit.
@@ -146,7 +137,6 @@ class Supervisor:
         self.title = f"`{title if len(title) <= MOST_TYPED else title[:MOST_TYPED] + '...'}`"
         self.history = RestartHistory()
         self.ended_by: int | None = None
-        self._open: tuple[float, Incident] | None = None  # until the restart reaches a step
 
     def run(self) -> int:
         """Run until the program has ended for good, and return its exit code. Call it from the main thread.
@@ -163,10 +153,9 @@ class Supervisor:
                     why = self._why_not_again(attempt, ending)
                     if why is not None:
                         break
-                self.close(seconds(), "the end")
                 if why:
                     self.say(f"not restarted: {why}.")
-                self._sum_up(well=ending.kind == "well")
+                self._sum_up()
                 return ending.code
             finally:
                 self.event_fifo.close()
@@ -180,7 +169,7 @@ class Supervisor:
             for path in self.folder.glob(f"{kind}.*"):
                 path.unlink(missing_ok=True)
         self.event_fifo.hush()  # discard timers and events of the last start
-        attempt = Attempt(len(self.history.attempts) + 1, seconds(), base=self.history.kept)
+        attempt = Attempt(len(self.history.attempts) + 1, base=self.history.kept)
         self.history.attempts.append(attempt)
         environment = {
             **os.environ,
@@ -199,17 +188,16 @@ class Supervisor:
             if not ended:
                 end_members(str(self.folder), MARKED)
             rank.close()
-        now, processes = seconds(), monitor.processes
-        processes.look(now)
-        monitor.note(now)
+        processes = monitor.processes
+        processes.look(seconds())
+        attempt.steps, attempt.saves = processes.steps, processes.saves
         attempt.base = self.history.kept if processes.went_on or not attempt.steps else 0
         attempt.kept = processes.kept(attempt.base)
         ending = self._ending(monitor, kills)
         if ending.kind != "well":  # processes that a successful program leaves running may continue
             end_members(str(self.folder), MARKED)
-        attempt.ended = seconds()
         if ending.kind not in ("well", "asked"):
-            self._failed(attempt, ending, monitor, now)
+            self._failed(attempt, ending, monitor)
         return attempt, ending
 
     def _ending(self, monitor: StartMonitor, kills: int | None) -> Ending:
@@ -251,34 +239,18 @@ class Supervisor:
                 self.say(line)
             return
         self.say(f"{event.said}.")
-        attempt = monitor.attempt
-        incident = _of_event(attempt, event, monitor.processes.kept(attempt.base))
-        incident.followed_by = "continued"
-        self._write(incident)
+        attempt, kept = monitor.attempt, monitor.processes.kept(monitor.attempt.base)
+        self._write(attempt.number, "stopped", event.said, "", event.step, kept, None)
 
-    def _failed(self, attempt: Attempt, ending: Ending, monitor: StartMonitor, found: float) -> None:
-        self.close(found, "the next failure")
-        if monitor.hung is not None:
-            incident = _of_event(attempt, monitor.hung, attempt.kept)
-        else:
+    def _failed(self, attempt: Attempt, ending: Ending, monitor: StartMonitor) -> None:
+        if monitor.hung is None:
             again = self.history.again(ending.kind, ending.place)
             where = f", at {ending.place}" if ending.place else ""
             self.say(f"{ending.what}{where}{'; the same as before' if again else ''}.")
-            pid = monitor.ranks[0].process.pid
-            incident = Incident(
-                today(),
-                attempt.number,
-                ending.kind,
-                ending.what,
-                ending.place,
-                pid,
-                None,
-                attempt.reached,
-                attempt.kept,
-            )
-        incident.exit_code = ending.code
         self.history.note(attempt)
-        self._open = found, incident
+        self._write(
+            attempt.number, ending.kind, ending.what, ending.place, attempt.reached, attempt.kept, ending.code
+        )
 
     def _why_not_again(self, attempt: Attempt, ending: Ending) -> str | None:
         """Return why the program is not restarted; None if it is."""
@@ -298,17 +270,9 @@ class Supervisor:
         self.say(f"restarted ({attempt.number} of at most {self.restarts}): {kept}.")
         return None
 
-    def close(self, now: float, followed_by: str) -> None:
-        """Write the last failure, now that it is known what followed it."""
-        if self._open is None:
-            return
-        (found, incident), self._open = self._open, None
-        incident.followed_by = followed_by
-        incident.restart_s = now - found if followed_by == "restart" else None
-        self._write(incident)
-
-    def _write(self, incident: Incident) -> None:
-        line = harmless(json.dumps(incident.to_json())) + "\n"
+    def _write(self, *values: Any) -> None:
+        """Write a line of `incidents.jsonl`. ``values`` are those of an Incident, without its time."""
+        line = harmless(json.dumps(asdict(Incident(today(), *values)))) + "\n"
         try:
             self.incidents.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             handle = os.open(
@@ -324,20 +288,15 @@ class Supervisor:
                 f"{self.incidents} cannot be written ({error.strerror}), so this incident is not saved. The program is not affected."
             )
 
-    def _sum_up(self, well: bool) -> None:
+    def _sum_up(self) -> None:
         """Print one summary line, if there were steps."""
-        attempts = self.history.attempts
-        reached = max(attempt.reached for attempt in attempts)
+        reached = max(attempt.reached for attempt in self.history.attempts)
         if not reached:
             return
-        now = attempts[-1].ended or seconds()
-        restarts = len(attempts) - 1
+        restarts = len(self.history.attempts) - 1
         word = "no restart" if not restarts else "1 restart" if restarts == 1 else f"{restarts} restarts"
         where = f"; the incidents are in {self.incidents}" if self.written else ""
-        steps = f"{reached:,} step{'s' if reached > 1 else ''} in {now - attempts[0].began:.0f} s"
-        self.say(
-            f"{steps}, {word}; {self.history.goodput(now, well):.0%} of the time went into steps that were kept{where}."
-        )
+        self.say(f"{reached:,} step{'s' if reached > 1 else ''}, {word}{where}.")
 
     def say(self, sentence: str) -> None:
         """Write to standard error, which may already be closed."""
@@ -346,22 +305,6 @@ class Supervisor:
             sys.stderr.flush()
         except (OSError, ValueError):
             pass
-
-
-def _of_event(attempt: Attempt, event: ProcessEvent, kept: int) -> Incident:
-    return Incident(
-        today(),
-        attempt.number,
-        event.kind,
-        event.said,
-        event.place,
-        event.pid,
-        event.rank,
-        event.step if event.kind == "stopped" else attempt.reached,
-        kept,
-        silent_s=event.silent_s,
-        lines=event.lines,
-    )
 
 
 def main() -> int:
