@@ -2,7 +2,7 @@
 
     faults     a program or one of its loader workers is killed, stopped, blocked in C, or loops, at a random
                step. Is it identified, after how long, and does the run end with the weights of the
-               undisturbed one? Restarts, split into their parts
+               undisturbed one?
     alarms     jittered steps, evaluations, gaps between epochs and recompilation, for a given time: none of
                them may be reported as a hang
     kills      SIGKILL hits the supervisor; three seconds later, the bench counts the remaining processes
@@ -102,7 +102,8 @@ def faulted(seed: int, plain: str) -> dict[str, Any]:
     draw, mark = random.Random(seed), uuid.uuid4().hex
     kind, where = KINDS[seed % len(KINDS)]
     with tempfile.TemporaryDirectory() as folder:
-        process = start(mark, folder, "--fault", kind, where, str(draw.randrange(20, 180)))
+        words = ("--fault", kind, where, str(draw.randrange(20, 180)))
+        process = start(mark, folder, *words, options=("--hang-after", "10s"))
         assert process.stderr is not None
         said, found_at = [], None
         for line in process.stderr:
@@ -128,7 +129,7 @@ def faulted(seed: int, plain: str) -> dict[str, Any]:
         end(mark)
     text = "".join(said)
     named = (
-        bool(re.search(r"loader worker \d+ \(process \d+\)|DataLoader worker \(pid\S* \d+\)", text))
+        bool(re.search(r"loader worker \(process \d+\)|DataLoader worker \(pid\S* \d+\)", text))
         if where == "worker"
         else found_at is not None
     )
@@ -146,10 +147,7 @@ def faulted(seed: int, plain: str) -> dict[str, Any]:
         "code": process.returncode,
         "same": where == "worker" or out == plain,
         "orphans": orphans,
-        "incidents": [
-            {key: record[key] for key in ("kind", "detect_s", "stop_s", "start_s", "load_s")}
-            for record in records
-        ],
+        "incidents": [record["kind"] for record in records],
         "said": "" if named and place and process.returncode == 0 else text[-3000:],
     }
 
@@ -244,16 +242,10 @@ def goodput(seed: int, minutes: float) -> dict[str, Any]:
         counted = dict(
             line.split() for line in Path(folder, "steps").read_text().splitlines() if len(line.split()) == 2
         )
-        records = [
-            json.loads(line)
-            for path in Path(folder).glob(".flatout/*/incidents.jsonl")
-            for line in path.read_text().splitlines()
-        ]
         lost = sum(len(line.split()) == 2 for line in Path(folder, "steps").read_text().splitlines()) - len(
             counted
         )
         end(mark)
-    words = re.search(r"(\d+)% of the time", "".join(said))
     return {
         "seed": seed,
         "code": process.returncode,
@@ -262,8 +254,6 @@ def goodput(seed: int, minutes: float) -> dict[str, Any]:
         "steps": len(counted),
         "again": lost,
         "goodput": sum(map(float, counted.values())) / took_s,
-        "said": int(words[1]) / 100 if words else None,
-        "restarts": [{key: record[key] for key in ("stop_s", "start_s", "load_s")} for record in records],
     }
 
 
@@ -300,7 +290,7 @@ def supervisors_memory(pid: int) -> int:
         try:
             if (
                 folder.name.isdigit()
-                and b"flatout.launch.supervised" in (folder / "cmdline").read_bytes()
+                and b"flatout.launch.supervisor" in (folder / "cmdline").read_bytes()
                 and (
                     folder.name == str(pid)
                     or (folder / "stat").read_text().rpartition(")")[2].split()[1] == str(pid)
@@ -349,25 +339,7 @@ def faults_part(found: list[Any]) -> str:
         "ended well (in main: same weights)",
         "with orphans",
     )
-    text = "## Faults\n\n" + markdown_table(header, rows)
-    restarts = [each for one in found for each in one["incidents"] if each["start_s"] is not None]
-    rows = []
-    for name, key in (
-        ("stop", "stop_s"),
-        ("start: until torch is imported", "start_s"),
-        ("load: until the first step", "load_s"),
-    ):
-        times = sorted(each[key] for each in restarts)
-        rows.append(
-            (
-                name,
-                len(times),
-                figure(times, median),
-                figure(times, lambda times: times[int(0.95 * len(times))]),
-                figure(times, max),
-            )
-        )
-    return f"{text}\n\nRestarts, seconds:\n\n" + markdown_table(("part", "n", "median", "95 %", "most"), rows)
+    return "## Faults\n\n" + markdown_table(header, rows)
 
 
 def figure(times: list[float], of: Any) -> str:
@@ -401,12 +373,7 @@ def goodput_part(found: list[Any]) -> str:
             len(each["kills"]),
             each["steps"],
             each["again"],
-            *(
-                figure(sorted(one[key] for one in each["restarts"] if one[key] is not None), median)
-                for key in ("stop_s", "start_s", "load_s")
-            ),
             f"{each['goodput']:.1%}",
-            f"{each['said']:.0%}" if each["said"] is not None else "",
         )
         for each in found
     ]
@@ -416,11 +383,7 @@ def goodput_part(found: list[Any]) -> str:
         "kills",
         "steps",
         "repeated",
-        "stop, s",
-        "start, s",
-        "load, s",
         "goodput (goal: 90 %)",
-        "goodput reported by flatout",
     )
     return "## Goodput\n\n" + markdown_table(header, rows)
 

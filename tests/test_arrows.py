@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "export": {"schema", "measure"},
     "launch": {"schema", "job", "measure"},
     "levers": {"schema", "job", "data", "distributed", "kernels"},
-    "agent": {"schema", "job", "levers", "measure", "render"},
+    "agent": {"schema", "job", "distributed", "levers", "measure", "render"},
     "checkpoint": {"schema", "job", "agent", "data", "measure"},
     "guard": {"schema", "agent", "measure"},
     "trial": {"schema", "job", "agent", "data", "distributed", "guard", "launch", "measure"},
@@ -94,11 +94,9 @@ MAY_WRITE = {  # programs of their own, which are no commands
     "agent/site/sitecustomize.py",
     "launch/local_launcher.py",
     "export/follow.py",
-    "launch/node_agent.py",
-    "launch/supervised.py",
-    "tune/remote_comparison.py",
+    "launch/supervisor.py",
 }
-MAY_WRITE_OUT = {"launch/node_agent.py", "integrations/notebook.py"}
+MAY_WRITE_OUT = {"integrations/notebook.py"}
 
 
 def package_of(name: str) -> str:

@@ -154,6 +154,8 @@ def on_and_off(seconds, layers):
     With 24 layers, a step takes about 5 ms.
     """
     from flatout.agent import heartbeat
+    from flatout.agent.ledger import Ledger
+    from flatout.agent.step_counters import StepCounters
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -161,7 +163,9 @@ def on_and_off(seconds, layers):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     loader = torch.utils.data.DataLoader(torch.randn(1 << 16, 256), batch_sampler=[list(range(64))] * 100_000)
     batches = iter(loader)
-    heartbeat_writer = heartbeat._installed
+    words, counters, ledger = heartbeat._installed.words, StepCounters(), Ledger()
+    counters.page = words
+    heartbeat._installed.counters._backwards.restore()  # the hooks of this process
 
     def block(count):
         lengths = []
@@ -178,14 +182,15 @@ def on_and_off(seconds, layers):
     while time.perf_counter() - start < seconds:
         times = []
         for on in (False, True, True, False):
-            if on and not heartbeat_writer.ledger.entries():
-                heartbeat_writer._torch_is_there(torch)
+            if on and not ledger.entries():
+                counters.install(torch, ledger)
             elif not on:
-                heartbeat_writer.ledger.restore()
+                ledger.restore()
+                counters._backwards.restore()
             block(2)
             times.append(1e6 * block(8 if layers > 4 else 64))
         rounds.append(times)
-    print(json.dumps({"rounds": rounds, "heartbeats": heartbeat_writer.words[0]}))
+    print(json.dumps({"rounds": rounds, "heartbeats": words[1]}))
 
 
 def goodput(seconds):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flatout.agent.rank_environment import from_torchrun, own_device
-from flatout.distributed.rendezvous import store
+from flatout.distributed.rendezvous import of_rank_0, store
 from flatout.job.rank_environment import RankEnvironment, this_rank
 
 SET = {
@@ -33,14 +33,15 @@ OTHER = {"HOME": "/root", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "OMP_NUM_THREA
 def test_torchruns_variables_are_translated_and_removed():
     environment = {**SET, **OTHER}
     info = from_torchrun(environment)
-    assert info == RankEnvironment(5, 1, 8, 4, "tcp://10.0.0.1:40001")
+    assert info == RankEnvironment(5, 1, 8, 4, "tcp://10.0.0.1:40001/0.8")
     assert environment == {
         **OTHER,
         "FLATOUT_RANK": "5",
         "FLATOUT_LOCAL_RANK": "1",
         "FLATOUT_WORLD_SIZE": "8",
         "FLATOUT_LOCAL_WORLD_SIZE": "4",
-        "FLATOUT_RENDEZVOUS": "tcp://10.0.0.1:40001",
+        "FLATOUT_RENDEZVOUS": "tcp://10.0.0.1:40001/0.8",
+        "FLATOUT_ERROR_FILE": "/tmp/e",
     }
     assert this_rank(environment) == info
     assert from_torchrun(environment) is None  # its children belong to no agent
@@ -49,7 +50,7 @@ def test_torchruns_variables_are_translated_and_removed():
 def test_an_address_of_ipv6_stays_one_place():
     info = from_torchrun({**SET, "MASTER_ADDR": "fe80::1"})
     assert info is not None
-    assert info.rendezvous == "tcp://[fe80::1]:40001"
+    assert info.rendezvous == "tcp://[fe80::1]:40001/0.8"
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def test_a_process_of_no_agent_is_left_alone(environment):
 
 
 def test_an_agent_without_a_store_is_rejected_with_the_next_command():
-    with pytest.raises(ValueError, match="flatout run --nodes"):
+    with pytest.raises(ValueError, match="use --rdzv-backend c10d"):
         from_torchrun({**SET, "TORCHELASTIC_USE_AGENT_STORE": "False"})
 
 
@@ -85,5 +86,11 @@ def test_ranks_rendezvous_at_either_kind_of_address(tmp_path):
         first, second = (store(torch, RankEnvironment(rank, rank, 2, 2, meeting), 5.0) for rank in (0, 1))
         first.set("key", meeting)
         assert second.get("key").decode() == meeting
+    first, again = (
+        RankEnvironment(0, 0, 2, 2, f"tcp://127.0.0.1:{host.port}/{number}.2") for number in (0, 1)
+    )
+    second = RankEnvironment(1, 0, 2, 1, first.rendezvous)
+    assert of_rank_0(torch, first, "its plan") == of_rank_0(torch, second, "another") == "its plan"
+    assert not store(torch, again, 5.0).check(["text"])  # a restart reads nothing of the round before
     with pytest.raises(ValueError, match="not a valid rendezvous"):
         store(torch, RankEnvironment(0, 0, 1, 1, "tcp://nowhere"), 1.0)

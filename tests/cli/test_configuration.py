@@ -16,7 +16,7 @@ from limits import hang_s
 
 import flatout as package
 from flatout.cli.main import COMMANDS
-from flatout.cli.options.configuration import COMMAND_LINE_ONLY, options_of
+from flatout.cli.options.configuration import options_of
 from flatout.levers import TABLE
 from flatout.schema.toml import read_toml
 
@@ -134,20 +134,10 @@ def test_every_option_can_be_set(flatout, config, name):
             assert done.code == 2, key
             assert f"pyproject.toml: [{table}] {key}: " in done.err
             config("")
-            if key not in COMMAND_LINE_ONLY and not isinstance(option.type, (click.Path, type(click.STRING))):
+            if not isinstance(option.type, (click.Path, type(click.STRING))):
                 variable = "_".join((*words, key)).replace("-", "_").upper()
                 done = flatout.here(*words, env={f"FLATOUT_{variable}": "@ @"})
                 assert f"the environment variable FLATOUT_{variable} is wrong: " in done.err
-
-
-def test_a_submitted_job_does_not_submit_itself(flatout, config, script):
-    script("pass")
-    for key in ("slurm", "k8s"):
-        config(f"[tool.flatout.run]\n{key} = true\n")
-        assert f"{key}: it works only on the command line." in flatout.here("run", "python", "train.py").err
-        config("")
-        variable = {f"FLATOUT_RUN_{key.upper()}": "1"}
-        assert "belongs to no option" in flatout.here("run", "python", "train.py", env=variable).err
 
 
 def test_internal_variables_belong_to_no_command():

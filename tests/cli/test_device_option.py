@@ -468,8 +468,8 @@ def test_texts_of_unsupported_uses_of_cuda(message, what):
             "--procs 2 would put all ranks on cuda:1. Use --gpus 2",
         ),
         (
-            ("--device", "cpu", "--slurm", "python", "train.py"),
-            "--device cpu is a device of this machine, but --slurm starts the program on others",
+            ("--device", "cpu", "--ray", "auto", "python", "train.py"),
+            "--device cpu is a device of this machine, but --ray starts the program on others",
         ),
     ],
 )

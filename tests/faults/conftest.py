@@ -25,7 +25,6 @@ clocks that jump, times of files                            checkpoint/test_chec
                                         test_order_is_by_step_and_no_clock_matters
 two trainings in one folder                                 checkpoint/test_checkpoints.py:
                                         test_one_writer_at_a_time_and_a_killed_one_is_followed
-a port that is taken                                        launch/test_elastic.py
 hostile files                                               faults/test_hostile_files.py, bench/fuzz.py
 a program that ends in its own way                          cli/test_run.py, cli/test_bad_days.py
 a program that forks, spawns, changes folder and signals    cli/test_run.py, agent/test_bootstrap.py

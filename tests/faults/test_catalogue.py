@@ -85,7 +85,6 @@ FAULTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     "its parent is killed": [
         ("cli/test_supervise.py", ("test_nothing_outlives_a_supervisor_that_is_killed",)),
         ("launch/test_local_launcher.py", ("test_killing_the_launcher_kills_everything",)),
-        ("launch/test_elastic.py", ("test_no_rank_outlives_an_agent_that_was_killed",)),
     ],
     "out of memory, injected at every operator, and on one rank of two": [
         (

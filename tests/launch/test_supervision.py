@@ -1,61 +1,75 @@
-"""The conclusions of supervision, without a process: limits, stacks, exits, and whether a restart makes
-sense.
-"""
+"""The conclusions of supervision, on invented clocks: hangs, stacks, exits, and whether a restart makes sense."""
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+import subprocess
+import sys
 
-from flatout.job.heartbeat import EVALUATING, TRAINING
-from flatout.launch.process_stacks import COMPILES, Frame, Stack, stacks_in
+import psutil
+import pytest
+
+from flatout.job import heartbeat
+from flatout.launch.hang import ANSWER_S, LOOK_S, START_S, Frame, ProgramProcesses, Stack, stack_in
 from flatout.launch.restart_policy import Attempt, Ending, RestartHistory, ending_of
-from flatout.launch.stall_limits import FLOORS_S, LOOK_S, StallTimer
-
-# A few long steps among many short ones, in any order.
-LENGTHS = st.tuples(
-    st.lists(st.floats(0.6, 30.0), min_size=1, max_size=6),
-    st.integers(0, 400),
-    st.randoms(use_true_random=False),
-)
 
 
-@given(LENGTHS)
-def test_the_limit_is_five_times_the_99th_percentile_and_never_below_the_floor(drawn):
-    """Steps of any length, sampled every half second: the limit is that of the exact lengths, up to the
-    resolution of sampling.
-    """
-    long, short, draw = drawn
-    lengths = [*long, *[0.05] * short]
-    draw.shuffle(lengths)
-    silence, now, next_look = StallTimer(0.0), 0.0, LOOK_S
-    silence.observe(0.0, 1, 0, TRAINING)
-    moments = []
-    for length in lengths:
-        now += length
-        moments.append(now)
-    heartbeats = 0
-    while heartbeats < len(moments):
-        heartbeats = sum(moment <= next_look for moment in moments)
-        silence.observe(next_look, heartbeats + 1, heartbeats, TRAINING)
-        next_look += LOOK_S
-    ordered = sorted(lengths, reverse=True)
-    percentile = ordered[int(len(lengths) * 0.01)]
-    exact = max(FLOORS_S[TRAINING], 5 * percentile)
-    assert silence.limit_s >= FLOORS_S[TRAINING]
-    assert abs(silence.limit_s - exact) <= 5 * 2 * LOOK_S
-    assert silence.limit_s <= max(FLOORS_S[TRAINING], 5 * (ordered[0] + LOOK_S))
+@pytest.mark.processes
+def test_a_hang_is_a_time_without_a_sign_of_life_of_any_process(tmp_path):
+    """The pages are real; the clock is invented."""
+    processes, now = ProgramProcesses(str(tmp_path), 0.0, 3.0), 0.0
 
+    def until(kind, seconds):
+        """Poll until an event; return it and the time that it took."""
+        nonlocal now
+        begun = now
+        while now - begun < seconds:
+            now += LOOK_S
+            event = processes.look(now)
+            if event is not None:
+                assert event.kind == kind
+                return event, now - begun
+        return None, seconds
 
-def test_the_current_activity_decides_the_limit():
-    silence = StallTimer(0.0, floor_s=3.0)
-    silence.observe(1.0, 1, 1, TRAINING)
-    assert silence.limit_s == 3.0
-    silence.observe(2.0, 2, 1, EVALUATING)
-    assert silence.limit_s == 300.0  # a shorter minimum stall is for steps
-    assert silence.lasts_s(12.0) == 10.0
-    silence.pass_over(8.0)
-    assert silence.lasts_s(12.0) == 2.0
+    assert until("hung", 30.0)[0] is None  # no process yet
+    words = heartbeat.begin(str(tmp_path)).words
+    child = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "from flatout.job import heartbeat; import sys, time\n"
+            "words = heartbeat.begin(sys.argv[1]).words; words[heartbeat.STEPS] = 1; print(flush=True); time.sleep(60)",
+            str(tmp_path),
+        ],
+        stdout=subprocess.PIPE,
+    )
+    try:
+        child.stdout.readline()
+        processes.look(now)
+        for _ in range(20):  # one process that works clears the other
+            words[heartbeat.BATCHES] += 1
+            assert until("hung", 2.0)[0] is None
+        words[heartbeat.STEPS] = 2
+        event, silent_s = until("hung", 30.0)
+        assert event.said.startswith(f"process {child.pid} has finished no step")  # the one behind
+        assert "; 1 other waits for it. It waits: its Python line is unknown" in event.said
+        assert 3.0 + ANSWER_S <= silent_s <= 3.0 + ANSWER_S + 3 * LOOK_S
+        words[heartbeat.STEPS] += 1
+        psutil.Process(child.pid).suspend()
+        event, _ = until("stopped", 30.0)
+        assert event.said.startswith(f"process {child.pid} was stopped (SIGSTOP) for 3 s; it was continued")
+        assert psutil.Process(child.pid).status() != psutil.STATUS_STOPPED
+        words[heartbeat.STEPS] += 1
+        assert until("hung", 2.0)[0] is None
+        now += 100.0  # the machine slept
+        assert until("hung", 2.0)[0] is None
+    finally:
+        child.kill()
+        child.communicate()
+    for name in tmp_path.glob("heartbeat.*"):
+        name.write_bytes(bytes(heartbeat.BYTES))  # no step yet
+    processes, now = ProgramProcesses(str(tmp_path), 0.0, 3.0), 0.0
+    assert until("hung", 60.0)[0] is None
+    assert START_S > 60.0
 
 
 STACK = """Thread 0x00007f01 (most recent call first):
@@ -71,17 +85,15 @@ Fatal nonsense
 
 
 def test_a_stack_is_read_and_its_own_line_found():
-    main, other = stacks_in(STACK)
+    main = stack_in(STACK)
     assert main.own_line == Frame('/home/me/train "1".py', 40, "step")
-    assert main.passes(COMPILES)
     assert (
         main.words
         == '/home/me/train "1".py, line 40, in step (from there in compile of torch/_dynamo/eval_frame.py)'
     )
-    assert not other.passes(COMPILES)
-    assert other.own_line is None
-    assert stacks_in("") == stacks_in("no stack\n  File broken") == []
-    assert Stack(()).words == "no Python code"
+    assert stack_in(STACK.partition("Current")[0]).own_line is None
+    assert stack_in("") == stack_in("no stack\n  File broken") == Stack()
+    assert Stack().words == "its Python line is unknown, because it does not respond"
 
 
 def test_how_a_program_has_ended():
@@ -130,7 +142,7 @@ def course_of(*attempts, kind="exit"):
     """The message after the last of these starts: (steps, base, saves, kept) each."""
     course, why = RestartHistory(), ""
     for number, (steps, base, saves, kept) in enumerate(attempts, 1):
-        attempt = Attempt(number, 0.0, steps=steps, base=base, saves=saves, kept=kept)
+        attempt = Attempt(number, steps=steps, base=base, saves=saves, kept=kept)
         course.attempts.append(attempt)
         course.note(attempt)
         why = course.why_not_again(Ending(kind, 1, "it failed", advice="Take less"), attempt, 20)

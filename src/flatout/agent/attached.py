@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,8 +15,9 @@ from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener, Several
 from flatout.agent.training_context import TrainingContext
 from flatout.job.claims import speaks_first
-from flatout.job.rank_environment import rank_number, this_rank
+from flatout.job.rank_environment import first_on_node, rank_number, this_rank
 from flatout.levers import TABLE
+from flatout.schema.plan import Plan
 from flatout.schema.run_request import RunRequest
 
 
@@ -65,9 +67,11 @@ class Attached(Listener):
         self.real_files: Callable[[], AbstractContextManager[None]] = nullcontext
         if here is not None and here.world_size > 1:
             from flatout.agent.rank_files import keep_aside, launch_folder
+            from flatout.distributed.rendezvous import of_rank_0
 
+            self.plan = Plan.from_json(json.loads(of_rank_0(torch, here, json.dumps(self.plan.to_json()))))
             self.real_files = keep_aside(launch_folder(here), here.rank, self.context.ledger)
-        self.applier = Applier(TABLE.of(request.plan.names), request.facts, self.context)
+        self.applier = Applier(TABLE.of(self.plan.names), request.facts, self.context)
         self.applier.start(self.plan, EARLY)
         self.context.install()
         if self.checkpoints is not None:
@@ -90,7 +94,10 @@ class Attached(Listener):
                 self.applier.start(self.plan, LATE)
             if self.checkpoints is not None and not self.replaying:
                 self.checkpoints.begin(self.context)
-            self.speaks = self.rank == 0 and speaks_first(os.environ["FLATOUT_JOB"])
+            # on every node, so that none says at its end that nothing was applied; rank 0 alone speaks
+            with self.real_files():
+                claimed = first_on_node() and speaks_first(os.environ["FLATOUT_JOB"])
+            self.speaks = self.rank == 0 and claimed
             if not self.replaying:  # a replay shows nothing
                 self._tell_what_is_applied(say)
         elif self.context.steps >= 3:

@@ -38,6 +38,7 @@ class FailureReporter:
     def __init__(self, local_launcher: str, rank: str, launcher: str) -> None:
         self.local_launcher, self.rank = local_launcher, rank
         self.is_rank = launcher == str(os.getppid())
+        self._open = os.open  # before the files of this rank are kept apart from those of the others
 
     def observe(self, error: BaseException) -> bool:
         """Report an exception that ends this process; return whether it is the first and may be explained."""
@@ -101,6 +102,23 @@ class FailureReporter:
         ) as out:
             json.dump(words, out)
         os.replace(beside, path)
+        error_file = os.environ.get("FLATOUT_ERROR_FILE")
+        if error_file and self.is_rank:
+            self._tell_torchrun(error_file, error, said, int(os.stat(path).st_mtime))
+
+    def _tell_torchrun(self, error_file: str, error: BaseException, said: str, timestamp: int) -> None:
+        """Write the file that torchrun shows in its own report of this rank."""
+        import json
+
+        log = os.path.join(self.local_launcher, f"rank{self.rank}.log")
+        more = f"The output of this rank is in {log}\n" if os.path.exists(log) else ""
+        message = {
+            "message": f"{type(error).__name__}: {error}"[:MOST_CHARACTERS],
+            "extraInfo": {"py_callstack": said[-MOST_CHARACTERS:] + more, "timestamp": str(timestamp)},
+        }
+        out = self._open(error_file, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+        os.write(out, json.dumps({"message": message}).encode())
+        os.close(out)
 
 
 def of_this_launch(environment: Mapping[str, str] = os.environ) -> FailureReporter | None:

@@ -7,9 +7,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.attached import Attached, MakeCheckpointing
-from flatout.agent.ledger import Ledger
 from flatout.agent.run_summary import Summarizer
-from flatout.agent.step_counters import StepCounters
+from flatout.agent.step_counters import counters
 from flatout.schema.run_request import RunRequest
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ class MonitoredRun(Attached):
 
     def __init__(self, request: RunRequest, torch: ModuleType, checkpoints: MakeCheckpointing) -> None:
         self.request = request
-        self.counts = StepCounters()
         self.samples = 0
         super().__init__(request, torch, checkpoints)
 
@@ -34,12 +32,11 @@ class MonitoredRun(Attached):
     def settled(self) -> None:
         super().settled()
         request, torch = self.request, self.context.torch
-        self.counts.known_samples = self.samples / self.context.steps
-        self.counts.steps = self.context.steps
-        self.counts.install(torch, Ledger())
+        counts = counters(torch)
+        counts.begin(self.context.steps, self.samples / self.context.steps)
         if request.summary is not None:
-            Summarizer(request.summary, self.plan.to_json(), self.counts, torch, self.real_files)
+            Summarizer(request.summary, self.plan.to_json(), counts, torch, self.real_files)
         if request.watch is not None and self.speaks and sys.stderr is not None:
             from flatout.agent.live_line import LiveLine
 
-            LiveLine(sys.stderr, self.counts, torch, request.watch, self.context.device)
+            LiveLine(sys.stderr, counts, torch, request.watch, self.context.device)

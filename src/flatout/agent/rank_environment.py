@@ -1,7 +1,7 @@
 """Translates torchrun's environment variables: a script that flatout parallelises must see a single process.
 
-If torchrun's agent started the process, the agent's variables (RANK, MASTER_ADDR, TORCHELASTIC_*) are
-translated into flatout's own and removed from the environment, before the first line of the script.
+If torchrun started the process, its variables (RANK, MASTER_ADDR, TORCHELASTIC_*) are translated into flatout's
+own and removed from the environment, before the first line of the script.
 TORCH_NCCL_ASYNC_ERROR_HANDLING stays: flatout's process groups need this default of torch, too.
 """
 
@@ -14,38 +14,44 @@ from collections.abc import MutableMapping
 from flatout.job.parent_exit import die_with_parent
 from flatout.job.rank_environment import RankEnvironment, of_other_launchers
 
+ERROR_FILE = "FLATOUT_ERROR_FILE"  # torchrun's report of a failed rank shows what is in it
+
 
 def from_torchrun(environment: MutableMapping[str, str], one_device: bool = False) -> RankEnvironment | None:
-    """Translate the variables of torchrun's agent, in place.
+    """Translate the variables of torchrun, in place.
 
-    Outside an agent, return None and change nothing.
+    Outside torchrun, return None and change nothing.
 
     ``one_device`` leaves each rank one of the visible CUDA devices, which it sees as device 0. Raises
-    ValueError if there are fewer devices than ranks, or if the agent provides no store for the rendezvous of
+    ValueError if there are fewer devices than ranks, or if torchrun provides no store for the rendezvous of
     the ranks.
     """
     if "TORCHELASTIC_RUN_ID" not in environment or "RANK" not in environment:
         return None
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise ValueError(
-            "this torchrun agent provides no store for its ranks (static rendezvous, or TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1). "
-            "Start the ranks with `flatout run --nodes ...`, or unset the variable"
+            "torchrun provides no store for its ranks (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or --rdzv-backend etcd). "
+            "Unset the variable, and use --rdzv-backend c10d"
         )
     host = environment["MASTER_ADDR"]
+    address = f"{f'[{host}]' if ':' in host else host}:{environment['MASTER_PORT']}"
+    # torchrun counts a restart after a failure, but not one that admits a node
+    number = f"{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}.{environment['WORLD_SIZE']}"
     info = RankEnvironment(
         int(environment["RANK"]),
         int(environment["LOCAL_RANK"]),
         int(environment["WORLD_SIZE"]),
         int(environment["LOCAL_WORLD_SIZE"]),
-        f"tcp://{f'[{host}]' if ':' in host else host}:{environment['MASTER_PORT']}",
+        f"tcp://{address}/{number}",
     )
     if one_device:
         environment["CUDA_VISIBLE_DEVICES"] = own_device(
             environment.get("CUDA_VISIBLE_DEVICES"), info.local_rank
         )
+    error_file = environment.get("TORCHELASTIC_ERROR_FILE")
     for name in of_other_launchers(environment):
         del environment[name]
-    environment.update(info.environment())
+    environment.update(info.environment() | ({ERROR_FILE: error_file} if error_file else {}))
     return info
 
 
@@ -66,25 +72,28 @@ def own_device(visible: str | None, local_rank: int) -> str:
 
 
 def enter(environment: MutableMapping[str, str]) -> RankEnvironment | None:
-    """Turn a process of a parallelised script into its rank; a process without an agent stays as it is.
+    """Turn a process of a parallelised script into its rank; a process outside torchrun stays as it is.
 
-    All ranks except rank 0 write their output to a file in FLATOUT_LAUNCH, the agent's folder. Otherwise each
-    output line of the script would appear once per rank.
+    All ranks except rank 0 write their output to a file in FLATOUT_LAUNCH, the folder of this node's launch.
+    Otherwise each output line of the script would appear once per rank.
     """
     info = from_torchrun(environment, environment.get("FLATOUT_DATA_PARALLEL") == "gpus")
     if info is None:
         return None
-    agent = environment.get("FLATOUT_LAUNCHER")
-    if agent == str(os.getppid()):
+    torchrun = environment["FLATOUT_LAUNCHER"]
+    if torchrun == str(os.getppid()):
         die_with_parent()
-        if os.getppid() != int(agent):  # the agent has ended already
+        if os.getppid() != int(torchrun):  # it has ended already
             os._exit(128 + signal.SIGKILL)
-    folder = environment.get("FLATOUT_LAUNCH")
-    if info.rank and folder:
+    if info.rank:
         log = os.open(
-            os.path.join(folder, f"rank{info.rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
+            log_of(environment["FLATOUT_LAUNCH"], info.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
         )
         for stream in (1, 2):
             os.dup2(log, stream)
         os.close(log)
     return info
+
+
+def log_of(launch: str, rank: int) -> str:
+    return os.path.join(launch, f"rank{rank}.log")

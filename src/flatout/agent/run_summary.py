@@ -20,8 +20,7 @@ from typing import Any, TextIO
 
 from flatout import __version__
 from flatout.agent.bootstrap import say, show
-from flatout.agent.ledger import Ledger
-from flatout.agent.step_counters import StepCounters
+from flatout.agent.step_counters import StepCounters, counters
 from flatout.job.claims import speaks_first, sums_up_first
 from flatout.job.folder import JobFolder, write_json
 from flatout.job.rank_environment import rank_number, this_rank
@@ -41,9 +40,7 @@ def count(job: dict[str, Any]) -> None:
 
     if (sentence := untested(str(torch.__version__))) and speaks_first(os.environ["FLATOUT_JOB"]):
         say(sentence)
-    counts = StepCounters()
-    counts.install(torch, Ledger())
-    Summarizer(SummaryRequest.from_json(job["summary"]), {}, counts, torch)
+    Summarizer(SummaryRequest.from_json(job["summary"]), {}, counters(torch), torch)
 
 
 class Summarizer:

@@ -1,6 +1,8 @@
-"""Counts the steps of a run, its samples, and its waiting for data: two hooks in the program's thread.
+"""Counts the steps of a process, its samples, and its waiting for data: three hooks in the program's thread.
 
-A third one counts backward passes until an optimizer steps; without one they are the steps (`agent/steps.py`).
+The hooks are installed once, for the record of a run (`agent/run_summary.py`) and for the heartbeat of a
+supervised one (`agent/heartbeat.py`). Where a step ends is decided as everywhere (`agent/steps.py`). The hook on
+backward passes goes once an optimizer steps, unless a heartbeat needs it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.ledger import Ledger
+from flatout.agent.steps import StepBoundaries
+from flatout.job.heartbeat import BACKWARDS, BATCHES, HEARTBEATS, STEPS
 from flatout.measure.clock import HostClock
 from flatout.measure.statistics import median
 
@@ -19,22 +23,40 @@ if TYPE_CHECKING:
 
 SAMPLED_STEPS = 64  # whose batches are looked at, for the samples of a step
 DEEPEST = 3
+_of_process: StepCounters | None = None
+
+
+def counters(torch: ModuleType) -> StepCounters:
+    """Return the counters of this process. The first call installs their hooks."""
+    global _of_process
+    if _of_process is None:
+        _of_process = StepCounters()
+        _of_process.install(torch, Ledger())
+    return _of_process
 
 
 class StepCounters:
-    """``steps`` of the first optimizer, or backward passes without one, and the nanoseconds that they waited for data (``waited_ns``)."""
+    """``steps`` of the optimizers, or backward passes without one, and the nanoseconds that they waited for data (``waited_ns``).
+
+    ``page`` is the heartbeat's, if there is one. ``losses`` is called before each backward pass then."""
 
     def __init__(self) -> None:
-        self.steps = self.waited_ns = 0
-        self.first_ns = self.last_ns = self.first_step = 0  # when the first and the last counted step ended
-        self.known_samples = 0.0  # of a step, if they were counted otherwise
-        self.at_first: Callable[[], None] = lambda: None  # called when the first step is counted
-        self._counted: int | None = None
-        self._samples: list[int] = []  # of each of the first steps
-        self._fetched = 0
-        self._before = 0  # steps when the counting began
+        self.page: Any = None
+        self.losses: Callable[[Any], None] | None = None
+        self.boundaries = StepBoundaries()
         self._in_backward = False
         self._backwards = Ledger()
+        self.begin()
+
+    def begin(self, steps: int = 0, samples: float = 0.0) -> None:
+        """Count from here on, after ``steps`` steps of ``samples`` samples each; 0 if they are unknown."""
+        self.steps, self.waited_ns = steps, 0
+        self.first_ns = self.last_ns = self.first_step = 0  # when the first and the last counted step ended
+        self.known_samples = samples
+        self.at_first: Callable[[], None] = lambda: None  # called when the first step is counted
+        self._samples: list[int] = []  # of each of the first steps
+        self._fetched = 0
+        self._lonely = 0  # backward passes that were counted before an optimizer stepped
 
     @property
     def samples_a_step(self) -> float:
@@ -47,15 +69,17 @@ class StepCounters:
         ledger.call("optimizer step hook", register_optimizer_step_post_hook(self._stepped).remove)
         iterator = torch.utils.data.dataloader._BaseDataLoaderIter
         ledger.set(iterator, "__next__", self._waited(iterator.__next__))
-        self._before = self.steps
         self._backwards.set(torch.autograd, "backward", self._passed(torch.autograd.backward, torch.autograd))
 
     def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count a step; of several optimizers, only the first counts."""
-        if self._counted is None:  # the backward passes until now were no steps
-            self._counted, self.steps, self.first_ns = id(optimizer), self._before, 0
-        if id(optimizer) == self._counted:
+        if self._lonely:  # the backward passes until now were no steps
+            if self.page is not None:
+                self.page[STEPS] = max(0, self.page[STEPS] - self._lonely)
+            self.steps, self.first_ns, self._lonely = self.steps - self._lonely, 0, 0
+        if self.boundaries.optimizer_stepped(id(optimizer)):
             self._count()
+        elif self.page is not None:
+            self.page[HEARTBEATS] += 1
 
     def _count(self) -> None:
         if not self.first_ns:
@@ -64,6 +88,8 @@ class StepCounters:
             begin()
             self.first_ns = HostClock.mark()
         self.steps += 1
+        if self.page is not None:
+            self.page[STEPS] += 1
         self.last_ns = HostClock.mark()
         if self.steps <= SAMPLED_STEPS and self._fetched:
             self._samples.append(self._fetched)
@@ -71,18 +97,24 @@ class StepCounters:
 
     def _passed(self, backward: Callable[..., Any], autograd: ModuleType) -> Callable[..., Any]:
         @wraps(backward)
-        def hooked_backward(*args: object, **kwargs: object) -> Any:
-            if (
-                self._in_backward or self._counted is not None
-            ):  # reentrant checkpointing calls it inside itself
-                if autograd.backward is hooked_backward and not self._in_backward:  # nothing wraps it
+        def hooked_backward(tensors: Any, *args: object, **kwargs: object) -> Any:
+            if self._in_backward:  # reentrant checkpointing calls it inside itself
+                return backward(tensors, *args, **kwargs)
+            page, lonely = self.page, not self.boundaries.optimizer_seen
+            if page is not None:
+                page[BACKWARDS] += 1
+                if self.losses is not None:
+                    self.losses(tensors)
+            if not lonely:
+                if page is None and autograd.backward is hooked_backward:  # nothing wraps it
                     self._backwards.restore()
-                return backward(*args, **kwargs)
+                return backward(tensors, *args, **kwargs)
             self._in_backward = True
             try:
-                result = backward(*args, **kwargs)
+                result = backward(tensors, *args, **kwargs)
             finally:
                 self._in_backward = False
+            self._lonely += 1
             self._count()
             return result
 
@@ -98,6 +130,8 @@ class StepCounters:
                 batch = take(iterator)
             finally:
                 self.waited_ns += mark() - start
+            if self.page is not None:
+                self.page[BATCHES] += 1
             if self.steps < SAMPLED_STEPS:
                 self._fetched += _size(batch)
             return batch

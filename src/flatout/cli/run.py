@@ -14,7 +14,7 @@ from typing import NoReturn
 import click
 
 from flatout.agent.applier import before_start
-from flatout.cli.options import exports, launch_targets, ranks, supervision
+from flatout.cli.options import exports, ranks, supervision
 from flatout.cli.options.arguments import (
     PROGRAM,
     Duration,
@@ -25,7 +25,7 @@ from flatout.cli.options.arguments import (
     writable,
 )
 from flatout.cli.options.device import choose, device_option, hint
-from flatout.cli.options.grouped import Grouped, survival_option
+from flatout.cli.options.grouped import Grouped, machines_option, survival_option
 from flatout.cli.options.messages import say, warned
 from flatout.job.folder import read_json, write_json
 from flatout.job.temporary import temporary
@@ -33,12 +33,13 @@ from flatout.launch.caches import private_caches
 from flatout.launch.command import Command, measurable, understand
 from flatout.launch.entry_watch import EntryWatch, watch_beside
 from flatout.launch.environment import ENTERED, attached, listening
+from flatout.launch.torchrun import Torchrun, torchrun_of
 from flatout.levers import TABLE
 from flatout.probe.machine import hardware, with_software
 from flatout.render.formatting import shell
 from flatout.schema.errors import FlatoutError, NothingMeasured, ProgramNotFound, UsageError
 from flatout.schema.facts import Facts
-from flatout.schema.plan import Choice, Plan, as_option
+from flatout.schema.plan import Choice, Plan
 from flatout.schema.run_request import ResumeOptions, RunRequest
 from flatout.tune.plan_files import FoundPlan, differences, find_plan, job_folder, key_of, plan_files
 
@@ -97,7 +98,12 @@ RESCUE = "rescue"  # subfolder of a job's folder
 @exports.options
 @supervision.options(Duration())
 @ranks.options
-@launch_targets.options
+@machines_option(
+    "--ray",
+    default=None,
+    metavar="ADDRESS",
+    help="Run the ranks on a running Ray cluster: HOST:PORT, or auto.",
+)
 @program
 def command(
     plan_path: str | None,
@@ -113,6 +119,7 @@ def command(
     export: tuple[str, ...],
     export_every: float,
     keep_runs: int,
+    ray: str | None,
     words: tuple[str, ...],
     **elsewhere: object,
 ) -> int:
@@ -120,27 +127,19 @@ def command(
 
     The program replaces this process, so its input, output, signals and exit code are its own. With --procs
     or --gpus it runs as several ranks, each on its share of every batch, after a rehearsal has shown that
-    they learn the same. --nodes, --slurm, --ray and --k8s start the ranks on several machines.
+    they learn the same. `--gpus 8 torchrun --nnodes 2 ... train.py` and --ray start them on several machines.
     """
     cmd = understand(words_or_usage(words, "run"))
     asked = ranks.ranks_asked(elsewhere)
     watched = supervision.supervision(elsewhere)
-    place = launch_targets.place_of(elsewhere, asked)
-    choose(
-        device,
-        cmd,
-        "run",
-        asked.procs,
-        asked.gpus,
-        f"--{place.cluster or 'nodes'}" if place is not None else "",
-    )
-    if place is not None and place.cluster in launch_targets.SUBMITTED:
-        options = [
-            *(["--plan", plan_path] if plan_path is not None else []),
-            *(f"--with={as_option(choice)}" for choice in chosen),
-            *(["--rescue"] if rescue else []),
-        ]
-        return launch_targets.go(place, cmd, os.environ, options)
+    place = torchrun_of(cmd, asked.procs) if asked.given and ray is None else ray
+    if watched.asked and place is not None:
+        raise UsageError(
+            f"--supervise restarts the processes of this machine, but {'Ray' if ray else 'torchrun'} starts the ranks. Remove --supervise"
+            f"{'' if ray else '; torchrun restarts them itself: --max-restarts 3'}."
+        )
+    cmd = place.program if isinstance(place, Torchrun) else cmd
+    choose(device, cmd, "run", asked.procs, asked.gpus, "--ray" if ray is not None else "")
     facts = hardware()
     _look_at_folder(cmd, alone=not asked.several and place is None)
     left = exports.summary_of(cmd, facts.machine, summary, export, export_every, keep_runs)
@@ -214,28 +213,26 @@ def _run_as_ranks(
     request: RunRequest,
     chosen: tuple[Choice, ...],
     asked: ranks.RankOptions,
-    place: launch_targets.LaunchTarget | None,
+    place: Torchrun | str | None,
     watched: supervision.Supervision,
 ) -> int:
-    """Run the program as ranks on this machine, or on the nodes of ``place``."""
+    """Run the program as ranks on this machine, by torchrun, or on the Ray cluster at the address ``place``."""
     import secrets
 
     from flatout.cli.options.rank_plans import plan_of_ranks, run_divided
-    from flatout.launch.elastic import agent_command
     from flatout.launch.local_launcher import launcher_of
 
     if cmd.closed:
         raise UsageError(
             f"`python {cmd.closed}` disables flatout, so every rank would train on the same data. Remove the option."
         )
-    first = place is None or not place.nodes.node_rank
-    plan = plan_of_ranks(cmd, request.facts, request.plan, chosen, asked.at_least_two, say, first)
-    environment = _environment(replace(request, plan=plan, seed=secrets.randbits(31)))
-    if place is not None and place.cluster == "ray":
-        return launch_targets.go(place, cmd, environment)
+    plan = plan_of_ranks(cmd, request.facts, request.plan, chosen, asked.at_least_two, say)
+    seed = place.seed if isinstance(place, Torchrun) else secrets.randbits(31)
+    environment = _environment(replace(request, plan=plan, seed=seed))
+    if isinstance(place, Torchrun):
+        return _become(place.command, place.environment(environment, asked.procs, asked.gpus))
     if place is not None:
-        agent = Command(cmd.typed, tuple(agent_command(place.nodes, cmd, divided=True)))
-        return _become(agent, environment)
+        return _on_ray(place, cmd, asked, environment)
     if watched.asked:
         ranks_of_it = launcher_of(cmd, asked.procs, asked.gpus, request.facts.cores)
         return _become(
@@ -243,6 +240,16 @@ def _run_as_ranks(
             {**environment, **watched.environment},
         )
     return run_divided(cmd, request.facts, asked, Path(environment["FLATOUT_JOB"]), environment)
+
+
+def _on_ray(address: str, cmd: Command, asked: ranks.RankOptions, environment: dict[str, str]) -> int:
+    from flatout.launch.ray_cluster import run_ranks, work
+
+    def show(part: bytes) -> None:
+        sys.stdout.buffer.write(part)
+        sys.stdout.buffer.flush()
+
+    return run_ranks(address, work(cmd.argv, environment), asked.procs, asked.gpus, show)
 
 
 def rescue_folder(cmd: Command, asked: bool) -> Path:

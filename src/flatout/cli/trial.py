@@ -17,8 +17,9 @@ from flatout.diagnose.crash_explanation import of_death
 from flatout.job.folder import TrialFolder, write_whole
 from flatout.job.temporary import remove, temporary
 from flatout.launch.command import measurable, understand
+from flatout.launch.restart_policy import oom_kills
 from flatout.measure.clock import seconds
-from flatout.probe.machine import look, oom_kills
+from flatout.probe.machine import look
 from flatout.schema.errors import NothingMeasured
 from flatout.trial.parent import Trial, measure
 from flatout.trial.spec import TrialOptions

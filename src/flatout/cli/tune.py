@@ -35,8 +35,9 @@ from flatout.diagnose.stored_profile import load_profile
 from flatout.job.folder import JobFolder, write_json, write_whole
 from flatout.job.sanitize import harmless
 from flatout.launch.command import Command, measurable, understand
+from flatout.launch.restart_policy import oom_kills
 from flatout.levers import TABLE
-from flatout.probe.machine import look, oom_kills
+from flatout.probe.machine import look
 from flatout.schema.enums import Effect
 from flatout.schema.errors import FlatoutError, ProgramFailed, UsageError
 from flatout.schema.facts import Facts
@@ -49,7 +50,7 @@ from flatout.tune.budget import USUAL_BUDGET_S
 from flatout.tune.goal import Goal
 from flatout.tune.plan_files import beside_script, job_folder
 from flatout.tune.ranks import base_plan
-from flatout.tune.remote import RemoteNodes, on_ray
+from flatout.tune.remote import RemoteNodes
 from flatout.tune.search import search
 from flatout.tune.session import (
     made_for_another,
@@ -198,7 +199,7 @@ def tune(
     made_for = asked.title if asked is not None else ""
     folder = writable(job_folder(cmd, job, made_for), job is not None)
     folder.lock()
-    elsewhere = on_ray(ray, cmd, facts) if ray is not None else None
+    elsewhere = RemoteNodes(ray, cmd, facts) if ray is not None else None
     session = open_session(
         folder,
         cmd,

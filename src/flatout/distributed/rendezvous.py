@@ -57,8 +57,19 @@ def store(torch: ModuleType, where: RankEnvironment, timeout_s: float) -> Any:
         return found
     if place.scheme != "tcp" or not place.hostname or not place.port:
         raise ValueError(
-            f"{RENDEZVOUS}={where.rendezvous} is not a valid rendezvous. Use file:///path or tcp://host:port"
+            f"{RENDEZVOUS}={where.rendezvous} is not a valid rendezvous. Use file:///path or tcp://host:port/round"
         )
-    return torch.distributed.TCPStore(
+    found = torch.distributed.TCPStore(
         place.hostname, place.port, is_master=False, timeout=timeout, wait_for_workers=False
     )
+    return torch.distributed.PrefixStore(f"flatout{place.path}", found)
+
+
+def of_rank_0(torch: ModuleType, here: RankEnvironment, text: str) -> str:
+    """Return the ``text`` of rank 0. On one machine all ranks have the same."""
+    if here.rendezvous.startswith("file:"):
+        return text
+    place = store(torch, here, TIMEOUT_S)
+    if here.rank == 0:
+        place.set("text", text)
+    return str(place.get("text").decode())

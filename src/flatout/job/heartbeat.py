@@ -4,12 +4,11 @@ Neither waits for the other. FLATOUT_HEARTBEAT names the folder of the heartbeat
 of the program has these files in it:
 
     heartbeat.<pid>    the page: 8-byte numbers at the places below
-    stack.<pid>      receives the Python stack on SIGNAL, through the descriptor STACK
-    workers.<pid>    the loader workers that it started: one ``number pid`` per line
-    failed.<pid>     JSON: the exception that ended it
+    stack.<pid>        receives the Python stack on SIGNAL, through the descriptor STACK
+    failed.<pid>       JSON: the exception that ended it
 
 Writing a number takes a tenth of a microsecond, reads no clock and makes no system call. Hooks count the
-steps (`agent.heartbeat`). Checkpoints report themselves (`saved`, `checkpoint_read`), at no cost without a monitor.
+steps (`agent.step_counters`). Checkpoints report themselves (`saved`, `checkpoint_read`), at no cost without a monitor.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ from typing import Any
 
 FOLDER = "FLATOUT_HEARTBEAT"
 BYTES = 4096
-# Places in the page. BEATS: signs of life that no other place counts. SAVES: number of checkpoints. SAVED:
+# Places in the page. HEARTBEATS: signs of life that no other place counts. SAVES: number of checkpoints. SAVED:
 # the step of the newest, plus 1. SAVED_AT: steps of this process when it was written. WENT_ON: number of
 # checkpoints read. NOT_FINITE: the step with a loss that is not finite, plus 1. RANK: the rank, plus 1.
-# SIGNAL: requests the stack, which is written to the descriptor STACK.
+# SIGNAL: requests the stack, which is written to the descriptor STACK. ENDING: its exit handlers run.
 (
     HEARTBEATS,
     STEPS,
-    PHASE,
     BACKWARDS,
     BATCHES,
     SAVES,
@@ -39,9 +37,8 @@ BYTES = 4096
     RANK,
     SIGNAL,
     STACK,
+    ENDING,
 ) = range(13)
-# Phase of a process, as it reports it. Compiling and importing show in its stack.
-STARTING, IMPORTED, TRAINING, LOADING, OPENING, EVALUATING, BETWEEN, SAVING, ENDING = range(9)
 
 
 class HeartbeatPage:

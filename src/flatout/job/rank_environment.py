@@ -2,7 +2,8 @@
 
 FLATOUT_RANK, FLATOUT_LOCAL_RANK, FLATOUT_WORLD_SIZE, FLATOUT_LOCAL_WORLD_SIZE    numbers
 FLATOUT_RENDEZVOUS    rendezvous of the ranks: ``file:///folder/rendezvous`` (a torch FileStore), or
-                   ``tcp://host:port`` (a torch TCPStore with an external server: all ranks are clients)
+                   ``tcp://host:port/round`` (a torch TCPStore with an external server: all ranks are clients).
+                   The server may outlive a restart of the ranks, so each round has its own keys
 """
 
 from __future__ import annotations
@@ -85,6 +86,12 @@ def rank_number() -> int:
     """Return the rank of this process, given by flatout or by another launcher (RANK); 0 if it is the only one."""
     here = this_rank()
     return here.rank if here is not None else int(os.environ.get("RANK") or 0)
+
+
+def first_on_node() -> bool:
+    """Return whether this is the first rank of its machine; True if it is the only one."""
+    here = this_rank()
+    return not (here.local_rank if here is not None else int(os.environ.get("LOCAL_RANK") or rank_number()))
 
 
 def of_other_launchers(environment: Mapping[str, str]) -> list[str]:

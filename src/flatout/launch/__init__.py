@@ -2,5 +2,5 @@
 
 Runs in: the flatout command, the local launcher, the supervisor, and the agent of each node.
 Imports: schema, job, measure, psutil.
-Start with: command.py, environment.py, local_launcher.py, supervisor.py, node_agent.py.
+Start with: command.py, environment.py, local_launcher.py, supervisor.py, torchrun.py.
 """

@@ -5,10 +5,10 @@ ranks get no input, and their output is logged. The ranks meet at a file in the 
 so no port is opened. When a rank fails, the others are asked to exit, the rest is killed, and the launch
 returns the exit code of the rank that failed first. This module imports no torch. Linux only.
 
-torch's elastic agent runs the ranks of several nodes (``node_agent``), but not those of one machine. Measured
-with torch 2.14: it starts in 1.7 s with 520 MB (here 0.15 s, 21 MB), and listens at two ports on every address.
-It looks at its ranks every 0.1 s, so the loss of another rank may count as the first failure. Each rank has a
-session of its own: Ctrl-Z stops only the agent. SIGUSR1 and SIGKILL end the agent, and its ranks run on.
+torchrun starts the ranks of several nodes (``torchrun``), but not those of one machine. Measured with torch
+2.14: it starts in 1.7 s with 520 MB (here 0.15 s, 21 MB), and listens at two ports on every address. It looks
+at its ranks every 0.1 s, so the loss of another rank may count as the first failure. Each rank has a session of
+its own: Ctrl-Z stops only torchrun. SIGUSR1 and SIGKILL end torchrun, and its ranks run on.
 `launch/supervisor.py` needs `Rank` and `RankMonitor` without torch anyway, so little would go.
 """
 

@@ -1,8 +1,7 @@
-"""Run ranks, or many independent programs, on a running Ray cluster.
+"""`flatout run --ray`: ranks on a running Ray cluster, by its public API alone (a placement group, an actor per rank).
 
-Uses only Ray's public API: a placement group, one actor per rank, tasks. flatout and torch must be installed
-on the nodes, and the program's folder must exist there under the same path (a shared file system). Ray is an
-extra: pip install flatout[ray].
+flatout and torch must be installed on the nodes, and the program's folder must exist there under the same path
+(a shared file system). Ray is an extra: pip install flatout[ray].
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from flatout.job.parent_exit import die_with_parent
 from flatout.job.rank_environment import RankEnvironment
 from flatout.job.temporary import temporary
-from flatout.launch.elastic import interface_of
 from flatout.launch.environment import SITE
 from flatout.launch.failure import how_ended
-from flatout.launch.nodes import Endpoint
-from flatout.launch.rendezvous import claimed, served
 from flatout.schema.errors import (
     FlatoutError,
     NodesApart,
@@ -63,12 +61,38 @@ def work(argv: Sequence[str], environment: Mapping[str, str]) -> RayJob:
     return RayJob(tuple(argv), os.getcwd(), extra, Path(job).read_text(encoding="utf-8") if job else None)
 
 
-class Runner:
-    """Runs one process in a Ray worker, in a session that ends with the worker."""
+def connect(address: str) -> Any:
+    """Return Ray, connected to the cluster.
+
+    Raises UsageError if Ray is not installed or there is no cluster."""
+    try:
+        import ray
+    except ImportError:
+        raise UsageError("--ray needs Ray, which is not installed here: pip install flatout[ray].") from None
+    if not ray.is_initialized():
+        path = os.environ.get("PYTHONPATH")  # leads to flatout on a shared file system; harmless elsewhere
+        try:
+            # Ray does not stream the workers' output: rank 0's output is read from its file.
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                configure_logging=False,
+                runtime_env={"env_vars": {"PYTHONPATH": path} if path else {}},
+            )
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise UsageError(
+                f"there is no Ray cluster at {address} ({first_line(error)}). Start one with `ray start --head` and give its address: "
+                "--ray 10.0.0.1:6379, or --ray auto on one of its nodes."
+            ) from None
+    return ray
+
+
+class RankActor:
+    """One rank in a Ray worker, in a session that ends with the worker."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
         self.home = temporary("ray")
+        self._process: subprocess.Popen[bytes] | None = None
         self._store: Any = None
 
     def where(self) -> tuple[str, str]:
@@ -78,16 +102,20 @@ class Runner:
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
     def serve(self) -> str:
-        """Serve a store for the ranks' rendezvous in this worker, at a port that the system chooses."""
+        """Serve a store for the ranks' rendezvous, on this node's address alone (torch's own listens on all)."""
         import torch
 
-        listening = claimed(Endpoint(self.where()[1], 0), 0, several=False)
-        assert listening is not None  # port 0 is never in use
-        at = Endpoint(*listening.getsockname()[:2])
-        self._store = served(torch, listening)
-        return f"tcp://{at}"
+        address = self.where()[1]
+        listening = socket.create_server(
+            (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
+        )
+        port = listening.getsockname()[1]
+        self._store = torch.distributed.TCPStore(
+            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
+        return f"tcp://{f'[{address}]' if ':' in address else address}:{port}"
 
-    def start(self, what: RayJob, rank_variables: Mapping[str, str]) -> None:
+    def start(self, what: RayJob, rank: RankEnvironment) -> None:
         """Start the program.
 
         Raises NodesApart if this node lacks its folder, ProgramNotFound if it lacks the program."""
@@ -95,16 +123,14 @@ class Runner:
             raise NodesApart(
                 f"the folder {what.folder} is not on the node {socket.gethostname()}. Put the program on a file system that all nodes share."
             )
-        before = os.environ.get("PYTHONPATH", "")
+        path = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
+            "GLOO_SOCKET_IFNAME": _interface_of(self.where()[1]),
             **os.environ,
             **what.extra,
-            **rank_variables,
-            "PYTHONPATH": f"{SITE}{os.pathsep}{before}" if before else str(SITE),
+            **rank.environment(),
+            "PYTHONPATH": os.pathsep.join(path),
         }
-        interface = interface_of(self.where()[1]) if rank_variables else None
-        if interface:
-            environment.setdefault("GLOO_SOCKET_IFNAME", interface)
         if what.job is not None:
             (self.home / "job.json").write_text(what.job, encoding="utf-8")
             environment["FLATOUT_JOB"] = str(self.home / "job.json")
@@ -130,10 +156,10 @@ class Runner:
         assert self._process is not None  # start comes first
         return self._process.wait()
 
-    def output(self, at: int) -> bytes:
+    def output(self, offset: int) -> bytes:
         """Return the output from this offset on."""
         with (self.home / "output").open("rb") as out:
-            out.seek(at)
+            out.seek(offset)
             return out.read()
 
     def end(self) -> None:
@@ -142,42 +168,26 @@ class Runner:
         for number, grace_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 1.0)):
             try:
                 os.killpg(self._process.pid, number)
+                self._process.wait(grace_s)
             except ProcessLookupError:
                 return
-            try:
-                self._process.wait(grace_s)
             except subprocess.TimeoutExpired:
                 pass
 
 
-def connect(address: str) -> Any:
-    """Return Ray, connected to the cluster.
+def _interface_of(address: str) -> str:
+    """Return the network interface with this address.
 
-    Raises UsageError if Ray is not installed or there is no cluster."""
-    try:
-        import ray
-    except ImportError:
-        raise UsageError("--ray needs Ray, which is not installed here: pip install flatout[ray].") from None
-    if not ray.is_initialized():
-        try:
-            # Ray does not stream the workers' output: rank 0's output is read from its file.
-            ray.init(
-                address=address,
-                log_to_driver=False,
-                configure_logging=False,
-                runtime_env={"env_vars": _way()},
-            )
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise UsageError(
-                f"there is no Ray cluster at {address} ({first_line(error)}). Start one with `ray start --head` and give its address: "
-                "--ray 10.0.0.1:6379, or --ray auto on one of its nodes."
-            ) from None
-    return ray
-
-
-def _way() -> dict[str, str]:
-    """Return the path to flatout, for clusters with a shared file system; harmless if missing there."""
-    return {"PYTHONPATH": os.environ["PYTHONPATH"]} if os.environ.get("PYTHONPATH") else {}
+    gloo listens on the address of the host name, which /etc/hosts often maps to 127.0.1.1."""
+    interfaces = psutil.net_if_addrs().items()
+    return next(
+        (
+            name
+            for name, known in interfaces
+            if any(entry.address.partition("%")[0] == address for entry in known)
+        ),
+        "",
+    )
 
 
 def run_ranks(
@@ -185,7 +195,6 @@ def run_ranks(
     what: RayJob,
     ranks: int,
     gpus: bool,
-    cpus: float = 1.0,
     show: Callable[[bytes], None] = lambda _: None,
 ) -> int:
     """Run the program as several ranks; return 0 if all succeed. ``show`` receives the output of rank 0.
@@ -194,20 +203,19 @@ def run_ranks(
     full or loses a node.
     """
     ray = connect(address)
-    bundle = {"CPU": cpus, **({"GPU": 1.0} if gpus else {})}
+    bundle = {"CPU": 1.0, **({"GPU": 1.0} if gpus else {})}
     group = ray.util.placement_group([bundle] * ranks, strategy="PACK")
-    if not group.wait(PLACE_S):
-        ray.util.remove_placement_group(group)
-        raise NodesApart(
-            f"the Ray cluster has no room for {ranks} ranks of {_said(bundle)} within {PLACE_S:.0f} s: it has {_said(ray.cluster_resources())}. "
-            f"Start fewer (--{'gpus' if gpus else 'procs'}), or run `ray status` to see what uses them"
-        )
     try:
-        return _Ranks(ray, group, what, bundle, ranks, show).run()
+        if not group.wait(PLACE_S):
+            raise NodesApart(
+                f"the Ray cluster has no room for {ranks} ranks of {_resources(bundle)} within {PLACE_S:.0f} s: it has {_resources(ray.cluster_resources())}. "
+                f"Start fewer (--{'gpus' if gpus else 'procs'}), or run `ray status` to see what uses them."
+            )
+        return _Ranks(ray, group, bundle, ranks, show).run(what)
     except ray.exceptions.RayActorError as error:
         raise NodesApart(
             f"a Ray worker of this job ended before its rank started ({first_line(error)}): its node is gone or out of memory. Run "
-            "`ray list actors` for details"
+            "`ray list actors` for details."
         ) from None
     finally:
         ray.util.remove_placement_group(group)  # ends the actors, and they their processes
@@ -215,71 +223,65 @@ def run_ranks(
 
 class _Ranks:
     def __init__(
-        self,
-        ray: Any,
-        group: Any,
-        what: RayJob,
-        bundle: Mapping[str, float],
-        ranks: int,
-        show: Callable[[bytes], None],
+        self, ray: Any, group: Any, bundle: Mapping[str, float], ranks: int, show: Callable[[bytes], None]
     ) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self._ray, self._what, self._show, self._shown = ray, what, show, 0
+        self._ray, self._show, self._shown = ray, show, 0
         # One call waits for the program, one reads its output, one ends it.
-        actor = ray.remote(
+        remote = ray.remote(
             num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_restarts=0, max_concurrency=4
-        )(Runner)
-        found = [
-            actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle_index)).remote()
-            for bundle_index in range(ranks)
+        )(RankActor)
+        actors = [
+            remote.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, number)).remote()
+            for number in range(ranks)
         ]
-        places = ray.get([each.where.remote() for each in found])
-        order = sorted(
-            range(ranks), key=lambda index: (places.index(places[index]), index)
-        )  # the ranks of a node are adjacent
-        self._actors = [found[index] for index in order]
-        self._places = [places[index] for index in order]
+        places = ray.get([actor.where.remote() for actor in actors])
+        order = sorted(range(ranks), key=lambda number: (places.index(places[number]), number))
+        self._actors = [actors[number] for number in order]  # the ranks of a node are adjacent
+        self._places = [places[number] for number in order]
 
-    def run(self) -> int:
+    def run(self, what: RayJob) -> int:
         ray = self._ray
         rendezvous = ray.get(self._actors[0].serve.remote())
         try:
             ray.get(
                 [
-                    actor.start.remote(self._what, self._rank_variables(rank, rendezvous))
+                    actor.start.remote(what, self._environment(rank, rendezvous))
                     for rank, actor in enumerate(self._actors)
                 ]
             )
         except FlatoutError as error:
-            raise getattr(
-                error, "cause", error
-            ) from None  # Ray's error has the class of its cause, with a long message
+            # Ray's error has the class of its cause, with a long message
+            raise getattr(error, "cause", error) from None
         waiting = {actor.wait.remote(): rank for rank, actor in enumerate(self._actors)}
         while waiting:
             done, _ = ray.wait(list(waiting), num_returns=1, timeout=LOOK_S)
             self._stream()
-            for each in done:
-                rank = waiting.pop(each)
-                code = self._code(each, rank, waiting)
-                if code:
-                    self._end(waiting.values())
-                    raise ProgramFailed(self._words(rank, code), code)
+            for task in done:
+                self._ended(task, waiting.pop(task), waiting.values())
         return 0
 
-    def _rank_variables(self, rank: int, rendezvous: str) -> dict[str, str]:
+    def _environment(self, rank: int, rendezvous: str) -> RankEnvironment:
         here = [other for other, place in enumerate(self._places) if place == self._places[rank]]
-        return RankEnvironment(rank, here.index(rank), len(self._places), len(here), rendezvous).environment()
+        return RankEnvironment(rank, here.index(rank), len(self._places), len(here), rendezvous)
 
-    def _code(self, each: Any, rank: int, waiting: Mapping[Any, int]) -> int:
+    def _ended(self, task: Any, rank: int, others: Iterable[int]) -> None:
+        """End the other ranks if this one failed. Raises ProgramFailed, NodesApart."""
+        where = f"rank {rank} on {self._places[rank][1]}"
         try:
-            return int(self._ray.get(each))
+            code = int(self._ray.get(task))
         except self._ray.exceptions.RayActorError:
-            self._end(waiting.values())
+            self._end(others)
             raise NodesApart(
-                f"rank {rank} on {self._places[rank][1]} is lost: its Ray worker or node has exited. The other ranks were ended. Start again: "
-                "the program resumes from its last checkpoint. Run `ray list actors` for details"
+                f"{where} is lost: its Ray worker or node has exited. The other ranks were ended. Start again: "
+                "the program resumes from its last checkpoint. Run `ray list actors` for details."
             ) from None
+        if code:
+            self._end(others)
+            tail = "" if rank == 0 else self._output(rank, 0)[-TAIL_BYTES:].decode(errors="replace").rstrip()
+            shown = f". The end of its output:\n{tail}" if tail else ""  # that of rank 0 was shown
+            raise ProgramFailed(f"{where} failed first, {how_ended(code)}{shown}", code)
 
     def _end(self, ranks: Iterable[int]) -> None:
         ending = [self._actors[rank].end.remote() for rank in ranks]
@@ -288,31 +290,20 @@ class _Ranks:
         self._stream()
 
     def _stream(self) -> None:
-        try:
-            new = self._ray.get(self._actors[0].output.remote(self._shown), timeout=10)
-        except self._ray.exceptions.RayError:  # the actor is gone; another call will report that
-            return
+        new = self._output(0, self._shown)
         self._shown += len(new)
         if new:
             self._show(new)
 
-    def _words(self, rank: int, code: int) -> str:
-        words = f"rank {rank} on {self._places[rank][1]} failed first, {how_ended(code)}"
-        if rank == 0:  # its output was shown
-            return words
+    def _output(self, rank: int, offset: int) -> bytes:
         try:
-            said = (
-                self._ray.get(self._actors[rank].output.remote(0), timeout=10)[-TAIL_BYTES:]
-                .decode(errors="replace")
-                .rstrip()
-            )
-        except self._ray.exceptions.RayError:
-            return words
-        return f"{words}. The end of its output:\n{said}"
+            return bytes(self._ray.get(self._actors[rank].output.remote(offset), timeout=10))
+        except self._ray.exceptions.RayError:  # the actor is gone; another call will report that
+            return b""
 
 
-def _said(resources: Mapping[str, float]) -> str:
+def _resources(amounts: Mapping[str, float]) -> str:
     return (
-        ", ".join(f"{amount:g} {name}" for name, amount in resources.items() if name in ("CPU", "GPU"))
+        ", ".join(f"{amount:g} {name}" for name, amount in amounts.items() if name in ("CPU", "GPU"))
         or "nothing"
     )

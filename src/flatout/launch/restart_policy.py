@@ -1,6 +1,4 @@
-"""The progress of each start of a supervised program, and the decision whether to restart it.
-
-This module is pure: the caller passes the times."""
+"""The progress of each start of a supervised program, how it ended, and the decision whether to restart it."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +26,12 @@ ALLOCATORS = (
 
 @dataclass
 class Attempt:
-    """One start of the program, with times in seconds.
+    """One start of the program.
 
     ``base`` is the step of the checkpoint that it resumed from; ``kept`` is the step of its newest
     checkpoint."""
 
     number: int
-    began: float
-    imported: float | None = None
-    stepped: float | None = None
-    saved: float | None = None
-    ended: float | None = None
     steps: int = 0
     saves: int = 0
     base: int = 0
@@ -48,40 +41,19 @@ class Attempt:
     def reached(self) -> int:
         return self.base + self.steps
 
-    def kept_s(self, well: bool) -> float:
-        """Return the useful time: from the first step to the newest checkpoint, or to a successful end."""
-        until = self.ended if well else self.saved
-        return max(0.0, until - self.stepped) if until is not None and self.stepped is not None else 0.0
 
-
-@dataclass
+@dataclass(frozen=True)
 class Incident:
-    """One line of `incidents.jsonl`, with times in seconds.
-
-    ``detect_s`` is the time from the last sign of life to detection, ``stop_s`` until all processes of the
-    program had ended, ``start_s`` from there until torch is imported again, and ``load_s`` from there to the
-    first step. None means that the program did not get that far."""
+    """One line of `incidents.jsonl`."""
 
     at: str
     attempt: int
     kind: str
     what: str
     place: str
-    pid: int | None
-    rank: int | None
     step: int
     kept: int
     exit_code: int | None
-    detect_s: float
-    stop_s: float | None = None
-    start_s: float | None = None
-    load_s: float | None = None
-    followed_by: str = ""
-    lines: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        found = asdict(self)
-        return {key: round(value, 3) if isinstance(value, float) else value for key, value in found.items()}
 
 
 @dataclass
@@ -98,7 +70,7 @@ class RestartHistory:
         """Record a failed attempt, and whether it made progress."""
         further = (
             attempt.kept > self.kept
-            if any(each.saves for each in self.attempts)
+            if any(start.saves for start in self.attempts)
             else attempt.reached > self.farthest
         )
         first = len(self.attempts) == 1
@@ -114,7 +86,7 @@ class RestartHistory:
     def why_not_again(self, ending: Ending, attempt: Attempt, restarts: int) -> str:
         """Return why the program is not restarted, without a full stop; "" if it is restarted."""
         made = attempt.number - 1
-        trained = any(each.steps for each in self.attempts)
+        trained = any(start.steps for start in self.attempts)
         if ending.kind == "exit" and not trained:
             return "it failed before its first step and would fail again"
         if ending.kind == "unheard":
@@ -133,14 +105,6 @@ class RestartHistory:
                 "`flatout explain` explains a traceback; fix the error and start again: the program resumes from its newest checkpoint"
             )
         return ""
-
-    def goodput(self, now: float, well: bool) -> float:
-        """Return the share of the time spent on steps that were kept."""
-        if not self.attempts:
-            return 0.0
-        last = self.attempts[-1]
-        good = sum(each.kept_s(well and each is last) for each in self.attempts)
-        return good / max(now - self.attempts[0].began, 1e-9)
 
 
 @dataclass(frozen=True)
@@ -245,7 +209,7 @@ def failures_in(folder: str) -> list[dict[str, Any]]:
     Causes come first, then processes that only lost another one, then launchers that report others. Within
     each group the oldest comes first."""
     found = []
-    for path in sorted(Path(folder).glob("failed.*"), key=lambda each: each.stat().st_mtime_ns):
+    for path in sorted(Path(folder).glob("failed.*"), key=lambda path: path.stat().st_mtime_ns):
         try:
             metadata = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
@@ -261,31 +225,21 @@ def failures_in(folder: str) -> list[dict[str, Any]]:
     )
 
 
-def kills_for_memory() -> int | None:
-    """Return the number of OOM kills in our control group; None if it cannot be read."""
+def oom_kills() -> int | None:
+    """Return how many processes of this control group the kernel killed for lack of memory; None if unknown."""
+    root, files = Path("/sys/fs/cgroup"), []
     try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return None
-    candidates = []
-    for line in lines:
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers == "":
-            candidates += [
-                f"/sys/fs/cgroup{path}/memory.events",
-                f"/sys/fs/cgroup/unified{path}/memory.events",
-                "/sys/fs/cgroup/memory.events",
-            ]
-        elif "memory" in controllers.split(","):
-            candidates += [
-                f"/sys/fs/cgroup/memory{path}/memory.oom_control",
-                "/sys/fs/cgroup/memory/memory.oom_control",
-            ]
-    for candidate in candidates:
-        try:
-            for line in Path(candidate).read_text(encoding="ascii", errors="replace").splitlines():
+        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                files += [root / path[1:] / "memory.events", root / "memory.events"]
+            elif "memory" in controllers.split(","):
+                group = root / "memory"
+                files += [group / path[1:] / "memory.oom_control", group / "memory.oom_control"]
+        for file in filter(Path.is_file, files):
+            for line in file.read_text(encoding="utf-8").splitlines():
                 if line.startswith("oom_kill "):
                     return int(line.split()[1])
-        except (OSError, ValueError, IndexError):
-            continue
+    except (OSError, ValueError, IndexError):
+        pass
     return None

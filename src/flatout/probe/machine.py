@@ -125,18 +125,6 @@ def _text(path: str) -> str | None:
         return None
 
 
-def oom_kills() -> int | None:
-    """Return how many processes of this control group the kernel killed for lack of memory.
-
-    None if unknown.
-    """
-    try:
-        lines = Path("/sys/fs/cgroup/memory.events").read_text(encoding="utf-8").splitlines()
-        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
-    except (OSError, ValueError, IndexError):
-        return None
-
-
 def _allocators() -> dict[str, str]:
     if platform.system() != "Linux":
         return {}

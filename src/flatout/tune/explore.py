@@ -33,7 +33,6 @@ from flatout.tune.effects import Fitted, Space
 from flatout.tune.factors import make_space, recall
 from flatout.tune.goal import only
 from flatout.tune.one_thread import np
-from flatout.tune.orders import together_order
 from flatout.tune.remote import TIMEOUT_S
 from flatout.tune.tuning import Tuning
 
@@ -253,7 +252,7 @@ class _Exploring:
         for_s = max(5.0, tuning.explore_until_s - seconds())
         found: dict[int, tuple[list[ProgramResult], str]] = {}
         for held in elsewhere.held(
-            [together_order(tuning, part, for_s, ROWS_SHARE) for part in parts],
+            [tuning.order(part, for_s, ROWS_SHARE) for part in parts],
             TIMEOUT_S + for_s + tuning.timeout_s,
         ):
             if held.answer is not None:

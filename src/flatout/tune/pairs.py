@@ -17,7 +17,6 @@ from flatout.tune.blame import came_to_its_end
 from flatout.tune.candidates import Candidate, plan_of, widest
 from flatout.tune.comparison import ProgramRequest, ProgramResult, measure_together
 from flatout.tune.limits import PAIRS
-from flatout.tune.orders import together_order
 from flatout.tune.remote import TIMEOUT_S
 from flatout.tune.tuning import Tuning
 
@@ -87,7 +86,7 @@ def _measured(tuning: Tuning, asked: Sequence[list[ProgramRequest]]) -> list[tup
     until_s = seconds() + min(3 * pair_s, max(pair_s, tuning.allowed_s(overrun=True)))
     found: dict[int, tuple[list[ProgramResult], str]] = {}
     if elsewhere is not None and elsewhere.ready:
-        orders = [together_order(tuning, programs, 3 * pair_s) for programs in asked]
+        orders = [tuning.order(programs, 3 * pair_s) for programs in asked]
         for held in elsewhere.held(orders, TIMEOUT_S + 3 * pair_s + tuning.timeout_s):
             if held.answer is not None:
                 seen = [ProgramResult.from_json(each) for each in held.answer["seen"]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from flatout.guard.batch_slices import PLAYS, samples_played
 from flatout.guard.loss_curves import own_loss
@@ -20,7 +21,7 @@ from flatout.trial.blocks import LeverFailed, Watcher
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.budget import USUAL_BUDGET_S, default_budget_s, gain_of_compilers
 from flatout.tune.candidates import Candidate, in_order
-from flatout.tune.comparison import ProgramResult, Row
+from flatout.tune.comparison import ProgramRequest, ProgramResult, Row
 from flatout.tune.disturbance import Disturbance
 from flatout.tune.effects import Fitted, Space, TimedBlock, fit, ratio_of
 from flatout.tune.goal import Goal, only
@@ -214,6 +215,28 @@ class Tuning:
             self.interleaver.dismiss(running_candidate.trial)
             raise LeverFailed(left["name"], left["reason"])
         return running_candidate
+
+    def order(
+        self, asked: Sequence[ProgramRequest], for_s: float, share: float | None = None
+    ) -> dict[str, Any]:
+        """Return an order for another machine to measure programs together (`tune/remote.py`).
+
+        ``for_s``: time limit, including the starts. ``share``: measuring may end after this share of the time
+        of the starts.
+        """
+        interleaver = self.interleaver
+        return {
+            "kind": "together",
+            "typed": list(self.command.typed),
+            "tick_ms": interleaver.tick_ms,
+            "unit": interleaver.unit,
+            "prefetched_ticks": interleaver.prefetched_ticks,
+            "longest_ticks": interleaver.longest_ticks,
+            "timeout_s": self.timeout_s,
+            "seconds": for_s,
+            "share": share,
+            "asked": [one.to_json() for one in asked],
+        }
 
     def plain_again(self) -> Trial | None:
         """Return the observed plain program, or a new one if it has ended; None if time is too short."""

@@ -22,8 +22,6 @@ from flatout.schema.toml import read_toml
 
 FILE, SECTION, PREFIX = "pyproject.toml", "tool.flatout", "FLATOUT"
 MOST_BYTES = 1 << 20
-# A job that these options submit runs `flatout run` itself, with the same settings: it would submit itself.
-COMMAND_LINE_ONLY = ("slurm", "k8s")
 NO_VALUE = object()
 
 
@@ -97,8 +95,6 @@ def _variables(command: click.Command, prefix: str, ctx: click.Context) -> Itera
             yield from _variables(each, f"{prefix}_{_upper(name)}", ctx)
         return
     for key, option in options_of(command).items():
-        if key in COMMAND_LINE_ONLY:
-            continue
         variable = f"{prefix}_{_upper(key)}"
         option.envvar = variable
         try:
@@ -185,8 +181,6 @@ class _Source:
                 f"{self.path}: {where}: {why}. `flatout {name} --help` shows --{key_of(option)}."
             )
 
-        if key_of(option) in COMMAND_LINE_ONLY:
-            raise wrong("it works only on the command line")
         if option.is_flag:
             if not isinstance(value, bool):
                 raise wrong(f"{value!r} is not true or false")

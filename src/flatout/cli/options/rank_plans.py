@@ -94,23 +94,21 @@ def plan_of_ranks(
     chosen: Sequence[Choice],
     asked: RankOptions,
     say: Callable[[str], None],
-    first: bool = True,
 ) -> Plan:
     """Return the plan of each rank: how the program is split, and the levers of ``plan`` that are compatible.
 
-    ``chosen`` are levers given by name for this run; they stay. ``first``: this node rehearses the program;
-    the other nodes use its result. Raises CannotDivide, ProgramFailed.
+    ``chosen`` are levers given by name for this run; they stay. Raises CannotDivide, ProgramFailed.
     """
     given, parts = plan.get(LEVER), plan.get(SHARDING) if asked.shard != NEVER else None
     asked = replace(asked, shard=ALWAYS) if parts is not None else asked
     value = given.value if given is not None and isinstance(given.value, dict) else None
     shards = asked.shard == ALWAYS
-    if value is None and first:
+    if value is None:
         value, found = rehearsed(command, facts, asked)
         shards = found.shards
         if found.memory:
             say(found.memory)
-    base = base_plan(value or {}, shards)
+    base = base_plan(value, shards)
     table, by_name = {lever.name: lever for lever in TABLE}, {choice.name for choice in chosen}
     others = [choice for choice in plan if choice.name not in (LEVER, SHARDING)]
     left_out = [

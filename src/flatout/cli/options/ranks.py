@@ -14,10 +14,9 @@ from flatout.schema.errors import UsageError
 OPTIONS = (
     ranks_option(
         "--procs",
-        default=1,
-        show_default=True,
+        default=None,
         type=click.IntRange(1),
-        help="Number of ranks on this machine, for a single-process script.",
+        help="Number of ranks on this machine, for a single-process script.  [default: 1]",
     ),
     ranks_option(
         "--gpus",
@@ -59,7 +58,8 @@ OPTIONS = (
 class RankOptions:
     """The rank options of a command line.
 
-    ``procs`` is the number of ranks; ``gpus`` gives each its own CUDA device. ``sync_batchnorm`` normalises
+    ``procs`` is the number of ranks; ``gpus`` gives each its own CUDA device. ``given``: the command line has
+    a number of ranks, perhaps 1. ``sync_batchnorm`` normalises
     over all ranks. ``whole_batches`` shows the script whole batches. ``split_evaluation`` splits the evaluation
     between ranks. ``shard`` says whether weights, gradients and optimizer state are sharded. ``again``
     repeats the rehearsal.
@@ -72,6 +72,7 @@ class RankOptions:
     split_evaluation: bool = False
     shard: str = "auto"
     again: bool = False
+    given: bool = False
 
     @property
     def words(self) -> dict[str, str]:
@@ -106,6 +107,8 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
 def ranks_asked(given: dict[str, Any]) -> RankOptions:
     """Remove the rank options from ``given`` and return them. Raises UsageError."""
     procs, gpus = given.pop("procs"), given.pop("gpus")
+    given_ranks = procs is not None or gpus > 0
+    procs = procs or 1
     if gpus and procs > 1 and gpus != procs:
         raise UsageError(
             f"--procs {procs} and --gpus {gpus} disagree; --gpus {gpus} alone starts {gpus} ranks with one GPU each."
@@ -114,6 +117,7 @@ def ranks_asked(given: dict[str, Any]) -> RankOptions:
         max(procs, gpus),
         bool(gpus),
         again=given.pop("rehearse"),
+        given=given_ranks,
         **{
             name: given.pop(name) for name in ("sync_batchnorm", "whole_batches", "split_evaluation", "shard")
         },

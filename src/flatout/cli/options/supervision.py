@@ -11,12 +11,11 @@ from typing import Any
 import click
 
 from flatout.cli.options.grouped import survival_option
-from flatout.cli.options.launch_targets import CLUSTERS
 from flatout.launch.command import Command
 from flatout.render.formatting import shell
 from flatout.schema.errors import UsageError
 
-RESTARTS, GRACE_S = 20, 10.0
+RESTARTS, GRACE_S, HANG_S = 20, 10.0, 600.0
 HOME = Path(__file__).resolve().parents[3]
 
 
@@ -29,6 +28,12 @@ def options(duration: click.ParamType) -> Callable[[Callable[..., Any]], Callabl
             help="Monitor the program: end it if it hangs, restart it from its newest checkpoint (--restarts).",
         ),
         survival_option(
+            "--restarts",
+            default=None,
+            type=click.IntRange(0),
+            help=f"Most restarts, with --supervise.  [default: {RESTARTS}]",
+        ),
+        survival_option(
             "--grace",
             default=None,
             type=duration,
@@ -38,7 +43,7 @@ def options(duration: click.ParamType) -> Callable[[Callable[..., Any]], Callabl
             "--hang-after",
             default=None,
             type=duration,
-            help="Shortest stall that counts as a hang, with --supervise.  [default: 10s]",
+            help="Time without a step, a backward pass, a batch or a checkpoint that counts as a hang, with --supervise.  [default: 10m]",
         ),
         survival_option(
             "--on-nan",
@@ -63,26 +68,24 @@ class Supervision:
     asked: bool
     restarts: int
     grace_s: float
-    hang_after_s: float | None
+    hang_after_s: float
     on_nan: str
 
     def over(self, command: Command, incidents: Path) -> Command:
         """Return the command that supervises ``command``, or ``command`` itself."""
         if not self.asked:
             return command
-        # -I and -S: flatout's hook and site customisations are for the program only. The options also prevent
-        # the import of, for example, a json.py in the current folder.
-        begin = f"import sys; sys.path.insert(0, {str(HOME)!r}); from flatout.launch.supervised import main; sys.exit(main())"
-        after = "-" if self.hang_after_s is None else str(self.hang_after_s)
+        # -I: flatout's hook is for the program only. The option also prevents the import of, for example, a
+        # json.py in the current folder.
+        begin = f"import sys; sys.path.insert(0, {str(HOME)!r}); from flatout.launch.supervisor import main; sys.exit(main())"
         words = (
             sys.executable,
             "-I",
-            "-S",
             "-c",
             begin,
             str(self.restarts),
             str(self.grace_s),
-            after,
+            str(self.hang_after_s),
             str(incidents.absolute()),
             shell(command.shown),
             *command.argv,
@@ -95,31 +98,24 @@ class Supervision:
 
 
 def supervision(given: dict[str, Any]) -> Supervision:
-    """Remove the supervision options from ``given`` and return them; --restarts only with --supervise.
-
-    Raises UsageError."""
-    asked, grace_s, hang_after_s, on_nan = (
-        given.pop(name) for name in ("supervise", "grace", "hang_after", "on_nan")
+    """Remove the supervision options from ``given`` and return them. Raises UsageError."""
+    asked, restarts, grace_s, hang_after_s, on_nan = (
+        given.pop(name) for name in ("supervise", "restarts", "grace", "hang_after", "on_nan")
     )
     if not asked:
-        for option, value in (("--grace", grace_s), ("--hang-after", hang_after_s), ("--on-nan", on_nan)):
+        for option, value in (
+            ("--restarts", restarts),
+            ("--grace", grace_s),
+            ("--hang-after", hang_after_s),
+            ("--on-nan", on_nan),
+        ):
             if value is not None:
                 raise UsageError(f"{option} works only with a supervised program. Add --supervise.")
-        return Supervision(False, 0, GRACE_S, None, "ignore")
-    elsewhere = next((name for name in ("nodes", *CLUSTERS, "rendezvous") if given.get(name)), None)
-    if elsewhere is not None:
-        raise UsageError(
-            f"--supervise monitors processes of this machine, but --{elsewhere} starts them by an agent on each node, which restarts them "
-            "itself. Use --restarts N without --supervise."
-        )
-    restarts = given.get("restarts")
-    given["restarts"] = None
-    if restarts is not None and restarts < 0:
-        raise UsageError(f"--restarts {restarts} is negative. Give 0 or a positive number.")
+        return Supervision(False, 0, GRACE_S, HANG_S, "ignore")
     return Supervision(
         True,
         RESTARTS if restarts is None else restarts,
         GRACE_S if grace_s is None else grace_s,
-        hang_after_s,
+        HANG_S if hang_after_s is None else hang_after_s,
         on_nan or "ignore",
     )

@@ -1,0 +1,330 @@
+"""Finds out whether a supervised program hangs, and says what its processes do.
+
+A program hangs if none of its processes has shown a sign of life (`job/heartbeat.py`) for the limit. Ranks wait
+for each other, so one rank that works clears the others. Each process is then asked for its Python stack.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from flatout.job.heartbeat import (
+    BACKWARDS,
+    BATCHES,
+    ENDING,
+    SAVED,
+    SAVED_AT,
+    SAVES,
+    SIGNAL,
+    STACK,
+    STEPS,
+    WENT_ON,
+    RemoteHeartbeat,
+)
+
+LOOK_S = 0.5
+START_S = 1800.0  # the least limit before the first step (imports, compilation, the first batch) and at exit
+ANSWER_S = 1.0  # for the stacks
+INNERMOST, MOST_FRAMES = 4, 60  # frames shown of a stack
+STATES = {
+    psutil.STATUS_RUNNING: "runs",
+    psutil.STATUS_SLEEPING: "waits",
+    psutil.STATUS_DISK_SLEEP: "waits in the kernel, where no signal reaches it",
+    psutil.STATUS_STOPPED: "is stopped",
+}
+FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+")
+LIBRARY = re.compile(
+    r"/(?:site|dist)-packages/|/lib(?:64)?/python\d|^<frozen|/flatout/(?:agent|checkpoint|cli|distributed|loop)/"
+)
+MEETS_RANKS = re.compile(
+    r"/torch/distributed/|/distributed/(?:exchange|bucket_queue|wire|sharding)\.py|/autograd/graph\.py|/torch/cuda/"
+)
+WAITS_FOR_DATA = re.compile(r"/torch/utils/data/dataloader\.py")
+FETCHES = re.compile(r"/torch/utils/data/_utils/fetch\.py|/flatout/data/")
+
+
+@dataclass(frozen=True)
+class Frame:
+    file: str
+    line: int
+    function: str
+
+    @property
+    def words(self) -> str:
+        here = os.getcwd() + os.sep
+        file = self.file.removeprefix(here).rpartition("-packages/")[2]
+        return f"{file}, line {self.line}, in {self.function}"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The stack of one thread, innermost frame first."""
+
+    frames: tuple[Frame, ...] = ()
+
+    @property
+    def own_line(self) -> Frame | None:
+        """The innermost frame of the program's own code."""
+        return next((frame for frame in self.frames if not LIBRARY.search(frame.file)), None)
+
+    def passes(self, pattern: re.Pattern[str]) -> bool:
+        return any(pattern.search(frame.file) for frame in self.frames)
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """The program's own frames and the innermost library frames, in the order of a traceback."""
+        frames = [
+            frame
+            for depth, frame in enumerate(self.frames[:MOST_FRAMES])
+            if depth < INNERMOST or not LIBRARY.search(frame.file)
+        ]
+        return tuple(f"    {frame.words}" for frame in frames[::-1])
+
+    @property
+    def words(self) -> str:
+        if not self.frames:
+            return "its Python line is unknown, because it does not respond"
+        inner, own = self.frames[0], self.own_line
+        if own is None or own is inner:
+            return inner.words
+        return f"{own.words} (from there in {inner.function} of {inner.words.partition(',')[0]})"
+
+
+def stack_in(text: str) -> Stack:
+    """Return the stack of the main thread in the output of faulthandler: the one that begins in a module, else the last."""
+    threads: list[list[Frame]] = []
+    for line in text.splitlines():
+        if THREAD.match(line):
+            threads.append([])
+        elif threads and (match := FRAME.match(line)):
+            threads[-1].append(Frame(match["file"], int(match["line"]), match["function"]))
+    stacks = [Stack(tuple(frames)) for frames in threads if frames]
+    main = [stack for stack in stacks if stack.frames[-1].function == "<module>"]
+    return (main or stacks or [Stack()])[-1]
+
+
+class ProgramProcess:
+    """A process of the program that has a heartbeat page. Raises OSError, ValueError while it is being created."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        self.page = RemoteHeartbeat(os.path.join(folder, name))
+        self.pid = self.page.pid
+        self._answers = Path(folder, f"stack.{self.pid}")
+        self._before: int | None = None
+
+    @property
+    def status(self) -> str:
+        """The state of the process as psutil names it; "" if it has ended."""
+        try:
+            status = str(psutil.Process(self.pid).status())
+        except psutil.Error:
+            return ""
+        return "" if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else status
+
+    @property
+    def title(self) -> str:
+        return f"process {self.pid}" + (f" (rank {self.page.rank})" if self.page.rank is not None else "")
+
+    @property
+    def done(self) -> tuple[int, int, int]:
+        """Its progress: ranks that wait for each other wait for the one with the least."""
+        return self.page[STEPS], self.page[BACKWARDS], self.page[BATCHES]
+
+    def ask(self) -> None:
+        """Ask for its stack. A process without a handler gets no signal, which would kill it."""
+        try:
+            before = self._answers.stat().st_size
+            if self.page[SIGNAL] and self._handles(self.page[SIGNAL]):
+                os.kill(self.pid, self.page[SIGNAL])
+                self._before = before
+        except OSError:
+            pass
+
+    def _handles(self, number: int) -> bool:
+        """Return whether it handles this signal, and its descriptor is still the stack's file.
+
+        Some scripts close descriptors that they did not open."""
+        status = Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8", errors="replace")
+        caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+        handles = caught is not None and int(caught[1], 16) >> (number - 1) & 1
+        return bool(handles) and os.path.samefile(f"/proc/{self.pid}/fd/{self.page[STACK]}", self._answers)
+
+    @property
+    def stack(self) -> Stack:
+        if self._before is None:
+            return Stack()
+        try:
+            with self._answers.open("rb") as file:
+                file.seek(self._before)
+                return stack_in(file.read(1 << 18).decode(errors="replace"))
+        except OSError:
+            return Stack()
+
+
+@dataclass(frozen=True)
+class ProcessEvent:
+    """An event of a process.
+
+    ``kind`` is "stopped" (it was continued) or "hung". ``said`` is one sentence; ``lines`` are printed below
+    it."""
+
+    kind: str
+    said: str
+    step: int
+    place: str = ""
+    lines: tuple[str, ...] = ()
+
+
+class ProgramProcesses:
+    """The processes of one start of the program, whose heartbeat pages are in ``folder``."""
+
+    def __init__(self, folder: str, now: float, hang_after_s: float) -> None:
+        self.folder, self.hang_after_s = folder, hang_after_s
+        self.known: dict[int, ProgramProcess] = {}
+        self._since = self._looked = now
+        self._signs = 0
+        self._asked: float | None = None  # when the stacks were asked for
+
+    @property
+    def steps(self) -> int:
+        return max((process.page[STEPS] for process in self.known.values()), default=0)
+
+    @property
+    def went_on(self) -> bool:
+        return any(process.page[WENT_ON] for process in self.known.values())
+
+    @property
+    def saves(self) -> int:
+        """The number of checkpoints written after a step; some scripts save at the start."""
+        pages = [process.page for process in self.known.values()]
+        return sum(page[SAVES] for page in pages if page[SAVED_AT] or page[SAVED])
+
+    def kept(self, base: int) -> int:
+        """Return the step of the newest checkpoint of a program that resumed from ``base``; 0 without one."""
+        pages = [process.page for process in self.known.values() if process.page[SAVES]]
+        steps = [
+            page[SAVED] - 1 if page[SAVED] else base + page[SAVED_AT]
+            for page in pages
+            if page[SAVED] or page[SAVED_AT]
+        ]
+        return max(steps, default=0)
+
+    def word(self, place: int) -> int:
+        return max((process.page[place] for process in self.known.values()), default=0)
+
+    def held(self, now: float) -> None:
+        """Record that everything was stopped for a while on purpose."""
+        self._since += now - self._looked
+        self._looked = now
+
+    def look(self, now: float) -> ProcessEvent | None:
+        """Poll the processes, and return the event to handle. Call it every LOOK_S."""
+        if now - self._looked > 8 * LOOK_S:  # the supervisor was stopped, or the machine slept
+            self.held(now)
+        self._looked = now
+        self._find()
+        signs = sum(process.page.signs for process in self.known.values())
+        if signs != self._signs:
+            self._signs, self._since, self._asked = signs, now, None
+        trains = self.steps and not self.word(ENDING)
+        limit_s = self.hang_after_s if trains else max(self.hang_after_s, START_S)
+        if now - self._since < limit_s or not self.known:
+            return None
+        living = [process for process in self.known.values() if process.status]
+        if any(process.status == psutil.STATUS_TRACING_STOP for process in living):
+            self._since = now  # a debugger holds it
+            return None
+        stopped = [process for process in living if process.status == psutil.STATUS_STOPPED]
+        if stopped:
+            return self._continued(stopped, now)
+        if self._asked is None:
+            self._asked = now
+            for process in living:
+                process.ask()
+            return None
+        return self._hung(living, now) if living and now - self._asked >= ANSWER_S else None
+
+    def _find(self) -> None:
+        for name in os.listdir(self.folder):
+            kind, _, number = name.partition(".")
+            if kind == "heartbeat" and number.isdigit() and int(number) not in self.known:
+                try:
+                    self.known[int(number)] = ProgramProcess(self.folder, name)
+                except (OSError, ValueError):
+                    continue  # it is being created
+
+    def _continued(self, stopped: Sequence[ProgramProcess], now: float) -> ProcessEvent:
+        for process in stopped:
+            os.kill(process.pid, signal.SIGCONT)
+        silent_s, self._since, first = now - self._since, now, stopped[0]
+        parents = [other for other in self.known.values() if first.pid in _children(other.pid)]
+        title = f"loader worker (process {first.pid}) of {parents[0].title}" if parents else first.title
+        return ProcessEvent(
+            "stopped",
+            f"{title} was stopped (SIGSTOP) for {silent_s:.0f} s; it was continued",
+            self.steps,
+        )
+
+    def _hung(self, living: Sequence[ProgramProcess], now: float) -> ProcessEvent:
+        silent_s = now - self._since
+        group = [process for process in living if process.page[STEPS]] or list(living)
+        stacks = {process.pid: process.stack for process in living}
+        awaited = _awaited(group, stacks)
+        process = culprit = awaited[0]
+        titles = " and ".join(each.title for each in awaited[:4])
+        others = len(group) - len(awaited)
+        what = f"{titles} {'have' if len(awaited) > 1 else 'has'} " + (
+            "finished no step" if process.page[STEPS] else "not reached a first step"
+        )
+        if stacks[process.pid].passes(WAITS_FOR_DATA):
+            children = _children(process.pid)
+            workers = [other for other in living if other.pid in children]
+            silent = [
+                each for each in workers if not stacks[each.pid].frames or stacks[each.pid].passes(FETCHES)
+            ]
+            if silent:
+                culprit = silent[0]
+                what = f"loader worker (process {culprit.pid}) of {process.title} has returned no batch"
+        waiting = f"; {others} other{'s wait' if others > 1 else ' waits'} for it" if others else ""
+        stack = stacks[culprit.pid]
+        lines = stack.shown
+        if not stack.frames and (names := _children(culprit.pid)):
+            lines = (f"    its children: {', '.join(f'{name} ({pid})' for pid, name in names.items())}",)
+        said = (
+            f"{what} for {silent_s:.0f} s (after step {process.page[STEPS]}){waiting}. "
+            f"{'It' if culprit is process else 'The worker'} {STATES.get(culprit.status, culprit.status or 'is gone')}: {stack.words}"
+        )
+        own = stack.own_line
+        return ProcessEvent(
+            "hung",
+            said,
+            process.page[STEPS],
+            own.words if own is not None else stack.words,
+            lines,
+        )
+
+
+def _awaited(group: Sequence[ProgramProcess], stacks: dict[int, Stack]) -> list[ProgramProcess]:
+    """Return the processes that the others wait for: those furthest behind, else those not in a collective."""
+    least = min(process.done for process in group)
+    behind = [process for process in group if process.done == least]
+    if len(behind) < len(group):
+        return behind
+    apart = [process for process in group if not stacks[process.pid].passes(MEETS_RANKS)]
+    return apart or list(group)
+
+
+def _children(pid: int) -> dict[int, str]:
+    """Return the names of the running children of a process."""
+    try:
+        return {child.pid: child.name() for child in psutil.Process(pid).children()}
+    except psutil.Error:
+        return {}
