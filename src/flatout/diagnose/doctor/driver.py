@@ -272,4 +272,4 @@ def torch_computes(snapshot: MachineSnapshot) -> CheckOutcome:
     )
 
 
-QUESTIONS = (driver, driver_for_cuda, visible_devices, architectures, torch_computes)
+CHECKS = (driver, driver_for_cuda, visible_devices, architectures, torch_computes)
