@@ -4,7 +4,6 @@ edited for it.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import signal
@@ -311,47 +310,16 @@ def test_an_accelerator_becomes_the_cpu(named):
 
 # -- what cannot be redirected ----------------------------------------------------------------------------------------------
 
-EXTENSION = """
-import torch
-from torch.utils.cpp_extension import load_inline
-x = torch.ones(4).cuda()
-load_inline("twice_of_it", "torch::Tensor twice(torch::Tensor x);", cuda_sources="__global__ void k(float* x) { x[threadIdx.x] *= 2; }", functions=["twice"])
-"""
-TRITON = """
-import torch, triton, triton.language as tl
-@triton.jit
-def twice(x, n: tl.constexpr):
-    at = tl.arange(0, n)
-    tl.store(x + at, tl.load(x + at) * 2)
-x = torch.ones(4).cuda()
-twice[(1,)](x, 4)
-print(x.tolist())
-"""
 NCCL = """
 import torch
 torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
 """
 OTHERS = {
-    "extension": (
-        EXTENSION,
-        "a CUDA extension: its kernels run only on a CUDA device",
-        "use the script's path without the extension",
-    ),
-    "triton": (
-        TRITON,
-        "a Triton kernel: it is compiled for a GPU",
-        "TRITON_INTERPRET=1 flatout run --device cpu",
-    ),
     "nccl": (NCCL, "NCCL: it connects CUDA devices", "without torchrun"),
     "graph": (
         "import torch\ng = torch.cuda.CUDAGraph()",
         "a CUDA graph: it replays work",
         "without torch.cuda.CUDAGraph",
-    ),
-    "nvml": (
-        "import torch, pynvml\npynvml.nvmlInit()",
-        "NVML: it reads the counters",
-        "remove the code that reads them",
     ),
     "comparison": (
         "import torch\nassert torch.ones(2).cuda().device.type == 'cuda'",
@@ -359,15 +327,12 @@ OTHERS = {
         "change or remove this line",
     ),
 }
-NEEDS = {"triton": "triton", "nvml": "pynvml"}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OTHERS)
 def test_unsupported_uses_of_cuda_are_named(flatout, script, name):
     """Under its own traceback: what, why, the line and the next command."""
-    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
-        pytest.skip(f"not run: {NEEDS[name]} is not installed")
     source, why, then = OTHERS[name]
     script(source)
     done = flatout("run", "--device", "cpu", "python", "train.py")
@@ -378,11 +343,6 @@ def test_unsupported_uses_of_cuda_are_named(flatout, script, name):
     assert re.search(rf"^flatout:   fix +.*{re.escape(then)}", message, re.MULTILINE)
     assert re.search(r"^flatout:   at .*train\.py:\d+", message, re.MULTILINE)
     assert message.endswith("flatout explain FE000")
-    if name == "triton":  # the suggested command
-        assert (
-            flatout("run", "--device", "cpu", "python", "train.py", env={"TRITON_INTERPRET": "1"}).out
-            == "[2.0, 2.0, 2.0, 2.0]\n"
-        )
 
 
 @pytest.mark.parametrize(
@@ -391,6 +351,8 @@ def test_unsupported_uses_of_cuda_are_named(flatout, script, name):
         ("No supported gpu backend found!", "a trainer that requests a GPU"),
         ("Found no NVIDIA driver on your system.", "this use of CUDA"),
         ("x must be a CUDA tensor", "a CUDA extension"),
+        ("0 active drivers ([]). There should only be one.", "a Triton kernel"),
+        ("NVML Shared Library Not Found", "NVML"),
         ("mat1 and mat2 shapes cannot be multiplied (16x8 and 4x4)", ""),
     ],
 )

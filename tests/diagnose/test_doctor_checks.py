@@ -154,34 +154,6 @@ DOCKER_MOUNTS = """1201 1120 0:84 / / rw,relatime - overlay overlay rw,lowerdir=
 """
 
 
-def old_docker(snapshot: MachineSnapshot) -> None:
-    """The same under cgroups v1, where /proc/self/cgroup shows the host's path and only the container's own
-    group is mounted.
-    """
-    docker(snapshot)
-    for path in [path for path in snapshot.files if path.startswith("/sys/fs/cgroup")]:
-        del snapshot.files[path]
-    group = "/docker/0123456789abcdef"
-    snapshot.files |= {
-        "/proc/self/cgroup": f"11:pids:{group}\n5:memory:{group}\n4:cpu,cpuacct:{group}\n",
-        "/proc/self/mountinfo": DOCKER_MOUNTS.replace(
-            "1205 1204 0:27 / /sys/fs/cgroup ro,nosuid,nodev,noexec,relatime - cgroup2 cgroup rw",
-            "\n".join(
-                (
-                    f"1211 1205 0:33 {group} /sys/fs/cgroup/memory ro,nosuid - cgroup cgroup rw,memory",
-                    f"1212 1205 0:34 {group} /sys/fs/cgroup/cpu,cpuacct ro - cgroup cgroup rw,cpu,cpuacct",
-                    f"1213 1205 0:35 {group} /sys/fs/cgroup/pids ro - cgroup cgroup rw,pids",
-                )
-            ),
-        ),
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes": "3221225472\n",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes": "1073741824\n",
-        "/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "200000\n",
-        "/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
-        "/sys/fs/cgroup/pids/pids.max": "512\n",
-    }
-
-
 def limit(name: str, soft: str, hard: str) -> Change:
     def change(snapshot: MachineSnapshot) -> None:
         text = snapshot.files["/proc/self/limits"] or ""
@@ -225,7 +197,6 @@ def at(path: str) -> Change:
 
 
 OLDER = "pip install --force-reinstall torch==2.14.1 --index-url https://download.pytorch.org/whl/cu126"
-OTHER_MODULES = "No module named 'sympy'"
 FAULTS = [
     # Python
     ("FD001", "problem", set_python(version="3.9.18"), "needs 3.10", "-m venv"),
@@ -267,13 +238,6 @@ FAULTS = [
     ),
     (
         "FD003",
-        "problem",
-        lambda s: s.folders.__setitem__(".", ["torch/"]),
-        "hides the installed module",
-        "mv torch my_torch",
-    ),
-    (
-        "FD003",
         "warning",
         lambda s: s.folders.__setitem__(".", ["random.py", "train.py"]),
         "random",
@@ -285,13 +249,6 @@ FAULTS = [
         run("start-up hook", code=0, out=""),
         "was not loaded",
         "pip install --force-reinstall",
-    ),
-    (
-        "FD005",
-        "problem",
-        run("start-up hook", code=0, out="7 old 3.9.18\n"),
-        "old 3.9.18",
-        "--no-deps flatout",
     ),
     # torch that cannot be imported, by the family of the message
     ("FD010", "problem", no_torch, "torch is not installed", "pip install torch"),
@@ -403,13 +360,6 @@ FAULTS = [
         "nvidia-cudnn-cu13 9.10.2.21 is installed, torch requires ==9.24.0.43",
         "torch==2.14.1",
     ),
-    (
-        "FD019",
-        "warning",
-        lambda s: s.packages[4].__setitem__(1, "3.7.1"),
-        "triton 3.7.1 is installed, torch requires ~=3.8.0",
-        "torch==2.14.1",
-    ),
     ("FD019", "warning", lambda s: s.packages.pop(2), "nvidia-nccl-cu13 is not installed", "torch==2.14.1"),
     # the driver
     (
@@ -434,20 +384,6 @@ FAULTS = [
         ),
         "kernel module is not loaded",
         "modprobe nvidia",
-    ),
-    (
-        "FD020",
-        "problem",
-        run("nvidia-smi", code=6, out="No devices were found\n"),
-        "finds no usable GPU",
-        "dmesg",
-    ),
-    (
-        "FD020",
-        "problem",
-        run("nvidia-smi", code=255, out="Failed to initialize NVML: Unknown Error\n"),
-        "lost access to the devices",
-        "docker restart",
     ),
     (
         "FD020",
@@ -489,7 +425,6 @@ FAULTS = [
         "nvidia-smi -L",
     ),
     ("FD022", "problem", variables(CUDA_VISIBLE_DEVICES="0,0"), "twice", "unset"),
-    ("FD022", "problem", variables(CUDA_VISIBLE_DEVICES="GPU-99999999"), "is not a GPU", "nvidia-smi -L"),
     ("FD022", "warning", variables(CUDA_VISIBLE_DEVICES=""), "hides every GPU", "unset CUDA_VISIBLE_DEVICES"),
     ("FD023", "problem", volta, "compute capability 7.0", OLDER),
     ("FD023", "note", newer_gpu, "PTX", "pip install --upgrade torch"),
@@ -534,7 +469,6 @@ FAULTS = [
     ("FD050", "warning", set_python(libc=["", ""]), "musl", "docker run"),
     # the processor
     ("FD060", "warning", docker, "torch uses 16 threads and gets 2 cores", "export OMP_NUM_THREADS=2"),
-    ("FD060", "warning", old_docker, "torch uses 16 threads and gets 2 cores", "export OMP_NUM_THREADS=2"),
     (
         "FD060",
         "ok",
@@ -574,13 +508,6 @@ FAULTS = [
     ),
     # memory
     ("FD070", "warning", docker, "3 GiB by the control group's limit (2 GiB unused)", "docker run --memory"),
-    (
-        "FD070",
-        "warning",
-        old_docker,
-        "3 GiB by the control group's limit (2 GiB unused)",
-        "docker run --memory",
-    ),
     ("FD071", "problem", docker, "64 MiB", "docker run --shm-size=8g ..."),
     (
         "FD071",
@@ -637,12 +564,9 @@ FAULTS = [
     ("FD100", "ok", variables(CUDA_LAUNCH_BLOCKING="0"), "", ""),
     ("FD100", "note", variables(TORCH_USE_CUDA_DSA="1"), "TORCH_USE_CUDA_DSA=1", "unset TORCH_USE_CUDA_DSA"),
     ("FD100", "warning", variables(PYTHONDEVMODE="1"), "slows every line", "unset PYTHONDEVMODE"),
-    ("FD100", "warning", variables(PYTHONMALLOC="pymalloc_debug"), "slows every line", "unset PYTHONMALLOC"),
     ("FD100", "note", variables(PYTHONHASHSEED="0"), "PYTHONHASHSEED=0", "unset PYTHONHASHSEED"),
     ("FD100", "warning", variables(NCCL_P2P_DISABLE="1"), "slower path", "unset NCCL_P2P_DISABLE"),
-    ("FD100", "note", variables(NCCL_DEBUG="INFO"), "NCCL_DEBUG=INFO", "unset NCCL_DEBUG"),
     ("FD100", "warning", variables(NVIDIA_TF32_OVERRIDE="0"), "Tensor Cores", "unset NVIDIA_TF32_OVERRIDE"),
-    ("FD100", "note", variables(TORCH_LOGS="recompiles"), "TORCH_LOGS=recompiles", "unset TORCH_LOGS"),
 ]
 
 

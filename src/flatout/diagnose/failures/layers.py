@@ -4,72 +4,46 @@ from __future__ import annotations
 
 import re
 
-from flatout.diagnose.kind import (
-    RUNTIME,
-    Diagnosis,
-    MessageMatch,
-    form,
-    kind,
-    known,
-    layer,
-    match_message,
-    shape,
-    sizes,
-)
+from flatout.diagnose.kind import MessageMatch, form, known, shape
 from flatout.schema.failure import FailureRecord
 
 SIZE = r"(?:torch\.Size\()?\[[-\d, x]*\]\)?"
 
 
-@kind("FE021", "convolution-input")
-def convolution_input(failure: FailureRecord) -> Diagnosis | None:
-    """A convolution got the wrong number of channels or dimensions.
+def _channels(_: FailureRecord, match: MessageMatch) -> dict[str, str]:
+    numbers = re.findall(r"\d+", match["size"])
+    fix = f"nn.Conv2d({match['got']}, ...)   # or convert the input to {match['wants']} channels"
+    if numbers and numbers[-1] == match["wants"] != match["got"]:
+        fix = "x = x.permute(0, 3, 1, 2)   # the channels are last (NHWC); torch expects them second"
+    elif (match["wants"], match["got"]) == ("3", "1"):
+        fix = "x = x.expand(-1, 3, -1, -1)   # grey images for a colour network, or nn.Conv2d(1, ...)"
+    weight = f"a convolution (weight {shape(match['weight'])})" if match["weight"] else ""
+    return {"size": shape(match["size"]), "conv": weight or match["conv"], "fix": fix}
 
-    Why it happens:
-        Grey images in a network for colour images or the reverse, images with channels last as in NumPy and
-        PIL (NHWC), or an image without a batch dimension.
-    How to fix it:
-        `nn.Conv2d(channels of the images, ...)`, `x.permute(0, 3, 1, 2)` for channels last, `x.unsqueeze(0)`
-        for a single image, `x.expand(-1, 3, -1, -1)` for grey images in a colour network.
-    Sources:
-        https://docs.pytorch.org/docs/stable/generated/torch.nn.Conv2d.html
-    """
-    found = match_message(
-        failure,
-        RUNTIME,
-        rf"Given groups=(?P<groups>\d+), weight of size (?P<weight>{SIZE}), expected input(?P<size>{SIZE}) to have (?P<wants>\d+) "
-        r"channels, but got (?P<got>\d+) channels instead",
-        rf"Given transposed=(?P<groups>\w+), weight of size (?P<weight>{SIZE}), expected input(?P<size>{SIZE}) to have (?P<wants>\d+) "
-        rf"channels, but got (?P<got>\d+)",
+
+convolution_input = known(
+    "FE021",
+    "convolution-input",
+    """A convolution got the wrong number of channels or dimensions.
+    Grey images in a network for colour images or the reverse, images with channels last as in NumPy and PIL
+    (NHWC), or an image without a batch dimension. The input's channels (its second size, NCHW) must equal
+    `in_channels`.
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.Conv2d.html""",
+    form(
+        "{layer|a convolution} expects {wants} channels and got {got} (input {size})",
+        "{fix|nn.Conv2d(channels of the images, ...)   # or x.permute(0, 3, 1, 2), if the channels are last}",
+        rf"Given (?:groups|transposed)=\w+, weight of size (?P<weight>{SIZE}), expected input(?P<size>{SIZE}) to have (?P<wants>\d+) "
+        r"channels, but got (?P<got>\d+) channels",
+    ),
+    form(
+        "{conv|a convolution} got an input of {size} and expects {dims|another number of dimensions}",
+        "x = x.unsqueeze(0)   # a single image: add the batch dimension",
         rf"Expected (?P<dims>.{{3,60}}?) input to (?P<conv>conv\w+), but got input of size: (?P<size>{SIZE})",
         rf"Expected \d-dimensional input for \d-dimensional weight (?P<weight>{SIZE}), but got \d-dimensional input of size (?P<size>{SIZE}) instead",
-    )
-    if found is None:
-        return None
-    name = (
-        layer(failure) or f"a convolution (weight {shape(found['weight'])})"
-        if found["weight"]
-        else layer(failure) or f"`{found['conv'] or 'a convolution'}`"
-    )
-    if not found["wants"]:
-        return Diagnosis(
-            f"{name} got an input of {shape(found['size'])} and expects {found['dims'] or 'another number of dimensions'}",
-            "x = x.unsqueeze(0)   # a single image: add the batch dimension",
-            sizes(failure),
-        )
-    numbers = re.findall(r"\d+", found["size"])
-    if numbers and numbers[-1] == found["wants"] and numbers[-1] != found["got"]:
-        fix = "x = x.permute(0, 3, 1, 2)   # the channels are last (NHWC); torch expects them second"
-    elif found["wants"] == "3" and found["got"] == "1":
-        fix = "x = x.expand(-1, 3, -1, -1)   # grey images for a colour network, or nn.Conv2d(1, ...)"
-    else:
-        fix = f"nn.Conv2d({found['got']}, ...)   # or convert the input to {found['wants']} channels"
-    return Diagnosis(
-        f"{name} expects {found['wants']} channels and got {found['got']} (input {shape(found['size'])})",
-        fix,
-        sizes(failure),
-    )
-
+    ),
+    tensors=True,
+    values=_channels,
+)
 
 batch_norm_width = known(
     "FE022",

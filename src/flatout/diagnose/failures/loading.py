@@ -5,31 +5,15 @@ from __future__ import annotations
 import re
 
 from flatout.diagnose.kind import (
-    RUNTIME,
     SHORT,
     Diagnosis,
+    MessageMatch,
     form,
     kind,
     known,
-    match_message,
     runs_in,
 )
 from flatout.schema.failure import ExceptionRecord, FailureRecord
-
-SIGNALS = {
-    "Killed": "SIGKILL: the OOM killer, or a user",
-    "Segmentation fault": "SIGSEGV: a crash in native code",
-    "Aborted": "SIGABRT: native code aborted",
-    "Terminated": "SIGTERM: a request to terminate",
-    "Bus error": "SIGBUS",
-}
-WORDS = {
-    "SIGKILL": "Killed",
-    "SIGSEGV": "Segmentation fault",
-    "SIGABRT": "Aborted",
-    "SIGTERM": "Terminated",
-    "SIGBUS": "Bus error",
-}
 
 
 def _carried(failure: FailureRecord) -> tuple[ExceptionRecord, ExceptionRecord] | None:
@@ -78,96 +62,87 @@ def error_in_a_worker(failure: FailureRecord) -> Diagnosis | None:
     )
 
 
-@kind("FE071", "worker-ended")
-def worker_ended(failure: FailureRecord) -> Diagnosis | None:
+WORKER = r"DataLoader worker \(pid\(?s?\)? (?P<pid>[\d, ]+)\) "
+NO_WORKERS = "DataLoader(..., num_workers=0)                      # does the code itself fail?"
+ENDED_FIX = (
+    f"{NO_WORKERS}\n"
+    'DataLoader(..., multiprocessing_context="spawn")    # for a library that is not fork-safe; cv2.setNumThreads(0) for OpenCV'
+)
+OF_MEMORY = "dmesg -T | grep -i oom; cat /sys/fs/cgroup/memory.events   # was memory the cause? then use fewer workers"
+HANDED_OVER = r"(?:\[Errno \d+\] (?:Connection|Broken pipe|No such file)|$)"
+
+
+def _is_end_of_worker(failure: FailureRecord, match: MessageMatch) -> bool:
+    """Whether no other kind says more: a missing main guard. A tensor may wait for a worker that is gone."""
+    if match.pattern == HANDED_OVER:
+        return runs_in(failure, ":(?:rebuild_storage_fd|_try_get_data)$")
+    return not failure.facts.get("unguarded")
+
+
+worker_ended = known(
+    "FE071",
+    "worker-ended",
     """A loader worker or a child process ended unexpectedly.
-
-    Why it happens:
-        SIGKILL usually comes from the OOM killer. SIGSEGV and SIGABRT come from native code (decoders,
-        OpenCV, a library that is not fork-safe). An exit without a message comes from `os._exit` or a library
-        that calls it.
-    How to fix it:
-        `num_workers=0` shows whether the code itself fails. If memory is the cause, use fewer workers. For a
-        library that is not fork-safe use `multiprocessing_context="spawn"`, and for OpenCV
-        `cv2.setNumThreads(0)`.
-    Sources:
-        https://docs.pytorch.org/docs/stable/data.html#multi-process-data-loading
-        https://github.com/pytorch/pytorch/issues/8976
-    """
-    found = match_message(
-        failure,
-        ("RuntimeError", "ProcessExitedException"),
-        r"DataLoader worker \(pid\(?s?\)? (?P<pid>[\d, ]+)\) is killed by signal: (?P<signal>[\w ]+?)\.",
-        rf"DataLoader worker \(pid\(?s?\)? (?P<pid>[\d, ]+)\) is killed by (?P<unnamed>signal)(?:: (?P<signal>{'|'.join(SIGNALS)}))?{SHORT}",
-        r"DataLoader worker \(pid\(s\) (?P<pid>[\d, ]+)\) exited unexpectedly(?: with exit code (?P<code>\d+))?",
-        r"Pin memory thread exited unexpectedly(?P<pin>)",
-        r"DataLoader worker \(pid (?P<pid>\d+)\) exited unexpectedly with exit code (?P<code>\d+)",
-        r"process (?P<process>\d+) terminated with (?:signal (?P<name>SIG\w+)|exit code (?P<code>\d+))",
-    )
-    inner = None
-    if found is None and _handing_over(failure):
-        return Diagnosis(
-            "a loader worker ended while it passed on a batch (the reason was not reported)",
-            "DataLoader(..., num_workers=0)                             # does the code itself fail?\n"
-            "dmesg -T | grep -i oom; cat /sys/fs/cgroup/memory.events   # was it out of memory? then use fewer workers",
-        )
-    if found is None or found["signal"] == "Bus error" or failure.facts.get("unguarded"):
-        return None
-    if not found["signal"]:  # the previous exception may name the signal
-        inner = match_message(
-            failure,
-            RUNTIME,
-            r"DataLoader worker \(pid\(?s?\)? (?P<pid>[\d, ]+)\) is killed by signal: (?P<signal>[\w ]+?)\.",
-        )
-    signal = found["signal"] or (inner["signal"] if inner else "")
-    if signal == "Bus error":
-        return None
-    if found["name"]:
-        signal = WORDS.get(found["name"], found["name"])
-    who = (
-        f"process {found['process']}"
-        if found["process"]
-        else f"loader worker {found['pid']}"
-        if found["pid"]
-        else "the pin memory thread"
-    )
-    if signal:
-        said = f"{who} was ended by {SIGNALS.get(signal, signal)}"
-    elif found["unnamed"]:
-        said = f"{who} was ended by a signal; the end of the message names it"
-    else:
-        said = f"{who} ended unexpectedly" + (
-            f" with exit code {found['code']}" if found["code"] else ", without an exception"
-        )
-    memory = (
-        "dmesg -T | grep -i oom; cat /sys/fs/cgroup/memory.events   # was memory the cause? then use fewer workers\n"
-        if signal == "Killed"
-        else ""
-    )
-    return Diagnosis(
-        said,
-        memory + "DataLoader(..., num_workers=0)                      # does the code itself fail?\n"
-        'DataLoader(..., multiprocessing_context="spawn")    # for a library that is not fork-safe; cv2.setNumThreads(0) for OpenCV',
-    )
-
-
-def _handing_over(failure: FailureRecord) -> bool:
-    """Whether a shared-memory tensor was requested from a process that no longer exists."""
-    gone = match_message(
-        failure,
-        (
-            "ConnectionResetError",
-            "ConnectionRefusedError",
-            "BrokenPipeError",
-            "EOFError",
-            "FileNotFoundError",
-        ),
-        r"",
-    )
-    return gone is not None and any(
-        frame.function in ("rebuild_storage_fd", "_try_get_data") for frame in gone.thrown.frames
-    )
-
+    SIGKILL usually comes from the OOM killer. SIGSEGV and SIGABRT come from native code (decoders, OpenCV, a
+    library that is not fork-safe). An exit without a message comes from `os._exit` or a library that calls it.
+    https://docs.pytorch.org/docs/stable/data.html#multi-process-data-loading
+    https://github.com/pytorch/pytorch/issues/8976""",
+    form(
+        "loader worker {pid} was ended by SIGKILL: the OOM killer, or a user",
+        f"{OF_MEMORY}\n{ENDED_FIX}",
+        WORKER + r"is killed by signal: Killed",
+    ),
+    form(
+        "loader worker {pid} was ended by {signal}",
+        ENDED_FIX,
+        WORKER + r"is killed by signal: (?P<signal>(?!Bus error)\w[\w ]*)",
+    ),
+    form(
+        "loader worker {pid} was ended by a signal; the end of the message names it",
+        ENDED_FIX,
+        rf"{WORKER}is killed by signal{SHORT}",
+    ),
+    form(
+        "loader worker {pid} ended unexpectedly with exit code {code}",
+        ENDED_FIX,
+        WORKER + r"exited unexpectedly with exit code (?P<code>\d+)",
+    ),
+    form(
+        "loader worker {pid} ended unexpectedly, without an exception",
+        ENDED_FIX,
+        WORKER + r"exited unexpectedly",
+    ),
+    form(
+        "the pin memory thread ended unexpectedly, without an exception",
+        ENDED_FIX,
+        r"Pin memory thread exited unexpectedly",
+    ),
+    form(
+        "process {process} was ended by {name}",
+        f"{OF_MEMORY}\n{NO_WORKERS}",
+        r"process (?P<process>\d+) terminated with signal (?P<name>SIG\w+)",
+    ),
+    form(
+        "process {process} ended unexpectedly with exit code {code}",
+        NO_WORKERS,
+        r"process (?P<process>\d+) terminated with exit code (?P<code>\d+)",
+    ),
+    form(
+        "a loader worker ended while it passed on a batch (the reason was not reported)",
+        f"{NO_WORKERS}\n{OF_MEMORY}",
+        HANDED_OVER,
+    ),
+    types=(
+        "RuntimeError",
+        "ProcessExitedException",
+        "ConnectionResetError",
+        "ConnectionRefusedError",
+        "BrokenPipeError",
+        "EOFError",
+        "FileNotFoundError",
+    ),
+    when=_is_end_of_worker,
+)
 
 COLLATES = ":(?:default_collate|collate_tensor_fn|collate|fetch)$"
 PAD = "collate_fn=lambda rows: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)   # for sequences"

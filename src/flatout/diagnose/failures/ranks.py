@@ -15,7 +15,6 @@ from flatout.diagnose.kind import (
     known,
     match_message,
     runs_in,
-    search_log,
 )
 from flatout.schema.failure import FailureRecord
 
@@ -258,74 +257,50 @@ def _late(numbers: dict[int, int], states: dict[int, int], world: int | None) ->
     return "and this text does not show which rank was behind: see the log of the rank that is missing here"
 
 
-@kind("FE087", "nccl-error")
-def nccl_error(failure: FailureRecord) -> Diagnosis | None:
+OTHERS_FIRST = "look at the FIRST error of the other ranks; this one is a consequence"
+NCCL = r"(?:\[\d+\] is setting up NCCL communicator.{0,200}?)?NCCL (?:error in: |Error )"
+OWN_GPU = 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))   # before init_process_group'
+nccl_error = known(
+    "FE087",
+    "nccl-error",
     """NCCL reported an error.
-
-    Why it happens:
-        "unhandled system error": no network interface reaches the other ranks, /dev/shm is too small, or a
-        rank died. "unhandled cuda error": out of memory, or two ranks on one GPU. "invalid usage": two ranks
-        on one GPU. "remote process exited": another rank died first.
-    How to fix it:
-        `NCCL_DEBUG=INFO` prints the reason, and `NCCL_SOCKET_IFNAME=eth0` selects the interface. Call
-        `torch.cuda.set_device(local_rank)` before `init_process_group`.
-    Sources:
-        https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
-    """
-    found = match_message(
-        failure,
-        DIST,
-        r"(?:\[\d+\] is setting up NCCL communicator.{0,200}?)?NCCL (?:error in: |Error )(?P<place>[^,\n]*?)(?:, |: "
-        r")(?P<why>(?:unhandled|internal|invalid|remote)"
-        r"[\w ]*?(?:error|usage|argument|failed))(?:.*?Last error:\s*(?P<last>[^\n]+))?",
-        r"NCCL communicator was aborted(?P<aborted>.*?)$",
-        r"\[Rank \d+\] NCCL (?:watchdog thread|error)",
-        r"ProcessGroupNCCL is only supported with GPUs, no GPUs found(?P<none>!?)",
-    )
-    if found is None:
-        return None
-    if "no GPUs found" in found.thrown.message[:120]:
-        return Diagnosis(
-            "the nccl backend was requested, and this process sees no GPU",
-            'init_process_group("nccl" if torch.cuda.is_available() else "gloo")',
-        )
-    why, last = found["why"], found["last"]
-    duplicate = search_log(
-        failure, r"Duplicate GPU detected ?:? ?(?:rank (?P<one>\d+) and rank (?P<other>\d+))?"
-    )
-    if duplicate:
-        ranks = f" (ranks {duplicate['one']} and {duplicate['other']})" if duplicate["one"] else ""
-        return Diagnosis(
-            f"two ranks use the same GPU{ranks}",
-            'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))   # before init_process_group',
-        )
-    if "out of memory" in last or search_log(
-        failure, r"NCCL WARN Cuda failure.{0,8} 'out of memory'|Failed to CUDA (?:c|m)alloc"
-    ):
-        return Diagnosis(
-            "NCCL could not allocate its buffers: the GPU's memory is full",
-            "free some memory: use a smaller batch, or NCCL_BUFFSIZE=2097152\n"
-            'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))   # do several ranks use one GPU?',
-        )
-    if (
-        "remote" in why
-        or "aborted" in found.thrown.message[:40]
-        or search_log(failure, r"Connection closed by (?:remote )?peer|remote process exited")
-    ):
-        return Diagnosis(
-            "another rank ended first",
-            "look at the FIRST error of the other ranks; this one is a consequence",
-        )
-    reason = f" ({last})" if last else ""
-    return Diagnosis(
-        f"NCCL reports {why or 'an error'}{reason}",
+    "unhandled system error": no network interface reaches the other ranks, /dev/shm is too small, or a rank
+    died. "unhandled cuda error": out of memory, or two ranks on one GPU. "invalid usage": two ranks on one GPU.
+    "remote process exited": another rank died first.
+    https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html""",
+    form(
+        "the nccl backend was requested, and this process sees no GPU",
+        'init_process_group("nccl" if torch.cuda.is_available() else "gloo")',
+        r"ProcessGroupNCCL is only supported with GPUs, no GPUs found",
+    ),
+    form(
+        "two ranks use the same GPU[[ (ranks {one} and {other})]]",
+        OWN_GPU,
+        NCCL + r".*?Duplicate GPU detected ?:? ?(?:rank (?P<one>\d+) and rank (?P<other>\d+))?",
+    ),
+    form(
+        "NCCL could not allocate its buffers: the GPU's memory is full",
+        f"free some memory: use a smaller batch, or NCCL_BUFFSIZE=2097152\n{OWN_GPU}; do several ranks use one GPU?",
+        NCCL + r".*?(?:out of memory|Failed to CUDA (?:c|m)alloc)",
+    ),
+    form(
+        "another rank ended first",
+        OTHERS_FIRST,
+        NCCL + r".*?(?:remote process|remote error|Connection closed by)",
+        r"NCCL communicator was aborted",
+    ),
+    form(
+        "NCCL reports {why|an error}[[ ({last})]]",
         "NCCL_DEBUG=INFO torchrun ... train.py        # prints the reason\n"
         "NCCL_SOCKET_IFNAME=eth0 torchrun ...         # selects the interface that reaches the other machines (ip addr)\n"
         "df -h /dev/shm                               # NCCL needs shared memory, too",
-    )
+        NCCL
+        + r"[^,\n]*?(?:, |: )(?P<why>(?:unhandled|internal|invalid)[\w ]*?(?:error|usage|argument|failed))(?:.*?Last error:\s*(?P<last>[^\n]+))?",
+        r"\[Rank \d+\] NCCL (?:watchdog thread|error)",
+    ),
+    types=DIST,
+)
 
-
-OTHERS_FIRST = "look at the FIRST error of the other ranks; this one is a consequence"
 gloo_error = known(
     "FE088",
     "gloo-error",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from flatout.diagnose.kind import (
-    RUNTIME,
     SHORT,
     Diagnosis,
     MessageMatch,
@@ -78,47 +78,38 @@ def matrix_sizes(failure: FailureRecord) -> Diagnosis | None:
     )
 
 
-@kind("FE024", "view-size")
-def view_size(failure: FailureRecord) -> Diagnosis | None:
-    """A view or reshape does not fit the tensor.
+def _elements(_: FailureRecord, match: MessageMatch) -> dict[str, str]:
+    if not match["wants"]:
+        return {}
+    sizes_wanted = [int(size) for size in re.findall(r"-?\d+", match["wants"])]
+    known_part = math.prod(size for size in sizes_wanted if size > 0)
+    why = f"is not a multiple of {known_part:,}" if -1 in sizes_wanted else f"is not {known_part:,}"
+    return {"got": f"{match.number('got'):,}", "why": why}
 
-    Why it happens:
-        The size is written for other images or another batch (the last batch is smaller), or a transpose
-        comes before the view.
-    How to fix it:
-        `x.flatten(1)` or `x.reshape(x.size(0), -1)`, which keep the batch and infer the rest. After a
-        transpose use `reshape`, not `view`.
-    Sources:
-        https://docs.pytorch.org/docs/stable/generated/torch.Tensor.view.html
-    """
-    found = match_message(
-        failure,
-        RUNTIME,
+
+view_size = known(
+    "FE024",
+    "view-size",
+    """A view or reshape does not fit the tensor.
+    The size is written for other images or another batch (the last batch is smaller), or a transpose comes
+    before the view. A view must keep the number of elements, and `view` also needs a compatible memory layout.
+    https://docs.pytorch.org/docs/stable/generated/torch.Tensor.view.html""",
+    form(
+        "{got} elements cannot become {wants}[[: their number {why}]]",
+        "x = x.flatten(1)   # keeps the batch and infers the rest\nx = x.view(x.size(0), -1)",
         r"shape '(?P<wants>\[[-\d, ]*\])' is invalid for input of size (?P<got>\d+)",
-        r"(?P<layout>view size is not compatible with input tensor's size and stride)",
-        r"(?P<layout>Cannot view a tensor with shape)",
         r"unflatten: Provided sizes (?P<wants>\[[-\d, ]*\]) don't multiply up to the size of dim \d+ \((?P<got>\d+)\)",
         r"cannot reshape tensor of (?P<got>0) elements into shape (?P<wants>\[[-\d, ]*\])",
-    )
-    if found is None:
-        return None
-    if found["layout"]:
-        return Diagnosis(
-            "`view` was called on a tensor with an incompatible memory layout (after a transpose, permute or slice)",
-            "x.reshape(...)   # copies if necessary; or x.contiguous().view(...)",
-            sizes(failure),
-        )
-    numbers = [int(size) for size in re.findall(r"-?\d+", found["wants"])]
-    known = 1
-    for size in numbers:
-        known *= size if size > 0 else 1
-    total = found.number("got")
-    why = f": {total:,} is not a multiple of {known:,}" if -1 in numbers else f", which holds {known:,}"
-    return Diagnosis(
-        f"{total:,} elements cannot become {found['wants']}{why}",
-        "x = x.flatten(1)   # keeps the batch and infers the rest\nx = x.view(x.size(0), -1)",
-        sizes(failure),
-    )
+    ),
+    form(
+        "`view` was called on a tensor with an incompatible memory layout (after a transpose, permute or slice)",
+        "x.reshape(...)   # copies if necessary; or x.contiguous().view(...)",
+        r"view size is not compatible with input tensor's size and stride",
+        r"Cannot view a tensor with shape",
+    ),
+    tensors=True,
+    values=_elements,
+)
 
 
 def _names(failure: FailureRecord, _: MessageMatch) -> dict[str, str]:
