@@ -42,7 +42,7 @@ from flatout.diagnose import failures, rules  # noqa: E402
 from flatout.levers import TABLE as LEVERS  # noqa: E402
 from flatout.schema.json_schema import PUBLISHED, json_schema  # noqa: E402
 
-CODE_SECTIONS = ("Bad", "Good")
+CODE_SECTIONS = ("Bad", "Good", "Fix")
 
 
 class Entry(Protocol):

@@ -18,6 +18,7 @@ import flatout as package
 from flatout.cli import doctor, main
 from flatout.diagnose.doctor import ceilings
 from flatout.schema.ceilings import Ceiling, CeilingsRecord
+from flatout.schema.errors import UsageError
 from flatout.schema.machine_snapshot import MachineSnapshot
 
 torch = pytest.importorskip("torch")
@@ -51,6 +52,15 @@ def test_this_machine(here):
     assert str(len(os.sched_getaffinity(0))) in found["FD060"]["seen"]
     assert not [check for check in found.values() if "mistake" in check["seen"]]
     assert done.left == []
+
+
+def test_what_torch_itself_reports_is_quoted(here):
+    cli, done = here
+    shown = cli("doctor", "--all")
+    assert shown.code == done.code
+    assert "Collecting environment information" in shown.out
+    assert f"PyTorch version: {torch.__version__}" in shown.out
+    assert "nvidia-smi -q" in shown.out
 
 
 def test_replay_says_the_same(here):
@@ -154,8 +164,8 @@ def test_ceilings_as_json(bench):
 
 def test_another_machine_is_not_measured(bench):
     _, path, run = bench
-    refused = run("--bench", "--replay", "x.json")
-    assert "Use one of them" in str(refused.exception)
+    for words in (("--bench", "--replay", "x.json"), ("--all", "--replay", "x.json"), ("--all", "--json")):
+        assert isinstance(run(*words).exception, UsageError), words
     assert not path.exists()
 
 
@@ -178,7 +188,6 @@ def test_under_real_limits_with_torch_hidden(flatout):
         python=[sys.executable],
         env={
             "OMP_NUM_THREADS": "64",
-            "LD_PRELOAD": "/no/such.so",
             "CUDA_LAUNCH_BLOCKING": "1",
             "SECRET_TOKEN": "do not tell",
             "NCCL_API_KEY": "do not tell",
@@ -192,7 +201,6 @@ def test_under_real_limits_with_torch_hidden(flatout):
     assert "128 files" in found["FD080"]["seen"]
     assert "1 core(s)" in found["FD064"]["seen"]
     assert found["FD064"]["fix"] == "export OMP_NUM_THREADS=1"
-    assert "/no/such.so" in found["FD075"]["seen"]
     assert found["FD100"]["fix"] == "unset CUDA_LAUNCH_BLOCKING"
     assert "do not tell" not in done.out
 
@@ -218,9 +226,7 @@ def test_torch_is_not_installed(flatout, tmp_path):
     found = verdicts(done)
     assert found["FD010"]["seen"] == "torch is not installed for this Python"
     assert found["FD010"]["fix"] == "pip install torch"
-    assert {
-        code for code in ("FD011", "FD012", "FD014", "FD024") if found[code]["verdict"] != "not seen"
-    } == set()
+    assert {found[code]["verdict"] for code in ("FD011", "FD012", "FD018", "FD024")} == {"not seen"}
     assert done.code == 1
 
 
@@ -241,6 +247,6 @@ def test_a_cuda_library_is_missing(flatout, tmp_path):
     found = verdicts(done)["FD010"]
     assert found["verdict"] == "problem"
     assert ".so" in found["seen"]
-    assert "which torch needs, was not found: nvidia-" in found["seen"]
-    assert found["fix"].startswith("pip install --force-reinstall torch==")
+    assert "was not found" in found["seen"]
+    assert found["fix"].startswith("pip install --force-reinstall torch")
     assert any("ImportError" in line or "OSError" in line for line in found["evidence"])

@@ -290,4 +290,46 @@ RECORDED = (
         "Traceback (most recent call last):\n  File \"train.py\", line 1, in <module>\n    import torch\nModuleNotFoundError: No module named 'torch'\n",
         "a Python without torch",
     ),
+    *(
+        Recorded(
+            code,
+            says,
+            "https://docs.pytorch.org/docs/stable/notes/faq.html",
+            'Traceback (most recent call last):\n  File "/usr/lib/python3/dist-packages/torch/__init__.py", line 427, in <module>\n'
+            f"    from torch._C import *\n{text}\n",
+            "a broken installation",
+        )
+        for code, says, text in (
+            (
+                "FE107",
+                ("libcurand.so.10", "glibc 2.27", "docker run"),
+                "ImportError: /lib64/libm.so.6: version `GLIBC_2.27' not found (required by /x/torch/lib/../../libcurand.so.10)",
+            ),
+            (
+                "FE107",
+                ("GLIBCXX_3.4.30", "unset LD_LIBRARY_PATH"),
+                "ImportError: /usr/lib/libstdc++.so.6: version `GLIBCXX_3.4.30' not found (required by /x/libtorch.so)",
+            ),
+            (
+                "FE107",
+                ("libcudart.so.13 is not a complete library",),
+                "OSError: /opt/cuda/lib64/libcudart.so.13: file too short",
+            ),
+            (
+                "FE107",
+                ("another Python", "unset PYTHONPATH"),
+                "ModuleNotFoundError: No module named 'torch._C'",
+            ),
+            (
+                "FE104",
+                ("libtorch_cuda.so", "ncclCommRegister"),
+                "ImportError: /x/torch/lib/libtorch_cuda.so: undefined symbol: ncclCommRegister",
+            ),
+            (
+                "FE104",
+                ("libcufft.so.12 was not found", "force-reinstall torch"),
+                "ImportError: libcufft.so.12: cannot open shared object file: No such file or directory",
+            ),
+        )
+    ),
 )

@@ -30,13 +30,12 @@ def test_a_healthy_machine_is_fine():
 
 
 def test_a_machine_without_a_gpu_is_fine():
-    """Checks about GPUs are skipped; a missing nvcc and a missing GPU are a note."""
+    """Checks about GPUs are skipped; a missing GPU is a note."""
     found = checked(without_gpu())
     assert {code: check.verdict for code, check in found.items() if check.verdict != Verdict.OK} == {
-        "FD020": "note",
-        "FD042": "note",
+        "FD020": "note"
     }
-    assert not {"FD021", "FD030", "FD038"} & set(found)
+    assert not {"FD021", "FD030"} & set(found)
 
 
 def test_an_empty_record_is_not_fine():
@@ -73,8 +72,8 @@ def other_python(snapshot: MachineSnapshot) -> None:
     snapshot.environment["PYTHONPATH"] = "/opt/py311"
 
 
-def gpu(*each: dict, **options) -> Change:
-    return lambda snapshot: snapshot.runs.__setitem__("nvidia-smi", smi(*each, **options))
+def gpu(*boards: dict, **options) -> Change:
+    return lambda snapshot: snapshot.runs.__setitem__("nvidia-smi", smi(*boards, **options))
 
 
 def files(**changes: str | None) -> Change:
@@ -88,9 +87,7 @@ def variables(**changes: str) -> Change:
 
 def old_driver(snapshot: MachineSnapshot) -> None:
     """Driver 535 with CUDA 12.2 under a torch built for CUDA 13.0: torch warns, and CUDA is unavailable."""
-    snapshot.runs["nvidia-smi"] = smi(
-        {"name": "NVIDIA A100-SXM4-80GB"}, driver="535.54.03", cuda="12.2", dialect=12
-    )
+    snapshot.runs["nvidia-smi"] = smi({"name": "NVIDIA A100-SXM4-80GB"}, driver="535.54.03", cuda="12.2")
     snapshot.runs["nvidia-smi capability"] = capabilities("8.0")
     snapshot.files["/proc/driver/nvidia/version"] = (
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03  Tue Jun  6 22:20:39 UTC 2023\n"
@@ -110,9 +107,7 @@ def ancient_driver(snapshot: MachineSnapshot) -> None:
     yet.
     """
     old_driver(snapshot)
-    snapshot.runs["nvidia-smi"] = smi(
-        {"name": "Tesla V100-SXM2-32GB"}, driver="470.82.01", cuda="11.4", dialect=11
-    )
+    snapshot.runs["nvidia-smi"] = smi({"name": "Tesla V100-SXM2-32GB"}, driver="470.82.01", cuda="11.4")
     snapshot.runs["nvidia-smi capability"] = CommandResult(
         ["nvidia-smi"], 2, 'Field "compute_cap" is not a valid field to query.\n'
     )
@@ -159,34 +154,6 @@ DOCKER_MOUNTS = """1201 1120 0:84 / / rw,relatime - overlay overlay rw,lowerdir=
 """
 
 
-def old_docker(snapshot: MachineSnapshot) -> None:
-    """The same under cgroups v1, where /proc/self/cgroup shows the host's path and only the container's own
-    group is mounted.
-    """
-    docker(snapshot)
-    for path in [path for path in snapshot.files if path.startswith("/sys/fs/cgroup")]:
-        del snapshot.files[path]
-    group = "/docker/0123456789abcdef"
-    snapshot.files |= {
-        "/proc/self/cgroup": f"11:pids:{group}\n5:memory:{group}\n4:cpu,cpuacct:{group}\n",
-        "/proc/self/mountinfo": DOCKER_MOUNTS.replace(
-            "1205 1204 0:27 / /sys/fs/cgroup ro,nosuid,nodev,noexec,relatime - cgroup2 cgroup rw",
-            "\n".join(
-                (
-                    f"1211 1205 0:33 {group} /sys/fs/cgroup/memory ro,nosuid - cgroup cgroup rw,memory",
-                    f"1212 1205 0:34 {group} /sys/fs/cgroup/cpu,cpuacct ro - cgroup cgroup rw,cpu,cpuacct",
-                    f"1213 1205 0:35 {group} /sys/fs/cgroup/pids ro - cgroup cgroup rw,pids",
-                )
-            ),
-        ),
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes": "3221225472\n",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes": "1073741824\n",
-        "/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "200000\n",
-        "/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
-        "/sys/fs/cgroup/pids/pids.max": "512\n",
-    }
-
-
 def limit(name: str, soft: str, hard: str) -> Change:
     def change(snapshot: MachineSnapshot) -> None:
         text = snapshot.files["/proc/self/limits"] or ""
@@ -230,7 +197,6 @@ def at(path: str) -> Change:
 
 
 OLDER = "pip install --force-reinstall torch==2.14.1 --index-url https://download.pytorch.org/whl/cu126"
-OTHER_MODULES = "No module named 'sympy'"
 FAULTS = [
     # Python
     ("FD001", "problem", set_python(version="3.9.18"), "needs 3.10", "-m venv"),
@@ -272,19 +238,11 @@ FAULTS = [
     ),
     (
         "FD003",
-        "problem",
-        lambda s: s.folders.__setitem__(".", ["torch/"]),
-        "hides the installed module",
-        "mv torch my_torch",
-    ),
-    (
-        "FD003",
         "warning",
         lambda s: s.folders.__setitem__(".", ["random.py", "train.py"]),
         "random",
         "mv random.py my_random.py",
     ),
-    ("FD004", "warning", variables(PYTHONDEVMODE="1"), "PYTHONDEVMODE=1", "unset PYTHONDEVMODE"),
     (
         "FD005",
         "problem",
@@ -292,115 +250,21 @@ FAULTS = [
         "was not loaded",
         "pip install --force-reinstall",
     ),
-    (
-        "FD005",
-        "problem",
-        run("start-up hook", code=0, out="7 old 3.9.18\n"),
-        "old 3.9.18",
-        "--no-deps flatout",
-    ),
-    ("FD004", "note", variables(PYTHONHASHSEED="0"), "PYTHONHASHSEED=0", "unset PYTHONHASHSEED"),
     # torch that cannot be imported, by the family of the message
     ("FD010", "problem", no_torch, "torch is not installed", "pip install torch"),
     (
         "FD010",
         "problem",
         cannot_import("libcudnn.so.9: cannot open shared object file: No such file or directory"),
-        "nvidia-cudnn",
+        "libcudnn.so.9 was not found",
         "torch==2.14.1",
-    ),
-    (
-        "FD010",
-        "problem",
-        cannot_import("libcufft.so.12: cannot open shared object file: No such file or directory"),
-        "nvidia-cufft is not installed",
-        "torch==2.14.1",
-    ),
-    (
-        "FD010",
-        "problem",
-        cannot_import("libtorch_cuda_cu.so: cannot open shared object file: No such file or directory"),
-        "a part of torch itself",
-        "--force-reinstall",
-    ),
-    (
-        "FD010",
-        "problem",
-        cannot_import("libgomp.so.1: cannot open shared object file: No such file or directory"),
-        "from the system",
-        "apt-get install libgomp1",
-    ),
-    (
-        "FD010",
-        "problem",
-        cannot_import(
-            "/lib64/libm.so.6: version `GLIBC_2.27' not found (required by /x/torch/lib/../../libcurand.so.10)"
-        ),
-        "needs glibc 2.27",
-        "docker run",
-    ),
-    (
-        "FD010",
-        "problem",
-        cannot_import(
-            "/lib/x86_64-linux-gnu/libstdc++.so.6: version `GLIBCXX_3.4.30' not found (required by /x/libtorch.so)"
-        ),
-        "GLIBCXX 3.4.30",
-        "unset LD_LIBRARY",
-    ),
-    (
-        "FD010",
-        "problem",
-        cannot_import("/x/torch/lib/libtorch_cuda.so: undefined symbol: ncclCommRegister"),
-        "needs the symbol ncclCommRegister",
-        "torch==2.14.1",
-    ),
-    (
-        "FD010",
-        "problem",
-        cannot_import("/opt/cuda/lib64/libcudart.so.13: file too short", "OSError"),
-        "is not a complete library",
-        "torch==2.14.1",
-    ),
-    (
-        "FD010",
-        "problem",
-        cannot_import(OTHER_MODULES, "ModuleNotFoundError"),
-        "needs the module sympy",
-        "pip install sympy",
-    ),
-    (
-        "FD010",
-        "problem",
-        cannot_import("No module named 'torch._C'", "ModuleNotFoundError"),
-        "has no compiled part",
-        "--force-reinstall",
     ),
     (
         "FD010",
         "problem",
         other_python,
-        "was built for another Python (cpython-311-x86_64-linux-gnu)",
+        "was built for another Python",
         "unset PYTHONPATH",
-    ),
-    (
-        "FD010",
-        "problem",
-        cannot_import(
-            "partially initialized module 'random' has no attribute 'Random' (most likely due to a circular import)",
-            "AttributeError",
-        ),
-        "shadows random",
-        "ls /home/ada/project",
-    ),
-    (
-        "FD010",
-        "problem",
-        cannot_import(
-            "A module that was compiled using NumPy 1.x cannot be run in NumPy 2.4.6 as it may crash."
-        ),
-        "another NumPy",
-        "numpy",
     ),
     (
         "FD010",
@@ -466,46 +330,6 @@ FAULTS = [
         "whl/cu132",
     ),
     (
-        "FD013",
-        "warning",
-        extra(["nvidia_cublas_cu12", "12.6.4.1", ENVIRON]),
-        "CUDA 12 and 13",
-        "pip uninstall nvidia-cublas-cu12",
-    ),
-    (
-        "FD013",
-        "warning",
-        extra(["torch", "2.11.0", "/usr/lib/python3/dist-packages"]),
-        "installed 2 times",
-        "pip uninstall torch",
-    ),
-    ("FD013", "warning", extra(["pytorch_triton", "3.8.0", ENVIRON]), "nightly", "pip uninstall"),
-    (
-        "FD014",
-        "warning",
-        torch_stage("cuda", cudnn=91002),
-        "cuDNN 9.10.2; this build was made with 9.24.0.43",
-        "torch==2.14.1",
-    ),
-    ("FD014", "problem", torch_stage("cuda", cudnn=None), "finds no cuDNN", "torch==2.14.1"),
-    ("FD015", "warning", torch_stage("cuda", nccl="2.18.1"), "NCCL 2.18.1", "torch==2.14.1"),
-    ("FD015", "note", torch_stage("cuda", nccl=None), "without NCCL", "torch==2.14.1"),
-    ("FD016", "warning", lambda s: s.packages.pop(), "triton is not installed", "pip install triton"),
-    (
-        "FD017",
-        "problem",
-        torch_stage("numpy", raised="RuntimeError: Numpy is not available", version=None),
-        "Numpy is not available",
-        "pip install --upgrade numpy torch",
-    ),
-    (
-        "FD017",
-        "note",
-        lambda s: s.torch.update(numpy={"version": None, "why": "No module named 'numpy'"}),
-        "NumPy is not installed",
-        "pip install numpy",
-    ),
-    (
         "FD018",
         "warning",
         torch_stage(
@@ -536,13 +360,6 @@ FAULTS = [
         "nvidia-cudnn-cu13 9.10.2.21 is installed, torch requires ==9.24.0.43",
         "torch==2.14.1",
     ),
-    (
-        "FD019",
-        "warning",
-        lambda s: s.packages[4].__setitem__(1, "3.7.1"),
-        "triton 3.7.1 is installed, torch requires ~=3.8.0",
-        "torch==2.14.1",
-    ),
     ("FD019", "warning", lambda s: s.packages.pop(2), "nvidia-nccl-cu13 is not installed", "torch==2.14.1"),
     # the driver
     (
@@ -567,20 +384,6 @@ FAULTS = [
         ),
         "kernel module is not loaded",
         "modprobe nvidia",
-    ),
-    (
-        "FD020",
-        "problem",
-        run("nvidia-smi", code=6, out="No devices were found\n"),
-        "finds no usable GPU",
-        "dmesg",
-    ),
-    (
-        "FD020",
-        "problem",
-        run("nvidia-smi", code=255, out="Failed to initialize NVML: Unknown Error\n"),
-        "lost access to the devices",
-        "docker restart",
     ),
     (
         "FD020",
@@ -622,7 +425,6 @@ FAULTS = [
         "nvidia-smi -L",
     ),
     ("FD022", "problem", variables(CUDA_VISIBLE_DEVICES="0,0"), "twice", "unset"),
-    ("FD022", "problem", variables(CUDA_VISIBLE_DEVICES="GPU-99999999"), "is not a GPU", "nvidia-smi -L"),
     ("FD022", "warning", variables(CUDA_VISIBLE_DEVICES=""), "hides every GPU", "unset CUDA_VISIBLE_DEVICES"),
     ("FD023", "problem", volta, "compute capability 7.0", OLDER),
     ("FD023", "note", newer_gpu, "PTX", "pip install --upgrade torch"),
@@ -644,7 +446,7 @@ FAULTS = [
         "unset CUDA_VISIBLE_DEVICES",
     ),
     # the GPUs
-    ("FD030", "warning", gpu({"used": 31000, "processes": PROCESS}), "by python (4242, 30000 MiB)", "ps -o"),
+    ("FD030", "warning", gpu({"used": 31000, "processes": PROCESS}), "by python (4242)", "ps -o"),
     ("FD030", "warning", gpu({"used": 31000}), "not shown here", "fuser"),
     (
         "FD030",
@@ -652,60 +454,6 @@ FAULTS = [
         gpu({"used": 31000, "processes": PROCESS.replace(">C<", ">G<").replace("python", "Xorg")}),
         "by the display (Xorg)",
         "multi-user",
-    ),
-    ("FD031", "warning", gpu({"clock": "1200 MHz"}), "set to 1200 MHz", "sudo nvidia-smi -rac"),
-    ("FD032", "warning", gpu({"watts": 350}), "350 W, default 700 W", "sudo nvidia-smi -i 0 -pl 700"),
-    (
-        "FD032",
-        "warning",
-        gpu({"watts": 350}, dialect=11),
-        "350 W, default 700 W",
-        "sudo nvidia-smi -i 0 -pl 700",
-    ),
-    ("FD033", "warning", gpu({"hot": "Active", "temperature": 88}), "too hot", "nvidia-smi -q"),
-    ("FD033", "warning", gpu({"hot": "Active"}, dialect=11), "too hot", "nvidia-smi -q"),
-    ("FD033", "warning", gpu({"temperature": 86}), "slows down at 89 C", "nvidia-smi -q"),
-    ("FD034", "problem", gpu({"errors": 3}), "3 uncorrectable", "--gpu-reset -i 0"),
-    ("FD034", "warning", gpu({"pending": "Yes"}), "waits", "--gpu-reset -i 0"),
-    ("FD034", "note", gpu({"ecc": "Disabled"}), "ECC is off", "-e 1"),
-    ("FD034", "note", gpu({"ecc": "N/A"}), "no ECC", ""),
-    ("FD035", "problem", gpu({"mig": "Enabled"}), "no instance", "-mig 0"),
-    ("FD036", "note", gpu({"persistence": "Disabled"}), "off", "sudo nvidia-smi -pm 1"),
-    ("FD037", "problem", gpu({"mode": "Prohibited"}), "Prohibited", "-c DEFAULT"),
-    ("FD037", "note", gpu({"mode": "Exclusive_Process"}), "one process", "-c DEFAULT"),
-    (
-        "FD038",
-        "warning",
-        gpu({}, {"bus": "18", "width": 4}),
-        "GPU 1: PCIe 5 x4 now, 5 x16 at most",
-        "pcie.link",
-    ),
-    ("FD038", "ok", gpu({"generation": 1, "state": "P8"}), "while idle", ""),
-    ("FD038", "note", gpu({"width": 8, "state": "P8"}), "idle", "pcie.link"),
-    (
-        "FD039",
-        "note",
-        lambda s: (
-            gpu({}, {"bus": "b1"})(s),
-            s.runs["nvidia-smi topology"].__setattr__(
-                "out",
-                "\t\x1b[4mGPU0\tGPU1\tCPU Affinity\x1b[0m\nGPU0\t X \tSYS\t0-15\nGPU1\tSYS\t X \t0-15\n",
-            ),
-        ),
-        "SYS",
-        "nvidia-smi topo -m",
-    ),
-    (
-        "FD039",
-        "ok",
-        lambda s: (
-            gpu({}, {"bus": "b1"})(s),
-            s.runs["nvidia-smi topology"].__setattr__(
-                "out", "\tGPU0\tGPU1\nGPU0\t X \tNV18\nGPU1\tNV18\t X\n"
-            ),
-        ),
-        "NV18",
-        "",
     ),
     # compilers and the system
     ("FD040", "warning", run("c++", there=False), "torch.compile does not work", "apt-get install g++"),
@@ -717,48 +465,10 @@ FAULTS = [
         "apt-get install g++",
     ),
     ("FD041", "warning", set_python(header=False), "Python.h is missing", "apt-get install python3.12-dev"),
-    (
-        "FD042",
-        "warning",
-        run("nvcc", code=0, out="Cuda compilation tools, release 12.4, V12.4.131\n"),
-        "extensions cannot be built",
-        "cuda-nvcc=13.0",
-    ),
     ("FD050", "problem", set_python(libc=["glibc", "2.17"]), "the last torch for it is 2.6", "docker run"),
     ("FD050", "warning", set_python(libc=["", ""]), "musl", "docker run"),
-    (
-        "FD051",
-        "warning",
-        files(
-            **{
-                "/proc/version": "Linux version 3.10.0-1160.el7.x86_64 (mockbuild@x)\n",
-                "/etc/os-release": 'PRETTY_NAME="CentOS Linux 7 (Core)"\nID="centos"\nVERSION_ID="7"\n',
-            }
-        ),
-        "CentOS Linux 7 (Core), kernel 3.10.0",
-        "sudo yum upgrade",
-    ),
-    (
-        "FD052",
-        "warning",
-        lambda s: (
-            files(**{"/proc/version": "Linux version 5.15.153.1-microsoft-standard-WSL2 (root@x)\n"})(s),
-            at("/mnt/c/Users/ada")(s),
-        ),
-        "Windows disk",
-        "cp -r",
-    ),
-    ("FD053", "note", docker, "Docker", ""),
-    (
-        "FD051",
-        "note",
-        files(**{"/proc/version": "Linux version 4.18.0-513.el8.x86_64 (mockbuild@x)\n"}),
-        "kernel 4.18.0",
-        "sudo apt-get dist-upgrade",
-    ),
     # the processor
     ("FD060", "warning", docker, "torch uses 16 threads and gets 2 cores", "export OMP_NUM_THREADS=2"),
-    ("FD060", "warning", old_docker, "torch uses 16 threads and gets 2 cores", "export OMP_NUM_THREADS=2"),
     (
         "FD060",
         "ok",
@@ -775,33 +485,6 @@ FAULTS = [
         "taskset",
     ),
     (
-        "FD061",
-        "warning",
-        files(**{"/proc/cpuinfo": "model name\t: Old\nflags\t\t: fpu sse sse2 avx\n"}),
-        "without AVX2",
-        "lscpu",
-    ),
-    (
-        "FD062",
-        "warning",
-        files(**{"/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave\n"}),
-        "powersave",
-        "cpupower",
-    ),
-    (
-        "FD063",
-        "note",
-        files(
-            **{
-                "/sys/devices/system/node/online": "0-1\n",
-                "/sys/devices/system/node/node0/cpulist": "0-7\n",
-                "/sys/devices/system/node/node1/cpulist": "8-15\n",
-            }
-        ),
-        "may run on 2 of them",
-        "numactl --cpunodebind=0",
-    ),
-    (
         "FD064",
         "warning",
         variables(OMP_NUM_THREADS="64"),
@@ -816,21 +499,6 @@ FAULTS = [
         "unset MKL_NUM_THREADS",
     ),
     ("FD064", "note", variables(OMP_NUM_THREADS="1"), "one thread", "flatout tune"),
-    ("FD065", "problem", variables(GOMP_CPU_AFFINITY="0 31"), "names core 31", "unset GOMP_CPU_AFFINITY"),
-    (
-        "FD065",
-        "warning",
-        variables(GOMP_CPU_AFFINITY="0"),
-        "binds all threads to 1 of 16",
-        "unset GOMP_CPU_AFFINITY",
-    ),
-    (
-        "FD065",
-        "note",
-        variables(KMP_AFFINITY="granularity=fine,compact,1,0"),
-        "inherit",
-        "unset KMP_AFFINITY",
-    ),
     (
         "FD066",
         "warning",
@@ -840,13 +508,6 @@ FAULTS = [
     ),
     # memory
     ("FD070", "warning", docker, "3 GiB by the control group's limit (2 GiB unused)", "docker run --memory"),
-    (
-        "FD070",
-        "warning",
-        old_docker,
-        "3 GiB by the control group's limit (2 GiB unused)",
-        "docker run --memory",
-    ),
     ("FD071", "problem", docker, "64 MiB", "docker run --shm-size=8g ..."),
     (
         "FD071",
@@ -862,71 +523,12 @@ FAULTS = [
         "256 MiB of the 62 GiB",
         "ls -lS /dev/shm",
     ),
-    (
-        "FD072",
-        "warning",
-        files(**{"/proc/swaps": "Filename\tType\tSize\tUsed\tPriority\n/swapfile file 8388604 7000000 -2\n"}),
-        "6.7 GiB are swapped out",
-        "swapoff",
-    ),
-    (
-        "FD073",
-        "note",
-        files(**{"/sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n"}),
-        "never",
-        "echo madvise",
-    ),
-    (
-        "FD074",
-        "note",
-        variables(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"),
-        "old name",
-        "export PYTORCH_ALLOC_CONF=expandable_segments:True",
-    ),
-    (
-        "FD074",
-        "warning",
-        variables(PYTORCH_CUDA_ALLOC_CONF="a:1", PYTORCH_ALLOC_CONF="a:2"),
-        "contradict",
-        "unset",
-    ),
-    (
-        "FD074",
-        "problem",
-        variables(PYTORCH_ALLOC_CONF="expandable_segments=True"),
-        "is not a list of name:value",
-        "unset",
-    ),
-    ("FD074", "warning", variables(PYTORCH_NO_CUDA_MEMORY_CACHING="1"), "call into the driver", "unset"),
-    (
-        "FD075",
-        "warning",
-        lambda s: s.preloads.update({"/usr/lib/libtcmalloc.so.4": False}),
-        "does not exist",
-        "unset LD_PRELOAD",
-    ),
-    (
-        "FD076",
-        "note",
-        lambda s: s.libraries.update({"/usr/local/cuda/lib64": ["libcudart.so.12", "libcudnn.so.8"]}),
-        "libcudart.so.12",
-        "unset LD_LIBRARY_PATH",
-    ),
-    (
-        "FD076",
-        "warning",
-        lambda s: s.libraries.update({"/opt/lib": ["libcudart.so.13 (no library)"]}),
-        "/opt/lib/libcudart.so.13, which is not a complete",
-        "unset LD_LIBRARY",
-    ),
-    ("FD077", "warning", files(**{"/proc/sys/vm/overcommit_memory": "2\n"}), "cannot be started", "sysctl"),
     # limits, disks, switches
     ("FD080", "warning", limit("open files", "1024", "1048576"), "1024 files may be open", "ulimit -n 65536"),
     ("FD080", "warning", limit("open files", "1024", "4096"), "1024 files may be open", "limits.d"),
     ("FD080", "problem", limit("open files", "64", "64"), "64 files may be open", "limits.d"),
     ("FD081", "warning", docker, "512 processes and threads", "--pids-limit -1"),
     ("FD081", "warning", limit("processes", "256", "unlimited"), "256 processes", "ulimit -u 65536"),
-    ("FD082", "note", limit("locked memory", "65536", "65536"), "InfiniBand", "ulimit -l unlimited"),
     (
         "FD083",
         "problem",
@@ -934,11 +536,12 @@ FAULTS = [
         "limited to 8 GiB",
         "ulimit -v unlimited",
     ),
-    ("FD084", "note", limit("core file size", "unlimited", "unlimited"), "any size", "ulimit -c 0"),
     ("FD090", "problem", disk("working folder", GIB // 4), "256 MiB left", "du -xh"),
     ("FD090", "problem", disk("working folder", 90 * GIB, free_files=3), "inodes", "du -xh"),
     ("FD090", "problem", disk("working folder", 90 * GIB, writable=False), "cannot be written", "du -xh"),
     ("FD090", "warning", disk("working folder", 4 * GIB), "4 GiB of 900 GiB left", "du -xh"),
+    ("FD090", "problem", disk("temporary folder", 100), "0.0 MiB left", "export TMPDIR"),
+    ("FD090", "problem", disk("cache", 90 * GIB, writable=False), "cannot be written", "XDG_CACHE_HOME"),
     (
         "FD091",
         "warning",
@@ -951,14 +554,6 @@ FAULTS = [
     ),
     ("FD091", "note", lambda s: at("/dev/shm/x")(s), "in memory", ""),
     ("FD091", "note", docker, "overlay", "docker run -v"),
-    ("FD092", "problem", disk("temporary folder", 100), "0.0 MiB left", "export TMPDIR"),
-    (
-        "FD093",
-        "problem",
-        disk("cache", 90 * GIB, writable=False),
-        "cannot be written",
-        "export XDG_CACHE_HOME",
-    ),
     (
         "FD100",
         "warning",
@@ -968,23 +563,10 @@ FAULTS = [
     ),
     ("FD100", "ok", variables(CUDA_LAUNCH_BLOCKING="0"), "", ""),
     ("FD100", "note", variables(TORCH_USE_CUDA_DSA="1"), "TORCH_USE_CUDA_DSA=1", "unset TORCH_USE_CUDA_DSA"),
-    ("FD101", "warning", variables(NCCL_P2P_DISABLE="1"), "slower path", "unset NCCL_P2P_DISABLE"),
-    ("FD101", "note", variables(NCCL_DEBUG="INFO"), "NCCL_DEBUG=INFO", "unset NCCL_DEBUG"),
-    (
-        "FD102",
-        "warning",
-        variables(TORCHDYNAMO_DISABLE="1"),
-        "TORCHDYNAMO_DISABLE=1",
-        "unset TORCHDYNAMO_DISABLE",
-    ),
-    (
-        "FD102",
-        "warning",
-        variables(NVIDIA_TF32_OVERRIDE="0"),
-        "NVIDIA_TF32_OVERRIDE=0",
-        "unset NVIDIA_TF32_OVERRIDE",
-    ),
-    ("FD102", "note", variables(TORCH_LOGS="recompiles"), "TORCH_LOGS=recompiles", "unset TORCH_LOGS"),
+    ("FD100", "warning", variables(PYTHONDEVMODE="1"), "slows every line", "unset PYTHONDEVMODE"),
+    ("FD100", "note", variables(PYTHONHASHSEED="0"), "PYTHONHASHSEED=0", "unset PYTHONHASHSEED"),
+    ("FD100", "warning", variables(NCCL_P2P_DISABLE="1"), "slower path", "unset NCCL_P2P_DISABLE"),
+    ("FD100", "warning", variables(NVIDIA_TF32_OVERRIDE="0"), "Tensor Cores", "unset NVIDIA_TF32_OVERRIDE"),
 ]
 
 
@@ -1007,7 +589,7 @@ def test_a_fault_is_named(code, verdict, change, seen, fix):
 
 def test_every_check_has_a_fault_that_it_names():
     """A check that no fault in the table turns red would prove nothing."""
-    assert {question.code for question in TABLE} - {
+    assert {check.code for check in TABLE} - {
         code for code, verdict, *_ in FAULTS if verdict != "ok"
     } == set()
 
@@ -1026,10 +608,10 @@ def test_one_fault_is_one_alarm():
 
 def test_root_needs_no_sudo():
     snapshot = healthy()
-    gpu({"persistence": "Disabled"})(snapshot)
-    assert checked(snapshot)["FD036"].fix == "sudo nvidia-smi -pm 1"
+    gpu({"used": 30000})(snapshot)
+    assert checked(snapshot)["FD030"].fix == "sudo fuser -v /dev/nvidia*"
     snapshot.python["root"] = True
-    assert checked(snapshot)["FD036"].fix == "nvidia-smi -pm 1"
+    assert checked(snapshot)["FD030"].fix == "fuser -v /dev/nvidia*"
 
 
 @pytest.mark.parametrize(

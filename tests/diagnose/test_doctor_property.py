@@ -44,7 +44,7 @@ def spoiled(need: str, text: str | None) -> MachineSnapshot:
     elif kind == "disk":
         del snapshot.disks[rest]
     elif kind == "torch":
-        snapshot.torch[rest] = text if text is None else {"version": text, "loaded": text, "cudnn": text}
+        snapshot.torch[rest] = text if text is None else {"version": text, "loaded": text}
     elif kind == "python":
         snapshot.python[rest] = None if text is None else [text] if rest in ("libc", "path") else text
     else:
@@ -52,8 +52,8 @@ def spoiled(need: str, text: str | None) -> MachineSnapshot:
     return snapshot
 
 
-NEEDED = sorted({(question.code, need) for question in TABLE for need in question.needs})
-BY_CODE = {question.code: question for question in TABLE}
+NEEDED = sorted({(check.code, need) for check in TABLE for need in check.needs})
+BY_CODE = {check.code: check for check in TABLE}
 # Names, lists and other fields that cannot be misread, and fields that are read in addition to the deciding
 # text.
 FREE = {
@@ -63,8 +63,6 @@ FREE = {
     ("FD041", "python version"),
     ("FD041", "python path"),
     ("FD010", "run import torch"),
-    ("FD039", "run nvidia-smi topology"),
-    ("FD062", "folder /sys/devices/system/cpu/cpu0"),
 }
 
 

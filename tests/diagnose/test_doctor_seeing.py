@@ -79,8 +79,8 @@ def test_it_hangs(look):
         ("import os\nos._exit(7)", "exit code 7"),
         ("raise SystemExit('no licence')", "SystemExit: no licence"),
         ("def f(:", "SyntaxError: "),
-        ("import no_such_module_x", "torch needs the module no_such_module_x, which is not installed"),
-        ("import torch\ntorch.nn", "shadows torch during its import"),
+        ("import no_such_module_x", "No module named 'no_such_module_x'"),
+        ("import torch\ntorch.nn", "partially initialized module"),
         ("x = 1", "is not torch: AttributeError"),
     ],
 )

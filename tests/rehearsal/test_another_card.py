@@ -1,6 +1,4 @@
-"""`--device` on a machine with two cards: a script that names the first card runs on the second and on the
-CPU, or names the right one already.
-"""
+"""`--device` on a machine with two cards: a script that names the first card runs on the CPU, or on the second."""
 
 import re
 
@@ -37,44 +35,6 @@ with device:
 torch.cuda.set_device(0)
 print("current", torch.cuda.current_device())
 """
-OTHER = [
-    ("torch.cuda.manual_seed(1)", "torch.cuda.set_device(1)\ntorch.cuda.manual_seed(1)"),
-    ("cuda:0", "cuda:1"),
-    ("set_device(0)", "set_device(1)"),
-    ("[0]", "[1]"),
-    ("device=0", "device=1"),
-    ("cuda(0", "cuda(1"),
-    ("device(0)", "device(1)"),
-    ("allocated(0)", "allocated(1)"),
-    ('os.environ["CUDA_VISIBLE_DEVICES"] = "0"', ""),
-]
-
-
-def edited(*edits):
-    text = PROGRAM
-    for before, after in edits:
-        assert before in text, before
-        text = text.replace(before, after)
-    return text
-
-
-@pytest.mark.full
-def test_a_script_for_one_card_trains_on_the_other(tmp_path):
-    """The results are bitwise those of its edited copy there; the copy itself runs unchanged, without a
-    message.
-    """
-    (tmp_path / "train.py").write_text(PROGRAM)
-    (tmp_path / "twin.py").write_text(edited(*OTHER))
-    plain = on_cards(tmp_path, "python", "twin.py")
-    assert plain.stdout.count("cuda:1 cuda:1") == 4, plain.stderr
-    moved = on_cards(tmp_path, "flatout", "run", "--device", "cuda:1", "train.py")
-    assert moved.stdout == plain.stdout, moved.stderr
-    assert moved.stderr.splitlines()[1:] == [
-        "flatout: the script asks for cuda:0; --device cuda:1 runs it on cuda:1"
-    ]
-    alone = on_cards(tmp_path, "flatout", "run", "--device", "cuda:1", "twin.py")
-    assert alone.stdout == plain.stdout
-    assert len(alone.stderr.splitlines()) == 1  # there is no plan
 
 
 def test_no_card_is_touched_on_the_cpu(tmp_path):
@@ -92,7 +52,7 @@ def test_no_card_is_touched_on_the_cpu(tmp_path):
     assert with_cards.stdout.endswith("False 0\n")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("device", "seen"),
     [("cpu", "[]"), ("cuda:1", "['Stand-in card 1']"), ("cuda", "['Stand-in card 0', 'Stand-in card 1']")],
@@ -107,19 +67,10 @@ def test_levers_see_only_that_device(tmp_path, device, seen):
     )
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("device", "says"),
-    [
-        (
-            "cuda:2",
-            r"no device cuda:2\. torch sees cpu, cuda:0 \(.+\), cuda:1 \(.+\)\. Try `flatout run --device cuda:1 train\.py`",
-        ),
-        ("cuda", "the script names no accelerator: it trained on the CPU, and --device cuda had no effect"),
-    ],
-)
-def test_messages(tmp_path, device, says):
-    (tmp_path / "train.py").write_text(
-        "import torch\nlayer = torch.nn.Linear(2, 2)\nlayer(torch.ones(1, 2)).sum().backward()\n"
+def test_a_card_that_is_not_here(tmp_path):
+    (tmp_path / "train.py").write_text("import torch\nprint(torch.cuda.get_device_name(0))\n")
+    missing = on_cards(tmp_path, "flatout", "run", "--device", "cuda:2", "train.py").stderr
+    assert re.search(
+        r"no device cuda:2\. torch sees cpu, cuda:0 \(.+\), cuda:1 \(.+\)\. Try `flatout run --device cuda:1 train\.py`",
+        missing,
     )
-    assert re.search(says, on_cards(tmp_path, "flatout", "run", "--device", device, "train.py").stderr)

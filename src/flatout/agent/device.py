@@ -1,327 +1,339 @@
-"""Runs an unmodified script on the device of `--device` by redirecting the accelerators it names.
+"""Runs an unmodified script on the CPU under `--device cpu` by redirecting the accelerators that it names.
 
-`torch.device("cuda")` is a C value, and its comparisons cannot be changed. So everything that *takes* a
-device is wrapped: tensor constructors, `Tensor.to` and similar, loaded storages, autocast and GradScaler,
-generators, DataParallel, and the functions of `torch.cuda`. A call that names no device costs one more Python
-call.
+`torch.device("cuda")` is a C value, and its comparisons cannot be changed. So everything that *takes* a device
+is wrapped: tensor constructors, `Tensor.to` and similar, loaded storages, autocast and GradScaler, generators,
+DataParallel. `torch.cuda` gets the answers of `host_answers.py`. A call that takes no device costs nothing; a
+TorchFunctionMode would be called for each operation of a step, and only in the thread that entered it.
 
-On the CPU, `torch.cuda.is_available()` returns False to the script, so that a script which can train on a CPU
-does so. It returns True if the script would otherwise end itself (an assert, a branch that raises or exits).
-Libraries always get the true answer.
+`torch.cuda.is_available()` returns False to the script, so that a script which can train on a CPU does so. It
+returns True in an assert, and in a condition whose branch raises or exits. Libraries always get the true answer.
 """
 
 from __future__ import annotations
 
 import atexit
-import gc
-import inspect
+import linecache
 import os
+import re
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial, wraps
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.bootstrap import AfterImport, say
-from flatout.agent.cuda_checks import ACCELERATORS, ASKS
-from flatout.agent.device_arguments import VISIBLE, DeviceArguments
-from flatout.agent.device_messages import tell_first
-from flatout.agent.device_tensors import redirect_tensors
 from flatout.agent.frames import is_users
 from flatout.agent.host_answers import host_answers, zero
 from flatout.agent.ledger import Ledger
+from flatout.job.claims import speaks_first
+from flatout.job.rank_environment import rank_number
 
 if TYPE_CHECKING:
-    from torch.nn import Module
+    from torch import Tensor
 
+ACCELERATORS = ("cuda", "xpu", "mps")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 OF_A_MODULE = ("memory", "random", "streams")  # submodules of torch.cuda that export the same functions again
+WOULD_END = re.compile(
+    r"assert (?!not\b)"
+    r"|if (?:not |.*(?:== 0|< 1|== False|is False)).*:\s*(?:print\(.*\)\s*)?(?:raise\b|(?:sys\.|os\._)?exit\b|quit\b)"
+)
 
 
 def install(asked: str) -> None:
-    """At process start, arrange to redirect torch to ``asked`` right after its import."""
-    visible = os.environ.get(VISIBLE)
-    sys.meta_path.insert(0, AfterImport({"torch": lambda torch: redirect(torch, asked, visible)}))
+    """At process start, arrange to redirect torch to the CPU right after its import."""
+    sys.meta_path.insert(0, AfterImport({"torch": redirect}))
 
 
-def redirect(torch: ModuleType, asked: str, visible: str | None) -> None:
-    devices = DeviceArguments(torch, asked, visible, Ledger(), tell_first)
-    devices.keep_visible()
-    redirect_tensors(devices)
-    _install_loading(devices)
-    _install_types(devices)
-    _install_wrappers(devices)
-    _install_modules(devices)
-    if devices.on_host:
-        _install_extensions(devices)
-    else:
-        atexit.register(_leave, devices, os.getpid())
+def redirect(torch: ModuleType) -> None:
+    devices = DeviceArguments(torch, Ledger(), tell_first)
+    devices.hide_cards()
+    _redirect_tensors(devices)
+    _redirect_types(devices)
+    _redirect_wrappers(devices)
+    _redirect_modules(devices)
 
 
-def _leave(devices: DeviceArguments, pid: int) -> None:
-    """At the end, report a script that names no device and so cannot be moved to an accelerator."""
-    kind = devices.torch.nn.Parameter
-    if (
-        os.getpid() == pid
-        and not devices.named
-        and any(issubclass(type(thing), kind) and thing.grad is not None for thing in gc.get_objects())
-    ):
-        devices.tell(
-            f"the script names no accelerator: it trained on the CPU, and --device {devices.asked} had no effect"
-        )
+def tell_first(sentence: str) -> None:
+    """Print a line once for all processes of a run that live at the same time."""
+    claim = f"{os.environ.get('FLATOUT_CRASH_REPORTS', os.devnull)}.device"
+    if rank_number() == 0 and "FLATOUT_CRASH_REPORTS" in os.environ and speaks_first(claim):
+        say(sentence)
+        atexit.register(_remove, f"{claim}.reported", os.getpid())
+
+
+def _remove(path: str, pid: int) -> None:
+    if os.getpid() == pid and os.path.exists(path):
+        os.unlink(path)
+
+
+class DeviceArguments:
+    """Replaces accelerators in arguments by the CPU; ``tell`` is called for each."""
+
+    def __init__(self, torch: ModuleType, ledger: Ledger, tell: Callable[[str], None]) -> None:
+        self.torch, self.ledger, self.tell = torch, ledger, tell
+        self.host = torch.device("cpu")
+        self._known: dict[Any, Any] = {}
+
+    def __call__(self, device: Any) -> Any:
+        """Return the device for torch when the script passes ``device``: a device, name or number."""
+        if type(device) not in (str, int, self.torch.device):
+            return device
+        if device not in self._known:
+            self._known[device] = self._redirected(device)
+        return self._known[device]
+
+    def _redirected(self, device: Any) -> Any:
+        self.hide_cards()
+        kind, _, index = (f"cuda:{device}" if type(device) is int else str(device)).partition(":")
+        if kind not in ACCELERATORS:
+            return device
+        name = f"{kind}:{index}" if index and not index.startswith("-") else kind
+        self.tell(f"the script asks for {name}; --device cpu runs it on the CPU")
+        return self.host
+
+    def hide_cards(self) -> None:
+        """Restore CUDA_VISIBLE_DEVICES, which many scripts set themselves: a forgotten call must not use a card."""
+        if os.environ.get(VISIBLE) != "":
+            self.ledger.set_item(os.environ, VISIBLE, "")
+
+    def kind(self, name: Any) -> Any:
+        """Redirect a device type alone: "cuda"."""
+        return self(name).type if name in ACCELERATORS else name
+
+    def type_name(self, name: object) -> Any:
+        """Redirect a tensor type name: "torch.cuda.FloatTensor"."""
+        if not isinstance(name, str) or not name.startswith("torch.cuda."):
+            return name
+        self("cuda")
+        return name.replace("torch.cuda.", "torch.")
+
+    def set(self, owner: object, name: str, change: Callable[[Any], Any]) -> None:
+        """Patch an attribute; skip it if this torch lacks it, since then no script can use it."""
+        if hasattr(owner, name):
+            self.ledger.set(owner, name, change(getattr(owner, name)))
+
+    def takes(
+        self,
+        really: Callable[..., Any],
+        at: int | None = None,
+        key: str = "device",
+        change: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        """Wrap ``really`` to redirect its argument ``key``, by name or at position ``at``; nothing is pinned."""
+        change = change or self
+
+        @wraps(really)
+        def call(*args: object, **kwargs: object) -> Any:
+            if kwargs:
+                if kwargs.get(key) is not None:
+                    kwargs[key] = change(kwargs[key])
+                kwargs.pop("pin_memory", None)
+            if at is not None and len(args) > at:
+                args = (*args[:at], change(args[at]), *args[at + 1 :])
+            return really(*args, **kwargs)
+
+        return call
+
+
+def would_end(frame: FrameType) -> bool:
+    """Whether the script ends at this line, or at the next, if the answer is no."""
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    return would_end_at([linecache.getline(file, line + more) for more in range(3)])
+
+
+def would_end_at(lines: list[str]) -> bool:
+    return WOULD_END.match(" ".join(line.strip() for line in lines)) is not None
 
 
 # -- functions with a device argument -----------------------------------------------------------------------
 
 
-def _install_loading(devices: DeviceArguments) -> None:
-    """Redirect every storage of a checkpoint, which passes one function for any `map_location`."""
-    torch = devices.torch
+def _redirect_tensors(devices: DeviceArguments) -> None:
+    """Redirect what makes, moves and loads tensors."""
+    from torch.utils._device import DeviceContext, _device_constructors
 
-    def by_name(location: Any) -> Any:
-        name = location.decode("ascii") if isinstance(location, bytes) else location
-        return str(devices(name)) if isinstance(name, str) else location
-
+    torch, tensor, takes = devices.torch, devices.torch.Tensor, devices.takes
+    makers = {id(function) for function in _device_constructors()} | {id(torch.normal)}
+    for owner in (torch, torch.fft, torch.nested):
+        for name, value in list(vars(owner).items()):
+            if id(value) in makers or (owner is torch and name.endswith("_like") and callable(value)):
+                devices.set(owner, name, takes)
+    moves = tensor.to  # the unwrapped method
+    for kind in ("cuda", "xpu"):
+        devices.set(tensor, kind, partial(_moved, devices, kind, moves))
+    for name in [name for name in dir(tensor) if name.startswith("new_")]:
+        devices.set(tensor, name, takes)
+    # a CPU-only torch does not accept a number
+    for owner, name in ((tensor, "to"), (torch.nn.Module, "to"), (DeviceContext, "__init__")):
+        devices.set(owner, name, partial(takes, at=1))
+    devices.set(tensor, "type", partial(takes, at=1, key="dtype", change=devices.type_name))
+    devices.set(torch, "set_default_tensor_type", partial(takes, at=0, key="t", change=devices.type_name))
+    devices.set(tensor, "pin_memory", lambda really: lambda tensor, device=None: tensor)
+    devices.set(tensor, "record_stream", lambda really: lambda tensor, stream: None)
+    devices.set(torch, "set_default_device", partial(_default_device, devices))
+    devices.ledger.set(tensor, "is_cuda", property(lambda tensor: _asked_by_user(sys._getframe(1))), new=True)
+    devices.ledger.set(torch, "Generator", _generators(devices, torch.Generator))
+    devices.set(torch.UntypedStorage, "to", takes)  # `cuda` calls this method
+    # every storage of a checkpoint passes this function, for any `map_location`
     devices.set(
         torch.serialization,
         "default_restore_location",
-        partial(devices.takes, at=1, key="location", change=by_name),
+        partial(takes, at=1, key="location", change=lambda location: _place(devices, location)),
     )
-    devices.set(torch.UntypedStorage, "to", devices.takes)  # `cuda` calls this method
-    jit = devices.takes(torch.jit.load, at=1, key="map_location")
-    devices.ledger.set(
-        torch.jit,
-        "load",
-        wraps(torch.jit.load)(
-            lambda f, map_location=None, *args, **kwargs: jit(
-                f, "cpu" if map_location is None and devices.on_host else map_location, *args, **kwargs
-            )
-        ),
+    warnings.filterwarnings(
+        "ignore", message=r"'pin_memory' argument is set as true but", category=UserWarning
     )
 
 
-def _install_types(devices: DeviceArguments) -> None:
-    """Redirect functions with a device type: autocast, GradScaler.
+def _place(devices: DeviceArguments, location: Any) -> Any:
+    name = location.decode("ascii") if isinstance(location, bytes) else location
+    return str(devices(name)) if isinstance(name, str) else location
 
-    An explicit dtype stays; CUDA's default becomes the target's.
-    """
-    torch, kind = devices.torch, devices.kind
-    devices.set(
-        torch.amp.autocast_mode.autocast,
-        "__init__",
-        partial(devices.takes, at=1, key="device_type", change=kind),
-    )
+
+def _moved(devices: DeviceArguments, kind: str, moves: Callable[..., Any], really: Callable[..., Any]) -> Any:
+    """Wrap `Tensor.cuda` and similar methods."""
+
+    @wraps(really)
+    def moved(
+        tensor: Tensor,
+        device: Any = None,
+        non_blocking: bool = False,
+        memory_format: object = devices.torch.preserve_format,
+    ) -> Any:
+        place = devices(kind if device is None else device)
+        return moves(tensor, place, non_blocking=non_blocking, memory_format=memory_format)
+
+    return moved
+
+
+def _default_device(devices: DeviceArguments, really: Callable[..., Any]) -> Any:
+    @wraps(really)
+    def set_default_device(device: Any) -> None:
+        found = devices(device)
+        really(None if found is devices.host else found)  # a CPU default would slow down every call
+
+    return set_default_device
+
+
+def _generators(devices: DeviceArguments, really: type) -> Any:
+    """Wrap `torch.Generator`, a C type; the wrapper creates generators of that type."""
+
+    class Makes(type(really)):  # type: ignore[misc]
+        def __call__(cls, device: Any = "cpu") -> Any:
+            return really(devices(device))
+
+        def __instancecheck__(cls, thing: object) -> bool:
+            return isinstance(thing, really)
+
+        def __subclasscheck__(cls, kind: type) -> bool:
+            return issubclass(kind, really)
+
+    return Makes("Generator", (really,), {"__module__": "torch", "__doc__": really.__doc__})
+
+
+def _redirect_types(devices: DeviceArguments) -> None:
+    """Redirect functions with a device type. An explicit dtype stays; CUDA's default becomes the CPU's."""
+    torch = devices.torch
+    typed = partial(devices.takes, key="device_type", change=devices.kind)
+    devices.set(torch.amp.autocast_mode.autocast, "__init__", partial(typed, at=1))
     devices.set(
         torch.amp.GradScaler,
         "__init__",
         lambda really: wraps(really)(
-            lambda scaler, device="cuda", *args, **kwargs: really(scaler, kind(device), *args, **kwargs)
+            lambda scaler, device="cuda", *args, **kwargs: really(
+                scaler, devices.kind(device), *args, **kwargs
+            )
         ),
     )
-    if devices.target.type != "cuda":
-        devices.set(
-            torch.cuda.amp.autocast,
-            "__init__",
-            lambda really: wraps(really)(
-                lambda context, enabled=True, dtype=None, cache_enabled=True: really(
-                    context,
-                    enabled,
-                    torch.get_autocast_dtype(devices.target.type) if dtype is None else dtype,
-                    cache_enabled,
-                )
-            ),
-        )
-    for name in ("custom_fwd", "custom_bwd", "is_autocast_available"):
-        devices.set(
-            torch.amp,
-            name,
-            partial(devices.takes, at=0 if name.startswith("is") else None, key="device_type", change=kind),
-        )
-    for name in (
-        "is_autocast_enabled",
-        "get_autocast_dtype",
-        "set_autocast_enabled",
-        "set_autocast_dtype",
-    ):
-        devices.set(torch, name, partial(devices.takes, at=0, key="device_type", change=kind))
-
-
-def _install_wrappers(devices: DeviceArguments) -> None:
-    """Restrict DataParallel and similar wrappers to the one device."""
-    parallel = devices.torch.nn.parallel
-    if devices.target.index is None and not devices.on_host:
-        return
-    only = None if devices.on_host else [devices.target]
-
-    def replicas(really: Callable[..., Any]) -> Any:
-        return wraps(really)(
-            lambda wrapper, module, device_ids=None, output_device=None, *args, **kwargs: really(
-                wrapper, module, only, None, *args, **kwargs
+    devices.set(
+        torch.cuda.amp.autocast,
+        "__init__",
+        lambda really: wraps(really)(
+            lambda context, enabled=True, dtype=None, cache_enabled=True: really(
+                context, enabled, torch.get_autocast_dtype("cpu") if dtype is None else dtype, cache_enabled
             )
-        )
+        ),
+    )
+    for name in ("custom_fwd", "custom_bwd"):
+        devices.set(torch.amp, name, typed)
+    devices.set(torch.amp, "is_autocast_available", partial(typed, at=0))
+    for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"):
+        devices.set(torch, name, partial(typed, at=0))
 
-    def ranks(really: Callable[..., Any]) -> Any:
+
+def _redirect_wrappers(devices: DeviceArguments) -> None:
+    """DataParallel and DistributedDataParallel keep their names in a `state_dict`, and compute on the CPU."""
+    parallel = devices.torch.nn.parallel
+
+    def alone(really: Callable[..., Any]) -> Any:
         return wraps(really)(
             lambda wrapper, module, device_ids=None, output_device=None, *args, **kwargs: really(
-                wrapper, module, device_ids and only, None, *args, **kwargs
+                wrapper, module, None, None, *args, **kwargs
             )
         )
 
     def once(really: Callable[..., Any]) -> Any:
         return wraps(really)(
-            lambda module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None: (
-                really(module, inputs, only, None, dim, module_kwargs)
-                if only
-                else module(*(inputs if isinstance(inputs, tuple) else (inputs,)), **(module_kwargs or {}))
+            lambda module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None: module(
+                *(inputs if isinstance(inputs, tuple) else (inputs,)), **(module_kwargs or {})
             )
         )
 
-    if devices.on_host:
-        devices.set(
-            sys.modules[parallel.DataParallel.__module__],
-            "_get_available_device_type",
-            lambda really: lambda: None,
-        )
-    devices.set(parallel.DataParallel, "__init__", replicas)
-    devices.set(parallel.DistributedDataParallel, "__init__", ranks)
+    owner = sys.modules[parallel.DataParallel.__module__]
+    devices.set(owner, "_get_available_device_type", lambda really: lambda: None)
+    devices.set(parallel.DataParallel, "__init__", alone)
+    devices.set(parallel.DistributedDataParallel, "__init__", alone)
     devices.set(parallel, "data_parallel", once)
 
 
-def _install_extensions(devices: DeviceArguments) -> None:
-    """Report built CUDA extensions: they cannot be redirected, and their failure is silent."""
-
-    def built(really: Callable[..., Any]) -> Any:
-        @wraps(really)
-        def build(*args: object, **kwargs: object) -> Any:
-            given = inspect.signature(really).bind(*args, **kwargs).arguments
-            sources = given.get("sources") or ()
-            if given.get("cuda_sources") or any(
-                str(name).endswith(".cu") for name in ([sources] if isinstance(sources, str) else sources)
-            ):
-                say(
-                    f"--device {devices.asked} cannot redirect the CUDA extension {given['name']!r}: its kernels run only on a CUDA device. Use a code "
-                    "path of the script without it, or run the script on a machine with a CUDA device"
-                )
-            return really(*args, **kwargs)
-
-        return build
-
-    def wrap(module: Module) -> None:
-        for name in ("load", "load_inline"):
-            devices.set(module, name, built)
-
-    name = "torch.utils.cpp_extension"
-    if name in sys.modules:
-        wrap(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, AfterImport({name: wrap}))
+# -- torch.cuda and torch.accelerator -----------------------------------------------------------------------
 
 
-# -- torch.cuda and other accelerator modules -----------------------------------------------------------
+def _redirect_modules(devices: DeviceArguments) -> None:
+    torch = devices.torch
+    for module in (torch.cuda, torch.accelerator):
+        owners = [module, *(getattr(module, name) for name in OF_A_MODULE if hasattr(module, name))]
+        for name, answer in host_answers(torch).items():
+            really = getattr(module, name, None)
+            own = _own(answer, really)
+            for owner in owners if really is not None else ():
+                if getattr(owner, name, None) is really:
+                    devices.ledger.set(owner, name, own)
+        for name in ("is_available", "device_count"):
+            devices.set(module, name, partial(_asked, devices))
+    for part in ("nvtx", "profiler"):
+        for name in ("range_push", "range_pop", "range_start", "range_end", "mark", "start", "stop"):
+            devices.set(getattr(torch.cuda, part), name, partial(_own, zero))
+    for name in [name for name in dir(torch) if name.endswith("Tensor") and hasattr(torch.cuda, name)]:
+        devices.ledger.set(torch.cuda, name, getattr(torch, name))
 
 
-def _install_modules(devices: DeviceArguments) -> None:
-    torch, kind, answers = devices.torch, devices.target.type, _answers(devices)
-    for name in (*ACCELERATORS, *(("accelerator",) if devices.on_host else ())):
-        if name != kind:
-            _answer_for(devices, getattr(torch, name), answers)
-    if devices.on_host:
-        for name in [name for name in dir(torch) if name.endswith("Tensor") and hasattr(torch.cuda, name)]:
-            devices.ledger.set(torch.cuda, name, getattr(torch, name))
-    elif devices.target.index is not None:
-        _answer_by_index(devices, getattr(torch, kind))
-    for owner in (
-        torch.cuda,
-        torch.xpu,
-        torch.mps,
-        torch.backends.mps,
-        *((torch.accelerator,) if devices.on_host else ()),
-    ):
-        for name in ASKS:
-            devices.set(owner, name, partial(_asked, devices, name, of_target=owner is getattr(torch, kind)))
-
-
-def _answer_for(devices: DeviceArguments, module: ModuleType, answers: dict[str, Any]) -> None:
-    owners = [
-        module,
-        *(part for name in OF_A_MODULE if isinstance(part := getattr(module, name, None), ModuleType)),
-    ]
-    for name, answer in answers.items():
-        really = getattr(module, name, None)
-        own = _own(answer, really)
-        for owner in owners if really is not None else ():
-            if getattr(owner, name, None) is really:
-                devices.ledger.set(owner, name, own)
-    for part, names in (
-        ("nvtx", ("range_push", "range_pop", "range_start", "range_end", "mark")),
-        ("profiler", ("start", "stop")),
-    ):
-        for name in names:
-            devices.set(getattr(module, part, None), name, partial(_own, zero))
-
-
-def _answers(devices: DeviceArguments) -> dict[str, Any]:
-    """Return the functions of the target accelerator, or else neutral answers, by name."""
-    found = host_answers(devices.torch)
-    own = getattr(devices.torch, devices.target.type)
-    for name in found if not devices.on_host else ():
-        for owner in (own, devices.torch.accelerator):
-            if hasattr(owner, name):
-                found[name] = _by_index(devices, getattr(owner, name))
-                break
-    return found
-
-
-def _answer_by_index(devices: DeviceArguments, module: Module) -> None:
-    """On one of several cards, redirect every device number, and calls without a number, to this card."""
-    for owner in (module, *(getattr(module, name, None) for name in OF_A_MODULE), devices.torch.accelerator):
-        for name, really in list(vars(owner).items()) if owner is not None else ():
-            if not name.startswith("_") and (found := _by_index(devices, really)) is not really:
-                devices.ledger.set(owner, name, found)
-    devices.set(module.device, "__init__", partial(devices.takes, at=1))
-    devices.set(module.Stream, "__new__", lambda really: staticmethod(devices.takes(really, at=1)))
-    module._lazy_call(partial(module.set_device, devices.target))
-
-
-def _by_index(devices: DeviceArguments, really: Callable[..., Any]) -> Any:
-    """Wrap ``really`` to redirect its argument ``device``, if it has one.
-
-    Its own module means the card that it names.
-    """
-    names = list(inspect.signature(really).parameters) if inspect.isfunction(really) else []
-    key = next((name for name in ("device", "device_index") if name in names), None)
-    if key is None:
-        return really
-    redirected, module = devices.takes(really, at=names.index(key), key=key), f"torch.{devices.target.type}"
-
-    @wraps(really)
-    def call(*args: object, **kwargs: object) -> Any:
-        return (really if str(sys._getframe(1).f_globals.get("__name__")).startswith(module) else redirected)(
-            *args, **kwargs
-        )
-
-    return call
-
-
-def _asked(devices: DeviceArguments, name: str, really: Callable[..., Any], of_target: bool) -> Any:
-    """Answer `is_available` and `device_count`: the truth for libraries, one device for the script."""
-    counts = name == "device_count"
+def _asked(devices: DeviceArguments, really: Callable[..., Any]) -> Any:
+    """Answer `is_available` and `device_count`: the truth for libraries, and what keeps a script alive."""
+    counts = really.__name__ == "device_count"
 
     @wraps(really)
     def answer(*args: object, **kwargs: object) -> Any:
-        devices.keep_visible()
+        devices.hide_cards()
         frame = sys._getframe(1)
-        if not is_users(frame.f_code.co_filename) or (
-            of_target and (not counts or devices.target.index is None)
-        ):
+        if not is_users(frame.f_code.co_filename):
             return really(*args, **kwargs)
-        there = (
-            not devices.on_host
-            or devices.demands.at(frame)
-            or (counts and not devices.demands.has_another_way(frame.f_code.co_filename))
-        )
-        return int(there) if counts else there
+        if counts:  # one device in a script that has no path without CUDA
+            return int(would_end(frame) or not _checks(frame.f_code.co_filename))
+        return would_end(frame)
 
     return answer
+
+
+def _asked_by_user(frame: FrameType) -> bool:
+    return is_users(frame.f_code.co_filename) and would_end(frame)
+
+
+def _checks(filename: str) -> bool:
+    """Whether a file checks for CUDA."""
+    return any("is_available" in line for line in linecache.getlines(filename))
 
 
 def _own(answer: Callable[..., Any], really: object) -> Any:

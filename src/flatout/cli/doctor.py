@@ -17,10 +17,18 @@ from flatout.schema.errors import UsageError
 from flatout.schema.machine_snapshot import MachineSnapshot, Verdict
 from flatout.schema.outputs import DoctorRecord
 
+QUOTE_LIMIT_S = 120.0  # collect_env lists the packages of pip and conda
+
 
 @click.command()
 @click.option(
     "--bench", is_flag=True, help="Also measure the machine's peak rates (about 30 s), for `flatout profile`."
+)
+@click.option(
+    "--all",
+    "everything",
+    is_flag=True,
+    help="Also quote torch.utils.collect_env and nvidia-smi -q: clocks, power, ECC, NVLink, MIG, versions.",
 )
 @json_option
 @click.option(
@@ -28,7 +36,7 @@ from flatout.schema.outputs import DoctorRecord
     type=click.Path(path_type=Path),
     help="Check a snapshot that --json printed on another machine.",
 )
-def command(bench: bool, as_json: bool, replay: Path | None) -> int:
+def command(bench: bool, everything: bool, as_json: bool, replay: Path | None) -> int:
     """Check whether this machine is ready to train.
 
     Shows each problem, why it matters, and the command that fixes it. Works even if torch is broken or
@@ -36,6 +44,8 @@ def command(bench: bool, as_json: bool, replay: Path | None) -> int:
     """
     if bench and replay:
         raise UsageError("--bench measures this machine, but --replay checks another. Use one of them.")
+    if everything and (replay or as_json):
+        raise UsageError("--all quotes texts of this machine. Run it without --replay and --json.")
     snapshot = _recorded(replay) if replay else _seen()
     from flatout.diagnose.doctor.checks import examine
     from flatout.render.doctor import doctor_page
@@ -44,6 +54,8 @@ def command(bench: bool, as_json: bool, replay: Path | None) -> int:
     console = Console(highlight=False)
     if not as_json:
         console.print(doctor_page(checks), crop=False)
+    if everything:
+        _quote(console)
     ceilings = _bench(console, as_json) if bench else None
     if as_json:
         print_json(DoctorRecord(snapshot, checks, ceilings))
@@ -59,6 +71,21 @@ def _seen() -> MachineSnapshot:
         importlib.import_module("flatout.diagnose.doctor.checks")
         importlib.import_module("flatout.render.doctor")
         return looking.take()
+
+
+def _quote(console: Console) -> None:
+    """Print what PyTorch and the driver themselves report of the machine."""
+    from flatout.job.interpreter import program_python
+    from flatout.launch.timed_commands import TimedCommand
+
+    for words in (
+        [program_python(), "-m", "torch.utils.collect_env"],
+        ["nvidia-smi", "-q"],
+        ["nvidia-smi", "topo", "-m"],
+    ):
+        asked = TimedCommand(words)
+        console.print(Text(f"\n{' '.join(words)}", style="bold"), soft_wrap=True)
+        console.print(Text(asked.answer(QUOTE_LIMIT_S).said or "no answer"), soft_wrap=True)
 
 
 def _bench(console: Console, quiet: bool) -> CeilingsRecord:

@@ -1,16 +1,16 @@
-"""A kind of failure: a matcher with a documentation page.
+"""A kind of failure: a row of a table, or a function, with a documentation page.
 
-A kind is one function that takes a FailureRecord and returns a Diagnosis or None. Its docstring is the kind's
-page, in the format of a rule's page: What / Why it happens / How to fix it / Sources. A matcher checks the
-type of the exception and the fixed beginning of its message, with named groups for the variable parts.
-Exceptions raised by the user's own ``raise`` never match.
+A row (`known`) holds patterns of the message and templates of the cause and of the fix. A kind that needs more
+is a function (`kind`) that takes a FailureRecord and returns a Diagnosis or None; its docstring is the page.
+Both check the type of the exception and the fixed beginning of its message, with named groups for the variable
+parts. Exceptions raised by the user's own ``raise`` never match.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from flatout.schema.failure import ExceptionRecord, FailureRecord, TensorSeen
 from flatout.schema.findings import Finding, Severity, SourceLocation
 from flatout.schema.records import Record
 
-SECTIONS = ("What", "Why it happens", "How to fix it", "Sources")
+SECTIONS = ("Why it happens", "Fix", "How to fix it", "Sources")  # a row has Fix, a function the other
 RUNTIME = ("RuntimeError",)
 DIST = ("DistError", "DistNetworkError", "DistStoreError", "DistBackendError", "RuntimeError", "ValueError")
 CASE = re.DOTALL
@@ -101,6 +101,92 @@ def kind(
     return lambda judge: FailureKind(code, name, judge, reports, judged, severity)
 
 
+@dataclass(frozen=True)
+class Form:
+    """One form of a failure: patterns of its message, and the templates that `fill` fills."""
+
+    patterns: tuple[str, ...]
+    cause: str
+    fix: str
+
+
+def form(cause: str, fix: str, *patterns: str) -> Form:
+    return Form(patterns, cause, fix)
+
+
+def known(
+    code: str,
+    name: str,
+    page: str,
+    *forms: Form,
+    types: Sequence[str] = RUNTIME,
+    tensors: bool = False,
+    reports: bool = False,
+    when: Callable[[FailureRecord, MessageMatch], bool] | None = None,
+    values: Callable[[FailureRecord, MessageMatch], dict[str, str]] | None = None,
+) -> FailureKind:
+    """A kind as a row: the first form whose pattern matches gives the cause and the fix.
+
+    ``page`` is the title, why it happens, and the sources. Templates use the groups of the pattern, the values
+    of `_values`, and those of ``values``. ``tensors`` adds the tensors of the line as evidence. ``when`` is a
+    further condition.
+    """
+
+    def judge(failure: FailureRecord) -> Diagnosis | None:
+        match = match_message(failure, types, *(pattern for one in forms for pattern in one.patterns))
+        if match is None or (when is not None and not when(failure, match)):
+            return None
+        one = next(one for one in forms if match.pattern in one.patterns)
+        parts = {**_values(failure), **match.parts, **(values(failure, match) if values else {})}
+        return Diagnosis(fill(one.cause, parts), fill(one.fix, parts), sizes(failure) if tensors else [])
+
+    title, *text = inspect.cleandoc(page).split("\n")
+    sources = [line for line in text if line.startswith("https://")]
+    why = [line for line in text if line.strip() and line not in sources]
+    fixes = dict.fromkeys(line for one in forms for line in fill(one.fix, {}).split("\n"))
+    parts = {"Why it happens": why, "Fix": list(fixes), "Sources": sources}
+    judge.__doc__ = "\n".join(
+        [
+            title,
+            "",
+            *(f"{heading}:\n" + "\n".join(f"    {line}" for line in part) for heading, part in parts.items()),
+        ]
+    )
+    return FailureKind(code, name, judge, reports)
+
+
+VALUE = re.compile(r"\{(\w+)(?:\|([^}]*))?\}")
+OPTIONAL = re.compile(r"\[\[(.*?)\]\]", re.DOTALL)
+
+
+def fill(template: str, values: Mapping[str, str]) -> str:
+    """``{name|default}`` becomes the value or the default; ``[[...]]`` is left out if a value in it is empty."""
+
+    def optional(found: re.Match[str]) -> str:
+        return found[1] if all(values.get(name) for name, _ in VALUE.findall(found[1])) else ""
+
+    return VALUE.sub(lambda found: values.get(found[1]) or found[2] or "", OPTIONAL.sub(optional, template))
+
+
+def _values(failure: FailureRecord) -> dict[str, str]:
+    """What every template may use: the layer, the first tensor of the line, the batch, facts of the process."""
+    tensor = next(iter(on_own_line(failure)), None)
+    return {
+        "layer": layer(failure),
+        "tensor": tensor.name if tensor else "",
+        "shape": "x".join(map(str, tensor.shape)) if tensor else "",
+        "line": failure.own.text if failure.own else "",
+        "batch": str(failure.batch) if failure.batch else "",
+        **{name: str(value) for name, value in failure.facts.items()},
+    }
+
+
+def tensor_name(failure: FailureRecord, condition: Callable[[TensorSeen], bool]) -> dict[str, str]:
+    """The value ``tensor``: the first tensor of the line, or else of the frames below it, with a condition."""
+    names = [tensor.name for tensor in on_own_line(failure) or failure.tensors if condition(tensor)]
+    return {"tensor": next((name for name in names if name.isidentifier()), "")}
+
+
 LONGEST_LINE = 1000  # of the searched lines: a regular expression may need quadratic time
 
 
@@ -110,6 +196,7 @@ class MessageMatch:
 
     thrown: ExceptionRecord
     parts: dict[str, str]
+    pattern: str
 
     def __getitem__(self, name: str) -> str:
         return self.parts.get(name) or ""
@@ -129,9 +216,8 @@ def match_message(failure: FailureRecord, types: Sequence[str], *families: str) 
         for family in families:
             found = re.match(f"{LEAD}(?:{family})", thrown.message, CASE)
             if found is not None:
-                return MessageMatch(
-                    thrown, {name: value.strip() for name, value in found.groupdict().items() if value}
-                )
+                parts = {name: value.strip() for name, value in found.groupdict().items() if value}
+                return MessageMatch(thrown, parts, family)
     return None
 
 
@@ -189,6 +275,15 @@ def on_own_line(failure: FailureRecord) -> list[TensorSeen]:
 def sizes(failure: FailureRecord) -> list[str]:
     """The tensors of the user's failing line, or those of the frames below it if the line names none."""
     return describe_tensors(on_own_line(failure) or failure.tensors)
+
+
+def runs_in(failure: FailureRecord, pattern: str) -> bool:
+    """Whether ``file:function`` of a frame matches."""
+    return any(
+        re.search(pattern, f"{frame.file}:{frame.function}".replace("\\", "/"))
+        for thrown in failure.chain
+        for frame in thrown.frames
+    )
 
 
 def shape(text: str) -> str:

@@ -62,13 +62,6 @@ def visible_gpus() -> tuple[Gpu, ...]:
         return ()
 
 
-def gpus_asked_for() -> tuple[Gpu, ...]:
-    """Return the GPUs that a program started here trains on: all visible ones, or that of `--device`."""
-    index = os.environ.get(ASKED_DEVICE, "").partition(":")[2]
-    gpus = visible_gpus()  # empty if another kind of device was requested
-    return gpus[int(index) : int(index) + 1] if index else gpus
-
-
 DEVICES = """
 import json, torch
 found = {"cpu": ""}

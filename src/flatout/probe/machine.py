@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flatout.job.interpreter import is_own, python_of, versions_of
 from flatout.probe.cgroup import group
-from flatout.probe.gpus import gpus_asked_for
+from flatout.probe.gpus import visible_gpus
 from flatout.schema.facts import ASKED_DEVICE, Facts
 
 WATCHED = (
@@ -72,7 +72,7 @@ def hardware() -> Facts:
         cores=_cores(),
         memory_bytes=_memory(),
         cpu_flags=flags,
-        gpus=gpus_asked_for(),
+        gpus=visible_gpus(),
         system=platform.system(),
         python=platform.python_version(),
         environment={n: os.environ[n] for n in WATCHED if n in os.environ},

@@ -101,38 +101,5 @@ def status(text: str | None, name: str) -> str | None:
     return found[1].strip() if found else None
 
 
-@dataclass(frozen=True)
-class Processor:
-    model: str
-    flags: frozenset[str]
-
-
-def processor(cpuinfo: str | None) -> Processor | None:
-    """Return the first processor, or None without flags."""
-    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo or "", re.MULTILINE)
-    if not found:
-        return None
-    model = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", cpuinfo or "", re.MULTILINE)
-    return Processor(model[1].strip() if model else "unknown", frozenset(found[1].split()))
-
-
-def swaps(text: str | None) -> list[tuple[str, int, int]] | None:
-    """Parse /proc/swaps: name, size and use in bytes of each. None if it is unreadable."""
-    if text is None or not text.startswith("Filename"):
-        return None
-    found = []
-    for line in text.splitlines()[1:]:
-        words = line.rsplit(None, 4)
-        if len(words) == 5 and words[2].isdigit() and words[3].isdigit():
-            found.append((words[0], int(words[2]) * 1024, int(words[3]) * 1024))
-    return found
-
-
-def chosen(text: str | None) -> str | None:
-    """Return the setting in brackets: "madvise" of "always [madvise] never"."""
-    found = re.search(r"\[(\w+)\]", text or "")
-    return found[1] if found else None
-
-
 def os_release(text: str | None) -> dict[str, str]:
     return {m[1]: m[2].strip("\"'") for m in re.finditer(r"^([A-Z_]+)=(.*)$", text or "", re.MULTILINE)}

@@ -16,27 +16,21 @@ import tempfile
 from pathlib import Path
 
 from flatout.probe.cgroup import group
-from flatout.probe.proc import numbers, processor
 from flatout.schema.machine_snapshot import Disk, MachineSnapshot
 
 FILES = (
     "/proc/meminfo",
     "/proc/loadavg",
-    "/proc/swaps",
     "/proc/version",
     "/proc/self/limits",
     "/proc/self/status",
-    "/proc/sys/vm/overcommit_memory",
     "/proc/driver/nvidia/version",
     "/etc/os-release",
-    "/sys/kernel/mm/transparent_hugepage/enabled",
     "/sys/devices/system/cpu/online",
-    "/sys/devices/system/node/online",
-    "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor",
     "/.dockerenv",
     "/run/.containerenv",
 )
-FOLDERS = ("/sys/bus/pci/devices", "/sys/devices/system/cpu/cpu0", "/dev")
+FOLDERS = ("/sys/bus/pci/devices", "/dev")
 MAX_BYTES = 1 << 18
 DISPLAY_CLASS = "0x03"
 
@@ -74,9 +68,6 @@ NAMES = (
     "CONDA_PREFIX",
     "TMPDIR",
     "XDG_CACHE_HOME",
-    "BLIS_NUM_THREADS",
-    "VECLIB_MAXIMUM_THREADS",
-    "WSL_DISTRO_NAME",
     "SLURM_JOB_ID",
     "SLURM_CPUS_PER_TASK",
     "KUBERNETES_SERVICE_HOST",
@@ -85,14 +76,10 @@ NAMES = (
     "CXX",
 )
 SECRET = re.compile("TOKEN|SECRET|PASSWORD|CREDENTIAL|API_KEY", re.IGNORECASE)
-CUDA_LIBRARY = re.compile(
-    r"lib(cudart|cublas|cublasLt|cudnn\w*|nccl|nvrtc|cufft|curand|cusolver|cusparse|cusparseLt|nvJitLink|cupti|cuda|torch\w*|c10\w*)\.so"
-)
 DISTRIBUTIONS = re.compile(
     r"(torch|torchvision|torchaudio|triton|pytorch_triton|numpy|lightning|pytorch_lightning|intel_openmp|mkl|cuda_\w+|nvidia_\w+)$"
 )
 HEADER = "Python.h"
-NO_LIBRARY = " (no library)"
 
 
 class Reader:
@@ -111,7 +98,7 @@ class Reader:
                     text: str | None = file.read(MAX_BYTES).decode(errors="replace")
             except OSError:
                 text = None
-            self._snapshot.files[path] = _first_processor(text) if path == "/proc/cpuinfo" else text
+            self._snapshot.files[path] = text
         return self._snapshot.files[path]
 
     def names(self, path: str) -> list[str] | None:
@@ -126,10 +113,8 @@ class Reader:
 def gather(snapshot: MachineSnapshot, root: Path = Path("/")) -> MachineSnapshot:
     """Fill in everything readable. Missing or forbidden parts stay None."""
     reader = Reader(snapshot, root)
-    for path in (*FILES, "/proc/cpuinfo"):
+    for path in FILES:
         reader.text(path)
-    for node in numbers(reader.text("/sys/devices/system/node/online")) or ():
-        reader.text(f"/sys/devices/system/node/node{node}/cpulist")
     group(reader.text)  # reads the files with the limits of the groups
     for folder in FOLDERS:
         reader.names(folder)
@@ -147,10 +132,6 @@ def gather(snapshot: MachineSnapshot, root: Path = Path("/")) -> MachineSnapshot
     snapshot.environment = environment(os.environ)
     snapshot.python = python()
     snapshot.packages = packages(sys.path)
-    snapshot.libraries = libraries(os.environ.get("LD_LIBRARY_PATH", ""))
-    snapshot.preloads = {
-        path: _loadable(path) for path in re.split("[: ]+", os.environ.get("LD_PRELOAD", "")) if path
-    }
     snapshot.folders["."] = _modules_here(snapshot.working_folder)
     for name, path in (
         ("working folder", snapshot.working_folder),
@@ -186,16 +167,12 @@ def python() -> dict[str, object]:
         "prefix": sys.prefix,
         "base_prefix": sys.base_prefix,
         "user_site": site.getusersitepackages(),
-        "user_site_used": bool(site.ENABLE_USER_SITE) and site.getusersitepackages() in sys.path,
         "path": [p for p in sys.path if p],
         "free_threaded": bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
-        "dev_mode": sys.flags.dev_mode,
         "libc": list(platform.libc_ver()),
         "root": os.geteuid() == 0,
         "torch_requires": _requirements("torch"),
-        "cpu_count": os.cpu_count(),
         "header": (Path(sysconfig.get_paths()["include"]) / HEADER).is_file(),
-        "soabi": sysconfig.get_config_var("SOABI"),
     }
 
 
@@ -225,32 +202,6 @@ def packages(path: list[str]) -> list[list[str]]:
     return found
 
 
-def libraries(path: str) -> dict[str, list[str]]:
-    """Return the CUDA and torch libraries in each folder of LD_LIBRARY_PATH.
-
-    A folder without any has an empty list. A missing folder is left out. A file with such a name that is not
-    a library (empty, or a git placeholder) is marked with NO_LIBRARY.
-    """
-    found = {}
-    for folder in dict.fromkeys(part for part in re.split("[:;]", path) if part):
-        try:
-            names = sorted(name for name in os.listdir(folder) if CUDA_LIBRARY.match(name))
-            found[folder] = [
-                name if _is_library(Path(folder) / name) else name + NO_LIBRARY for name in names
-            ]
-        except OSError:
-            continue
-    return found
-
-
-def _is_library(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(4) == b"\x7fELF"
-    except OSError:  # a dangling link
-        return False
-
-
 def space(path: str) -> Disk | None:
     """Return the disk space below a path, or below its nearest existing folder."""
     place = Path(path)
@@ -270,14 +221,6 @@ def space(path: str) -> Disk | None:
     )
 
 
-def _first_processor(cpuinfo: str | None) -> str | None:
-    """Return the first processor only, because all cores repeat the same text."""
-    if cpuinfo is None:
-        return None
-    head = cpuinfo.split("\n\n")[0]
-    return head if processor(head) is not None else cpuinfo[:8192]
-
-
 def _here() -> str:
     try:
         return os.getcwd()
@@ -290,14 +233,6 @@ def _temporary() -> str:
         return tempfile.gettempdir()
     except OSError:  # no writable folder: a check reports it
         return os.environ.get("TMPDIR", "/tmp")
-
-
-def _loadable(path: str) -> bool:
-    """Return whether a preload exists.
-
-    A bare name counts as existing, because the loader searches its own folders.
-    """
-    return "/" not in path or os.path.isfile(path)
 
 
 def _modules_here(folder: str) -> list[str] | None:

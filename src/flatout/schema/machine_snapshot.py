@@ -64,8 +64,6 @@ class MachineSnapshot(Record):
     * ``python`` describes this interpreter.
     * ``packages`` are the installed distributions as [name, version, folder].
     * ``torch`` is the output of a child that imported torch, as far as it got.
-    * ``libraries`` are the CUDA libraries on LD_LIBRARY_PATH by folder.
-    * ``preloads`` is whether each file of LD_PRELOAD exists.
     """
 
     schema: int = SNAPSHOT_SCHEMA
@@ -82,8 +80,6 @@ class MachineSnapshot(Record):
     torch: dict[str, Any] = field(default_factory=dict)
     runs: dict[str, CommandResult] = field(default_factory=dict)
     disks: dict[str, Disk] = field(default_factory=dict)
-    libraries: dict[str, list[str]] | None = None
-    preloads: dict[str, bool] | None = None
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> MachineSnapshot:
@@ -95,7 +91,7 @@ class MachineSnapshot(Record):
         if kept is MISFIT or data.get("schema") != SNAPSHOT_SCHEMA:
             raise TypeError(f"expected a table with the schema {SNAPSHOT_SCHEMA}")
         kept["packages"] = (
-            [each for each in kept["packages"] if len(each) == 3] if "packages" in kept else None
+            [package for package in kept["packages"] if len(package) == 3] if "packages" in kept else None
         )
         kept["runs"] = {
             name: CommandResult.from_json(run)
@@ -140,24 +136,14 @@ _STAGES: dict[str, dict[str, Any]] = {
     "found": {"origin": (str, NONE), "places": [str], "compiled": [str]},
     "imported": {"import_s": float, "file": (str, NONE)},
     "import failed": {"kind": str, "message": str, "traceback": str},
-    "build": {"version": str, "cuda": (str, NONE), "hip": (str, NONE), "debug": bool},
-    "host": {
-        "threads": int,
-        "interop_threads": int,
-        "capability": str,
-        "mkl": bool,
-        "mkldnn": bool,
-        "openmp": bool,
-    },
+    "build": {"version": str, "cuda": (str, NONE), "hip": (str, NONE)},
+    "host": {"threads": int},
     "libraries": {"loaded": [str]},
-    "numpy": {"version": (str, NONE), "works": bool, "why": str},
     "cuda": {
         "available": bool,
         "archs": [str],
-        "cudnn": (int, NONE),
-        "nccl": (str, NONE),
         "computes": bool,
-        "devices": [{"name": str, "capability": [int], "memory_bytes": int, "bfloat16": bool}],
+        "devices": [{"name": str, "capability": [int], "memory_bytes": int}],
     },
 }
 SHAPE: dict[str, Any] = {
@@ -171,8 +157,6 @@ SHAPE: dict[str, Any] = {
     "folders": {str: [str]},
     "environment": {str: str},
     "packages": [[str]],
-    "libraries": {str: [str]},
-    "preloads": {str: bool},
     "python": {
         "version": str,
         "implementation": str,
@@ -181,16 +165,12 @@ SHAPE: dict[str, Any] = {
         "prefix": str,
         "base_prefix": str,
         "user_site": str,
-        "user_site_used": bool,
         "path": [str],
         "free_threaded": bool,
-        "dev_mode": bool,
         "libc": [str],
-        "cpu_count": int,
         "header": bool,
         "root": bool,
         "torch_requires": [str],
-        "soabi": (str, NONE),
     },
     "torch": {name: {**stage, "raised": str, "warnings": [str]} for name, stage in _STAGES.items()},
     "runs": {

@@ -1,4 +1,7 @@
-"""`--device`: override the device that a program runs on. `flatout.agent.device` makes the changes."""
+"""`--device`: the device that a program runs on.
+
+For the CPU `flatout.agent.device` redirects the program; a card is chosen by CUDA_VISIBLE_DEVICES.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,19 @@ from flatout.render.formatting import shell
 from flatout.schema.errors import UsageError
 from flatout.schema.facts import ASKED_DEVICE
 
-SHAPE = re.compile(r"cpu|mps|(cuda|xpu)(:(0|[1-9]\d{0,2}))?")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+SHAPE = re.compile(r"cpu|cuda(:(0|[1-9]\d{0,2}))?")
 
 
 class DeviceByName(click.ParamType):
-    """A device name: ``cpu``, ``cuda``, ``cuda:1``, ``xpu`` or ``mps``."""
+    """A device name: ``cpu``, ``cuda`` or ``cuda:1``."""
 
     name = "device"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
         text = str(value).strip().lower()
         if not SHAPE.fullmatch(text):
-            self.fail(f"{value!r} is not a device; write cpu, cuda, cuda:1, xpu or mps", param, ctx)
+            self.fail(f"{value!r} is not a device; write cpu, cuda or cuda:1", param, ctx)
         return text
 
 
@@ -33,15 +37,15 @@ device_option = click.option(
     "--device",
     default=None,
     type=DeviceByName(),
-    metavar="cpu|cuda|cuda:N|xpu|mps",
-    help='Run on this device, whichever the script names (`.cuda()`, device="cuda", autocast, checkpoints).',
+    metavar="cpu|cuda|cuda:N",
+    help='Run on the CPU, whichever device the script names (`.cuda()`, device="cuda"), or on card N alone.',
 )
 
 
 def choose(
     device: str | None, cmd: Command, command: str, procs: int = 1, gpus: bool = False, elsewhere: str = ""
 ) -> None:
-    """Make the programs that this process starts run on ``device``; levers see no other device.
+    """Make the programs that this process starts run on ``device``; they and the levers see no other card.
 
     ``elsewhere`` is the option that starts the program on other machines. Raises UsageError if ``device`` is
     unavailable or contradicts another option.
@@ -64,11 +68,14 @@ def choose(
         raise UsageError(
             f"--procs {procs} would put all ranks on {device}. Use --gpus {procs} for a GPU each, or --device cpu."
         )
-    if device != "cpu":
-        _must_be_there(device, cmd, command)
-    if not device.startswith("cuda"):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a call that is not redirected fails and takes no GPU memory
-    os.environ[ASKED_DEVICE] = device
+    if device == "cpu":
+        os.environ[VISIBLE] = ""  # a call that is not redirected fails and takes no GPU memory
+        os.environ[ASKED_DEVICE] = device
+        return
+    _must_be_there(device, cmd, command)
+    if number := device.partition(":")[2]:
+        visible = os.environ.get(VISIBLE)
+        os.environ[VISIBLE] = visible.split(",")[int(number)].strip() if visible else number
 
 
 def hint(device: str | None) -> str:

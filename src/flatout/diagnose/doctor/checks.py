@@ -1,64 +1,33 @@
 """The table of checks, with one file per theme.
 
-To add a check, write a function and add it to its file's QUESTIONS.
+To add a check, write a function and add it to its file's CHECKS.
 
 Each theme begins with a code FD0x0. Codes never change and are never reused.
 """
 
-from flatout.diagnose.doctor import (
-    compilers,
-    disks,
-    driver,
-    gpus,
-    memory,
-    processor,
-    python,
-    resources,
-    switches,
-    system,
-    torch_build,
-    torch_import,
-)
+from flatout.diagnose.doctor import driver, gpus, limits, python, system, torch_build, torch_import
 from flatout.diagnose.doctor.check import MachineCheck
 from flatout.diagnose.doctor.nvidia_smi import gpu_is_here
 from flatout.schema.machine_snapshot import CheckResult, MachineSnapshot, Verdict
 
 TABLE: tuple[MachineCheck, ...] = tuple(
-    question
-    for theme in (
-        python,
-        torch_import,
-        torch_build,
-        driver,
-        gpus,
-        compilers,
-        system,
-        processor,
-        memory,
-        resources,
-        disks,
-        switches,
-    )
-    for question in theme.QUESTIONS
+    check
+    for theme in (python, torch_import, torch_build, driver, gpus, system, limits)
+    for check in theme.CHECKS
 )
-THEMES = tuple(dict.fromkeys(question.theme for question in TABLE))
+THEMES = tuple(dict.fromkeys(check.theme for check in TABLE))
 
 
 def examine(snapshot: MachineSnapshot) -> list[CheckResult]:
     """The result of every check, in table order. Checks of GPUs are left out if there is no GPU."""
-    none_here = gpu_is_here(snapshot) is False
-    return [_checked(question, snapshot) for question in TABLE if not (question.gpu and none_here)]
+    no_gpu = gpu_is_here(snapshot) is False
+    return [_result(check, snapshot) for check in TABLE if not (check.gpu and no_gpu)]
 
 
-def _checked(question: MachineCheck, snapshot: MachineSnapshot) -> CheckResult:
+def _result(check: MachineCheck, snapshot: MachineSnapshot) -> CheckResult:
     """A check that raises must neither stop the others nor count as fine."""
     try:
-        return question.answer(snapshot)
+        return check.answer(snapshot)
     except Exception as error:
-        return CheckResult(
-            question.code,
-            question.name,
-            question.theme,
-            Verdict.UNSEEN,
-            f"bug in flatout: {type(error).__name__}: {error}",
-        )
+        seen = f"bug in flatout: {type(error).__name__}: {error}"
+        return CheckResult(check.code, check.name, check.theme, Verdict.UNSEEN, seen)

@@ -23,43 +23,33 @@ from flatout.diagnose.doctor.versions import versions
 from flatout.schema.machine_snapshot import CommandResult, MachineSnapshot, Verdict
 
 # Failures of nvidia-smi: the pattern of its message, the meaning, the command.
-FAILURES = (
-    (
-        re.compile(r"Driver/library version mismatch"),
+FAILURES = {
+    "Driver/library version mismatch": (
         "the driver's libraries were updated, but the loaded kernel module is still the old one",
         "sudo reboot",
     ),
-    (
-        re.compile(r"couldn't communicate with the NVIDIA driver"),
+    "couldn't communicate with the NVIDIA driver": (
         "the driver's kernel module is not loaded",
         "sudo modprobe nvidia && sudo dmesg | grep -i nvidia",
     ),
-    (
-        re.compile(r"GPU is lost|fallen off the bus"),
-        "a GPU no longer answers on its bus",
-        "sudo dmesg | grep -i xid",
-    ),
-    (
-        re.compile(r"couldn't find libnvidia-ml|libnvidia-ml\.so: cannot open"),
+    "GPU is lost|fallen off the bus": ("a GPU no longer answers on its bus", "sudo dmesg | grep -i xid"),
+    r"couldn't find libnvidia-ml|libnvidia-ml\.so: cannot open": (
         "the driver's library is missing: the container was started without the GPU",
         "docker run --gpus all ...",
     ),
-    (
-        re.compile(r"No devices were found"),
+    "No devices were found": (
         "the driver runs but finds no usable GPU",
         "sudo dmesg | grep -i nvidia",
     ),
-    (
-        re.compile(r"Insufficient Permissions", re.IGNORECASE),
+    "(?i)Insufficient Permissions": (
         "this user has no permission to use the GPU",
         "ls -l /dev/nvidia*",
     ),
-    (
-        re.compile(r"Failed to initialize NVML: Unknown Error"),
+    "Failed to initialize NVML: Unknown Error": (
         "the container has lost access to the devices (as after `systemctl daemon-reload` on the host)",
         "docker restart CONTAINER",
     ),
-)
+}
 
 
 @machine_check("FD020", THEME, ["run nvidia-smi"])
@@ -101,9 +91,9 @@ def driver(snapshot: MachineSnapshot) -> CheckOutcome:
         if here is None:
             return not_seen("there is no nvidia-smi, and the PCI bus could not be read")
         return note("no NVIDIA GPU: training runs on the processor")
-    for pattern, meaning, fix in FAILURES:
-        if pattern.search(run.said):
-            return problem(f"nvidia-smi: {pattern.search(run.said)[0]}: {meaning}", fix, _tail(run))  # type: ignore[index]
+    for pattern, (meaning, fix) in FAILURES.items():
+        if found := re.search(pattern, run.said):
+            return problem(f"nvidia-smi: {found[0]}: {meaning}", fix, _tail(run))
     if run.code not in (0, None):
         return problem(f"nvidia-smi exited with code {run.code}", "nvidia-smi", _tail(run))
     return not_seen("nvidia-smi answered in an unknown format")
@@ -192,36 +182,32 @@ def visible_devices(snapshot: MachineSnapshot) -> CheckOutcome:
     if not gpu_is_here(snapshot):
         return note(f"CUDA_VISIBLE_DEVICES={value!r}; no GPU was found")
     entries = [entry.strip() for entry in value.split(",")]
+    every = "unset CUDA_VISIBLE_DEVICES"
     if value.strip() in ("", "-1", "NoDevFiles"):
-        return warning(f"CUDA_VISIBLE_DEVICES={value!r} hides every GPU", "unset CUDA_VISIBLE_DEVICES")
+        return warning(f"CUDA_VISIBLE_DEVICES={value!r} hides every GPU", every)
     if seen is None or not seen.boards:
         return not_seen(
             f"CUDA_VISIBLE_DEVICES={value!r}; nvidia-smi did not list the GPUs to compare it with"
         )
-    for at, entry in enumerate(entries):
-        if entry.startswith(("GPU-", "MIG-")):
-            there = entry.startswith("MIG-") or any(
-                (board.uuid or "").startswith(entry) for board in seen.boards
-            )
-        else:
-            there = entry.isdigit() and int(entry) < len(seen.boards)
-        if not there:
-            left = f"{at} of {len(entries)} are used" if at else "none is used"
-            return problem(
-                f"CUDA_VISIBLE_DEVICES={value!r}: {entry!r} is not a GPU of this machine (it has {len(seen.boards)}), so {left}",
-                "nvidia-smi -L",
-            )
-    if len(set(entries)) < len(entries):
+    count = len(seen.boards)
+    uuids = [board.uuid or "" for board in seen.boards]
+    for number, entry in enumerate(entries):
+        if (
+            entry.startswith("MIG-")
+            or (entry.isdigit() and int(entry) < count)
+            or (entry.startswith("GPU-") and any(uuid.startswith(entry) for uuid in uuids))
+        ):
+            continue
+        left = f"{number} of {len(entries)} are used" if number else "none is used"
         return problem(
-            f"CUDA_VISIBLE_DEVICES={value!r} names a GPU twice; CUDA then uses none",
-            "unset CUDA_VISIBLE_DEVICES",
+            f"CUDA_VISIBLE_DEVICES={value!r}: {entry!r} is not a GPU of this machine (it has {count}), so {left}",
+            "nvidia-smi -L",
         )
-    if len(entries) < len(seen.boards):
-        return note(
-            f"CUDA_VISIBLE_DEVICES={value!r}: {len(entries)} of {len(seen.boards)} GPUs are visible",
-            "unset CUDA_VISIBLE_DEVICES",
-        )
-    return ok(f"CUDA_VISIBLE_DEVICES={value!r}: all {len(seen.boards)} GPUs")
+    if len(set(entries)) < len(entries):
+        return problem(f"CUDA_VISIBLE_DEVICES={value!r} names a GPU twice; CUDA then uses none", every)
+    if len(entries) < count:
+        return note(f"CUDA_VISIBLE_DEVICES={value!r}: {len(entries)} of {count} GPUs are visible", every)
+    return ok(f"CUDA_VISIBLE_DEVICES={value!r}: all {count} GPUs")
 
 
 @machine_check("FD024", THEME, ["torch cuda"])
@@ -272,4 +258,4 @@ def torch_computes(snapshot: MachineSnapshot) -> CheckOutcome:
     )
 
 
-QUESTIONS = (driver, driver_for_cuda, visible_devices, architectures, torch_computes)
+CHECKS = (driver, driver_for_cuda, visible_devices, architectures, torch_computes)

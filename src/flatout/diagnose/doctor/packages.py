@@ -37,15 +37,6 @@ def install(snapshot: MachineSnapshot, debian: str, fedora: str, conda: str = ""
     return f"sudo {name} install {debian if name == 'apt-get' else fedora}"
 
 
-def upgrade(snapshot: MachineSnapshot) -> str:
-    name = manager(snapshot)
-    return {
-        "apt-get": "sudo apt-get dist-upgrade",
-        "pacman": "sudo pacman -Syu",
-        "apk": "sudo apk upgrade",
-    }.get(name, f"sudo {name} upgrade")
-
-
 def newer_driver(snapshot: MachineSnapshot) -> str:
     """The command for a newer driver, to run on the host: a container uses the host's driver."""
     ubuntu = os_release(snapshot.text("/etc/os-release")).get("ID") == "ubuntu"

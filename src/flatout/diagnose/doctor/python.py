@@ -140,43 +140,6 @@ def nothing_hidden(snapshot: MachineSnapshot) -> CheckOutcome:
     return ok(f"nothing in {snapshot.working_folder} hides a module")
 
 
-@machine_check("FD004", THEME, ["environment"])
-def python_switches(snapshot: MachineSnapshot) -> CheckOutcome:
-    """No variable slows Python down or changes its behaviour.
-
-    Why it matters:
-        PYTHONDEVMODE and PYTHONMALLOC=debug check every allocation. PYTHONPATH puts other packages first.
-        PYTHONOPTIMIZE removes asserts. They often stay set after debugging.
-    How to fix it:
-        `unset` the named variable.
-    """
-    slow = [
-        name
-        for name in ("PYTHONDEVMODE", "PYTHONTRACEMALLOC", "PYTHONASYNCIODEBUG", "PYTHONPROFILEIMPORTTIME")
-        if snapshot.variable(name)
-    ]
-    if (snapshot.variable("PYTHONMALLOC") or "").endswith("debug") or snapshot.variable(
-        "PYTHONMALLOC"
-    ) == "malloc":
-        slow.append("PYTHONMALLOC")
-    if slow:
-        return warning(
-            f"{', '.join(f'{name}={snapshot.variable(name)}' for name in slow)} slows every line of Python down",
-            f"unset {' '.join(slow)}",
-        )
-    seen = {
-        name: snapshot.variable(name)
-        for name in ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTHONHOME")
-        if snapshot.variable(name)
-    }
-    if seen:
-        return note(
-            f"{', '.join(f'{name}={value}' for name, value in seen.items())}: set, perhaps on purpose",
-            f"unset {' '.join(seen)}",
-        )
-    return ok("no PYTHON... variable slows or redirects Python")
-
-
 @machine_check("FD005", THEME, ["run start-up hook"])
 def enters_programs(snapshot: MachineSnapshot) -> CheckOutcome:
     """flatout enters a program of this Python.
@@ -198,4 +161,4 @@ def enters_programs(snapshot: MachineSnapshot) -> CheckOutcome:
     )
 
 
-QUESTIONS = (python_version, one_environment, nothing_hidden, python_switches, enters_programs)
+CHECKS = (python_version, one_environment, nothing_hidden, enters_programs)

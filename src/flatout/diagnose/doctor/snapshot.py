@@ -27,9 +27,7 @@ UNDER_WSL = "/usr/lib/wsl/lib/nvidia-smi"  # missing from the path of some shell
 PROGRAMS = {
     "nvidia-smi": ("nvidia-smi", "-q", "-x"),
     "nvidia-smi capability": ("nvidia-smi", "--query-gpu=index,uuid,compute_cap", "--format=csv,noheader"),
-    "nvidia-smi topology": ("nvidia-smi", "topo", "-m"),
     "c++": ("g++", "--version"),
-    "nvcc": ("nvcc", "--version"),
 }
 
 

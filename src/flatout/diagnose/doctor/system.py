@@ -1,4 +1,4 @@
-"""Checks of the operating system: C library, kernel, containers and WSL."""
+"""Checks of the system: the C library, the compiler, disks, and variables left over from debugging."""
 
 from __future__ import annotations
 
@@ -12,19 +12,48 @@ from flatout.diagnose.doctor.check import (
     note,
     ok,
     problem,
+    size,
     version,
     warning,
 )
-from flatout.diagnose.doctor.packages import upgrade
+from flatout.diagnose.doctor.packages import install
 from flatout.diagnose.doctor.versions import versions
-from flatout.probe.proc import os_release
+from flatout.probe.proc import mount_of, mounts
 from flatout.schema.machine_snapshot import MachineSnapshot
 
 THEME = "system"
-KERNEL_MIN, KERNEL_OLD = (
-    (5, 5),
-    (4,),
-)  # Hugging Face Accelerate warns below 5.5; distributions keep 4.18 alive with later patches
+CXX17 = (9,)  # the oldest g++ with complete C++17 (according to GCC's status page)
+CONTAINER = 'docker run --rm -it -v "$PWD":/work -w /work pytorch/pytorch bash'
+NETWORK = re.compile(
+    r"nfs4?|cifs|smb3|smbfs|9p|lustre|gpfs|beegfs|ceph|(fuse\.)?glusterfs|afs|virtiofs|drvfs|fuse\.(sshfs|gcsfuse|s3fs|rclone)"
+)
+FULL_BYTES, LITTLE_BYTES = 2**30, 10 * 2**30
+OFF = ("", "0", "off", "false")
+# What a variable does if it is on. A pattern in place of None is that of its value.
+SLOW_SWITCHES: dict[str, tuple[str | None, str]] = {
+    "PYTHONDEVMODE": (None, "slows every line of Python down"),
+    "PYTHONTRACEMALLOC": (None, "slows every line of Python down"),
+    "PYTHONASYNCIODEBUG": (None, "slows every line of Python down"),
+    "PYTHONPROFILEIMPORTTIME": (None, "slows every line of Python down"),
+    "PYTHONMALLOC": (r".*debug|malloc", "slows every line of Python down"),
+    "CUDA_LAUNCH_BLOCKING": (None, "the processor waits for every kernel"),
+    "CUDA_DEVICE_WAITS_ON_EXCEPTION": (None, "the processor waits for every kernel"),
+    "CUDA_ENABLE_COREDUMP_ON_EXCEPTION": (None, "the processor waits for every kernel"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": (None, "each allocation on the GPU is a call into the driver"),
+    "NCCL_P2P_DISABLE": (None, "gradients take a slower path"),
+    "NCCL_SHM_DISABLE": (None, "gradients take a slower path"),
+    "NCCL_IB_DISABLE": (None, "gradients take a slower path"),
+    "NCCL_DEBUG": (r"(?i)trace", "NCCL writes a line for every message"),
+    "TORCHDYNAMO_DISABLE": (None, "torch.compile does nothing"),
+    "TORCH_COMPILE_DISABLE": (None, "torch.compile does nothing"),
+    "TORCHINDUCTOR_FORCE_DISABLE_CACHES": (None, "every run compiles again"),
+    "TORCH_SHOW_DISPATCH_TRACE": (None, "every operation writes a line"),
+    "TORCH_DISTRIBUTED_DEBUG": (r"(?i)detail", "every collective operation is checked"),
+    "NVIDIA_TF32_OVERRIDE": (r"0", "no library uses Tensor Cores for float32"),
+}
+OTHER_SWITCHES = re.compile(
+    r"PYTHON(PATH|HASHSEED|OPTIMIZE|HOME)|NCCL_\w+|TORCH_LOGS|TORCH_SHOW_CPP_STACKTRACES|TORCH_USE_CUDA_DSA|CUBLAS_WORKSPACE_CONFIG"
+)
 
 
 @machine_check("FD050", THEME, ["python libc"])
@@ -39,105 +68,158 @@ def glibc(snapshot: MachineSnapshot) -> CheckOutcome:
         bash`. Do not replace the system's glibc.
     """
     kind, text = [*map(str, snapshot.python["libc"]), "", ""][:2]
-    if kind != "glibc":
-        if kind:
-            return not_seen(f"the C library is {kind} {text}")
+    if not kind:
         return warning(
-            "the C library is not glibc (Alpine's musl?): there are no wheels of torch for it",
-            'docker run --rm -it -v "$PWD":/work -w /work pytorch/pytorch bash',
+            "the C library is not glibc (Alpine's musl?): there are no wheels of torch for it", CONTAINER
         )
     here = version(text)
-    if here is None:
-        return not_seen(f"{text!r} is not a version of glibc")
+    if kind != "glibc" or here is None:
+        return not_seen(f"the C library is {kind} {text}")
     table = versions()
     release = table.release(snapshot.distribution("torch")) or table.releases[0]
     if release.glibc_min is None:
         return note(
             f"glibc {text}; flatout's version table does not list what wheels of torch {release.torch} need"
         )
-    if here < release.glibc_min:
-        latest = next((r for r in table.releases if r.glibc_min and r.glibc_min <= here), None)
-        last = f"; the last torch for it is {latest.torch}, which flatout does not support" if latest else ""
-        return problem(
-            f"glibc {text}; wheels of torch {release.torch} need {dotted(release.glibc_min)}{last}",
-            'docker run --rm -it -v "$PWD":/work -w /work pytorch/pytorch bash',
-        )
-    return ok(f"glibc {text}; wheels of torch {release.torch} need {dotted(release.glibc_min)}")
+    needs = f"glibc {text}; wheels of torch {release.torch} need {dotted(release.glibc_min)}"
+    if here >= release.glibc_min:
+        return ok(needs)
+    latest = next((r for r in table.releases if r.glibc_min and r.glibc_min <= here), None)
+    last = f"; the last torch for it is {latest.torch}, which flatout does not support" if latest else ""
+    return problem(needs + last, CONTAINER)
 
 
-@machine_check("FD051", THEME, ["file /proc/version"])
-def kernel(snapshot: MachineSnapshot) -> CheckOutcome:
-    """The kernel is recent enough.
+@machine_check("FD040", THEME, ["run c++"])
+def cpp_compiler(snapshot: MachineSnapshot) -> CheckOutcome:
+    """torch.compile has a C++ compiler.
 
     Why it matters:
-        Multi-process training is known to hang on kernels below 5.5. CentOS 7's 3.10 also lacks features that
-        containers and drivers need.
+        On the processor torch.compile generates and compiles C++. On the GPU triton compiles a small launcher
+        in C. Without a compiler both stop with InvalidCxxCompiler or "Failed to find C compiler".
     How to fix it:
-        Update the system with `sudo apt-get dist-upgrade`, or move to a maintained release.
+        `apt-get install g++`, or in conda `conda install -c conda-forge gxx`.
     """
-    text = snapshot.text("/proc/version") or ""
-    found = re.match(r"Linux version (\d+\.\d+(?:\.\d+)?)", text)
-    name = os_release(snapshot.text("/etc/os-release")).get("PRETTY_NAME", "an unnamed system")
-    if not found:
-        return not_seen("/proc/version does not name the kernel")
-    if (version(found[1]) or ()) < KERNEL_MIN:
-        say = warning if (version(found[1]) or ()) < KERNEL_OLD else note
-        return say(
-            f"{name}, kernel {found[1]}; {dotted(KERNEL_MIN)} and newer are known to be safe",
-            upgrade(snapshot),
-        )
-    return ok(f"{name}, kernel {found[1]}")
-
-
-@machine_check("FD052", THEME, ["file /proc/version"])
-def windows_subsystem(snapshot: MachineSnapshot) -> CheckOutcome:
-    """WSL is set up for speed.
-
-    Why it matters:
-        Under WSL, Windows disks (/mnt/c) are several times slower than the Linux disk, memory is limited to
-        half of the machine's, and the driver is the Windows driver.
-    How to fix it:
-        Keep data and code below the Linux home folder: `cp -r /mnt/c/data ~/data`.
-    """
-    text = (snapshot.text("/proc/version") or "").lower()
-    if not text.startswith("linux version"):
-        return not_seen("/proc/version does not name the kernel")
-    if "microsoft" not in text:
-        return ok("not WSL")
-    if re.match(r"/mnt/[a-z](/|$)", snapshot.working_folder):
+    run = snapshot.runs["c++"]
+    newer = install(snapshot, "g++", "gcc-c++", "gxx")
+    if not run.there:
+        return warning(f"there is no {run.command[0]}: torch.compile does not work", newer)
+    first = next((line for line in run.out.splitlines() if line.strip()), "")
+    found = re.search(r"(\d+\.\d+(?:\.\d+)?)\s*(?:\d{8}.*)?$", first)
+    if run.code != 0 or not found:
+        return not_seen(f"`{' '.join(run.command)}` did not report its version")
+    if "clang" not in first and (version(found[1]) or ()) < CXX17:
         return warning(
-            f"WSL, and {snapshot.working_folder} is on a Windows disk: reading it is slow",
-            f"cp -r {snapshot.working_folder} ~/",
+            f"{run.command[0]} {found[1]} is too old for the C++17 that torch.compile generates", newer
         )
-    return note("WSL: the driver is the Windows driver, and .wslconfig limits memory and cores")
+    return ok(f"{run.command[0]} {found[1]}")
 
 
-@machine_check("FD053", THEME, ["file /proc/self/mountinfo"])
-def container(snapshot: MachineSnapshot) -> CheckOutcome:
-    """Reports a container, whose limits differ from the machine's.
+@machine_check("FD041", THEME, ["python version", "python path"])
+def python_headers(snapshot: MachineSnapshot) -> CheckOutcome:
+    """Python's headers are installed.
 
     Why it matters:
-        In a container, libraries see the machine's cores and memory, not the container's share. /dev/shm is
-        64 MiB by default. The checks of the processor and of memory use the container's own limits.
+        The code that torch.compile and triton compile includes Python.h. Linux distributions package it
+        separately from Python.
     How to fix it:
-        Nothing to fix. The limits are options of `docker run` (--cpus, --memory, --shm-size, --ulimit).
+        `apt-get install python3-dev` (Fedora: `dnf install python3-devel`).
     """
-    signs = [
-        name
-        for name, path in (("Docker", "/.dockerenv"), ("Podman", "/run/.containerenv"))
-        if snapshot.text(path) is not None
-    ]
-    signs += ["Kubernetes"] if snapshot.variable("KUBERNETES_SERVICE_HOST") else []
-    signs += [f"container={snapshot.variable('container')}"] if snapshot.variable("container") else []
-    if signs:
-        return note(f"this is a container ({', '.join(signs)})")
-    text = snapshot.text("/proc/self/mountinfo") or ""
-    root = re.search(r"^\d+ \d+ \S+ \S+ / .* - (\S+) ", text, re.MULTILINE)
-    if root is None:
-        return not_seen("/proc/self/mountinfo does not name the root file system")
-    if root[1] == "overlay":
-        return note("the root file system is an overlay: this is a container")
-    return ok("no sign of a container")
+    there = snapshot.python.get("header")
+    if there is True:
+        return ok("Python.h is installed")
+    if there is False:
+        numbers = dotted((version(snapshot.python.get("version")) or (3,))[:2])
+        return warning(
+            "Python.h is missing: torch.compile and triton cannot build their launchers",
+            install(snapshot, f"python{numbers}-dev", f"python{numbers}-devel", f"python={numbers}"),
+        )
+    return not_seen("whether Python.h is installed was not checked")
 
 
-QUESTIONS = (glibc, kernel, windows_subsystem, container)
+@machine_check("FD090", THEME, ["disk working folder", "disk temporary folder", "disk cache"])
+def disk_space(snapshot: MachineSnapshot) -> CheckOutcome:
+    """The working folder, the temporary folder and the cache are writable and have space.
+
+    Why it matters:
+        A checkpoint with the optimizer's state is three times as large as the model. If the disk fills up
+        while it is written, it is lost. torch.compile, triton and loader workers write to the temporary
+        folder and the cache.
+    How to fix it:
+        `du -xh . | sort -h | tail` shows the largest folders. TMPDIR and XDG_CACHE_HOME name other folders.
+    """
+    fixes = {
+        "working folder": "du -xh . | sort -h | tail",
+        "temporary folder": "export TMPDIR=$HOME/tmp && mkdir -p $TMPDIR",
+        "cache": "export XDG_CACHE_HOME=/tmp/cache",
+    }
+    outcomes = []
+    for name, fix in fixes.items():
+        disk = snapshot.disks[name]
+        where, free = f"the {name} {disk.path}", size(disk.free_bytes)
+        if disk.writable is False:
+            return problem(f"{where} cannot be written", fix)
+        if disk.free_files is not None and disk.free_files < 1000:
+            return problem(f"{where} can hold only {disk.free_files} more files (inodes)", fix)
+        if disk.free_bytes < FULL_BYTES:
+            return problem(f"{where} has {free} left", fix)
+        if disk.free_bytes < LITTLE_BYTES:
+            outcomes.append(warning(f"{where} has {free} of {size(disk.total_bytes)} left", fix))
+    return outcomes[0] if outcomes else ok(f"{size(snapshot.disks['working folder'].free_bytes)} free")
+
+
+@machine_check("FD091", THEME, ["file /proc/self/mountinfo", "working_folder"])
+def kind_of_disk(snapshot: MachineSnapshot) -> CheckOutcome:
+    """Data is on a local disk.
+
+    Why it matters:
+        Each small file on a network file system costs a round trip, so loaders of single images are slow.
+        Files in memory (tmpfs) take memory from training.
+    How to fix it:
+        Copy the data to a local disk first (`rsync -a DATA /local/`), or store it in a few large files.
+    """
+    mount = mount_of(snapshot.working_folder, mounts(snapshot.text("/proc/self/mountinfo")))
+    if mount is None:
+        return not_seen(f"/proc/self/mountinfo does not list the file system of {snapshot.working_folder}")
+    if NETWORK.fullmatch(mount.kind):
+        return warning(
+            f"{snapshot.working_folder} is on a network file system ({mount.kind}, {mount.source})",
+            f"rsync -a {snapshot.working_folder}/ /local/data/",
+        )
+    if mount.kind in ("tmpfs", "ramfs"):
+        return note(f"{snapshot.working_folder} is in memory ({mount.kind})")
+    if mount.kind == "overlay":
+        return note(
+            f"{snapshot.working_folder} is on the container's own layer (overlay): writing is slow, and the files are lost with the container",
+            'docker run -v "$PWD":/work -w /work ...',
+        )
+    return ok(f"{mount.kind}, a local disk")
+
+
+@machine_check("FD100", THEME, ["environment"])
+def debugging_switches(snapshot: MachineSnapshot) -> CheckOutcome:
+    """No variable left over from debugging slows training down.
+
+    Why it matters:
+        CUDA_LAUNCH_BLOCKING makes the processor wait for every kernel, PYTHONDEVMODE checks every allocation,
+        NCCL_P2P_DISABLE sends gradients over the slowest path, TORCHDYNAMO_DISABLE disables torch.compile.
+        They often stay set after debugging.
+    How to fix it:
+        `unset` the named variable.
+    """
+    values = snapshot.environment or {}
+    slow = {
+        name: effect
+        for name, (pattern, effect) in SLOW_SWITCHES.items()
+        if name in values
+        and (re.fullmatch(pattern, values[name]) if pattern else values[name].lower() not in OFF)
+    }
+    if slow:
+        effects = "; ".join(f"{name}={values[name]}: {effect}" for name, effect in slow.items())
+        return warning(effects, f"unset {' '.join(slow)}")
+    others = [name for name, value in values.items() if OTHER_SWITCHES.fullmatch(name) and value]
+    if others:
+        return note(", ".join(f"{name}={values[name]}" for name in others), f"unset {' '.join(others)}")
+    return ok("no debugging variable is set")
+
+
+CHECKS = (glibc, cpp_compiler, python_headers, disk_space, kind_of_disk, debugging_switches)

@@ -1,4 +1,4 @@
-"""Checks of torch's build and libraries: CUDA, cuDNN, NCCL, triton, NumPy, and whether they match."""
+"""Checks of torch's build and of the CUDA libraries that it loads and requires."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 from flatout.diagnose.doctor.check import (
     CheckOutcome,
-    dotted,
     machine_check,
     not_seen,
     note,
@@ -73,165 +72,6 @@ def cuda_build(snapshot: MachineSnapshot) -> CheckOutcome:
             f"torch {build['version']} was built for {f'CUDA {cuda}' if cuda else 'the CPU'}; whether there is a GPU could not be determined"
         )
     return ok(f"torch {build['version']}, built for {f'CUDA {cuda}' if cuda else 'the CPU'}")
-
-
-@machine_check("FD013", THEME, ["packages"])
-def one_of_each(snapshot: MachineSnapshot) -> CheckOutcome:
-    """torch, triton and the CUDA libraries are installed once, for one CUDA version.
-
-    Why it matters:
-        Two copies of torch on the path get mixed at the next upgrade. Wheels for both CUDA 12 and CUDA 13
-        cost gigabytes, and the loader may pick a library of the wrong version.
-    How to fix it:
-        Create a fresh environment, or remove the packages that do not belong: `pip uninstall NAME`.
-    """
-    packages = snapshot.packages or []
-    seen: dict[str, list[tuple[str, str]]] = {}
-    for name, number, folder in packages:
-        seen.setdefault(name, []).append((number, folder))
-    if "torch" not in seen:
-        return not_seen("torch is not installed")
-    for name in ("torch", "triton", "numpy"):
-        found = seen.get(name, [])
-        if len(found) > 1:
-            where = " and ".join(f"{number} in {folder}" for number, folder in found)
-            return warning(f"{name} is installed {len(found)} times: {where}", f"pip uninstall {name}")
-    if "pytorch_triton" in seen and "triton" in seen:
-        return warning(
-            "triton and pytorch_triton (from nightly builds) are both installed and overwrite each other's files",
-            "pip uninstall pytorch_triton triton",
-        )
-    majors = {
-        major: sorted(name for name in seen if name.endswith(f"_cu{major}")) for major in ("11", "12", "13")
-    }
-    used = [major for major, names in majors.items() if names]
-    if len(used) > 1:
-        build = build_of(snapshot)
-        belongs = str((build or {}).get("cuda") or "").split(".")[0] or used[-1]
-        wrong = [name.replace("_", "-") for major in used if major != belongs for name in majors[major]]
-        return warning(
-            f"libraries for CUDA {' and '.join(used)} are installed together; torch uses those for CUDA {belongs}",
-            f"pip uninstall {' '.join(wrong)}",
-            wrong,
-        )
-    return ok("torch, triton and the CUDA libraries are installed once")
-
-
-@machine_check("FD014", THEME, ["torch build", "torch cuda"])
-def cudnn(snapshot: MachineSnapshot) -> CheckOutcome:
-    """cuDNN is installed in the version that this build was tested with.
-
-    Why it matters:
-        Convolutions and attention run in cuDNN. Without it torch falls back to slow kernels or stops. Another
-        version may be slower or wrong.
-    How to fix it:
-        Reinstall torch, which installs its own cuDNN: `pip install --force-reinstall torch`.
-    """
-    build, seen = snapshot.torch["build"], snapshot.torch["cuda"]
-    if build.get("cuda") is None and "cuda" in build:
-        return ok("not needed by a CPU build")
-    number = seen.get("cudnn")
-    if number is None and "cudnn" in seen:
-        return problem("torch was built for CUDA but finds no cuDNN", reinstall(snapshot))
-    if not isinstance(number, int) or number < 1000:
-        return not_seen("torch did not report its cuDNN version")
-    short = (
-        f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-        if number >= 90000
-        else f"{number // 1000}.{number // 100 % 10}.{number % 100}"
-    )
-    return _against(
-        short, "cuDNN", (versions().release(build.get("version")), build.get("cuda")), "cudnn", snapshot
-    )
-
-
-@machine_check("FD015", THEME, ["torch build", "torch cuda"])
-def nccl(snapshot: MachineSnapshot) -> CheckOutcome:
-    """NCCL is installed in the version that this build was tested with.
-
-    Why it matters:
-        Several GPUs exchange gradients through NCCL. A system NCCL in its place is a frequent cause of hangs.
-    How to fix it:
-        Reinstall torch, which installs its own NCCL: `pip install --force-reinstall torch`.
-    """
-    build, seen = snapshot.torch["build"], snapshot.torch["cuda"]
-    if build.get("cuda") is None and "cuda" in build:
-        return ok("not needed by a CPU build")
-    number = seen.get("nccl")
-    if number is None and "nccl" in seen:
-        return note("this torch was built without NCCL: it cannot train on several GPUs", reinstall(snapshot))
-    if version(number) is None:
-        return not_seen("torch did not report its NCCL version")
-    return _against(
-        str(number), "NCCL", (versions().release(build.get("version")), build.get("cuda")), "nccl", snapshot
-    )
-
-
-def _against(
-    number: str, noun: str, place: tuple[Any, Any], field: str, snapshot: MachineSnapshot
-) -> CheckOutcome:
-    release, cuda = place
-    build = release.build(cuda) if release else None
-    expected = version(getattr(build, field)) if build else None
-    here = version(number) or ()
-    if expected is None:
-        return note(f"{noun} {number}; flatout's version table does not list the version for this build")
-    if here[:3] == expected[:3]:
-        return ok(f"{noun} {number}, the version this build was made with")
-    if here < expected[:3]:
-        return warning(f"{noun} {number}; this build was made with {dotted(expected)}", reinstall(snapshot))
-    return note(f"{noun} {number}; this build was made with {dotted(expected)}")
-
-
-@machine_check("FD016", THEME, ["packages"])
-def triton(snapshot: MachineSnapshot) -> CheckOutcome:
-    """triton is installed for torch.compile.
-
-    Why it matters:
-        On a GPU torch.compile generates Triton kernels; without triton it stops with an error. On the
-        processor it generates C++ instead.
-    How to fix it:
-        `pip install triton`.
-    """
-    found = snapshot.distribution("triton") or snapshot.distribution("pytorch_triton")
-    if found:
-        return ok(f"triton {found}") if version(found) else not_seen(f"{found!r} is not a version of triton")
-    if snapshot.distribution("torch") is None:
-        return not_seen("torch is not installed")
-    if gpu_is_here(snapshot):
-        return warning(
-            "triton is not installed: torch.compile cannot generate kernels for the GPU", "pip install triton"
-        )
-    return note("triton is not installed; torch.compile needs it only on a GPU", "pip install triton")
-
-
-@machine_check("FD017", THEME, ["torch numpy"])
-def numpy(snapshot: MachineSnapshot) -> CheckOutcome:
-    """NumPy and torch work together.
-
-    Why it matters:
-        Most data sets return NumPy arrays. A torch built against NumPy 1 imports under NumPy 2 with a warning
-        and fails at the first conversion.
-    How to fix it:
-        `pip install --upgrade numpy torch`.
-    """
-    seen = snapshot.torch["numpy"]
-    if seen.get("raised"):
-        return problem(
-            f"torch cannot use NumPy: {seen['raised']}",
-            "pip install --upgrade numpy torch",
-            [str(w) for w in seen.get("warnings") or ()],
-        )
-    if version(seen.get("version")) is None:
-        if "why" in seen:
-            return note(
-                f"NumPy is not installed ({seen['why']}); data sets that return arrays need it",
-                "pip install numpy",
-            )
-        return not_seen("torch did not report its NumPy version")
-    if seen.get("works") is not True:
-        return not_seen(f"NumPy {seen['version']}; whether torch can use it was not recorded")
-    return ok(f"NumPy {seen['version']}")
 
 
 @machine_check("FD018", THEME, ["torch libraries", "python path"])
@@ -326,4 +166,4 @@ def _padded(numbers: tuple[int, ...]) -> tuple[int, ...]:
     return (*numbers, 0, 0, 0, 0, 0)[:6]
 
 
-QUESTIONS = (cuda_build, one_of_each, cudnn, nccl, triton, numpy, loaded_libraries, requirements)
+CHECKS = (cuda_build, loaded_libraries, requirements)

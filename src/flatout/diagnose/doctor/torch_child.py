@@ -52,7 +52,6 @@ def look(write: Callable[..., None]) -> None:
         ("build", _build),
         ("host", _host),
         ("libraries", _libraries),
-        ("numpy", _numpy),
         ("cuda", _cuda),
     ):
         with warnings.catch_warnings(record=True) as observed:
@@ -69,19 +68,11 @@ def _build(torch: ModuleType) -> dict[str, Any]:
         "version": str(torch.__version__),
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
-        "debug": bool(torch.version.debug),
     }
 
 
 def _host(torch: ModuleType) -> dict[str, Any]:
-    return {
-        "threads": torch.get_num_threads(),
-        "interop_threads": torch.get_num_interop_threads(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "mkl": torch.backends.mkl.is_available(),
-        "mkldnn": torch.backends.mkldnn.is_available(),
-        "openmp": torch.backends.openmp.is_available(),
-    }
+    return {"threads": torch.get_num_threads()}
 
 
 def _libraries(torch: ModuleType) -> dict[str, Any]:
@@ -93,14 +84,6 @@ def _libraries(torch: ModuleType) -> dict[str, Any]:
     }
 
 
-def _numpy(torch: ModuleType) -> dict[str, Any]:
-    try:
-        import numpy
-    except ImportError as error:
-        return {"version": None, "why": str(error)}
-    return {"version": numpy.__version__, "works": torch.zeros(1).numpy().shape == (1,)}
-
-
 def _cuda(torch: ModuleType) -> dict[str, Any]:
     if torch.version.cuda is None and torch.version.hip is None:
         return {"available": False}
@@ -110,11 +93,7 @@ def _cuda(torch: ModuleType) -> dict[str, Any]:
         "archs": list(torch._C._cuda_getArchFlags().split())
         if hasattr(torch._C, "_cuda_getArchFlags")
         else [],
-        "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
-        "nccl": None,
     }
-    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-        answer["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
     if available:
         answer["devices"] = []
         for at in range(torch.cuda.device_count()):
@@ -124,7 +103,6 @@ def _cuda(torch: ModuleType) -> dict[str, Any]:
                     "name": seen.name,
                     "capability": [seen.major, seen.minor],
                     "memory_bytes": seen.total_memory,
-                    "bfloat16": torch.cuda.is_bf16_supported(),
                 }
             )
         value = torch.ones(64, device="cuda")

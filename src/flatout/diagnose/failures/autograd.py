@@ -1,4 +1,4 @@
-"""Failures of the backward pass and the optimizer step: missing, freed or modified graphs, and NaN."""
+"""Failures of the backward pass and the optimizer step: missing, freed or modified graphs, NaN, scalers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import re
 from flatout.diagnose.kind import (
     RUNTIME,
     Diagnosis,
-    describe_tensors,
+    form,
     kind,
+    known,
     match_message,
-    on_own_line,
     search_log,
+    tensor_name,
 )
 from flatout.schema.failure import FailureRecord
 from flatout.schema.findings import SourceLocation
@@ -26,106 +27,65 @@ def forward_call(failure: FailureRecord) -> SourceLocation | None:
     """The user's line in the "Traceback of forward call" that anomaly mode prints as a warning."""
     from flatout.diagnose.tracebacks import FRAME, is_mine
 
-    info, place, lines = False, None, failure.around
-    for at, line in enumerate(lines):
-        info = (
-            info or "Traceback of forward call that caused the error" in line or "Error detected in" in line
-        )
-        frame = FRAME.match(line) if info else None
+    reported, place, lines = False, None, failure.around
+    for number, line in enumerate(lines):
+        reported = reported or "Traceback of forward call" in line or "Error detected in" in line
+        frame = FRAME.match(line) if reported else None
         if frame is not None and is_mine(frame["file"]):
-            place = SourceLocation(
-                frame["file"],
-                int(frame["line"]),
-                0,
-                frame["function"] or "",
-                lines[at + 1].strip() if at + 1 < len(lines) else "",
-            )
+            text = lines[number + 1].strip() if number + 1 < len(lines) else ""
+            place = SourceLocation(frame["file"], int(frame["line"]), 0, frame["function"] or "", text)
     return place
 
 
-@kind("FE060", "loss-without-grad")
-def loss_without_grad(failure: FailureRecord) -> Diagnosis | None:
+loss_without_grad = known(
+    "FE060",
+    "loss-without-grad",
     """The loss has no autograd graph.
-
-    What:
-        `backward()` was called on a tensor without a graph.
-    Why it happens:
-        The forward pass ran under `torch.no_grad()` or `inference_mode`. The loss went through `.item()`,
-        `.detach()`, `.numpy()` or `torch.tensor(...)`. All parameters are frozen. Or an `argmax`, which has
-        no gradient, lies between the output and the loss.
-    How to fix it:
-        Compute the loss from the model's output with torch operations only. Check that
-        `any(p.requires_grad for p in model.parameters())` is true.
-    Sources:
-        https://docs.pytorch.org/docs/stable/notes/autograd.html
-    """
-    found = match_message(
-        failure,
-        RUNTIME,
-        r"element (?P<at>\d+) of tensors does not require grad and does not have a grad_fn",
-        r"(?P<inference>Inference tensors cannot be saved for backward)",
-        r"One of the differentiated Tensors does not require grad(?!)",
-    )
-    if found is None:
-        return None
-    if found["inference"]:
-        return Diagnosis(
-            "a tensor created under `torch.inference_mode()` is used where gradients are needed",
-            "with torch.no_grad(): ...   # instead of inference_mode, if the result is used in training\nx = x.clone()               # outside inference_mode",
-        )
-    names = [tensor.name for tensor in on_own_line(failure) if not tensor.requires_grad]
-    name = f"`{names[0]}`" if names else "the loss"
-    return Diagnosis(
-        f"{name} has no autograd graph: it depends on no parameter that requires a gradient",
+    The forward pass ran under `torch.no_grad()` or `inference_mode`. The loss went through `.item()`,
+    `.detach()`, `.numpy()` or `torch.tensor(...)`. All parameters are frozen. Or an `argmax`, which has
+    no gradient, lies between the output and the loss.
+    https://docs.pytorch.org/docs/stable/notes/autograd.html""",
+    form(
+        "`{tensor|the loss}` has no autograd graph: it depends on no parameter that requires a gradient",
         "print(loss.requires_grad, loss.grad_fn)   # after each step from the model's output to the loss, to see where the graph is lost\n"
         "look for torch.no_grad(), .detach(), .item(), torch.tensor(...) and argmax between model and loss, and for frozen parameters",
-        describe_tensors(on_own_line(failure)),
-    )
+        r"element (?P<at>\d+) of tensors does not require grad and does not have a grad_fn",
+    ),
+    form(
+        "a tensor created under `torch.inference_mode()` is used where gradients are needed",
+        "with torch.no_grad(): ...   # instead of inference_mode, if the result is used in training\n"
+        "x = x.clone()               # outside inference_mode",
+        r"Inference tensors cannot be saved for backward",
+    ),
+    tensors=True,
+    values=lambda failure, _: tensor_name(failure, lambda tensor: not tensor.requires_grad),
+)
 
-
-@kind("FE061", "backward-twice")
-def backward_twice(failure: FailureRecord) -> Diagnosis | None:
+backward_twice = known(
+    "FE061",
+    "backward-twice",
     """The graph has already been freed.
-
-    What:
-        A backward pass went through a graph whose buffers an earlier backward pass had freed.
-    Why it happens:
-        A hidden state (of an RNN or a memory) keeps its graph from step to step. Two losses share part of the
-        forward pass and call `backward()` separately. Or `loss` is accumulated across steps with its graph.
-    How to fix it:
-        Call `hidden = hidden.detach()` between steps, and `(loss_a + loss_b).backward()` for two losses. Use
-        `retain_graph=True` only if the same graph really needs two backward passes: it keeps all of the
-        graph's memory.
-    Sources:
-        https://docs.pytorch.org/docs/stable/notes/autograd.html
-    """
-    found = match_message(
-        failure,
-        RUNTIME,
-        r"Trying to backward through the graph a second time",
-        r"Trying to backward through the graph second time",
-    )
-    if found is None:
-        return None
-    return Diagnosis(
+    A hidden state (of an RNN or a memory) keeps its graph from step to step. Two losses share part of the
+    forward pass and call `backward()` separately. Or `loss` is accumulated across steps with its graph.
+    https://docs.pytorch.org/docs/stable/notes/autograd.html""",
+    form(
         "a backward pass went through a graph that an earlier backward pass had freed",
         "hidden = hidden.detach()              # for a state that is kept from step to step\n"
         "(loss_a + loss_b).backward()          # for two losses of one forward pass\n"
         "loss.backward(retain_graph=True)      # only if the same graph really needs two backward passes",
-        describe_tensors(on_own_line(failure)),
-    )
+        r"Trying to backward through the graph a second time",
+    ),
+    tensors=True,
+)
 
 
 @kind("FE062", "changed-in-place")
 def changed_in_place(failure: FailureRecord) -> Diagnosis | None:
     """A tensor needed by the backward pass was modified in place.
 
-    What:
-        An operation saved its input or output for the gradient, and the tensor was overwritten before the
-        backward pass.
     Why it happens:
-        `x += ...`, `x[...] = ...`, `relu_` or `inplace=True` follows an operation that needs its output (exp,
-        sigmoid, tanh, softmax). Or `optimizer.step()` runs between a forward pass and its backward pass
+        An operation saved its input or output for the gradient, and `x += ...`, `x[...] = ...`, `relu_` or
+        `inplace=True` overwrote it. Or `optimizer.step()` runs between a forward pass and its backward pass
         (GANs, several losses).
     How to fix it:
         Write out of place (`x = x + ...`), remove `inplace=True`, and step only after all backward passes of
@@ -143,146 +103,185 @@ def changed_in_place(failure: FailureRecord) -> Diagnosis | None:
     )
     if found is None:
         return None
+    weight = r"(?:AsStrided|T)Backward0\b"
     size = f" ({found['size']})" if found["size"] else ""
     of = f"the result of `{operation(found['node'])}`{size}" if found["node"] else f"a tensor{size}"
-    if found["node"].startswith(("AsStridedBackward", "TBackward")):
+    if re.match(weight, found["node"]):
         of = f"a weight{size}"
+    times = found.number("now") - found.number("then")
     place = forward_call(failure)
-    times = (
-        f", {found.number('now') - found.number('then')} times"
-        if found.number("now") - found.number("then") > 1
-        else ""
-    )
-    step = (
-        found["node"] in ("AsStridedBackward0", "TBackward0")
-        or search_log(failure, r"\bAsStridedBackward0\b|\bTBackward0\b") is not None
-    )
-    fix = (
-        "optimizer.step()            # only after all backward passes of this forward pass\n" if step else ""
-    )
+    step = re.match(weight, found["node"]) or search_log(failure, rf"\b{weight}")
     return Diagnosis(
-        f"{of} was modified in place{times} after the forward pass had saved it for the gradient",
-        fix
+        f"{of} was modified in place{f', {times} times' if times > 1 else ''} after the forward pass had saved it for the gradient",
+        (
+            "optimizer.step()            # only after all backward passes of this forward pass\n"
+            if step
+            else ""
+        )
         + "x = x + y                   # instead of x += y and x[...] = y; nn.ReLU() instead of nn.ReLU(inplace=True)\n"
         "torch.autograd.set_detect_anomaly(True)   # for one run, to see the line of the operation",
         [f"the operation: {place.sentence()}: {place.text}"] if place else [],
     )
 
 
-@kind("FE063", "leaf-changed-in-place")
-def leaf_changed_in_place(failure: FailureRecord) -> Diagnosis | None:
+leaf_changed_in_place = known(
+    "FE063",
+    "leaf-changed-in-place",
     """A parameter was modified in place while autograd was recording.
+    A manual update or initialisation runs without `torch.no_grad()`. The functions of `torch.nn.init` have it.
+    https://docs.pytorch.org/docs/stable/notes/autograd.html""",
+    form(
+        "`{tensor|a parameter}` is a leaf tensor that requires a gradient, and it is modified in place while autograd is recording",
+        "with torch.no_grad():\n    {line|weight -= lr * weight.grad}",
+        r"a (?:view of a leaf|leaf) Variable that requires grad is being used in an in-place operation",
+    ),
+    tensors=True,
+    values=lambda failure, _: tensor_name(failure, lambda tensor: tensor.requires_grad),
+)
 
-    What:
-        A leaf tensor (a parameter) that requires a gradient was written to while autograd was recording.
-    Why it happens:
-        A manual update or initialisation runs without `torch.no_grad()`.
-    How to fix it:
-        Use `with torch.no_grad(): weight -= lr * weight.grad`, or the functions of `torch.nn.init`.
-    Sources:
-        https://docs.pytorch.org/docs/stable/notes/autograd.html
-    """
-    found = match_message(
-        failure,
-        RUNTIME,
-        r"a (?P<what>view of a leaf|leaf) Variable that requires grad is being used in an in-place operation",
-        r"a leaf Variable that requires grad has been used in an in-place operation",
-    )
-    if found is None:
-        return None
-    names = [tensor.name for tensor in on_own_line(failure) if tensor.requires_grad]
-    return Diagnosis(
-        f"`{names[0] if names else 'a parameter'}` is a leaf tensor that requires a gradient, and it is modified in place while autograd is recording",
-        f"with torch.no_grad():\n    {failure.own.text if failure.own and failure.own.text else 'weight -= lr * weight.grad'}",
-        describe_tensors(on_own_line(failure)),
-    )
-
-
-@kind("FE064", "backward-of-many")
-def backward_of_many(failure: FailureRecord) -> Diagnosis | None:
+backward_of_many = known(
+    "FE064",
+    "backward-of-many",
     """`backward()` was called on a tensor with several values.
-
-    What:
-        `backward()` without an argument needs a scalar.
-    Why it happens:
-        The loss has `reduction="none"`, DataParallel returns one loss for each GPU, or the mean is missing.
-    How to fix it:
-        `loss.mean().backward()`, or with weights `(weight * losses).sum().backward()`.
-    Sources:
-        https://docs.pytorch.org/docs/stable/generated/torch.Tensor.backward.html
-    """
-    found = match_message(
-        failure,
-        RUNTIME,
+    The loss has `reduction="none"`, DataParallel returns one loss for each GPU, or the mean is missing.
+    https://docs.pytorch.org/docs/stable/generated/torch.Tensor.backward.html""",
+    form(
+        "`{tensor|loss}`[[ ({shape})]] holds several values, and `backward()` needs a scalar",
+        "{tensor|loss}.mean().backward()   # with weights: (weight * losses).sum().backward()",
         r"grad can be implicitly created only for scalar outputs",
-        r"grad can be computed only for real scalar outputs(?!)",
-    )
-    if found is None:
-        return None
-    tensor = next((tensor for tensor in on_own_line(failure) if tensor.requires_grad), None)
-    name = tensor.name if tensor else "loss"
-    size = f" ({'x'.join(map(str, tensor.shape))})" if tensor else ""
-    return Diagnosis(
-        f"`{name}`{size} holds several values, and `backward()` needs a scalar",
-        f"{name}.mean().backward()",
-        describe_tensors(on_own_line(failure)),
-    )
+    ),
+    tensors=True,
+)
+
+NAN_FIXES = {
+    "Sqrt": "torch.sqrt(x + 1e-12)",
+    "Log": "torch.log(x.clamp_min(1e-12))",
+    "Div": "a / (b + 1e-12)",
+    "Pow": "(x + 1e-12) ** p",
+    "LinalgVectorNorm": "(x.square().sum(-1) + 1e-12).sqrt()",
+    "Norm": "(x.square().sum(-1) + 1e-12).sqrt()",
+    "Exp": "torch.exp(x.clamp_max(80))",
+}
 
 
-@kind("FE066", "numpy-of-grad")
-def numpy_of_grad(failure: FailureRecord) -> Diagnosis | None:
-    """A tensor with a graph, or on a GPU, was converted to NumPy.
+@kind("FE065", "first-nan")
+def first_nan(failure: FailureRecord) -> Diagnosis | None:
+    """Anomaly detection found the first NaN gradient.
 
-    What:
-        `.numpy()` works only on CPU tensors without a graph. This tensor has a graph or is on another device.
     Why it happens:
-        An output or a loss is passed directly to a metric or a plot.
+        A square root or a norm at 0, a logarithm of 0, a division by 0, or an exponential that overflows.
+        `torch.where` with a bad value in the branch that is not selected. In half precision it is often an
+        overflow.
     How to fix it:
-        `x.detach().cpu().numpy()`, or `x.item()` for one number.
+        Keep the argument away from the singularity: `torch.sqrt(x + eps)`, `log(x.clamp_min(eps))`. Use the
+        stable forms (`log_softmax`, `binary_cross_entropy_with_logits`). Use a GradScaler for float16.
     Sources:
-        https://docs.pytorch.org/docs/stable/generated/torch.Tensor.numpy.html
-    """
-    found = match_message(
-        failure,
-        ("RuntimeError", "TypeError"),
-        r"Can't call numpy\(\) on (?P<what>Tensor that requires grad|Variable that requires grad)",
-        r"can't convert (?P<device>\w+(?::\d+)?) device type tensor to numpy",
-    )
-    if found is None:
-        return None
-    names = [tensor.name for tensor in on_own_line(failure)]
-    name = names[0] if names else "x"
-    why = f"is on {found['device']}" if found["device"] else "has a graph (it requires a gradient)"
-    return Diagnosis(
-        f"`{name}` {why} and cannot be converted to NumPy",
-        f"{name}.detach().cpu().numpy()   # a number: {name}.item()",
-        describe_tensors(on_own_line(failure)),
-    )
-
-
-@kind("FE067", "grad-of-integers")
-def grad_of_integers(failure: FailureRecord) -> Diagnosis | None:
-    """A gradient was requested for an integer tensor.
-
-    What:
-        Only floating point and complex tensors can have gradients.
-    Why it happens:
-        A parameter is created from integers (`torch.tensor([1, 2])` is int64), or the program trains
-        quantised weights.
-    How to fix it:
-        Create it from floats: `torch.tensor([1., 2.])`. Keep quantised weights frozen and train an adapter.
-    Sources:
-        https://docs.pytorch.org/docs/stable/notes/autograd.html
+        https://docs.pytorch.org/docs/stable/autograd.html#anomaly-detection
     """
     found = match_message(
         failure,
         RUNTIME,
-        r"[Oo]nly Tensors of floating point(?: and complex)? (?:dtype )?can require gradients",
+        r"Function '(?P<node>\w+)' returned nan values in its (?P<out>\d+)(?:st|nd|rd|th) output",
     )
     if found is None:
         return None
+    name, place = operation(found["node"]), forward_call(failure)
+    otherwise = "keep the argument of this operation away from points where its gradient is infinite"
     return Diagnosis(
+        f"the gradient of `{name}` is the first that is NaN" + (f" ({place.sentence()})" if place else ""),
+        f"{NAN_FIXES.get(name, otherwise)}   # at the singularity the gradient is infinite, and 0 times infinity is NaN",
+        place=place,
+    )
+
+
+numpy_of_grad = known(
+    "FE066",
+    "numpy-of-grad",
+    """A tensor with a graph, or on a GPU, was converted to NumPy.
+    An output or a loss is passed directly to a metric or a plot. `.numpy()` works only on CPU tensors without
+    a graph.
+    https://docs.pytorch.org/docs/stable/generated/torch.Tensor.numpy.html""",
+    form(
+        "`{tensor|x}` has a graph (it requires a gradient) and cannot be converted to NumPy",
+        "{tensor|x}.detach().cpu().numpy()   # a number: {tensor|x}.item()",
+        r"Can't call numpy\(\) on Tensor that requires grad",
+    ),
+    form(
+        "`{tensor|x}` is on {device} and cannot be converted to NumPy",
+        "{tensor|x}.detach().cpu().numpy()   # a number: {tensor|x}.item()",
+        r"can't convert (?P<device>\w+(?::\d+)?) device type tensor to numpy",
+    ),
+    types=("RuntimeError", "TypeError"),
+    tensors=True,
+)
+
+grad_of_integers = known(
+    "FE067",
+    "grad-of-integers",
+    """A gradient was requested for an integer tensor.
+    A parameter is created from integers (`torch.tensor([1, 2])` is int64), or the program trains quantised
+    weights. Only floating point and complex tensors can have gradients.
+    https://docs.pytorch.org/docs/stable/notes/autograd.html""",
+    form(
         "a gradient was requested for an integer tensor",
         "torch.tensor(values, dtype=torch.float32, requires_grad=True)",
-        describe_tensors(on_own_line(failure)),
-    )
+        r"[Oo]nly Tensors of floating point(?: and complex)? (?:dtype )?can require gradients",
+    ),
+    tensors=True,
+)
+
+IN_ORDER = (
+    "scaler.scale(loss).backward()      # every batch\n# and once per step:\nscaler.unscale_(optimizer); "
+    "clip_grad_norm_(model.parameters(), 1.0)\nscaler.step(optimizer); scaler.update()"
+)
+WRONG = "the gradient scaler was called out of order: "
+scaler_out_of_order = known(
+    "FE068",
+    "scaler-out-of-order",
+    """The gradient scaler was called out of order.
+    `unscale_` runs in every accumulated batch, `update()` is missing, or `step` runs before there is a
+    gradient. A scaler needs one call each per step, after the last backward pass of the accumulation.
+    https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-clipping""",
+    form(
+        WRONG + "`unscale_` was called twice before `update`",
+        IN_ORDER,
+        r"unscale_\(\) has already been called on this optimizer since the last update\(\)",
+    ),
+    form(
+        WRONG + "`unscale_` was called after `step`",
+        IN_ORDER,
+        r"unscale_\(\) is being called after step\(\)",
+    ),
+    form(
+        WRONG + "`step` was called twice before `update`",
+        IN_ORDER,
+        r"step\(\) has already been called since the last update\(\)",
+    ),
+    form(
+        WRONG + "`step` was called before any backward pass: no parameter of this optimizer has a gradient",
+        IN_ORDER,
+        r"No inf checks were recorded (?:for this optimizer|prior to update)",
+    ),
+    form(
+        WRONG + "the parameters themselves are float16; a scaler needs float32 parameters under autocast",
+        "model.float()   # weights in float32, float16 only inside torch.autocast",
+        r"Attempting to unscale FP16 gradients",
+    ),
+    types=("RuntimeError", "AssertionError", "ValueError"),
+)
+
+nothing_to_optimize = known(
+    "FE069",
+    "nothing-to-optimize",
+    """The optimizer got no parameters.
+    Layers are in a plain list or dictionary of the module. `model.parameters()`, a generator, was already
+    consumed. Or a filter removed every parameter.
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.ModuleList.html""",
+    form(
+        "the optimizer got an empty parameter list",
+        "self.layers = nn.ModuleList([...])   # a plain list does not register its layers\n"
+        "parameters = list(model.parameters())   # a generator is empty the second time",
+        r"optimizer got an empty parameter list",
+    ),
+    types=("ValueError",),
+)

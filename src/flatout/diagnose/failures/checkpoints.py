@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from flatout.diagnose.kind import RUNTIME, Diagnosis, kind, match_message
+from flatout.diagnose.kind import RUNTIME, Diagnosis, form, kind, known, match_message, runs_in
 from flatout.schema.failure import FailureRecord
 
 WRAPPERS = {
@@ -15,6 +15,9 @@ WRAPPERS = {
 }
 STATE = r"Error\(s\) in loading state_dict for (?P<model>\w+):(?P<rest>.*)"
 LISTED = 3
+LOADS = r"torch/(?:serialization|_weights_only_unpickler|hub|jit)|safetensors"
+WHOLE_FILE = 'torch.save(state, path + ".part"); os.replace(path + ".part", path)   # next time: a kill leaves the old file intact'
+ONLY_TRUSTED = "# ONLY for a file whose author you trust: it can run arbitrary code"
 
 
 def _keys(text: str, what: str) -> list[str]:
@@ -27,17 +30,14 @@ def _keys(text: str, what: str) -> list[str]:
 
 
 def _some(keys: list[str]) -> str:
-    return ", ".join(f"`{key}`" for key in keys[:LISTED]) + (
-        f" and {len(keys) - LISTED} more" if len(keys) > LISTED else ""
-    )
+    more = f" and {len(keys) - LISTED} more" if len(keys) > LISTED else ""
+    return ", ".join(f"`{key}`" for key in keys[:LISTED]) + more
 
 
 @kind("FE090", "checkpoint-keys")
 def checkpoint_keys(failure: FailureRecord) -> Diagnosis | None:
     """The names in the checkpoint do not match the model.
 
-    What:
-        `load_state_dict` needs exactly the names that the model has.
     Why it happens:
         The model was saved inside a wrapper: DataParallel and DDP prefix each name with `module.`,
         torch.compile with `_orig_mod.`. Or the file contains more than the weights (`checkpoint["model"]`),
@@ -54,44 +54,40 @@ def checkpoint_keys(failure: FailureRecord) -> Diagnosis | None:
     missing, unexpected = _keys(found["rest"], "Missing"), _keys(found["rest"], "Unexpected")
     if not missing and not unexpected:
         return None
-    for saved, wanted, verb in ((unexpected, missing, "has"), (missing, unexpected, "lacks")):
-        for prefix, origin in WRAPPERS.items():
-            stripped = {key.replace(prefix, "", 1) for key in saved if prefix in key}
-            if saved and len(stripped) == len(saved) and (stripped & set(wanted)):
-                if verb == "has":
-                    return Diagnosis(
-                        f"every name in the checkpoint has `{prefix}`, and no name in the model does: it was saved inside {origin}",
-                        f'state = {{name.replace("{prefix}", "", 1): value for name, value in state.items()}}\n'
-                        f"torch.save(model.{prefix.rstrip('.')}.state_dict(), path)   # next time",
-                    )
-                return Diagnosis(
-                    f"every name of the model has `{prefix}`, and no name in the checkpoint does: the model is inside {origin}",
-                    f"model.{prefix.rstrip('.')}.load_state_dict(state)   # loads into the model inside the wrapper",
-                )
+    for prefix, origin in WRAPPERS.items():
+        inner = prefix.rstrip(".")
+        if _is_prefixed(unexpected, missing, prefix):
+            return Diagnosis(
+                f"every name in the checkpoint has `{prefix}`, and no name in the model does: it was saved inside {origin}",
+                f'state = {{name.replace("{prefix}", "", 1): value for name, value in state.items()}}\n'
+                f"torch.save(model.{inner}.state_dict(), path)   # next time",
+            )
+        if _is_prefixed(missing, unexpected, prefix):
+            return Diagnosis(
+                f"every name of the model has `{prefix}`, and no name in the checkpoint does: the model is inside {origin}",
+                f"model.{inner}.load_state_dict(state)   # loads into the model inside the wrapper",
+            )
     nested = [
-        key
-        for key in unexpected
-        if key in ("state_dict", "model", "model_state_dict", "net", "weights", "epoch", "optimizer")
+        key for key in ("state_dict", "model", "model_state_dict", "net", "weights") if key in unexpected
     ]
     if nested and missing:
-        inner = next((key for key in nested if key not in ("epoch", "optimizer")), nested[0])
         return Diagnosis(
-            f"the checkpoint holds more than the weights: they are under `{inner}`",
-            f'model.load_state_dict(checkpoint["{inner}"])',
+            f"the checkpoint holds more than the weights: they are under `{nested[0]}`",
+            f'model.load_state_dict(checkpoint["{nested[0]}"])',
         )
-    said = "; ".join(
-        filter(
-            None,
-            (
-                f"the checkpoint lacks {_some(missing)}" if missing else "",
-                f"the model lacks {_some(unexpected)}" if unexpected else "",
-            ),
-        )
-    )
+    lacks = [f"the checkpoint lacks {_some(missing)}"] if missing else []
+    lacks += [f"the model lacks {_some(unexpected)}"] if unexpected else []
     return Diagnosis(
-        f"{said} ({found['model']})",
+        f"{'; '.join(lacks)} ({found['model']})",
         "model.load_state_dict(state, strict=False)   # if these are meant to be new; it returns the names that did not match\n"
         "print(sorted(state)[:10], [name for name, _ in model.named_parameters()][:10])",
+    )
+
+
+def _is_prefixed(keys: list[str], others: list[str], prefix: str) -> bool:
+    """Whether every key has the prefix, and some of the others are the same names without it."""
+    return all(prefix in key for key in keys) and bool(
+        {key.replace(prefix, "", 1) for key in keys} & set(others)
     )
 
 
@@ -99,23 +95,19 @@ def checkpoint_keys(failure: FailureRecord) -> Diagnosis | None:
 def checkpoint_sizes(failure: FailureRecord) -> Diagnosis | None:
     """A parameter has a different size in the checkpoint.
 
-    What:
-        A parameter has one size in the file and another in the model. `strict=False` does not help.
     Why it happens:
         The number of classes, the vocabulary or the width differs from that of the saved model.
     How to fix it:
         Build the model with the settings it was saved with. For a new head, remove its entries:
-        `state.pop("fc.weight")`.
+        `state.pop("fc.weight")`. `strict=False` alone does not help.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict
     """
     found = match_message(failure, RUNTIME, STATE)
-    if found is None:
-        return None
+    size = r"(?:torch\.Size\()?\[?([\d, ]*)\]?\)?"
     sizes = re.findall(
-        r"size mismatch for ([\w.]+): copying a param with shape (?:torch\.Size\()?\[?([\d, ]*)\]?\)? from checkpoint, the shape in current model is "
-        r"(?:torch\.Size\()?\[?([\d, ]*)\]?\)?",
-        found["rest"],
+        rf"size mismatch for ([\w.]+): copying a param with shape {size} from checkpoint, the shape in current model is {size}",
+        found["rest"] if found else "",
     )
     if not sizes:
         return None
@@ -128,103 +120,166 @@ def checkpoint_sizes(failure: FailureRecord) -> Diagnosis | None:
     )
 
 
-@kind("FE092", "rejected-by-weights-only")
-def rejected_by_weights_only(failure: FailureRecord) -> Diagnosis | None:
+rejected_by_weights_only = known(
+    "FE092",
+    "rejected-by-weights-only",
     """`weights_only=True` rejects the checkpoint.
+    `torch.load` reads only tensors and plain containers (the default since torch 2.6). Settings, a whole model
+    (`torch.save(model)`), NumPy numbers or a custom optimizer were saved together with the weights.
+    https://docs.pytorch.org/docs/stable/notes/serialization.html#weights-only""",
+    form(
+        "the checkpoint contains `{name}`, which `weights_only=True` does not load",
+        f"torch.serialization.add_safe_globals([{{name|Settings}}])   # if you trust this class\ntorch.load(path, weights_only=False)   {ONLY_TRUSTED}",
+        r"Weights only load failed\..*?GLOBAL (?P<name>[\w.<>]+) was not an allowed global",
+        r"Weights only load failed\..*?Unsupported class (?P<name>[\w.]+)",
+        r"Weights only load failed\..*?but got <class '(?P<name>[\w.]+)'>",
+    ),
+    form(
+        "the checkpoint contains something that `weights_only=True` does not load",
+        f"torch.load(path, weights_only=False)   {ONLY_TRUSTED}\n"
+        "torch.save(model.state_dict(), path)   # next time: only weights and plain values",
+        r"Weights only load failed\..*?whose module [\w.]+ is blocked",
+        r"Weights only load failed\.(?!.*(?:Unsupported operand|persistent_load)).*?WeightsUnpickler error:\s+(?!Check the documentation)\S",
+    ),
+    types=("UnpicklingError", "RuntimeError"),
+)
 
-    What:
-        `torch.load` reads only tensors and plain containers (`weights_only=True`, the default since torch
-        2.6). The file contains something else, and unpickling it could run arbitrary code.
+
+@kind("FE093", "broken-checkpoint")
+def broken_checkpoint(failure: FailureRecord) -> Diagnosis | None:
+    """The checkpoint file is damaged or not a checkpoint.
+
     Why it happens:
-        Settings, a whole model (`torch.save(model)`), NumPy numbers or a custom optimizer were saved together
-        with the weights.
+        The program was killed while it wrote, the disk was full, or a download was interrupted or returned an
+        HTML page or a Git LFS pointer.
     How to fix it:
-        If you trust the file's author, allow the named class or use `weights_only=False`. Save
-        `model.state_dict()` and plain values.
+        `ls -l` and `file` show what the file is. Use the previous checkpoint or download again (`git lfs
+        pull`). Write to a temporary file and rename it, so that a kill leaves the old file intact.
     Sources:
-        https://docs.pytorch.org/docs/stable/notes/serialization.html#weights-only
+        https://docs.pytorch.org/docs/stable/notes/serialization.html
     """
     found = match_message(
         failure,
-        ("UnpicklingError", "RuntimeError"),
-        r"Weights only load failed\..*?(?:GLOBAL (?P<name>[\w.<>]+) was not an allowed global|Unsupported class (?P<kind>[\w.]+)"
-        r"|(?P<blocked>whose module [\w.]+ is blocked)|but got <class '(?P<got>[\w.]+)'>)",
-        r"Weights only load failed\.(?!.*(?:Unsupported operand|persistent_load)).*?WeightsUnpickler error:\s+(?!Check the documentation)\S(?P<other>)",
+        ("RuntimeError", "UnpicklingError", "EOFError", "BadZipFile", "OSError", "ValueError"),
+        r"PytorchStreamReader failed (?:reading (?:zip archive|file \S+?)|locating file \S+?):? ?(?P<why>[\w .]+)",
+        r"invalid load key, (?P<key>'.{1,6}?')\.",
+        r"(?P<empty>Ran out of input)",
+        r"(?:negative seek value -\d+|\[Errno 22\] Invalid argument)$"
+        if _opens_an_archive(failure)
+        else r"(?!)",
+        r"$",
+        r"unexpected EOF, expected \d+ more bytes\. The file might be corrupted",
+        r"Weights only load failed\..*?(?:Unsupported operand (?P<number>\d+)|persistent_load)",
+        r"unpickling stack underflow",
+        r"pickle data was truncated",
+        r"File is not a zip file",
+        r"Invalid magic number; corrupt file\?",
+        r".{0,60}Error while deserializing header: (?P<why>\w+)",
     )
     if found is None:
         return None
-    name = found["name"] or found["kind"] or found["got"]
-    if not name:
-        return Diagnosis(
-            "the checkpoint contains something that `weights_only=True` does not load",
-            "torch.load(path, weights_only=False)   # ONLY for a file whose author you trust: it can run arbitrary code\n"
-            "torch.save(model.state_dict(), path)   # next time: only weights and plain values",
-        )
-    module, _, short = name.rpartition(".")
-    imported = f"from {module} import {short}\n" if module not in ("", "__main__") else ""
+    thrown, loads = found.thrown, runs_in(failure, LOADS)
+    names, message = set(thrown.names), thrown.message
+    common = message.startswith(
+        ("Ran out of input", "unpickling stack", "pickle data", "invalid load key", "File is not")
+    )
+    if (
+        (names and not {"RuntimeError", "UnpicklingError"} & names and not loads)
+        or (not message and "EOFError" not in names)
+        or (common and thrown.frames and not loads)
+    ):
+        return None
+    key = found["key"].strip("'") or (chr(found.number("number")) if 0 < found.number("number") < 128 else "")
+    begins = {
+        "<": "the file begins like HTML: a web page was saved instead of the checkpoint",
+        "v": "the file begins like a Git LFS pointer: the checkpoint itself was not fetched",
+        "{": "the file begins like JSON: an error message or an index was saved instead of the checkpoint",
+    }
+    why = f" ({found['why'].strip()})" if found["why"].strip() else ""
     return Diagnosis(
-        f"the checkpoint contains `{name}`, which `weights_only=True` does not load",
-        f"{imported}torch.serialization.add_safe_globals([{short}])   # if you trust this class\n"
-        "torch.load(path, weights_only=False)                     # ONLY for a file whose author you trust: it can run arbitrary code",
+        "the file is empty or ends at once"
+        if found["empty"] or not message
+        else begins.get(key, f"the file is truncated or is not a torch checkpoint{why}"),
+        f"ls -l checkpoint.pt; file checkpoint.pt; head -c 200 checkpoint.pt   # shows what the file is (git lfs pull)\n{WHOLE_FILE}",
     )
 
 
-@kind("FE094", "checkpoint-of-a-gpu")
-def checkpoint_of_a_gpu(failure: FailureRecord) -> Diagnosis | None:
-    """The checkpoint was saved on a device that is not available.
+def _opens_an_archive(failure: FailureRecord) -> bool:
+    """Whether torch was opening an archive. For a file that is too short it reports only a failed seek."""
+    return any(thrown.frames and "PyTorchFileReader" in thrown.frames[-1].text for thrown in failure.chain)
 
-    What:
-        `torch.load` puts each tensor on the device it was saved on, and that device is not available.
-    Why it happens:
-        Tensors record their device, and the file was written on a machine with a GPU.
-    How to fix it:
-        `torch.load(path, map_location="cpu")`.
-    Sources:
-        https://docs.pytorch.org/docs/stable/generated/torch.load.html
-    """
-    found = match_message(
-        failure,
-        RUNTIME,
+
+checkpoint_of_a_gpu = known(
+    "FE094",
+    "checkpoint-of-a-gpu",
+    """The checkpoint was saved on a device that is not available.
+    Tensors record their device, `torch.load` puts each there, and the file was written on a machine with a GPU.
+    https://docs.pytorch.org/docs/stable/generated/torch.load.html""",
+    form(
+        "the checkpoint was saved on {device}, and this machine has no such device",
+        'torch.load(path, map_location="cpu")   # then model.to(device)',
         r"Attempting to deserialize object on a (?P<device>\w+) device but torch\.(?:cuda|\w+)\.is_available\(\) is False",
         r"don't know how to restore data location of (?:torch\.storage\.)?\w+ \(tagged with (?P<device>[\w:]+)\)",
-    )
-    if found is None:
-        return None
-    return Diagnosis(
-        f"the checkpoint was saved on {found['device']}, and this machine has no such device",
-        'torch.load(path, map_location="cpu")   # then model.to(device)',
-    )
+    ),
+)
 
-
-@kind("FE095", "optimizer-of-another-model")
-def optimizer_of_another_model(failure: FailureRecord) -> Diagnosis | None:
+SAME_OPTIMIZER = (
+    "build the optimizer as it was built when it was saved (same layers, same frozen parameters, same groups)\n"
+    "model.load_state_dict(checkpoint['model'])   # and create a new optimizer"
+)
+optimizer_of_another_model = known(
+    "FE095",
+    "optimizer-of-another-model",
     """The optimizer's saved state belongs to other parameters.
+    Layers were added or frozen since, or the parameter groups are built differently (weight decay for some).
+    An optimizer's state follows the order and groups of its parameters.
+    https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.load_state_dict.html""",
+    form(
+        "the saved optimizer has a different number of parameters in a group than this one",
+        SAME_OPTIMIZER,
+        r"loaded state dict contains a parameter group that doesn't match the size of optimizer's group",
+    ),
+    form(
+        "the saved optimizer has a different number of parameter groups than this one",
+        SAME_OPTIMIZER,
+        r"loaded state dict has a different number of parameter groups",
+    ),
+    types=("ValueError",),
+)
 
-    What:
-        An optimizer's state follows the order and groups of its parameters, and these parameters differ.
-    Why it happens:
-        Layers were added or frozen since, or the parameter groups are built differently (weight decay for
-        some).
-    How to fix it:
-        Build the optimizer as it was built when it was saved, or create a new one and load only the model.
-    Sources:
-        https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.load_state_dict.html
-    """
-    found = match_message(
-        failure,
-        ("ValueError",),
-        r"loaded state dict contains a parameter group that doesn't match the size of optimizer's group(?P<size>)",
-        r"loaded state dict has a different number of parameter groups(?P<groups>)",
-    )
-    if found is None:
-        return None
-    what = (
-        "a different number of parameter groups"
-        if "different number" in found.thrown.message
-        else "a different number of parameters in a group"
-    )
-    return Diagnosis(
-        f"the saved optimizer has {what} than this one",
-        "build the optimizer as it was built when it was saved (same layers, same frozen parameters, same groups)\n"
-        "model.load_state_dict(checkpoint['model'])   # and create a new optimizer",
-    )
+writing_failed = known(
+    "FE096",
+    "writing-failed",
+    """The checkpoint could not be written completely.
+    The disk, the quota or the file size limit is full. torch reports it as a position in the archive, not as a
+    full disk. The file's previous content is lost.
+    https://github.com/pytorch/pytorch/issues/112196""",
+    form(
+        "the checkpoint could not be written completely: the disk, a quota or the file size limit is full; the old file is lost",
+        f"df -h . ; df -i . ; ulimit -f   # free space, free files, largest file size\n{WHOLE_FILE}",
+        r"\[enforce fail at inline_container\.cc:\d+\] ?\.? ?(?:PytorchStreamWriter failed|unexpected pos \d+ vs \d+)",
+        r"PytorchStreamWriter failed (?:writing|closing|in)",
+        r"(?P<disk>\[Errno (?:28|122|27)\] .+)",
+    ),
+    types=("RuntimeError", "OSError"),
+    when=lambda failure, match: not match["disk"] or runs_in(failure, "torch/serialization"),
+)
+
+no_such_folder = known(
+    "FE097",
+    "no-such-folder",
+    """The folder for the checkpoint does not exist.
+    The folder was never created, or the program runs in an unexpected working directory. `torch.save` creates
+    files, not folders.
+    https://docs.pytorch.org/docs/stable/generated/torch.save.html""",
+    form(
+        "the folder {folder} does not exist",
+        "os.makedirs(os.path.dirname(path), exist_ok=True)   # before training, so that an error shows early",
+        r"Parent directory (?P<folder>.{1,300}?) does not exist\.",
+    ),
+    form(
+        "{path} cannot be written",
+        "os.makedirs(os.path.dirname(path), exist_ok=True)   # before training, so that an error shows early",
+        r"File (?P<path>.{1,300}?) cannot be opened\.",
+    ),
+)

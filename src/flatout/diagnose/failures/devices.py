@@ -1,15 +1,16 @@
-"""Failures of device setup: no device, the wrong device, or a driver or build that does not fit."""
+"""Failures of device setup: no device, the wrong device, or a driver, build and GPU that do not fit together."""
 
 from __future__ import annotations
 
 import re
 
 from flatout.diagnose.kind import (
-    RUNTIME,
     SHORT,
     Diagnosis,
     describe_tensors,
+    form,
     kind,
+    known,
     layer,
     match_message,
     on_own_line,
@@ -17,6 +18,7 @@ from flatout.diagnose.kind import (
 from flatout.schema.failure import FailureRecord
 
 DEVICE = r"[a-z]+(?::\d+)?"
+BOTH = ("RuntimeError", "AssertionError")
 
 # Uses of CUDA that `--device` cannot redirect. Each row: name, pattern of where it shows (file:function of a
 # frame, or the user's line), pattern of its message, reason, next command.
@@ -87,12 +89,10 @@ NOT_REDIRECTED = (
 def not_redirected(failure: FailureRecord) -> Diagnosis | None:
     """`--device` cannot redirect this use of CUDA.
 
-    What:
-        The program runs under `--device`, which redirects the devices that the program passes to torch. This
-        use of CUDA does not go through torch, or needs a feature that the other device does not have.
     Why it happens:
-        Triton kernels, CUDA extensions, NCCL, NVML and CUDA graphs exist only for GPUs. A tensor still
-        reports its real device: `x.device.type == "cuda"` is False on the CPU.
+        `--device` redirects the devices that the program passes to torch. Triton kernels, CUDA extensions,
+        NCCL, NVML and CUDA graphs exist only for GPUs. A tensor still reports its real device:
+        `x.device.type == "cuda"` is False on the CPU.
     How to fix it:
         Use the script's path without this feature, usually an option. The last lines of the explanation give
         the next command. Without `--device` the script runs unchanged on a machine with such a device.
@@ -109,9 +109,11 @@ def not_redirected(failure: FailureRecord) -> Diagnosis | None:
                 f"the script compares a device with cuda, but under --device {device} its tensors are on {device}",
                 "change or remove this line: a tensor reports its real device",
             )
-        seen_at = [own, *(f"{frame.file}:{frame.function}" for frame in thrown.frames if not frame.mine)]
-        for what, where, says, why, fix in () if thrown.raised_by_user else NOT_REDIRECTED:
-            if any(re.search(where, place) for place in seen_at) or re.match(says, thrown.message, re.DOTALL):
+        places = [own, *(f"{frame.file}:{frame.function}" for frame in thrown.frames if not frame.mine)]
+        for what, where, message, why, fix in () if thrown.raised_by_user else NOT_REDIRECTED:
+            if any(re.search(where, place) for place in places) or re.match(
+                message, thrown.message, re.DOTALL
+            ):
                 return Diagnosis(
                     f"--device {device} cannot redirect {what}: {why}", fix.format(device=device)
                 )
@@ -122,8 +124,6 @@ def not_redirected(failure: FailureRecord) -> Diagnosis | None:
 def two_devices(failure: FailureRecord) -> Diagnosis | None:
     """Tensors are on two devices.
 
-    What:
-        An operation got tensors on different devices. torch never copies between devices implicitly.
     Why it happens:
         A batch was not moved to the device of the model, or a tensor was created inside `forward` without
         `device=`. Or a tensor is a plain attribute of a module, which `.to(device)` does not move.
@@ -165,116 +165,134 @@ def two_devices(failure: FailureRecord) -> Diagnosis | None:
     return Diagnosis(f"an operation{where} got tensors on {which}", fix, describe_tensors(tensors, 6))
 
 
-@kind("FE002", "no-gpu")
-def no_gpu(failure: FailureRecord) -> Diagnosis | None:
+NO_GPU_FIX = (
+    'device = "cuda" if torch.cuda.is_available() else "cpu"   # and use it instead of "cuda" and .cuda()\n'
+    "nvidia-smi                                               # does the driver see a GPU? (container: docker run --gpus all)\n"
+    "echo $CUDA_VISIBLE_DEVICES                               # an empty value or -1 hides all GPUs"
+)
+no_gpu = known(
+    "FE002",
+    "no-gpu",
     """The program requests a GPU and torch sees none.
-
-    What:
-        The program requested CUDA. Either no NVIDIA driver answers, or the driver shows no device to this
-        process.
-    Why it happens:
-        The machine has no GPU, the container was started without it (`--gpus all`), CUDA_VISIBLE_DEVICES is
-        empty, or the driver is not loaded after a kernel update.
-    How to fix it:
-        `nvidia-smi` shows whether the driver works. To run on either device, use
-        `device = "cuda" if torch.cuda.is_available() else "cpu"`.
-    Sources:
-        https://docs.pytorch.org/docs/stable/notes/cuda.html#best-practices
-    """
-    found = match_message(
-        failure,
-        ("RuntimeError", "AssertionError"),
-        r"Found no NVIDIA driver on your system(?P<driver>)",
-        r"No CUDA GPUs are available(?P<hidden>)",
+    The machine has no GPU, the container was started without it (`--gpus all`), CUDA_VISIBLE_DEVICES is
+    empty, or the driver is not loaded after a kernel update.
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#best-practices""",
+    form(
+        "the program requests CUDA, and no NVIDIA driver answers on this machine",
+        NO_GPU_FIX,
+        r"Found no NVIDIA driver on your system",
+    ),
+    form(
+        "the program requests CUDA, and torch sees no GPU from this process",
+        NO_GPU_FIX,
+        r"No CUDA GPUs are available",
         r"CUDA error: no CUDA-capable device is detected",
         r"Unexpected error from cudaGetDeviceCount\(\)\.",
         r"CUDA driver initialization failed, you might not have a CUDA gpu",
-    )
-    if found is None:
-        return None
-    why = (
-        "no NVIDIA driver answers on this machine"
-        if "driver" in found.thrown.message[:24]
-        else "torch sees no GPU from this process"
-    )
-    return Diagnosis(
-        f"the program requests CUDA, and {why}",
-        'device = "cuda" if torch.cuda.is_available() else "cpu"   # and use it instead of "cuda" and .cuda()\n'
-        "nvidia-smi                                               # does the driver see a GPU? (container: docker run --gpus all)\n"
-        "echo $CUDA_VISIBLE_DEVICES                               # an empty value or -1 hides all GPUs",
-    )
+    ),
+    types=BOTH,
+)
+
+no_cuda_build = known(
+    "FE003",
+    "no-cuda-build",
+    """This build of torch has no CUDA support.
+    The wheel came from the CPU index (`.../whl/cpu`), the default wheel for this system has no CUDA, or
+    another package pulled it in. `flatout doctor` names the build that fits the driver.
+    https://pytorch.org/get-started/locally/""",
+    form(
+        "the installed torch[[ {torch}]] was built without CUDA, and the program requests it",
+        "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128\n"
+        'device = "cuda" if torch.cuda.is_available() else "cpu"   # to run on the CPU until then',
+        r"Torch not compiled with CUDA enabled",
+        r"PyTorch is not linked with support for cuda devices",
+    ),
+    types=BOTH,
+)
 
 
-@kind("FE006", "no-such-device")
-def no_such_device(failure: FailureRecord) -> Diagnosis | None:
+driver_too_old = known(
+    "FE004",
+    "driver-too-old",
+    """The NVIDIA driver is too old for this build of torch.
+    torch was updated and the driver was not. Within one major version of CUDA old drivers usually work; across
+    major versions they never do.
+    https://docs.nvidia.com/deploy/cuda-compatibility/""",
+    form(
+        "the NVIDIA driver[[, which supports CUDA up to {supports},]] is too old for this build of torch[[ (built for CUDA {cuda})]]",
+        "update the NVIDIA driver, or install a torch built for the CUDA version that `nvidia-smi` shows:\n"
+        "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{wheel|cuXYZ}",
+        r"The NVIDIA driver on your system is too old \(found version (?P<number>\d+)\)",
+        r"CUDA error: CUDA driver version is insufficient for CUDA runtime version",
+        r"CUDA error: (?:the provided PTX was compiled with an unsupported toolchain|system has unsupported display driver / cuda driver combination)",
+    ),
+    types=BOTH,
+    values=lambda _, match: (
+        {
+            "supports": f"{number // 1000}.{number % 1000 // 10}",
+            "wheel": f"cu{number // 1000}{number % 1000 // 10}",
+        }
+        if (number := match.number("number"))
+        else {}
+    ),
+)
+
+no_kernel_image = known(
+    "FE005",
+    "no-kernel-image",
+    """This build has no machine code for the GPU.
+    The GPU is newer than the build of torch (or of an extension), or too old for it. An extension is rebuilt
+    with TORCH_CUDA_ARCH_LIST set to the GPU's capability.
+    https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities
+    https://github.com/pytorch/pytorch/issues/31285""",
+    form(
+        "a kernel was launched that was not built for this GPU[[ ({gpu})]][[ of capability {capability}]][[; torch was built for {built_for}]]",
+        'python -c "import torch; print(torch.cuda.get_device_capability(), torch.cuda.get_arch_list())"   # the list must contain the capability\n'
+        "pip install --upgrade torch --index-url https://download.pytorch.org/whl/cu128                    # the newest GPUs need a new build\n"
+        "TORCH_CUDA_ARCH_LIST={capability|X.Y} pip install --no-binary :all: --force-reinstall EXTENSION   # if the kernel is from an extension",
+        r"CUDA error: no kernel image is available for execution on the device",
+    ),
+)
+
+no_such_device = known(
+    "FE006",
+    "no-such-device",
     """The device number does not exist.
-
-    What:
-        The program named a GPU by a number for which this process sees no device.
-    Why it happens:
-        More ranks were started than there are GPUs, CUDA_VISIBLE_DEVICES hides some (the rest are numbered
-        from 0), or the number is hard-coded in the script or the checkpoint.
-    How to fix it:
-        Use LOCAL_RANK as the number, start at most `torch.cuda.device_count()` ranks, and count from 0 under
-        CUDA_VISIBLE_DEVICES.
-    Sources:
-        https://docs.pytorch.org/docs/stable/elastic/run.html
-    """
-    found = match_message(
-        failure,
-        ("RuntimeError", "AssertionError"),
+    More ranks were started than there are GPUs, CUDA_VISIBLE_DEVICES hides some (the rest are numbered from
+    0), or the number is hard-coded in the script or the checkpoint.
+    https://docs.pytorch.org/docs/stable/elastic/run.html""",
+    form(
+        "the program named a GPU by a number that this process does not see[[ (this is rank {rank})]]",
+        'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))\ntorchrun --nproc-per-node=$(nvidia-smi -L | wc -l) train.py   # at most one rank per GPU',
         r"CUDA error: invalid device ordinal",
         r"Invalid device id",
+    ),
+    form(
+        "the checkpoint was saved on GPU {number}, and this process sees {count} GPUs",
+        'torch.load(path, map_location="cuda:0")   # or "cpu"',
         r"Attempting to deserialize object on CUDA device (?P<number>\d+) but torch\.cuda\.device_count\(\) is (?P<count>\d+)",
-    )
-    if found is None:
-        return None
-    if found["count"]:
-        return Diagnosis(
-            f"the checkpoint was saved on GPU {found['number']}, and this process sees {found['count']} GPUs",
-            'torch.load(path, map_location="cuda:0")   # or "cpu"',
-        )
-    rank = (
-        f" (this is rank {failure.rank} of {failure.world_size})"
-        if failure.rank is not None and failure.world_size
-        else ""
-    )
-    return Diagnosis(
-        f"the program named a GPU by a number that this process does not see{rank}",
-        'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))\ntorchrun --nproc-per-node=$(nvidia-smi -L | wc -l) train.py   # at most one rank per GPU',
-    )
+    ),
+    types=BOTH,
+    values=lambda failure, _: {"rank": "" if failure.rank is None else str(failure.rank)},
+)
 
-
-@kind("FE007", "cuda-after-fork")
-def cuda_after_fork(failure: FailureRecord) -> Diagnosis | None:
+cuda_after_fork = known(
+    "FE007",
+    "cuda-after-fork",
     """CUDA was used before the process forked.
-
-    What:
-        A forked child tried to use CUDA, and its parent had used it before the fork. A CUDA context cannot be
-        forked.
-    Why it happens:
-        The data set or its collate function uses CUDA in a worker, or processes are forked after `.cuda()`.
-        Even `torch.cuda.init()`, or `torch.cuda.is_available()` with some settings, counts as use.
-    How to fix it:
-        Keep workers on the CPU and move the batch in the training loop. If a child must use CUDA, start it
-        with spawn: pass `multiprocessing_context="spawn"` to the loader, or call
-        `torch.multiprocessing.set_start_method("spawn")` first under the main guard.
-    Sources:
-        https://docs.pytorch.org/docs/stable/notes/multiprocessing.html#poison-fork-in-multiprocessing
-    """
-    found = match_message(
-        failure,
-        RUNTIME,
-        r"Cannot re-initialize CUDA in forked subprocess",
-        r"CUDA error: initialization error(?P<old>)",
-    )
-    if found is None or (
-        found.thrown.message.startswith("CUDA error")
-        and not any(one.link == "carried" for one in failure.chain)
-    ):
-        return None
-    return Diagnosis(
+    The data set or its collate function uses CUDA in a worker, or processes are forked after `.cuda()`. Even
+    `torch.cuda.init()`, or `torch.cuda.is_available()` with some settings, counts as use. Best keep workers on
+    the CPU and move the batch in the training loop.
+    https://docs.pytorch.org/docs/stable/notes/multiprocessing.html#poison-fork-in-multiprocessing""",
+    form(
         "a forked process uses CUDA, and its parent had used CUDA before the fork",
         'DataLoader(..., multiprocessing_context="spawn")          # if the data set must use CUDA; moving the batch in the loop is better\n'
         'torch.multiprocessing.set_start_method("spawn")           # as the first line under if __name__ == "__main__":',
-    )
+        r"Cannot re-initialize CUDA in forked subprocess",
+        r"CUDA error: initialization error",
+    ),
+    when=lambda failure, match: (
+        not match.thrown.message.startswith("CUDA error")
+        or any(thrown.link == "carried" for thrown in failure.chain)
+    ),
+)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from flatout.diagnose.kind import (
     RUNTIME,
     Diagnosis,
+    MessageMatch,
     describe_tensors,
+    form,
     kind,
+    known,
     layer,
     match_message,
     on_own_line,
+    tensor_name,
 )
 from flatout.schema.failure import FailureRecord
 
@@ -62,11 +66,8 @@ def _in_loss(failure: FailureRecord) -> str:
 def two_dtypes(failure: FailureRecord) -> Diagnosis | None:
     """One operation got two dtypes.
 
-    What:
-        A layer or a product got an input whose dtype differs from its weights. Matrix products and
-        convolutions never convert.
     Why it happens:
-        NumPy numbers are float64 and images uint8, so `torch.from_numpy` gives double or byte. Or part of the
+        Matrix products and convolutions never convert. NumPy numbers are float64 and images uint8, so `torch.from_numpy` gives double or byte. Or part of the
         model was converted (`.half()`, `.bfloat16()`) and its input was not, or autocast ended too early.
     How to fix it:
         Convert the batch to the dtype of the weights: `x = x.to(weight.dtype)`. For mixed precision use
@@ -132,11 +133,8 @@ def _common(name: str) -> str:
 def target_dtype(failure: FailureRecord) -> Diagnosis | None:
     """The targets have the wrong dtype for the loss.
 
-    What:
-        The loss does not accept targets of this dtype. Class labels are int64. Targets of a regression or a
-        binary loss are floating point.
     Why it happens:
-        Labels were read as floats, or `mse_loss` or `binary_cross_entropy` got the integers that
+        Class labels are int64; targets of a regression or a binary loss are floating point. Labels were read as floats, or `mse_loss` or `binary_cross_entropy` got the integers that
         `cross_entropy` needs.
     How to fix it:
         `target.long()` for `cross_entropy` and `nll_loss`, `target.float()` for the others.
@@ -185,99 +183,68 @@ def target_dtype(failure: FailureRecord) -> Diagnosis | None:
     )
 
 
-@kind("FE012", "no-such-operation")
-def no_such_operation(failure: FailureRecord) -> Diagnosis | None:
+no_such_operation = known(
+    "FE012",
+    "no-such-operation",
     """The operation does not support this dtype on this device.
-
-    What:
-        The operation has no implementation for the dtype on this device. Usually the dtype is half precision
-        on the CPU, or integers for an operation that needs floating point.
-    Why it happens:
-        A model converted for a GPU (`.half()`) runs on the CPU, or the program takes a mean or a norm of
-        integers.
-    How to fix it:
-        Run this operation in float32: `x.float()`. On the CPU bfloat16 supports more operations than float16.
-    Sources:
-        https://docs.pytorch.org/docs/stable/amp.html
-    """
-    found = match_message(
-        failure,
-        ("RuntimeError", "NotImplementedError"),
+    A model converted for a GPU (`.half()`) runs on the CPU, or the program takes a mean or a norm of integers.
+    On the CPU bfloat16 supports more operations than float16.
+    https://docs.pytorch.org/docs/stable/amp.html""",
+    form(
+        "`{what}` does not support {dtype} on this device[[ in {layer}]]",
+        "x = x.float()                                            # for this operation; convert back with .to(dtype) afterwards\n"
+        'model.float()                                            # on the CPU, keep the model in float32 or use torch.autocast("cpu")',
         rf'"(?P<what>[^"]+)" not implemented for \'(?P<dtype>{TYPE})\'',
         r"(?P<what>\w+)\(\): (?:could not infer output dtype|Expected a floating point or complex tensor as input\. Got|input dtype should be either floating "
         r"point or complex dtypes\. Got) (?P<dtype>\w+)",
-        r"(?P<what>[\w.]+): Low precision dtypes not supported\. Got (?P<dtype>\w+)",
-        r"(?P<what>[\w.]+): Expected a floating point or complex tensor as input\. Got (?P<dtype>\w+)",
-    )
-    if found is None or "loss" in found["what"] or _in_loss(failure):
-        return None
-    return Diagnosis(
-        f"`{found['what']}` does not support {_common(found['dtype'])} on this device{' in ' + layer(failure) if layer(failure) else ''}",
-        "x = x.float()                                            # for this operation; convert back with .to(dtype) afterwards\n"
-        'model.float()                                            # on the CPU, keep the model in float32 or use torch.autocast("cpu")',
-        describe_tensors(on_own_line(failure)),
-    )
+        r"(?P<what>[\w.]+): (?:Low precision dtypes not supported|Expected a floating point or complex tensor as input)\. Got (?P<dtype>\w+)",
+    ),
+    types=("RuntimeError", "NotImplementedError"),
+    tensors=True,
+    when=lambda failure, match: "loss" not in match["what"] and not _in_loss(failure),
+    values=lambda _, match: {"dtype": _common(match["dtype"])},
+)
 
 
-@kind("FE013", "index-dtype")
-def index_dtype(failure: FailureRecord) -> Diagnosis | None:
+def _index(failure: FailureRecord, match: MessageMatch) -> dict[str, str]:
+    got = f" as {_common(match['got'])}" if match["got"] else ""
+    return {"got": got, **tensor_name(failure, lambda tensor: "float" in tensor.dtype)}
+
+
+index_dtype = known(
+    "FE013",
+    "index-dtype",
     """The indices are not integers.
-
-    What:
-        An embedding or an index operation got a dtype that cannot be an index.
-    Why it happens:
-        Tokens or labels were read as floats, or an operation converted them to floats.
-    How to fix it:
-        `tokens = tokens.long()`, preferably in the data set.
-    Sources:
-        https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html
-    """
-    found = match_message(
-        failure,
-        ("RuntimeError", "IndexError", "TypeError"),
+    Tokens or labels were read as floats, or an operation converted them to floats.
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html""",
+    form(
+        "{layer|an index operation} got indices[[ (`{tensor}`)]]{got} and needs integers",
+        "{tensor|index} = {tensor|index}.long()   # preferably in the data set",
         r"Expected tensor for argument #\d+ 'indices' to have one of the following scalar types: "
         r"Long, Int; but got (?:torch\.)?(?:cuda\.)?(?P<got>\w+?)(?:Tensor)? instead",
         r"tensors used as indices must be long, int, byte or bool tensors",
-        r"gather\(\): Expected dtype int64 for index",
-        r"scatter\(\): Expected dtype int64 for index",
-        r"index_select\(\): Expected dtype int32 or int64 for index",
-    )
-    if found is None:
-        return None
-    tensors = on_own_line(failure) or failure.tensors
-    name = next(
-        (tensor.name for tensor in tensors if "float" in tensor.dtype and tensor.name.isidentifier()), "index"
-    )
-    got = f" as {_common(found['got'])}" if found["got"] else ""
-    return Diagnosis(
-        f"{layer(failure) or 'an index operation'} got indices{f' (`{name}`)' if name != 'index' else ''}{got} and needs integers",
-        f"{name} = {name}.long()",
-        describe_tensors(tensors),
-    )
+        r"(?:gather|scatter|index_select)\(\): Expected dtype (?:int32 or )?int64 for index",
+    ),
+    types=("RuntimeError", "IndexError", "TypeError"),
+    tensors=True,
+    values=_index,
+)
 
-
-@kind("FE014", "numpy-has-no-bfloat16")
-def numpy_has_no_bfloat16(failure: FailureRecord) -> Diagnosis | None:
+numpy_has_no_bfloat16 = known(
+    "FE014",
+    "numpy-has-no-bfloat16",
     """A bfloat16 tensor was converted to NumPy.
-
-    What:
-        `.numpy()` was called on a tensor whose dtype NumPy does not support.
-    Why it happens:
-        The output of a model in bfloat16 or under autocast is converted to an array for a metric or a plot.
-    How to fix it:
-        `x.float().numpy()`; for a tensor with a gradient or on a GPU `x.detach().float().cpu().numpy()`.
-    Sources:
-        https://docs.pytorch.org/docs/stable/generated/torch.Tensor.numpy.html
-    """
-    found = match_message(
-        failure, ("TypeError", "RuntimeError"), r"Got unsupported ScalarType (?P<dtype>\w+)"
-    )
-    if found is None:
-        return None
-    names = [tensor.name for tensor in on_own_line(failure) if tensor.dtype.lower() == found["dtype"].lower()]
-    name = names[0] if names else "x"
-    return Diagnosis(
-        f"`{name}` is {found['dtype'].lower()}, which NumPy does not support",
-        f"{name}.detach().float().cpu().numpy()",
-        describe_tensors(on_own_line(failure)),
-    )
+    The output of a model in bfloat16 or under autocast is converted to an array for a metric or a plot.
+    https://docs.pytorch.org/docs/stable/generated/torch.Tensor.numpy.html""",
+    form(
+        "`{tensor|x}` is {dtype}, which NumPy does not support",
+        "{tensor|x}.detach().float().cpu().numpy()",
+        r"Got unsupported ScalarType (?P<dtype>\w+)",
+    ),
+    types=("TypeError", "RuntimeError"),
+    tensors=True,
+    values=lambda failure, match: {
+        "dtype": match["dtype"].lower(),
+        **tensor_name(failure, lambda tensor: tensor.dtype == match["dtype"].lower()),
+    },
+)

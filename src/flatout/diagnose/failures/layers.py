@@ -4,210 +4,139 @@ from __future__ import annotations
 
 import re
 
-from flatout.diagnose.kind import RUNTIME, Diagnosis, kind, layer, match_message, shape, sizes
+from flatout.diagnose.kind import MessageMatch, form, known, shape
 from flatout.schema.failure import FailureRecord
 
 SIZE = r"(?:torch\.Size\()?\[[-\d, x]*\]\)?"
 
 
-@kind("FE021", "convolution-input")
-def convolution_input(failure: FailureRecord) -> Diagnosis | None:
-    """A convolution got the wrong number of channels or dimensions.
+def _channels(_: FailureRecord, match: MessageMatch) -> dict[str, str]:
+    numbers = re.findall(r"\d+", match["size"])
+    fix = f"nn.Conv2d({match['got']}, ...)   # or convert the input to {match['wants']} channels"
+    if numbers and numbers[-1] == match["wants"] != match["got"]:
+        fix = "x = x.permute(0, 3, 1, 2)   # the channels are last (NHWC); torch expects them second"
+    elif (match["wants"], match["got"]) == ("3", "1"):
+        fix = "x = x.expand(-1, 3, -1, -1)   # grey images for a colour network, or nn.Conv2d(1, ...)"
+    weight = f"a convolution (weight {shape(match['weight'])})" if match["weight"] else ""
+    return {"size": shape(match["size"]), "conv": weight or match["conv"], "fix": fix}
 
-    What:
-        The input's channels (its second size, NCHW) must equal `in_channels`.
-    Why it happens:
-        Grey images in a network for colour images or the reverse, images with channels last as in NumPy and
-        PIL (NHWC), or an image without a batch dimension.
-    How to fix it:
-        `nn.Conv2d(channels of the images, ...)`, `x.permute(0, 3, 1, 2)` for channels last, `x.unsqueeze(0)`
-        for a single image, `x.expand(-1, 3, -1, -1)` for grey images in a colour network.
-    Sources:
-        https://docs.pytorch.org/docs/stable/generated/torch.nn.Conv2d.html
-    """
-    found = match_message(
-        failure,
-        RUNTIME,
-        rf"Given groups=(?P<groups>\d+), weight of size (?P<weight>{SIZE}), expected input(?P<size>{SIZE}) to have (?P<wants>\d+) "
-        r"channels, but got (?P<got>\d+) channels instead",
-        rf"Given transposed=(?P<groups>\w+), weight of size (?P<weight>{SIZE}), expected input(?P<size>{SIZE}) to have (?P<wants>\d+) "
-        rf"channels, but got (?P<got>\d+)",
+
+convolution_input = known(
+    "FE021",
+    "convolution-input",
+    """A convolution got the wrong number of channels or dimensions.
+    Grey images in a network for colour images or the reverse, images with channels last as in NumPy and PIL
+    (NHWC), or an image without a batch dimension. The input's channels (its second size, NCHW) must equal
+    `in_channels`.
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.Conv2d.html""",
+    form(
+        "{layer|a convolution} expects {wants} channels and got {got} (input {size})",
+        "{fix|nn.Conv2d(channels of the images, ...)   # or x.permute(0, 3, 1, 2), if the channels are last}",
+        rf"Given (?:groups|transposed)=\w+, weight of size (?P<weight>{SIZE}), expected input(?P<size>{SIZE}) to have (?P<wants>\d+) "
+        r"channels, but got (?P<got>\d+) channels",
+    ),
+    form(
+        "{conv|a convolution} got an input of {size} and expects {dims|another number of dimensions}",
+        "x = x.unsqueeze(0)   # a single image: add the batch dimension",
         rf"Expected (?P<dims>.{{3,60}}?) input to (?P<conv>conv\w+), but got input of size: (?P<size>{SIZE})",
         rf"Expected \d-dimensional input for \d-dimensional weight (?P<weight>{SIZE}), but got \d-dimensional input of size (?P<size>{SIZE}) instead",
-    )
-    if found is None:
-        return None
-    name = (
-        layer(failure) or f"a convolution (weight {shape(found['weight'])})"
-        if found["weight"]
-        else layer(failure) or f"`{found['conv'] or 'a convolution'}`"
-    )
-    if not found["wants"]:
-        return Diagnosis(
-            f"{name} got an input of {shape(found['size'])} and expects {found['dims'] or 'another number of dimensions'}",
-            "x = x.unsqueeze(0)   # a single image: add the batch dimension",
-            sizes(failure),
-        )
-    numbers = re.findall(r"\d+", found["size"])
-    if numbers and numbers[-1] == found["wants"] and numbers[-1] != found["got"]:
-        fix = "x = x.permute(0, 3, 1, 2)   # the channels are last (NHWC); torch expects them second"
-    elif found["wants"] == "3" and found["got"] == "1":
-        fix = "x = x.expand(-1, 3, -1, -1)   # grey images for a colour network, or nn.Conv2d(1, ...)"
-    else:
-        fix = f"nn.Conv2d({found['got']}, ...)   # or convert the input to {found['wants']} channels"
-    return Diagnosis(
-        f"{name} expects {found['wants']} channels and got {found['got']} (input {shape(found['size'])})",
-        fix,
-        sizes(failure),
-    )
+    ),
+    tensors=True,
+    values=_channels,
+)
 
-
-@kind("FE022", "batch-norm-width")
-def batch_norm_width(failure: FailureRecord) -> Diagnosis | None:
+batch_norm_width = known(
+    "FE022",
+    "batch-norm-width",
     """Batch normalisation got the wrong number of channels.
-
-    What:
-        `num_features` must equal the input's channels (its second size).
-    Why it happens:
-        The layer before it was changed, or the layers are called in another order than they are defined.
-    How to fix it:
-        `nn.BatchNorm2d(channels of the input)`.
-    Sources:
-        https://docs.pytorch.org/docs/stable/generated/torch.nn.BatchNorm2d.html
-    """
-    found = match_message(
-        failure,
-        ("RuntimeError", "ValueError"),
-        r"(?P<what>running_mean|running_var|weight|bias) should contain (?P<got>\d+) elements not (?P<wants>\d+)",
+    The layer before it was changed, or the layers are called in another order than they are defined.
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.BatchNorm2d.html""",
+    form(
+        "{layer|the normalisation} expects {wants} channels and got {got}",
+        "nn.BatchNorm2d({got|channels of the input})",
+        r"(?:running_mean|running_var|weight|bias) should contain (?P<got>\d+) elements not (?P<wants>\d+)",
+        r"Expected weight to be a vector of size equal to the number of channels in input, but got weight of "
+        r"shape \[(?P<wants>\d+)\] and input of shape \[\d+, (?P<got>\d+)",
+    ),
+    form(
+        "{layer|the normalisation} expects {dims} input and got {got} dimensions",
+        "nn.BatchNorm1d for rows (NxC), BatchNorm2d for images (NxCxHxW), BatchNorm3d for volumes",
         r"expected (?P<dims>\w+(?: or \w+)?) input \(got (?P<got>\d+)D input\)",
-        r"Expected (?P<what>weight) to be a vector of size equal to the number of channels in input, but got weight of "
-        r"shape \[(?P<wants>\d+)\] and input of shape "
-        r"\[\d+, (?P<got>\d+)",
-    )
-    if found is None:
-        return None
-    name = layer(failure) or "the normalisation"
-    if found["dims"]:
-        return Diagnosis(
-            f"{name} expects {found['dims']} input and got {found['got']} dimensions",
-            "nn.BatchNorm1d for rows (NxC), BatchNorm2d for images (NxCxHxW), BatchNorm3d for volumes",
-            sizes(failure),
-        )
-    return Diagnosis(
-        f"{name} expects {found['wants']} channels and got {found['got']}",
-        f"nn.BatchNorm...({found['got']})",
-        sizes(failure),
-    )
+    ),
+    types=("RuntimeError", "ValueError"),
+    tensors=True,
+)
 
-
-@kind("FE023", "batch-norm-of-one")
-def batch_norm_of_one(failure: FailureRecord) -> Diagnosis | None:
+batch_norm_of_one = known(
+    "FE023",
+    "batch-norm-of-one",
     """Batch normalisation got a batch of one.
-
-    What:
-        In training, batch normalisation needs more than one value per channel to compute a variance.
-    Why it happens:
-        The last batch of an epoch has one sample (`len(dataset) % batch_size == 1`), or the model should be
-        in `eval()` mode.
-    How to fix it:
-        `DataLoader(..., drop_last=True)` for training; `model.eval()` to evaluate single samples.
-    Sources:
-        https://github.com/pytorch/pytorch/issues/4534
-    """
-    found = match_message(
-        failure,
-        ("ValueError",),
-        rf"Expected more than 1 (?:value per channel|spatial element) when training, got input size (?P<size>{SIZE})",
-    )
-    if found is None:
-        return None
-    at = f" (batch {failure.batch} of the loader)" if failure.batch else ""
-    return Diagnosis(
-        f"{layer(failure) or 'a normalisation'} got a batch of one{at}, {shape(found['size'])}, and cannot compute its variance",
+    The last batch of an epoch has one sample (`len(dataset) % batch_size == 1`), or the model should be in
+    `eval()` mode. In training it needs more than one value per channel to compute a variance.
+    https://github.com/pytorch/pytorch/issues/4534""",
+    form(
+        "{layer|a normalisation} got a batch of one[[ (batch {batch} of the loader)]], {size}, and cannot compute its variance",
         "DataLoader(..., drop_last=True)   # if the last batch of the epoch has one sample\nmodel.eval()                      # if this is not training",
-    )
+        rf"Expected more than 1 (?:value per channel|spatial element) when training, got input size (?P<size>{SIZE})",
+    ),
+    types=("ValueError",),
+    values=lambda _, match: {"size": shape(match["size"])},
+)
 
 
-@kind("FE027", "layer-width")
-def layer_width(failure: FailureRecord) -> Diagnosis | None:
+def _widths(_: FailureRecord, match: MessageMatch) -> dict[str, str]:
+    got, wants = (shape(match[name]) if match[name] else "" for name in ("got", "wants"))
+    if match["form"]:  # as many of the last sizes as the layer normalises
+        got = "x".join(got.split("x")[-len(wants.split("x")) :])
+    return {"got": got, "wants": wants}
+
+
+layer_width = known(
+    "FE027",
+    "layer-width",
     """A normalisation, recurrent or attention layer got the wrong width.
-
-    What:
-        The last size of the input must equal the width of the layer.
-    Why it happens:
-        The tokenizer, embedding or feature set differs from the one the layer was written for, or batch and
-        time are swapped.
-    How to fix it:
-        Give the layer the width of its input, and check `batch_first`.
-    Sources:
-        https://docs.pytorch.org/docs/stable/generated/torch.nn.LSTM.html
-    """
-    found = match_message(
-        failure,
-        ("RuntimeError", "ValueError", "AssertionError"),
+    The tokenizer, embedding or feature set differs from the one the layer was written for, or batch and time
+    are swapped.
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.LSTM.html""",
+    form(
+        "{layer|the layer} expects {wants} and got {got}",
+        "build the layer for {got|the width of its input}, or check batch_first and the input tokens",
         rf"Given normalized_shape=(?P<wants>\[[\d, ]+\]), expected input with shape (?P<form>\[.*?\]), but got input of size ?(?P<got>{SIZE})",
         r"input\.size\(-1\) must be equal to input_size\. Expected (?P<wants>\d+), got (?P<got>\d+)",
         r"input has inconsistent input_size: got (?P<got>\d+),? expected (?P<wants>\d+)",
         r"was expecting embedding dimension of (?P<wants>\d+), but got (?P<got>\d+)",
         r"(?:For (?:un)?batched \w+-D input, hx|Expected hidden(?:\[\d\])? size) .{0,80}?(?P<wants>[\[(][\d, ]+[\])]).{0,20}?got (?P<got>[\[(][\d, ]+[\])])",
-        r"query should be unbatched 2D or batched 3D tensor but received (?P<got>\d+)-D(?P<wants>)",
-        r"embed_dim must be divisible by num_heads(?P<heads>)",
         r"Expected number of channels in input to be divisible by num_groups, but got input of shape (?P<got>\[[\d, ]+\]) and num_groups=(?P<wants>\d+)",
-        r"(?:LSTM|RNN|GRU): Expected input to be 2D or 3D, got (?P<got>\d+)D(?P<wants>)",
-    )
-    if found is None:
-        return None
-    name = layer(failure) or "the layer"
-    got, wants = shape(found["got"]) if found["got"] else "", shape(found["wants"]) if found["wants"] else ""
-    if found["form"]:  # as many of the last sizes as the layer normalises
-        got = "x".join(got.split("x")[-len(wants.split("x")) :])
-    if "divisible by num_heads" in found.thrown.message:
-        return Diagnosis(
-            "the attention width is not a multiple of the number of heads",
-            "embed_dim % num_heads == 0   # choose heads that divide the width",
-            sizes(failure),
-        )
-    if not wants:
-        return Diagnosis(
-            f"{name} got {got} dimensions",
-            "x.unsqueeze(0)   # a single sequence: add the batch dimension",
-            sizes(failure),
-        )
-    return Diagnosis(
-        f"{name} expects {wants} and got {got}",
-        f"build the layer for {got}, or check batch_first and the input tokens",
-        sizes(failure),
-    )
+    ),
+    form(
+        "{layer|the layer} got {got} dimensions",
+        "x.unsqueeze(0)   # a single sequence: add the batch dimension",
+        r"query should be unbatched 2D or batched 3D tensor but received (?P<got>\d+)-D",
+        r"(?:LSTM|RNN|GRU): Expected input to be 2D or 3D, got (?P<got>\d+)D",
+    ),
+    form(
+        "the attention width is not a multiple of the number of heads",
+        "embed_dim % num_heads == 0   # choose heads that divide the width",
+        r"embed_dim must be divisible by num_heads",
+    ),
+    types=("RuntimeError", "ValueError", "AssertionError"),
+    tensors=True,
+    values=_widths,
+)
 
-
-@kind("FE028", "too-small-for-the-kernel")
-def too_small_for_the_kernel(failure: FailureRecord) -> Diagnosis | None:
+too_small_for_the_kernel = known(
+    "FE028",
+    "too-small-for-the-kernel",
     """The image is smaller than the kernel.
-
-    What:
-        A convolution or pooling kernel is larger than the remaining feature map.
-    Why it happens:
-        The network halves the image more often than its size allows: it was written for 224 pixels and gets
-        32 or 28.
-    How to fix it:
-        Use larger images (`transforms.Resize`), less stride or pooling in the first layers, `padding=`, or
-        `nn.AdaptiveAvgPool2d(1)` at the end.
-    Sources:
-        https://docs.pytorch.org/docs/stable/generated/torch.nn.AdaptiveAvgPool2d.html
-    """
-    found = match_message(
-        failure,
-        RUNTIME,
-        r"Calculated padded input size per channel: \((?P<got>[\d x]+)\)\. Kernel size: \((?P<wants>[\d x]+)\)\. Kernel size can't be greater",
-        r"Given input size: \((?P<got>[\dx]+)\)\. Calculated output size: \((?P<out>[-\dx]+)\)\. Output size is too small",
-        r"max_pool\dd\w*\(\):? (?P<got>.{0,80}?)output size is too small(?P<out>)",
-    )
-    if found is None:
-        return None
-    got = found["got"].replace(" ", "")
-    window = f" with a kernel of {found['wants'].replace(' ', '')}" if found["wants"] else ""
-    return Diagnosis(
-        f"{layer(failure) or 'a convolution or pooling'} got an image of {got}{window}: the output would be empty",
+    The network halves the image more often than its size allows: it was written for 224 pixels and gets 32 or
+    28. `padding=`, or `nn.AdaptiveAvgPool2d(1)` at the end, help too.
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.AdaptiveAvgPool2d.html""",
+    form(
+        "{layer|a convolution or pooling} got an image of {got}[[ with a kernel of {wants}]]: the output would be empty",
         "transforms.Resize(...)      # larger images\nnn.Conv2d(..., stride=1)    # or less downsampling: the first strides and poolings are for 224 pixels",
-        sizes(failure),
-    )
+        r"Calculated padded input size per channel: \((?P<got>[\d x]+)\)\. Kernel size: \((?P<wants>[\d x]+)\)\. Kernel size can't be greater",
+        r"Given input size: \((?P<got>[\dx]+)\)\. Calculated output size: \([-\dx]+\)\. Output size is too small",
+        r"max_pool\dd\w*\(\):? (?P<got>.{0,80}?)output size is too small",
+    ),
+    tensors=True,
+)

@@ -4,157 +4,259 @@ from __future__ import annotations
 
 import re
 
-from flatout.diagnose.failures.lookups import at_position, batch_of, label_fix, out_of_range, user_names
 from flatout.diagnose.kind import (
     RUNTIME,
     Diagnosis,
+    MessageMatch,
     describe_tensors,
+    form,
     kind,
+    known,
     layer,
     match_message,
+    on_own_line,
+    runs_in,
     search_log,
     shape,
 )
-from flatout.schema.failure import FailureRecord
+from flatout.schema.failure import FailureRecord, TensorSeen
 
 SIZE = r"torch\.Size\(\[[\d, ]*\]\)|\[[\d, ]*\]"
+ONE_ROW = r"Dimension out of range \(expected to be in range of \[-1, 0\], but got 1\)"
 
 
-@kind("FE032", "target-shape")
-def target_shape(failure: FailureRecord) -> Diagnosis | None:
-    """The labels have the wrong shape for the loss.
+def out_of_range(
+    tensors: list[TensorSeen], below: int | None, lowest: int = 0
+) -> tuple[TensorSeen, int, list[int]] | None:
+    """The first integer tensor with an entry outside [lowest, below), with that entry and its position.
 
-    What:
-        For `logits` of NxC (or NxCxHxW) `cross_entropy` needs labels of N (or NxHxW), or probabilities of the
-        same shape as the logits.
+    Skips -100, torch's value for "ignore".
+    """
+    for tensor in tensors:
+        if tensor.high is not None and below is not None and tensor.high >= below:
+            return tensor, tensor.high, tensor.where_high
+        if tensor.low is not None and tensor.low < lowest and tensor.low != -100:
+            return tensor, tensor.low, tensor.where_low
+    return None
+
+
+def at_position(where: list[int]) -> str:
+    return f" at [{', '.join(map(str, where))}]" if where else ""
+
+
+def batch_of(failure: FailureRecord) -> str:
+    return f", in batch {failure.batch} of the loader" if failure.batch is not None else ""
+
+
+def user_names(failure: FailureRecord, tensors: list[TensorSeen]) -> list[TensorSeen]:
+    """The tensors by the user's own names first, then by torch's (`input`, `target`)."""
+    return [*on_own_line(failure), *tensors]
+
+
+@kind("FE030", "index-out-of-range")
+def index_out_of_range(failure: FailureRecord) -> Diagnosis | None:
+    """A token or index is outside the table.
+
     Why it happens:
-        Labels have an extra dimension of 1, labels are one-hot integers, the batch was flattened into the
-        features, or tokens and logits were not flattened together.
+        The tokenizer's vocabulary is larger than `num_embeddings`, tokens were added without resizing the
+        embedding, the padding is -1, or a position is beyond the longest sequence.
     How to fix it:
-        `target.squeeze(1)`, `target.argmax(1)` for one-hot labels, `logits.flatten(0, 1), target.flatten()`
-        for sequences.
+        `num_embeddings` must be the largest token plus one: `model.resize_token_embeddings(len(tokenizer))`
+        in transformers, `nn.Embedding(len(vocabulary), ...)` in your own model. Cut sequences to the number
+        of positions.
+    Sources:
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html
+    """
+    found = match_message(
+        failure,
+        ("IndexError", "RuntimeError"),
+        r"index out of range in self",
+        r"index out of range: Tried to access index (?P<index>-?\d+) out of table with (?P<last>\d+) rows",
+        r"index (?P<index>-?\d+) is out of bounds for dimension (?P<dim>\d+) with size (?P<size>\d+)",
+    )
+    if found is None:
+        return None
+    weight = failure.module.parameters.get("weight", []) if failure.module else []
+    rows = (
+        weight[0]
+        if weight
+        else found.number("last") + 1
+        if found["last"]
+        else found.number("size")
+        if found["size"]
+        else None
+    )
+    bad = out_of_range(user_names(failure, failure.tensors), rows)
+    name = layer(failure) or ("the embedding" if "self" in found.thrown.message else "the table")
+    if bad is None and not found["index"]:
+        return Diagnosis(
+            f"{name} was indexed with a row that it does not have"
+            + (f"; it has {rows:,} rows" if rows else ""),
+            "print(int(tokens.min()), int(tokens.max()))   # must be in 0 .. num_embeddings - 1",
+            describe_tensors(failure.tensors),
+        )
+    value, where, what = (
+        (bad[1], at_position(bad[2]), f"`{bad[0].name}` holds ")
+        if bad
+        else (found.number("index"), "", "it was indexed with ")
+    )
+    has = f"{name} has {rows:,} rows (0 to {rows - 1:,})" if rows else name
+    return Diagnosis(
+        f"{what}{value:,}{where}{batch_of(failure)}, and {has}",
+        f"nn.Embedding({value + 1 if value > 0 else '...'}, ...)   # at least the largest token plus one\n"
+        "model.resize_token_embeddings(len(tokenizer))   # in transformers, after tokens were added"
+        if value >= 0
+        else f"padding_idx=0, or replace {value} before the look-up: rows below 0 do not exist",
+        describe_tensors(failure.tensors),
+    )
+
+
+@kind("FE031", "label-out-of-range")
+def label_out_of_range(failure: FailureRecord) -> Diagnosis | None:
+    """A label is not a class of the model.
+
+    Why it happens:
+        Labels start at 1, the last layer has fewer outputs than the data set has classes, or unlabelled
+        pixels are 255.
+    How to fix it:
+        `nn.Linear(..., classes)`; `target - 1` if labels start at 1; `ignore_index=255` for unlabelled
+        entries.
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html
     """
     found = match_message(
         failure,
-        ("ValueError", "RuntimeError"),
-        r"Expected input batch_size \((?P<got>\d+)\) to match target batch_size \((?P<wants>\d+)\)",
-        r"(?P<multi>(?:0D or 1D|1D) target tensor expected, multi-target not supported)",
-        r"(?P<multi>multi-target not supported)",
-        rf"Expected target size (?P<wants>{SIZE}), got (?P<got>{SIZE})",
-        r"only batches of spatial targets supported \((?P<spatial>[^)]*)\)",
-        rf"size mismatch \(got input: (?P<got>{SIZE}),? target: (?P<wants>{SIZE})\)",
-        r"input and target batch or spatial sizes don't match: target (?P<wants>\[.*?\]), input (?P<got>\[.*?\])",
-        r"Dimension out of range \(expected to be in range of \[-1, 0\], but got 1\)"
-        if _in_cross_entropy(failure)
-        else r"(?!)",
+        ("IndexError", "RuntimeError"),
+        r"Target (?P<label>-?\d+) is out of bounds",
+        r"Class values must be (?:smaller than num_classes|non-negative)(?P<hot>)",
     )
     if found is None:
         return None
-    tensors = describe_tensors(user_names(failure, failure.tensors))
-    if found["multi"]:
+    outputs = next(
+        (
+            tensor
+            for tensor in user_names(failure, failure.tensors)
+            if "float" in tensor.dtype and len(tensor.shape) > 1
+        ),
+        None,
+    )
+    classes = outputs.shape[1] if outputs else None
+    bad = out_of_range(user_names(failure, failure.tensors), classes)
+    label = found.number("label") if found["label"] else bad[1] if bad else None
+    if label is None:
         return Diagnosis(
-            "the labels have one dimension too many: the loss needs one class number per sample",
-            "target = target.squeeze(1)   # labels of Nx1\ntarget = target.argmax(1)    # one-hot labels of NxC",
-            tensors,
-        )
-    if not found["got"] and not found["wants"]:
-        return Diagnosis(
-            "the loss needs logits of NxC and got a single row"
-            if not found["spatial"]
-            else "the loss needs labels of NxHxW for logits of NxCxHxW",
-            "logits = logits.unsqueeze(0)   # one sample: add its batch"
-            if not found["spatial"]
-            else "target = target.squeeze(1)   # labels of Nx1xHxW",
-            tensors,
-        )
-    got, wants = found["got"], found["wants"]
-    if got.isdigit() and wants.isdigit():
-        return Diagnosis(
-            f"the loss got {got} rows of logits and {wants} labels",
-            "x = x.flatten(1)   # keeps the batch, unlike x.view(-1, features)\n"
-            "F.cross_entropy(logits.flatten(0, 1), target.flatten())   # sequences: NxTxC and NxT",
-            tensors,
-        )
-    return Diagnosis(
-        f"the loss got labels of {shape(got)} and needs {shape(wants)}",
-        "F.cross_entropy(logits.transpose(1, 2), target)   # classes are the second dimension: NxCxT with NxT",
-        tensors,
-    )
-
-
-def _in_cross_entropy(failure: FailureRecord) -> bool:
-    return any(
-        frame.function in ("cross_entropy", "nll_loss") for thrown in failure.chain for frame in thrown.frames
-    )
-
-
-@kind("FE033", "binary-target-shape")
-def binary_target_shape(failure: FailureRecord) -> Diagnosis | None:
-    """The targets of a binary loss differ in shape from the output.
-
-    What:
-        `binary_cross_entropy` needs targets of exactly the shape of the output.
-    Why it happens:
-        A network with one output gives Nx1, and the labels are N.
-    How to fix it:
-        `output.squeeze(1)` or `target[:, None]`.
-    Sources:
-        https://docs.pytorch.org/docs/stable/generated/torch.nn.BCEWithLogitsLoss.html
-    """
-    found = match_message(
-        failure,
-        ("ValueError",),
-        rf"Target size \((?P<target>{SIZE})\) must be the same as input size \((?P<input>{SIZE})\)",
-        rf"Using a target size \((?P<target>{SIZE})\) that is different to the input size \((?P<input>{SIZE})\) is (?:deprecated|likely)",
-    )
-    if found is None:
-        return None
-    given, wanted = shape(found["target"]), shape(found["input"])
-    fix = (
-        "target[:, None].float()   # or output.squeeze(1)"
-        if wanted == f"{given}x1"
-        else "target.view_as(output)   # if both have as many elements"
-    )
-    return Diagnosis(
-        f"the targets are {given} and the output is {wanted}; the loss needs equal shapes",
-        fix,
-        describe_tensors(user_names(failure, failure.tensors)),
-    )
-
-
-@kind("FE034", "not-a-probability")
-def not_a_probability(failure: FailureRecord) -> Diagnosis | None:
-    """The input of a binary loss is not a probability.
-
-    What:
-        `binary_cross_entropy` needs an input between 0 and 1.
-    Why it happens:
-        The sigmoid is missing, or the output is NaN.
-    How to fix it:
-        `F.binary_cross_entropy_with_logits(logits, target)`, which is also more accurate, with no sigmoid
-        before it.
-    Sources:
-        https://docs.pytorch.org/docs/stable/generated/torch.nn.BCEWithLogitsLoss.html
-    """
-    found = match_message(
-        failure, RUNTIME, r"all elements of (?P<what>input|target) should be between 0 and 1"
-    )
-    if found is None:
-        return None
-    if found["what"] == "target":
-        return Diagnosis(
-            "the targets of a binary loss are outside [0, 1]",
-            "target = target / target.max()   # or read the right column of the data",
+            "`one_hot` got a label that is not a class",
+            "F.one_hot(target, num_classes=int(target.max()) + 1)",
             describe_tensors(failure.tensors),
         )
+    has = (
+        f"the model has {classes} outputs (0 to {classes - 1})" if classes else "the model has fewer outputs"
+    )
+    holder = bad[0].name if bad and bad[1] == label else "the target"
+    where = at_position(bad[2]) if bad and bad[1] == label else ""
     return Diagnosis(
-        "the input of a binary loss is outside [0, 1]: it is not a probability (or it is NaN)",
-        "F.binary_cross_entropy_with_logits(logits, target)   # and no sigmoid before it",
+        f"`{holder}` holds the label {label}{where}{batch_of(failure)}, and {has}",
+        label_fix(label, classes),
         describe_tensors(user_names(failure, failure.tensors)),
     )
 
+
+def label_fix(label: int, classes: int | None) -> str:
+    if label < 0:
+        return (
+            f"F.cross_entropy(logits, target, ignore_index={label})   # if {label} marks unlabelled entries"
+        )
+    lines = [f"nn.Linear(..., {label + 1})   # at least as many outputs as the largest label plus one"]
+    if classes is not None and label == classes:
+        lines.insert(0, "target = target - 1   # if the labels start at 1")
+    if label == 255:
+        lines.insert(
+            0, "F.cross_entropy(logits, target, ignore_index=255)   # 255 usually marks unlabelled pixels"
+        )
+    return "\n".join(lines)
+
+
+def _sizes(_: FailureRecord, match: MessageMatch) -> dict[str, str]:
+    return {name: shape(match[name]) for name in ("got", "wants") if match[name]}
+
+
+target_shape = known(
+    "FE032",
+    "target-shape",
+    """The labels have the wrong shape for the loss.
+    Labels have an extra dimension of 1, labels are one-hot integers, the batch was flattened into the
+    features, or tokens and logits were not flattened together. For `logits` of NxC (or NxCxHxW)
+    `cross_entropy` needs labels of N (or NxHxW), or probabilities of the same shape as the logits.
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html""",
+    form(
+        "the loss got {got} rows of logits and {wants} labels",
+        "x = x.flatten(1)   # keeps the batch, unlike x.view(-1, features)\n"
+        "F.cross_entropy(logits.flatten(0, 1), target.flatten())   # sequences: NxTxC and NxT",
+        r"Expected input batch_size \((?P<got>\d+)\) to match target batch_size \((?P<wants>\d+)\)",
+    ),
+    form(
+        "the labels have one dimension too many: the loss needs one class number per sample",
+        "target = target.squeeze(1)   # labels of Nx1\ntarget = target.argmax(1)    # one-hot labels of NxC",
+        r"(?:(?:0D or 1D|1D) target tensor expected, )?multi-target not supported",
+    ),
+    form(
+        "the loss got labels of {got} and needs {wants}",
+        "F.cross_entropy(logits.transpose(1, 2), target)   # classes are the second dimension: NxCxT with NxT",
+        rf"Expected target size (?P<wants>{SIZE}), got (?P<got>{SIZE})",
+        rf"size mismatch \(got input: (?P<got>{SIZE}),? target: (?P<wants>{SIZE})\)",
+        r"input and target batch or spatial sizes don't match: target (?P<wants>\[.*?\]), input (?P<got>\[.*?\])",
+    ),
+    form(
+        "the loss needs labels of NxHxW for logits of NxCxHxW",
+        "target = target.squeeze(1)   # labels of Nx1xHxW",
+        r"only batches of spatial targets supported \([^)]*\)",
+    ),
+    form(
+        "the loss needs logits of NxC and got a single row",
+        "logits = logits.unsqueeze(0)   # one sample: add its batch",
+        ONE_ROW,
+    ),
+    types=("ValueError", "RuntimeError", "IndexError"),
+    tensors=True,
+    when=lambda failure, match: match.pattern != ONE_ROW or runs_in(failure, ":(?:cross_entropy|nll_loss)$"),
+    values=_sizes,
+)
+
+binary_target_shape = known(
+    "FE033",
+    "binary-target-shape",
+    """The targets of a binary loss differ in shape from the output.
+    A network with one output gives Nx1, and the labels are N. The loss needs exactly equal shapes.
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.BCEWithLogitsLoss.html""",
+    form(
+        "the targets are {got} and the output is {wants}; the loss needs equal shapes",
+        "target[:, None].float()   # or output.squeeze(1)\ntarget.view_as(output)    # if both have as many elements",
+        rf"Target size \((?P<got>{SIZE})\) must be the same as input size \((?P<wants>{SIZE})\)",
+        rf"Using a target size \((?P<got>{SIZE})\) that is different to the input size \((?P<wants>{SIZE})\) is (?:deprecated|likely)",
+    ),
+    types=("ValueError",),
+    tensors=True,
+    values=_sizes,
+)
+
+not_a_probability = known(
+    "FE034",
+    "not-a-probability",
+    """The input of a binary loss is not a probability.
+    The sigmoid is missing, or the output is NaN. The form of the loss with logits is also more accurate.
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.BCEWithLogitsLoss.html""",
+    form(
+        "the input of a binary loss is outside [0, 1]: it is not a probability (or it is NaN)",
+        "F.binary_cross_entropy_with_logits(logits, target)   # and no sigmoid before it",
+        r"all elements of input should be between 0 and 1",
+    ),
+    form(
+        "the targets of a binary loss are outside [0, 1]",
+        "target = target / target.max()   # or read the right column of the data",
+        r"all elements of target should be between 0 and 1",
+    ),
+    tensors=True,
+)
 
 ASSERTED = (
     r"(?P<file>[\w./\\-]*\.cu[h]?):(?P<line>\d+): .{0,400}?block: \[(?P<block>\d+),\d+,\d+\], thread: \[(?P<thread>\d+),\d+,\d+\] "
@@ -167,11 +269,9 @@ CLASSES = re.compile(r"(?:t|cur_target|target_val)\w* (?:>= 0|< n_classes)")
 def device_side_assert(failure: FailureRecord) -> Diagnosis | None:
     """An assertion on the GPU failed.
 
-    What:
-        A kernel got an invalid value: usually a label or a token out of range. The GPU reports it late, so
-        the traceback shows a later line, and this process can no longer use the GPU.
     Why it happens:
-        The causes are those of label-out-of-range and index-out-of-range on the CPU, a probability outside
+        A kernel got an invalid value. The GPU reports it late, so the traceback shows a later line, and this
+        process can no longer use the GPU. The causes are those of label-out-of-range and index-out-of-range on the CPU, a probability outside
         [0, 1] in a binary loss, or an index that is too large.
     How to fix it:
         Check the labels on the CPU, where the error names them: run one step with `device = "cpu"`. Or set
@@ -183,8 +283,6 @@ def device_side_assert(failure: FailureRecord) -> Diagnosis | None:
         failure,
         RUNTIME,
         r"(?:CUDA|HIP) error: device-side assert triggered",
-        r"cuda runtime error \(\d+\) : device-side assert triggered",
-        r"cuDNN error: CUDNN_STATUS_MAPPING_ERROR(?!)",
     )
     asserted = search_log(failure, ASSERTED)
     if found is None and (asserted is None or (failure.chain and failure.chain[-1].frames)):

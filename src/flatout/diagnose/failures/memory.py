@@ -1,4 +1,4 @@
-"""Failures of memory and other limits (GPU, host, /dev/shm, open files), and processes ended by a signal."""
+"""Failures of memory: the GPU's and the host's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from flatout.diagnose.kind import (
     SHORT,
     Diagnosis,
     MessageMatch,
+    form,
     kind,
+    known,
     layer,
     match_message,
 )
@@ -47,8 +49,6 @@ def spelled(count: float | None) -> str:
 def gpu_out_of_memory(failure: FailureRecord) -> Diagnosis | None:
     """The GPU's memory is full.
 
-    What:
-        torch requested a block of GPU memory, and no free block was large enough.
     Why it happens:
         The peak of a step (weights, gradients, optimizer state, activations) exceeds the GPU's memory. Or
         another process uses part of it. Or torch's own pool has enough free memory, but in blocks that are
@@ -186,40 +186,32 @@ def _fits(failure: FailureRecord, needed: int | None, free: int | None, idle: in
     )
 
 
-@kind("FE041", "host-out-of-memory")
-def host_out_of_memory(failure: FailureRecord) -> Diagnosis | None:
-    """The host's memory is full or limited.
+def _request(_: FailureRecord, match: MessageMatch) -> dict[str, str]:
+    return {"needed": spelled(match.number("bytes")) if match["bytes"] else match["amount"]}
 
-    What:
-        The program requested memory for a CPU tensor or an array, and the system had none to give.
-    Why it happens:
-        The whole data set is read into memory. A list of tensors grows (losses kept with their graphs). A
-        shape is wrong (a product of two large sizes). Or the limit of a container or shell (`ulimit -v`) is
-        below the machine's memory.
-    How to fix it:
-        Read the data as it is used (`numpy.load(..., mmap_mode="r")`), keep numbers instead of tensors
-        (`loss.item()`), use fewer workers, and check the requested shape.
-    Sources:
-        https://docs.pytorch.org/docs/stable/notes/faq.html#my-model-reports-cuda-runtime-error-2-out-of-memory
-    """
-    found = match_message(
-        failure,
-        ("RuntimeError", "MemoryError", "_ArrayMemoryError"),
-        r"\[enforce fail at alloc_cpu\.cpp:\d+\] .{0,80}?DefaultCPUAllocator: (?:can't allocate memory|not enough memory): you tried to "
-        r"allocate (?P<needed>\d+) bytes",
-        r"(?:\$ Torch: )?not enough memory: you tried to allocate (?P<needed>\d+)\s*[GM]?B",
-        r"Unable to allocate (?P<amount>[\d.]+ [KMGTP]?iB) for an array with shape (?P<shape>\([^)]*\))",
-        r"\[Errno 12\] Cannot allocate memory",
-        r"(?P<bare>)$" if failure.chain and "MemoryError" in failure.chain[0].names else r"(?!)",
-    )
-    if found is None:
-        return None
-    needed = found.number("needed") if found["needed"] else in_bytes(found["amount"])
-    asks = f"{spelled(needed)} were requested" if needed else "more was requested than the system can give"
-    shape = f" for an array of {found['shape']}" if found["shape"] else ""
-    return Diagnosis(
-        f"the host's memory is full or limited: {asks}{shape}{' in ' + layer(failure) if layer(failure) else ''}",
+
+BARE = r"$"
+host_out_of_memory = known(
+    "FE041",
+    "host-out-of-memory",
+    """The host's memory is full or limited.
+    The whole data set is read into memory. A list of tensors grows (losses kept with their graphs). A shape is
+    wrong (a product of two large sizes). Or the limit of a container or shell (`ulimit -v`) is below the
+    machine's memory.
+    https://docs.pytorch.org/docs/stable/notes/faq.html#my-model-reports-cuda-runtime-error-2-out-of-memory""",
+    form(
+        "the host's memory is full or limited: {needed|more than the system can give} were requested[[ for an array of {form}]][[ in {layer}]]",
         "free -g; cat /sys/fs/cgroup/memory.max; ulimit -v   # the machine's memory and the limits of this process\n"
         'numpy.load(path, mmap_mode="r")                     # reads the data as it is used\n'
         "losses.append(loss.item())                          # keeps numbers instead of tensors with their graphs",
-    )
+        r"\[enforce fail at alloc_cpu\.cpp:\d+\] .{0,80}?DefaultCPUAllocator: (?:can't allocate memory|not enough memory): you tried to "
+        r"allocate (?P<bytes>\d+) bytes",
+        r"(?:\$ Torch: )?not enough memory: you tried to allocate (?P<amount>\d+\s*[GM]?B)",
+        r"Unable to allocate (?P<amount>[\d.]+ [KMGTP]?iB) for an array with shape (?P<form>\([^)]*\))",
+        r"\[Errno 12\] Cannot allocate memory",
+        BARE,
+    ),
+    types=("RuntimeError", "MemoryError", "_ArrayMemoryError", "OSError"),
+    when=lambda _, match: match.pattern != BARE or "MemoryError" in match.thrown.names,
+    values=_request,
+)

@@ -1,94 +1,177 @@
-"""Failures of running ranks: missing gradients, ranks that wait for each other, the launcher's summary."""
+"""Failures of ranks: missing gradients, no connection, waits for each other, the launcher's summary."""
 
 from __future__ import annotations
 
 import re
 
-from flatout.diagnose.kind import DIST, RUNTIME, SHORT, Diagnosis, kind, match_message, search_log
+from flatout.diagnose.kind import (
+    DIST,
+    RUNTIME,
+    SHORT,
+    Diagnosis,
+    MessageMatch,
+    form,
+    kind,
+    known,
+    match_message,
+    runs_in,
+)
 from flatout.schema.failure import FailureRecord
 
-
-@kind("FE080", "unused-parameters")
-def unused_parameters(failure: FailureRecord) -> Diagnosis | None:
+unused_parameters = known(
+    "FE080",
+    "unused-parameters",
     """Some parameters have no gradient under DistributedDataParallel.
-
-    What:
-        Every parameter must get a gradient in every backward pass, because the ranks wait for all of them
-        before the all-reduce.
-    Why it happens:
-        A part of the model is not used (a head, a branch that depends on the data), or outputs of `forward`
-        do not enter the loss.
-    How to fix it:
-        Remove or freeze (`requires_grad_(False)`) the unused part. If it changes from step to step, use
-        `DistributedDataParallel(model, find_unused_parameters=True)`, which traverses the graph once more in
-        every step.
-    Sources:
-        https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
-    """
-    found = match_message(
-        failure,
-        RUNTIME,
-        r"Expected to have finished reduction in the prior iteration before starting a new one\.(?:.*?did not receive grad for rank "
-        r"(?P<rank>\d+): ?(?P<which>[\d ,]+))?"
-        r"(?:.*?Parameters which did not receive grad for rank \d+: (?P<names>[\w., ]+))?",
-    )
-    if found is None:
-        return None
-    which = ", ".join(re.findall(r"\d+", found["which"]))
-    names = found["names"]
-    who = (
-        f"{names}"
-        if names
-        else f"number {which} of `list(model.named_parameters())`"
-        if which
-        else "some parameters"
-    )
-    on = f" on rank {found['rank']}" if found["rank"] else ""
-    return Diagnosis(
-        f"parameters without a gradient in the last step{on}: {who}",
+    A part of the model is not used (a head, a branch that depends on the data), or outputs of `forward` do not
+    enter the loss. The ranks wait for the gradient of every parameter before the all-reduce.
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html""",
+    form(
+        "parameters without a gradient in the last step[[ on rank {rank}]]: {who|some parameters}",
         "for p in unused.parameters(): p.requires_grad_(False)            # for parts that are never used\n"
         "DistributedDataParallel(model, find_unused_parameters=True)      # for parts used in some steps; costs a traversal of the graph\n"
         "TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun ... train.py             # names them",
-    )
+        r"Expected to have finished reduction in the prior iteration before starting a new one\.(?:.*?did not receive grad for rank "
+        r"(?P<rank>\d+): ?(?P<which>[\d ,]+))?"
+        r"(?:.*?Parameters which did not receive grad for rank \d+: (?P<names>[\w., ]+))?",
+    ),
+    values=lambda _, match: {
+        "who": match["names"]
+        or (
+            match["which"]
+            and f"number {', '.join(re.findall(r'[0-9]+', match['which']))} of `list(model.named_parameters())`"
+        )
+    },
+)
 
-
-@kind("FE081", "ready-twice")
-def ready_twice(failure: FailureRecord) -> Diagnosis | None:
+ready_twice = known(
+    "FE081",
+    "ready-twice",
     """A parameter was used twice under DistributedDataParallel.
-
-    What:
-        More of a parameter's gradient came after the gradient was complete.
-    Why it happens:
-        Reentrant activation checkpointing covers a layer that is used twice, several backward passes go
-        through one forward pass, or a parameter is used inside and outside the wrapped model.
-    How to fix it:
-        `checkpoint(..., use_reentrant=False)`; one backward pass for the sum of the losses;
-        `static_graph=True` if every step is the same.
-    Sources:
-        https://docs.pytorch.org/docs/stable/checkpoint.html
-    """
-    found = match_message(
-        failure,
-        RUNTIME,
-        r"Expected to mark a variable ready only once\.(?:.*?Parameter at index (?P<index>\d+)(?: with name (?P<name>[\w.]+))? has been "
-        r"marked as ready twice)?",
-        r"Your training graph has changed in this iteration(?P<static>)",
-    )
-    if found is None:
-        return None
-    what = (
-        f"`{found['name']}`"
-        if found["name"]
-        else f"parameter {found['index']} of `list(model.named_parameters())`"
-        if found["index"]
-        else "a parameter"
-    )
-    return Diagnosis(
-        f"{what} was used again after its gradient had been marked as complete",
+    Reentrant activation checkpointing covers a layer that is used twice, several backward passes go through
+    one forward pass, or a parameter is used inside and outside the wrapped model.
+    https://docs.pytorch.org/docs/stable/checkpoint.html""",
+    form(
+        "parameter {index|}[[ ({name})]] of `list(model.named_parameters())` was used again after its gradient had been marked as complete",
         "checkpoint(block, x, use_reentrant=False)\n(loss_a + loss_b).backward()                             # one backward pass for one forward pass\n"
         "DistributedDataParallel(model, static_graph=True)        # if every step uses the same parameters",
+        r"Expected to mark a variable ready only once\..*?Parameter at index (?P<index>\d+)(?: with name (?P<name>[\w.]+))? has been marked as ready twice",
+    ),
+    form(
+        "a parameter was used again after its gradient had been marked as complete",
+        "checkpoint(block, x, use_reentrant=False)",
+        r"Expected to mark a variable ready only once\.",
+        r"Your training graph has changed in this iteration",
+    ),
+)
+
+TORCHRUN = "torchrun --standalone --nproc-per-node=N train.py"
+port_in_use = known(
+    "FE082",
+    "port-in-use",
+    """The rendezvous port is in use.
+    Another training run on this machine uses the default port (29500), or an earlier run has left a process
+    behind. The ranks connect to a port on rank 0's machine.
+    https://docs.pytorch.org/docs/stable/elastic/run.html""",
+    form(
+        "port {port} is in use by another process",
+        f"{TORCHRUN}     # on one machine: finds a free port; or choose another with --master-port\n"
+        "ss -ltnp 'sport = :{port|29500}'                        # shows the process that listens, perhaps left by an earlier run",
+        r"The server socket has failed to (?:listen on any local network address|bind)\..*?(?:port: |\[::\]:|0\.0\.0\.0:)(?P<port>\d+)",
+    ),
+    form(
+        "the rendezvous port is in use by another process",
+        f"{TORCHRUN}     # on one machine: finds a free port; or choose another with --master-port",
+        r"The server socket has failed to listen on any local network address\.",
+        r"(?:\[Errno 98\] )?Address already in use",
+        r".{0,300}?EADDRINUSE",
+    ),
+    types=(*DIST, "OSError"),
+    when=lambda failure, match: match.thrown.type != "OSError" or runs_in(failure, "distributed"),
+)
+
+rank_without_address = known(
+    "FE083",
+    "rank-without-address",
+    """A rank has no rendezvous address.
+    The script was started with `python` and needs `torchrun`, which sets RANK, WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT.
+    https://docs.pytorch.org/docs/stable/distributed.html#environment-variable-initialization""",
+    form(
+        "{name} is not set: start the script with torchrun",
+        TORCHRUN,
+        r"Error initializing torch\.distributed using env:// rendezvous: environment variable (?P<name>\w+) expected, but not set",
+        r"'(?P<name>LOCAL_RANK|WORLD_SIZE|RANK|MASTER_ADDR|MASTER_PORT)'$",
+    ),
+    types=("ValueError", "KeyError"),
+    when=lambda failure, match: (
+        "KeyError" not in match.thrown.names
+        or any(frame.file.endswith(("os.py", "<frozen os>")) for frame in match.thrown.frames)
+    ),
+)
+
+# Messages shared by many libraries.
+COMMON = ("Socket Timeout", "connect() timed out", "failed to connect to", "wait timeout after")
+FIRST_ERROR = "look at the FIRST error of the other ranks: usually one died before it could connect\n"
+
+
+def _is_torchs(failure: FailureRecord, match: MessageMatch) -> bool:
+    thrown = match.thrown
+    return (
+        not thrown.message.startswith(COMMON)
+        or thrown.type.startswith(("torch.", "Dist"))
+        or runs_in(failure, "distributed")
     )
 
+
+rendezvous_timeout = known(
+    "FE084",
+    "rendezvous-timeout",
+    """The ranks did not connect to each other.
+    A rank died earlier, fewer ranks were started than WORLD_SIZE says, other machines cannot reach MASTER_ADDR,
+    or a firewall blocks the connection.
+    https://docs.pytorch.org/docs/stable/elastic/rendezvous.html""",
+    form(
+        "{came} of {wanted} ranks joined within {seconds} seconds",
+        FIRST_ERROR + "nc -vz $MASTER_ADDR $MASTER_PORT   # on each machine: can it reach rank 0?",
+        r"Timed out after (?P<seconds>\d+) seconds waiting for clients\. (?P<came>\d+)/(?P<wanted>\d+) clients joined",
+    ),
+    form(
+        "no answer from {host}:{port}[[ within {ms} ms]]",
+        FIRST_ERROR
+        + "nc -vz {host|$MASTER_ADDR} {port|$MASTER_PORT}   # on each machine: can it reach rank 0?",
+        r"The client socket has timed out after (?P<ms>\d+)\s?ms while trying to connect to \((?P<host>[^,()]+), (?P<port>\d+)\)",
+        r"The client socket has failed to connect to any network address of \((?P<host>[^,()]+), (?P<port>\d+)\)",
+        r"failed to connect to (?P<host>\S+?):(?P<port>\d+)",
+        r"The IPv[46] network addresses of \((?P<host>[^,()]+), (?P<port>\d+)\) cannot be retrieved",
+    ),
+    form(
+        "this rank timed out waiting for the other ranks",
+        FIRST_ERROR + "nc -vz $MASTER_ADDR $MASTER_PORT   # on each machine: can it reach rank 0?",
+        r"The connection to the C10d store has failed",
+        r"wait timeout after \d+ms, keys:",
+        r"Timed out waiting for clients",
+        r"Socket Timeout",
+        r"connect\(\) timed out",
+        r"Gloo connectFullMesh failed with",
+    ),
+    types=(*DIST, "TimeoutError", "RendezvousTimeoutError", "RendezvousConnectionError"),
+    when=_is_torchs,
+)
+
+no_process_group = known(
+    "FE085",
+    "no-process-group",
+    """The process group is not initialised.
+    A script for several ranks was started as a single process. Or a DistributedSampler, `barrier` or `get_rank`
+    call comes before `init_process_group`.
+    https://docs.pytorch.org/docs/stable/distributed.html#initialization""",
+    form(
+        "a function of torch.distributed was called before init_process_group",
+        f"rank = dist.get_rank() if dist.is_initialized() else 0\n{TORCHRUN}   # and call init_process_group() first",
+        r"Default process group has not been initialized, please make sure to call init_process_group",
+    ),
+    types=("ValueError", "RuntimeError"),
+)
 
 TIMEOUT = (
     r"(?:\[PG[^\]]*\])?\s?\[Rank (?P<rank>\d+)\] Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<number>\d+), OpType=(?P<what>\w+)"
@@ -101,9 +184,6 @@ STATE = r"[Rr]ank (?P<rank>\d+)\]? .{0,200}?last enqueued(?: NCCL)? work: (?P<en
 def nccl_timeout(failure: FailureRecord) -> Diagnosis | None:
     """A collective operation timed out.
 
-    What:
-        Some ranks waited in a collective operation (such as an all-reduce) for ranks that never called it.
-        NCCL's watchdog ended them.
     Why it happens:
         One rank died, hangs or is far behind (validation or checkpointing on rank 0 only, a slow data set).
         Or the ranks do not call the same operations in the same order (an `if rank == 0` around one, a
@@ -177,123 +257,82 @@ def _late(numbers: dict[int, int], states: dict[int, int], world: int | None) ->
     return "and this text does not show which rank was behind: see the log of the rank that is missing here"
 
 
-@kind("FE087", "nccl-error")
-def nccl_error(failure: FailureRecord) -> Diagnosis | None:
+OTHERS_FIRST = "look at the FIRST error of the other ranks; this one is a consequence"
+NCCL = r"(?:\[\d+\] is setting up NCCL communicator.{0,200}?)?NCCL (?:error in: |Error )"
+OWN_GPU = 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))   # before init_process_group'
+nccl_error = known(
+    "FE087",
+    "nccl-error",
     """NCCL reported an error.
-
-    What:
-        The library that connects the GPUs reported an error of its own, of CUDA or of the system.
-    Why it happens:
-        "unhandled system error": no network interface reaches the other ranks, /dev/shm is too small, or a
-        rank died. "unhandled cuda error": out of memory, or two ranks on one GPU. "invalid usage": two ranks
-        on one GPU. "remote process exited": another rank died first.
-    How to fix it:
-        `NCCL_DEBUG=INFO` prints the reason, and `NCCL_SOCKET_IFNAME=eth0` selects the interface. Call
-        `torch.cuda.set_device(local_rank)` before `init_process_group`.
-    Sources:
-        https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
-    """
-    found = match_message(
-        failure,
-        DIST,
-        r"(?:\[\d+\] is setting up NCCL communicator.{0,200}?)?NCCL (?:error in: |Error )(?P<place>[^,\n]*?)(?:, |: "
-        r")(?P<why>(?:unhandled|internal|invalid|remote)"
-        r"[\w ]*?(?:error|usage|argument|failed))(?:.*?Last error:\s*(?P<last>[^\n]+))?",
-        r"NCCL communicator was aborted(?P<aborted>.*?)$",
-        r"\[Rank \d+\] NCCL (?:watchdog thread|error)",
-        r"ProcessGroupNCCL is only supported with GPUs, no GPUs found(?P<none>!?)",
-    )
-    if found is None:
-        return None
-    if "no GPUs found" in found.thrown.message[:120]:
-        return Diagnosis(
-            "the nccl backend was requested, and this process sees no GPU",
-            'init_process_group("nccl" if torch.cuda.is_available() else "gloo")',
-        )
-    why, last = found["why"], found["last"]
-    duplicate = search_log(
-        failure, r"Duplicate GPU detected ?:? ?(?:rank (?P<one>\d+) and rank (?P<other>\d+))?"
-    )
-    if duplicate:
-        ranks = f" (ranks {duplicate['one']} and {duplicate['other']})" if duplicate["one"] else ""
-        return Diagnosis(
-            f"two ranks use the same GPU{ranks}",
-            'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))   # before init_process_group',
-        )
-    if "out of memory" in last or search_log(
-        failure, r"NCCL WARN Cuda failure.{0,8} 'out of memory'|Failed to CUDA (?:c|m)alloc"
-    ):
-        return Diagnosis(
-            "NCCL could not allocate its buffers: the GPU's memory is full",
-            "free some memory: use a smaller batch, or NCCL_BUFFSIZE=2097152\n"
-            'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))   # do several ranks use one GPU?',
-        )
-    if (
-        "remote" in why
-        or "aborted" in found.thrown.message[:40]
-        or search_log(failure, r"Connection closed by (?:remote )?peer|remote process exited")
-    ):
-        return Diagnosis(
-            "another rank ended first",
-            "look at the FIRST error of the other ranks; this one is a consequence",
-        )
-    reason = f" ({last})" if last else ""
-    return Diagnosis(
-        f"NCCL reports {why or 'an error'}{reason}",
+    "unhandled system error": no network interface reaches the other ranks, /dev/shm is too small, or a rank
+    died. "unhandled cuda error": out of memory, or two ranks on one GPU. "invalid usage": two ranks on one GPU.
+    "remote process exited": another rank died first.
+    https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html""",
+    form(
+        "the nccl backend was requested, and this process sees no GPU",
+        'init_process_group("nccl" if torch.cuda.is_available() else "gloo")',
+        r"ProcessGroupNCCL is only supported with GPUs, no GPUs found",
+    ),
+    form(
+        "two ranks use the same GPU[[ (ranks {one} and {other})]]",
+        OWN_GPU,
+        NCCL + r".*?Duplicate GPU detected ?:? ?(?:rank (?P<one>\d+) and rank (?P<other>\d+))?",
+    ),
+    form(
+        "NCCL could not allocate its buffers: the GPU's memory is full",
+        f"free some memory: use a smaller batch, or NCCL_BUFFSIZE=2097152\n{OWN_GPU}; do several ranks use one GPU?",
+        NCCL + r".*?(?:out of memory|Failed to CUDA (?:c|m)alloc)",
+    ),
+    form(
+        "another rank ended first",
+        OTHERS_FIRST,
+        NCCL + r".*?(?:remote process|remote error|Connection closed by)",
+        r"NCCL communicator was aborted",
+    ),
+    form(
+        "NCCL reports {why|an error}[[ ({last})]]",
         "NCCL_DEBUG=INFO torchrun ... train.py        # prints the reason\n"
         "NCCL_SOCKET_IFNAME=eth0 torchrun ...         # selects the interface that reaches the other machines (ip addr)\n"
         "df -h /dev/shm                               # NCCL needs shared memory, too",
-    )
+        NCCL
+        + r"[^,\n]*?(?:, |: )(?P<why>(?:unhandled|internal|invalid)[\w ]*?(?:error|usage|argument|failed))(?:.*?Last error:\s*(?P<last>[^\n]+))?",
+        r"\[Rank \d+\] NCCL (?:watchdog thread|error)",
+    ),
+    types=DIST,
+)
 
-
-@kind("FE088", "gloo-error", reports=True)
-def gloo_error(failure: FailureRecord) -> Diagnosis | None:
+gloo_error = known(
+    "FE088",
+    "gloo-error",
     """A gloo operation failed because of another rank.
-
-    What:
-        The connection to another rank was closed, or an operation timed out.
-    Why it happens:
-        The other rank died (its own log has the error), hangs, or does not call the same operations.
-    How to fix it:
-        Look at the first error of the other ranks, and for operations that only some ranks call.
-    Sources:
-        https://docs.pytorch.org/docs/stable/distributed.html
-    """
-    found = match_message(
-        failure,
-        DIST,
-        r"\[[^\]]*gloo[^\]]*\] (?P<why>Connection closed by peer|Connection reset by peer|Timed out waiting (?P<ms>\d+)ms for "
-        r"(?P<what>\w+) operation to complete"
-        r"|Read error|Application timeout caused pair closure|Socket closed)[^\[\n]*(?:\[(?P<peer>[^\]]*)\])?",
-        r"(?P<why>Timed out waiting (?P<ms>\d+)ms for (?P<what>\w+) operation to complete)",
-        r".{0,80}?gloo.{0,200}?(?P<why>Connection closed by peer|Timed out waiting (?P<ms>\d+)ms)",
-        r"Rank (?P<me>\d+) (?:failed to pass monitoredBarrier|timed out) in (?P<ms>\d+)\s*ms",
-        r"(?P<why>Ranks? (?P<missing>[\d, ]+) failed to pass monitoredBarrier in (?P<ms>\d+) ms)",
-    )
-    if found is None:
-        return None
-    if found["missing"]:
-        return Diagnosis(
-            f"rank {found['missing']} did not reach the barrier within {found.number('ms') / 1000:g} s",
-            "see what that rank is doing: py-spy dump --pid PID",
-        )
-    if found["ms"]:
-        return Diagnosis(
-            f"an operation did not finish within {found.number('ms') / 1000:g} s: another rank hangs, died, or does not call it",
-            "every rank must call the same operations in the same order: look for `if rank == 0:` around one\npy-spy dump --pid PID_OF_THE_OTHER_RANK",
-        )
-    return Diagnosis(
+    The other rank died (its own log has the error), hangs, or does not call the same operations.
+    https://docs.pytorch.org/docs/stable/distributed.html""",
+    form(
+        "rank {missing} did not reach the barrier within {ms} ms",
+        "see what that rank is doing: py-spy dump --pid PID",
+        r"Ranks? (?P<missing>[\d, ]+) failed to pass monitoredBarrier in (?P<ms>\d+) ms",
+    ),
+    form(
+        "an operation did not finish within {ms} ms: another rank hangs, died, or does not call it",
+        "every rank must call the same operations in the same order: look for `if rank == 0:` around one\npy-spy dump --pid PID_OF_THE_OTHER_RANK",
+        r"(?:\[[^\]]*gloo[^\]]*\] |.{0,80}?gloo.{0,200}?)?Timed out waiting (?P<ms>\d+)ms",
+        r"Rank \d+ (?:failed to pass monitoredBarrier|timed out) in (?P<ms>\d+)\s*ms",
+    ),
+    form(
         "another rank ended first, and its connection was closed",
-        "look at the FIRST error of the other ranks; this one is a consequence",
-    )
+        OTHERS_FIRST,
+        r"\[[^\]]*gloo[^\]]*\] (?:Connection closed by peer|Connection reset by peer|Read error|Application timeout caused pair closure|Socket closed)",
+        r".{0,80}?gloo.{0,200}?Connection closed by peer",
+    ),
+    types=DIST,
+    reports=True,
+)
 
 
 @kind("FE089", "a-rank-failed", reports=True)
 def a_rank_failed(failure: FailureRecord) -> Diagnosis | None:
     """torchrun reports that a rank failed.
 
-    What:
-        torchrun ended all ranks because one of them failed, and reports which was the first.
     Why it happens:
         The traceback of that rank, further up in the log, has the cause. For a signal: SIGKILL usually comes
         from the OOM killer, SIGSEGV from native code.

@@ -6,12 +6,7 @@ import re
 import signal as signals
 
 from flatout.diagnose.failures.memory import spelled
-from flatout.diagnose.kind import (
-    Diagnosis,
-    kind,
-    match_message,
-    search_log,
-)
+from flatout.diagnose.kind import Diagnosis, form, kind, known, match_message, search_log
 from flatout.schema.failure import FailureRecord
 
 
@@ -19,8 +14,6 @@ from flatout.schema.failure import FailureRecord
 def killed(failure: FailureRecord) -> Diagnosis | None:
     """The process was killed with SIGKILL.
 
-    What:
-        A signal ended the process that no process can catch or handle.
     Why it happens:
         Usually the kernel's OOM killer, when the machine or the container is out of memory. A scheduler at
         its time limit, `docker stop` or a user can also send the signal.
@@ -88,11 +81,8 @@ def _ends_with(failure: FailureRecord, *families: str) -> bool:
 def shared_memory_too_small(failure: FailureRecord) -> Diagnosis | None:
     """Shared memory in /dev/shm is full.
 
-    What:
-        A loader worker passes its batch through shared memory, and /dev/shm is full. The worker dies of a bus
-        error or cannot write.
     Why it happens:
-        Docker gives 64 MiB by default. Many workers, a large prefetch and large batches need more.
+        A loader worker passes its batch through shared memory in /dev/shm. Docker gives 64 MiB by default. Many workers, a large prefetch and large batches need more.
     How to fix it:
         `docker run --shm-size=8g` (or `--ipc=host`), or an emptyDir with medium Memory in Kubernetes. Without
         a new container, use fewer workers and `prefetch_factor=1`, or
@@ -135,48 +125,32 @@ def shared_memory_too_small(failure: FailureRecord) -> Diagnosis | None:
     )
 
 
-@kind("FE044", "too-many-open-files")
-def too_many_open_files(failure: FailureRecord) -> Diagnosis | None:
+too_many_open_files = known(
+    "FE044",
+    "too-many-open-files",
     """The process has too many open files.
-
-    What:
-        This process has reached its limit of open files (`ulimit -n`). Each tensor that a worker passes on
-        counts as an open file.
-    Why it happens:
-        Batches of a loader with workers are kept in a list (each keeps its files), each sample has many small
-        tensors, or files are opened and not closed.
-    How to fix it:
-        `ulimit -n 65536` in the shell, or `torch.multiprocessing.set_sharing_strategy("file_system")` at the
-        start of the script. Copy the batches that you keep: `kept.append(batch.clone())`. Open files with
-        `with open(...)`.
-    Sources:
-        https://docs.pytorch.org/docs/stable/multiprocessing.html#file-descriptor-file-descriptor
-        https://github.com/pytorch/pytorch/issues/973
-    """
-    found = match_message(
-        failure,
-        ("OSError", "RuntimeError"),
-        r"\[Errno 24\] Too many open files",
-        r"received 0 items of ancdata",
-        r".{0,200}?Too many open files \(24\)",
-        r"Too many open files\. Communication with the workers is no longer possible",
-    )
-    if found is None:
-        return None
-    return Diagnosis(
+    Batches of a loader with workers are kept in a list (each keeps its files), each sample has many small
+    tensors, or files are opened and not closed. Each tensor that a worker passes on counts as an open file.
+    https://docs.pytorch.org/docs/stable/multiprocessing.html#file-descriptor-file-descriptor
+    https://github.com/pytorch/pytorch/issues/973""",
+    form(
         "this process has reached its limit of open files; each tensor that a loader worker passes on counts as one",
         "ulimit -n 65536                                                # in the shell, before the program starts\n"
         'torch.multiprocessing.set_sharing_strategy("file_system")     # at the start of the script\n'
         "kept.append(batch.clone())                                    # a kept batch keeps its files open",
-    )
+        r"\[Errno 24\] Too many open files",
+        r"received 0 items of ancdata",
+        r".{0,200}?Too many open files \(24\)",
+        r"Too many open files\. Communication with the workers is no longer possible",
+    ),
+    types=("OSError", "RuntimeError"),
+)
 
 
 @kind("FE045", "crashed-below-python")
 def crashed_below_python(failure: FailureRecord) -> Diagnosis | None:
     """Native code crashed (segmentation fault, abort, illegal instruction).
 
-    What:
-        Native code did something that the system does not allow, and Python could not report where.
     Why it happens:
         An extension was built for another torch, or two libraries load the same runtime (OpenMP, protobuf).
         The CPU lacks an instruction of the build (SIGILL), or the stack is too small for a deep recursion.

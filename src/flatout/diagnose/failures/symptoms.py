@@ -34,9 +34,6 @@ HALF = re.compile(r"fp16|float16|gradscaler|loss.?scale", re.IGNORECASE)
 def loss_not_finite(failure: FailureRecord) -> Diagnosis | None:
     """The loss is NaN or infinite, and the program goes on.
 
-    What:
-        A log shows a loss that is NaN or infinite. From that step on, all weights are NaN as well, and
-        everything that the program saves afterwards is useless.
     Why it happens:
         If the loss grew before: the learning rate is too high, or gradients are not clipped. If it came at once:
         a division by zero, a logarithm or a square root of zero, an average over no element (a mask that hides
@@ -85,10 +82,8 @@ def _not_finite(name: str, value: float, line: str, before: list[float], half: b
 def slower(record: CompareRecord) -> Diagnosis | None:
     """A program became slower.
 
-    What:
-        `flatout compare` measured that B takes longer than A.
     Why it happens:
-        The phase that grew says where to look: a wait for data, the forward pass, the optimizer. A new version
+        `flatout compare` measured that B takes longer than A. The phase that grew says where to look: a wait for data, the forward pass, the optimizer. A new version
         of a package explains it if the source is the same.
     How to fix it:
         `flatout bisect` finds the commit. For a package, compare two environments: `flatout compare --python`.
@@ -125,8 +120,6 @@ def slower(record: CompareRecord) -> Diagnosis | None:
 def device_waits(record: RunSummary) -> Diagnosis | None:
     """The GPU, or the program, spent much of a run waiting.
 
-    What:
-        The record of a run shows a long wait for data, or a GPU that was busy for a small share of the time.
     Why it happens:
         The loader is slower than the model. Or the host launches work more slowly than the GPU does it: many
         small operators, values read in every step, Python between the phases.
@@ -149,9 +142,6 @@ def device_waits(record: RunSummary) -> Diagnosis | None:
 def device_badly_used(record: ProfileRecord) -> Diagnosis | None:
     """The GPU or the CPU is badly used in every step.
 
-    What:
-        The record of `flatout profile` shows that a large share of the step is not spent on computing: on
-        waiting for data, on copies, in Python, or on launching operators. Or a finding predicts a faster step.
     Why it happens:
         The first line names what takes the time, and the line of the program where it happens. Further findings
         of the record follow.

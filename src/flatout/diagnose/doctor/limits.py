@@ -1,0 +1,313 @@
+"""Checks of what this process may use: cores, memory, shared memory, open files, processes, addresses."""
+
+from __future__ import annotations
+
+import re
+
+from flatout.diagnose.doctor.check import (
+    CheckOutcome,
+    machine_check,
+    not_seen,
+    note,
+    ok,
+    problem,
+    size,
+    warning,
+)
+from flatout.diagnose.doctor.nvidia_smi import gpu_is_here
+from flatout.diagnose.doctor.packages import contained
+from flatout.probe.cgroup import CgroupLimits, group
+from flatout.probe.proc import limits, meminfo, mount_of, mounts, numbers, status
+from flatout.schema.machine_snapshot import MachineSnapshot
+
+THEME = "limits"
+FEW_FILES, FEW_PROCESSES = 4096, 1024
+SMALL_SHM = 512 * 2**20  # a batch of 256 images of 224 x 224 is 147 MiB, and each worker has two
+DOCKER_SHM = 64 * 2**20
+SMALL_MEMORY = 4 * 2**30
+
+
+def _allowed(snapshot: MachineSnapshot) -> list[int] | None:
+    """The cores that this process may run on."""
+    return numbers(status(snapshot.text("/proc/self/status"), "Cpus_allowed_list"))
+
+
+def _groups(snapshot: MachineSnapshot) -> CgroupLimits | None:
+    """The control groups of this process; None if they could not be read."""
+    if snapshot.text("/proc/self/cgroup") is None or snapshot.text("/proc/self/mountinfo") is None:
+        return None
+    return group(snapshot.files.get)
+
+
+def _cores(snapshot: MachineSnapshot) -> int | None:
+    """The number of cores for training, within affinity and quota."""
+    allowed, limit = _allowed(snapshot), _groups(snapshot)
+    if allowed is None:
+        return None
+    return max(1, min(len(allowed), round(limit.cores))) if limit and limit.cores else len(allowed)
+
+
+def _threads(snapshot: MachineSnapshot) -> int | None:
+    """The number of threads that torch uses per operation; if unknown, the value of OMP_NUM_THREADS."""
+    used = (snapshot.torch.get("host") or {}).get("threads")
+    asked = snapshot.variable("OMP_NUM_THREADS") or ""
+    return used if isinstance(used, int) else int(asked) if asked.isdigit() else None
+
+
+@machine_check("FD060", THEME, ["file /proc/self/status", "file /sys/devices/system/cpu/online"])
+def core_limit(snapshot: MachineSnapshot) -> CheckOutcome:
+    """The cores that libraries count are available to this process.
+
+    Why it matters:
+        Libraries count the cores they see. Under a quota of two cores on a machine with 64, they start 64
+        threads, and the kernel stops all of them for the rest of each period. That is slower than two
+        threads.
+    How to fix it:
+        Set the number of threads with `export OMP_NUM_THREADS=N`. `flatout tune` finds the best number.
+    """
+    online = numbers(snapshot.text("/sys/devices/system/cpu/online"))
+    allowed, limit = _allowed(snapshot), _groups(snapshot)
+    if online is None or allowed is None:
+        return not_seen("the number of cores could not be read")
+    if limit is None:
+        return not_seen(f"{len(allowed)} cores by affinity; the control groups could not be read")
+    quota = f", {limit.cores:g} by quota" if limit.cores else ""
+    count = f"cores: {len(online)} online, {len(allowed)} by affinity{quota}"
+    if limit.cores and limit.cores < len(allowed) - 0.5:
+        fitting, threads = max(1, int(limit.cores)), _threads(snapshot)
+        if threads is None:
+            return not_seen(f"{count}; the number of torch's threads could not be determined")
+        if threads <= fitting + 1:
+            return ok(f"{count}; torch uses {threads} thread(s), which fits")
+        return warning(
+            f"{count}: torch uses {threads} threads and gets {limit.cores:g} cores",
+            f"export OMP_NUM_THREADS={fitting}",
+            limit.files("cpu"),
+        )
+    if len(allowed) < len(online):
+        return note(f"{count}: this process is bound to part of the machine", "taskset -pc $$")
+    return ok(count)
+
+
+@machine_check("FD064", THEME, ["environment", "file /proc/self/status"])
+def threads(snapshot: MachineSnapshot) -> CheckOutcome:
+    """The thread variables fit the number of cores.
+
+    Why it matters:
+        More threads than cores waste time in context switches. A single thread leaves the other cores idle.
+        Launchers set OMP_NUM_THREADS=1 by default.
+    How to fix it:
+        `unset OMP_NUM_THREADS`, or use `flatout tune`, which measures the best number for your program.
+    """
+    cores = _cores(snapshot)
+    if cores is None:
+        return not_seen("the number of cores for this process could not be read")
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        value = snapshot.variable(name)
+        if value is None:
+            continue
+        if not re.fullmatch(r"[1-9]\d*(,\d+)*", value):
+            return warning(f"{name}={value}: not a number of threads", f"unset {name}")
+        if int(value.split(",")[0]) > cores:
+            return warning(
+                f"{name}={value} for {cores} core(s): threads compete for cores", f"export {name}={cores}"
+            )
+    asked = snapshot.variable("OMP_NUM_THREADS")
+    if asked == "1" and cores > 1:
+        return note(
+            f"OMP_NUM_THREADS=1 with {cores} cores: torch computes with one thread, which suits small models but not large ones",
+            "flatout tune python train.py",
+        )
+    return ok(f"{f'OMP_NUM_THREADS={asked}' if asked else 'OMP_NUM_THREADS is not set'}; {cores} core(s)")
+
+
+@machine_check("FD066", THEME, ["file /proc/loadavg", "file /proc/self/status"])
+def load(snapshot: MachineSnapshot) -> CheckOutcome:
+    """Other programs leave the cores to training.
+
+    Why it matters:
+        Cores used by other programs are missing for training, and every measured time varies with them.
+    How to fix it:
+        `top -o %CPU` shows the programs.
+    """
+    average, cores = re.match(r"(\d+\.\d+) ", snapshot.text("/proc/loadavg") or ""), _cores(snapshot)
+    if not average or cores is None:
+        return not_seen("the load could not be read")
+    # The load is that of the whole machine, even if this process may use only part of it.
+    count = len(numbers(snapshot.text("/sys/devices/system/cpu/online")) or ()) or cores
+    if float(average[1]) > 0.5 * count + 1:
+        return warning(
+            f"other programs are busy (load {float(average[1]):.1f} on {count} cores): timings will be unreliable",
+            "top -o %CPU",
+        )
+    return ok(f"a load of {average[1]} on {count} core(s)")
+
+
+@machine_check("FD070", THEME, ["file /proc/meminfo"])
+def memory_limit(snapshot: MachineSnapshot) -> CheckOutcome:
+    """Enough memory is free within the container's limit.
+
+    Why it matters:
+        Libraries see the machine's memory. Beyond the control group's limit the kernel ends a process with
+        SIGKILL, and Python prints no message.
+    How to fix it:
+        Give the container more memory with `docker run --memory 32g`, or use fewer loader workers.
+    """
+    seen, limit = meminfo(snapshot.text("/proc/meminfo")), _groups(snapshot)
+    total, available = seen.get("MemTotal"), seen.get("MemAvailable")
+    if not total or available is None:
+        return not_seen("/proc/meminfo does not contain the memory size")
+    if limit is None:
+        return not_seen(f"{size(total)} in the machine; the control groups could not be read")
+    if limit.memory_bytes and limit.memory_bytes < total:
+        left = limit.memory_bytes - (limit.used_bytes or 0)
+        amount = f"{size(limit.memory_bytes)} by the control group's limit ({size(max(left, 0))} unused), of {size(total)} in the machine"
+        if limit.memory_bytes < SMALL_MEMORY or left < 0.1 * limit.memory_bytes:
+            return warning(
+                f"{amount}: the kernel ends processes that need more",
+                "docker run --memory 32g ...",
+                limit.files("memory"),
+            )
+        return note(amount, evidence=limit.files("memory"))
+    if available < 0.1 * total:
+        return warning(f"{size(available)} of {size(total)} are available", "ps aux --sort=-rss | head")
+    return ok(f"{size(total)}, {size(available)} available, no limit of a control group")
+
+
+@machine_check("FD071", THEME, ["file /proc/self/mountinfo"])
+def shared_memory(snapshot: MachineSnapshot) -> CheckOutcome:
+    """/dev/shm is large enough for loader workers.
+
+    Why it matters:
+        Workers pass their batches through /dev/shm. Docker gives it 64 MiB: a worker then dies with "bus
+        error" or "unable to open shared memory object".
+    How to fix it:
+        Start the container with `--shm-size=8g` or `--ipc=host`. On a machine use `sudo mount -o
+        remount,size=8g /dev/shm`.
+    """
+    mount = mount_of("/dev/shm", mounts(snapshot.text("/proc/self/mountinfo")))
+    if mount is None:
+        return not_seen("/proc/self/mountinfo does not list the file system of /dev/shm")
+    disk = snapshot.disks.get("/dev/shm")
+    if mount.point != "/dev/shm":
+        return problem(
+            f"/dev/shm is not a separate file system (it is on {mount.point}): loader workers cannot share memory",
+            "sudo mount -t tmpfs -o size=8g tmpfs /dev/shm",
+        )
+    total = mount.size_bytes() or (disk.total_bytes if disk else None)
+    if total is None:
+        return not_seen("the size of /dev/shm could not be determined")
+    fix = (
+        "docker run --shm-size=8g ..."
+        if contained(snapshot) or total <= DOCKER_SHM
+        else "sudo mount -o remount,size=8g /dev/shm"
+    )
+    if total <= DOCKER_SHM:
+        return problem(
+            f"/dev/shm has {size(total)}, the default of a container: one batch of images fills it", fix
+        )
+    if total < SMALL_SHM:
+        return warning(f"/dev/shm has {size(total)}: large batches or several workers fill it", fix)
+    if disk is None:
+        return not_seen(f"/dev/shm has {size(total)}; its free space could not be determined")
+    if disk.free_bytes < min(SMALL_SHM, 0.2 * total):
+        return warning(
+            f"{size(disk.free_bytes)} of the {size(total)} of /dev/shm are free", "ls -lS /dev/shm | head"
+        )
+    return ok(f"/dev/shm has {size(total)}, {size(disk.free_bytes)} free")
+
+
+@machine_check("FD080", THEME, ["file /proc/self/limits"])
+def open_files(snapshot: MachineSnapshot) -> CheckOutcome:
+    """The limit of open files is high enough.
+
+    Why it matters:
+        Each tensor that a loader worker passes on is an open file in both processes. At the usual limit of
+        1,024, several workers with many tensors per sample end with "Too many open files".
+    How to fix it:
+        `ulimit -n 65536` in the shell that starts the training; in a container `docker run --ulimit
+        nofile=65536:65536`.
+    """
+    limit = limits(snapshot.text("/proc/self/limits")).get("open files")
+    if limit is None:
+        return not_seen("/proc/self/limits does not contain the number of open files")
+    if limit.soft is None or limit.soft >= FEW_FILES:
+        return ok(f"{limit.soft or 'any number of'} files")
+    raised = (
+        "ulimit -n 65536"
+        if limit.hard is None or limit.hard >= 65536
+        else "echo '* - nofile 65536' | sudo tee /etc/security/limits.d/flatout.conf"
+    )
+    if limit.soft < 256:
+        return problem(
+            f"{limit.soft} files may be open: torch alone opens more than a hundred, and loader workers need many more",
+            raised,
+        )
+    return warning(
+        f"{limit.soft} files may be open (hard limit: {limit.hard or 'none'}): several loader workers need more",
+        raised,
+    )
+
+
+@machine_check("FD081", THEME, ["file /proc/self/limits"])
+def processes(snapshot: MachineSnapshot) -> CheckOutcome:
+    """The limit of processes and threads is high enough.
+
+    Why it matters:
+        Threads count as processes here. At the limit, torch ends with "can't start new thread" or a loader
+        worker cannot start.
+    How to fix it:
+        `ulimit -u 65536`; in a container `docker run --pids-limit -1`.
+    """
+    limit, groups = limits(snapshot.text("/proc/self/limits")).get("processes"), _groups(snapshot)
+    if limit is None:
+        return not_seen("/proc/self/limits does not contain the number of processes")
+    count = f"{limit.soft or 'any number of'} processes and threads"
+    if groups is None:
+        return not_seen(f"{count}; the control groups could not be read")
+    if groups.processes is not None and groups.processes < FEW_PROCESSES:
+        return warning(
+            f"{groups.processes} processes and threads by the control group's limit",
+            "docker run --pids-limit -1 ...",
+            groups.files("pids"),
+        )
+    if limit.soft is not None and limit.soft < FEW_PROCESSES:
+        return warning(count, "ulimit -u 65536")
+    return ok(count)
+
+
+@machine_check("FD083", THEME, ["file /proc/self/limits"])
+def address_space(snapshot: MachineSnapshot) -> CheckOutcome:
+    """The address space is not limited.
+
+    Why it matters:
+        CUDA reserves hundreds of GiB of addresses that it never uses. Under `ulimit -v` it cannot start: it
+        reports "out of memory" although memory is free.
+    How to fix it:
+        `ulimit -v unlimited`.
+    """
+    limit = limits(snapshot.text("/proc/self/limits")).get("address space")
+    if limit is None:
+        return not_seen("/proc/self/limits does not contain the address space")
+    if limit.soft is None:
+        return ok("no limit of the address space")
+    if gpu_is_here(snapshot):
+        return problem(
+            f"limited to {size(limit.soft)}: CUDA cannot reserve its addresses", "ulimit -v unlimited"
+        )
+    return warning(
+        f"limited to {size(limit.soft)}: starting threads and allocating large tensors may fail",
+        "ulimit -v unlimited",
+    )
+
+
+CHECKS = (
+    core_limit,
+    threads,
+    load,
+    memory_limit,
+    shared_memory,
+    open_files,
+    processes,
+    address_space,
+)
