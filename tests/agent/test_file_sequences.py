@@ -108,8 +108,7 @@ def about(path):
 
 def exists(path):
     return [
-        ask(path)
-        for ask in (os.path.exists, os.path.lexists, os.path.isdir, os.path.isfile, os.path.islink)
+        ask(path) for ask in (os.path.exists, os.path.lexists, os.path.isdir, os.path.isfile, os.path.islink)
     ] + [os.access(path, os.W_OK)]
 
 

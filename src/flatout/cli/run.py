@@ -157,7 +157,9 @@ def command(
     for choice in chosen:
         plan = (plan or Plan()).with_choice(choice)
     if plan is None and not asked.several and place is None:
-        say(f"{remark or f'no plan fits this command yet{other}'}; running it as it is. {_how_to_tune(cmd, device)}")
+        say(
+            f"{remark or f'no plan fits this command yet{other}'}; running it as it is. {_how_to_tune(cmd, device)}"
+        )
     elif remark:
         say(remark)
     keeps = rescue or resume or watched.asked
