@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
 
-HEAVY = {"rich", "jinja2", "plotly", "numpy", "torch", "psutil", "email"}
+HEAVY = {"rich", "markupsafe", "numpy", "torch", "psutil", "email"}
 LEVERS, PAGES = "flatout.levers.", "flatout.render."
 
 

@@ -60,11 +60,8 @@ def test_real_runs_are_listed_with_their_results(flatout, script):
     }
     assert [job["command"][-1] for job in data["jobs"]] == ["wait", "fail", "end"]
     (run,) = runs["fail"]
-    assert (run["how"], run["levers"], run["origin"]["machine"]) == (
-        "KeyError",
-        ["gc_pause"],
-        data["here"]["machine"],
-    )
+    assert (run["how"], run["levers"]) == ("KeyError", ["gc_pause"])
+    assert "torch 2." in run["where"]
     record = json.loads((flatout.folder / ".flatout" / run["record"]).read_text())
     assert (record["steps"], record["steps_per_s"]) == (run["steps"], run["steps_per_s"])
     done = flatout("ui")
@@ -109,9 +106,9 @@ def test_a_broken_or_newer_record_is_skipped_with_a_word(flatout, job, text, why
     path.parent.mkdir(parents=True)
     path.write_text(text)
     data = shown(flatout)
-    assert [each["path"] for each in data["skipped"]] == [path.relative_to(job.parent).as_posix()]
-    assert data["skipped"][0]["why"].startswith(why)
-    assert data["jobs"][0]["session"]["speedup"]["median"]
+    assert list(data["skipped"]) == [path.relative_to(job.parent).as_posix()]
+    assert next(iter(data["skipped"].values())).startswith(why)
+    assert data["jobs"][0]["speedup"]["median"]
     done = flatout.here("ui")
     assert (done.code, len(done.said)) == (0, 1)
     assert str(path.relative_to(flatout.folder)) in done.said[0]
@@ -123,14 +120,11 @@ def test_the_folder_may_be_the_project_its_records_or_one_job(flatout, job):
     (job.parent / "incidents.jsonl").write_text("{}")  # a stray record makes no job of the folder of all
     (job.parent / "runs").mkdir()
     for words in ((), (".flatout",), (".flatout/train-01234567",)):
-        assert [each["session"]["outcome"] for each in shown(flatout, *words)["jobs"]] == ["faster"], words
+        assert [bool(job["speedup"]) for job in shown(flatout, *words)["jobs"]] == [True], words
 
 
 def test_an_empty_folder_gets_the_next_command(flatout):
     done = flatout.here("ui")
     assert (done.code, done.out) == (2, "")
     assert "`flatout run COMMAND...` records a run" in done.said[0]
-    (flatout.folder / "inner" / ".flatout").mkdir(parents=True)
-    assert "There are some in inner: `flatout ui inner`." in flatout.here("ui").said[0]
-    assert "`flatout run COMMAND...` records a run" in flatout.here("ui", "inner").said[0]
     assert not (flatout.folder / ".flatout").exists()

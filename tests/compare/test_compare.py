@@ -67,7 +67,7 @@ def test_two_commands_a_gate_and_a_baseline(flatout, project):
     )  # fmt: skip
     assert done.code == 1, done.err
     assert "B is slower" in done.out
-    assert "losses: same bits" in done.out
+    assert "same bits: " in done.out
     record = record_of(project)
     assert 2.0 < record["step_time"]["value"] < 9.1
     assert [gate["verdict"] for gate in record["gates"]] == ["failed", "passed"]
@@ -93,7 +93,7 @@ def test_two_commands_a_gate_and_a_baseline(flatout, project):
         "0.012",
     )
     assert done.code == 0, done.err
-    assert "losses: same bits" in done.out
+    assert "same bits: " in done.out
     stored = project / ".flatout/baselines/slow.json"
     moved = json.loads(stored.read_text())
     moved["key"]["machine"] = "a larger one"

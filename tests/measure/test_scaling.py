@@ -25,7 +25,8 @@ from flatout.measure.scaling import (
     predict,
     scaled,
 )
-from flatout.render.scale_page import headline, plot, rows, scale_html
+from flatout.render.page import html
+from flatout.render.scale_page import headline, plot, rows, scale_page
 from flatout.schema.errors import UsageError
 from flatout.schema.scale import NETWORKS, STRATEGIES, Link, ScaleRecord, Timing, read_devices, read_link
 
@@ -302,7 +303,7 @@ def test_a_record_is_written_read_and_plotted(work, fabric, counts, scaling):
     )
     record.points = [predict(work, fabric, way, count, scaling) for way in STRATEGIES for count in counts]
     assert ScaleRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
-    page = scale_html(record)
+    page = html(scale_page(record))
     assert "</html>" in page
     assert not any(tag in page for tag in ("<b>", "<i>", "<script>"))
     assert len(rows(record)) == 4 * len(counts)

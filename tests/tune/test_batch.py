@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from flatout.measure.batch_curve import WORTH, enough, in_micro_batches, read
 from flatout.measure.statistics import Round
-from flatout.render.batch_page import batch_html, noise_sentence, sentences
+from flatout.render.batch_page import batch_page, noise_sentence, sentences
+from flatout.render.page import html
 from flatout.schema.batch import BatchPoint, BatchRecord, NoiseSeen
 from flatout.schema.records import TrialRecord
 from flatout.tune.batch_visit import did_not_run
@@ -163,7 +164,7 @@ def test_any_measurements_can_be_plotted(points, noise, word):
         limit=word,
     )
     assert BatchRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
-    assert "</html>" in batch_html(record)
+    assert "</html>" in html(batch_page(record))
 
 
 @pytest.mark.parametrize(

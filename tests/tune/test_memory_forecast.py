@@ -9,7 +9,8 @@ import json
 
 import pytest
 
-from flatout.render.memory_page import memory_html, memory_plot
+from flatout.render.memory_page import memory_page, memory_plot
+from flatout.render.page import html
 from flatout.schema.memory_forecast import MemoryForecast, MemoryPoint
 from flatout.tune.memory_forecast import advice
 
@@ -198,13 +199,13 @@ def test_a_page_of_any_prediction(limit):
         ["python", "<b>"], "/", limit_bytes=limit, limit_of="asked for", own=4, notes=["<i>"]
     )
     assert memory_plot(record) is None
-    assert "<b>" not in memory_html(record)
+    assert "<b>" not in html(memory_page(record))
     record.points = [
         MemoryPoint(4, 300, 300, {"parameters": 100, "activations": 200}, {"a<b>": 200}, measured_bytes=310),
         MemoryPoint(8, why_not="it <fails>"),
     ]
     record.largest, record.largest_peak_bytes = 0, None
-    page = memory_html(record)
+    page = html(memory_page(record))
     assert "it &lt;fails&gt;." in page
     assert "3.2% too low" in page
     assert ('class="limit"' in page) == (limit == 500)

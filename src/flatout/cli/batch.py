@@ -64,12 +64,7 @@ def command(
             asked.command, asked.folder, asked.facts, record, requested, stage, save
         ).run(),
     )
-    from flatout.render.batch_page import batch_html, batch_table, sentences
+    from flatout.render.batch_page import batch_page
 
-    asked.show(
-        record,
-        batch_html(record),
-        [*([batch_table(record)] if record.points else []), *sentences(record)],
-        as_json,
-    )
+    asked.show(record, batch_page(record), as_json)
     return 0

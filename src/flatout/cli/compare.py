@@ -19,6 +19,7 @@ from flatout.cli.options.arguments import (
     words_or_usage,
     writable,
 )
+from flatout.cli.options.json_output import print_json
 from flatout.cli.options.markdown import append_markdown
 from flatout.cli.options.measurement import header, kept, measurement_options, output, pairs_option
 from flatout.cli.options.messages import warned
@@ -139,9 +140,10 @@ def command(
         comparison = _Comparison(pair, facts, budget, job, {**limits, "pairs": pairs})
         code = comparison.run(baseline, save_as, as_json)
     if markdown is not None and comparison.record.a is not None:
-        from flatout.render.compare_markdown import compare_markdown
+        from flatout.render.compare_page import compare_page
+        from flatout.render.markdown import markdown as as_markdown
 
-        append_markdown(compare_markdown(comparison.record), markdown)
+        append_markdown(as_markdown(compare_page(comparison.record)), markdown)
     return code
 
 
@@ -232,16 +234,12 @@ class _Comparison:
         record.losses = compare_losses([x for x, _ in common], [y for _, y in common], again)
 
     def _show(self, as_json: bool, lines: list[str]) -> None:
-        from flatout.render.compare_page import compare_html, headline, tables
+        from flatout.render.compare_page import compare_page
 
         record = self.record
-        if record.a is None:  # a single program was stored
-            output(record, self.folder.path / "compare.json", None, lines, as_json)
-            return
-        parts: list[object] = [
-            f"{headline(record)}\n",
-            *tables(record),
-            *(f"note: {note}" for note in record.notes),
-            *lines,
-        ]
-        output(record, self.folder.path / "compare.html", compare_html(record), parts, as_json)
+        if record.a is not None:
+            output(record, self.folder.path / "compare.html", compare_page(record, lines), as_json)
+        elif as_json:  # a single program was stored
+            print_json(record)
+        else:
+            click.echo("\n".join(lines))

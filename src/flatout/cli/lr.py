@@ -9,37 +9,21 @@ import click
 from flatout.cli.options.arguments import PROGRAM, Duration
 from flatout.cli.options.measurement import Measurement, measurement_options
 from flatout.schema.errors import UsageError
-from flatout.schema.lr_range import OWN, LrRecord, read_optimizers
-from flatout.tune.lr_range import FEWEST, Ranging
+from flatout.schema.lr_range import LrRecord
+from flatout.tune.lr_range import FEWEST, lr_range
+
+RATE = click.FloatRange(0, min_open=True)
 
 
 @click.command(context_settings=PROGRAM)
-@click.option(
-    "--low",
-    default=1e-6,
-    show_default=True,
-    type=click.FloatRange(0, min_open=True),
-    help="Learning rate of the first step.",
-)
-@click.option(
-    "--high",
-    default=10.0,
-    show_default=True,
-    type=click.FloatRange(0, min_open=True),
-    help="Learning rate of the last step.",
-)
+@click.option("--low", default=1e-6, show_default=True, type=RATE, help="Learning rate of the first step.")
+@click.option("--high", default=10.0, show_default=True, type=RATE, help="Learning rate of the last step.")
 @click.option(
     "--steps",
     default=150,
     show_default=True,
     type=click.IntRange(FEWEST),
     help="Steps from the lowest to the highest rate.",
-)
-@click.option(
-    "--optimizers",
-    default=OWN,
-    show_default=True,
-    help='Optimizers to test: own, names of torch.optim or package.Class: "own,adamw,sgd(momentum=0.9)".',
 )
 @click.option(
     "--budget",
@@ -60,7 +44,6 @@ def command(
     low: float,
     high: float,
     steps: int,
-    optimizers: str,
     budget: float,
     seed: int,
     job: Path | None,
@@ -70,32 +53,21 @@ def command(
     """Measure how the loss of an unchanged program depends on its learning rate.
 
     flatout starts the program and lets it train a few steps. It then raises the learning rate by a constant
-    factor at each step (Smith, 2017), and stops the program. It does not touch the program's files.
-    With several optimizers, each gets its own test. Each then trains at the learning rate found, for the same
-    compute time. The charts are in lr.html in the job's folder.
+    factor at each step (Smith, 2017), and stops the program. It does not touch the program's files. The chart
+    is lr.html in the job's folder.
     """
     if not low < high:
         raise UsageError(f"--low {low:g} is not below --high {high:g}.")
-    requested = read_optimizers(optimizers)
     asked = Measurement("lr", words, job)
     record = LrRecord(**asked.header)
     asked.answer(
         record,
         budget,
-        lambda stage, save: Ranging(
-            asked.command, asked.folder, asked.facts, record, budget, seed, stage
-        ).run(requested, low, high, steps),
+        lambda stage, save: lr_range(
+            asked.command, asked.folder, asked.facts, record, low, high, steps, budget, seed, stage
+        ),
     )
-    from flatout.render.lr_page import because, headline, lr_html, lr_table
+    from flatout.render.lr_page import lr_page
 
-    asked.show(
-        record,
-        lr_html(record),
-        [
-            f"{headline(record)}: {because(record)}\n",
-            lr_table(record),
-            *(f"note: {note}" for note in record.notes),
-        ],
-        as_json,
-    )
+    asked.show(record, lr_page(record), as_json)
     return 0

@@ -73,12 +73,7 @@ def command(
         budget,
         lambda stage, save: Forecast(asked.command, asked.folder, asked.facts, record, wanted, stage).run(),
     )
-    from flatout.render.memory_page import memory_html, memory_tables
+    from flatout.render.memory_page import memory_page
 
-    asked.show(
-        record,
-        memory_html(record),
-        [memory_tables(record), *(f"note: {note}" for note in record.notes)],
-        as_json,
-    )
+    asked.show(record, memory_page(record), as_json)
     return 0

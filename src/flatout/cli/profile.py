@@ -142,10 +142,11 @@ def command(
     if as_json:
         print_json(record)
         return 0
-    from flatout.render.profile_terminal import profile_tables
+    from flatout.render.profile_page import profile_page
+    from flatout.render.terminal import print_page
 
     console = Console()
-    console.print(profile_tables(record))
+    print_page(console, profile_page(record))
     files = [
         ("record", folder.profile),
         ("page", folder.profile_page),
@@ -192,7 +193,7 @@ def _ceilings(facts: Facts) -> dict[str, float]:
 
 
 def _write_page(record: ProfileRecord, folder: JobFolder) -> None:
-    from flatout.render.profile_report import profile_html
+    from flatout.render.profile_page import profile_html
 
     write_whole(folder.profile_page, profile_html(record))
 

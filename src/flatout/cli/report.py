@@ -10,7 +10,7 @@ import click
 from flatout.cli.options.json_output import json_option, print_json
 from flatout.diagnose.stored_profile import load_profile
 from flatout.job.folder import FOLDER, JobFolder, write_whole
-from flatout.render.profile_report import profile_html
+from flatout.render.profile_page import profile_html
 from flatout.render.report import report_html
 from flatout.schema.errors import NOT_OF_ITS_FORM, UsageError
 from flatout.schema.outputs import ReportRecord

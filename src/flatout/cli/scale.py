@@ -210,15 +210,9 @@ def command(
 
 
 def _show(asked: Measurement, record: ScaleRecord, as_json: bool) -> None:
-    from flatout.render.scale_page import because, headline, scale_html, scale_table, sentences
+    from flatout.render.scale_page import scale_page
 
-    parts = [
-        f"{headline(record)}\n{because(record)}\n",
-        scale_table(record),
-        *sentences(record),
-        *(f"note: {note}" for note in record.notes),
-    ]
-    asked.show(record, scale_html(record), parts, as_json)
+    asked.show(record, scale_page(record), as_json)
 
 
 def _strategies(text: str) -> list[str]:

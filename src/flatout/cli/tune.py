@@ -166,12 +166,13 @@ def command(
     session, folder, plan = tune(
         words, goal, beside=not no_write, job=job, again=from_scratch, asked=asked, ray=ray
     )
-    from flatout.render.terminal import print_session
+    from flatout.render.report import session_page
+    from flatout.render.terminal import print_page
 
     if as_json:
         print_json(session)
     console = Console(stderr=as_json)
-    print_session(console, session)
+    print_page(console, session_page(session))
     console.print(f"report: {folder.report}\nplan:   {plan}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
@@ -311,7 +312,7 @@ def _as_ranks(cmd: Command, facts: Facts, asked: ranks.RankOptions, session: Ses
 
 def _tell_the_profile(folder: JobFolder, profile: ProfileRecord, session: SessionRecord) -> None:
     """Add the measured speed-ups to the profile's findings, in its record and on its page."""
-    from flatout.render.profile_report import profile_html
+    from flatout.render.profile_page import profile_html
 
     profile.findings = with_measured(profile.findings, session.levers)
     write_json(folder.profile, profile.to_json())

@@ -1,18 +1,19 @@
-"""Render throughput and memory by batch size, and the gradient noise scale: table, sentences and page."""
+"""The page of throughput and memory by batch size, and of the gradient noise scale."""
 
 from __future__ import annotations
 
-from rich.table import Table
-
 from flatout.render import formatting
-from flatout.render.batch_charts import memory_plot, speed_plot
-from flatout.render.page import environment
+from flatout.render.formatting import drawable, figure, milliseconds, size, times
+from flatout.render.page import Figure, Items, Page, Section, Table, dateline
+from flatout.render.plot import Plot
+from flatout.render.svg import Scale, Ticks, byte_ticks, number_ticks
 from flatout.schema.batch import BatchPoint, BatchRecord, NoiseSeen
 from flatout.schema.records import Ratio
 
-COLUMNS = ("batch size", "a step", "samples/s", "speed", "same effective batch", "peak", "")
+COLUMNS = ("batch size", ">a step", ">samples/s", ">speed", ">same effective batch", ">peak", "")
 LEAST = 0.001  # a noise scale below this share of a batch counts as none
 LITTLE = 1.05  # smaller speed-ups are not called faster
+ROOM_ABOVE = 1.18  # leaves space for labels
 
 
 def headline(record: BatchRecord) -> str:
@@ -170,34 +171,105 @@ def row(record: BatchRecord, point: BatchPoint) -> tuple[str, ...]:
         fast,
         as_fast,
         formatting.size(point.peak_bytes) if point.peak_bytes else "",
-        formatting.one_line(said, 60),
+        said,
     )
 
 
-def batch_table(record: BatchRecord) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if not name else "right", overflow="fold")
-    for point in record.points:
-        table.add_row(*row(record, point))
-    return table
+def batch_page(record: BatchRecord) -> Page:
+    caption = "With 95 % intervals."
+    if record.noise.batch is not None and record.noise.low is not None:
+        caption += " The band is the gradient noise scale with its interval."
+    return Page(
+        "batch size",
+        headline(record),
+        "batch.json",
+        [
+            Section("Samples per second", [Figure(speed_plot(record), caption)]),
+            Section("Peak memory", [Figure(memory_plot(record), "Peak of one step.")]),
+            Section("Figures", [Table(COLUMNS, [row(record, point) for point in record.points])]),
+            Section("Results", [Items(sentences(record))]),
+        ],
+        command=record.command,
+        dateline=dateline(record.created, record.device),
+        version=record.flatout,
+    )
 
 
-def batch_html(record: BatchRecord) -> str:
-    return (
-        environment("report.css", "profile.css")
-        .get_template("batch.html.j2")
-        .render(
-            headline=headline(record),
-            sentences=sentences(record),
-            command=formatting.shell(record.command),
-            speed=speed_plot(record),
-            memory=memory_plot(record),
-            noise=record.noise.batch is not None and record.noise.low is not None,
-            columns=COLUMNS,
-            rows=[row(record, point) for point in record.points],
-            computed=any(point.kept_samples_per_s for point in record.points),
-            dateline=[part for part in (formatting.day(record.created), record.device) if part],
-            version=formatting.one_line(record.flatout, 40),
+def speed_plot(record: BatchRecord) -> Plot | None:
+    """Return samples per second by batch size. None with fewer than two measured sizes."""
+    drawn = [
+        (point, value)
+        for point in record.points
+        if (value := drawable(point.samples_per_s)) and drawable(point.step_ms)
+    ]
+    if len(drawn) < 2:
+        return None
+    tops = [value * (point.speed.high / point.speed.median if point.speed else 1.0) for point, value in drawn]
+    y = Scale(0.0, ROOM_ABOVE * max(tops))
+    label = "Samples per second by batch size: " + ", ".join(
+        f"{point.size} {figure(value)}" for point, value in drawn
+    )
+    plot = _by_size(label, record, y, number_ticks(y), 300)
+    _noise(plot, record.noise)
+    plot.line([(float(point.size), value) for point, value in drawn], "plain")
+    for point, value in drawn:
+        speed = point.speed
+        low, high = (
+            (value * end / speed.median for end in (speed.low, speed.high))
+            if speed and speed.median > 0
+            else (None, None)
         )
-    )
+        against = f", {times(speed.median)} the own size" if speed else ""
+        tip = (
+            f"{point.size} a batch: {figure(value)} samples/s, {milliseconds(point.step_ms)} a step{against}"
+        )
+        plot.dot(point.size, value, "c0" if point.fits else "c6", tip, low=low, high=high)
+    names: dict[int, list[str]] = {}
+    for at, name in ((record.own, "own"), (record.knee, "enough"), (record.best, "fastest")):
+        if at:
+            names.setdefault(at, []).append(name)
+    for at, words in sorted(names.items()):
+        plot.rule(x=at, kind="grid", text=", ".join(words))
+    return plot
+
+
+def memory_plot(record: BatchRecord) -> Plot | None:
+    drawn = [
+        (point, value)
+        for point in record.points
+        if (value := drawable(point.peak_bytes)) is not None and value > 0
+    ]
+    if len(drawn) < 2:
+        return None
+    most, limit = max(value for _, value in drawn), drawable(record.limit_bytes)
+    shown = limit if limit is not None and limit < 4 * most else None
+    y = Scale(0.0, 1.12 * max(most, shown or 0.0))
+    label = "Peak memory by batch size: " + ", ".join(f"{point.size} {size(value)}" for point, value in drawn)
+    plot = _by_size(label, record, y, byte_ticks(y), 180)
+    plot.line([(float(point.size), value) for point, value in drawn], "plain")
+    for point, value in drawn:
+        plot.dot(point.size, value, "c0", f"{point.size} a batch: {size(value)}")
+    if shown is not None:
+        plot.rule(y=shown, kind="limit", text=f"limit {size(shown)}")
+    return plot
+
+
+def _by_size(label: str, record: BatchRecord, y: Scale, y_ticks: Ticks, height: int) -> Plot:
+    """Return a plot over all sizes, including those that did not fit."""
+    sizes = [float(point.size) for point in record.points]
+    x = Scale(min(sizes) / 1.25, max(sizes) * 1.25, logarithmic=True)
+    ticks = [(float(point.size), f"{point.size:,}") for point in record.points]
+    plot = Plot(label, x, y, ticks, y_ticks, height, "samples a batch")
+    for point in record.points:
+        if not point.fits:
+            plot.text(point.size, 0.03 * y.high, point.status, anchor="middle")
+    return plot
+
+
+def _noise(plot: Plot, noise: NoiseSeen) -> None:
+    """Draw the band of the noise scale, as far as it lies in the plot."""
+    low, high = drawable(noise.low), drawable(noise.high) or plot.x.high
+    if noise.batch is not None and low is not None and low < plot.x.high and high > plot.x.low:
+        tip = f"gradient noise scale at step {noise.step}: {figure(low)} to {figure(noise.high)} samples"
+        plot.band(low, high, "c3", tip)
+        plot.rule(x=max(low, plot.x.low), kind="grid", text=f"noise scale, step {noise.step}")

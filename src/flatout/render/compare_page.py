@@ -1,20 +1,11 @@
-"""Render `flatout compare`: headline, tables for the terminal, and the page with its charts."""
+"""The page of `flatout compare`, for the terminal and as HTML."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from markupsafe import Markup
-from rich.table import Table
-from rich.text import Text
-
-from flatout.render.before_after import PhasePart
-from flatout.render.charts import loss_plot, step_bars
-from flatout.render.curves import loss_curves
 from flatout.render.formatting import (
     NOTHING,
-    day,
     drawable,
     duration,
     milliseconds,
@@ -26,16 +17,39 @@ from flatout.render.formatting import (
     signed,
     size,
 )
-from flatout.render.page import environment
-from flatout.render.svg import Scale, chart, element, percent, round_ticks, title
+from flatout.render.losses import loss_figure
+from flatout.render.page import (
+    BOTH,
+    PAGE,
+    TERMINAL,
+    Cell,
+    Figure,
+    Page,
+    Section,
+    Table,
+    Words,
+    dateline,
+    html,
+    notes,
+)
+from flatout.render.phases import Side, phase_section
+from flatout.render.plot import Interval, Plot, intervals
+from flatout.render.svg import Scale, number_ticks
 from flatout.schema.compare import Change, CompareRecord, SideRecord
-from flatout.schema.records import PHASES, PhaseTime
+from flatout.schema.records import CONFIDENCE
 
 Row = tuple[str, str, str, str]
-DOTS_HEIGHT = 96
+AGAINST_A_BASELINE = (
+    "A is a stored baseline, measured earlier in processes of its own. The interval covers the difference between processes, but not what "
+    "has changed on the machine since: its load, temperature and clock. To exclude those, compare revisions or commands, which alternate."
+)
+IN_PAIRS = (
+    "Both programs ran in pairs of fresh processes with the same seed. Blocks of steps alternated, A B B A, while the other program was "
+    "stopped. Two processes of one program differ for their whole life, so the interval is that of the mean over pairs."
+)
 WIDEST = 10.0  # a share; an interval beyond it says nothing
 GATE_STATUS = {"passed": "applied", "failed": "rejected", "cannot tell": "skipped"}
-LOSS_STATUS = {"same bits": "same", "within the spread": "equivalent", "different": "failed"}
+LOSS_TONE = {"same bits": " good", "within the spread": " good", "different": " bad"}
 
 
 def headline(record: CompareRecord) -> str:
@@ -118,22 +132,15 @@ def _unlike_versions(a: SideRecord, b: SideRecord) -> list[str]:
     ]
 
 
-def phase_rows(record: CompareRecord) -> list[Row]:
-    """Return rows of phase, A, B and the difference in milliseconds."""
-    a, b = _sides(record)
-    found = []
-    for name in PHASES:
-        if any(name in side.phases and side.phases[name].median_ms for side in (a, b)):
-            apart = record.phases_ms.get(name)
-            said = (
-                f"{signed(apart[0], 2)} ms ({signed(apart[1], 2)} to {signed(apart[2], 2)})" if apart else ""
-            )
-            found.append((name, _phase(a.phases.get(name)), _phase(b.phases.get(name)), said))
-    return found
+def _phases(name: str, side: SideRecord) -> Side:
+    return Side.read(name, side.phases, side.step_ms)
 
 
-def _phase(phase: PhaseTime | None) -> str:
-    return milliseconds(phase.median_ms) if phase is not None else NOTHING
+def _changes(record: CompareRecord) -> dict[str, str]:
+    return {
+        name: f"{signed(value, 2)} ms ({signed(low, 2)} to {signed(high, 2)})"
+        for name, (value, low, high) in record.phases_ms.items()
+    }
 
 
 def _sides(record: CompareRecord) -> tuple[SideRecord, SideRecord]:
@@ -142,158 +149,105 @@ def _sides(record: CompareRecord) -> tuple[SideRecord, SideRecord]:
     return record.a, record.b
 
 
-def tables(record: CompareRecord) -> list[Any]:
-    """Return the terminal's tables and lines."""
-    a, b = _sides(record)
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name, align in (("", "left"), ("A", "right"), ("B", "right"), ("change", "left")):
-        table.add_column(name, justify=align)  # type: ignore[arg-type]
-    for row in [*rows(record), *phase_rows(record)]:
-        table.add_row(*map(Text, row))
-    names = Text("\n".join(f"{name}: {one_line(side.label, 160)}" for name, side in (("A", a), ("B", b))))
-    found: list[Any] = [
-        names,
-        table,
-        Text(f"\nlosses: {record.losses.verdict}: {sentence(record.losses.why)}"),
-    ]
-    for gate in record.gates:
-        style = {"failed": "bold red", "passed": "green"}.get(gate.verdict, "")
-        found.append(Text(f"gate on {gate.name}: {gate.verdict}: {sentence(gate.why)}", style=style))
-    return found
-
-
 def compare_html(record: CompareRecord) -> str:
+    return html(compare_page(record))
+
+
+def compare_page(record: CompareRecord, added: Sequence[str] = ()) -> Page:
+    """Return the page. ``added``: lines of the terminal, at the end."""
     a, b = _sides(record)
-    seen = record.step_time
-    failed = record.gate_failed
-    curves = loss_curves(*_loss_curves(a, b))
-    return (
-        environment("report.css")
-        .get_template("compare.html.j2")
-        .render(
-            headline=headline(record),
-            tone="failed"
-            if failed or (seen is not None and seen.low > 0)
-            else "faster"
-            if seen is not None and seen.high < 0
-            else "",
-            a=_described(a),
-            b=_described(b),
-            rows=rows(record),
-            phases=phase_rows(record),
-            dots=pairs_chart(record),
-            pairs=several(len(record.pairs), "pair"),
-            bars=step_bars(_parts(a), _parts(b), ("A", "B")),
-            losses=record.losses,
-            losses_status=LOSS_STATUS.get(record.losses.verdict, "open"),
-            plot=loss_plot(curves, ("A", "B")) if curves is not None else None,
-            gates=[(gate, GATE_STATUS.get(gate.verdict, "other")) for gate in record.gates],
-            notes=[sentence(note) for note in record.notes[:20]],
-            against=one_line(record.against, 80),
-            dateline=[
-                part
-                for part in (
-                    day(record.created),
-                    one_line(record.machine.get("machine", ""), 120),
-                    record.device,
-                    f"{several(b.processes, 'process')} of B",
-                    f"measured in {duration(record.seconds)}",
+    change = record.step_time
+    slower, faster = change is not None and change.low > 0, change is not None and change.high < 0
+    phases = [_phases("A", a), _phases("B", b)]
+    rings = (
+        f"Change of the step time from A to B. Each ring is a pair of fresh processes ({several(len(record.pairs), 'pair')}); the full "
+        f"dot is their mean, the line its {CONFIDENCE:.0%} interval. Left of zero, B is faster."
+    )
+    sections = [
+        Section("", [Table((), [_label(name, side) for name, side in (("A", a), ("B", b))])]),
+        Section(
+            "Gates",
+            [
+                Table(
+                    ("gate", "limit", "result", "explanation"),
+                    [
+                        (
+                            gate.name,
+                            gate.limit,
+                            Cell(gate.verdict, kind=GATE_STATUS.get(gate.verdict, "skipped")),
+                            sentence(gate.why),
+                        )
+                        for gate in record.gates
+                    ],
                 )
-                if part
             ],
-            version=one_line(record.flatout, 40),
-        )
+        ),
+        Section(
+            "A and B", [Table(("", ">A", ">B", "change"), rows(record)), Figure(pairs_plot(record), rings)]
+        ),
+        phase_section("Where the time of a step goes", phases, _changes(record), BOTH),
+        Section(
+            "Losses",
+            [
+                Words(
+                    f"{record.losses.verdict}: {sentence(record.losses.why)}",
+                    "verdict" + LOSS_TONE.get(record.losses.verdict, ""),
+                ),
+                loss_figure(*_loss_curves(a, b), ("A", "B")),
+            ],
+        ),
+        notes(map(sentence, record.notes)),
+        Section("", [Words(line) for line in added], TERMINAL),
+        Section("How it was measured", [Words(AGAINST_A_BASELINE if record.against else IN_PAIRS)], PAGE),
+    ]
+    return Page(
+        "comparison",
+        headline(record),
+        "compare.json",
+        sections,
+        dateline=dateline(
+            record.created,
+            record.machine.get("machine", ""),
+            record.device,
+            f"{several(b.processes, 'process')} of B",
+            f"measured in {duration(record.seconds)}",
+        ),
+        tone="bad" if record.gate_failed or slower else "good" if faster else "",
+        version=record.flatout,
     )
 
 
-def _described(side: SideRecord) -> dict[str, str]:
-    return {
-        "label": one_line(side.label, 120),
-        "command": shell(side.command),
-        "revision": one_line(side.revision, 40),
-    }
+def _label(name: str, side: SideRecord) -> tuple[str, Cell]:
+    command, revision = shell(side.command), one_line(side.revision, 12)
+    about = [command if command != side.label else "", revision if revision not in side.label else ""]
+    return name, Cell(side.label, ", ".join(filter(None, about)))
 
 
 def _loss_curves(a: SideRecord, b: SideRecord) -> tuple[list[list[float]], list[list[float]]]:
-    seeds = [seed for seed in a.losses if seed in b.losses]
-    cut = [min(len(a.losses[seed]), len(b.losses[seed])) for seed in seeds]
-    return (
-        [a.losses[seed][:n] for seed, n in zip(seeds, cut, strict=True)],
-        [b.losses[seed][:n] for seed, n in zip(seeds, cut, strict=True)],
-    )
-
-
-def _parts(side: SideRecord) -> list[PhasePart]:
-    """Return the phases; their lengths are shares of the mean step, so they add up."""
-    step = drawable(side.step_ms) or 0.0
-    return [
-        PhasePart(name, max(0.0, phase.share * step), phase.median_ms, phase.low_ms, phase.high_ms)
-        for name in PHASES
-        if (phase := side.phases.get(name)) is not None and drawable(phase.share) is not None
+    seeds = [(a.losses[seed], b.losses[seed]) for seed in a.losses if seed in b.losses]
+    cut = [min(len(first), len(second)) for first, second in seeds]
+    return [first[:n] for (first, _), n in zip(seeds, cut, strict=True)], [
+        second[:n] for (_, second), n in zip(seeds, cut, strict=True)
     ]
 
 
-def pairs_chart(record: CompareRecord) -> Markup | None:
+def pairs_plot(record: CompareRecord) -> Plot | None:
     """Return a dot per pair of processes, and the mean with its interval below; None without pairs."""
-    seen = record.step_time
+    change = record.step_time
     values = [100 * value for value in map(drawable, record.pairs) if value is not None]
-    if seen is None or not values:
+    if change is None or not values:
         return None
-    ends = [100 * end for end in (seen.low, seen.high) if drawable(end) is not None and abs(end) < 10]
-    reach = max([*map(abs, values), *map(abs, ends), 1.0]) * 1.15
+    low, high = (
+        100 * end if drawable(end) is not None and abs(end) < WIDEST else None
+        for end in (change.low, change.high)
+    )
+    reach = max([*map(abs, values), *(abs(end) for end in (low, high) if end is not None), 1.0]) * 1.15
     x = Scale(-reach, reach)
-    shapes = [
-        element("line", x1=percent(x(tick)), x2=percent(x(tick)), y1=0, y2=DOTS_HEIGHT - 24, class_="grid")
-        for tick in round_ticks(x.low, x.high)
+    dots = [(value, f"pair {number}: {change_text(value / 100)}") for number, value in enumerate(values, 1)]
+    mean = _with_interval(change)
+    rows = [
+        Interval("pairs", 0.0, None, None, "dropped", dots),
+        Interval(f"mean {mean}", 100 * change.value, low, high, "total"),
     ]
-    shapes.append(
-        element("line", x1=percent(x(0)), x2=percent(x(0)), y1=0, y2=DOTS_HEIGHT - 24, class_="unity")
-    )
-    shapes += [
-        element(
-            "circle",
-            title(f"pair {at + 1}: {change_text(value / 100)}"),
-            cx=percent(x(value)),
-            cy=14 + 7 * (at % 3),
-            r=4.5,
-            class_="mark",
-        )
-        for at, value in enumerate(values)
-    ]
-    if len(ends) == 2:
-        shapes.append(
-            element(
-                "line", x1=percent(x(ends[0])), x2=percent(x(ends[1])), y1=54, y2=54, class_="whisker total"
-            )
-        )
-    shapes.append(
-        element(
-            "circle",
-            title(_with_interval(seen)),
-            cx=percent(x(100 * seen.value)),
-            cy=54,
-            r=6.5,
-            class_="mark total",
-        )
-    )
-    shapes += _axis(x)
-    return chart(
-        f"Change of the step time from A to B: {_with_interval(seen)}; each dot is a pair of processes",
-        DOTS_HEIGHT,
-        shapes,
-    )
-
-
-def _axis(x: Scale) -> Sequence[Markup]:
-    return [
-        element(
-            "text",
-            f"{signed(tick, 1 if x.high < 5 else 0)} %",
-            x=percent(x(tick)),
-            y=DOTS_HEIGHT - 6,
-            text_anchor="middle",
-            class_="label soft",
-        )
-        for tick in round_ticks(x.low, x.high)
-        if 0.03 < x(tick) < 0.97
-    ]
+    label = f"Change of the step time from A to B: {mean}; each dot is a pair of processes"
+    return intervals(label, rows, x, number_ticks(x, unit=" %"), 0.0)

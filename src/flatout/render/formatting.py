@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flatout.job.sanitize import harmless
+from flatout.schema import sizes
 from flatout.schema.plan import spell
 
 NOTHING = "–"
@@ -37,6 +38,10 @@ def sentence(value: object, limit: int = TEXT_LIMIT) -> str:
     """Return one line that ends with a full stop. The first letter keeps its case: it may start a name."""
     text = one_line(value, limit)
     return text + ("." if text and text[-1] not in ".!?…:" else "")
+
+
+def capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def drawable(value: object) -> float | None:
@@ -111,14 +116,7 @@ def duration(seconds: object) -> str:
 
 def size(count_bytes: object) -> str:
     number = drawable(count_bytes)
-    if number is None:
-        return NOTHING
-    power = next((p for p in range(4) if abs(number) < 1024 ** (p + 1)), 4)
-    return (
-        f"{number:.0f} bytes"
-        if power == 0
-        else f"{figure(number / 1024**power)} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
-    )
+    return NOTHING if number is None else sizes.size(number)
 
 
 def count(value: object) -> str:

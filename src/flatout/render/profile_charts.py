@@ -1,169 +1,125 @@
-"""Charts of a profile: phases of a step, roofline, memory over a step, memory over all steps.
-
-Pure functions from a record to inline SVG, as in charts.py. Colour is never the only signal: every area and
-every dot has a label or a tooltip.
-"""
+"""Charts of a profile: what-ifs, roofline, memory over a step and over all steps, work beside the steps."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
-from markupsafe import Markup
-
-from flatout.render.charts import LETTER, NARROW, PLOT_HEIGHT, WIDE, forest_axis, forest_row
-from flatout.render.formatting import drawable, interval, is_positive, milliseconds, times
+from flatout.render.formatting import drawable, interval, is_positive, milliseconds, several, size, times
+from flatout.render.page import Figure
+from flatout.render.plot import Interval, Part, Plot, bars, intervals
 from flatout.render.svg import (
     Scale,
-    across,
-    axis_below,
-    axis_beside,
-    chart,
+    byte_ticks,
     decades,
-    element,
-    line_through,
-    percent,
+    number_ticks,
     powers,
     ratio_scale,
-    stretched,
-    title,
-    upright,
+    ratio_ticks,
+    with_room,
 )
-from flatout.schema.profile import Operation, ProfileRecord, WhatIf
-from flatout.schema.records import PHASES
+from flatout.schema.profile import MEMORY_KINDS, MemoryGrowth, MemorySeen, Operation, ProfileRecord, WhatIf
 
 LARGEST_DOT, SMALLEST_DOT = 13.0, 3.5
-MOST_DOTS = 24
+MOST_DOTS, MOST_NUMBERS = 24, 6
+LIMITS = {"compute": "c0", "memory": "c3", "launch": "c4", "unknown": "c6"}
 
 
-def phase_bar(profile: ProfileRecord) -> Markup | None:
-    """Return the step as one stacked bar of phases, by share."""
-    phases = [
-        (name, time) for name, time in profile.phases.items() if drawable(time.share) and time.share > 0
-    ]
-    total = sum(time.share for _, time in phases)
-    if not phases or total <= 0:
-        return None
-    place, shapes = 0.0, []
-    for name, time in phases:
-        width = time.share / total
-        kind = f"phase-{name}" if name in PHASES else "phase-other"
-        share = f"{width:.0%}".replace("%", " %")
-        shapes.append(
-            element(
-                "rect",
-                title(f"{name}: {milliseconds(time.median_ms)}, {share} of the step"),
-                x=percent(place),
-                y=0,
-                width=percent(width),
-                height=40,
-                class_=f"phase {kind}",
-            )
+def what_if_plot(what_ifs: Sequence[WhatIf]) -> Plot | None:
+    """Return a row per measured what-if. A full dot marks a certain gain."""
+    rows = [
+        Interval(
+            f"{what_if.name}  {times(ratio.median)} ({interval(ratio.low, ratio.high)})",
+            ratio.median,
+            ratio.low,
+            ratio.high,
+            "kept" if ratio.certain else "dropped",
         )
-        for screen, pixels, texts in (("narrow", NARROW, (name,)), ("wide", WIDE, (f"{name} {share}", name))):
-            fitting = next((text for text in texts if len(text) * LETTER + 8 <= width * pixels), None)
-            if fitting:
-                shapes.append(
-                    element(
-                        "text",
-                        fitting,
-                        x=percent(place + width / 2),
-                        y=25,
-                        text_anchor="middle",
-                        class_=f"label on-phase on-{kind} {screen}-only",
-                    )
-                )
-        place += width
-    return chart(
-        "Phases of a step: " + ", ".join(f"{name} {milliseconds(time.median_ms)}" for name, time in phases),
-        44,
-        shapes,
-    )
-
-
-@dataclass(frozen=True)
-class WhatIfLine:
-    name: str
-    row: Markup
-    ratio: str
-    interval: str
-
-
-def what_if_lines(what_ifs: Sequence[WhatIf]) -> tuple[list[WhatIfLine], Markup] | None:
-    """Return a row per measured what-if, and the axis below. A full dot marks a certain gain."""
-    drawn = [
-        (w.name, w.ratio)
-        for w in what_ifs
-        if w.ratio is not None
-        and is_positive(w.ratio.median)
-        and is_positive(w.ratio.low)
-        and is_positive(w.ratio.high)
+        for what_if in what_ifs
+        if (ratio := what_if.ratio) is not None
+        and all(map(is_positive, (ratio.median, ratio.low, ratio.high)))
     ]
-    if not drawn:
+    if not rows:
         return None
-    scale = ratio_scale([value for _, ratio in drawn for value in (ratio.median, ratio.low, ratio.high)])
-    lines = [
-        WhatIfLine(
-            name,
-            forest_row(scale, name, ratio.median, ratio.low, ratio.high, ratio.certain, None),
-            times(ratio.median),
-            interval(ratio.low, ratio.high),
-        )
-        for name, ratio in sorted(drawn, key=lambda each: -each[1].median)
-    ]
-    return lines, forest_axis(scale)
+    rows.sort(key=lambda row: -row.value)
+    scale = ratio_scale([v for row in rows for v in (row.value, row.low, row.high) if v is not None])
+    ticks = [(tick, f"{tick:g}x") for tick in ratio_ticks(scale)]
+    return intervals("What-ifs: " + "; ".join(row.text for row in rows), rows, scale, ticks, 1.0)
 
 
-def roofline(profile: ProfileRecord) -> tuple[Markup, Markup, Markup, list[Operation]] | None:
-    """Return the axis of speed, the plot, the axis of intensity, and the operations shown, largest first.
+def roofline(profile: ProfileRecord) -> tuple[Figure, list[Operation]] | None:
+    """Return achieved FLOP/s against FLOPs per byte, and the operations shown, largest first.
 
-    The horizontal axis is FLOPs per byte, the vertical axis achieved FLOP/s. The roof is the measured memory
-    bandwidth, then the measured peak of matrix products.
+    The roof is the measured memory bandwidth, then the measured peak of matrix products.
     """
-    dots = sorted(
-        (o for o in profile.operations if _intensity(o) is not None and _speed(o) is not None),
-        key=lambda o: -o.share,
-    )[:MOST_DOTS]
-    bandwidth = drawable(profile.ceilings.get("memory_bytes_per_s"))
-    peak = max(
-        (
-            value
-            for name, v in profile.ceilings.items()
-            if name.startswith("matmul_") and (value := drawable(v))
-        ),
-        default=None,
-    )
+    dots = [
+        (operation, *place)
+        for operation in sorted(profile.operations, key=lambda operation: -operation.share)
+        if (place := _place(operation)) is not None
+    ][:MOST_DOTS]
     if not dots:
         return None
-    at = [(_intensity(o) or 1.0, _speed(o) or 1.0) for o in dots]
-    xs, ys = [x for x, _ in at], [y for _, y in at]
-    if bandwidth and peak:
-        xs, ys = [*xs, peak / bandwidth * 3], [*ys, peak * 1.4]
-    x, y = decades(xs), decades(ys)
-    shapes = [*(upright(x, t) for t in powers(x)), *(across(y, t) for t in powers(y))]
-    if bandwidth and peak:
-        shapes.append(stretched([element("path", d=_roof(x, y, bandwidth, peak), class_="roof")]))
-    shapes += [_dot(o, x(i), 1 - y(s)) for o, (i, s) in reversed(list(zip(dots, at, strict=True)))]
-    shapes += [
-        element(
-            "text",
-            str(n + 1),
-            x=percent(x(i)),
-            y=percent(1 - y(s)),
-            dx=_radius(o) + 3,
-            dy="0.32em",
-            class_="label soft",
-        )
-        for n, (o, (i, s)) in enumerate(list(zip(dots, at, strict=True))[:6])
-    ]
+    ceilings = {name: value for name, v in profile.ceilings.items() if (value := drawable(v))}
+    bandwidth = ceilings.get("memory_bytes_per_s", 0.0)
+    peak = max((value for name, value in ceilings.items() if name.startswith("matmul_")), default=0.0)
+    roofed = bandwidth > 0 and peak > 0
+    xs, ys = [x for _, x, _ in dots], [y for _, _, y in dots]
+    x = decades([*xs, *([peak / bandwidth * 3] if roofed else [])])
+    y = decades([*ys, *([peak * 1.4] if roofed else [])])
     label = f"Roofline: {len(dots)} operations by FLOPs a byte and FLOPs a second"
-    return (
-        axis_beside(y, [(t, _flops(t)) for t in powers(y)], PLOT_HEIGHT),
-        chart(label, PLOT_HEIGHT, shapes, "chart plot"),
-        axis_below(x, [(t, f"{t:g}") for t in powers(x)]),
-        dots,
+    plot = Plot(
+        label,
+        x,
+        y,
+        [(t, f"{t:g}") for t in powers(x)],
+        [(t, flops(t)) for t in powers(y)],
+        axis="FLOPs a byte",
     )
+    if roofed:
+        corners = sorted({max(x.low, y.low / bandwidth), peak / bandwidth, x.high})
+        plot.line([(i, min(peak, bandwidth * i)) for i in corners if x.low <= i <= x.high], "ink")
+    for number, (operation, i, speed) in reversed(list(enumerate(dots, 1))):
+        tip = (
+            f"{operation.name}: {100 * operation.share:.0f} % of the time, {flops(speed)}{reached(operation)}"
+        )
+        radius = max(SMALLEST_DOT, LARGEST_DOT * math.sqrt(min(1.0, max(0.0, operation.share))))
+        plot.dot(
+            i,
+            speed,
+            LIMITS[_limit(operation)],
+            tip,
+            radius,
+            text=str(number) if number <= MOST_NUMBERS else "",
+        )
+    roof = (
+        "The line is the possible speed: the measured limits of this machine's memory and arithmetic."
+        if roofed
+        else "The possible speed is unknown; to measure it, run `flatout doctor --bench`."
+    )
+    shown = [operation for operation, _, _ in dots]
+    legend = [
+        (kind, "limit not known" if limit == "unknown" else f"{limit}-bound")
+        for limit, kind in LIMITS.items()
+        if limit in map(_limit, shown)
+    ]
+    caption = (
+        f"Each dot is an operation; its size is its share of the time. {roof} The numbers refer to the table."
+    )
+    return Figure(plot, caption, legend), shown
+
+
+def _limit(operation: Operation) -> str:
+    return operation.limit if operation.limit in LIMITS else "unknown"
+
+
+def _place(operation: Operation) -> tuple[float, float] | None:
+    """Return FLOPs a byte and the achieved FLOP/s."""
+    ms = operation.device_ms if operation.device_ms is not None else operation.host_ms
+    values = [drawable(value) for value in (operation.flops, operation.moved_bytes, ms)]
+    if any(value is None or value <= 0 for value in values):
+        return None
+    count, moved, time = (value or 1.0 for value in values)
+    return count / moved, count / time * 1000
 
 
 def reached(operation: Operation) -> str:
@@ -173,38 +129,96 @@ def reached(operation: Operation) -> str:
     )
 
 
-def _dot(operation: Operation, x: float, y: float) -> Markup:
-    said = f"{operation.name}: {100 * operation.share:.0f} % of the time, {_flops(_speed(operation) or 0)}{reached(operation)}"
-    kind = operation.limit if operation.limit in ("compute", "memory", "launch") else "unknown"
-    return element(
-        "circle", title(said), cx=percent(x), cy=percent(y), r=_radius(operation), class_=f"dot dot-{kind}"
+def flops(value: float) -> str:
+    power, name = next(
+        ((p, n) for p, n in ((12, "T"), (9, "G"), (6, "M"), (3, "k")) if value >= 10**p), (0, "")
     )
+    return f"{value / 10**power:.3g} {name}FLOP/s"
 
 
-def _radius(operation: Operation) -> float:
-    return max(SMALLEST_DOT, LARGEST_DOT * math.sqrt(min(1.0, max(0.0, operation.share))))
+def memory_colour(kind: str) -> str:
+    return f"c{MEMORY_KINDS.index(kind)}" if kind in MEMORY_KINDS else "c6"
 
 
-def _intensity(operation: Operation) -> float | None:
-    flops, moved = drawable(operation.flops), drawable(operation.moved_bytes)
-    return flops / moved if flops and moved and flops > 0 and moved > 0 else None
+def peak_figure(memory: MemorySeen) -> Figure:
+    """Return the contents of the peak as one stacked bar."""
+    total = sum(amount for amount in memory.at_peak.values() if amount > 0) or 1
+    shown = {
+        kind: f"{kind}: {size(amount)}, {100 * amount / total:.0f} %"
+        for kind, amount in sorted(memory.at_peak.items(), key=lambda part: -part[1])
+        if amount > 0
+    }
+    parts = [Part(kind, memory.at_peak[kind], memory_colour(kind), tip) for kind, tip in shown.items()]
+    chart = bars("What fills the peak: " + "; ".join(shown.values()), [("", parts)])
+    return Figure(chart, "What fills the peak.", [(memory_colour(kind), tip) for kind, tip in shown.items()])
 
 
-def _speed(operation: Operation) -> float | None:
-    """Return the achieved FLOP/s."""
-    ms = drawable(operation.device_ms if operation.device_ms is not None else operation.host_ms)
-    flops = drawable(operation.flops)
-    return flops / ms * 1000 if flops and ms and ms > 0 and flops > 0 else None
+def memory_plot(memory: MemorySeen) -> Plot | None:
+    """Return the kinds of memory over a step, stacked."""
+    times = [(drawable(point.ms), point.kinds) for point in memory.timeline]
+    line = [
+        (ms, {kind: max(0.0, drawable(amount) or 0.0) for kind, amount in kinds.items()})
+        for ms, kinds in times
+        if ms is not None
+    ]
+    shown = [kind for kind in MEMORY_KINDS if any(kinds.get(kind) for _, kinds in line)]
+    if len(line) < 2 or not shown:
+        return None
+    most = max(sum(kinds.values()) for _, kinds in line)
+    x, y = Scale(line[0][0], line[-1][0]), Scale(0.0, most * 1.05)
+    label = f"Memory over a step: at most {size(most)}"
+    plot = Plot(label, x, y, number_ticks(x, unit=" ms"), byte_ticks(y), axis="of a step", grid=False)
+    below = [0.0] * len(line)
+    for kind in shown:
+        above = [base + kinds.get(kind, 0.0) for base, (_, kinds) in zip(below, line, strict=True)]
+        area = [(ms, low, high) for (ms, _), low, high in zip(line, below, above, strict=True)]
+        tip = f"{kind}: at most {size(max(kinds.get(kind, 0.0) for _, kinds in line))}"
+        plot.area(area, memory_colour(kind), tip)
+        below = above
+    return plot
 
 
-def _roof(x: Scale, y: Scale, bandwidth: float, peak: float) -> str:
-    corners = [max(x.low, y.low / bandwidth), peak / bandwidth, x.high]
-    points = [(i, min(peak, bandwidth * i)) for i in sorted(c for c in corners if x.low <= c <= x.high)]
-    return line_through(points, x, y)
+def growth_plot(leak: MemoryGrowth) -> Plot | None:
+    """Return memory at the same point of each step."""
+    series = [value for v in leak.series if (value := drawable(v)) is not None]
+    if len(series) < 3:
+        return None
+    x, y = Scale(1, len(series)), with_room(series)
+    label = f"Memory at the same point of {len(series)} steps, from {size(series[0])} to {size(series[-1])}"
+    plot = Plot(label, x, y, number_ticks(x), byte_ticks(y), 150, "step")
+    plot.line(
+        [(float(step), value) for step, value in enumerate(series, 1)], "bad" if leak.leaking else "plain"
+    )
+    return plot
 
 
-def _flops(value: float) -> str:
-    for power, name in ((12, "TFLOP/s"), (9, "GFLOP/s"), (6, "MFLOP/s"), (3, "kFLOP/s")):
-        if value >= 10**power:
-            return f"{value / 10**power:.3g} {name}"
-    return f"{value:.3g} FLOP/s"
+def parallel_work(profile: ProfileRecord) -> Iterator[tuple[str, float, str]]:
+    """Yield the work that overlaps with the phases: its name, its ms a step, and a sentence."""
+    for loader in profile.loaders:
+        if loader.workers and loader.fetch_ms and drawable(loader.fetch_ms):
+            ms = loader.fetch_ms / loader.workers
+            hidden = max(0.0, ms - loader.wait_ms)
+            yield (
+                several(loader.workers, "loader worker"),
+                ms,
+                f"{milliseconds(ms)} a step; a batch takes {milliseconds(loader.fetch_ms)}; "
+                f"{milliseconds(loader.wait_ms)} waited for, {milliseconds(hidden)} hidden",
+            )
+    device = {kind: ms for kind, ms in profile.device_ms.items() if ms > 0 and drawable(ms)}
+    busy = profile.step_ms - profile.idle_ms if profile.step_ms and profile.idle_ms is not None else None
+    overlap = max(0.0, sum(device.values()) - busy) if busy is not None else 0.0
+    for kind, ms in device.items():
+        overlapping = (
+            f"; {milliseconds(overlap)} on the device overlap" if overlap and kind == "computing" else ""
+        )
+        yield f"device, {kind}", ms, f"{milliseconds(ms)} a step{overlapping}"
+
+
+def parallel_plot(profile: ProfileRecord) -> Plot | None:
+    """Return a bar for each, on the scale of the mean step."""
+    rows = [
+        (f"{name}: {words}", [Part("", min(ms, profile.mean_step_ms or ms), "c5", words)])
+        for name, ms, words in parallel_work(profile)
+    ]
+    label = "Beside the step: " + ". ".join(name for name, _ in rows)
+    return bars(label, rows, profile.mean_step_ms) if rows else None

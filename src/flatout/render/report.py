@@ -1,26 +1,35 @@
-"""Render a session as one self-contained page (page.py).
-
-Every value is escaped by jinja2's autoescape or by ``svg.element``.
-"""
+"""The page of a session, for the terminal and as HTML."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
-from markupsafe import Markup
-
-from flatout.render import before_after, charts, formatting, machine, ranks_summary, summary
-from flatout.render.curves import loss_curves, remarks
-from flatout.render.frontier import frontier_plot
-from flatout.render.page import environment
-from flatout.render.svg import Scale, ratio_scale
+from flatout.render import formatting, machine, summary
+from flatout.render.formatting import NOTHING, drawable, is_positive, milliseconds, per_second, size, times
+from flatout.render.losses import loss_figure
+from flatout.render.page import (
+    PAGE,
+    TERMINAL,
+    Cell,
+    Figure,
+    Items,
+    Page,
+    PagePart,
+    Section,
+    Table,
+    Words,
+    dateline,
+    html,
+)
+from flatout.render.phases import Side, differences, phase_section
+from flatout.render.plot import Interval, Plot, intervals
+from flatout.render.ranks_summary import ranks_section
+from flatout.render.svg import byte_ticks, number_ticks, ratio_scale, ratio_ticks, with_room
 from flatout.schema.enums import Status
-from flatout.schema.records import PHASES
-from flatout.schema.session import ComparisonRecord, GuardCheck, LeverRecord, NamedRecord, SessionRecord
+from flatout.schema.records import CONFIDENCE
+from flatout.schema.session import LeverRecord, ProgramFigures, SessionOutcome, SessionRecord
 
-MAX_ROWS = 150  # per table; the rest is in session.json
+MOST_DRAWN = 40  # levers
 
 EFFECTS = {
     "exact": "The results stay the same, bit for bit.",
@@ -30,236 +39,342 @@ EFFECTS = {
     "changes_math": "Changes the maths.",
 }
 HOW = {"live": "switched live", "processes": "interleaved processes", "fresh pairs": "fresh pairs"}
+GOOD = (SessionOutcome.FASTER, SessionOutcome.FITS)
+BAD = (SessionOutcome.FAILED, SessionOutcome.CHANGED)
+RATIO_NOTE = (
+    "Trust the ratio with its interval: it comes from interleaved pairs. The other figures are taken over all runs of each program; "
+    "on a noisy machine their quotient differs from the ratio."
+)
 
 
 def report_html(session: SessionRecord) -> str:
     """Return the page. A session that failed or is still running gives a shorter page."""
-    return environment("report.css").get_template("report.html.j2").render(**_context(session))
+    return html(session_page(session))
 
 
-def _context(session: SessionRecord) -> dict[str, Any]:
-    baseline, best = (
-        before_after.parts(session.baseline),
-        before_after.parts(before_after.tuned_side(session)),
-    )
-    ordered = summary.levers_in_order(session)
-    curves = loss_curves(session.guard.plain_losses, session.guard.tuned_losses)
-    rows = before_after.before_after(session)
-    return {
-        "headline": summary.headline(session),
-        "outcome": session.outcome,
-        "message": summary.message(session),
-        "details": summary.details(session),
-        "command": formatting.shell(session.command),
-        "dateline": [part for part in (formatting.day(session.created), machine.device(session)) if part],
-        "rows": rows,
-        "both": before_after.both_sides(rows),
-        "next": summary.next_step(session),
-        "bars": charts.step_bars(baseline, best),
-        "sides": [name for name, shown in (("plain", baseline), ("tuned", best)) if shown],
-        "phases": _phase_rows(baseline, best),
-        "ranks": _ranks(session),
-        "unit": formatting.one_line(session.baseline.unit or "step", 40),
-        "forest": _forest(session, ordered),
-        "frontier": frontier_plot(session),
-        "points": summary.frontier_rows(session),
-        "limit": formatting.size(session.memory_limit_bytes) if session.memory_limit_bytes else "",
-        "levers": [_lever_row(lever) for lever in ordered[:MAX_ROWS]],
-        "more_levers": max(0, len(ordered) - MAX_ROWS),
-        "predictions": summary.predicted_and_measured(session)[:MAX_ROWS],
-        "guard": session.guard,
-        "guard_words": summary.guard_sentence(session.guard),
-        "checks": [_check_row(check) for check in session.guard.checks[:MAX_ROWS]],
-        "plot": charts.loss_plot(curves) if curves else None,
-        "seeds": curves.seeds if curves else 0,
-        "seed": session.guard.seeds[0] if session.guard.seeds else None,
-        "remarks": remarks(session.guard, curves) if curves else [],
-        "named": [_named(each) for each in session.named[:MAX_ROWS]],
-        "payback": summary.payback_sentence(session),
-        "comparisons": [_comparison_row(comparison) for comparison in session.comparisons[:MAX_ROWS]],
-        "more_comparisons": max(0, len(session.comparisons) - MAX_ROWS),
-        "effort": summary.effort(session),
-        "noise": summary.noise(session),
-        "other_programs": summary.other_programs(session),
-        "effects": ", ".join(formatting.one_line(effect, 40).replace("_", " ") for effect in session.effects),
-        "facts": machine.facts(session),
-        "version": formatting.one_line(session.flatout, 40),
-    }
-
-
-def _named(each: NamedRecord) -> dict[str, Any]:
-    curves = loss_curves([each.plain_losses], [each.losses])
-    return {
-        "plan": formatting.one_line(each.plan, 200),
-        "summary": summary.named_sentence(each),
-        "plot": charts.loss_plot(curves) if curves else None,
-    }
-
-
-def _ranks(session: SessionRecord) -> dict[str, Any] | None:
-    found = session.ranks
-    if found is None:
-        return None
-    return {
-        "summary": ranks_summary.summary(session),
-        "bars": ranks_summary.rank_bars(found),
-        "rows": ranks_summary.rows(found),
-        "remarks": ranks_summary.remarks(found),
-    }
-
-
-def _phase_rows(
-    plain: Iterable[before_after.PhasePart], tuned: Iterable[before_after.PhasePart]
-) -> list[dict[str, str]]:
-    """Return one row per phase, with the same number of decimals. Phases that took no time are left out."""
-    before, after = {p.phase: p for p in plain}, {p.phase: p for p in tuned}
-    medians = [p.median_ms for p in (*before.values(), *after.values()) if p.median_ms is not None]
-    decimals = formatting.decimals(max(medians, default=0.0))
-    rows = []
-    for phase in dict.fromkeys([*before, *after]):
-        a, b = before.get(phase), after.get(phase)
-        if not any(part and (part.ms or part.median_ms) for part in (a, b)):
-            continue
-        change = (
-            formatting.signed(b.median_ms - a.median_ms, decimals)
-            if a and b and a.median_ms is not None and b.median_ms is not None
-            else ""
-        )
-        kind = phase if phase in PHASES else "other"
-        rows.append(
-            {
-                "phase": phase,
-                "kind": kind,
-                "plain": _median(a, decimals),
-                "plain_spread": _quartiles(a, decimals),
-                "tuned": _median(b, decimals),
-                "tuned_spread": _quartiles(b, decimals),
-                "change": change,
-            }
-        )
-    return rows
-
-
-def _median(part: before_after.PhasePart | None, decimals: int) -> str:
-    return formatting.NOTHING if part is None or part.median_ms is None else f"{part.median_ms:,.{decimals}f}"
-
-
-def _quartiles(part: before_after.PhasePart | None, decimals: int) -> str:
-    if part is None or part.low_ms is None or part.high_ms is None:
-        return ""
-    return f"{part.low_ms:,.{decimals}f}–{part.high_ms:,.{decimals}f}"
-
-
-@dataclass(frozen=True)
-class ForestLine:
-    name: str
-    row: Markup
-    ratio: str
-    interval: str
-    status: str
-
-
-def _forest(session: SessionRecord, ordered: list[LeverRecord]) -> dict[str, Any] | None:
-    """Return the forest plot of the measured levers, with the whole plan last. None without data."""
-    shown = [lever for lever in ordered if formatting.is_positive(lever.ratio)][:40]
-    total = session.speedup if session.speedup and formatting.is_positive(session.speedup.median) else None
-    if not shown:
-        return None
-    floor = session.noise_floor
-    band = [v for v in (floor.low, floor.high) if formatting.is_positive(v)] if floor else []
-    ratios = (
-        [v for lever in shown for v in (lever.ratio, lever.low, lever.high)]
-        + ([total.median, total.low, total.high] if total else [])
-        + band
-    )
-    scale = ratio_scale([v for v in ratios if v is not None and formatting.is_positive(v)])
-    pair = (band[0], band[1]) if len(band) == 2 else None
-    lines = [_forest_line(scale, lever, pair) for lever in shown]
-    if total:
-        drawn = charts.forest_row(
-            scale,
-            "all together",
-            total.median,
-            formatting.drawable(total.low),
-            formatting.drawable(total.high),
-            True,
-            pair,
-            total=True,
-        )
-        lines.append(
-            ForestLine(
-                "all together",
-                drawn,
-                formatting.times(total.median),
-                formatting.interval(total.low, total.high),
-                "total",
-            )
-        )
-    return {"lines": lines, "axis": charts.forest_axis(scale), "floor": pair is not None}
-
-
-def _forest_line(scale: Scale, lever: LeverRecord, floor: tuple[float, float] | None) -> ForestLine:
-    name, kept = formatting.lever(lever.name, lever.value), lever.status == Status.APPLIED
-    row = charts.forest_row(
-        scale,
-        name,
-        float(lever.ratio or 1),
-        formatting.drawable(lever.low),
-        formatting.drawable(lever.high),
-        kept,
-        floor,
-    )
-    return ForestLine(
-        name,
-        row,
-        formatting.times(lever.ratio),
-        formatting.interval(lever.low, lever.high),
-        formatting.one_line(lever.status, 20),
+def session_page(session: SessionRecord) -> Page:
+    sections = [
+        _before_and_after(session),
+        *ranks_section(session.ranks),
+        _phases(session),
+        _frontier(session),
+        *_levers(session),
+        _predictions(session),
+        _guard(session),
+        _named(session),
+        _closing(session),
+    ]
+    if session.comparisons:
+        sections += [_comparisons(session), _method(session)]
+    sections.append(Section("The machine and the program", [Table((), machine.facts(session))], PAGE))
+    return Page(
+        "tuning report",
+        summary.headline(session),
+        "session.json",
+        sections,
+        summary.message(session),
+        summary.details(session),
+        session.command,
+        dateline(session.created, machine.device(session)),
+        "good" if session.outcome in GOOD else "bad" if session.outcome in BAD else "",
+        summary.next_step(session),
+        session.flatout,
     )
 
 
-def _lever_row(lever: LeverRecord) -> dict[str, str]:
-    measured = (
-        before_after.with_interval(lever.ratio, lever.low, lever.high, lever.n)
-        if formatting.drawable(lever.ratio) is not None
+def _best(session: SessionRecord) -> ProgramFigures:
+    """Return the figures of the best plan. Without one, the record repeats the plain figures."""
+    return ProgramFigures() if session.speedup is None else session.best
+
+
+def _before_and_after(session: SessionRecord) -> Section:
+    plain, best, ratio = session.baseline, _best(session), session.speedup
+    known = ratio is not None and drawable(ratio.median) is not None
+    change = (
+        Cell(times(ratio.median), summary.spread_of(ratio.low, ratio.high, ratio.n))
+        if ratio and known
         else ""
     )
-    return {
-        "name": formatting.one_line(lever.name, 80),
-        "value": "" if lever.value is None else formatting.setting(lever.value),
-        "status": formatting.one_line(lever.status, 20),
-        "ratio": measured,
-        "how": HOW.get(lever.how, formatting.one_line(lever.how, 60))
-        if formatting.drawable(lever.ratio) is not None
+    # A warm-up of exactly zero was not measured: the first step of any program is slower than the rest.
+    warm = [
+        formatting.duration(side.warmup_ms / 1000) if drawable(side.warmup_ms) else NOTHING
+        for side in (plain, best)
+    ]
+    rows: list[tuple[str, str, str, str | Cell]] = [
+        (
+            f"time of a {plain.unit or 'step'}",
+            milliseconds(plain.step_ms),
+            milliseconds(best.step_ms),
+            change,
+        ),
+        ("throughput", per_second(plain.samples_per_s), per_second(best.samples_per_s), ""),
+        (
+            "peak memory of the process",
+            size(plain.peak_memory_bytes),
+            size(best.peak_memory_bytes),
+            _change(plain.peak_memory_bytes, best.peak_memory_bytes),
+        ),
+        ("warm-up", warm[0], warm[1], ""),
+    ]
+    rows = [row for row in rows if row[1:3] != (NOTHING, NOTHING)]
+    if all(row[2] == NOTHING for row in rows):
+        return Section("The program as it is", [Table((), [row[:2] for row in rows])])
+    marked = [(name, before, Cell(after, kind="strong"), change) for name, before, after, change in rows]
+    return Section(
+        "Before and after", [Table(("", ">plain", ">tuned", "change"), marked), Words(RATIO_NOTE, "note")]
+    )
+
+
+def _change(before: object, after: object) -> str:
+    a, b = drawable(before), drawable(after)
+    if not a or b is None:
+        return ""
+    change = round(100 * (b - a) / abs(a))
+    return f"{change:+,d} %".replace("-", "−") if change else "unchanged"
+
+
+def _phases(session: SessionRecord) -> Section:
+    plain, best = session.baseline, _best(session)
+    sides = [
+        Side.read(name, figures.phases, figures.step_ms)
+        for name, figures in (("plain", plain), ("tuned", best))
+    ]
+    changes = {name: f"{formatting.signed(change, 1)} ms" for name, change in differences(*sides)}
+    unit = plain.unit or "step"
+    return phase_section(f"Where the time of a {unit} goes", sides, changes, PAGE, unit)
+
+
+def _frontier(session: SessionRecord) -> Section:
+    rows = []
+    for number, point in enumerate(summary.frontier(session), 1):
+        time, low, high = summary.relative_time(point)
+        inside = f" ({formatting.interval(low, high)})" if low is not None and high is not None else ""
+        became = "chosen" if point.chosen else "fits" if point.fits else "does not fit"
+        rows.append((f"{number}. {point.plan}", size(point.peak_bytes), times(time) + inside, became))
+    limit = f", of {size(session.memory_limit_bytes)}" if session.memory_limit_bytes else ""
+    columns = ("plan", f">peak of the tensors in a step{limit}", "time of a step", "outcome")
+    caption = (
+        "Each dot is a plan: further left takes less memory, further down is faster. A diamond is the chosen plan, a full dot fits, a "
+        "hollow one does not. The numbers refer to the table."
+    )
+    return Section("Time against memory", [Figure(frontier_plot(session), caption), Table(columns, rows)])
+
+
+def frontier_plot(session: SessionRecord) -> Plot | None:
+    """Return time of a step against the peak of its tensors. None with fewer than two points."""
+    points = summary.frontier(session)
+    if len(points) < 2:
+        return None
+    limit = drawable(session.memory_limit_bytes)
+    x = with_room([*(float(point.peak_bytes or 0) for point in points), *([limit] if limit else [])])
+    y = with_room([end for point in points for end in summary.relative_time(point) if end is not None])
+    label = "Time of a step against the peak of its tensors"
+    plot = Plot(label, x, y, byte_ticks(x), number_ticks(y, unit="x"), axis="peak of the tensors in a step")
+    if limit:
+        plot.rule(x=limit, kind="limit", text=f"limit {size(limit)}")
+    for number, point in enumerate(points, 1):
+        time, low, high = summary.relative_time(point)
+        kind = "total" if point.chosen else "kept" if point.fits else "dropped"
+        tip = f"{number}: {point.plan}: {size(point.peak_bytes)}, time {times(time)}"
+        shape = "diamond" if point.chosen else ""
+        plot.dot(point.peak_bytes or 0, time, kind, tip, 5.5, shape, low, high, text=str(number))
+    return plot
+
+
+def _levers(session: SessionRecord) -> list[Section]:
+    """Return the levers for the page, and for the terminal those that were measured or applied."""
+    ordered = summary.levers_in_order(session)
+    used = [lever for lever in ordered if lever.status != Status.SKIPPED]
+    skipped = len(ordered) - len(used)
+    left_out = (
+        f"{formatting.several(skipped, 'lever')} left out; `flatout levers --why` says why" if skipped else ""
+    )
+    columns = ("lever", "outcome", "ratio", "reason")
+    page: list[PagePart] = [
+        Figure(
+            speedups(session, ordered),
+            "Speed-up of each lever with the rest of the plan on: the dot is the ratio, the line its interval. A full dot was kept, a "
+            "hollow one was not. Right of 1x is faster. A grey band shows how much two processes of the plain program may differ.",
+        ),
+        Table(columns, [_lever_row(lever, whole=True) for lever in ordered]),
+    ]
+    return [
+        Section("Speed-up of each lever", page, PAGE),
+        Section("", [Table(columns, [_lever_row(lever) for lever in used]), Words(left_out)], TERMINAL),
+    ]
+
+
+def speedups(session: SessionRecord, levers: Sequence[LeverRecord]) -> Plot | None:
+    """Return the speed-ups of the measured levers, with the whole plan last. None without data."""
+    rows = [
+        _interval(
+            formatting.lever(lever.name, lever.value),
+            "kept" if lever.status == Status.APPLIED else "dropped",
+            lever,
+        )
+        for lever in levers
+        if is_positive(lever.ratio)
+    ][:MOST_DRAWN]
+    if not rows:
+        return None
+    total, floor = session.speedup, session.noise_floor
+    if total and is_positive(total.median):
+        rows.append(
+            _interval("all together", "total", LeverRecord("", None, "", total.median, total.low, total.high))
+        )
+    band = (floor.low, floor.high) if floor and is_positive(floor.low) and is_positive(floor.high) else None
+    ends = [v for row in rows for v in (row.value, row.low, row.high) if v is not None]
+    scale = ratio_scale([*ends, *(band or ())])
+    ticks = [(tick, f"{tick:g}x") for tick in ratio_ticks(scale)]
+    label = "Speed-up of each lever: " + "; ".join(row.text for row in rows)
+    return intervals(label, rows, scale, ticks, 1.0, band)
+
+
+def _interval(name: str, kind: str, lever: LeverRecord) -> Interval:
+    low, high = (
+        float(end) if end is not None and is_positive(end) else None for end in (lever.low, lever.high)
+    )
+    inside = formatting.interval(low, high)
+    return Interval(
+        f"{name}  {times(lever.ratio)}{f' ({inside})' if inside else ''}",
+        float(lever.ratio or 1),
+        low,
+        high,
+        kind,
+    )
+
+
+def _lever_row(lever: LeverRecord, whole: bool = False) -> tuple[str | Cell, ...]:
+    known = drawable(lever.ratio) is not None
+    ratio = summary.with_interval(lever.ratio, lever.low, lever.high, lever.n) if known else ""
+    reason = summary.because(lever)
+    if not whole:
+        return (
+            formatting.lever(lever.name, lever.value),
+            Cell(lever.status, kind=_status(lever)),
+            ratio,
+            reason,
+        )
+    return (
+        Cell(lever.name, "" if lever.value is None else formatting.setting(lever.value), "code"),
+        Cell(lever.status, kind=_status(lever)),
+        Cell(ratio, HOW.get(lever.how, lever.how) if known else ""),
+        Cell(reason, EFFECTS.get(lever.effect, lever.effect) if lever.status != Status.SKIPPED else ""),
+    )
+
+
+def _status(lever: LeverRecord) -> str:
+    return lever.status if lever.status in set(Status) else "skipped"
+
+
+def _predictions(session: SessionRecord) -> Section:
+    note = (
+        "Predicted is the speed-up without the bottleneck, measured in the running program: an upper bound for any lever. Measured is "
+        "the lever alone, against the plain program."
+    )
+    table = Table(("finding", "predicted", "measured", "with"), summary.predicted_and_measured(session))
+    return Section("Predictions of the profile", [table, Words(note, "note")])
+
+
+def _guard(session: SessionRecord) -> Section:
+    guard = session.guard
+    figure = loss_figure(guard.plain_losses, guard.tuned_losses)
+    tones = {"same": " good", "equivalent": " good", "failed": " bad"}
+    rows = [
+        (
+            check.name,
+            Cell("passed", kind="applied") if check.passed else Cell("failed", kind="rejected"),
+            formatting.short(check.value),
+            formatting.short(check.limit),
+            check.why,
+        )
+        for check in guard.checks
+    ]
+    shown = rows or figure is not None or session.outcome in (*GOOD, SessionOutcome.CHANGED)
+    verdict = Words(summary.guard_sentence(guard) if shown else "", "verdict" + tones.get(guard.verdict, ""))
+    table = Table(("check", "result", ">value", ">limit", "explanation"), rows)
+    return Section("Does it still learn the same?", [verdict, figure, table], PAGE)
+
+
+def _named(session: SessionRecord) -> Section:
+    parts: list[Words | Figure | None] = [
+        Words(
+            "These levers change what the model learns, so the tuner never chooses them. Each ran interleaved with the plain program, "
+            "from the same seed and over the same steps.",
+            "note",
+        )
+    ]
+    for named in session.named:
+        parts.append(Words(f"With `{named.plan}`: {summary.named_sentence(named)}"))
+        parts.append(loss_figure([named.plain_losses], [named.losses], ("plain", "with the lever")))
+    return Section("Levers selected by name", parts)
+
+
+def _closing(session: SessionRecord) -> Section:
+    noise = summary.noise(session)
+    rows = (
+        ("guard", summary.guard_sentence(session.guard)),
+        ("pays back", summary.payback_sentence(session)),
+        ("tried", summary.effort(session)),
+        ("more", session.obstacle if session.speedup is not None else ""),
+        ("other programs", summary.other_programs(session)),
+        (
+            "noise floor",
+            f"{noise}: two processes of the plain program may differ by this much" if noise else "",
+        ),
+    )
+    return Section("Summary", [Table((), [row for row in rows if row[1]])])
+
+
+def _comparisons(session: SessionRecord) -> Section:
+    rows = [
+        (
+            Cell(comparison.plan, kind="code"),
+            Cell(comparison.against, kind="code"),
+            HOW.get(comparison.how, comparison.how) + (f", on {comparison.host}" if comparison.host else ""),
+            summary.with_interval(comparison.ratio, comparison.low, comparison.high, comparison.n)
+            if drawable(comparison.ratio) is not None
+            else NOTHING,
+            formatting.duration(comparison.seconds) if drawable(comparison.seconds) else NOTHING,
+            comparison.note,
+        )
+        for comparison in session.comparisons
+    ]
+    return Section(
+        "Comparisons",
+        [
+            Words(f"{summary.effort(session)}, in the order in which they ran."),
+            Table(("plan", "against", "how", "ratio", ">took", "note"), rows),
+        ],
+        PAGE,
+    )
+
+
+def _method(session: SessionRecord) -> Section:
+    effects = ", ".join(effect.replace("_", " ") for effect in session.effects)
+    items = [
+        "All levers together: levers that can be switched while the program runs were switched block by block, several at a time. The "
+        "others were spread over many short processes, which started together and were interleaved. One regression on the time of every "
+        "block separates the speed-up of each lever from process-to-process variation and the drift of the machine. Fresh pairs of "
+        "processes confirmed the plan; their blocks are part of the regression.",
+        "With intervals: the ratio of a lever is its speed-up with the rest of the plan on; its interval has a level of "
+        f"{CONFIDENCE:.0%}.",
+        "With the results guarded: those of the tuned program were compared with those of the plain one, and with the spread of the plain "
+        "program's own reruns."
+        if session.guard.checks
         else "",
-        "reason": summary.because(lever),
-        "effect": EFFECTS.get(lever.effect, formatting.one_line(lever.effect, 60))
-        if lever.status != Status.SKIPPED
+        f"With the allowed effects: only levers with these effects were considered: {effects}."
+        if effects
         else "",
-    }
-
-
-def _check_row(check: GuardCheck) -> dict[str, Any]:
-    return {
-        "name": formatting.one_line(check.name, 120),
-        "passed": bool(check.passed),
-        "value": formatting.short(check.value),
-        "limit": formatting.short(check.limit),
-        "why": formatting.one_line(check.why),
-    }
-
-
-def _comparison_row(comparison: ComparisonRecord) -> dict[str, str]:
-    return {
-        "plan": formatting.one_line(comparison.plan, 200),
-        "against": formatting.one_line(comparison.against, 200),
-        "how": HOW.get(comparison.how, formatting.one_line(comparison.how, 60))
-        + (f", on {formatting.one_line(comparison.host, 200)}" if comparison.host else ""),
-        "ratio": before_after.with_interval(comparison.ratio, comparison.low, comparison.high, comparison.n)
-        if formatting.drawable(comparison.ratio) is not None
-        else formatting.NOTHING,
-        "seconds": formatting.duration(comparison.seconds)
-        if formatting.drawable(comparison.seconds)
-        else formatting.NOTHING,
-        "note": formatting.one_line(comparison.note),
-    }
+    ]
+    return Section(
+        "How it was measured",
+        [
+            Words(
+                "The speed of a computer varies: other programs come and go, and two fresh processes of the same program can differ by a "
+                "tenth for their whole life. So no ratio here compares one run with a later one."
+            ),
+            Items([item for item in items if item]),
+        ],
+        PAGE,
+    )

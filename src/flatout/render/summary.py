@@ -6,9 +6,6 @@ running gives a shorter summary that says so.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from flatout.render.before_after import with_interval
 from flatout.render.formatting import (
     NOTHING,
     count,
@@ -19,7 +16,6 @@ from flatout.render.formatting import (
     legible,
     milliseconds,
     on_device,
-    one_line,
     sentence,
     several,
     shell,
@@ -75,17 +71,6 @@ def relative_time(point: TimeMemoryPoint) -> tuple[float, float | None, float | 
     return 1 / median, low, high
 
 
-def frontier_rows(session: SessionRecord) -> list[tuple[str, str, str, str]]:
-    """Return rows of plan, peak memory, step time relative to the first point, and outcome."""
-    rows = []
-    for point in frontier(session):
-        time, low, high = relative_time(point)
-        inside = f" ({interval(low, high)})" if low is not None and high is not None else ""
-        became = "chosen" if point.chosen else "fits" if point.fits else "does not fit"
-        rows.append((one_line(point.plan, 120), size(point.peak_bytes), times(time) + inside, became))
-    return rows
-
-
 def headline(session: SessionRecord) -> str:
     """Return the verdict in a few words: ``1.31 times as fast, same results``."""
     gain = session.gain
@@ -134,7 +119,7 @@ def levers_in_order(session: SessionRecord) -> list[LeverRecord]:
 def because(lever: LeverRecord) -> str:
     """Return the recorded reason. An applied lever without one gets a comment on its ratio."""
     if lever.reason or lever.status != Status.APPLIED:
-        return one_line(lever.reason)
+        return lever.reason
     low = drawable(lever.low)
     return (
         "measured only as part of the plan"
@@ -150,13 +135,24 @@ def predicted_and_measured(session: SessionRecord) -> list[tuple[str, str, str, 
     rows = sorted(session.predictions, key=lambda p: -(drawable(p.predicted.median) or 0.0))
     return [
         (
-            one_line(p.name, 80).replace("_", " "),
+            p.name.replace("_", " "),
             spelled(p.predicted),
             spelled(p.measured) if p.measured else "not measured",
-            one_line(p.lever, 80),
+            p.lever,
         )
         for p in rows
     ]
+
+
+def with_interval(ratio: object, low: object, high: object, n: object) -> str:
+    """Format a ratio with its interval: ``1.31x (1.28–1.35, n=6)``."""
+    inside = spread_of(low, high, n)
+    return times(ratio) + (f" ({inside})" if inside else "")
+
+
+def spread_of(low: object, high: object, n: object) -> str:
+    pairs = f"n={count(n)}" if drawable(n) else ""
+    return ", ".join(part for part in (interval(low, high), pairs) if part)
 
 
 def spelled(ratio: Ratio) -> str:
@@ -168,16 +164,16 @@ def spelled(ratio: Ratio) -> str:
 LAST = 0.1  # final losses are averaged over this share of the steps that both runs have
 
 
-def named_sentence(each: NamedRecord) -> str:
+def named_sentence(named: NamedRecord) -> str:
     """Return the speed of a plan selected by name, and its final loss next to the plain one."""
-    if each.ratio is None or drawable(each.ratio.median) is None:
-        return sentence(f"not measured: {one_line(each.why_not)}")
-    said = f"{with_interval(each.ratio.median, each.ratio.low, each.ratio.high, each.ratio.n)} as fast"
-    steps = min(len(each.plain_losses), len(each.losses))
+    if named.ratio is None or drawable(named.ratio.median) is None:
+        return sentence(f"not measured: {named.why_not}")
+    said = f"{with_interval(named.ratio.median, named.ratio.low, named.ratio.high, named.ratio.n)} as fast"
+    steps = min(len(named.plain_losses), len(named.losses))
     last = max(1, round(LAST * steps))
     ends = [
         [value for value in map(drawable, losses[steps - last : steps]) if value is not None]
-        for losses in (each.losses, each.plain_losses)
+        for losses in (named.losses, named.plain_losses)
     ]
     if not all(ends):
         return sentence(said)
@@ -186,9 +182,8 @@ def named_sentence(each: NamedRecord) -> str:
 
 
 def guard_sentence(guard: GuardRecord) -> str:
-    words = GUARD_WORDS.get(guard.verdict, one_line(guard.verdict, 60) or GUARD_WORDS["not checked"])
-    why = one_line(guard.why)
-    return f"{words}: {why}" if why else words
+    words = GUARD_WORDS.get(guard.verdict, guard.verdict or GUARD_WORDS["not checked"])
+    return f"{words}: {guard.why}" if guard.why else words
 
 
 def payback_sentence(session: SessionRecord) -> str:
@@ -215,16 +210,10 @@ def payback_sentence(session: SessionRecord) -> str:
     return f"At step {count(steps)}: {cost}."
 
 
-@dataclass(frozen=True)
-class Next:
-    why: str
-    command: str
-
-
-def next_step(session: SessionRecord) -> Next:
-    """Return the next command for the user."""
+def next_step(session: SessionRecord) -> tuple[str, str]:
+    """Return why, and the next command for the user."""
     if not session.command:
-        return Next("", "")
+        return ("", "")
     device = on_device(session.machine)
     command = shell([*device, *session.command])
     ranks = session.ranks
@@ -234,14 +223,15 @@ def next_step(session: SessionRecord) -> Next:
     match session.outcome:
         case SessionOutcome.FASTER | SessionOutcome.FITS:
             named = f"--plan {shell([session.plan_path])} " if session.plan_path else ""
-            return Next("Run the real job under this plan:", f"flatout run {with_ranks}{named}{command}")
+            return ("Run the real job under this plan:", f"flatout run {with_ranks}{named}{command}")
         case SessionOutcome.RUNNING:
-            return Next("Continue; finished measurements are reused:", f"flatout tune {with_ranks}{command}")
+            return ("Continue; finished measurements are reused:", f"flatout tune {with_ranks}{command}")
         case SessionOutcome.FAILED:
-            return Next("Fix the error above, then tune again:", f"flatout tune {with_ranks}{command}")
+            return ("Fix the error above, then tune again:", f"flatout tune {with_ranks}{command}")
         case _:
-            return Next(
-                "Run it as it is:", f"flatout run {with_ranks}{command}" if with_ranks or device else command
+            return (
+                "Run it as it is:",
+                f"flatout run {with_ranks}{command}" if with_ranks or device else command,
             )
 
 
@@ -255,14 +245,14 @@ def effort(session: SessionRecord) -> str:
     if drawable(session.budget_s):
         text += f", of a budget of {duration(session.budget_s)}"
     if session.overrun:
-        text += f"; {one_line(session.overrun)}"
+        text += f"; {session.overrun}"
     return text
 
 
 def other_programs(session: SessionRecord) -> str:
     """Return a warning if other programs used the machine during the session, else ""."""
     return (
-        f"{one_line(session.disturbance)}; on an idle machine another plan may be the fastest"
+        f"{session.disturbance}; on an idle machine another plan may be the fastest"
         if session.disturbance
         else ""
     )

@@ -1,26 +1,26 @@
-"""SVG building blocks of the charts.
+"""Elements of HTML and SVG, the scales of charts, and their ticks.
 
-Horizontal positions are percentages and text keeps its size in pixels, so a chart is readable on any screen.
-Colours come from CSS classes of the page, which support dark mode. SVG paths cannot use percentages:
-curves are drawn in an inner box of UNITS x UNITS that is stretched without stretching the strokes.
+`element` cleans and escapes every text of a page, so nothing else has to.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
-from flatout.render.formatting import legible
+from flatout.render.formatting import legible, size
 
-UNITS = 1000
 ROOM = 0.08  # margin around the outermost values, as a share of the span
+MOST_CHARACTERS = 4000  # of a text
+Ticks = Sequence[tuple[float, str]]  # value and label
 
 
 def element(name: str, *children: str, **attributes: object) -> Markup:
-    """Return one element. Text is escaped unless it is Markup.
+    """Return one element. Text is cleaned and escaped unless it is Markup; None leaves an attribute out.
 
     Underscores in attribute names become hyphens; ``class_`` becomes ``class``.
     """
@@ -29,44 +29,26 @@ def element(name: str, *children: str, **attributes: object) -> Markup:
         for key, value in attributes.items()
         if value is not None
     )
-    inside = Markup("").join(
-        child if isinstance(child, Markup) else escape(legible(child)) for child in children
-    )
-    return Markup("<{0}{1}>{2}</{0}>").format(Markup(name), spelled, inside)
+    return Markup("<{0}{1}>{2}</{0}>").format(Markup(name), spelled, Markup("").join(map(clean, children)))
+
+
+def clean(text: str) -> Markup:
+    """Return a text that is safe in a page. The home folder becomes ``~``: pages are shared."""
+    if isinstance(text, Markup):
+        return text
+    home = os.path.expanduser("~").rstrip("/")
+    shown = legible(text, MOST_CHARACTERS)
+    return escape(shown.replace(f"{home}/", "~/") if home.startswith("/") else shown)
 
 
 def _spelled(value: object) -> str:
-    return (
-        f"{value:.2f}".rstrip("0").rstrip(".")
-        if isinstance(value, float)
-        else legible(value, limit=1_000_000)
-    )  # a path is long
+    if isinstance(value, float):
+        return f"{value:.2f}".rstrip("0").rstrip(".")
+    return legible(value, limit=1_000_000)  # a path is long
 
 
 def percent(fraction: float) -> str:
     return f"{100 * fraction:.2f}".rstrip("0").rstrip(".") + "%"
-
-
-def chart(label: str, height: int, children: Iterable[str], class_: str = "chart") -> Markup:
-    """Return the outer frame of a chart. ``label`` is its text for screen readers."""
-    return element("svg", *children, role="img", aria_label=label, class_=class_, width="100%", height=height)
-
-
-def stretched(children: Iterable[str]) -> Markup:
-    """Return an inner box of UNITS x UNITS that fills the chart."""
-    return element(
-        "svg",
-        *children,
-        viewBox=f"0 0 {UNITS} {UNITS}",
-        preserveAspectRatio="none",
-        width="100%",
-        height="100%",
-    )
-
-
-def title(text: str) -> Markup:
-    """Return a tooltip."""
-    return element("title", text)
 
 
 @dataclass(frozen=True)
@@ -89,23 +71,10 @@ class Scale:
         return min(1.0, max(0.0, place))
 
 
-def corner(x: float, y: float) -> str:
-    """Return a point of a path in a `stretched` box, from positions between 0 and 1."""
-    return f"{UNITS * x:.1f} {UNITS * (1 - y):.1f}"
-
-
-def line_through(points: Iterable[tuple[float, float]], x: Scale, y: Scale) -> str:
-    return "M" + " L".join(corner(x(at), y(value)) for at, value in points)
-
-
-def stretched_line(points: Iterable[tuple[float, float]], x: Scale, y: Scale, kind: str) -> Markup:
-    return stretched([element("path", d=line_through(points, x, y), class_=kind)])
-
-
 def with_room(values: Sequence[float]) -> Scale:
     """Return a scale with a margin around the outermost values."""
     low, high = min(values), max(values)
-    room = ROOM * (high - low) or abs(high) * ROOM or 1.0
+    room = ROOM * 2 * (high / 2 - low / 2) or abs(high) * ROOM or 1.0
     return Scale(low - room, high + room)
 
 
@@ -116,36 +85,22 @@ def ratio_scale(ratios: Sequence[float]) -> Scale:
     return Scale(low / margin, high * margin, logarithmic=True)
 
 
-_RATIO_TICKS = (
-    1,
-    2,
-    0.5,
-    1.5,
-    0.75,
-    1.25,
-    1.1,
-    0.9,
-    4,
-    0.25,
-    10,
-    0.1,
-    100,
-    0.01,
-    3,
-    1.05,
-    0.95,
-    6,
-    20,
-    50,
-    1.02,
-    0.98,
-)
+def decades(values: Sequence[float]) -> Scale:
+    """Return a logarithmic scale over whole powers of ten, so wide that no dot is cut at an edge."""
+    low = 10 ** math.floor(math.log10(min(values) / 1.6))
+    high = 10 ** math.ceil(math.log10(max(values) * 1.6))
+    return Scale(low, high if high > low else 10 * low, logarithmic=True)
+
+
+# fmt: off
+_RATIOS = (1, 2, 0.5, 1.5, 0.75, 1.25, 1.1, 0.9, 4, 0.25, 10, 0.1, 100, 0.01, 3, 1.05, 0.95, 6, 20, 50, 1.02, 0.98)
+# fmt: on
 
 
 def ratio_ticks(scale: Scale, apart: float = 0.12) -> list[float]:
     """Return round ratios for ticks, at least ``apart`` of the width from each other."""
     chosen: list[float] = []
-    for tick in _RATIO_TICKS:
+    for tick in _RATIOS:
         if 0.03 < scale(tick) < 0.97 and all(abs(scale(tick) - scale(other)) >= apart for other in chosen):
             chosen.append(tick)
     return sorted(chosen)
@@ -163,65 +118,24 @@ def round_ticks(low: float, high: float, about: int = 4) -> list[float]:
     return [0.0 if abs(tick) < step / 1e6 else tick for tick in ticks if tick <= high + step * 1e-9] or [low]
 
 
-def decades(values: Sequence[float]) -> Scale:
-    """Return a logarithmic scale over whole powers of ten."""
-    # Extended a little, so that no dot is cut at the edge.
-    low, high = (
-        10 ** math.floor(math.log10(min(values) / 1.6)),
-        10 ** math.ceil(math.log10(max(values) * 1.6)),
-    )
-    return Scale(low, high if high > low else 10 * low, logarithmic=True)
-
-
 def powers(scale: Scale) -> list[float]:
-    first, last = round(math.log10(scale.low)), round(math.log10(scale.high))
+    """Return powers of ten on a logarithmic scale, at most about six."""
+    first, last = math.ceil(math.log10(scale.low) - 1e-9), math.floor(math.log10(scale.high) + 1e-9)
     return [10.0**power for power in range(first, last + 1, max(1, (last - first) // 5))]
 
 
-def across(y: Scale, value: float, kind: str = "grid") -> Markup:
-    """Return a line over the whole width of a plot."""
-    place = percent(1 - y(value))
-    return element("line", x1="0%", x2="100%", y1=place, y2=place, class_=kind)
-
-
-def upright(x: Scale, value: float, kind: str = "grid") -> Markup:
-    """Return a line over the whole height of a plot."""
-    place = percent(x(value))
-    return element("line", x1=place, x2=place, y1="0%", y2="100%", class_=kind)
-
-
-def axis_beside(y: Scale, ticks: Sequence[tuple[float, str]], height: int) -> Markup:
-    """Return the axis left of a plot, with tick labels."""
-    texts = [
-        element(
-            "text", name, x="100%", y=percent(1 - y(t)), dy="0.32em", text_anchor="end", class_="label soft"
-        )
-        for t, name in ticks
+def number_ticks(scale: Scale, about: int = 4, unit: str = "") -> Ticks:
+    """Return round numbers with as many decimals as tell them apart."""
+    ticks = [tick for tick in round_ticks(scale.low, scale.high, about) if 0.01 < scale(tick) < 0.97]
+    digits = next((d for d in range(8) if len({f"{tick:.{d}f}" for tick in ticks}) == len(ticks)), 8)
+    return [
+        (tick, (f"{tick:,.{digits}f}" if abs(tick) < 1e5 else f"{tick:.3g}").replace("-", "−") + unit)
+        for tick in ticks
     ]
-    return element(
-        "svg",
-        *texts,
-        aria_hidden="true",
-        class_="chart levels",
-        width=12 + round(7.5 * max((len(name) for _, name in ticks), default=1)),
-        height=height,
-    )
 
 
-def axis_below(x: Scale, ticks: Sequence[tuple[float, str]]) -> Markup:
-    """Return the axis below a plot, with ticks and labels."""
-    shapes = [
-        element("line", x1=percent(x(t)), x2=percent(x(t)), y1=0, y2=5, class_="axis") for t, _ in ticks
-    ]
-    shapes += [
-        element(
-            "text",
-            name,
-            x=percent(x(t)),
-            y=18,
-            text_anchor="start" if x(t) < 0.04 else "end" if x(t) > 0.96 else "middle",
-            class_="label soft",
-        )
-        for t, name in ticks
-    ]
-    return element("svg", *shapes, aria_hidden="true", class_="chart row", width="100%", height=24)
+def byte_ticks(scale: Scale, about: int = 4) -> Ticks:
+    """Return round amounts of memory."""
+    unit = 1024.0 ** next((power for power in (3, 2, 1) if scale.high >= 1024**power), 0)
+    ticks = (tick * unit for tick in round_ticks(scale.low / unit, scale.high / unit, about))
+    return [(tick, size(tick)) for tick in ticks if 0.01 < scale(tick) < 0.97]

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -27,6 +27,9 @@ from flatout.schema.errors import FlatoutError
 from flatout.schema.facts import Facts, untested
 from flatout.schema.records import ProgramRecord
 from flatout.tune.plan_files import job_folder
+
+if TYPE_CHECKING:
+    from flatout.render.page import Page
 
 
 def measurement_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,25 +117,23 @@ class Measurement:
         ):
             run(progress.stage, save)
 
-    def show(self, record: ProgramRecord, html: str, parts: Iterable[object], as_json: bool) -> None:
-        """Write the page and print ``parts``: texts and tables."""
-        output(record, self._file("html"), html, parts, as_json)
+    def show(self, record: ProgramRecord, page: Page, as_json: bool) -> None:
+        """Write the page and print it."""
+        output(record, self._file("html"), page, as_json)
 
     def _file(self, ending: str) -> Path:
         return self.folder.path / f"{self.name}.{ending}"
 
 
-def output(
-    record: ProgramRecord, page: Path, html: str | None, parts: Iterable[object], as_json: bool
-) -> None:
-    """Write the page, if there is one, and print the record as JSON, or ``parts``: texts and tables."""
-    if html is not None:
-        write_whole(page, html)
+def output(record: ProgramRecord, path: Path, page: Page, as_json: bool) -> None:
+    """Write the page, and print it or the record as JSON."""
+    from flatout.render.page import html
+    from flatout.render.terminal import print_page
+
+    write_whole(path, html(page))
     if as_json:
         print_json(record)
         return
     console = Console()
-    for part in parts:
-        console.print(part, markup=False, highlight=False)
-    if html is not None:
-        console.print(f"chart: {page}", markup=False, highlight=False, soft_wrap=True)
+    print_page(console, page)
+    console.print(f"chart: {path}", markup=False, highlight=False, soft_wrap=True)

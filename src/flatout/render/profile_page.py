@@ -1,0 +1,412 @@
+"""The page of a profile, for the terminal and as HTML: findings first, then the data behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from flatout.render import machine, profile_charts
+from flatout.render.formatting import (
+    capital,
+    count,
+    drawable,
+    figure,
+    milliseconds,
+    on_device,
+    per_second,
+    sentence,
+    several,
+    shell,
+    size,
+    times,
+)
+from flatout.render.page import (
+    PAGE,
+    TERMINAL,
+    Cell,
+    Code,
+    Figure,
+    Page,
+    PagePart,
+    Section,
+    Table,
+    Words,
+    dateline,
+    html,
+    notes,
+)
+from flatout.render.phases import Side, kind_of, phase_figure
+from flatout.render.summary import spelled
+from flatout.schema.findings import Finding, Severity, SourceLocation
+from flatout.schema.profile import LoaderSeen, MemoryGrowth, MemorySeen, Operation, ProfileRecord, SyncRecord
+
+MAX_OPERATIONS = 20
+BOUNDS = {
+    "data": "it waits for data",
+    "python": "Python limits it",
+    "launch": "launch overhead limits it",
+    "copy": "copies to the device limit it",
+    "memory": "memory bandwidth limits it",
+    "compute": "arithmetic limits it",
+    "optimizer": "the optimizer limits it",
+}
+OF_A_PHASE = {"data": "loader", "copy": "copies", "optimizer": "optimizer"}
+
+
+def profile_html(profile: ProfileRecord) -> str:
+    """Return the page. A profile that failed or is still running gives a shorter page."""
+    return html(profile_page(profile))
+
+
+def profile_page(profile: ProfileRecord) -> Page:
+    failed = profile.status == "failed"
+    sections = [
+        _findings(profile),
+        _step(profile),
+        *_beside(profile),
+        _what_ifs(profile),
+        _operations(profile),
+        _synchronisations(profile),
+        _loaders(profile),
+        *([_memory(profile.memory, profile.cwd)] if profile.memory else []),
+        *_growth(profile),
+        _others(profile),
+        notes(map(sentence, profile.notes)),
+        Section("The machine and the program", [Table((), machine.facts(profile))], PAGE),
+    ]
+    return Page(
+        "profile",
+        headline(profile),
+        "profile.json",
+        sections,
+        deck(profile),
+        command=profile.command,
+        dateline=dateline(profile.created, machine.device(profile)),
+        tone="bad" if failed else "",
+        following=next_step(profile),
+        version=profile.flatout,
+    )
+
+
+def headline(profile: ProfileRecord) -> str:
+    if profile.status == "failed":
+        return "The program could not be profiled"
+    if drawable(profile.step_ms) is None:
+        return "Nothing was measured yet"
+    why = BOUNDS.get(profile.bound)
+    return f"A {profile.unit} takes {milliseconds(profile.step_ms)}" + (f": {why}" if why else "")
+
+
+def deck(profile: ProfileRecord) -> str:
+    """Return what limits the step, and the findings, in two sentences."""
+    if profile.status == "failed":
+        return profile.message
+    if drawable(profile.step_ms) is None:
+        return ""
+    why = capital(sentence(profile.bound_why)) + " " if profile.bound_why else ""
+    if not profile.findings:
+        return f"{why}Nothing worth changing by hand. `flatout tune` looks for optimisations that need no code changes."
+    gains = [finding.predicted for finding in profile.findings if finding.predicted]
+    best = max(gains, key=lambda ratio: ratio.median, default=None)
+    gain = f"; the largest could make a {profile.unit} up to {times(best.median)} as fast" if best else ""
+    return f"{why}{several(len(profile.findings), 'finding')}{gain}."
+
+
+def next_step(profile: ProfileRecord) -> tuple[str, str]:
+    if not profile.command:
+        return "", ""
+    command = shell([*on_device(profile.machine), *profile.command])
+    if profile.leak is not None and profile.leak.leaking:
+        return (
+            "Memory grows with every step; profile it over more steps:",
+            f"flatout profile --memory {command}",
+        )
+    return "Find the fastest plan; these findings are tried first:", f"flatout tune {command}"
+
+
+def _findings(profile: ProfileRecord) -> Section:
+    parts: list[PagePart] = []
+    for finding in profile.findings:
+        wrong = " bad" if finding.severity == Severity.WRONG else ""
+        title = f"{capital(finding.name.replace('_', ' '))} ({finding.rule}, {finding.severity})"
+        parts.append(
+            Words(f"{title}: {sentence(finding.said)} {prediction(finding)}".rstrip(), f"verdict{wrong}")
+        )
+        if finding.place:
+            parts.append(Words(f"{place_of(finding.place, profile.cwd)}  `{finding.place.text}`"))
+        parts += [Words(line, "note") for line in finding.evidence[:8]]
+        parts.append(Code(finding.fix.strip("\n")))
+        tried = f"Without editing: `flatout tune` tries {', '.join(finding.levers)}" if finding.levers else ""
+        parts.append(Words("; ".join(filter(None, (tried, finding.how)))))
+    return Section("Findings", parts)
+
+
+def prediction(finding: Finding) -> str:
+    """Return ``up to 1.80x (1.60-2.00) predicted, 1.72x measured``, or "" if both are missing."""
+    predicted = [f"up to {spelled(finding.predicted)} predicted"] if finding.predicted is not None else []
+    return ", ".join(
+        predicted + ([f"{spelled(finding.measured)} measured"] if finding.measured is not None else [])
+    )
+
+
+def place_of(place: SourceLocation | None, cwd: str = "") -> str:
+    """Return the place as text. Paths inside the program's folder are shown relative to it."""
+    if place is None:
+        return ""
+    return replace(place, file=place.file.removeprefix(cwd.rstrip("/") + "/")).sentence()
+
+
+def _step(profile: ProfileRecord) -> Section:
+    """Return the phases with their what-ifs, and what was measured of the whole step."""
+    unit = profile.unit
+    ratios = {what_if.name: what_if.ratio for what_if in profile.what_ifs}
+    side = Side.read("", profile.phases, profile.mean_step_ms)
+    phases = [
+        (
+            Cell(name, kind=kind_of(name)),
+            Cell(milliseconds(time.median_ms), f"{figure(time.low_ms)}–{figure(time.high_ms)}"),
+            f"{100 * time.share:.0f} %",
+            spelled(ratio) if (ratio := ratios.get(OF_A_PHASE.get(name, ""))) else "",
+        )
+        for name, time in side.phases.items()
+        if time.share >= 0.0005 or ratios.get(OF_A_PHASE.get(name, ""))
+    ]
+    overhead = profile.overhead
+    rows = (
+        (unit, milliseconds(profile.step_ms)),
+        ("samples", per_second(profile.samples_per_s)),
+        (
+            "measured",
+            f"{several(profile.steps, 'step')} after {profile.warmup_steps} of warm-up, on {profile.device}",
+        ),
+        ("first step", milliseconds(profile.first_step_ms)),
+        ("FLOPs", _flops(profile)),
+        ("operators a step", _operators(profile)),
+        ("Python outside operators", milliseconds(profile.python_ms)),
+        ("device idle", milliseconds(profile.idle_ms)),
+        (
+            "profiled steps",
+            "" if overhead is None else f"{times(overhead.median)} as long, and excluded from these times",
+        ),
+    )
+    shown = [row for row in rows if profile.steps and row[1] not in ("", "–")]
+    caption = f"Shares of the mean {unit}. The share of a phase is not its possible speed-up, which is measured below."
+    return Section(
+        f"The {unit}",
+        [
+            replace(phase_figure([side], unit), caption=caption),
+            Table(("phase", ">median", ">share", "without it"), phases),
+            Table((), shown),
+        ],
+    )
+
+
+def _flops(profile: ProfileRecord) -> str:
+    if not profile.flops_a_step:
+        return ""
+    share = f", {100 * profile.mfu:.0f} % of the measured peak" if profile.mfu else ""
+    return f"{profile.flops_a_step / 1e9:.2f} GFLOP a step{share}"
+
+
+def _operators(profile: ProfileRecord) -> str:
+    if not profile.operators_a_step:
+        return ""
+    mean = f", {profile.operator_us:.0f} us each" if profile.operator_us else ""
+    return f"{profile.operators_a_step:.0f}{mean}"
+
+
+def _beside(profile: ProfileRecord) -> list[Section]:
+    rows = [(name, words) for name, _, words in profile_charts.parallel_work(profile)]
+    caption = "On the scale of the mean step. This work overlaps with the phases above, and with itself."
+    return [
+        Section("Beside the step", [Figure(profile_charts.parallel_plot(profile), caption)], PAGE),
+        Section("Beside the step", [Table((), rows)], TERMINAL),
+    ]
+
+
+def _what_ifs(profile: ProfileRecord) -> Section:
+    rows = [
+        (
+            what_if.name,
+            f"{spelled(what_if.ratio)} as fast"
+            + (f", {milliseconds(what_if.step_ms)} a step" if what_if.step_ms else "")
+            if what_if.ratio is not None
+            else sentence(f"not measured: {what_if.why_not}"),
+        )
+        for what_if in profile.what_ifs
+    ]
+    caption = (
+        f"Speed of a {profile.unit} without each of these costs. Each was switched off and on alternately inside the running program. The "
+        "ratio is an upper bound for the speed-up from a fix. A full dot is a certain gain."
+    )
+    plot = profile_charts.what_if_plot(profile.what_ifs)
+    return Section("Possible speed-ups", [Figure(plot, caption), Table(("without", "speed"), rows)])
+
+
+def _operations(profile: ProfileRecord) -> Section:
+    roof = profile_charts.roofline(profile)
+    chart, dots = roof or (None, [])
+    others = sorted(
+        (o for o in profile.operations if all(o is not dot for dot in dots)), key=lambda o: -o.share
+    )
+    rows = [
+        (
+            Cell(
+                f"{number}. {operation.name.removeprefix('aten::')}",
+                " ".join([*operation.dtypes[:2], *operation.shapes[:2]]),
+            ),
+            f"{100 * operation.share:.0f} %",
+            figure(operation.device_ms if operation.device_ms is not None else operation.host_ms),
+            figure(operation.calls),
+            Cell(
+                _limit(operation),
+                {True: "Tensor Cores", False: "no Tensor Cores", None: ""}[operation.tensor_cores],
+            ),
+            place_of(operation.place, profile.cwd),
+        )
+        for number, operation in enumerate([*dots, *others][:MAX_OPERATIONS], 1)
+    ]
+    columns = ("operation", ">share", ">ms", ">calls", "limit", "line")
+    return Section("Operations", [chart, Table(columns, rows)])
+
+
+def _limit(operation: Operation) -> str:
+    if operation.limit in ("", "unknown"):
+        return ""
+    return operation.limit + profile_charts.reached(operation)
+
+
+def _synchronisations(profile: ProfileRecord) -> Section:
+    rows = [
+        (
+            Cell(_where(seen.place, profile.cwd), seen.place.text if seen.place else ""),
+            _kind(seen),
+            figure(seen.calls),
+            figure(seen.ms),
+            size(seen.sized_bytes) if seen.sized_bytes else "",
+        )
+        for seen in sorted(profile.synchronisations, key=lambda seen: -seen.ms)
+    ]
+    unit = profile.unit
+    columns = ("line", "synchronisation", f">calls a {unit}", f">ms a {unit}", f">bytes a {unit}")
+    note = "On a GPU each of these can block the program until the device has finished its queued work; on a CPU they cost little."
+    return Section("Device synchronisations", [Table(columns, rows), Words(note, "note")])
+
+
+def _kind(seen: SyncRecord) -> str:
+    return ", ".join(
+        [
+            seen.kind,
+            *([] if seen.pinned is None else ["pinned" if seen.pinned else "pageable"]),
+            *([] if seen.non_blocking is None else ["non-blocking" if seen.non_blocking else "blocking"]),
+        ]
+    )
+
+
+def _where(place: SourceLocation | None, cwd: str) -> str:
+    return place_of(place, cwd) or "outside your files"
+
+
+def _loaders(profile: ProfileRecord) -> Section:
+    rows = [
+        (
+            Cell(_where(loader.place, profile.cwd), loader.dataset),
+            Cell(_settings(loader), _slowest(loader, profile.cwd)),
+            f"{count(loader.made)}, {count(loader.begun)}",
+            figure(loader.wait_ms),
+            figure(loader.fetch_ms),
+        )
+        for loader in profile.loaders
+    ]
+    columns = ("line", "settings", ">created, iterated", f">wait, ms a {profile.unit}", ">fetch, ms a batch")
+    return Section("Loaders", [Table(columns, rows)])
+
+
+def _settings(loader: LoaderSeen) -> str:
+    settings = [
+        f"batches of {count(loader.batch_size)}" if loader.batch_size else "",
+        several(loader.workers, "worker"),
+        "pinned" if loader.pin_memory else "",
+        "kept between epochs" if loader.persistent_workers else "",
+    ]
+    return ", ".join(filter(None, settings))
+
+
+def _slowest(loader: LoaderSeen, cwd: str) -> str:
+    if loader.slow_place is None or not loader.slow_share:
+        return ""
+    return f"{100 * loader.slow_share:.0f} % of the fetching in {place_of(loader.slow_place, cwd)}"
+
+
+def _memory(memory: MemorySeen, cwd: str) -> Section:
+    where = "on the device" if memory.where == "device" else "in host memory"
+    text = [f"The peak of the tensors in a step, {where}, is {size(memory.peak_bytes)}"]
+    if memory.peak_place:
+        text.append(f"reached at {place_of(memory.peak_place, cwd)}")
+    if memory.reserved_bytes:
+        text.append(f"of {size(memory.reserved_bytes)} reserved")
+    if memory.retries:
+        text.append(f"the allocator released memory and retried {memory.retries} times")
+    modules = sorted(memory.by_module.items(), key=lambda module: -module[1])[:12]
+    kinds = sorted(
+        ((kind, most) for kind, most in memory.at_peak.items() if most > 0), key=lambda part: -part[1]
+    )
+    return Section(
+        "Memory",
+        [
+            Words(sentence(", ".join(text))),
+            profile_charts.peak_figure(memory),
+            Figure(
+                profile_charts.memory_plot(memory), "Memory over one step, stacked in the order of its kinds."
+            ),
+            Table(
+                ("at the peak", ">amount"),
+                [(Cell(kind, kind=profile_charts.memory_colour(kind)), size(most)) for kind, most in kinds],
+            ),
+            Table(
+                ("activations of", ">at the peak"),
+                [(Cell(name, kind="code"), size(most)) for name, most in modules],
+            ),
+        ],
+    )
+
+
+def _growth(profile: ProfileRecord) -> Iterator[Section]:
+    for name, leak in (("tensors", profile.leak), ("the process", profile.host_growth)):
+        if leak is None or (leak is profile.host_growth and not leak.leaking):
+            continue
+        tone = "bad" if leak.leaking else "good"
+        figure = Figure(profile_charts.growth_plot(leak), "Memory at the same point of each step.")
+        title = f"Memory of {name} grows" if leak.leaking else "Does memory grow?"
+        yield Section(title, [Words(_leak(leak, profile.unit, profile.cwd), f"verdict {tone}"), figure])
+
+
+def _leak(leak: MemoryGrowth, unit: str, cwd: str) -> str:
+    steps = several(leak.steps or len(leak.series), "step")
+    if not leak.leaking:
+        return f"No: the trend over {steps} is not significant."
+    held = f", held by {leak.holder}" if leak.holder else ""
+    place = f", added at {place_of(leak.place, cwd)}" if leak.place else ""
+    graph = "; it keeps an autograd graph alive" if leak.graph else ""
+    return sentence(
+        f"{size(leak.bytes_a_step)} more after each {unit}, over {steps} (chance {leak.chance:.1g}){held}{place}{graph}"
+    )
+
+
+def _others(profile: ProfileRecord) -> Section:
+    rows: list[tuple[str, str]] = []
+    if profile.gc_calls:
+        text = f"{profile.gc_calls:.2f} collections a step, {milliseconds(profile.gc_ms)} in all; the longest {milliseconds(profile.gc_longest_ms)}"
+        rows.append(("garbage", text))
+    if (seen := profile.compiled) is not None:
+        made = f"{seen.graphs} graphs, {seen.recompiles} recompilations, {seen.breaks} graph breaks"
+        rows.append(("compiled", f"{made}, {milliseconds(seen.ms)} of compiling"))
+        rows += [("", reason) for reason in seen.reasons[:4]]
+    rows += list(_idle(profile))
+    return Section("Also measured", [Table((), rows)])
+
+
+def _idle(profile: ProfileRecord) -> Iterable[tuple[str, str]]:
+    for gap in profile.idle_gaps[:3]:
+        place = f" at {place_of(gap.place, profile.cwd)}" if gap.place else ""
+        yield "device idle", f"{milliseconds(gap.ms)} a step while the host was in {gap.what}{place}"

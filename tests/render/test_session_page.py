@@ -1,0 +1,286 @@
+"""The page of a session: what it says of each outcome, and its words and figures."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from pages import Parsed, limited, session
+from test_pages import shown
+
+from flatout.render import formatting, ranks_summary, summary
+from flatout.render.page import html
+from flatout.render.report import frontier_plot, report_html, session_page
+from flatout.render.svg import Scale, element, ratio_scale, ratio_ticks, round_ticks
+from flatout.schema.enums import Effect
+from flatout.schema.records import PhaseTime, Ratio
+from flatout.schema.session import LeverRecord, Prediction, SessionRecord
+
+
+def page_text(record: SessionRecord) -> str:
+    return Parsed(report_html(record)).text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (formatting.figure(412.6), "413"),
+        (formatting.figure(0.0312), "0.0312"),
+        (formatting.figure(1840.2), "1,840"),
+        (formatting.figure(None), "–"),
+        (formatting.figure(math.nan), "–"),
+        (formatting.figure(True), "–"),
+        (formatting.figure(2.4e-7, 2), "2.4e-07"),
+        (formatting.short(1.0), "1"),
+        (formatting.times(1.3449), "1.34x"),
+        (formatting.times(38.21), "38.2x"),
+        (formatting.interval(1.2, None), ""),
+        (formatting.duration(0.25), "250 ms"),
+        (formatting.duration(9.14), "9.1 s"),
+        (formatting.duration(59.7), "1 min 00 s"),
+        (formatting.duration(3780), "1 h 03 min"),
+        (formatting.size(512), "512 bytes"),
+        (formatting.size(1_463_812_096), "1.36 GiB"),
+        (formatting.size(math.inf), "–"),
+        (formatting.signed(-0.04, 1), "0.0"),
+        (formatting.signed(-41.0, 1), "−41.0"),
+        (formatting.day("2026-11-21T06:26:11+00:00"), "2026-11-21 06:26 UTC"),
+        (formatting.day("yesterday"), "yesterday"),
+        (formatting.several(1, "step"), "1 step"),
+        (formatting.setting(False), "off"),
+        (formatting.legible("a\x1bb\ud800c\u202ed\te"), "a\ufffdb\ufffdc\ufffdd\te"),
+        (formatting.legible("x" * 700)[-2:], " …"),
+        (formatting.shell(["python", "a  b.py"]), "python 'a  b.py'"),
+        (str(element("text", "<b>", class_='a"b', x=1.50)), '<text class="a&#34;b" x="1.5">&lt;b&gt;</text>'),
+    ],
+)
+def test_spelling(text, expected):
+    assert text == expected
+
+
+@pytest.mark.parametrize(
+    ("status", "speedup", "verdict", "expected"),
+    [
+        ("done", Ratio(1.31, 1.28, 1.35, 6), "same", "1.31 times as fast, same results"),
+        ("done", Ratio(1.31, 1.28, 1.35, 6), "not checked", "1.31 times as fast, results not checked"),
+        ("done", Ratio(1.31, 1.28, 1.35, 6), "failed", "1.31 times as fast, but the results changed"),
+        ("done", Ratio(1.04, 0.99, 1.08, 6), "same", "Probably 1.04 times as fast, same results"),
+        ("done", Ratio(1.04, 0.97, 1.11, 6), "same", "No faster plan found: run the program as it is"),
+        (
+            "done",
+            Ratio(math.nan, math.nan, math.nan, 0),
+            "same",
+            "No faster plan found: run the program as it is",
+        ),
+        ("done", None, "not checked", "No faster plan found: run the program as it is"),
+        (
+            "running",
+            Ratio(1.04, 0.99, 1.08, 6),
+            "not checked",
+            "Still tuning: so far probably 1.04 times as fast, results not checked",
+        ),
+        ("failed", None, "not checked", "The tuning failed"),
+    ],
+)
+def test_headline(status, speedup, verdict, expected):
+    record = session()
+    record.status, record.speedup, record.guard.verdict = status, speedup, verdict
+    assert summary.headline(record) == expected
+    if "No faster" in expected or verdict == "failed":
+        record.ranks = None
+        assert "flatout run" not in (text := page_text(record))
+        assert "pays back" not in text
+
+
+@pytest.mark.parametrize(
+    ("steps", "warm", "expected"),
+    [
+        (12, 3120.0, "At step 12: the tuned program warms up for 1.2 s longer, and each step saves 104 ms."),
+        (0, 100.0, "From the first step: the plan needs no extra warm-up, and each step saves 104 ms."),
+        (None, 3120.0, "The step is not known."),
+    ],
+)
+def test_payback(steps, warm, expected):
+    record = session()
+    record.payback_steps, record.best.warmup_ms = steps, warm
+    assert summary.payback_sentence(record) == expected
+
+
+def test_the_page_shows_all_and_the_terminal_what_was_used():
+    record = limited()
+    text, lines = page_text(record), shown(session_page(record))
+    for words in (
+        "Fits into 100 MiB",
+        "flatout run --procs 2 python main.py --lr 0.1",
+        "At step 12",
+        "−4 %",
+        "0.98–1.01",
+    ):
+        assert words in text
+    assert all(lever.name in text and lever.reason in text for lever in record.levers)
+    assert all(comparison.plan in text for comparison in record.comparisons)
+    skipped = [lever for lever in record.levers if lever.status == "skipped"]
+    assert f"{len(skipped)} levers left out; `flatout levers --why` says why" in lines
+    assert not any(lever.reason in line for lever in skipped for line in lines)
+    text = "\n".join(lines)
+    for words in (
+        "malloc=tcmalloc",
+        "1.34x (1.30-1.39, n=6)",
+        "414 samples/s",
+        "-4 %",
+        "does not fit",
+        "1.05x (1.00-1.11)",
+    ):
+        assert words in text
+
+
+def test_each_effect_is_explained():
+    record = session()
+    record.message = "1.34x (1.30-1.39, n=6) as fast, with the same results up to bfloat16 products"
+    for lever, effect in zip(record.levers, Effect, strict=False):
+        lever.effect, lever.status = effect.value, "rejected"
+    text = page_text(record)
+    assert "with the same results up to bfloat16 products" in text
+    for words in (
+        "the same, bit for bit",
+        "in the same number format",
+        "in half precision",
+        "different random draws",
+    ):
+        assert words in text
+
+
+def test_predictions_are_compared_with_measurements():
+    record = session()
+    assert "Predictions of the profile" not in page_text(record)
+    fast, slow = Ratio(1.8, 1.6, 2.0, 9), Ratio(1.2, 1.1, 1.3, 9)
+    record.predictions = [
+        Prediction("FL151", "optimizer_share", slow, "", "fused_optimizer", Ratio(1.15, 1.1, 1.2, 9)),
+        Prediction("FL150", "data_wait", fast),
+    ]
+    text = page_text(record)
+    assert "optimizer share 1.20x (1.10–1.30) 1.15x (1.10–1.20) fused_optimizer" in text
+    assert text.index("data wait 1.80x (1.60–2.00) not measured") < text.index("optimizer share"), (
+        "the largest first"
+    )
+
+
+def test_a_session_that_measured_nothing_claims_nothing():
+    for name in ("failed", "empty"):
+        text = page_text(session(name))
+        assert "How it was measured" not in text
+        assert "still learn the same" not in text
+    record = session("failed")
+    assert (
+        summary.message(record)
+        == "The program fails by itself (exit code 1), before flatout changes anything:"
+    )
+    assert summary.details(record).startswith("Traceback")
+    record.message = "it failed:\n" + "x" * 9000 + "\nValueError: the end"
+    assert len(summary.details(record)) <= summary.MAX_DETAILS
+    assert summary.details(record).endswith("ValueError: the end")
+
+
+def test_stored_phases_are_shown_and_broken_ones_left_out():
+    record = session()
+    record.speedup, record.best = None, record.baseline  # what the tuner writes when nothing won
+    record.baseline.phases = {
+        "data": PhaseTime(40.0, 38.0, 44.0, 0.1),
+        "odd": "a word",
+        "my phase": {"median_ms": 3.0},
+    }
+    text = page_text(record)
+    assert "The program as it is time of a step 413 ms throughput 310 samples/s" in text
+    assert "my phase 3.00 ms" in text
+    assert "odd" not in text
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 241, 2000])
+def test_curves_of_any_length(count):
+    record = session()
+    record.named = []
+    record.guard.plain_losses = [[2.0 + seed + 1 / (i + 1) for i in range(count)] for seed in range(5)]
+    record.guard.tuned_losses = [[2.0 + 1 / (i + 1) for i in range(count)]]
+    text = page_text(record)
+    assert ("The two lines coincide." in text) == (count > 0)
+    assert ("Each point is the mean of 9 losses." in text) == (count == 2000)
+    record.guard.tuned_losses = [[math.nan, math.inf, *record.guard.tuned_losses[0]]]
+    assert ("2 losses of tuned are not finite and not shown." in page_text(record)) == (count > 0)
+
+
+def test_time_against_memory_marks_the_limit_and_the_choice():
+    plot = frontier_plot(limited()).markup()
+    assert [plot.count(f"dot {kind}") for kind in ("total", "kept", "dropped")] == [1, 1, 1]
+    assert "limit 100 MiB" in plot
+    record = limited()
+    record.frontier = record.frontier[:1]
+    assert frontier_plot(record) is None
+
+
+@pytest.mark.parametrize(
+    ("status", "low", "words"),
+    [
+        ("applied", 1.1, "faster with the other levers"),
+        ("applied", 0.98, "probably faster with the other levers"),
+        ("applied", None, "measured only as part of the plan"),
+        ("rejected", 1.1, ""),
+    ],
+)
+def test_why_a_lever_is_applied(status, low, words):
+    reason = summary.because(LeverRecord("tf32", None, status, 1.2, low))
+    assert reason.startswith(words) if words else not reason
+
+
+def test_an_unknown_result_is_no_verdict_and_other_programs_are_named():
+    record = session()
+    assert summary.other_programs(record) == ""
+    record.disturbance = "other processes keep 1.0 of 2 cores busy (python (pid 7))"
+    record.speedup, record.undecided = None, True
+    assert f"{record.disturbance}; on an idle machine another plan may be the fastest" in page_text(record)
+    assert summary.headline(record) == "No verdict is possible now"
+    record.message = "no verdict is possible now: one pair confirms nothing"
+    assert summary.message(record) == "One pair confirms nothing."
+
+
+def test_ranks_compared_with_one_process():
+    ranks = session().ranks
+    text = " ".join(shown(session_page(session())))
+    for words in (
+        "2 ranks are 1.62 times as fast as one process (1.55-1.70): 81 % of 2 times its",
+        "rank 1, node1 14.0 ms 93.0 ms 5.00 ms 32.0",
+        "Each rank contributes 4.50 MiB of gradients to the exchange in each step.",
+        "9.1 ms of a step of 112.0 ms go into waiting",
+    ):
+        assert words in " ".join(text.split()), words
+    balanced = ranks_summary.remarks(replace(ranks, imbalance=""))
+    assert balanced[1] == "The ranks are balanced: none is waited for more than the others."
+    silent = replace(ranks, imbalance="", paces=[], sent_bytes=0.0, why_not="the pace could not be heard")
+    assert ranks_summary.remarks(silent) == ["The pace could not be heard."]
+    for ratio, why_not, words in (
+        (Ratio(0.8, 0.7, 0.9, 3), "", "One process is faster here: run without ranks."),
+        (Ratio(3.1, 2.9, 3.3, 3), "", "Ranks alone cannot explain that"),
+        (None, "one process failed", "2 ranks; one process failed."),
+        (None, "", "2 ranks."),
+    ):
+        assert words in ranks_summary.speed_sentence(replace(ranks, ratio=ratio, why_not=why_not))
+
+
+def test_levers_by_name():
+    first, second = map(summary.named_sentence, session().named)
+    assert (
+        first
+        == "1.31x (1.20–1.40, n=4) as fast; after 10 losses its loss is 1.41, the plain program's is 1.38 (mean of the last 1)."
+    )
+    assert second == "not measured: the program does not survive it."
+    assert "with the lever" in html(session_page(session()))
+
+
+def test_scales_and_ticks():
+    scale = ratio_scale([0.5, 2.0])
+    assert scale(2.0) - scale(1.0) == pytest.approx(scale(1.0) - scale(0.5))
+    assert 1 in ratio_ticks(scale)
+    for low, high in ((0, 1), (-3.2, 7.1), (1e-9, 2e-9), (-1e29, 1e29), (5.0, 5.0), (0, 5e-324)):
+        ticks = round_ticks(low, high)
+        assert 1 <= len(ticks) <= 12
+        assert all(0 <= Scale(low, high)(tick) <= 1 for tick in ticks)
