@@ -43,8 +43,7 @@ import rescue
 from provenance import RESULTS, markdown_table, read_json, read_result, stamp, write_result
 from rescue import END_S, TERMINAL, end, environment, judged, last_line, undisturbed, wait_for
 
-from flatout.checkpoint.journal import BLOCK, HEADER, JournalEntries
-from flatout.checkpoint.resume.value_log import MARK
+from flatout.checkpoint.journal import BLOCK, HEADER, JournalPosition, read_journal
 
 FIRST_SAVE_S, RESUME_POINT_S = 240.0, 420.0
 REFUSED = 10  # exit code
@@ -229,16 +228,15 @@ class Training:
         )
         if not journals:
             return {}
-        entries, size, bytes_ = JournalEntries(), len(HEADER), journals[-1].read_bytes()
-        while size + BLOCK.size <= len(bytes_):
-            length = BLOCK.unpack_from(bytes_, size)[0]
-            payload = bytes_[size + BLOCK.size : size + BLOCK.size + length]
-            if len(payload) < length:
+        end, data = JournalPosition(len(HEADER), 0), journals[-1].read_bytes()
+        while end.bytes + BLOCK.size <= len(data):
+            length, digest = BLOCK.unpack_from(data, end.bytes)
+            if end.bytes + BLOCK.size + length > len(data):
                 break  # incomplete: still being written
-            entries.take_up(payload)
-            size += BLOCK.size + length
-        marks = entries.codes.count(MARK)
-        return {"journal_bytes": size, "synchronisations": len(entries.codes) - marks, "journal_steps": marks}
+            end = JournalPosition(end.bytes + BLOCK.size + length, digest)
+        _, values = read_journal(journals[-1], end)
+        marks = sum(type(value) is dict and set(value) == {"mark"} for value in values)
+        return {"journal_bytes": end.bytes, "synchronisations": len(values) - marks, "journal_steps": marks}
 
 
 def digests_of(folder: Path) -> list[str]:

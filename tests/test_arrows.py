@@ -110,7 +110,6 @@ def may_start_processes(name: str) -> bool:
         "job/interpreter.py",
         "probe/gpus.py",
         "compare/work_trees.py",  # git
-        "checkpoint/resume/session.py",  # replaces its own process
         "integrations/flatout_command.py",  # the flatout command
     )
 

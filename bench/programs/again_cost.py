@@ -87,14 +87,14 @@ def main():
         for reads, each in metadata.items():
             times = []
             value_log.write()
-            before = value_log.journal.place.bytes
+            before = value_log.journal.position.bytes
             for on in (False, True, True, False):
                 switch(on)
-                entries, ended = len(value_log.entries.codes), value_log.steps
+                entries, ended = len(value_log.values), value_log.steps
                 steps(model, optimizer, loader, 3, reads)
                 times.append(round(1e6 * statistics.median(steps(model, optimizer, loader, count, reads)), 2))
                 each["steps"] += value_log.steps - ended
-                each["entries"] += max(0, len(value_log.entries.codes) - entries)
+                each["entries"] += max(0, len(value_log.values) - entries)
             each["rounds"].append(times)
             each["bytes"] += value_log.write().bytes - before
     print(json.dumps(list(metadata.values())))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import json
 import os
 import zlib
 
@@ -11,57 +11,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatout.checkpoint import journal
-from flatout.checkpoint.journal import JournalEntries, JournalPosition, ValueJournal, read_journal
+from flatout.checkpoint.journal import JournalPosition, ValueJournal, read_journal
 from flatout.schema.errors import SaveError, StorageError
 
-LONG = st.integers(-(1 << 63), (1 << 63) - 1)
-FLOATS = st.floats(allow_nan=True)
+VALUES = st.one_of(
+    st.none(), st.integers(), st.floats(allow_nan=False), st.text(max_size=9), st.lists(st.integers())
+)
+ENTRIES = st.lists(st.tuples(st.integers(0, 255), VALUES), max_size=9)
 
 
-@st.composite
-def entries(draw):
-    codes = draw(st.binary(max_size=20))
-    found = JournalEntries(
-        bytearray(codes), bytearray(draw(st.binary(min_size=len(codes), max_size=len(codes))))
-    )
-    found.floats.extend(draw(st.lists(FLOATS, max_size=5)))
-    found.integers.extend(draw(st.lists(LONG, max_size=5)))
-    found.longer.extend(draw(st.lists(st.binary(max_size=40), max_size=4)))
-    return found
+def append(writer, entries):
+    writer.append(bytes(check for check, _ in entries), [json.dumps(value) for _, value in entries])
+    return writer.position
 
 
-def columns(found):
-    return (
-        bytes(found.codes),
-        bytes(found.checks),
-        found.floats.tobytes(),
-        list(found.integers),
-        list(found.longer),
-    )
+def joined(blocks):
+    entries = [entry for block in blocks for entry in block]
+    return bytes(check for check, _ in entries), [value for _, value in entries]
 
 
-def together(blocks):
-    whole = JournalEntries()
-    for block in blocks:
-        whole.take_up(block.to_bytes())
-    return columns(whole)
-
-
-@given(blocks=st.lists(entries(), max_size=4), at=st.integers(0, 4))
+@given(blocks=st.lists(ENTRIES, max_size=4), at=st.integers(0, 4))
 def test_appended_data_is_read_up_to_a_position(tmp_path_factory, blocks, at):
     path = tmp_path_factory.mktemp("journal") / "j"
-    writer, places = ValueJournal(path), []
-    places.append(writer.place)
-    for block in blocks:
-        writer.append(block)
-        places.append(writer.place)
+    writer = ValueJournal(path)
+    positions = [writer.position, *(append(writer, block) for block in blocks)]
     writer.close()
     at = min(at, len(blocks))
-    assert columns(read_journal(path, places[at])) == together(blocks[:at])
-    again = ValueJournal(path, places[at])  # later data is cut off
-    again.append(JournalEntries(bytearray(b"\1"), bytearray(b"\2")))
-    assert bytes(read_journal(path, again.place).codes)[-1:] == b"\1"
-    assert len(read_journal(path, again.place).codes) == sum(len(block.codes) for block in blocks[:at]) + 1
+    assert read_journal(path, positions[at]) == joined(blocks[:at])
+    again = ValueJournal(path, positions[at])  # later data is cut off
+    append(again, [(2, "last")])
+    assert read_journal(path, again.position) == joined([*blocks[:at], [(2, "last")]])
     again.close()
 
 
@@ -70,46 +49,34 @@ def test_a_flipped_bit_is_found(tmp_path_factory, where, bit):
     path = tmp_path_factory.mktemp("journal") / "j"
     writer = ValueJournal(path)
     for number in range(3):
-        block = JournalEntries(bytearray(b"abc"), bytearray(b"xyz"), longer=[b"long" * number])
-        block.floats.extend([1.5, math.inf])
-        writer.append(block)
+        append(writer, [(1, "long" * number), (2, 1.5)])
     writer.close()
     data = bytearray(path.read_bytes())
     data[where % len(data)] ^= 1 << bit
     path.write_bytes(data)
     with pytest.raises(SaveError, match=r"journal|is not"):
-        read_journal(path, writer.place)
+        read_journal(path, writer.position)
 
 
-def test_a_truncated_or_foreign_journal_is_rejected(tmp_path):
-    writer = ValueJournal(tmp_path / "j")
-    writer.append(JournalEntries(bytearray(b"a"), bytearray(b"b")))
-    os.truncate(tmp_path / "j", writer.place.bytes - 1)
-    with pytest.raises(SaveError, match="bytes, and the checkpoint was made at"):
-        read_journal(tmp_path / "j", writer.place)
-    other = ValueJournal(tmp_path / "k")
-    other.append(JournalEntries(bytearray(b"c"), bytearray(b"d")))
+def test_an_invalid_journal_is_rejected(tmp_path, monkeypatch):
+    path = tmp_path / "j"
+    writer = ValueJournal(path)
+    position = append(writer, [(1, 2)])
     with pytest.raises(SaveError, match="another run"):
-        read_journal(tmp_path / "k", JournalPosition(other.place.bytes, other.place.digest ^ 1))
+        read_journal(path, JournalPosition(position.bytes, position.digest ^ 1))
+    os.truncate(path, position.bytes - 1)
+    with pytest.raises(SaveError, match="bytes, and the checkpoint was made at"):
+        read_journal(path, position)
     with pytest.raises(SaveError, match="cannot be read"):
-        read_journal(tmp_path / "none", other.place)
+        read_journal(tmp_path / "none", position)
     with pytest.raises(SaveError, match="position"):
         JournalPosition.from_json({"bytes": "1", "digest": 0})
-
-
-def test_columns_with_a_wrong_length_are_rejected(tmp_path):
-    payload = bytearray(JournalEntries(bytearray(b"a"), bytearray(b"b"), longer=[b"xyz"]).to_bytes())
-    for at in range(0, 16, 4):
-        broken = bytes(payload[:at]) + b"\xff\xff\xff\x7f" + bytes(payload[at + 4 :])
-        path = tmp_path / str(at)
-        digest = zlib.crc32(broken)
-        path.write_bytes(journal.HEADER + journal.BLOCK.pack(len(broken), digest) + broken)
+    for content in (b"no JSON", b"[]", b'["00",[]]', b'["zz",[1]]', b'[["0"],[1]]'):
+        payload = zlib.compress(content)
+        digest = zlib.crc32(payload)
+        path.write_bytes(journal.HEADER + journal.BLOCK.pack(len(payload), digest) + payload)
         with pytest.raises(SaveError, match="corrupt"):
             read_journal(path, JournalPosition(path.stat().st_size, digest))
-
-
-def test_a_journal_has_a_size_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(journal, "MOST_BYTES", 100)
-    writer = ValueJournal(tmp_path / "j")
     with pytest.raises(StorageError, match="would exceed"):
-        writer.append(JournalEntries(longer=[b"x" * 200]))
+        writer.append(b"", [json.dumps(os.urandom(200).hex())])

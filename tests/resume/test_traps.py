@@ -8,7 +8,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from interrupted import TWICE, Programs, live
+from interrupted import COMMAND, TWICE, Programs, live, write
 from mutants import CHECKS
 from traps import TRAPS
 
@@ -17,8 +17,9 @@ GOES_ON = (
     "values_steer",
     "clock_steers",
     "best_file_moved_into_place",
+    "last_three_files",
     "persistent_workers",
-    "data_set_counts",
+    "iterable_data_set_with_workers",
     "tensor_of_losses",
     "hard_samples_by_a_mask",
     "batches_fetched_ahead",
@@ -26,10 +27,14 @@ GOES_ON = (
     "loaded_again_in_an_enumerate",
     "gradients_detached_in_place",
 )
-REFUSED = {  # program -> part of its error, from one check each
+REFUSED = {  # program -> part of its error
     "other_place_before_the_save": "takes another path than in the first run",
     "reads_less_before_the_save": "has not read 1 of the values",
     "process_number_kept": "variables differ from the first run: `number` is",
+    "data_set_counts": "variables differ from the first run: `mine.calls` is",
+    "random_in_turns_in_a_cycle": "both the script and its skipped data loading draw from python",
+    "rows_of_an_order_that_only_a_loop_has": "no variable leads to",
+    "sequences_packed": "packed sequences (pack_padded_sequence) cannot be replayed",
     "mask_made_meanwhile": "tensors are missing or new: `mask`",
     "large_table_through_data": "`table` had other values than in the first run",
     "teacher_in_a_generator_in_a_zip": "no variable leads to",
@@ -38,6 +43,8 @@ REFUSED = {  # program -> part of its error, from one check each
     "loader_in_a_cycle": "needs a tensor that the checkpoint does not hold",
     "hidden_state_with_its_graph": "a backward pass goes through `state`",
     "numbers_change_meanwhile": "has changed since the script read it",
+    "best_is_loaded_back_from_its_file": "loads best.pt, which it saved before the checkpoint",
+    "best_read_after_the_checkpoint": "reads best.txt, which it wrote after the checkpoint",
     "helper_changes_meanwhile": "helper.py has changed",
     "server_answers_otherwise": "over the network",
     "rows_in_a_database": "it uses an SQLite database",
@@ -75,15 +82,16 @@ def test_a_program_that_resumes_by_itself_is_left_alone(programs, tmp_path):
     assert found.verdict == "unkilled", found.why  # no checkpoint is due that a kill could follow
 
 
-@pytest.mark.full
 @pytest.mark.processes
-def test_again_with_its_data_read(programs, tmp_path):
-    """Its data set and its loop share one random generator.
-
-    It runs in its own process: the others are forked from one that has torch already.
-    """
-    found = live(programs, tmp_path, TRAPS["random_in_turns_not_kept"].in_a_process_of_its_own)
-    assert (found.verdict, found.after) == ("right", 10), found.why
+def test_a_rank_is_not_recorded(programs, tmp_path):
+    work = tmp_path / "work"
+    write(work, TRAPS["accumulator_made_before"])
+    done = programs(work, ["flatout", *COMMAND], {"WORLD_SIZE": "2", "RANK": "0"}, False)
+    assert done.code == 0, done.err
+    assert "cannot be resumed exactly: it runs as several ranks" in done.err
+    assert "`flatout rescue --to DIR` exports them" in done.err
+    assert list(work.glob(".flatout/*/rescue/step-*"))
+    assert not list(work.glob(".flatout/*/rescue/journal-*"))
 
 
 @pytest.mark.sampled(1)

@@ -54,9 +54,9 @@ def go(value_log, way, hand_over):
     return found
 
 
-def played(path, place, events):
+def played(path, position, events):
     value_log = ValueLog(refuse, print)
-    value_log.play(read_journal(path, place), events + 1)
+    value_log.play(read_journal(path, position), events + 1)
     return value_log
 
 
@@ -93,8 +93,8 @@ def test_a_different_event_is_detected_at_the_end_of_the_step(tmp_path_factory, 
 
 
 def test_extra_or_missing_values_are_detected(tmp_path):
-    place, events = recorded(tmp_path / "j", [("value", 1.0), ("value", 2.0)])
-    value_log = played(tmp_path / "j", place, events)
+    position, events = recorded(tmp_path / "j", [("value", 1.0), ("value", 2.0)])
+    value_log = played(tmp_path / "j", position, events)
     assert value_log.take(0) == 1.0
     with pytest.raises(Refused, match="has not read 1 of the values"):
         value_log.end()
@@ -107,12 +107,14 @@ def test_exceptions_and_large_values(tmp_path):
     value_log = ValueLog(refuse, print)
     value_log.record(ValueJournal(tmp_path / "j"))
     value_log.put(ValueError("of two"), 1)
-    value_log.put(numpy.zeros(1 << 20), 2)
+    value_log.put(numpy.random.default_rng(0).random(1 << 20), 2)
+    value_log.put([1.0] * 100, 2, comes_again=True)
     value_log.put(math.nan, 3)
     value_log = played(tmp_path / "j", value_log.write(), 0)
     error = value_log.take(1)
     assert type(error) is ValueError
     assert str(error) == "of two"
+    assert isinstance(value_log.take(2), LargeValue)
     assert isinstance(value_log.take(2), LargeValue)
     assert math.isnan(value_log.take(3))
 
@@ -125,6 +127,6 @@ def test_other_threads_and_flatout_itself_are_not_recorded(tmp_path):
     thread = Thread(target=lambda: observed.append(value_log.observes))
     thread.start()
     thread.join()
-    value_log.deaf += 1
+    value_log.paused += 1
     assert observed == [False]
     assert not value_log.observes

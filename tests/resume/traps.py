@@ -99,27 +99,6 @@ trap(
 """,
 )
 trap(
-    "accumulator_made_inside",
-    """
-    total = None
-    for step in range(STEPS):
-        loss = train(batch(step)).detach()
-        total = loss if total is None else total + loss
-    end(total)
-""",
-)
-trap(
-    "list_of_losses",
-    """
-    losses, graph = [], []
-    for step in range(STEPS):
-        loss = train(batch(step))
-        losses.append(loss.detach())
-        graph.append(loss)
-    end(torch.stack(losses), torch.stack(graph), sum(losses))
-""",
-)
-trap(
     "row_of_a_tensor",
     """
     table, view = torch.zeros(STEPS, 8), torch.zeros(STEPS)
@@ -163,20 +142,6 @@ trap(
 """,
 )
 trap(
-    "hidden_state_detached",
-    """
-    model = nn.GRUCell(6, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = torch.zeros(8, 1)
-    for step in range(STEPS):
-        state = model(batch(step), state.detach())
-        optimizer.zero_grad()
-        (state - 0.3).square().mean().backward()
-        optimizer.step()
-    end(state)
-""",
-)
-trap(
     "hidden_state_with_its_graph",
     """
     drift = nn.Parameter(torch.zeros(1))
@@ -217,18 +182,6 @@ trap(
         last.append(out * 2)
         by_step[f"at {step}"] = out * 3
     end(torch.stack(rows), torch.stack(tuple(last)))
-""",
-)
-trap(
-    "queue_of_tensors",
-    """
-    import queue
-    waiting = queue.Queue()
-    for step in range(STEPS):
-        x = batch(step)
-        train(x + (waiting.get() if waiting.qsize() > 3 else 0))
-        waiting.put(model[0](x).detach()[:, :6] * 0.1)
-    end(torch.stack([waiting.get() for _ in range(waiting.qsize())]))
 """,
 )
 trap(
@@ -334,24 +287,7 @@ trap(
     "random_in_turns_with_the_data_set",
     DRAWS.format(inside="random.random()", loop="scale.append(random.random()); train(x * scale[-1])"),
 )
-trap("random_in_turns_not_kept", DRAWS.format(inside="random.random()", loop="train(x * random.random())"))
-trap(
-    "numpy_in_turns_with_the_data_set",
-    DRAWS.format(
-        inside="numpy.random.rand()", loop="scale.append(numpy.random.rand()); train(x * scale[-1])"
-    ),
-)
 trap("data_set_draws_alone", DRAWS.format(inside="random.random() + numpy.random.rand()", loop="train(x)"))
-trap(
-    "one_generator_for_both",
-    "    own = random.Random(5)\n" + DRAWS.format(inside="own.random()", loop="train(x * own.random())"),
-)
-trap(
-    "torch_draws_in_the_data_set",
-    DRAWS.format(
-        inside="torch.rand(()).item()", loop="scale.append(torch.rand(()).item()); train(x * scale[-1])"
-    ),
-)
 trap(
     "own_generators",
     """
@@ -377,17 +313,6 @@ trap(
         train(data[step * 8 % 48:][:8] + own.random() + of_numpy.random())
     print("end", digest(data), flush=True)
 """,
-    itself=True,
-)
-trap(
-    "drawn_before_torch",
-    """
-    print("began", chosen, flush=True)
-    for step in range(STEPS):
-        train(batch(step) * chosen)
-    print("end", chosen, flush=True)
-""",
-    before="import random\nchosen = random.random()\n",
     itself=True,
 )
 
@@ -425,12 +350,6 @@ trap(
     before="from time import perf_counter as now\n",
 )
 trap(
-    "clock_by_its_own_name_not_kept",
-    STEERED.format(start="0", steer="ways.append(1 if int(now() * 1000) % 3 else 0)"),
-    itself=True,
-    before="from time import perf_counter as now\n",
-)
-trap(
     "datetime_steers",
     STEERED.format(
         start="datetime.now()",
@@ -440,7 +359,6 @@ trap(
     itself=True,
     before="from datetime import datetime, timedelta\n",
 )
-trap("urandom_steers", STEERED.format(start="0", steer="ways.append(os.urandom(1)[0] & 1)"), itself=True)
 trap(
     "folder_named_by_the_hour",
     """
@@ -455,18 +373,6 @@ trap(
 """,
 )
 trap(
-    "uuid_kept",
-    """
-    import uuid
-    name = uuid.uuid4()
-    print("began", name, flush=True)
-    for step in range(STEPS):
-        train(batch(step))
-    print("end", name, flush=True)
-""",
-    itself=True,
-)
-trap(
     "process_number_kept",
     """
     number = os.getpid()
@@ -475,20 +381,6 @@ trap(
         train(batch(step))
     print("end", number, flush=True)
 """,
-    itself=True,
-)
-trap(
-    "file_changes_meanwhile",
-    """
-    factors = []
-    for step in range(STEPS):
-        factors.append(float(open("factor.txt").read()))
-        train(batch(step) * factors[-1])
-        print("step", step, factors[-1], flush=True)
-    print("end consistent", True, digest(factors), flush=True)
-""",
-    files={"factor.txt": "1.0"},
-    between={"factor.txt": "0.5"},
     itself=True,
 )
 trap(
@@ -501,18 +393,6 @@ trap(
         with open("count.json", "w") as file:
             json.dump([count + 1, loss.item()], file)
     end(open("count.json").read())
-""",
-)
-trap(
-    "tensor_written_and_read_back",
-    """
-    torch.save(torch.zeros(6), "mean.pt")
-    for step in range(STEPS):
-        mean = torch.load("mean.pt")
-        x = batch(step)
-        train(x - mean)
-        torch.save(mean * 0.9 + model[0].weight.detach().mean(0), "mean.pt")
-    end(torch.load("mean.pt"))
 """,
 )
 trap(
@@ -540,7 +420,6 @@ BEST = """
         {also}
     end(*torch.load("best.pt", weights_only=False).values(), step)
 """
-trap("best_file", BEST.format(save="torch.save(model.state_dict(), 'best.pt')", also=""))
 trap(
     "best_file_moved_into_place",
     BEST.format(save="torch.save(model.state_dict(), 'new.pt'); os.replace('new.pt', 'best.pt')", also=""),
@@ -556,15 +435,6 @@ trap(
     "best_file_pickled",
     BEST.format(save="pickle.dump(model.state_dict(), open('best.pickle', 'wb'))", also="").replace(
         'torch.load("best.pt", weights_only=False)', 'pickle.load(open("best.pickle", "rb"))'
-    ),
-)
-trap(
-    "best_file_of_numpy",
-    BEST.format(
-        save="numpy.savez('best.npz', **{k: v.numpy() for k, v in model.state_dict().items()})", also=""
-    ).replace(
-        '*torch.load("best.pt", weights_only=False).values()',
-        '*map(torch.from_numpy, numpy.load("best.npz").values())',
     ),
 )
 trap(
@@ -617,12 +487,6 @@ trap(
     ),
 )
 trap(
-    "log_opened_to_append",
-    LOG.format(
-        begin="log = open('log.txt', 'a')", write="log.write(f'{step} {loss}\\n')", close="log.close()"
-    ),
-)
-trap(
     "log_appended_each_step",
     LOG.format(begin="pass", write="print(step, loss, file=open('log.txt', 'a'))", close="pass"),
 )
@@ -634,44 +498,9 @@ trap(
         close="pass",
     ),
 )
-trap(
-    "file_read_each_step_and_sometimes_written_anew",
-    """
-    for step in range(STEPS):
-        if step > 1:
-            with open("last.txt") as file:
-                optimizer.param_groups[0]["lr"] *= 1 + 0.001 * float(file.read())
-        loss = train(batch(step)).item()
-        if step % 4 == 1:
-            with open("last.txt", "w") as file:
-                file.write(f"{loss:.4f}")
-    end()
-""",
-)
-trap(
-    "folder_must_be_new",
-    """
-    os.mkdir("out")
-    for step in range(STEPS):
-        train(batch(step))
-    end()
-""",
-)
 
 # -- control flow ------------------------------------------------------------------------------------------------------------------
 
-trap(
-    "early_stopping",
-    """
-    best, patience = float("inf"), 0
-    for step in range(200):
-        loss = train(batch(step), noise=0.02 * step).item()
-        best, patience = (loss, 0) if loss < best else (best, patience + 1)
-        if patience > 12:
-            break
-    end(step, best, patience)
-""",
-)
 trap(
     "rate_by_metric",
     """
@@ -725,17 +554,6 @@ trap(
         train(x)
         widths.append(functional.one_hot(model[0](x).argmax(1)).shape[1])
     end(widths)
-""",
-)
-trap(
-    "a_value_in_a_tensor",
-    """
-    found = 0
-    for step in range(STEPS):
-        x = batch(step)
-        train(x)
-        found += 2 in model[0](x).argmax(1)
-    end(found)
 """,
 )
 trap(
@@ -799,38 +617,6 @@ trap(
 """,
 )
 trap(
-    "gradient_hook_counts_unseen",
-    """
-    import itertools
-    count = itertools.count()
-    model[0].weight.register_hook(lambda gradient: gradient * 0.9 ** next(count))
-    for step in range(STEPS):
-        train(batch(step))
-    end(next(count))
-""",
-)
-trap(
-    "gradient_hook_collects_into_an_array",
-    """
-    import array
-    norms = array.array("d")
-    model[0].weight.register_hook(lambda gradient: norms.append(gradient.norm().item()))
-    for step in range(STEPS):
-        train(batch(step))
-    end(list(norms))
-""",
-)
-trap(
-    "backward_hook_of_a_module",
-    """
-    norms = []
-    model[0].register_full_backward_hook(lambda module, given, got: norms.append(got[0].norm()))
-    for step in range(STEPS):
-        train(batch(step))
-    end(torch.stack(norms))
-""",
-)
-trap(
     "gradient_hook_clamps",
     """
     for weight in model.parameters():
@@ -854,16 +640,6 @@ trap(
         x = batch(step)
         (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
     end()
-""",
-)
-trap(
-    "hook_after_the_optimizer",
-    """
-    counted = []
-    optimizer.register_step_post_hook(lambda *args: counted.append(len(counted)))
-    for step in range(STEPS):
-        train(batch(step))
-    end(counted)
 """,
 )
 OWN_FUNCTION = """
@@ -918,20 +694,6 @@ trap(
 """,
 )
 trap(
-    "two_optimizers",
-    """
-    other = nn.Linear(8, 1)
-    second = torch.optim.Adam(other.parameters(), lr=0.01)
-    for step in range(STEPS):
-        x = batch(step)
-        loss = train(x)
-        second.zero_grad()
-        (other(model[0](x).detach()) - loss.detach()).square().mean().backward()
-        second.step()
-    end(*other.parameters())
-""",
-)
-trap(
     "optimizer_made_again",
     """
     for epoch in range(6):
@@ -971,7 +733,6 @@ SCALED = """
         scaler.update()
     end(scaler.get_scale())
 """
-trap("scaler_that_is_off", SCALED.format(enabled=False))
 trap("scaler", SCALED.format(enabled=True))
 trap(
     "sparse_gradients",
@@ -1098,17 +859,6 @@ trap(
     end(table, as_tensor, float(as_numpy.sum()), float(other.sum()))
 """,
 )
-trap(
-    "numpy_looks_at_what_is_trained",
-    """
-    total = torch.zeros(6)
-    seen = total.numpy()
-    for step in range(STEPS):
-        train(batch(step))
-        total += model[0].weight.detach().sum(0)
-    end(total, float(seen.sum()))
-""",
-)
 
 # -- Python ---------------------------------------------------------------------------------------------------------------------
 
@@ -1144,21 +894,6 @@ trap(
         thread.start()
         thread.join()
     end(total, means)
-""",
-)
-trap(
-    "cache_of_values",
-    """
-    from functools import lru_cache
-    calls = []
-    @lru_cache(maxsize=4)
-    def table(value):
-        calls.append(value)
-        return torch.full((6,), value)
-    for step in range(STEPS):
-        loss = train(batch(step) + table(round(step % 5 / 10, 1)))
-        table(round(loss.item(), 1))
-    end(calls)
 """,
 )
 trap(
@@ -1313,20 +1048,6 @@ trap(
     ),
 )
 trap(
-    "weighted_sampler_of_many",
-    """
-    many = torch.randn(20_000, 6)
-    model.append(nn.Dropout(0.1))
-    sampler = torch.utils.data.WeightedRandomSampler(torch.rand(20_000), 20_000)
-    for epoch in range(3):
-        for step, x in enumerate(torch.utils.data.DataLoader(many, 8, sampler=sampler)):
-            train(x)
-            if step == 7:
-                break
-    end()
-""",
-)
-trap(
     "sampler_that_draws_as_it_goes",
     """
     class Own(torch.utils.data.Sampler):
@@ -1379,31 +1100,6 @@ trap(
 
 # -- state that is easy to overlook ------------------------------------------------------------------------------------------------
 
-trap(
-    "queue_of_noise",
-    """
-    import queue
-    model.append(nn.Dropout(0.3))
-    waiting = queue.Queue()
-    for step in range(STEPS):
-        waiting.put(torch.randn(8, 6))
-        train(batch(step) + (waiting.get() if waiting.qsize() > 4 else 0))
-    end(torch.stack([waiting.get() for _ in range(waiting.qsize())]))
-""",
-)
-trap(
-    "cache_of_noise",
-    """
-    from functools import lru_cache
-    model.append(nn.Dropout(0.3))
-    @lru_cache(maxsize=None)
-    def turned(epoch):
-        return torch.randn(6, 6)
-    for step in range(STEPS):
-        train(batch(step) @ turned(step // 8))
-    end(turned(0), turned(1))
-""",
-)
 trap(
     "mean_of_weights_in_a_cache",
     """
@@ -1535,17 +1231,6 @@ trap(
 """,
 )
 trap(
-    "bytes_in_a_buffer",
-    """
-    import io
-    buffer = io.BytesIO()
-    model[0].weight.register_hook(lambda gradient: buffer.write(gradient.numpy().tobytes()) and None)
-    for step in range(STEPS):
-        train(batch(step))
-    end(digest(buffer.getvalue()), len(buffer.getvalue()))
-""",
-)
-trap(
     "data_set_keeps_what_it_read",
     """
     class Keeps(torch.utils.data.Dataset):
@@ -1563,54 +1248,6 @@ trap(
             train(x)
     end(list(mine.kept), torch.stack(list(mine.kept.values())))
 """,
-)
-trap(
-    "data_set_counts_in_a_large_table",
-    """
-    class Counts(torch.utils.data.Dataset):
-        def __init__(self):
-            self.counts = {at: 0 for at in range(5000)}
-        def __len__(self):
-            return 48
-        def __getitem__(self, at):
-            self.counts[at] += 1
-            return data[at] / self.counts[at]
-    mine = Counts()
-    for epoch in range(4):
-        for x in torch.utils.data.DataLoader(mine, 8, shuffle=True):
-            train(x)
-    end(digest(mine.counts))
-""",
-)
-trap(
-    "data_set_counts_unseen",
-    """
-    import itertools
-    class Counts(torch.utils.data.Dataset):
-        def __init__(self):
-            self.count = itertools.count()
-        def __len__(self):
-            return 48
-        def __getitem__(self, at):
-            return data[at] + 0.01 * next(self.count)
-    mine = Counts()
-    for epoch in range(4):
-        for x in torch.utils.data.DataLoader(mine, 8, shuffle=True):
-            train(x)
-    end(next(mine.count))
-""",
-)
-trap(
-    "hour_kept",
-    """
-    began = datetime.now()
-    print("began", began, flush=True)
-    for step in range(STEPS):
-        train(batch(step))
-    print("end", began, flush=True)
-""",
-    itself=True,
-    before="from datetime import datetime\n",
 )
 
 # -- one for each check, detected by no other -------------------------------------------------------------------------------------
@@ -1672,7 +1309,6 @@ trap(
     ),
     itself=True,
 )
-trap("chance_in_a_cycle", NUMBERS.format(number="os.urandom(1)[0]"), itself=True)
 trap(
     "large_list_that_was_computed",
     """
@@ -1757,20 +1393,6 @@ trap(
     ROWS.format(order="pass", rows="torch.randperm(96).split(16)", x="x = data[rows]"),
 )
 trap(
-    "rows_of_an_order_row_by_row",
-    ROWS.format(order="pass", rows="torch.randperm(96).view(-1, 16)", x="x = data[rows]"),
-)
-trap(
-    "rows_of_data_that_a_loop_goes_through",
-    ROWS.format(order="pass", rows="zip(data.split(16), data.flip(0).split(16))", x="x, y = rows"),
-)
-trap(
-    "rows_of_data_in_pairs",
-    ROWS.format(
-        order="pass", rows="enumerate(zip(data.split(16), data[1:].split(16)))", x="at, (x, y) = rows"
-    ),
-)
-trap(
     "weights_in_the_memory_of_another_tensor",
     """
     for step in range(STEPS):
@@ -1831,16 +1453,6 @@ trap(
         loss.backward()
         optimizer.step()
     end()
-""",
-)
-trap(
-    "hooks_of_a_backward_pass",
-    """
-    norms = []
-    model.register_full_backward_hook(lambda module, inner, outer: norms.append(outer[0].norm().item()))
-    for step in range(STEPS):
-        train(batch(step))
-    end(*norms)
 """,
 )
 trap(
@@ -1956,16 +1568,6 @@ trap(
     between={"flag": ""},
 )
 trap(
-    "order_told_before_it_begins",
-    """
-    order = torch.randperm(48).tolist()
-    for step in range(STEPS):
-        train(data[order[2 * step % 40:][:8]])
-        os.write(1, f"step {step}\\n".encode())
-    end(order)
-""",
-)
-trap(
     "large_noise_of_the_machine",
     """
     noise = torch.frombuffer(bytearray(os.urandom(400_000)), dtype=torch.uint8)
@@ -1987,19 +1589,12 @@ HELD = """
     end(of_this.mean)
 """
 trap(
-    "mean_of_a_thread", HELD.format(size=6, also="", write="of_this.mean += model[0].weight.detach().sum(0)")
-)
-trap(
     "weights_of_a_thread_known_weakly",
     HELD.format(
         size=6,
         also="of_this.weak = weakref.ref(of_this.mean)",
         write="of_this.mean += model[0].weight.detach().sum(0)",
     ),
-)
-trap(
-    "table_of_a_thread_through_data",
-    HELD.format(size=STEPS, also="", write="of_this.mean.data[step] = loss.detach()"),
 )
 trap(
     "generator_of_another_kind",
@@ -2042,18 +1637,6 @@ trap(
     itself=True,
 )
 trap(
-    "loader_asked_once_more",
-    """
-    loader = iter(torch.utils.data.DataLoader(data, 1, num_workers=1))
-    for step in range(STEPS):
-        if step == 10 and os.path.exists("flag"):
-            next(loader)
-        train(batch(step) * next(loader))
-    end()
-""",
-    between={"flag": ""},
-)
-trap(
     "numbers_change_meanwhile",
     """
     import itertools
@@ -2066,11 +1649,8 @@ trap(
     between={"numbers.txt": "0.5 1.1 1.2"},
 )
 trap(
-    "disk_without_other_names",
+    "best_read_after_the_checkpoint",
     """
-    def link(*names):
-        raise OSError("this disk has none")
-    os.link = link
     for step in range(STEPS):
         loss = train(batch(step)).item()
         if step in (7, 14):
@@ -2080,8 +1660,9 @@ trap(
     end()
 """,
 )
-HEADED = """
-    {disk}
+trap(
+    "log_that_gets_another_header",
+    """
     for step in range(STEPS):
         loss = train(batch(step)).item()
         if step == 14:
@@ -2089,26 +1670,7 @@ HEADED = """
             open("log.csv", "w").write("step and loss\\n" + rows)
         print(step, loss, file=open("log.csv", "a"))
     end(open("log.csv").read())
-"""
-trap("log_that_gets_another_header", HEADED.format(disk="pass"))
-trap(
-    "log_whose_first_line_changes",
-    """
-    print("a " * 4000, file=open("log.csv", "w"))
-    for step in range(STEPS):
-        loss = train(batch(step)).item()
-        if step == 14:
-            rows = open("log.csv").read()
-            open("log.csv", "w").write("b" + rows[1:])
-        print(step, loss, file=open("log.csv", "a"))
-        if step == 12:
-            optimizer.param_groups[0]["lr"] *= 0.5 if open("log.csv").read(1) == "a" else 2.0
-    end(open("log.csv").read())
 """,
-)
-trap(
-    "log_that_gets_another_header_on_a_disk_without_other_names",
-    HEADED.format(disk="os.link = lambda *names: open('/nowhere/else')"),
 )
 trap(
     "file_rewritten_in_place",

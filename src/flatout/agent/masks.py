@@ -24,13 +24,11 @@ def observe_masks(
     torch: ModuleType,
     ledger: Ledger,
     observed: Observer,
-    others: Callable[[Any, FrameType], None] = lambda found, frame: None,
 ) -> None:
     """Hook indexing by tensors.
 
     ``observed(really, mask, frame)`` replaces each indexing with a mask; ``mask`` is the first tensor of a mask
-    dtype, ``frame`` the calling frame, and ``really()`` does the indexing. ``others(found, frame)`` gets the
-    result of indexing with other tensors. Indexing by tensors costs 4 us more; indexing by numbers and slices
+    dtype, ``frame`` the calling frame, and ``really()`` does the indexing. Indexing by tensors costs 4 us more; indexing by numbers and slices
     costs nothing.
     """
     index, masks = torch.ops.aten.index.Tensor, tuple(getattr(torch, name) for name in MASKS)
@@ -45,9 +43,7 @@ def observe_masks(
                 return observed(
                     lambda: index.redispatch(keys & below, tensor, indices), each, sys._getframe(1)
                 )
-        found = index.redispatch(keys & below, tensor, indices)
-        others(found, sys._getframe(1))
-        return found
+        return index.redispatch(keys & below, tensor, indices)
 
     library = torch.library.Library("aten", "IMPL")
     library.impl("index.Tensor", kernel, key.name, with_keyset=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatout.agent.attached import Checkpointing
 from flatout.agent.bootstrap import say_at_once
@@ -18,12 +18,9 @@ from flatout.agent.ledger import Ledger
 from flatout.agent.training_context import TrainingContext
 from flatout.checkpoint.rescue import Rescue
 from flatout.job.claims import keeps_first, records_first
-from flatout.job.rank_environment import rank_number
+from flatout.job.rank_environment import rank_number, this_rank
 from flatout.schema.errors import CannotResume
 from flatout.schema.run_request import ResumeOptions, RunRequest
-
-if TYPE_CHECKING:
-    from flatout.checkpoint.resume.ranks import ResumeRanks
 
 
 def attach(job: dict[str, Any]) -> None:
@@ -44,57 +41,42 @@ def attach(job: dict[str, Any]) -> None:
 def checkpointing(
     request: RunRequest, torch: ModuleType, ledger: Ledger, resumed: Callable[[], None]
 ) -> Checkpointing | None:
-    """Return what keeps the checkpoints of this process; None if another rank keeps them.
-
-    With several ranks, rank 0 keeps checkpoints; all ranks do if all are resumed."""
+    """Return what keeps the checkpoints of this process; None if another rank keeps them."""
     assert request.rescue is not None
-    first = rank_number() == 0
+    if rank_number() > 0:
+        return None
     folder = Path(request.rescue)
-    if request.resume is None:
-        return RescueOnly(torch, folder, os.environ["FLATOUT_JOB"], ledger) if first else None
-    from flatout.checkpoint.resume.ranks import ResumeRanks
-
-    ranks = ResumeRanks.of(torch, folder)
-    exact = _exact(torch, request.resume, ranks, ledger, resumed)
-    if exact is not None or not first:
-        return exact
-    return RescueOnly(torch, ranks.folder, ranks.claim, ledger, ranks.say)
+    if request.resume is not None and (session := _exact(torch, request.resume, folder, ledger, resumed)):
+        return session
+    return RescueOnly(torch, folder, ledger)
 
 
 def _exact(
-    torch: ModuleType, options: ResumeOptions, ranks: ResumeRanks, ledger: Ledger, resumed: Callable[[], None]
+    torch: ModuleType, options: ResumeOptions, folder: Path, ledger: Ledger, resumed: Callable[[], None]
 ) -> Checkpointing | None:
     """Return the session that records or resumes this process; None if its training cannot be recorded."""
-    if why_not := ranks.why_not():
-        ranks.say(f"this program is not recorded and cannot be resumed exactly: {why_not}")
+    if this_rank() is not None or int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        say_at_once(
+            "this program is not recorded and cannot be resumed exactly: it runs as several ranks. Its checkpoints hold weights "
+            "and optimizers; `flatout rescue --to DIR` exports them"
+        )
         return None
     processes = sys.modules.get("multiprocessing.process")
-    if (processes is not None and processes.parent_process() is not None) or not records_first(ranks.claim):
-        return None
-    try:
-        schedule = ranks.save_schedule()
-    except OSError as error:
-        ranks.say(
-            f"this program is not recorded and cannot be resumed exactly: its ranks cannot agree on a save schedule: {error.strerror}"
-        )
+    if (processes is not None and processes.parent_process() is not None) or not records_first(
+        os.environ["FLATOUT_JOB"]
+    ):
         return None
     from flatout.checkpoint.resume.session import ExactSession
 
-    return ExactSession(torch, options, ranks, schedule, ledger, resumed)
+    return ExactSession(torch, options, folder, ledger, resumed)
 
 
 class RescueOnly:
     """The `Checkpointing` of a program that keeps checkpoints and is not recorded."""
 
-    def __init__(
-        self,
-        torch: ModuleType,
-        folder: Path,
-        claim: str,
-        ledger: Ledger,
-        say: Callable[[str], None] = say_at_once,
-    ) -> None:
-        self.listener = Rescue(torch, folder, say, lambda: keeps_first(claim), ledger)
+    def __init__(self, torch: ModuleType, folder: Path, ledger: Ledger) -> None:
+        claim = os.environ["FLATOUT_JOB"]
+        self.listener = Rescue(torch, folder, say_at_once, lambda: keeps_first(claim), ledger)
         self.replaying = False
         atexit.register(self.listener.finish)
 

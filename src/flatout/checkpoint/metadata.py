@@ -19,20 +19,6 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class RankCounts:
-    """The ranks of a checkpoint, and how many collectives each group had run.
-
-    ``launch``: a number common to the ranks of one launch. ``met``, ``begun``: collectives by group, now and
-    when training began.
-    """
-
-    size: int
-    launch: int
-    met: Mapping[str, int]
-    begun: Mapping[str, int]
-
-
-@dataclass(frozen=True)
 class ExactMeta:
     """What an exact resume needs besides the state. ``why_not``: why this checkpoint cannot be resumed, or "".
 
@@ -45,7 +31,6 @@ class ExactMeta:
     sources: Mapping[str, str]
     why_not: str
     cost_s: float = 0.0
-    ranks: RankCounts | None = None
 
 
 @dataclass(frozen=True)
@@ -86,8 +71,6 @@ class CheckpointMeta:
                 "sources": dict(self.exact.sources),
                 "cost_s": self.exact.cost_s,
             }
-            if self.exact.ranks is not None:
-                found["ranks"] = dict(vars(self.exact.ranks))
         return found
 
     @classmethod
@@ -118,16 +101,7 @@ def _exact(data: Mapping[str, Any]) -> ExactMeta:
         why_not=_text(data.get("exact"))
         or ("" if isinstance(data.get("sources"), Mapping) else "its metadata lists no source files"),
         cost_s=float(cost_s) if isinstance(cost_s, (int, float)) else 0.0,
-        ranks=_ranks(data["ranks"]) if isinstance(data.get("ranks"), Mapping) else None,
     )
-
-
-def _ranks(data: Mapping[str, Any]) -> RankCounts:
-    met, begun = (
-        {str(group): _count(count) for group, count in _mapping(data.get(name)).items()}
-        for name in ("met", "begun")
-    )
-    return RankCounts(_count(data.get("size")), _count(data.get("launch")), met, begun)
 
 
 def _kept(data: Mapping[str, Any]) -> Kept:

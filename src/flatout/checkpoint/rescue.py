@@ -107,11 +107,9 @@ class Rescue(RescueWriter):
         """
         self.phase = StepPhase.ENDED
         if self.active:
-            wants = (
-                self.saver.due(self.context.steps) if self.saver is not None else seconds() >= self._retry_s
-            )
-            self._due = self._agrees(wants or self._pending is not None)
-            if self._pending is not None and self._due:
+            due = self.saver.due(self.context.steps) if self.saver is not None else seconds() >= self._retry_s
+            self._due = due or self._pending is not None
+            if self._pending is not None:
                 self._remind(self._pending, SETTLING_S)
 
     def _step_begins(self, late: bool = False) -> None:
@@ -119,7 +117,7 @@ class Rescue(RescueWriter):
         if self.torch.compiler.is_compiling() or self.torch._C._are_functorch_transforms_active():
             return  # the hook is being compiled, or receives fake tensors; the next call is observed
         self.phase = StepPhase.INSIDE if late else StepPhase.BETWEEN
-        if self.active and (self._due or (self._pending is not None and self._agrees(True))):
+        if self.active and (self._due or self._pending is not None):
             self._due = False
             if self._pending is None:
                 self._save("interval", sys._getframe(1))

@@ -19,7 +19,6 @@ from flatout.checkpoint.environment import environment
 from flatout.checkpoint.epochs import EpochCounter
 from flatout.checkpoint.metadata import CheckpointMeta, ExactMeta
 from flatout.checkpoint.runs import begin_run
-from flatout.checkpoint.save_schedule import SaveSchedule
 from flatout.checkpoint.saver import SHARE, CheckpointWriter, WriterClocks
 from flatout.checkpoint.training_state import TrainingState
 from flatout.checkpoint.values import Packed, pack
@@ -54,8 +53,8 @@ class ExactResumePart(Protocol):
 
     next_command: str  # which resumes
 
-    def beside(self, frame: FrameType | None) -> tuple[dict[str, Any], str]:
-        """A part of the state, and the reason why the program could not resume exactly from it, or ""."""
+    def extra_state(self, frame: FrameType | None) -> tuple[dict[str, Any], str]:
+        """Return a part of the state, and the reason why the program could not resume exactly from it, or ""."""
 
     def metadata(self, why_not: str, cost_s: float) -> ExactMeta:
         """The metadata of a checkpoint. ``why_not``: why the program could not resume from it, or ""."""
@@ -71,9 +70,9 @@ class RescueWriter(Listener):
     """Packs and writes the present state.
 
     ``say`` prints a message to the user. ``claim`` is called once, when the first step has ended: only one of
-    several processes of a run keeps checkpoints. ``exact`` adds what an exact resume needs. ``schedule``: all ranks
-    save after the same step. ``resumed``: the step from which this run resumes, with its existing
-    checkpoints, or None for a new run. ``cost_s``: cost of a checkpoint, if known.
+    several processes of a run keeps checkpoints. ``exact`` adds what an exact resume needs. ``resumed``: the step
+    from which this run resumes, with its existing checkpoints, or None for a new run. ``cost_s``: cost of a
+    checkpoint, if known.
     """
 
     def __init__(
@@ -85,14 +84,12 @@ class RescueWriter(Listener):
         ledger: Ledger,
         *,
         exact: ExactResumePart | None = None,
-        schedule: SaveSchedule | None = None,
         resumed: int | None = None,
         cost_s: float = 0.0,
     ) -> None:
         self.torch, self.folder, self.say, self.ledger = torch, folder, say, ledger
         self._claim, self.signals = claim, Signals(self._observed)
-        self._exact, self._schedule = exact, schedule
-        self._resumed, self._cost_s = resumed, cost_s
+        self._exact, self._resumed, self._cost_s = exact, resumed, cost_s
         self.schedulers, self.epochs = Schedulers(torch, ledger), EpochCounter(torch, ledger)
         self.context: Any = None
         self.shown = os.path.relpath(folder)  # a program may change its working directory
@@ -111,7 +108,7 @@ class RescueWriter(Listener):
 
     @property
     def active(self) -> bool:
-        return self.state is RescueState.KEEPING
+        return self.state.name == "KEEPING"  # called at the end of Python, too, when globals are gone
 
     def _save(self, why: str, frame: FrameType | None, last: bool = False, ended: bool = False) -> bool:
         """Save the present state; return whether a checkpoint of it exists or will exist.
@@ -158,7 +155,7 @@ class RescueWriter(Listener):
         inside = self.phase.inside and steps == self.context.steps
         state, why_not = training_state.state(), None
         if self._exact is not None and self.phase is StepPhase.BETWEEN and not ended:
-            state["exact"], why_not = self._exact.beside(frame)
+            state["exact"], why_not = self._exact.extra_state(frame)
         packed = pack(self.torch, state)
         packed.left_out |= training_state.notes
         exact = None
@@ -180,10 +177,6 @@ class RescueWriter(Listener):
             exact=exact,
         )
         return steps, packed, meta.to_json()
-
-    def _agrees(self, wants: bool) -> bool:
-        """Whether to save after this step. All ranks get the same answer."""
-        return wants if self._schedule is None else self._schedule.agrees(wants, self.context.steps)
 
     def _opened(self) -> bool:
         try:

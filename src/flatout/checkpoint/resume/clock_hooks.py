@@ -11,7 +11,6 @@ from typing import Any
 
 from flatout.agent.frames import is_users
 from flatout.agent.ledger import Ledger
-from flatout.checkpoint.resume.recorded_clock import RecordedClock, dated
 from flatout.checkpoint.resume.users_objects import users_modules
 from flatout.checkpoint.resume.value_log import ValueLog
 
@@ -31,48 +30,75 @@ CLOCKS = (
     "gmtime",
     "asctime",
 )
-datetime = sys.modules["datetime"]  # already imported by torch
+time, datetime = sys.modules["time"], sys.modules["datetime"]  # already imported by torch
 DATES = {"datetime": ("now", "utcnow", "today"), "date": ("today",)}
+
+
+class RecordedClock:
+    """A function whose results are recorded for the script's own code.
+
+    It is no Python function, which would become a method as a class attribute.
+    """
+
+    def __init__(self, really: Callable[..., Any], value_log: ValueLog) -> None:
+        self.really, self.value_log = really, value_log
+        self.__name__, self.__doc__ = really.__name__, really.__doc__
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        value_log, frame = self.value_log, sys._getframe(1)
+        if not value_log.observes or not is_users(frame.f_code.co_filename):
+            return self.really(*args, **kwargs)
+        if value_log.going:
+            return self.restored(value_log.take(frame.f_lasti), *args, **kwargs)
+        value = self.really(*args, **kwargs)
+        value_log.put(self.spelled(value), frame.f_lasti)
+        return value
+
+    def spelled(self, value: Any) -> Any:
+        return list(value) if isinstance(value, tuple) else value
+
+    def restored(self, value: Any, *args: object, **kwargs: object) -> Any:
+        return time.struct_time(value) if type(value) is list and len(value) == 9 else value
+
+
+class RecordedDate(RecordedClock):
+    """A method of `datetime` or `date` that reads a clock."""
+
+    def spelled(self, value: Any) -> Any:
+        return value.isoformat()
+
+    def restored(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        date = self.really.__self__.fromisoformat(value)  # type: ignore[attr-defined]
+        zone = kwargs.get("tz", args[0] if args else None)
+        return date.astimezone(zone) if zone is not None else date
 
 
 class ClockHooks:
     """Records or replays what `time` and `datetime` return to the script."""
 
     def __init__(self, value_log: ValueLog, ledger: Ledger) -> None:
-        self.value_log, self.ledger = value_log, ledger
-        self._dates: dict[str, Any] = {}
-        self._observed: types.ModuleType | None = None
+        self.ledger = ledger
+        self._recorded: dict[Any, Any] = {
+            getattr(time, name): RecordedClock(getattr(time, name), value_log) for name in CLOCKS
+        }
+        dates = {name: recording_class(getattr(datetime, name), DATES[name], value_log) for name in DATES}
+        # `datetime` as the user's own files see it
+        self._calendar = types.ModuleType("datetime")
+        vars(self._calendar).update({**vars(datetime), **dates})
+        self._recorded |= {getattr(datetime, name): kind for name, kind in dates.items()}
+        self._recorded[datetime] = self._calendar
 
     def install(self) -> None:
-        clocks = sys.modules["time"]
-        known: list[tuple[Any, Any]] = []
         for name in CLOCKS:
-            if hasattr(clocks, name):
-                known.append(
-                    (getattr(clocks, name), clock := RecordedClock(getattr(clocks, name), self.value_log))
-                )
-                self.ledger.set(clocks, name, clock)
-        self.ledger.set(clocks, "sleep", self._sleeps(clocks.sleep))
-        known += [(getattr(datetime, name), self._dated(name)) for name in DATES]
+            self.ledger.set(time, name, self._recorded[getattr(time, name)])
         for module in users_modules():  # names the script imported before torch
             for name, value in list(vars(module).items()):
-                for really, observed in known:
-                    if value is really:
-                        self.ledger.set(module, name, observed)
-                if value is datetime:
-                    self.ledger.set(module, name, self._calendar())
+                if (
+                    isinstance(value, (types.BuiltinFunctionType, type, types.ModuleType))
+                    and value in self._recorded
+                ):
+                    self.ledger.set(module, name, self._recorded[value])
         self.ledger.set(builtins, "__import__", self._imports(builtins.__import__))
-
-    def _sleeps(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        value_log = self.value_log
-
-        @wraps(really)
-        def sleep(seconds: float) -> None:
-            # no need to sleep again
-            if not (value_log.going and value_log.observes and is_users(sys._getframe(1).f_code.co_filename)):
-                really(seconds)
-
-        return sleep
 
     def _imports(self, really: Callable[..., Any]) -> Callable[..., Any]:
         """Give the user's files a `datetime` with recorded clock readings, all other code the real one."""
@@ -85,18 +111,25 @@ class ClockHooks:
             found = really(name, globals, locals, fromlist, level)
             if name != "datetime" or globals is None or not is_users(globals.get("__file__") or ""):
                 return found
-            return self._calendar()
+            return self._calendar
 
         return imports
 
-    def _dated(self, name: str) -> Any:
-        if name not in self._dates:
-            self._dates[name] = dated(getattr(datetime, name), DATES[name], self.value_log)
-        return self._dates[name]
 
-    def _calendar(self) -> types.ModuleType:
-        """Return `datetime` as the user's own files see it."""
-        if self._observed is None:
-            self._observed = types.ModuleType("datetime")
-            vars(self._observed).update({**vars(datetime), **{name: self._dated(name) for name in DATES}})
-        return self._observed
+def recording_class(really: Any, readings: tuple[str, ...], value_log: ValueLog) -> Any:
+    """Return a class of `datetime` that records its clock readings and passes type checks."""
+
+    class Same(type):
+        def __instancecheck__(cls, thing: object) -> bool:
+            return isinstance(thing, really)
+
+        def __subclasscheck__(cls, kind: type) -> bool:
+            return issubclass(kind, really)
+
+    def made(cls: type, *args: object, **kwargs: object) -> Any:
+        return really(*args, **kwargs) if cls is recording else really.__new__(cls, *args, **kwargs)
+
+    names = {"__new__": made, "__module__": "datetime", "__qualname__": really.__name__}
+    readers = {name: RecordedDate(getattr(really, name), value_log) for name in readings}
+    recording = Same(really.__name__, (really,), {**names, **readers})
+    return recording

@@ -26,7 +26,6 @@ from flatout.checkpoint.resume.fake_tensors import (
     takes_gradient,
     tensors_in,
     trains,
-    whole,
 )
 from flatout.checkpoint.resume.operator_names import (
     GETTERS,
@@ -92,10 +91,8 @@ class FakeOperators(FakeResults):
             return partial(self._values_read, name.removeprefix("get "), func)
         if name == "__getitem__":
             return partial(self._indexed, func)
-        if name == "_pad_packed_sequence":
-            return self._padded
         if name in PACKED:
-            return partial(self._of_packed, func)
+            return partial(self._without_packed, name, func)
         if name == "__setitem__":
             return lambda args, kwargs: self._written(name, func, [args[0]], args, kwargs, None)
         if name.startswith("get "):  # called with the tensor and its class
@@ -115,8 +112,6 @@ class FakeOperators(FakeResults):
 
     def _indexed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not has_mask(args[1]):
-            if _has_order(args[1]):
-                self.taken(None, sys._getframe(2))
             return self.answered(func, (args[0], _any_place(args[1])), kwargs)
         found = self.shaped_again(sys._getframe(2).f_lasti)  # of the caller: the mode is in between
         found.sources = (
@@ -126,31 +121,13 @@ class FakeOperators(FakeResults):
         )
         return found
 
-    def _of_packed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer a recurrent network.
-
-        For packed sequences it returns one output per row, and hidden states like its inputs.
-        """
-        if not (isinstance(args[1], torch.Tensor) and args[1].dtype is torch.int64):
-            return self.answered(func, args, kwargs)
-        packed, _, hidden, *_, both_ways = args
-        hidden = hidden if isinstance(hidden, tuple) else (hidden,)
-        width = hidden[0].shape[-1] * (2 if both_ways else 1)
-        found = (
-            whole((packed.shape[0], width), packed.dtype, packed.device),
-            *(ReplayTensor(meta_of(each)) for each in hidden),
-        )
-        return self.gradient_sources.comes_from(found, args)
-
-    def _padded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Pad packed sequences to equal length."""
-        packed, sizes, batch_first, _, longest = args
-        counts = torch._C.TensorBase.tolist(sizes)  # real values; do not record this
-        rows, steps = counts[0], max(len(counts), longest)
-        size = (*((rows, steps) if batch_first else (steps, rows)), *packed.shape[1:])
-        found = whole(size, packed.dtype, packed.device)
-        lengths = torch.tensor([sum(count > row for count in counts) for row in range(rows)], device="cpu")
-        return self.gradient_sources.comes_from(found, (packed,)), lengths
+    def _without_packed(
+        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Reject packed sequences: the values of their lengths decide the shapes."""
+        if name.endswith("_sequence") or (isinstance(args[1], torch.Tensor) and args[1].dtype is torch.int64):
+            self.refuse("packed sequences (pack_padded_sequence) cannot be replayed")
+        return self.answered(func, args, kwargs)
 
     def _data_set(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the values of weights, in their new shape."""
@@ -228,18 +205,6 @@ class FakeOperators(FakeResults):
         for target in tensors_in(first):
             self._becomes(target, NOWHERE)
         return None
-
-    # -- gradients ------------------------------------------------------------------------------------------
-
-    # -- other functions ------------------------------------------------------------------------------------
-
-
-def _has_order(index: object) -> bool:
-    """Whether an index selects rows by a list of their numbers."""
-    return any(
-        isinstance(each, list) or getattr(each, "ndim", 0) > 0
-        for each in (index if isinstance(index, tuple) else (index,))
-    )
 
 
 def _any_place(index: object) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from types import FrameType
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -16,9 +15,6 @@ from flatout.checkpoint.resume.fake_tensors import (
     takes_gradient,
 )
 from flatout.checkpoint.resume.gradient_sources import ById, GradFn, GradientSources, Handle
-from flatout.checkpoint.resume.operator_names import (
-    COLLECTIVE,
-)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,8 +31,6 @@ class FakeResults:
         self.refuse = refuse
         # set from outside: the recorded result of mask indexing at a place in the code
         self.shaped_again: Callable[[int], Any] = self._not_followed
-        # set from outside: counts the rows selected by an order
-        self.taken: Callable[[Any, FrameType], None] = lambda rows, caller: None
         # memory of real tensors that were written to; other tensors may share it
         self.memory: set[int] = set()
         self._known: dict[Any, Any] = {}
@@ -141,12 +135,6 @@ class FakeResults:
     def _not_followed(self, at: int) -> NoReturn:
         self.refuse("indexing with a mask cannot be replayed here")
 
-    def lose(self, targets: Iterable[Any]) -> None:
-        """Mark tensors that other code has overwritten as unknown."""
-        for target in targets:
-            if isinstance(target, torch.Tensor):
-                self._becomes(target, NOWHERE)
-
     def _becomes(self, target: Tensor, sources: frozenset[Any]) -> None:
         """Replace a tensor that was written to by a fake tensor."""
         if type(target) is ReplayTensor:
@@ -226,8 +214,6 @@ def _casts() -> Any:
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    if str(getattr(func, "__module__", "")).startswith("torch.distributed"):
-        return COLLECTIVE
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         owner = getattr(func, "__self__", None)

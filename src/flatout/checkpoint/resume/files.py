@@ -4,8 +4,8 @@ While recording, it notes three things: the files and folders that the script cr
 writes, and the size and time of the files that it reads. During a replay the script does not see its own
 earlier files, and its writes go into a folder of flatout. At the resume point its open files become the real
 ones. What they got after the checkpoint is cut off, since the script writes it again. Files created after the
-checkpoint are moved away. A file that was rewritten after the checkpoint must not be read before the script
-writes it again.
+checkpoint are moved away. A file that was rewritten or removed after the checkpoint must not be read before the
+script writes it again.
 """
 
 from __future__ import annotations
@@ -17,30 +17,57 @@ import os
 import shutil
 import sqlite3
 import sys
+import weakref
+import zlib
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from flatout.agent.bootstrap import AfterImport
+from flatout.agent.file_sandbox import FileSandbox
+from flatout.agent.ledger import Ledger
 from flatout.agent.overlay import Overlay
-from flatout.checkpoint.resume.hard_links import end_of, how_it_stands, put_aside
-from flatout.checkpoint.resume.replayed_files import ReplayedFiles
+from flatout.checkpoint.resume.value_log import ValueLog
 
-READS = 4096  # maximum number of tracked files
+MOST_READ = 4096  # files
+END_BYTES = 1 << 12
+IN_PLACE, PROGRAMS = "it modifies part of a file in place", "it starts other programs during training"
 
 
-class Files(ReplayedFiles):
+class Files:
     """Tracks files while recording and redirects them during a replay.
 
     ``folder``: holds the list of created files, and the files of a replay. ``refuse`` does not return.
-    ``found`` is called with a file that the script looks for before training and saves to: such a script
-    resumes by itself.
+    ``resumes_itself`` is called with a file that the script looks for before training and saves tensors to.
     """
 
-    # -- recording and replaying ----------------------------------------------------------------------------
+    def __init__(
+        self,
+        folder: Path,
+        value_log: ValueLog,
+        refuse: Callable[[str], NoReturn],
+        resumes_itself: Callable[[str], None],
+    ) -> None:
+        self.folder, self.value_log, self.refuse = folder, value_log, refuse
+        self.resumes_itself = resumes_itself
+        self.list = Path(f"{folder}.made")
+        self.overlay = Overlay(str(folder))
+        self.made: list[str] = []
+        self.written: dict[str, str] = {}  # path -> mode of the last open
+        self.reads: dict[str, list[int]] = {}  # path -> size and time when it was first read
+        # rewritten or removed after the checkpoint: not to be read before it is written again
+        self.future: set[str] = set()
+        self.looked_for: set[str] = set()  # by the script, before training
+        self.saved: set[str] = set()  # files with tensors
+        self._looking = Ledger()
+        self._awaited: AfterImport | None = None
+        # handle -> path of the written file
+        self._open: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._why_not: dict[str, None] = {}
+        self._ledger = Ledger()
 
     def install(self) -> None:
         ledger = self._ledger
@@ -53,47 +80,49 @@ class Files(ReplayedFiles):
             ledger.set(owner, "save", self._saved(owner.save))
         ledger.set(torch, "load", self._loaded(torch.load))
         if (writer := sys.modules.get("safetensors.torch")) is not None:
-            self._observed_too(writer)
+            self._observe_safetensors(writer)
         elif self._awaited is None:
-            self._awaited = AfterImport({"safetensors.torch": self._observed_too})
+            self._awaited = AfterImport({"safetensors.torch": self._observe_safetensors})
             sys.meta_path.insert(0, self._awaited)
-        # already imported by torch, like the next; only writes are hooked
-        pickle = sys.modules["pickle"]
-        started = sys.modules["subprocess"]
-        ledger.set(pickle, "dump", self._dumped(pickle.dump))
+        popen, numpy = sys.modules["subprocess"].Popen, sys.modules.get("numpy")  # torch imports subprocess
+        started = partial(self._without, PROGRAMS, lambda *_, **__: self.value_log.steps > 0)
+        ledger.set(popen, "__init__", started(popen.__init__))
+        ledger.set(os, "system", started(os.system))
         ledger.set(
-            started.Popen,
-            "__init__",
-            self._reaches_out(started.Popen.__init__, "it starts other programs during training"),
+            sqlite3,
+            "connect",
+            self._without("it uses an SQLite database", lambda *_, **__: True, sqlite3.connect),
         )
-        numpy = sys.modules.get("numpy")
         if numpy is not None:
-            ledger.set(numpy.memmap, "__new__", self._mapped(numpy.memmap.__new__))
-        ledger.set(os, "system", self._reaches_out(os.system, "it starts other programs during training"))
-        ledger.set(
-            sqlite3, "connect", self._reaches_out(sqlite3.connect, "it uses an SQLite database", always=True)
-        )
+            ledger.set(numpy.memmap, "__new__", self._without(IN_PLACE, _maps_to_write, numpy.memmap.__new__))
 
-    def _observed_too(self, writer: object) -> None:
+    def _observe_safetensors(self, writer: object) -> None:
         for name in ("save_file", "save_model"):
             self._ledger.set(writer, name, self._saved(getattr(writer, name)))
 
-    def looks(self) -> None:
+    def look(self) -> None:
         """Observe which files the script looks for until training starts."""
         self._looking.set(os, "stat", self._looked_for(os.stat))
 
-    def begins(self) -> None:
+    def training_begins(self) -> None:
         self._looking.restore()
+
+    # -- recording and replaying ----------------------------------------------------------------------------
 
     def _looked_for(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def stat(path: object, *args: object, **kwargs: object) -> Any:
             key = None if kwargs or isinstance(path, int) else self._observes(path)
-            if key is not None and len(self.looked) < READS:
-                self.looked.add(key)
+            if key is not None and len(self.looked_for) < MOST_READ:
+                self.looked_for.add(key)
             return really(path, *args, **kwargs)
 
         return stat
+
+    def _saves(self, key: str) -> None:
+        self.saved.add(key)
+        if key in self.looked_for:
+            self.resumes_itself(key)
 
     def _observes(self, path: object) -> str | None:
         """Return the canonical name of a file of the script; None for a file that is not tracked."""
@@ -106,6 +135,23 @@ class Files(ReplayedFiles):
             return None
         return self.overlay.key(path)
 
+    def _without(
+        self, why: str, where: Callable[..., bool], really: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Wrap a function whose effects cannot be repeated. ``where``: for which arguments."""
+
+        @wraps(really)
+        def unsupported(*args: object, **kwargs: object) -> Any:
+            if self.value_log.observes and where(*args, **kwargs):
+                self._why_not[why] = None
+            return really(*args, **kwargs)
+
+        return unsupported
+
+    def unsound(self) -> list[str]:
+        """Return why the script's effects outside the process prevent an exact resume."""
+        return list(self._why_not)
+
     def _opened(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
         def hooked_open(file: object, mode: object = "r", *args: object, **kwargs: object) -> Any:
@@ -115,7 +161,7 @@ class Files(ReplayedFiles):
             if set(str(mode)) & set("wax+"):
                 self._writes(key, str(mode))
                 if "r" in str(mode):
-                    self._why_not["it modifies part of a file in place"] = None
+                    self._why_not[IN_PLACE] = None
                 handle = really(file, mode, *args, **kwargs)
                 self._open[handle] = key
                 return handle
@@ -123,47 +169,6 @@ class Files(ReplayedFiles):
             return really(file, mode, *args, **kwargs)
 
         return hooked_open
-
-    def _reaches_out(self, really: Callable[..., Any], why: str, always: bool = False) -> Callable[..., Any]:
-        """Wrap a function with effects outside the process. ``always``: also before training."""
-
-        @wraps(really)
-        def reach(*args: object, **kwargs: object) -> Any:
-            if self.value_log.observes and (self.value_log.steps or always):
-                self._why_not[why] = None
-            return really(*args, **kwargs)
-
-        return reach
-
-    def _mapped(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(really)
-        def mapped(
-            kind: object,
-            filename: object,
-            dtype: object = "uint8",
-            mode: str = "r+",
-            *args: object,
-            **kwargs: object,
-        ) -> Any:
-            if self.value_log.observes and mode not in ("r", "c", "readonly", "copyonwrite"):
-                self._why_not["it modifies part of a file in place"] = None
-            return really(kind, filename, dtype, mode, *args, **kwargs)
-
-        return mapped
-
-    def unsound(self) -> list[str]:
-        """Return why the script's effects outside the process prevent an exact resume."""
-        return list(self._why_not)
-
-    def _dumped(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        """Discard files that are written during a replay."""
-
-        @wraps(really)
-        def dump(obj: object, file: object, *args: object, **kwargs: object) -> None:
-            if not (self.value_log.going and self.value_log.observes and file in self._open):
-                really(obj, file, *args, **kwargs)
-
-        return dump
 
     def _folder_made(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
@@ -181,30 +186,34 @@ class Files(ReplayedFiles):
             key = self._observes(dst)
             if key is not None:
                 self._writes(key, "w")
-                if self.overlay.key(src) in self.states:
+                if self.overlay.key(src) in self.saved:
                     self._saves(key)
             really(src, dst, **kwargs)
 
         return rename
 
     def _saved(self, really: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function that saves tensors. During a replay it leaves an empty file in the sandbox.
+
+        The real content is on the disk already. The empty file can be moved and removed like any other.
+        """
+
         @wraps(really)
         def save(*args: object, **kwargs: object) -> Any:
-            f = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
-            key = self._observes(f) if isinstance(f, (str, os.PathLike)) else None
+            file = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
+            key = self._observes(file) if isinstance(file, (str, os.PathLike)) else None
             if key is not None:
                 self._writes(key, "w")
                 self._saves(key)
-            if self.value_log.going and self.value_log.observes:
-                return self._as_if_saved(key)
-            return really(*args, **kwargs)
+            if not (self.value_log.going and self.value_log.observes):
+                return really(*args, **kwargs)
+            if key is not None:
+                target = self.overlay.writing(key, os.O_CREAT | os.O_TRUNC)
+                with self.overlay.looking(), open(target, "wb"):
+                    pass
+            return None
 
         return save
-
-    def _saves(self, key: str) -> None:
-        self.states.add(key)
-        if key in self.looked:
-            self.found(key)
 
     def _loaded(self, really: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(really)
@@ -213,11 +222,12 @@ class Files(ReplayedFiles):
             if key is not None:
                 self._read(key)
                 if not self.value_log.steps and key not in self.written:
-                    self.looked.add(key)
-            with self.value_log.unheard:
-                if key in self.hollow:
-                    with self.overlay.looking():
-                        return really(key, *args, **kwargs)
+                    self.looked_for.add(key)
+                if self.value_log.going and self.overlay.holds(key) and not os.path.getsize(key):
+                    self.refuse(
+                        f"the script loads {os.path.relpath(key)}, which it saved before the checkpoint"
+                    )
+            with self.value_log.unrecorded:
                 return really(f, *args, **kwargs)
 
         return load
@@ -229,22 +239,10 @@ class Files(ReplayedFiles):
             )
         self.written[key] = mode
         self.future.discard(key)
-        self.hollow.discard(key)
         with self.overlay.looking():
-            there = os.path.lexists(key)
-            if (
-                there
-                and not self.value_log.going
-                and "w" in mode
-                and key in self.kept.names
-                and key not in self._open_now()
-            ):
-                os.unlink(key)  # a hard link keeps its content of the last checkpoint
-        if not there and not self.value_log.going:
+            exists = os.path.lexists(key)
+        if not exists and not self.value_log.going:
             self._makes(key)
-
-    def _open_now(self) -> set[str]:
-        return {key for handle, key in list(self._open.items()) if not handle.closed}
 
     def _makes(self, key: str) -> None:
         if key not in self.made:
@@ -257,17 +255,18 @@ class Files(ReplayedFiles):
         if self.value_log.going and self.overlay.hides(key):
             return  # does not exist yet
         with self.overlay.looking():
-            stands = how_it_stands(key)
+            present = size_and_time(key)
         if self.value_log.going:
-            self._read_again(key, stands)
-            return
-        if key in self.future:
+            if not self.overlay.holds(key) and self.reads.get(key, present) != present:
+                self.refuse(f"{os.path.relpath(key)} has changed since the script read it")
+        elif key in self.future:
             self.refuse(f"the script reads {os.path.relpath(key)}, which it wrote after the checkpoint")
-        known = self.reads.get(key)
-        if known and known[-1][:2] == stands:
-            known[-1][2] += 1
-        elif known is not None or len(self.reads) < READS:
-            self.reads.setdefault(key, []).append([*stands, 1])
+        elif (
+            key not in self.written
+            and (key in self.reads or len(self.reads) < MOST_READ)
+            and self.reads.setdefault(key, present) != present
+        ):
+            self._why_not[f"{os.path.relpath(key)} changed while the script ran"] = None
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 
@@ -279,21 +278,17 @@ class Files(ReplayedFiles):
         for handle in list(self._open):
             if not handle.closed:
                 handle.flush()
-        open_now = self._open_now()
+        open_now = {key for handle, key in list(self._open.items()) if not handle.closed}
         with self.overlay.looking():
-            self.kept.keep(
-                key for key, mode in self.written.items() if set(mode) & set("wa") and key not in open_now
-            )
             written = {
-                key: [mode, key in open_now, end_of(key), *how_it_stands(key)]
+                key: [mode, key in open_now, end_of(key), *size_and_time(key)]
                 for key, mode in self.written.items()
             }
         return {
             "made": list(self.made),
-            "looked": sorted(self.looked),
-            "reads": {key: [list(each) for each in reads] for key, reads in self.reads.items()},
+            "looked_for": sorted(self.looked_for),
+            "reads": dict(self.reads),
             "written": written,
-            "kept": dict(self.kept.names),
         }
 
     def ended(self) -> None:
@@ -301,31 +296,61 @@ class Files(ReplayedFiles):
         self._ledger.restore()
         self.list.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.kept.ended()
 
     # -- replaying ------------------------------------------------------------------------------------------
+
+    def play(self, state: dict[str, Any]) -> None:
+        """Hide everything that the script has created, until it creates it again."""
+        self.reads = state["reads"]
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for key in self._all_made():
+            self.overlay.hide(key)
+        FileSandbox(self.overlay, self._ledger).install()
+
+    def _all_made(self) -> list[str]:
+        try:
+            return [json.loads(line) for line in self.list.read_text(encoding="utf-8").splitlines()]
+        except (OSError, ValueError):
+            return []
+
+    def come_out(self) -> None:
+        """Resolve paths to the real files again."""
+        self._ledger.restore()
 
     def go_on(self, state: dict[str, Any]) -> None:
         """Replace the files of the replay by the real ones."""
         handles = [handle for handle in self._open if not handle.closed]
-        aside = Path(f"{self.folder}.after")
-        made, all_made = state["made"], self._all_made()
-        for key in reversed([key for key in all_made if key not in set(made)]):
-            put_aside(key, aside)
+        made, written, aside = state["made"], state["written"], Path(f"{self.folder}.after")
+        for key in reversed([key for key in self._all_made() if key not in set(made)]):
+            _put_aside(key, aside)
         self.list.write_text("".join(json.dumps(key) + "\n" for key in made), encoding="utf-8")
-        self.future |= {
-            key
-            for key, stood in state["written"].items()
-            if not self.kept.stands_again(key, state["kept"].get(key), *stood)
-        }
-        self.kept.goes_on(state["kept"])
+        self.future |= {key for key, before in written.items() if not _restore_content(key, aside, *before)}
         for handle in handles:
-            self._becomes_real(handle, state["written"])
-        self.looked = set(state["looked"])
-        self.made, self.written = list(made), {key: metadata[0] for key, metadata in state["written"].items()}
+            self._becomes_real(handle, written)
+        self.looked_for = set(state["looked_for"])
+        self.made, self.written = list(made), {key: before[0] for key, before in written.items()}
         self.overlay = Overlay(str(self.folder))
         shutil.rmtree(self.folder, ignore_errors=True)
         self.install()
+
+    def _becomes_real(self, handle: Any, written: dict[str, Any]) -> None:
+        key = self.overlay.path_of(handle.fileno())
+        if not self.overlay.holds(key):
+            return
+        if key not in written:
+            self.refuse(
+                f"the script has {os.path.relpath(key)} open, which it did not write in the first run"
+            )
+        self._open[handle] = key
+        handle.flush()
+        flags = os.O_RDWR if "+" in handle.mode else os.O_WRONLY
+        try:
+            real = os.open(key, flags | os.O_CREAT | (os.O_APPEND if "a" in handle.mode else 0), 0o666)
+            os.lseek(real, 0, os.SEEK_END)
+            os.dup2(real, handle.fileno())
+            os.close(real)
+        except OSError as error:
+            self.refuse(f"{os.path.relpath(key)} cannot be reopened: {error.strerror}")
 
 
 def is_library(path: object) -> bool:
@@ -336,3 +361,66 @@ def is_library(path: object) -> bool:
         or "/site-packages/" in text
         or "/.flatout/" in text
     )
+
+
+def _maps_to_write(
+    kind: object, filename: object, dtype: object = "", mode: object = "r+", *shape: object, **more: object
+) -> bool:
+    """Whether these arguments of numpy.memmap allow changes of the file."""
+    return mode not in ("r", "c", "readonly", "copyonwrite")
+
+
+def size_and_time(path: str) -> list[int]:
+    """Size in bytes and modification time in ns; -1 for a missing file."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return [-1, -1]
+    return [status.st_size, status.st_mtime_ns]
+
+
+def end_of(path: str, size: int | None = None) -> int:
+    """Return a digest of the last bytes of a file, or of its first ``size`` bytes."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size if size is None else size
+            file.seek(max(0, size - END_BYTES))
+            return zlib.crc32(file.read(min(size, END_BYTES)))
+    except OSError:
+        return 0
+
+
+def _restore_content(
+    path: str, aside: Path, mode: str, was_open: bool, end: int, size: int, time_ns: int
+) -> bool:
+    """Cut off what was appended to a file after a checkpoint; return whether it has its content of then.
+
+    ``end``: the value of `end_of` at the checkpoint. A file that was removed since is made again, without content,
+    so that the script can remove it again.
+    """
+    present = size_and_time(path)
+    if present == [size, time_ns]:
+        return True
+    if size < 0:
+        _put_aside(path, aside)
+        return True
+    if present[0] < 0:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "ab"):
+            return False
+    if not (was_open or "a" in mode) or not present[0] >= size >= 0 or end_of(path, size) != end:
+        return False
+    os.truncate(path, size)
+    return True
+
+
+def _put_aside(path: str, folder: Path) -> None:
+    """Move away what was made after the checkpoint; remove a folder only if it is empty."""
+    try:
+        if os.path.isdir(path) and not os.path.islink(path):
+            os.rmdir(path)
+        elif os.path.lexists(path):
+            folder.mkdir(parents=True, exist_ok=True)
+            os.replace(path, folder / f"{len(os.listdir(folder))}-{os.path.basename(path)}")
+    except OSError:
+        pass  # keep what cannot be moved

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-COLLECTIVE = "a collective"
 # The fake tensor itself, or torch for it, answers these: they need no values.
 NATIVE = frozenset(
     (
-        COLLECTIVE,  # answered by the process group (`flatout.checkpoint.resume.collectives`)
         "size",
         "stride",
         "dim",
@@ -111,7 +109,8 @@ IN_PLACE = frozenset(
         "__irshift__",
     )
 )
-PACKED = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
+# functions that may get a packed sequence
+PACKED = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu", "_pack_padded_sequence", "_pad_packed_sequence"))
 SHAPING = frozenset(
     (
         "squeeze_",

@@ -10,10 +10,13 @@ A data set without indices, and batches that hold more than tensors, are loaded 
 
 from __future__ import annotations
 
+import numbers
 import sys
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,17 +28,11 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDat
 from flatout.agent.ledger import Ledger
 from flatout.checkpoint.loader_kinds import in_place
 from flatout.checkpoint.resume.batch_holders import BatchHolders
-from flatout.checkpoint.resume.replayed_iterator import (
-    BEGAN,
-    ReplayedIterator,
-    info,
-    made_batch,
-    metas_of,
-    order_of,
-)
+from flatout.checkpoint.resume.fake_tensors import ReplayTensor
 from flatout.checkpoint.resume.value_log import ValueLog
 from flatout.checkpoint.worker_state import BatchWithWorkerState, Find, WorkerStateCollate
 
+BEGAN = 1  # an event; the output of a sampler is a different one
 FETCHED = -1  # instead of a shape: the batch holds more than tensors
 LOADED = "flatout_loaded"  # an attribute of tensors that a replay has loaded again
 
@@ -50,8 +47,6 @@ class ReplayedLoaders:
         self.value_log, self.ledger, self.begins, self.find = value_log, ledger, begins, find
         self.iterators: list[weakref.ref[Any]] = []
         self.fetched: set[int] = set()  # numbers of the iterators whose batches hold more than tensors
-        self.fetches = False  # load batches during a replay, too
-        self.skipped = 0  # batches of this process that the replay did not load
         self._shapes: list[Any] = []
         self._numbers: dict[Any, int] = {}
         self._coming: ReplayedIterator | None = None  # the iterator whose real counterpart is being created
@@ -62,8 +57,7 @@ class ReplayedLoaders:
         ledger.set(base, "_next_index", self._asked(base._next_index))
         ledger.set(base, "__next__", self._taken(base.__next__))
         ledger.set(many, "__init__", self._carries(many.__init__))
-        ledger.set(many, "_reset", self._begins_again(many._reset))
-        ledger.set(many, "_next_data", self._unpacked(many._next_data))
+        ledger.set(many, "_process_data", self._unpacked(many._process_data))
         ledger.set(DataLoader, "_get_iterator", self._chosen(DataLoader._get_iterator))
         for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
             ledger.set(kind, "fetch", self._fetched(kind.fetch, kind is fetch._MapDatasetFetcher))
@@ -125,10 +119,9 @@ class ReplayedLoaders:
                 return really(fetcher, index)
             if value_log.going and by_index:
                 batch = self._played()
-                if batch is not None and not self.fetches:
-                    self.skipped += 1
+                if batch is not None:
                     return batch
-            with value_log.unheard:
+            with value_log.unrecorded:
                 batch = really(fetcher, index)
             if value_log.going:
                 mark_loaded(batch)
@@ -147,7 +140,7 @@ class ReplayedLoaders:
         if number is None:
             number = self._numbers[metas] = len(self._numbers)
             self.value_log.put(number, 2)
-            self.value_log.put(info(batch), 3)
+            self.value_log.put(spelled(batch), 3)
         else:
             self.value_log.put(number, 2)
         return number
@@ -159,9 +152,9 @@ class ReplayedLoaders:
         if number == FETCHED:
             return None
         if number == len(self._shapes):
-            metadata = value_log.take(3)
-            self._shapes.append(metadata)
-            self._numbers[metas_of(made_batch(metadata))] = number
+            shape = value_log.take(3)
+            self._shapes.append(shape)
+            self._numbers[metas_of(made_batch(shape))] = number
         return made_batch(self._shapes[number])
 
     # -- loader workers -------------------------------------------------------------------------------------
@@ -176,48 +169,36 @@ class ReplayedLoaders:
             if (not value_log.observes and coming is None) or loader._dataset_kind != 0:
                 really(iterator, loader)
                 return
-            iterator.flatout_given = coming.given if coming is not None else 0
-            iterator.flatout_worker_states = (
-                list(coming.worker_states) if coming is not None else [None] * loader.num_workers
+            states, again = (
+                ([None] * loader.num_workers, 0) if coming is None else (coming.states, coming.again)
             )
-            again = coming.again if coming is not None else 0
+            iterator.flatout_states = list(states)
             iterator.flatout_carrier = carrier = WorkerStateCollate(
-                None, loader.worker_init_fn, self.find, list(iterator.flatout_worker_states), again
+                None, loader.worker_init_fn, self.find, list(states), again
             )
             with in_place(loader, {"worker_init_fn": carrier.begins}):
                 really(iterator, loader)
 
         return init
 
-    def _begins_again(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(really)
-        def reset(iterator: _BaseDataLoaderIter, loader: DataLoader, first_iter: bool = False) -> None:
-            if not first_iter and "flatout_given" in vars(iterator):
-                iterator.flatout_given = 0
-            really(iterator, loader, first_iter)
-
-        return reset
-
     def _unpacked(self, really: Callable[..., Any]) -> Callable[..., Any]:
         value_log = self.value_log
 
         @wraps(really)
-        def next_data(iterator: _BaseDataLoaderIter) -> Any:
-            data = really(iterator)
-            if type(data) is BatchWithWorkerState:
-                worker = iterator.flatout_given % iterator._num_workers
-                iterator.flatout_given += 1
-                if data.worker_state is not None:
-                    iterator.flatout_worker_states[worker] = data.worker_state
-                data = data.batch
+        def process(iterator: _BaseDataLoaderIter, data: object, worker: int) -> Any:
+            batch = really(iterator, data, worker)
+            if type(batch) is BatchWithWorkerState:
+                if batch.worker_state is not None:
+                    iterator.flatout_states[worker] = batch.worker_state
+                batch = batch.batch
             if value_log.observes and iterator._dataset_kind == 0:
                 if value_log.going:
                     value_log.take(2)
-                elif self._note(data) == FETCHED:
+                elif self._note(batch) == FETCHED:
                     self.fetched.add(iterator.flatout_number)
-            return data
+            return batch
 
-        return next_data
+        return process
 
     def _chosen(self, really: Callable[..., Any]) -> Callable[..., Any]:
         value_log = self.value_log
@@ -240,16 +221,13 @@ class ReplayedLoaders:
 
     def place(self) -> dict[str, Any]:
         """Return the worker states by the number of their iterator; call it between two batches."""
-        found = {}
+        workers = {}
         for number, ref in enumerate(self.iterators):
             iterator = ref()
             real = iterator.real if type(iterator) is ReplayedIterator else iterator
-            if real is not None and "flatout_given" in vars(real):
-                found[number] = {
-                    "given": real.flatout_given,
-                    "worker_states": list(real.flatout_worker_states),
-                }
-        return {"workers": found, "fetched": sorted(self.fetched)}
+            if real is not None and "flatout_states" in vars(real):
+                workers[number] = list(real.flatout_states)
+        return {"workers": workers, "fetched": sorted(self.fetched)}
 
     def held(self) -> dict[str, Any]:
         """Return the variables of the generators that pass batches on; they may be a batch ahead."""
@@ -270,25 +248,147 @@ class ReplayedLoaders:
         ]
         return [leaf for leaf in pytree.tree_leaves(tasks) if isinstance(leaf, torch.Tensor)]
 
-    def go_on(self, place: dict[str, Any]) -> list[str]:
-        """Replace replayed iterators by real ones. Return the reasons for those that cannot be replaced."""
-        said = []
+    def go_on(self, place: dict[str, Any]) -> None:
+        """Replace replayed iterators by real ones, except exhausted ones that the script still holds."""
         for number, ref in enumerate(self.iterators):
-            iterator = ref()
-            if type(iterator) is ReplayedIterator:
-                stood = place["workers"].get(number)
-                if stood is None:
-                    continue  # exhausted, but the script still holds it
-                if stood["given"] != iterator.given:
-                    said.append(
-                        f"a loader with workers had returned {stood['given']} batches at the checkpoint, and {iterator.given} now"
-                    )
-                    continue
-                iterator.becomes_real(stood["worker_states"])
-        return said
+            iterator, states = ref(), place["workers"].get(number)
+            if type(iterator) is ReplayedIterator and states is not None:
+                self._coming = iterator
+                try:
+                    iterator.becomes_real(states)
+                finally:
+                    self._coming = None
+
+
+class ReplayedIterator(_BaseDataLoaderIter):
+    """Iterator of a DataLoader with workers during a replay: its sampler runs as far ahead as usual."""
+
+    def __init__(self, batches: ReplayedLoaders, loader: DataLoader) -> None:
+        self.batches, self.loader = batches, weakref.ref(loader)
+        self.ahead = loader.prefetch_factor * loader.num_workers
+        self.states: list[Any] = [None] * loader.num_workers  # of its workers
+        self.real: _MultiProcessingDataLoaderIter | None = None
+        super().__init__(loader)
+        self._start(loader)
+
+    def _start(self, loader: DataLoader) -> None:
+        super()._reset(loader, True)
+        self.given, self._asked = 0, deque[Any]()
+        self._last: deque[Any] = deque(maxlen=loader.num_workers)  # indices of the last batches returned
+        for _ in range(self.ahead):
+            self._ask()
+
+    def _ask(self) -> None:
+        try:
+            self._asked.append(self._next_index())
+        except StopIteration:
+            pass
+
+    def _reset(self, loader: DataLoader, first_iter: bool = False) -> None:
+        """Start another epoch of persistent workers."""
+        if self.real is not None:
+            self.real._reset(loader, first_iter)
+        else:
+            self._start(loader)
+
+    def _next_data(self) -> Any:
+        if self.real is not None:
+            return self.real._next_data()
+        if not self._asked:
+            raise StopIteration
+        self._last.append(self._asked.popleft())
+        self.given += 1
+        self._ask()
+        return self.batches._played()
+
+    @property
+    def again(self) -> int:
+        """Number of batches to load again, so that each worker continues at its turn."""
+        return self.given % self._num_workers
+
+    def becomes_real(self, states: list[Any]) -> None:
+        loader = self.loader()
+        assert loader is not None
+        self.states, last = states, list(self._last)
+        left = _Left(chain(last[len(last) - self.again :], self._asked, self._sampler_iter))
+        with in_place(loader, {"batch_sampler" if self._auto_collation else "sampler": left}):
+            self.real = _MultiProcessingDataLoaderIter(loader)
+        self.real._index_sampler = self._index_sampler
+        for _ in range(self.again):
+            self.real._next_data()
+        self.real.flatout_number = self.flatout_number
+
+
+class _Left:
+    """Sampler over the remaining indices of another one."""
+
+    def __init__(self, indices: Iterable[Any]) -> None:
+        self.indices = indices
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.indices)
 
 
 def mark_loaded(batch: object) -> None:
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, torch.Tensor):
             vars(leaf)[LOADED] = True
+
+
+def metas_of(batch: Any) -> Any:
+    """Return the shapes of a batch as a key; None if it holds more than tensors."""
+    kind = type(batch)
+    if kind is torch.Tensor or kind is ReplayTensor:
+        return (
+            (batch.shape, batch.stride(), batch.dtype, batch.device)
+            if batch.layout is torch.strided
+            else None
+        )
+    if kind is list or kind is tuple:
+        metas = (kind, *map(metas_of, batch))
+    elif kind is dict:
+        metas = (kind, *batch, *map(metas_of, batch.values()))
+    else:
+        return None
+    return None if None in metas else metas
+
+
+def spelled(batch: Any) -> Any:
+    """Describe a batch as JSON: tensors are objects; lists, tuples and dicts name their type."""
+    if isinstance(batch, torch.Tensor):
+        return {
+            "shape": list(batch.shape),
+            "strides": list(batch.stride()),
+            "dtype": str(batch.dtype).removeprefix("torch."),
+            "device": str(batch.device),
+        }
+    if isinstance(batch, dict):
+        return ("dict", *((key, spelled(value)) for key, value in batch.items()))
+    return (type(batch).__name__, *map(spelled, batch))
+
+
+def made_batch(shape: Any) -> Any:
+    """Return a fake batch from its description."""
+    if isinstance(shape, dict):
+        size, strides = tuple(shape["shape"]), tuple(shape["strides"])
+        return ReplayTensor((size, strides, getattr(torch, shape["dtype"]), torch.device(shape["device"])))
+    kind, *inside = shape
+    if kind == "dict":
+        return {key: made_batch(value) for key, value in inside}
+    made = [made_batch(part) for part in inside]
+    return made if kind == "list" else tuple(made)
+
+
+def order_of(index: object) -> int:
+    """Hash the output of a sampler.
+
+    None and other objects are excluded: their hashes differ between processes.
+    """
+    if isinstance(index, list):
+        kinds = set(map(type, index))
+        return (
+            hash(tuple(index))
+            if kinds == {int} or all(issubclass(kind, (numbers.Integral, str)) for kind in kinds)
+            else BEGAN
+        )
+    return hash(index) if isinstance(index, (numbers.Integral, str)) else BEGAN

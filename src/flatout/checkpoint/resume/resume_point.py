@@ -26,7 +26,6 @@ from flatout.checkpoint.resume.fake_tensors import ReplayTensor, meta_of
 from flatout.checkpoint.resume.initial_tensors import InitialTensors, bytes_of, digest_of, few, living
 from flatout.checkpoint.resume.reachable_state import ReachableState
 from flatout.checkpoint.resume.replayed_loaders import LOADED
-from flatout.checkpoint.resume.sample_orders import DRAWN
 from flatout.checkpoint.resume.saved_world import USUAL, weights_of
 
 if TYPE_CHECKING:
@@ -34,12 +33,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 SHOWN = 4
-
-
-# -- saving ------------------------------------------------------------------------------------------------
-
-
-# -- resume point ------------------------------------------------------------------------------------------
 
 
 class ResumePoint:
@@ -53,26 +46,6 @@ class ResumePoint:
         refuse: Callable[[str], NoReturn],
     ) -> None:
         self.state, self.replay_tensors, self.origins, self.refuse = state, replay_tensors, origins, refuse
-
-    def _align(self, world: ReachableState) -> None:
-        """Align values that only a loop holds.
-
-        In the first run a graph, which no longer exists, may have held them too; then they are not needed. An
-        extra one in this run is unknown to the checkpoint and is ignored.
-        """
-        drawn = {
-            path
-            for path in (*self.state["tensors"], *self.state["digests"], *self.state["left"])
-            if path.startswith(f"<{DRAWN}")
-        }
-        for path in drawn - set(world.tensors):
-            for part in ("tensors", "digests", "grads", "about"):
-                self.state[part].pop(path, None)
-        self.state["left"] = [
-            path for path in self.state["left"] if path not in drawn or path in world.tensors
-        ]
-        for path in [path for path in world.tensors if path.startswith(f"<{DRAWN}") and path not in drawn]:
-            del world.tensors[path]
 
     def compare(self, world: ReachableState, waiting: list[Any]) -> None:
         """Reject a script that differs from its saved state. ``waiting``: tensors that are valid already."""
@@ -89,7 +62,6 @@ class ResumePoint:
             self.refuse(
                 f"at the resume point, these variables differ from the first run: {'; '.join(differ[:SHOWN])}{_more(differ)}"
             )
-        self._align(world)
         paths = [*self.state["tensors"], *self.state["digests"], *self.state["left"]]
         self._look_for_others(world, waiting)
         lost = sorted(set(paths) ^ set(world.tensors))

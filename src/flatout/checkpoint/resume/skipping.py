@@ -148,7 +148,7 @@ class Skipping:
             inputs: Any = None,
         ) -> None:
             if not self.value_log.going:
-                with self.value_log.unheard:
+                with self.value_log.unrecorded:
                     return really(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
             wanted = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
             return self.replay_tensors.gradient_sources.went_backward(
@@ -161,7 +161,7 @@ class Skipping:
         @wraps(really)
         def grad(outputs: object, inputs: object, *args: object, **kwargs: object) -> Any:
             if not self.value_log.going:
-                with self.value_log.unheard:
+                with self.value_log.unrecorded:
                     return really(outputs, inputs, *args, **kwargs)
             return self.replay_tensors.gradient_sources.grads(outputs, inputs)
 
@@ -204,7 +204,7 @@ def _without_step(really: Callable[..., Any], value_log: ValueLog) -> Callable[.
         optimizer: Optimizer, closure: Callable[[], Any] | None = None, *args: object, **kwargs: object
     ) -> Any:
         if not value_log.going:
-            with value_log.unheard:
+            with value_log.unrecorded:
                 return really(
                     optimizer, *(() if closure is None else (_observed(closure, value_log),)), *args, **kwargs
                 )
@@ -213,7 +213,7 @@ def _without_step(really: Callable[..., Any], value_log: ValueLog) -> Callable[.
         moved = sum(p.grad is not None for group in optimizer.param_groups for p in group["params"])
         if moved > made.get(optimizer, 0):  # its state must exist, even without values
             made[optimizer] = moved
-            with value_log.unheard:
+            with value_log.unrecorded:
                 really(optimizer)
         return loss
 
@@ -224,11 +224,11 @@ def _observed(closure: Callable[..., Any], value_log: ValueLog) -> Callable[...,
     """Wrap the closure of an optimizer step: it is the script's own code, so it is recorded."""
 
     def call() -> Any:
-        before, value_log.deaf = value_log.deaf, value_log.deaf - 1
+        before, value_log.paused = value_log.paused, value_log.paused - 1
         try:
             return closure()
         finally:
-            value_log.deaf = before
+            value_log.paused = before
 
     return call
 

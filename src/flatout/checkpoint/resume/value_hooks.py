@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import wraps
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,8 @@ from torch.utils import _pytree as pytree
 from flatout.agent.frames import HOME
 from flatout.agent.ledger import Ledger
 from flatout.agent.masks import observe_masks
-from flatout.checkpoint.resume.clock_hooks import ClockHooks
-from flatout.checkpoint.resume.fake_tensors import ReplayTensor, dense, whole
-from flatout.checkpoint.resume.recorded_clock import RecordedClock
+from flatout.checkpoint.resume.clock_hooks import ClockHooks, RecordedClock
+from flatout.checkpoint.resume.fake_tensors import ReplayTensor, dense
 from flatout.checkpoint.resume.value_log import LargeValue, ValueLog, encoded
 
 if TYPE_CHECKING:
@@ -66,20 +65,10 @@ OF_DEVICES = (
 
 
 class ValueHooks:
-    """Records and replays values that reach Python.
+    """Records and replays values that reach Python."""
 
-    ``comes_from`` sets the gradient sources of a fake tensor. ``taken`` is called with what was selected from
-    a real tensor, and with the calling frame.
-    """
-
-    def __init__(
-        self,
-        value_log: ValueLog,
-        ledger: Ledger,
-        comes_from: Callable[[Any, Iterable[Any]], Any],
-        taken: Callable[[Any, FrameType], None],
-    ) -> None:
-        self.value_log, self.ledger, self.comes_from, self.taken = value_log, ledger, comes_from, taken
+    def __init__(self, value_log: ValueLog, ledger: Ledger) -> None:
+        self.value_log, self.ledger = value_log, ledger
 
     def install(self) -> None:
         ledger = self.ledger
@@ -93,8 +82,7 @@ class ValueHooks:
                     ledger.set(owner, name, self._shape(getattr(owner, name)))
         ledger.set(torch, "where", self._places(torch.where))
         ledger.set(torch.nn.functional, "one_hot", self._classes(torch.nn.functional.one_hot))
-        observe_masks(torch, ledger, self._masked, self._taken)
-        ledger.set(torch._VF, "_pack_padded_sequence", self._packed(torch._VF._pack_padded_sequence))
+        observe_masks(torch, ledger, self._masked)
         for name in ("tensor", "as_tensor"):
             ledger.set(torch, name, self._made_of(getattr(torch, name)))
         ClockHooks(self.value_log, ledger).install()
@@ -110,26 +98,26 @@ class ValueHooks:
 
         @wraps(really)
         def observed(*args: object, **kwargs: object) -> Any:
-            if value_log.deaf or here() != value_log.main:
+            if value_log.paused or here() != value_log.main:
                 return really(*args, **kwargs)
             caller = _past_us(sys._getframe(1))  # a lever may have replaced this function
             if caller.f_code is follows:
-                value_log.deaf = 1  # a mode calls this function again
+                value_log.paused = 1  # a mode calls this function again
                 try:
                     return really(*args, **kwargs)
                 finally:
-                    value_log.deaf = 0
+                    value_log.paused = 0
             at = caller.f_lasti
             if value_log.going:
                 return self._answer(really, at, args, kwargs)
-            value_log.deaf = 1
+            value_log.paused = 1
             try:
                 value = really(*args, **kwargs)
             except Exception as error:
                 value_log.put(error, at)
                 raise
             finally:
-                value_log.deaf = 0
+                value_log.paused = 0
             value_log.put(value, at, not value_log.began)
             return value
 
@@ -151,13 +139,13 @@ class ValueHooks:
             value_log.refuse(
                 f"in step {value_log.steps + 1} {really.__name__}() returns more values to Python than the journal keeps"
             )
-        value_log.deaf = 1
+        value_log.paused = 1
         try:
             again = really(*args, **kwargs)  # of a real tensor: an array shares its memory
         finally:
-            value_log.deaf = 0
+            value_log.paused = 0
         if type(value) is LargeValue:
-            if zlib.crc32(encoded(again)[1]) != value.digest:
+            if zlib.crc32(encoded(again).encode()) != value.digest:
                 value_log.refuse(
                     f"in step {value_log.steps + 1} {really.__name__}() returns other values than in the first run, and too many for the journal"
                 )
@@ -169,7 +157,7 @@ class ValueHooks:
 
         @wraps(really)
         def observed(*args: object, **kwargs: object) -> Any:
-            if value_log.deaf or here() != value_log.main:
+            if value_log.paused or here() != value_log.main:
                 return really(*args, **kwargs)
             return self._shaped(really, sys._getframe(1).f_lasti, args, kwargs)
 
@@ -181,7 +169,7 @@ class ValueHooks:
         value_log = self.value_log
         if value_log.going:
             return self._shaped_again(really, at, args, kwargs)
-        value_log.deaf = 1
+        value_log.paused = 1
         try:
             result = really(*args, **kwargs)
             leaves = pytree.tree_leaves(result)
@@ -189,7 +177,7 @@ class ValueHooks:
             value_log.put(error, at)
             raise
         finally:
-            value_log.deaf = 0
+            value_log.paused = 0
         value_log.put(
             [
                 isinstance(result, tuple),
@@ -208,7 +196,7 @@ class ValueHooks:
         found = self.shaped_again(at)
         if self.value_log.began:  # random tensors may differ from the first run
             return found
-        with self.value_log.unheard:
+        with self.value_log.unrecorded:
             again = really(*args, **kwargs)
         if [each.shape for each in pytree.tree_leaves(again)] != [
             each.shape for each in pytree.tree_leaves(found)
@@ -232,38 +220,12 @@ class ValueHooks:
 
         @wraps(really)
         def made(data: object, *args: object, **kwargs: object) -> Any:
-            if not isinstance(data, (list, tuple)) or value_log.deaf or here() != value_log.main:
+            if not isinstance(data, (list, tuple)) or value_log.paused or here() != value_log.main:
                 return really(data, *args, **kwargs)
-            with value_log.unheard:
+            with value_log.unrecorded:
                 return really(data, *args, **kwargs)
 
         return made
-
-    def _packed(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap sequence packing: the recorded lengths give the batch sizes, which decide the computation."""
-        value_log, here = self.value_log, threading.get_ident
-
-        @wraps(really)
-        def pack(padded: Tensor, lengths: Tensor, *args: object) -> Any:
-            if value_log.deaf or here() != value_log.main:
-                return really(padded, lengths, *args)
-            at = sys._getframe(1).f_lasti
-            if value_log.going and value_log.began:
-                sizes = value_log.take(at)
-                packed = whole((sum(sizes), *padded.shape[2:]), padded.dtype, padded.device)
-                return self.comes_from(packed, (padded,)), torch.tensor(sizes, device="cpu")
-            with value_log.unheard:
-                found = really(padded, lengths, *args)
-                sizes = found[1].tolist()
-            if not value_log.going:
-                value_log.put(sizes, at)
-            elif value_log.take(at) != sizes:
-                value_log.refuse(
-                    f"in step {value_log.steps + 1} it packs sequences of other lengths than in the first run"
-                )
-            return found
-
-        return pack
 
     def _places(self, really: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `where`: with only a condition, its result has one row per true element."""
@@ -290,12 +252,9 @@ class ValueHooks:
     def _masked(self, really: Callable[[], Any], mask: Tensor, caller: FrameType) -> Any:
         """Index a real tensor with a mask; `flatout.checkpoint.resume.fake_operators` handles computed tensors."""
         value_log = self.value_log
-        if value_log.deaf or threading.get_ident() != value_log.main:
+        if value_log.paused or threading.get_ident() != value_log.main:
             return really()
         return self._shaped(really, _past_us(caller).f_lasti, (), {})
-
-    def _taken(self, rows: Tensor, caller: FrameType) -> None:
-        self.taken(rows, _past_us(caller))
 
 
 def _past_us(frame: FrameType) -> FrameType:
