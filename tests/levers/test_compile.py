@@ -94,14 +94,6 @@ def test_an_error_of_the_model_is_its_own(program):
         live.model(torch.ones(2, 3, 12, 12))
 
 
-def test_without_a_compiler_it_says_so(program, monkeypatch):
-    live = program()
-    monkeypatch.setenv("PATH", "/nonexistent")
-    answer = LEVER.applies(Facts(), live.context)
-    assert isinstance(answer, Skip)
-    assert "needs a C++ compiler" in answer.reason
-
-
 @pytest.mark.parametrize(
     ("present", "cc", "missing"),
     [

@@ -21,6 +21,17 @@ def weights(live):
     return [p.detach().clone() for p in live.model.parameters()]
 
 
+def state(live):
+    return [
+        torch.backends.cudnn.benchmark,
+        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.matmul.allow_tf32,
+        sorted(vars(live.model)),
+        [p.is_contiguous() for p in live.model.parameters()],
+        [{k: v for k, v in g.items() if k != "params"} for g in live.optimizer.param_groups],
+    ]
+
+
 @pytest.mark.parametrize("lever", LIVE, ids=lambda lever: lever.name)
 def test_on_and_off_again(program, lever):
     """The program trains under every value that it offers here.
@@ -30,27 +41,13 @@ def test_on_and_off_again(program, lever):
     live = program(device="cuda")
     answer = lever.applies(look(), live.context)
     for value in answer.values if isinstance(answer, Options) else ():
-        before = [
-            torch.backends.cudnn.benchmark,
-            torch.get_float32_matmul_precision(),
-            torch.backends.cuda.matmul.allow_tf32,
-            sorted(vars(live.model)),
-            [p.is_contiguous() for p in live.model.parameters()],
-            [{k: v for k, v in g.items() if k != "params"} for g in live.optimizer.param_groups],
-        ]
+        before = state(live)
         undo = lever.apply(live.context, value, Ledger())
         losses = live.train(2)
         undo()
         assert all(torch.isfinite(torch.tensor(losses)))
         assert live.context.reports == []
-        assert before == [
-            torch.backends.cudnn.benchmark,
-            torch.get_float32_matmul_precision(),
-            torch.backends.cuda.matmul.allow_tf32,
-            sorted(vars(live.model)),
-            [p.is_contiguous() for p in live.model.parameters()],
-            [{k: v for k, v in g.items() if k != "params"} for g in live.optimizer.param_groups],
-        ]
+        assert before == state(live)
         live.train()
 
 

@@ -1,8 +1,7 @@
-"""Levers leave the script's own choices alone, and say so."""
+"""Levers leave the script's own choices alone, and say so; test_reasons.py has whole programs that show each reason."""
 
 from __future__ import annotations
 
-import gc
 from types import SimpleNamespace
 
 import pytest
@@ -29,52 +28,6 @@ def values(name, program):
     answer = LEVER[name].applies(FACTS, program.context)
     assert isinstance(answer, Options), answer
     return answer.values
-
-
-def train(model, optimizer, steps=2, **context):
-    for _ in range(steps):
-        with torch.autocast("cpu", torch.bfloat16, **(context or {"enabled": False})):
-            loss = model(torch.randn(4, 3, 12, 12)).square().mean()
-        loss.backward()
-        optimizer.step()
-
-
-def test_own_autocast(program):
-    live = program(epochs=0)
-    train(live.model, live.optimizer, enabled=True)
-    assert reason("autocast", live) == "the program already trains under autocast"
-
-
-def test_autocast_switched_off_by_a_flag_does_not_count(program):
-    live = program(epochs=0)
-    train(live.model, live.optimizer, enabled=False)
-    assert values("autocast", live) == ("bfloat16",)
-
-
-def test_own_compile(program):
-    live = program(epochs=0)
-    train(torch.compile(live.model, backend="eager"), live.optimizer)
-    assert "compiles the model or a part of it" in reason("compile", live)
-
-
-def test_own_compile_in_place(program):
-    live = program(epochs=0)
-    live.model.compile(backend="eager")
-    train(live.model, live.optimizer)
-    assert "compiles the model or a part of it" in reason("compile", live)
-
-
-def test_own_threads(program):
-    live = program()
-    before = torch.get_num_threads()
-    try:
-        live.context.threads_at_import = 2  # the default of a machine with two cores
-        torch.set_num_threads(3)
-        assert reason("threads", live) == "the program has already set the number of threads to 3"
-        live.context.threads_at_import = 3
-        assert values("threads", live) == (1,)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
@@ -113,22 +66,11 @@ class Child(torch.optim.Adam):
     """Its step may be its own, so the class is not torch's."""
 
 
-@pytest.mark.parametrize("kind", [Mine, Child, torch.optim.LBFGS])
+@pytest.mark.parametrize("kind", [Mine, Child])
 def test_optimizers_without_such_a_form(program, kind):
     live = program(epochs=0)
     live.optimizer = kind(live.model.parameters())
-    if kind is torch.optim.LBFGS:
-        for x, y in live.loader:
-
-            def closure(x=x, y=y):
-                live.optimizer.zero_grad()
-                loss = torch.nn.functional.cross_entropy(live.model(x), y)
-                loss.backward()
-                return loss
-
-            live.optimizer.step(closure)
-    else:
-        live.train()
+    live.train()
     assert kind.__name__ in reason("fused_optimizer", live)
 
 
@@ -147,48 +89,6 @@ def test_one_of_two_optimizers_has_a_fused_form(program):
     assert "fused" not in other.param_groups[0]
     undo()
     assert live.optimizer.param_groups[0]["fused"] is None
-
-
-def test_own_garbage_collection(program, thawed):
-    live = program()
-    thresholds = gc.get_threshold()
-    try:
-        gc.disable()
-        assert "disabled automatic garbage collection" in reason("gc_pause", live)
-        gc.enable()
-        gc.set_threshold(100_000, 10, 10)
-        assert "has already raised the first threshold of the garbage collector to 100000" in reason(
-            "gc_pause", live
-        )
-        gc.set_threshold(0)  # which switches it off as well
-        assert "disabled automatic garbage collection" in reason("gc_pause", live)
-    finally:
-        gc.enable()
-        gc.set_threshold(*thresholds)
-    assert values("gc_pause", live) == (True,)
-
-
-def test_own_channels_last(program):
-    live = program(epochs=0)
-    live.model.to(memory_format=torch.channels_last)
-    live.train()
-    assert reason("channels_last", live) == "1 of 1 convolution weights are already stored as channels_last"
-
-
-def test_own_onednn_precision(program):
-    live = program()
-    owner = torch.backends.mkldnn.matmul
-    before = owner.fp32_precision
-    try:
-        for mode in ("bf16", "tf32", "ieee"):
-            owner.fp32_precision = mode
-            assert (
-                reason("reduced_precision", live)
-                == f"the program has already set the float32 precision of oneDNN to {mode}"
-            )
-    finally:
-        owner.fp32_precision = before
-    assert values("reduced_precision", live) == (True,)
 
 
 @pytest.mark.parametrize("aid", ["anomaly", "distributions", "filled memory", "none"])
@@ -247,43 +147,6 @@ def test_anomaly_detection_around_each_step_stays_off(program):
     undo()
     assert step()
     assert not torch.is_anomaly_enabled()
-
-
-def test_a_double_backward_is_not_compiled(program):
-    live = program(epochs=0)
-    x = torch.randn(2, 3, 12, 12, requires_grad=True)
-    (slope,) = torch.autograd.grad(live.model(x).sum(), x, create_graph=True)
-    slope.square().sum().backward()
-    live.optimizer.step()
-    assert "differentiates twice" in reason("compile", live)
-
-
-def test_lbfgs_keeps_its_layout(program):
-    live = program(epochs=0)
-    live.optimizer = torch.optim.LBFGS(live.model.parameters(), max_iter=2)
-    x = torch.randn(4, 3, 12, 12)
-
-    def closure():
-        live.optimizer.zero_grad()
-        loss = live.model(x).square().mean()
-        loss.backward()
-        return loss
-
-    live.optimizer.step(closure)
-    assert "LBFGS" in reason("channels_last", live)
-
-
-@pytest.mark.parametrize("name", ["autocast", "channels_last", "compile"])
-def test_a_model_in_pieces(program, name):
-    live = program(epochs=0)
-    layers = [torch.nn.Conv2d(3, 3, 1) for _ in range(20)]
-    optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.01)
-    x = torch.randn(2, 3, 4, 4)
-    for layer in layers:
-        x = layer(x)
-    x.sum().backward()
-    optimizer.step()
-    assert reason(name, live) == "the script calls 20 modules separately, and no module contains them all"
 
 
 # -- precision flags, on a simulated GPU: the flags themselves are real ----------------------------------------------------
@@ -415,17 +278,6 @@ def test_an_iterable_data_set_is_left_alone(program):
     assert torch.cat(list(loader)).tolist() == torch.arange(64.0).tolist()
 
 
-def test_only_an_iterable_data_set(program):
-    live = program(epochs=0)
-    live.context.loaders.clear()
-    live.loader = torch.utils.data.DataLoader([(torch.zeros(3, 12, 12), torch.tensor(0))] * 8, batch_size=4)
-    live.train()
-    assert values("loader", live)
-    live.context.loaders.clear()
-    torch.utils.data.DataLoader(Stream(), batch_size=4)
-    assert "IterableDataset" in reason("loader", live)
-
-
 class Augmented(torch.utils.data.Dataset):
     def __len__(self):
         return 32
@@ -434,21 +286,17 @@ class Augmented(torch.utils.data.Dataset):
         return torch.rand(3, 12, 12), at % 5
 
 
-def test_random_data_is_resampled_not_exact(program):
-    live = program(epochs=0)
-    live.context.loaders.clear()
-    live.context._loaders._dataset = None
-    live.loader = torch.utils.data.DataLoader(Augmented(), batch_size=8)
-    live.train()
+@pytest.mark.parametrize(("random", "effect"), [(True, Effect.RESAMPLED), (False, Effect.EXACT)])
+def test_random_data_is_resampled_not_exact(program, random, effect):
+    live = program(epochs=not random)
+    if random:
+        live.context.loaders.clear()
+        live.context._loaders._dataset = None
+        live.loader = torch.utils.data.DataLoader(Augmented(), batch_size=8)
+        live.train()
     answer = LEVER["loader"].applies(FACTS, live.context)
     assert isinstance(answer, Options)
-    assert answer.effect is Effect.RESAMPLED
-
-
-def test_data_without_random_numbers_is_exact(program):
-    answer = LEVER["loader"].applies(FACTS, program().context)
-    assert isinstance(answer, Options)
-    assert answer.effect is Effect.EXACT
+    assert answer.effect is effect
 
 
 @pytest.mark.parametrize(
@@ -566,13 +414,6 @@ def test_fewer_workers_than_asked(program):
     )
     assert loader.num_workers == 0
     assert len(list(loader)) == 4
-
-
-def test_a_script_without_loaders(program):
-    live = program(epochs=0)
-    live.context.loaders.clear()
-    train(live.model, live.optimizer)
-    assert "created no torch DataLoader" in reason("loader", live)
 
 
 def test_on_cuda_batches_are_pinned_without_workers_too(program, monkeypatch):
