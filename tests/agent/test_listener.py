@@ -67,19 +67,3 @@ def test_a_request_to_stop_passes():
 
     with pytest.raises(SystemExit):
         Guarded(Stops()).step_end()
-
-
-def test_every_event_is_passed_on():
-    observed = []
-
-    class Hears(Listener):
-        pass
-
-    listener = Hears()
-    listener.__dict__.update(
-        {name: lambda *args, name=name: observed.append((name, args)) for name in EVENTS}
-    )
-    guarded = Guarded(listener)
-    for name in EVENTS:
-        getattr(guarded, name)()
-    assert observed == [(name, ()) for name in EVENTS]

@@ -69,11 +69,6 @@ def test_slowing_one_round_of_b_never_raises_the_ratio(found):
     assert compare(slower).median <= compare(found).median * (1 + 1e-9)
 
 
-@given(pairs)
-def test_the_same_rounds_give_the_same_answer(found):
-    assert compare(found) == compare(found)
-
-
 @given(st.lists(rounds, min_size=1, max_size=2))
 def test_two_rounds_are_never_a_narrow_interval(found):
     """One round, or two equal ones, give little information; the interval must be wide."""
@@ -189,16 +184,6 @@ def test_only_the_order_of_values_counts(a, b, factor, shift):
         and len(set(moved[0] + moved[1])) == len(set(a + b))
     )
     assert two_sample_ks(*moved) == pytest.approx(two_sample_ks(a, b))
-
-
-@pytest.mark.parametrize("n", [50, 200, 1000])
-def test_only_different_distributions_are_detected(n):
-    rng = random.Random(0)
-    a = [rng.gauss(0, 1) for _ in range(n)]
-    b = [rng.gauss(0, 1) for _ in range(n)]
-    far = [rng.gauss(1.5, 1) for _ in range(n)]
-    assert two_sample_ks(a, b) > 0.01
-    assert two_sample_ks(a, far) < 1e-4
 
 
 def test_agrees_with_scipy():

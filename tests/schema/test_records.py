@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts, Gpu
-from flatout.schema.lever import Lever
 from flatout.schema.records import PhaseTime, Ratio, TrialRecord
 from flatout.schema.session import (
     ComparisonRecord,
@@ -113,13 +112,6 @@ def test_effects_are_ordered_from_exact_to_changed_maths():
         "changes_math",
     ]
     assert [m.value for m in Moment] == ["process", "import", "loader", "model", "optimizer", "step"]
-
-
-def test_a_lever_is_frozen():
-    import dataclasses
-
-    assert dataclasses.fields(Lever)
-    assert Lever.__dataclass_params__.frozen  # type: ignore[attr-defined]
 
 
 def test_a_ratio_says_how_sure_it_is():
