@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import textwrap
-
 import pytest
-
-from flatout.diagnose.check import check
-from flatout.probe.program import ScriptProgram
+from forms import TEXT, assert_found
 
 MODEL = """
 import torch
@@ -60,9 +56,7 @@ HEALTHY = {
                         loss = F.cross_entropy(model(x), y)
                         losses[k + 1] += loss
                 loss = losses[-1] / 4
-                self.optimizer.zero_grad()
-                loss.backward()
-                self.optimizer.step()
+                DESCEND self.optimizer loss
         meta = Meta()
         for epoch in range(3):
             meta.forward(list(loader))
@@ -76,9 +70,7 @@ HEALTHY = {
         averages = [p.detach().clone() for p in model.parameters()]
         for epoch in range(3):
             for x, y in loader:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
+                DESCEND optimizer F.cross_entropy(model(x), y)
             torch.save(averaged(averages), f"average{epoch}.pt")
     """,
     "a class of the program in place of the scaler": """
@@ -104,36 +96,26 @@ HEALTHY = {
         for epoch in range(3):
             losses = []
             for x, y in loader:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
+                DESCEND optimizer F.cross_entropy(model(x), y)
             for x, y in loader:
                 losses.append(F.cross_entropy(model(x), y))
-            optimizer.zero_grad()
-            torch.stack(losses).mean().backward()
-            optimizer.step()
+            DESCEND optimizer torch.stack(losses).mean()
     """,
     "the largest outputs of an evaluation, differentiated after it": """
         for epoch in range(3):
             largest = []
             for x, y in loader:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
+                DESCEND optimizer F.cross_entropy(model(x), y)
             for x, y in loader:
                 largest.append(model(x).max())
-            optimizer.zero_grad()
-            torch.stack(largest).mean().backward()
-            optimizer.step()
+            DESCEND optimizer torch.stack(largest).mean()
     """,
     "an optimizer for a module inside the model that is called": """
         head = nn.Linear(3, 2)
         whole = nn.Sequential(model, head)
         small = torch.optim.SGD(head.parameters(), lr=0.1)
         for x, y in loader:
-            small.zero_grad()
-            whole(x).mean().backward()
-            small.step()
+            DESCEND small whole(x).mean()
     """,
     "an optimizer for each parameter, which steps in the backward pass": """
         each = {p: torch.optim.SGD([{"params": [p]}], lr=0.1) for p in model.parameters()}
@@ -166,9 +148,7 @@ HEALTHY = {
         other = nn.Linear(3, 4)
         second = torch.optim.Adam(other.parameters())
         for i, (x, y) in enumerate(loader):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
+            DESCEND optimizer F.cross_entropy(model(x), y)
             second.zero_grad()
             if i % 5 == 0:
                 model(other(torch.randn(8, 3))).mean().backward()
@@ -221,9 +201,7 @@ HEALTHY = {
         def make():
             return torch.optim.SGD(model.parameters(), lr=0.1)
         def train_step(x, y, o):
-            o.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            o.step()
+            DESCEND o F.cross_entropy(model(x), y)
         sgd = make()
         for x, y in loader:
             train_step(x, y, sgd)
@@ -242,9 +220,7 @@ HEALTHY = {
             losses = []
             for x, y in loader:
                 losses.append(F.cross_entropy(model(x), y))
-            optimizer.zero_grad()
-            torch.stack(losses).sum().backward()
-            optimizer.step()
+            DESCEND optimizer torch.stack(losses).sum()
     """,
     "a total of several losses": """
         for x, y in loader:
@@ -252,9 +228,7 @@ HEALTHY = {
             for head in range(3):
                 loss = F.cross_entropy(model(x), y)
                 total += loss
-            optimizer.zero_grad()
-            total.backward()
-            optimizer.step()
+            DESCEND optimizer total
     """,
     "evaluation and back, with a best state that is copied": """
         import copy
@@ -262,9 +236,7 @@ HEALTHY = {
         for epoch in range(3):
             model.train()
             for x, y in loader:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
+                DESCEND optimizer F.cross_entropy(model(x), y)
             model.eval()
             with torch.no_grad():
                 for x, y in loader:
@@ -282,9 +254,7 @@ HEALTHY = {
             model.train(was)
         for epoch in range(3):
             for x, y in loader:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
+                DESCEND optimizer F.cross_entropy(model(x), y)
             evaluate()
     """,
     "gradients of the input, in evaluation mode": """
@@ -298,9 +268,7 @@ HEALTHY = {
     "a scheduler in every step, after it": """
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100)
         for x, y in loader:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
+            DESCEND optimizer F.cross_entropy(model(x), y)
             scheduler.step()
     """,
     "a model and an optimizer for each fold": """
@@ -310,9 +278,7 @@ HEALTHY = {
             sgd = torch.optim.SGD(net.parameters(), lr=0.1)
             part = DataLoader(TensorDataset(torch.randn(64, 4), torch.zeros(64, dtype=torch.long)), batch_size=8)
             for x, y in part:
-                sgd.zero_grad()
-                F.cross_entropy(net(x), y).backward()
-                sgd.step()
+                DESCEND sgd F.cross_entropy(net(x), y)
     """,
     "a scaler that may be switched off": """
         scaler = torch.amp.GradScaler("cuda", enabled=False)
@@ -367,9 +333,7 @@ HEALTHY = {
     "an average of the weights that is only evaluated": """
         average = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
         for i, (x, y) in enumerate(loader):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
+            DESCEND optimizer F.cross_entropy(model(x), y)
             if i % 100 == 0:
                 with torch.no_grad():
                     average.eval()
@@ -428,5 +392,4 @@ HEALTHY = {
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_nothing_is_found(name):
-    code = MODEL + textwrap.dedent(HEALTHY[name])
-    assert [(f.rule, f.place.line, f.said) for f in check(ScriptProgram.of_text(code))] == []
+    assert_found(MODEL, "", TEXT, HEALTHY[name], of_all=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import textwrap
 
 import pytest
+from forms import TEXT, assert_found, cases, filled
 
 from flatout.diagnose.check import check
 from flatout.probe.program import ScriptProgram
@@ -31,9 +32,7 @@ WARM_UP = """
         for x in batches():
             loss = net(x).square().mean()
             if opt is not None:
-                opt.zero_grad()
-                loss.backward()
-                opt.step()
+                DESCEND opt loss
 
     for epoch in range(9):
         if epoch < 3:
@@ -145,22 +144,21 @@ DRAW = """
         noise = torch.randn_like(clean)
         {use}
 """
-FOUND = {
-    "FL011 in one branch": ("FL011", WARM_UP.format(before="schedule.step()  # <-", after="pass")),
-    "FL011 of a scheduler that is passed": (
-        "FL011",
-        """
+
+FORMS = {
+    ("FL011", WARM_UP): {
+        "FL011 in one branch": {"before": "schedule.step()  # <-"},
+        "a scheduler after the training of its branch": {"after": "schedule.step()"},
+        "a scheduler that gets the epoch": {"before": "schedule.step(epoch)"},
+    },
+    ("FL011", TEXT): {
+        "FL011 of a scheduler that is passed": """
         def train(model, optimizer, scheduler, loader):
             for x in loader:
                 scheduler.step()  # <-
-                optimizer.zero_grad()
-                model(x).square().mean().backward()
-                optimizer.step()
+                DESCEND optimizer model(x).square().mean()
         """,
-    ),
-    "FL011 of a scheduler class of the program, in a function for one epoch": (
-        "FL011",
-        """
+        "FL011 of a scheduler class of the program, in a function for one epoch": """
         class WarmUp(torch.optim.lr_scheduler._LRScheduler):
             def get_lr(self):
                 return [base * min(1.0, (self.last_epoch + 1) / 9) for base in self.base_lrs]
@@ -172,26 +170,37 @@ FOUND = {
         def train(epoch):
             warm_up.step()  # <-
             for x in batches():
-                optimizer.zero_grad()
-                model(x).square().mean().backward()
-                optimizer.step()
+                DESCEND optimizer model(x).square().mean()
         """,
-    ),
-    "FL004 under accumulate": (
-        "FL004",
-        ACCUMULATE.format(steps="gradient_accumulation_steps=4", clear="self.model.zero_grad()  # <-"),
-    ),
-    "FL004 in a method apart from the step": (
-        "FL004",
-        APART.format(early="self.optimizer.zero_grad()  # <-", late="pass"),
-    ),
-    "FL116 through an Accelerator": (
-        "FL116",
-        LAUNCHED.format(context="contextlib.nullcontext()", mark="  # <-"),
-    ),
-    "FL116 of an inner loop": (
-        "FL116",
-        """
+    },
+    ("FL004", ACCUMULATE): {
+        "FL004 under accumulate": {
+            "steps": "gradient_accumulation_steps=4",
+            "clear": "self.model.zero_grad()  # <-",
+        },
+        "the prepared optimizer clears": {
+            "steps": "gradient_accumulation_steps=4",
+            "clear": "self.optimizer.zero_grad()",
+        },
+        "the model clears at the step": {
+            "steps": "gradient_accumulation_steps=4",
+            "clear": """if self.accelerator.sync_gradients:
+                        self.model.zero_grad()""",
+        },
+        "an Accelerator that does not accumulate": {"clear": "self.model.zero_grad()"},
+    },
+    ("FL004", APART): {
+        "FL004 in a method apart from the step": {"early": "self.optimizer.zero_grad()  # <-"},
+        "the method that steps clears": {"late": "self.optimizer.zero_grad()"},
+    },
+    ("FL116", LAUNCHED): {
+        "FL116 through an Accelerator": {"context": "contextlib.nullcontext()", "mark": "  # <-"},
+        "an Accelerator with no_sync": {
+            "context": "contextlib.nullcontext() if last else self.accelerator.no_sync(self.model)"
+        },
+    },
+    ("FL116", TEXT): {
+        "FL116 of an inner loop": """
         def train(every):
             model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -201,10 +210,9 @@ FOUND = {
                 optimizer.step()
                 optimizer.zero_grad()
         """,
-    ),
-    "FL012 in a generator": (
-        "FL012",
-        """
+    },
+    ("FL012", TEXT): {
+        "FL012 in a generator": """
         import torch.distributed as dist
 
         def for_ever(train_loader):
@@ -219,10 +227,7 @@ FOUND = {
             dist.all_reduce(value)
             return value
         """,
-    ),
-    "FL012 in a loop over steps": (
-        "FL012",
-        """
+        "FL012 in a loop over steps": """
         from torch.utils.data import DataLoader, TensorDataset
         from torch.utils.data.distributed import DistributedSampler
 
@@ -238,35 +243,40 @@ FOUND = {
             except StopIteration:
                 iterator = iter(loader)
                 (x,) = next(iterator)
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
+            DESCEND optimizer model(x).square().mean()
         """,
-    ),
-    "FL037 through a name": (
-        "FL037",
-        NO_SYNC.format(
-            before="""context = contextlib.nullcontext
+    },
+    ("FL037", NO_SYNC): {
+        "FL037 through a name": {
+            "before": """context = contextlib.nullcontext
             if i % every != 0:  # <-
                 context = model.no_sync""",
-            context="context():",
-        ),
-    ),
-    "FL037 in Fabric": (
-        "FL037",
-        NO_SYNC.format(before="", context="model.no_backward_sync(model, enabled=i % every > 0):  # <-"),
-    ),
-    "FL037 by a switch of an inner loop": ("FL037", INNER.format(condition="k == 0  # <-")),
-    "FL038 of a loss that says what it ignores": (
-        "FL038",
-        TOKENS.format(
-            loss='self.loss_fn(self.model(batch["tokens"]), labels.masked_fill(labels == self.pad_id, self.loss_fn.ignore_index))',
-            mark="  # <-",
-        ),
-    ),
-    "FL038 of an inner loop": (
-        "FL038",
-        """
+            "context": "context():",
+        },
+        "FL037 in Fabric": {
+            "before": "",
+            "context": "model.no_backward_sync(model, enabled=i % every > 0):  # <-",
+        },
+        "no_sync on all but the step": {
+            "before": "wait = (i + 1) % every != 0",
+            "context": "model.no_sync() if wait else contextlib.nullcontext():",
+        },
+    },
+    ("FL037", INNER): {
+        "FL037 by a switch of an inner loop": {"condition": "k == 0  # <-"},
+        "a switch for the last micro-batch": {"condition": "k == every - 1"},
+    },
+    ("FL038", TOKENS): {
+        "FL038 of a loss that says what it ignores": {
+            "loss": 'self.loss_fn(self.model(batch["tokens"]), labels.masked_fill(labels == self.pad_id, self.loss_fn.ignore_index))',
+            "mark": "  # <-",
+        },
+        "a sum over tokens": {
+            "loss": 'F.cross_entropy(self.model(batch["tokens"]), labels, ignore_index=self.pad_id, reduction="sum")'
+        },
+    },
+    ("FL038", TEXT): {
+        "FL038 of an inner loop": """
         def train(model, optimizer, loader, pad_token_id):
             for batch in loader:
                 optimizer.zero_grad()
@@ -277,10 +287,7 @@ FOUND = {
                     (loss / len(parts)).backward()  # <-
                 optimizer.step()
         """,
-    ),
-    "FL038 in the model, under accumulate": (
-        "FL038",
-        """
+        "FL038 in the model, under accumulate": """
         from accelerate import Accelerator
 
         accelerator = Accelerator(gradient_accumulation_steps=4)
@@ -298,16 +305,12 @@ FOUND = {
                     optimizer.step()
                     optimizer.zero_grad()
         """,
-    ),
-    "FL039 of a time step": (
-        "FL039",
-        DRAW.format(group="", use="return schedule.add_noise(clean, noise, t)").replace(
+    },
+    ("FL039", TEXT): {
+        "FL039 of a time step": filled(DRAW, {"use": "return schedule.add_noise(clean, noise, t)"}).replace(
             "src=0)", "src=0)  # <-"
         ),
-    ),
-    "FL039 by an Accelerator": (
-        "FL039",
-        """
+        "FL039 by an Accelerator": """
         from accelerate.utils import broadcast
 
         def noisy(clean):
@@ -316,67 +319,30 @@ FOUND = {
             noise = torch.randn_like(clean)
             return torch.lerp(clean, noise, level)
         """,
-    ),
-}
-CLEAN = {
-    "a scheduler after the training of its branch": WARM_UP.format(before="pass", after="schedule.step()"),
-    "a scheduler that gets the epoch": WARM_UP.format(before="schedule.step(epoch)", after="pass"),
-    "a scheduler that skips the first epoch": """
+    },
+    ("", TEXT): {
+        "a scheduler that skips the first epoch": """
         def train(model, optimizer, scheduler, loader):
             for epoch in range(9):
                 if epoch > 0:
                     scheduler.step()
                 for x in loader:
-                    optimizer.zero_grad()
-                    model(x).square().mean().backward()
-                    optimizer.step()
+                    DESCEND optimizer model(x).square().mean()
     """,
-    "a scheduler whose count is set back": """
+        "a scheduler whose count is set back": """
         def train(model, optimizer, scheduler, loader, start):
             scheduler.last_epoch = start - 1
             for epoch in range(start, 9):
                 scheduler.step()
                 for x in loader:
-                    optimizer.zero_grad()
-                    model(x).square().mean().backward()
-                    optimizer.step()
+                    DESCEND optimizer model(x).square().mean()
     """,
-    "the prepared optimizer clears": ACCUMULATE.format(
-        steps="gradient_accumulation_steps=4", clear="self.optimizer.zero_grad()"
-    ),
-    "the model clears at the step": ACCUMULATE.format(
-        steps="gradient_accumulation_steps=4",
-        clear="""if self.accelerator.sync_gradients:
-                        self.model.zero_grad()""",
-    ),
-    "an Accelerator that does not accumulate": ACCUMULATE.format(steps="", clear="self.model.zero_grad()"),
-    "the method that steps clears": APART.format(early="pass", late="self.optimizer.zero_grad()"),
-    "an Accelerator with no_sync": LAUNCHED.format(
-        context="contextlib.nullcontext() if last else self.accelerator.no_sync(self.model)", mark=""
-    ),
-    "no_sync on all but the step": NO_SYNC.format(
-        before="wait = (i + 1) % every != 0", context="model.no_sync() if wait else contextlib.nullcontext():"
-    ),
-    "an index that is passed on plus one": NO_SYNC.format(
-        before="pass", context="model.no_sync() if (i + 1) % every else contextlib.nullcontext():"
-    )
-    .replace("update(optimizer, i, every)\n\n", "update(optimizer, i + 1, every)\n\n")
-    .replace("if (i + 1) % every == 0", "if i % every == 0"),
-    "a switch for the last micro-batch": INNER.format(condition="k == every - 1"),
-    "a sum over tokens": TOKENS.format(
-        loss='F.cross_entropy(self.model(batch["tokens"]), labels, ignore_index=self.pad_id, reduction="sum")',
-        mark="",
-    ),
-    "one label for each sample": TOKENS.replace(".reshape(-1)", "").format(
-        loss='F.cross_entropy(self.model(batch["tokens"]), labels, ignore_index=self.pad_id)', mark=""
-    ),
-    "a draw for the ranks of one sample": DRAW.format(
-        group=", group=group", use="return schedule.add_noise(clean, noise, t)"
-    ),
-    "a draw that chooses a branch": DRAW.format(
-        group="", use="return schedule.add_noise(clean, noise, t) if t.item() < 500 else clean"
-    ),
-    "a loader without shards, started again": """
+        "an index that is passed on plus one": filled(
+            NO_SYNC, {"context": "model.no_sync() if (i + 1) % every else contextlib.nullcontext():"}
+        )
+        .replace("update(optimizer, i, every)\n\n", "update(optimizer, i + 1, every)\n\n")
+        .replace("if (i + 1) % every == 0", "if i % every == 0"),
+        "a loader without shards, started again": """
         import torch.distributed as dist
         from torch.utils.data import DataLoader, TensorDataset
 
@@ -389,7 +355,7 @@ CLEAN = {
             dist.all_reduce(value)
             return value
     """,
-    "a scaled loss that is divided": """
+        "a scaled loss that is divided": """
         class Trainer:
             def __init__(self, model):
                 self.model, self.scaler = model.cuda(), None
@@ -406,6 +372,21 @@ CLEAN = {
                     self.scaler.step(self.optimizer)
                     self.scaler.update()
     """,
+    },
+    ("", TOKENS.replace(".reshape(-1)", "")): {
+        "one label for each sample": {
+            "loss": 'F.cross_entropy(self.model(batch["tokens"]), labels, ignore_index=self.pad_id)'
+        },
+    },
+    ("", DRAW): {
+        "a draw for the ranks of one sample": {
+            "group": ", group=group",
+            "use": "return schedule.add_noise(clean, noise, t)",
+        },
+        "a draw that chooses a branch": {
+            "use": "return schedule.add_noise(clean, noise, t) if t.item() < 500 else clean"
+        },
+    },
 }
 
 
@@ -413,26 +394,17 @@ def found(text: str) -> list[tuple[str, int]]:
     return [(f.rule, f.place.line) for f in check(ScriptProgram.of_text(HEAD + textwrap.dedent(text)))]
 
 
-@pytest.mark.parametrize("name", FOUND)
-def test_a_fault_is_found_through_calls(name):
-    code, text = FOUND[name]
-    lines = (HEAD + textwrap.dedent(text)).splitlines()
-    assert found(text) == [(code, at) for at, line in enumerate(lines, 1) if line.endswith("# <-")]
-
-
-@pytest.mark.parametrize("name", CLEAN)
-def test_a_program_that_looks_alike_is_clean(name):
-    assert found(CLEAN[name]) == []
-
-
 def test_the_loop_that_trains_comes_first():
     text = """
         model = nn.DataParallel(nn.Linear(4, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for x in batches():
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
+            DESCEND optimizer model(x).square().mean()
             torch.cuda.empty_cache()
     """
     assert [rule for rule, _ in found(text)] == ["FL104", "FL115"]
+
+
+@pytest.mark.parametrize(("code", "template", "given"), cases(FORMS))
+def test_the_form_is_found_on_its_lines(code, template, given):
+    assert_found(HEAD, code, template, given, of_all=True)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import textwrap
-
 import pytest
-
-from flatout.diagnose.check import check
-from flatout.probe.program import ScriptProgram
+from forms import TEXT, assert_found
 
 HEAD = """
 import torch
@@ -35,9 +31,7 @@ FORMS = {
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for epoch in range(3):
             for x, y in loader:
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(model(x), y).backward()
-                optimizer.step()
+                DESCEND optimizer nn.functional.cross_entropy(model(x), y)
             print(accuracy(model, loader))
     """,
     "FL311": """
@@ -51,9 +45,7 @@ FORMS = {
     "FL119": """
         optimizer = torch.optim.AdamW([{"params": p, "lr": 1e-3} for p in model.parameters()])  # <-
         for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
+            DESCEND optimizer nn.functional.cross_entropy(model(x), y)
     """,
     "FL036": """
         import numpy as np
@@ -73,7 +65,4 @@ FORMS = {
 
 @pytest.mark.parametrize("code", FORMS)
 def test_the_second_form_is_found_on_its_line(code):
-    text = HEAD + textwrap.dedent(FORMS[code])
-    found = [(f.rule, f.place.line) for f in check(ScriptProgram.of_text(text))]
-    marked = [at for at, line in enumerate(text.splitlines(), 1) if line.endswith("# <-")]
-    assert found == [(code, at) for at in marked]
+    assert_found(HEAD, code, TEXT, FORMS[code], of_all=True)
