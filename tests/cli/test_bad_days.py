@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import signal
 import time
-from pathlib import Path
 
 import pytest
 from limits import hang_s
@@ -47,7 +46,7 @@ def tune(flatout):
     return run
 
 
-def sessions(folder: Path):
+def sessions(folder):
     return [json.loads(path.read_text()) for path in folder.glob(".flatout/*/session.json")]
 
 

@@ -9,7 +9,6 @@ import signal
 import socket
 import time
 import urllib.request
-from pathlib import Path
 
 import pytest
 from limits import hang_s
@@ -41,11 +40,11 @@ print(loss.item().hex())
 """
 
 
-def records(folder: Path) -> list[dict]:
+def records(folder):
     return [json.loads(path.read_text()) for path in sorted(folder.glob(".flatout/*/runs/*/rank0*.json"))]
 
 
-def box(err: str) -> list[str]:
+def box(err):
     return [line for line in err.splitlines() if re.match(r"[|+].*[|+]$", line)]
 
 
@@ -131,7 +130,7 @@ def wait_for(found, seconds=60.0):
 OUTLIVES = {"FLATOUT_TEST_RUN": "exporter"}  # the exporter works on after the run; the fixture would end it
 
 
-def exported(flatout, script, *names: str, words=("0.02", "4"), env=()) -> tuple[dict, list[dict]]:
+def exported(flatout, script, *names, words=("0.02", "4"), env=()):
     script(PROGRAM)
     options = [part for name in names for part in ("--export", name)]
     done = flatout(

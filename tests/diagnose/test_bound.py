@@ -9,7 +9,7 @@ from flatout.schema.profile import IdleGap, Operation, ProfileRecord, WhatIf
 from flatout.schema.records import PhaseTime, Ratio
 
 
-def profile(**more) -> ProfileRecord:
+def profile(**more):
     made = ProfileRecord(
         ["python", "train.py"],
         "/home/me",
@@ -27,7 +27,7 @@ def profile(**more) -> ProfileRecord:
     return made
 
 
-def measured(**ratios: float) -> list[WhatIf]:
+def measured(**ratios):
     return [WhatIf(name, Ratio(ratio, 0.99 * ratio, 1.01 * ratio, 8)) for name, ratio in ratios.items()]
 
 

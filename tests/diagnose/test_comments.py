@@ -12,7 +12,7 @@ from flatout.schema.errors import UsageError
 SAVES = 'import torch\nmodel = torch.nn.Linear(4, 1)\ntorch.save(model, "a.pt"){}\nx = torch.load("a.pt", weights_only=False){}\n'
 
 
-def codes(text: str, **options) -> list[str]:
+def codes(text, **options):
     return [finding.rule for finding in check(ScriptProgram.of_text(text), **options)]
 
 

@@ -95,11 +95,11 @@ torch.profiler.profile.start, torch.profiler.profile.stop = starting, stopping
 """ + WELL.removeprefix("import torch\n")
 
 
-def line_of(words: str, source: str = ILL) -> int:
+def line_of(words, source=ILL):
     return next(number for number, line in enumerate(source.splitlines(), 1) if words in line)
 
 
-def profiled(cli, source: str, *options: str) -> tuple[ProfileRecord, object]:
+def profiled(cli, source, *options):
     (cli.folder / "train.py").write_text(source)
     done = cli("profile", "--job", "job", *options, "python", "train.py", timeout=200)
     assert done.code == 0, done.err

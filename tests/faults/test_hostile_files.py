@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 from hostile import hostile, mutated, opened, openers, warm
@@ -101,7 +100,7 @@ def test_the_harness_detects_violations(tmp_path):
     """
     from dataclasses import replace
 
-    def eats(path: Path) -> None:
+    def eats(path):
         bytearray(1 << 30)
 
     for number, (call, words) in enumerate(

@@ -32,13 +32,13 @@ RUNS_WHAT_IT_READS = re.compile(
 )
 
 
-def is_literal(call: ast.Call) -> bool:
+def is_literal(call):
     """Whether it runs a text that stands in the source: nothing was read from anywhere."""
     runs = ast.unparse(call.func) in ("exec", "eval")
     return runs and len(call.args) == 1 and isinstance(call.args[0], ast.Constant)
 
 
-def code_runners(source: str) -> list[str]:
+def code_runners(source):
     found = []
     for node in ast.walk(ast.parse(source)):
         names = (

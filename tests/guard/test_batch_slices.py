@@ -13,7 +13,7 @@ from flatout.guard.captured_steps import CapturedCall
 SLOW_MS = 12_000.0
 
 
-def step(size: int, **more):
+def step(size, **more):
     return [
         CapturedCall(
             **{

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import random
 import struct
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -23,7 +21,7 @@ EFFECTS = st.sampled_from([Effect.EXACT, Effect.ROUNDING, Effect.PRECISION, Effe
 LOADER = {"loaders": [{"dataset": "D"}]}
 
 
-def record(losses: list[float], seed: int = 0, **more: Any) -> TrialRecord:
+def record(losses, seed=0, **more):
     return TrialRecord(
         "finished",
         losses=[x.hex() for x in losses],
@@ -34,14 +32,12 @@ def record(losses: list[float], seed: int = 0, **more: Any) -> TrialRecord:
     )
 
 
-def curve(
-    seed: int, steps: int = 60, noise: float = 0.1, of: Callable[[int], float] = lambda t: 2.0 * 0.97**t
-) -> list[float]:
+def curve(seed, steps=60, noise=0.1, of=lambda t: 2.0 * 0.97**t):
     draw = random.Random(seed)
     return [of(t) + noise * draw.gauss(0, 1) for t in range(steps)]
 
 
-def seeds(change: Callable[[int, float], float] = lambda t, x: x, count: int = 3) -> list[TrialRecord]:
+def seeds(change=lambda t, x: x, count=3):
     """Runs of one program with several seeds; ``change(step, loss)`` is the effect of a lever after the first
     step.
     """
@@ -51,7 +47,7 @@ def seeds(change: Callable[[int, float], float] = lambda t, x: x, count: int = 3
     ]
 
 
-def smooth(error: float) -> dict[str, Any]:
+def smooth(error):
     return {
         "checks": [{"name": "gradient", "passed": True, "why": "g", "value": error, "limit": 1.0}],
         "noise": 1.0,
@@ -59,7 +55,7 @@ def smooth(error: float) -> dict[str, Any]:
     }
 
 
-def names(found: Any, passed: bool) -> set[str]:
+def names(found, passed):
     return {check.name for check in found.checks if check.passed is passed}
 
 
@@ -115,8 +111,8 @@ def test_one_differing_bit_breaks_an_exact_claim(curves, data):
 
 @given(st.floats(1e-6, 1e6), st.sampled_from([Effect.ROUNDING, Effect.RESAMPLED]))
 def test_the_unit_of_the_loss_does_not_matter(unit, effect):
-    def verdict(scale: float) -> str:
-        def scaled(runs: list[TrialRecord]) -> list[TrialRecord]:
+    def verdict(scale):
+        def scaled(runs):
             return [record([float.fromhex(x) * scale for x in run.losses], run.seed or 0) for run in runs]
 
         return judge(effect, scaled(seeds()), scaled(seeds(lambda t, x: x * 1.3))).verdict
@@ -168,7 +164,7 @@ def test_nondeterministic_weights_rule_out_a_bitwise_comparison_even_if_losses_r
 # -- a program whose own loss is no number ----------------------------------------------------------------------------------
 
 
-def diverging(change: Callable[[int, float], float] = lambda t, x: x) -> list[TrialRecord]:
+def diverging(change=lambda t, x: x):
     """The weights after step 1 are numbers, those after step 2 are not."""
     return seeds(lambda t, x: change(t, x) if t < 2 else math.nan)
 
@@ -236,7 +232,7 @@ def test_in_a_smooth_network_the_first_losses_must_be_explained_by_the_gradient(
     assert judge(Effect.ROUNDING, seeds(), small, kinks).verdict == "equivalent"
 
 
-def chaotic(start: float, growth: float = 30.0) -> Callable[[int, float], float]:
+def chaotic(start, growth=30.0):
     """Rounding that grows to a tenth of the loss within four steps, as a large step on a young network
     causes.
     """
@@ -285,7 +281,7 @@ def test_a_seed_is_compared_with_its_own_perturbed_run():
 # -- half precision -------------------------------------------------------------------------------------------------------
 
 
-def bfloat16(x: float) -> float:
+def bfloat16(x):
     """Rounded to 8 significant bits."""
     return (
         x
@@ -294,7 +290,7 @@ def bfloat16(x: float) -> float:
     )
 
 
-def float32(x: float) -> float:
+def float32(x):
     return float(struct.unpack("f", struct.pack("f", x))[0])
 
 
@@ -390,7 +386,7 @@ def test_a_rejection_by_a_late_replica_is_final_and_called_late():
 # -- one lever alone ------------------------------------------------------------------------------------------------------
 
 
-def single_lever(effect: Effect, change: Callable[[int, float], float]) -> Any:
+def single_lever(effect, change):
     return start_agrees(effect, seeds()[0], seeds(change)[0], seeds(chaotic(1e-5))[:2])
 
 
@@ -439,7 +435,7 @@ def test_every_record_of_one_lever_gives_a_check_or_none(a, b, c, effect):
 
 
 def test_chaos_after_the_start_is_measured_by_the_seeds():
-    def late(t: int, x: float) -> float:
+    def late(t, x):
         return x + (0.1 * math.sin(37 * t) if t > 12 else 0.0)
 
     assert judge(Effect.ROUNDING, seeds(), seeds(late)).verdict == "equivalent"
@@ -488,7 +484,7 @@ def test_a_loss_that_never_moves_may_not_move_under_levers():
 
 
 def test_a_program_that_diverges_by_itself_is_compared_until_then():
-    def run(end: float, shift: float = 0.0) -> list[TrialRecord]:
+    def run(end, shift=0.0):
         return [record([x + shift for x in curve(seed)] + [end], seed) for seed in range(3)]
 
     assert judge(Effect.ROUNDING, run(math.nan), run(math.nan)).verdict == "equivalent"
@@ -499,15 +495,13 @@ def test_a_program_that_diverges_by_itself_is_compared_until_then():
 # -- resampled ------------------------------------------------------------------------------------------------------------
 
 
-def samples(
-    seed: int, draw_seed: int, flip: bool = True, brighter: float = 0.0, count: int = 640
-) -> dict[str, Any]:
+def samples(seed, draw_seed, flip=True, brighter=0.0, count=640):
     """Statistics of batches, and repeated samples, of a data set with a random flip and a random
     brightness.
     """
     order, draw = random.Random(seed), random.Random(1000 * seed + draw_seed)
 
-    def fetch(sample: random.Random) -> list[float]:
+    def fetch(sample):
         mean, side = sample.gauss(0, 1), sample.gauss(0, 1)
         return [
             mean + brighter + 0.1 * draw.gauss(0, 1),
@@ -523,7 +517,7 @@ def samples(
     }
 
 
-def resampled(draw_seed: int, **change: Any) -> list[TrialRecord]:
+def resampled(draw_seed, **change):
     return [replace(run, **samples(run.seed or 0, draw_seed, **change)) for run in seeds()]
 
 
@@ -550,7 +544,7 @@ def test_another_distribution_fails(change, seen_by):
 
 
 def test_a_transform_drawn_once_per_batch_does_not_count_as_many_samples():
-    def run(draw_seed: int) -> list[TrialRecord]:
+    def run(draw_seed):
         found = []
         for plain in seeds():
             draw = random.Random(100 * (plain.seed or 0) + draw_seed)

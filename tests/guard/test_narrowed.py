@@ -11,11 +11,11 @@ from flatout.schema.plan import Choice
 NAMES = ("a", "b", "c", "d")
 
 
-def judge_of(alone: frozenset[str], together: list[frozenset[str]]):
+def judge_of(alone, together):
     """A judge that rejects ``alone`` levers, and sets of levers that contain one of ``together``."""
     asked: list[tuple[str, ...]] = []
 
-    def judge(choices: list[Choice]) -> dict:
+    def judge(choices):
         names = frozenset(choice.name for choice in choices)
         asked.append(tuple(choice.name for choice in choices))
         broken = sorted(names & alone) or ["+".join(sorted(pair)) for pair in together if pair <= names]
@@ -24,7 +24,7 @@ def judge_of(alone: frozenset[str], together: list[frozenset[str]]):
     return judge, asked
 
 
-def choices(*names: str) -> list[Choice]:
+def choices(*names):
     return [Choice(name, True) for name in names]
 
 

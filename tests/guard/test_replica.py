@@ -5,7 +5,6 @@ meant for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,9 +32,7 @@ STEPS = 18
 class ReplicaProbe(Listener):
     """Observes a loop, passes its events to a replica, and keeps the replica's result."""
 
-    def __init__(
-        self, *levers: Lever, start: int = START, step_ms: float = 0.0, bitwise: bool = False
-    ) -> None:
+    def __init__(self, *levers, start=START, step_ms=0.0, bitwise=False):
         self.start, self.step_ms, self.bitwise = start, step_ms, bitwise
         self.context = TrainingContext(torch, self, Ledger())
         self.applier = Applier(levers, Facts(cores=2), self.context)
@@ -43,19 +40,19 @@ class ReplicaProbe(Listener):
         self.replica: StepReplica | None = None
         self.verdict: dict[str, Any] | None = None
 
-    def forward_begin(self, root: Any, args: tuple, kwargs: dict) -> None:
+    def forward_begin(self, root, args, kwargs):
         if self.replica is not None:
             self.replica.forward_begin(root, args, kwargs)
 
-    def forward_end(self, root: Any, output: Any) -> None:
+    def forward_end(self, root, output):
         if self.replica is not None:
             self.replica.forward_end(root, output)
 
-    def optimizer_begin(self, optimizer: Any) -> None:
+    def optimizer_begin(self, optimizer):
         if self.replica is not None:
             self.replica.optimizer_begin(optimizer)
 
-    def step_end(self) -> None:
+    def step_end(self):
         if self.context.steps == self.start:
             self.replica = StepReplica(self.context, self.applier, self.choices, self.step_ms)
         elif self.replica is not None and self.replica.captured:
@@ -70,7 +67,7 @@ VALUES: dict[str, Any] = {
 }
 
 
-def lever(apply: Callable[[Any, Any, Any], Any], name: str = "one") -> Lever:
+def lever(apply, name="one"):
     return Lever(
         name,
         Moment.STEP,
@@ -83,9 +80,7 @@ def lever(apply: Callable[[Any, Any, Any], Any], name: str = "one") -> Lever:
 
 
 @contextmanager
-def observed(
-    *levers: Lever, start: int = START, step_ms: float = 0.0, bitwise: bool = False
-) -> Iterator[ReplicaProbe]:
+def observed(*levers, start=START, step_ms=0.0, bitwise=False):
     probe = ReplicaProbe(*levers, start=start, step_ms=step_ms, bitwise=bitwise)
     probe.context.install()
     try:
@@ -96,17 +91,17 @@ def observed(
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
         self.drop, self.head = nn.Dropout(0.3), nn.Linear(8 * 16, 5)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = nn.functional.max_pool2d(self.norm(self.conv(x)).relu(), 2)
         return self.head(self.drop(x.flatten(1)))
 
 
-def classify(optimizer: str = "adamw", steps: int = STEPS) -> list[str]:
+def classify(optimizer="adamw", steps=STEPS):
     """A small network with every component that may go wrong; returns its losses as hexadecimal floats."""
     torch.manual_seed(0)
     model, criterion = Net(), nn.CrossEntropyLoss()
@@ -126,19 +121,19 @@ def classify(optimizer: str = "adamw", steps: int = STEPS) -> list[str]:
 
 
 def judged(
-    one: Lever,
-    program: Callable[[], Any] = classify,
-    start: int = START,
-    step_ms: float = 0.0,
-    bitwise: bool = False,
-) -> dict[str, Any]:
+    one,
+    program=classify,
+    start=START,
+    step_ms=0.0,
+    bitwise=False,
+):
     with observed(one, start=start, step_ms=step_ms, bitwise=bitwise) as probe:
         program()
     assert probe.verdict is not None
     return probe.verdict
 
 
-def failed(verdict: dict[str, Any]) -> set[str]:
+def failed(verdict):
     return {check["name"] for check in verdict["checks"] if not check["passed"]}
 
 
@@ -146,16 +141,16 @@ def failed(verdict: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["threads", "channels_last", "autocast", "fused_optimizer"])
-def test_a_sound_lever_of_the_shelf_passes(name: str) -> None:
+def test_a_sound_lever_of_the_shelf_passes(name):
     verdict = judged(SHELF[name])
     assert not failed(verdict), verdict
     assert verdict["noise"] > 0
 
 
-def test_levers_act_in_the_order_of_the_table_whatever_their_value() -> None:
+def test_levers_act_in_the_order_of_the_table_whatever_their_value():
     order: list[str] = []
 
-    def noting(name: str) -> Lever:
+    def noting(name):
         return lever(lambda context, value, ledger: (order.append(name), ledger.restore)[1], name)
 
     with observed(noting("first"), noting("second")) as probe:
@@ -169,16 +164,16 @@ def test_levers_act_in_the_order_of_the_table_whatever_their_value() -> None:
 class Noisy(nn.Module):
     """It adds noise to its input, as a diffusion model or a variational autoencoder does."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 5))
         self.unused = nn.Linear(2, 2)  # no gradient ever
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.body(x + torch.randn_like(x))
 
 
-def denoise() -> None:
+def denoise():
     torch.manual_seed(0)
     model = Noisy()
     descent = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -190,7 +185,7 @@ def denoise() -> None:
         descent.step()
 
 
-def test_a_model_that_draws_random_numbers_is_compared_with_float64() -> None:
+def test_a_model_that_draws_random_numbers_is_compared_with_float64():
     verdict = judged(SHELF["autocast"], denoise)
     assert not failed(verdict), verdict
     whys = {check["name"]: check["why"] for check in verdict["checks"]}
@@ -200,18 +195,18 @@ def test_a_model_that_draws_random_numbers_is_compared_with_float64() -> None:
 class Attends(nn.Module):
     """Hand-written attention with a causal mask."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv, self.head = nn.Linear(12, 36), nn.Linear(12, 5)
         self.register_buffer("mask", torch.ones(9, 9).tril())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         q, k, v = self.qkv(x).chunk(3, -1)
         weights = (q @ k.transpose(-2, -1)).masked_fill(self.mask == 0, float("-inf")).softmax(-1)
         return self.head(weights @ v)
 
 
-def attend() -> None:
+def attend():
     torch.manual_seed(0)
     model = Attends()
     descent = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -224,14 +219,14 @@ def attend() -> None:
         descent.step()
 
 
-def test_fused_attention_passes_and_one_with_another_scale_does_not() -> None:
+def test_fused_attention_passes_and_one_with_another_scale_does_not():
     verdict = judged(SHELF["attention"], attend)
     assert not failed(verdict), verdict
     assert verdict["smooth"]
     assert "outputs" in failed(judged(lever(KNOWN_BAD["attention"]), attend))
 
 
-def test_no_lever_passes_where_the_programs_own_gradients_are_nan() -> None:
+def test_no_lever_passes_where_the_programs_own_gradients_are_nan():
     with pytest.MonkeyPatch.context() as patch:
         plain = nn.CrossEntropyLoss.forward
         patch.setattr(nn.CrossEntropyLoss, "forward", lambda *a: plain(*a) * math.nan)
@@ -241,7 +236,7 @@ def test_no_lever_passes_where_the_programs_own_gradients_are_nan() -> None:
     assert check["why"] == "the program's own gradients are NaN or infinite, so rounding cannot be checked"
 
 
-def test_doing_nothing_passes_with_no_difference() -> None:
+def test_doing_nothing_passes_with_no_difference():
     verdict = judged(lever(lambda context, value, ledger: ledger.restore))
     assert not failed(verdict)
     of_halves = {"resolution", "flushed", "bits", "saturated"}
@@ -258,8 +253,8 @@ def test_doing_nothing_passes_with_no_difference() -> None:
     }
 
 
-def test_noise_like_that_of_bfloat16_on_the_gradients_passes() -> None:
-    def apply(context: Any, value: Any, ledger: Any) -> Any:
+def test_noise_like_that_of_bfloat16_on_the_gradients_passes():
+    def apply(context, value, ledger):
         draw = torch.Generator().manual_seed(5)
         for p in context.parameters:
             ledger.call(
@@ -276,10 +271,8 @@ def test_noise_like_that_of_bfloat16_on_the_gradients_passes() -> None:
 # -- broken levers, each with the comparison that must detect it -------------------------------------------------------------
 
 
-def gradients(
-    change: Callable[[torch.Tensor], torch.Tensor], at: slice = slice(None)
-) -> Callable[[Any, Any, Any], Any]:
-    def apply(context: Any, value: Any, ledger: Any) -> Any:
+def gradients(change, at=slice(None)):
+    def apply(context, value, ledger):
         for p in context.parameters[at]:
             ledger.call("hook", p.register_hook(change).remove)
         return ledger.restore
@@ -287,8 +280,8 @@ def gradients(
     return apply
 
 
-def group(**settings: Any) -> Callable[[Any, Any, Any], Any]:
-    def apply(context: Any, value: Any, ledger: Any) -> Any:
+def group(**settings):
+    def apply(context, value, ledger):
         for optimizer in context.optimizers:
             for held in optimizer.param_groups:
                 for key, setting in settings.items():
@@ -298,8 +291,8 @@ def group(**settings: Any) -> Callable[[Any, Any, Any], Any]:
     return apply
 
 
-def module(name: str, **settings: Any) -> Callable[[Any, Any, Any], Any]:
-    def apply(context: Any, value: Any, ledger: Any) -> Any:
+def module(name, **settings):
+    def apply(context, value, ledger):
         for root in context.roots:
             for key, setting in settings.items():
                 ledger.set(getattr(root, name), key, setting)
@@ -308,8 +301,8 @@ def module(name: str, **settings: Any) -> Callable[[Any, Any, Any], Any]:
     return apply
 
 
-def running_statistics_in_bfloat16(context: Any, value: Any, ledger: Any) -> Any:
-    def rounded(norm: Any, args: Any, output: Any) -> None:
+def running_statistics_in_bfloat16(context, value, ledger):
+    def rounded(norm, args, output):
         for held in (norm.running_mean.data, norm.running_var.data):
             held.copy_(held.bfloat16())
 
@@ -318,12 +311,12 @@ def running_statistics_in_bfloat16(context: Any, value: Any, ledger: Any) -> Any
     return ledger.restore
 
 
-def skip_every(count: int) -> Callable[[Any, Any, Any], Any]:
-    def apply(context: Any, value: Any, ledger: Any) -> Any:
+def skip_every(count):
+    def apply(context, value, ledger):
         for optimizer in context.optimizers:
             calls = [0]
 
-            def sometimes(really: Any = optimizer.step, calls: Any = calls) -> None:
+            def sometimes(really=optimizer.step, calls=calls):
                 calls[0] += 1
                 if calls[0] % count:
                     really()
@@ -334,7 +327,7 @@ def skip_every(count: int) -> Callable[[Any, Any, Any], Any]:
     return apply
 
 
-def eight_bits(g: torch.Tensor) -> torch.Tensor:
+def eight_bits(g):
     step = g.abs().max() / 127
     return (g / step).round() * step
 
@@ -359,13 +352,13 @@ def eight_bits(g: torch.Tensor) -> torch.Tensor:
         (module("norm", training=False), "outputs"),
     ],
 )
-def test_a_broken_lever_fails_where_it_is_broken(apply: Any, seen_by: str) -> None:
+def test_a_broken_lever_fails_where_it_is_broken(apply, seen_by):
     verdict = judged(lever(apply))
     assert seen_by in failed(verdict), verdict
 
 
-def test_lost_clipping_fails() -> None:
-    def apply(context: Any, value: Any, ledger: Any) -> Any:
+def test_lost_clipping_fails():
+    def apply(context, value, ledger):
         ledger.set(torch.nn.utils, "clip_grad_norm_", lambda parameters, *args, **kwargs: torch.zeros(()))
         return ledger.restore
 
@@ -388,13 +381,13 @@ NO_REPLICA_HERE = {
         if one.live and one.effect is not Effect.EXACT and one.name not in NO_REPLICA_HERE
     ],
 )
-def test_the_known_bad_of_a_lever_fails(name: str) -> None:
+def test_the_known_bad_of_a_lever_fails(name):
     """In a comparison: an error of the lever itself ("levers") would show nothing."""
     assert failed(judged(lever(KNOWN_BAD[name]))) - {"levers"}
 
 
-def test_lost_momentum_fails() -> None:
-    def apply(context: Any, value: Any, ledger: Any) -> Any:
+def test_lost_momentum_fails():
+    def apply(context, value, ledger):
         for optimizer in context.optimizers:
             optimizer.state.clear()
         return ledger.restore
@@ -402,8 +395,8 @@ def test_lost_momentum_fails() -> None:
     assert "update" in failed(judged(lever(apply), lambda: classify("sgd")))
 
 
-def test_a_lever_that_breaks_the_step_fails_with_its_error() -> None:
-    def apply(context: Any, value: Any, ledger: Any) -> Any:
+def test_a_lever_that_breaks_the_step_fails_with_its_error():
+    def apply(context, value, ledger):
         for root in context.roots:
             context.wrap_forward(root, lambda forward: lambda *args: 1 / 0, ledger)
         return ledger.restore
@@ -413,8 +406,8 @@ def test_a_lever_that_breaks_the_step_fails_with_its_error() -> None:
     assert "ZeroDivisionError" in verdict["checks"][0]["why"]
 
 
-def test_a_lever_that_cannot_be_applied_fails_and_is_named() -> None:
-    def apply(context: Any, value: Any, ledger: Any) -> Any:
+def test_a_lever_that_cannot_be_applied_fails_and_is_named():
+    def apply(context, value, ledger):
         raise LookupError("nothing to hold on to")
 
     verdict = judged(lever(apply, "clumsy"))
@@ -427,7 +420,7 @@ def test_a_lever_that_cannot_be_applied_fails_and_is_named() -> None:
 class Task(nn.Module):
     """Computes its own loss from log_softmax and returns ``beside`` together with it."""
 
-    def __init__(self, beside: bool = False) -> None:
+    def __init__(self, beside=False):
         super().__init__()
         self.inner, self.norm, self.head, self.beside = (
             nn.Linear(12, 48),
@@ -436,13 +429,13 @@ class Task(nn.Module):
             beside,
         )
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+    def forward(self, x, y):
         logits = self.head(self.norm(self.inner(x).tanh()))
         loss = -nn.functional.log_softmax(logits, -1).gather(1, y[:, None]).mean()
         return (logits, loss) if self.beside else loss
 
 
-def task(beside: bool = False, steps: int = STEPS) -> list[list[torch.Tensor]]:
+def task(beside=False, steps=STEPS):
     """Trains a Task; returns the gradients of each step."""
     torch.manual_seed(0)
     model, seen = Task(beside), []
@@ -458,10 +451,10 @@ def task(beside: bool = False, steps: int = STEPS) -> list[list[torch.Tensor]]:
     return seen
 
 
-def around_forward(change: Callable[[Any], Any]) -> Callable[[Any, Any, Any], Any]:
+def around_forward(change):
     """Changes the output of the root module."""
 
-    def apply(context: Any, value: Any, ledger: Any) -> Any:
+    def apply(context, value, ledger):
         for root in context.roots:
             context.wrap_forward(
                 root, lambda forward: lambda *args, **kwargs: change(forward(*args, **kwargs)), ledger
@@ -471,14 +464,14 @@ def around_forward(change: Callable[[Any], Any]) -> Callable[[Any, Any, Any], An
     return apply
 
 
-def other_log_softmax(other: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any, Any, Any], Any]:
+def other_log_softmax(other):
     """Replaces log_softmax while a root module runs."""
 
-    def apply(context: Any, value: Any, ledger: Any) -> Any:
-        def wrapper(forward: Any) -> Any:
-            def inside(*args: Any, **kwargs: Any) -> Any:
+    def apply(context, value, ledger):
+        def wrapper(forward):
+            def inside(*args, **kwargs):
                 really = nn.functional.log_softmax
-                nn.functional.log_softmax = lambda x, dim=-1, **_: other(x)  # type: ignore[assignment]
+                nn.functional.log_softmax = lambda x, dim=-1, **_: other(x)
                 try:
                     return forward(*args, **kwargs)
                 finally:
@@ -493,7 +486,7 @@ def other_log_softmax(other: Callable[[torch.Tensor], torch.Tensor]) -> Callable
     return apply
 
 
-def unshifted(x: torch.Tensor, largest: float) -> torch.Tensor:
+def unshifted(x, largest):
     x = x.clamp(max=largest)
     return x - x.exp().sum(-1, keepdim=True).log()
 
@@ -502,38 +495,38 @@ class ShortGradient(torch.autograd.Function):
     """A log_softmax whose gradient p - 1 is zero where p is nearly 1."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x):
         found = torch.log_softmax(x, -1)
         ctx.save_for_backward(found)
         return found
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx, grad):
         (found,) = ctx.saved_tensors
         total = grad.sum(-1, keepdim=True)
         share = found.exp()
         return grad - share.where(share < 0.98, 1.0) * total
 
 
-def late_flush(context: Any, value: Any, ledger: Any) -> Any:
+def late_flush(context, value, ledger):
     """From the twelfth update on, small elements of the gradient are zero."""
     updates = [0]
     for optimizer in context.optimizers:
 
-        def counted(really: Any = optimizer.step) -> None:
+        def counted(really=optimizer.step):
             updates[0] += 1
             really()
 
         ledger.set(optimizer, "step", counted, new=True)
 
-    def flush(g: torch.Tensor) -> torch.Tensor:
+    def flush(g):
         return torch.where(g.abs() < 2.0**-6 * g.abs().max(), 0.0, g) if updates[0] >= 12 else g
 
     return gradients(flush)(context, value, ledger)
 
 
 @pytest.mark.parametrize("name", ["autocast", "reduced_precision", "threads", "fused_optimizer"])
-def test_sound_half_precision_passes_where_the_module_computes_its_loss(name: str) -> None:
+def test_sound_half_precision_passes_where_the_module_computes_its_loss(name):
     verdict = judged(SHELF[name], task)
     assert not failed(verdict), verdict
     assert "confident of these samples" in next(
@@ -552,7 +545,7 @@ def test_sound_half_precision_passes_where_the_module_computes_its_loss(name: st
         (gradients(lambda g: g.clamp(-1e-3, 1e-3)), task, "saturated"),
     ],
 )
-def test_broken_half_precision_fails_where_it_is_broken(apply: Any, program: Any, seen_by: str) -> None:
+def test_broken_half_precision_fails_where_it_is_broken(apply, program, seen_by):
     verdict = judged(lever(apply), program)
     assert seen_by in failed(verdict), verdict
 
@@ -565,7 +558,7 @@ def test_broken_half_precision_fails_where_it_is_broken(apply: Any, program: Any
         other_log_softmax(ShortGradient.apply),
     ],
 )
-def test_a_late_failure_is_detected_by_the_later_step(apply: Any) -> None:
+def test_a_late_failure_is_detected_by_the_later_step(apply):
     verdict = judged(lever(apply), task)
     assert failed(verdict), [(c["name"], c["value"], c["limit"]) for c in verdict["checks"]]
     assert all(name.startswith("later ") for name in failed(verdict)), verdict
@@ -575,15 +568,15 @@ SLOW_MS = 9000.0  # a step of this length is replayed with 16 of 32 samples
 
 
 @pytest.mark.parametrize("name", ["channels_last", "autocast", "fused_optimizer", "threads"])
-def test_long_steps_judge_levers_on_part_of_the_batch(name: str) -> None:
+def test_long_steps_judge_levers_on_part_of_the_batch(name):
     sizes: list[int] = []
 
-    def program() -> None:
-        really, Net.forward = Net.forward, lambda self, x: (sizes.append(len(x)), really(self, x))[1]  # type: ignore[method-assign]
+    def program():
+        really, Net.forward = Net.forward, lambda self, x: (sizes.append(len(x)), really(self, x))[1]
         try:
             classify()
         finally:
-            Net.forward = really  # type: ignore[method-assign]
+            Net.forward = really
 
     sound, broken = (
         judged(SHELF[name], program, step_ms=SLOW_MS),
@@ -595,20 +588,20 @@ def test_long_steps_judge_levers_on_part_of_the_batch(name: str) -> None:
     assert sizes.count(32) == STEPS
 
 
-def test_a_module_that_needs_its_whole_batch_is_replayed_with_all_of_it() -> None:
-    def program() -> None:
-        really, Net.forward = Net.forward, lambda self, x: really(self, x.reshape(32, 3, 8, 8))  # type: ignore[method-assign]
+def test_a_module_that_needs_its_whole_batch_is_replayed_with_all_of_it():
+    def program():
+        really, Net.forward = Net.forward, lambda self, x: really(self, x.reshape(32, 3, 8, 8))
         try:
             classify()
         finally:
-            Net.forward = really  # type: ignore[method-assign]
+            Net.forward = really
 
     assert not failed(judged(SHELF["channels_last"], program, step_ms=SLOW_MS))
     assert failed(judged(lever(KNOWN_BAD["channels_last"]), program, step_ms=SLOW_MS))
 
 
-def test_a_late_replica_detects_failures_that_the_early_one_cannot() -> None:
-    def surer() -> None:
+def test_a_late_replica_detects_failures_that_the_early_one_cannot():
+    def surer():
         """Its root module returns log-probabilities, and the program computes the loss."""
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(12, 48), nn.Tanh(), nn.Linear(48, 6), LogSoftmax())
@@ -626,14 +619,14 @@ def test_a_late_replica_detects_failures_that_the_early_one_cannot() -> None:
 
 
 class LogSoftmax(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return nn.functional.log_softmax(x, -1)
 
 
-def test_a_loss_returned_with_the_logits_counts_once() -> None:
+def test_a_loss_returned_with_the_logits_counts_once():
     taken: list[torch.Tensor] = []
 
-    def note(context: Any, value: Any, ledger: Any) -> Any:
+    def note(context, value, ledger):
         for p in context.parameters:
             ledger.call("hook", p.register_hook(lambda g: taken.append(g.clone())).remove)
         return ledger.restore
@@ -651,7 +644,7 @@ def test_a_loss_returned_with_the_logits_counts_once() -> None:
 # -- the observed program ----------------------------------------------------------------------------------------------------
 
 
-def test_recording_and_judging_change_nothing_in_the_program() -> None:
+def test_recording_and_judging_change_nothing_in_the_program():
     alone = classify()
     with observed(SHELF["channels_last"]) as probe:
         together = classify()
@@ -659,8 +652,8 @@ def test_recording_and_judging_change_nothing_in_the_program() -> None:
     assert together == alone
 
 
-def test_a_program_without_an_optimizer_object_is_judged_by_its_gradients() -> None:
-    def by_hand() -> None:
+def test_a_program_without_an_optimizer_object_is_judged_by_its_gradients():
+    def by_hand():
         torch.manual_seed(0)
         model = nn.LSTM(6, 12)
         state = None
@@ -679,8 +672,8 @@ def test_a_program_without_an_optimizer_object_is_judged_by_its_gradients() -> N
     assert failed(verdict) >= {"gradient", "parameters", "flushed"}
 
 
-def test_a_program_in_float64_must_agree_far_beyond_single_precision() -> None:
-    def double() -> None:
+def test_a_program_in_float64_must_agree_far_beyond_single_precision():
+    def double():
         torch.manual_seed(0)
         model = nn.Linear(6, 1).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -694,16 +687,16 @@ def test_a_program_in_float64_must_agree_far_beyond_single_precision() -> None:
     assert failed(judged(lever(gradients(lambda g: g * 1.02)), double)) == {"gradient", "parameters"}
 
 
-def test_infinities_of_a_mask_in_the_outputs_are_no_error() -> None:
+def test_infinities_of_a_mask_in_the_outputs_are_no_error():
     class Masked(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.head = nn.Linear(6, 4)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return self.head(x).masked_fill(torch.tensor([False, False, False, True]), float("-inf"))
 
-    def program() -> None:
+    def program():
         torch.manual_seed(0)
         model = Masked()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -719,11 +712,11 @@ def test_infinities_of_a_mask_in_the_outputs_are_no_error() -> None:
 class Unsteady(nn.Module):
     """Rounds differently in each call, as sums by atomic additions do."""
 
-    def __init__(self, moves: float) -> None:
+    def __init__(self, moves):
         super().__init__()
         self.head, self.moves = nn.Linear(8, 5), moves
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         CALLS[0] += 1
         return self.head(x) * (1 + self.moves * (CALLS[0] % 3))
 
@@ -740,15 +733,13 @@ CALLS = [0]
         (1e-6, "much", {"gradient", "parameters"}),
     ],
 )
-def test_bits_are_compared_where_the_plain_step_repeats_its_own(
-    moves: float, one: str, fails: set[str]
-) -> None:
-    def apply(context: Any, value: Any, ledger: Ledger) -> Any:
+def test_bits_are_compared_where_the_plain_step_repeats_its_own(moves, one, fails):
+    def apply(context, value, ledger):
         share = {"nothing": 0.0, "a little": 1e-6, "much": 0.5}[one]
         handles = [p.register_hook(lambda grad: grad * (1 + share)) for p in context.parameters]
         return lambda: [handle.remove() for handle in handles]
 
-    def program() -> None:
+    def program():
         torch.manual_seed(0)
         model = Unsteady(moves)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -763,9 +754,9 @@ def test_bits_are_compared_where_the_plain_step_repeats_its_own(
 
 
 @pytest.mark.parametrize("where", ["forward", "optimizer"])
-def test_running_out_of_memory_in_the_replica_blames_no_lever(where: str) -> None:
-    def apply(context: Any, value: Any, ledger: Ledger) -> Any:
-        def full(*_: Any) -> None:
+def test_running_out_of_memory_in_the_replica_blames_no_lever(where):
+    def apply(context, value, ledger):
+        def full(*_):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
         handles = (
@@ -780,8 +771,8 @@ def test_running_out_of_memory_in_the_replica_blames_no_lever(where: str) -> Non
     assert "too little memory" in verdict["failure"]
 
 
-def test_a_program_whose_module_is_never_called_gets_an_explanation() -> None:
-    def bare() -> None:
+def test_a_program_whose_module_is_never_called_gets_an_explanation():
+    def bare():
         weights = torch.zeros(3, requires_grad=True)
         optimizer = torch.optim.SGD([weights], lr=0.1)
         for _ in range(STEPS + 12):

@@ -14,7 +14,7 @@ SAMPLES, PLAYED, ELEMENTS, STEPS = 64, 16, 4000, 2
 SHARE = PLAYED / SAMPLES
 
 
-def estimates(own: float, once: float, elements: int = ELEMENTS, seed: int = 0) -> tuple[float, float]:
+def estimates(own, once, elements=ELEMENTS, seed=0):
     """The estimated and the true ratio of the errors of the whole batch and of the part.
 
     Each sample's gradient has an error of its own (``own``); each step adds one to the mean (``once``), as
@@ -22,7 +22,7 @@ def estimates(own: float, once: float, elements: int = ELEMENTS, seed: int = 0) 
     """
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(*shape: int) -> torch.Tensor:
+    def draw(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     plain, levers, half, half_levers = [], [], [], []

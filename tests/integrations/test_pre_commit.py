@@ -36,7 +36,7 @@ def hook(flatout, script):
     return lambda *files: flatout.here(*words, *files)
 
 
-def findings(flatout, *files: str) -> list[tuple[str, str]]:
+def findings(flatout, *files):
     done = flatout.here("check", "--each", "--format", "json", *files)
     return [(each["rule"], each["place"]["file"]) for each in json.loads(done.out)["findings"]]
 

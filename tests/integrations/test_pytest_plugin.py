@@ -43,7 +43,7 @@ def test_speed(flatout_compare):
 def inner(flatout):
     """``inner(test, *options)`` runs pytest on a file; the plugin is loaded as its entry point does."""
 
-    def run(test: str, *options: str):
+    def run(test, *options):
         (flatout.folder / "pytest.ini").write_text("[pytest]\n")
         (flatout.folder / "test_speed.py").write_text(test)
         words = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-p", "no:cacheprovider", "-rs", *options]

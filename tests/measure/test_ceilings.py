@@ -17,7 +17,7 @@ HERE = Facts(
 )
 
 
-def record() -> CeilingsRecord:
+def record():
     return CeilingsRecord(
         key=machine_key(HERE),
         ceilings=[

@@ -9,7 +9,7 @@ from flatout.measure.flops import flops_of
 torch = pytest.importorskip("torch")
 
 
-def counted(call) -> float:
+def counted(call):
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:

@@ -10,7 +10,7 @@ import pytest
 from flatout.measure.load import busy_cores, copies_that_fit, peak_bytes
 
 
-def spin(stop) -> None:
+def spin(stop):
     while not stop.is_set():
         pass
 

@@ -16,17 +16,17 @@ class HandClock:
 
     name = "hand"
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0.0
         self.settled = 0
 
-    def mark(self) -> float:
+    def mark(self):
         return self.now
 
-    def elapsed_ms(self, start: float, end: float) -> float:
+    def elapsed_ms(self, start, end):
         return end - start
 
-    def settle(self) -> None:
+    def settle(self):
         self.settled += 1
 
 
@@ -39,9 +39,9 @@ def hand():
 def made():
     clock = HandClock()
     recorder = PhaseRecorder(clock)
-    recorder._host = clock  # type: ignore[assignment]
+    recorder._host = clock
 
-    def step(**spans: float) -> None:
+    def step(**spans):
         start = clock.mark()
         for phase, ms in spans.items():
             if phase != "other":
@@ -166,7 +166,7 @@ def test_a_wait_for_data_while_the_device_works_takes_no_time_of_the_step(steps)
     Only the part of its wait in which the device was idle counts.
     """
     device, recorder, _ = made()
-    host = recorder._host = HandClock()  # type: ignore[assignment]
+    host = recorder._host = HandClock()
     for spans in steps:
         start = device.mark()
         recorder.begin("data")

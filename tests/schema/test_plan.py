@@ -20,7 +20,7 @@ choices = st.builds(Choice, words, values, st.sampled_from(Origin), words)
 plans = st.lists(choices, max_size=6, unique_by=lambda c: c.name).map(lambda found: Plan(tuple(found)))
 
 
-def same(a: Plan, b: Plan) -> bool:
+def same(a, b):
     """Equal, and True is not 1."""
     return [(c.name, repr(c.value), c.origin, c.evidence) for c in a] == [
         (c.name, repr(c.value), c.origin, c.evidence) for c in b

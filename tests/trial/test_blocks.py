@@ -10,7 +10,7 @@ from flatout.trial.blocks import BLOCK_MS, MOST_TICKS, SLICE_MS, BlockTimer
 TICK_MS = st.floats(0.01, 5000.0)
 
 
-def timer(tick_ms: float, **fields: int) -> BlockTimer:
+def timer(tick_ms, **fields):
     made = BlockTimer()
     made.tick_ms = tick_ms
     for name, value in fields.items():

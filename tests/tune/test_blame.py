@@ -42,7 +42,7 @@ def make(tmp_path, monkeypatch, by_hand):
     monkeypatch.delenv("MALLOC_TOP_PAD_", raising=False)
     made = []
 
-    def one(bad: str, budget_s: float = 60.0) -> Tuning:
+    def one(bad, budget_s=60.0):
         (tmp_path / "train.py").write_text(PRELUDE % bad + by_hand.replace("    loss = ", CHECK))
         command = understand((sys.executable, "train.py"))
         tuning = Tuning(
@@ -60,7 +60,7 @@ def make(tmp_path, monkeypatch, by_hand):
         tuning.interleaver.close()
 
 
-def run_under(tuning: Tuning, keys: set[str]) -> None:
+def run_under(tuning, keys):
     """Run one program with these factors on, from its start to beyond the 60th step, and return how the
     search classifies its end.
     """

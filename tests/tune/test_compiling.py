@@ -33,7 +33,7 @@ def make(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made = []
 
-    def one(text: str = "", budget_s: float = 300.0, copies: int = 9, **levers: tuple) -> Tuning:
+    def one(text="", budget_s=300.0, copies=9, **levers):
         (tmp_path / "train.py").write_text(text)
         facts = replace(look(), cores=4)
         session, job = SessionRecord([], str(tmp_path), {}), JobFolder(tmp_path / "job").make()
@@ -49,11 +49,11 @@ def make(tmp_path, monkeypatch):
         tuning.interleaver.close()
 
 
-def quick(tuning: Tuning):
+def quick(tuning):
     return only(tuning.space, [factor.key for factor in tuning.space.factors if not factor.warms_up])
 
 
-def under(compiling: Compiling) -> set[str]:
+def under(compiling):
     return {choice.name for choice in compiling.trial.plan} if compiling.trial is not None else set()
 
 

@@ -24,7 +24,7 @@ from flatout.tune.mixed_model import Component, Group, solve
 FIXED = 1e-6  # log sd of a known component
 
 
-def space_of(levers: int, values: int = 1, **kwargs) -> Space:
+def space_of(levers, values=1, **kwargs):
     return Space(
         tuple(
             Factor(f"{name}={value}", name, name < "d")
@@ -36,7 +36,7 @@ def space_of(levers: int, values: int = 1, **kwargs) -> Space:
 
 
 @st.composite
-def spaces(draw) -> Space:
+def spaces(draw):
     levers = draw(st.integers(1, 5))
     names = "abcde"[:levers]
     pairs = [frozenset(pair) for pair in itertools.combinations(names, 2)]
@@ -52,7 +52,7 @@ def spaces(draw) -> Space:
     return space_of(levers, draw(st.integers(1, 2)), excludes=excludes, needs=needs)
 
 
-def allowed_by_definition(space: Space, on: frozenset[str]) -> bool:
+def allowed_by_definition(space, on):
     levers = [factor.lever for factor in space.factors if factor.key in on]
     return (
         len(set(levers)) == len(levers)
@@ -61,9 +61,7 @@ def allowed_by_definition(space: Space, on: frozenset[str]) -> bool:
     )
 
 
-def simulated(
-    space: Space, rng: np.random.Generator, processes: int, rows: int, noise: float = 0.04, luck: float = 0.05
-) -> tuple[list[TimedBlock], dict[str, float]]:
+def simulated(space, rng, processes, rows, noise=0.04, luck=0.05):
     """Blocks of a program with known effects, and the effects."""
     effects = {factor.key: float(rng.normal(0, 0.12)) for factor in space.factors}
     blocks, every = [], [space.keys(row) for row in space.every_row]
@@ -135,7 +133,7 @@ def test_the_descent_finds_what_enumeration_finds(space, seed):
     assert chained or np.allclose(*times)
 
 
-def _searched(space: Space, effects: np.ndarray) -> np.ndarray:
+def _searched(space, effects):
     """The answer for a space with too many sets to enumerate."""
     large = Space(space.factors, space.excludes, space.needs)
     large.__dict__["every_row"] = None

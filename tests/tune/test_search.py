@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -13,7 +12,6 @@ from flatout.job.folder import JobFolder
 from flatout.launch.command import understand
 from flatout.probe.machine import look
 from flatout.schema.session import SessionRecord
-from flatout.trial.parent import Trial
 from flatout.tune.goal import Goal
 from flatout.tune.search import search
 from flatout.tune.tuning import Tuning, Watcher
@@ -29,18 +27,18 @@ class Crowded(Watcher):
 
     tuning: Tuning
 
-    def stage(self, name: str, detail: str = "") -> None:
+    def stage(self, name, detail=""):
         if name != "observing":
             self.tuning.copies = 1
 
 
 @contextmanager
-def counted(running: list[Trial]) -> Iterator[set[int]]:
+def counted(running):
     """How many programs run at once, sampled a hundred times a second."""
     seen: set[int] = set()
     done = threading.Event()
 
-    def look_again() -> None:
+    def look_again():
         while not done.wait(0.01):
             seen.add(len(running))
 

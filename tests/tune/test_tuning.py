@@ -42,7 +42,7 @@ def make(tmp_path_factory):
         look(),
     )
 
-    def one(budget_s: float | None, tick_ms: float = 10.0, start_cost_s: float = 5.0, **more) -> Tuning:
+    def one(budget_s, tick_ms=10.0, start_cost_s=5.0, **more):
         tuning = Tuning(
             command, job, facts, SessionRecord([], str(folder), {}), Goal(**{"budget_s": budget_s, **more})
         )
@@ -202,7 +202,7 @@ def test_the_gain_of_a_lever_is_estimated_from_all_blocks(make):
     assert tuning.session.blocks[0].keys() == {"process", "on", "at_s", "window", "ms", "host"}
 
 
-def measured(tuning: Tuning, logs: dict[frozenset[str], float], processes: int = 6) -> None:
+def measured(tuning, logs, processes=6):
     """Blocks of processes that each run these sets in turn; ``logs`` is the log time of each against the
     plain program's 10 ms.
     """
@@ -291,7 +291,7 @@ def test_determinism_is_judged_before_the_levers_of_the_observed_program(make):
     assert tuning.first_plain.weights_digests == {"1": "a", "2": "b", "4": "c"}
 
 
-def conclude_again(tuning: Tuning) -> None:
+def conclude_again(tuning):
     for candidate in tuning.candidates.values():
         candidate.status, candidate.reason = Status.SKIPPED, ""
     conclude(tuning)
