@@ -1,7 +1,5 @@
 """Attaching to a process: only where a job is named, only after torch, and never to the program's harm."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

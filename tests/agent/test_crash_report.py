@@ -2,8 +2,6 @@
 cost before.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

@@ -4,8 +4,6 @@ Each example is a folder and a sequence of calls on a few names, so that they me
 copy of the folder and in a sandbox over another: every result and every error must be the same.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """The ledger sets, lists and restores in reverse order; a missing target raises an error."""
 
-from __future__ import annotations
-
 import os
 import types
 

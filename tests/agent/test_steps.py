@@ -1,7 +1,5 @@
 """The ends of steps, learned only from the order of events."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

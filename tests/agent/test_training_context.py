@@ -2,8 +2,6 @@
 unaffected.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -1,7 +1,5 @@
 """`flatout check` on the command line: its input, its output and its exit codes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

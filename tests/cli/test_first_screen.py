@@ -1,7 +1,5 @@
 """`flatout` without a command."""
 
-from __future__ import annotations
-
 import re
 
 from flatout.cli.main import COMMANDS

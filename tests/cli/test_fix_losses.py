@@ -1,7 +1,5 @@
 """An edit of `flatout fix` keeps losses and printed numbers bit for bit, and is left out where it might not."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The record and the box at the end of a run, and live figures for trackers, through their own clients."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`flatout scale`: from a profile without starting a process, and from a real program."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

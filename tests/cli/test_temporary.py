@@ -1,7 +1,5 @@
 """Temporary folders: none stays after any end, as soon as the next command has run, and those of others stay."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """`flatout tune` on a small program: its files, its results, and continuing after an interruption."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """Programs with a fault and twins without it, made of templates; the fault is on the lines that end with ``# <-``."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 

@@ -1,7 +1,5 @@
 """The bound is the largest share of the step, and a measured what-if counts before anything else."""
 
-from __future__ import annotations
-
 import pytest
 
 from flatout.diagnose.bottleneck import gain_of, name_bottleneck, shares

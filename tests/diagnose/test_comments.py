@@ -1,7 +1,5 @@
 """Selecting rules, suppressing them with comments, and the order of findings."""
 
-from __future__ import annotations
-
 import pytest
 
 from flatout.diagnose.check import check

@@ -1,7 +1,5 @@
 """Correct ways to write a training loop: no rule finds anything in any of them."""
 
-from __future__ import annotations
-
 import pytest
 from forms import TEXT, assert_found
 

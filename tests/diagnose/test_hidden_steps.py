@@ -3,8 +3,6 @@ registry, loaders that a class makes, averages in helper functions. Each form is
 its twin is clean.
 """
 
-from __future__ import annotations
-
 import textwrap
 
 import pytest

@@ -2,8 +2,6 @@
 on the marked lines only, and is silent about a twin that looks alike and is right.
 """
 
-from __future__ import annotations
-
 import pytest
 from forms import assert_found, cases, filled
 

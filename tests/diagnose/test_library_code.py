@@ -2,8 +2,6 @@
 silent about a twin that looks alike and is right.
 """
 
-from __future__ import annotations
-
 import pytest
 from forms import TEXT, assert_found, cases, filled
 

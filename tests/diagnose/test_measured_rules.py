@@ -2,8 +2,6 @@
 program or for mere noise.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

@@ -1,7 +1,5 @@
 """Reads of the device in the step of an own optimizer, on the marked lines only, and healthy twins."""
 
-from __future__ import annotations
-
 import pytest
 from forms import TEXT, assert_found, cases, filled
 

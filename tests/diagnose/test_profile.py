@@ -1,7 +1,5 @@
 """`flatout profile` on real programs. One faulty program is profiled once, and many tests read its record."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -283,22 +281,6 @@ def test_clear_messages(flatout, script, source, code, words):
     assert done.code == code
     assert words in done.err
     assert "Traceback" not in done.err or words == "no data here"
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--schedule", "1,2"), "not a schedule"),
-        (("--schedule", "1,2,0"), "not a schedule"),
-        (("--budget", "1s"), "cannot measure"),
-        (("--memory", "--trace", "t"), "no trace"),
-    ],
-)
-def test_a_wrong_command_line(flatout, options, words):
-    done = flatout("profile", *options, "python", "train.py")
-    assert done.code == 2
-    assert words in done.err
 
 
 def test_the_page_of_a_job_is_private(ill):

@@ -3,8 +3,6 @@
 With other names, layout and wrapping, the same rules are found.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import string

@@ -1,7 +1,5 @@
 """Forms of a mistake that a rule's page does not show: the rule finds them, on the marked line only."""
 
-from __future__ import annotations
-
 import pytest
 from forms import TEXT, assert_found
 

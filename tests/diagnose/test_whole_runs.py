@@ -2,8 +2,6 @@
 leaves out, what each sample reads again. Each form is found on its marked lines only, and its twins are clean.
 """
 
-from __future__ import annotations
-
 import pytest
 from forms import TEXT, assert_found, cases, filled
 

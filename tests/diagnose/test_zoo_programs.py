@@ -2,8 +2,6 @@
 correctly. bench/zoo.py runs them.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 `bench/fuzz.py` opens many more.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

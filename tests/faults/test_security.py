@@ -1,7 +1,5 @@
 """Whose files count, what is kept of secrets, where nothing is sent, and what the source never contains."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """Captured steps reduced to fewer samples."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The judge of records: what it must never accept, what it must never reject, and the reasons it gives."""
 
-from __future__ import annotations
-
 import math
 import random
 import struct

@@ -2,8 +2,6 @@
 weights.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The error of a whole batch, estimated from a part of its samples and half of that part."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

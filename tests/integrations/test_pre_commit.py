@@ -1,7 +1,5 @@
 """The hook of .pre-commit-hooks.yaml: its entry with the staged files, as pre-commit calls it."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

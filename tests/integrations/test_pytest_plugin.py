@@ -1,7 +1,5 @@
 """The pytest plugin, in a pytest of its own: limits, baselines, and what it costs a pytest that does not use it."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import subprocess

@@ -2,8 +2,6 @@
 overflow skips the step.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from flatout.agent.ledger import Ledger

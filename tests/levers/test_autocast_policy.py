@@ -2,8 +2,6 @@
 while the lever is on.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

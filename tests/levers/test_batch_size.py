@@ -1,7 +1,5 @@
 """The lever batch_size: which loader gets the size, and what stays unchanged."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from known_bad_levers import KNOWN_BAD

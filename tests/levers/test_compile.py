@@ -1,7 +1,5 @@
 """Real torch.compile: names and random numbers stay, and unsupported code runs uncompiled."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 

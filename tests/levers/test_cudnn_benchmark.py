@@ -1,7 +1,5 @@
 """cuDNN's algorithm search is on before the first step, because an ATen plan made without it stays."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The levers on a CUDA device: those that only act there, and the state they leave."""
 
-from __future__ import annotations
-
 import pytest
 
 from flatout.agent.ledger import Ledger

@@ -1,7 +1,5 @@
 """Levers leave the script's own choices alone, and say so; test_reasons.py has whole programs that show each reason."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

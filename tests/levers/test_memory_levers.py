@@ -2,8 +2,6 @@
 would not be.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import sys

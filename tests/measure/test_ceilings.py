@@ -1,7 +1,5 @@
 """Ceilings are stored per machine, read per device, and never taken from another machine."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """FLOPs from recorded shapes, compared with those that torch counts over the tensors themselves."""
 
-from __future__ import annotations
-
 import pytest
 
 from flatout.measure.flops import flops_of

@@ -1,7 +1,5 @@
 """The load of the machine from other processes, and its remaining capacity."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 

@@ -2,8 +2,6 @@
 torch's.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from flatout.measure.memory import MemoryMoment, allocations, complete, running_totals, seen

@@ -1,7 +1,5 @@
 """Phases of a step, under a clock that the test advances."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

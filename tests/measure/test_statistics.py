@@ -2,8 +2,6 @@
 the median.
 """
 
-from __future__ import annotations
-
 import math
 import random
 

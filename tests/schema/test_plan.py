@@ -1,7 +1,5 @@
 """The Plan: frozen, ordered, TOML both ways, a digest of its effect, and errors for broken files."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """The predictions of findings, the order of levers that follows from them, and their outcomes."""
 
-from __future__ import annotations
-
 import json
 
 from flatout.levers import TABLE as LEVERS

@@ -1,7 +1,5 @@
 """Records: JSON both ways, tolerant of the fields of a newer flatout."""
 
-from __future__ import annotations
-
 import json
 import math
 

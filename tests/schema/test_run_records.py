@@ -1,7 +1,5 @@
 """Old run records are removed, by several processes at once, and nothing else is."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

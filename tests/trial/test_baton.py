@@ -2,8 +2,6 @@
 time is recorded where it was spent.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The length of a block of ticks, and into how many slices it is cut."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

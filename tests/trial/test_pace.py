@@ -2,8 +2,6 @@
 them may meanwhile compute by itself.
 """
 
-from __future__ import annotations
-
 import sys
 
 import pytest

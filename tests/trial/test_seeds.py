@@ -1,7 +1,5 @@
 """Seeds of a search shift the program's own seeds, and nothing else."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -2,8 +2,6 @@
 through.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -11,6 +9,7 @@ import signal
 
 import pytest
 from limits import hang_s
+from programs import STEPS_BY_HAND
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
@@ -119,19 +118,6 @@ def test_under_a_plan(measure, script, by_hand, tmp_path):
 
 # -- how programs end -----------------------------------------------------------------------------------------------
 
-LOOP = """
-import os, sys, time, signal
-import torch
-model = torch.nn.Linear(4, 1)
-def steps(count):  # by hand: an optimizer of torch's own takes a second to import
-    for _ in range(count):
-        model.zero_grad()
-        model(torch.randn(8, 4)).square().mean().backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.01 * p.grad
-"""
-
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
@@ -147,7 +133,7 @@ def steps(count):  # by hand: an optimizer of torch's own takes a second to impo
     ids=["three steps", "no step", "raises after", "raises before", "os._exit", "crash"],
 )
 def test_a_program_that_ends_by_itself(measure, script, ending, code, status, says):
-    script(LOOP + ending + "\n")
+    script(STEPS_BY_HAND + ending + "\n")
     done, record = measure("python", "train.py", steps=1000)
     assert done.code == code
     assert record["status"] == status
@@ -164,7 +150,7 @@ def test_stopping_cannot_be_swallowed(measure, script):
     cleanup code at the end still runs.
     """
     script(
-        LOOP
+        STEPS_BY_HAND
         + """
 while True:
     try:
@@ -189,7 +175,7 @@ while True:
 
 
 def test_a_program_that_hangs_is_stopped(measure, script):
-    script(LOOP + "steps(2)\ntime.sleep(1000)\n")
+    script(STEPS_BY_HAND + "steps(2)\ntime.sleep(1000)\n")
     done, record = measure("python", "train.py", options=["--timeout", f"{hang_s(8):.0f}s"])
     assert done.code == 3
     assert record["status"] == "hung"
@@ -197,7 +183,7 @@ def test_a_program_that_hangs_is_stopped(measure, script):
 
 
 def test_a_program_that_hangs_while_ending_is_stopped_too(measure, script):
-    script(LOOP + "try:\n    steps(10**9)\nfinally:\n    time.sleep(1000)\n")
+    script(STEPS_BY_HAND + "try:\n    steps(10**9)\nfinally:\n    time.sleep(1000)\n")
     done, record = measure("python", "train.py")
     assert record["status"] == "finished"
     assert done.code in (0, 137)
@@ -245,7 +231,7 @@ def test_interrupting_the_trial(flatout, script, by_hand):
 def test_a_child_does_the_work(measure, script, kind):
     """The parent only waits; the measurement covers the one child that trains."""
     script(
-        LOOP
+        STEPS_BY_HAND
         + f'''
 import multiprocessing
 if __name__ == "__main__":
@@ -260,7 +246,7 @@ if __name__ == "__main__":
 
 
 def test_a_shell_script_that_runs_python(measure, flatout, script):
-    script(LOOP + "print(sys.argv)\nsteps(10**9)\n")
+    script(STEPS_BY_HAND + "print(sys.argv)\nsteps(10**9)\n")
     (flatout.folder / "go.sh").write_text('#!/bin/sh\npython -c "print(1)"\nexec python train.py "$@"\n')
     (flatout.folder / "go.sh").chmod(0o755)
     done, record = measure("./go.sh", "--lr", "0.1 0.2")
@@ -292,7 +278,7 @@ optimizer.step(closure)
 def test_input_is_at_its_end(measure, script):
     script(
         "try:\n    input('name? ')\nexcept EOFError:\n    print('nobody', flush=True)\n"
-        + LOOP
+        + STEPS_BY_HAND
         + "steps(10**9)\n"
     )
     done, record = measure("python", "train.py")

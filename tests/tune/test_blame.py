@@ -2,8 +2,6 @@
 behaviour.
 """
 
-from __future__ import annotations
-
 import sys
 
 import pytest

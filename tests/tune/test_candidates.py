@@ -1,7 +1,5 @@
 """Which levers are tried, and how each of them ends."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

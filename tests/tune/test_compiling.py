@@ -2,8 +2,6 @@
 measured before the time is over.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ Its answers are compared with independent computations, its intervals with simul
 sets with their rules.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

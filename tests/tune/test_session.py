@@ -1,7 +1,5 @@
 """Sessions on disk: their keys, when one continues, and the sentence at their end."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

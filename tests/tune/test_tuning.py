@@ -1,7 +1,5 @@
 """The clock of a search: how its budget is shared."""
 
-from __future__ import annotations
-
 import math
 import random
 import sys
