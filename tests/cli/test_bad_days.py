@@ -222,21 +222,6 @@ def test_a_plan_that_cannot_be_written_beside_the_script_is_in_the_job(tune, fla
 # -- leftovers of earlier sessions ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
-@NEEDS_TORCH
-def test_broken_leftovers_are_started_from_scratch(tune, flatout, script):
-    """With an unreadable session and plan and an unrelated trial folder, the session starts from scratch."""
-    script(STEPS_BY_HAND)
-    tune("python", "train.py")
-    (job,) = flatout.folder.glob(".flatout/*/")
-    (job / "session.json").write_bytes(b"{\x00\xff")
-    (flatout.folder / "flatout.toml").write_bytes(b"[levers")
-    done = tune("python", "train.py")
-    assert done.code == 3
-    assert "ended without a training step" in done.err
-    assert sessions(flatout.folder)[0]["status"] == "failed"
-
-
 @NEEDS_TORCH
 @pytest.mark.slow
 def test_run_with_a_budget_runs_the_program_whatever_tuning_finds(flatout, script):

@@ -271,16 +271,6 @@ def train(flatout, script, tmp_path):
     return run
 
 
-@pytest.mark.full
-def test_one_line_on_standard_error(train, flatout):
-    done = train("gc_pause = true")
-    plain = flatout.plain("python", "train.py")
-    assert done.code == plain.code == 7
-    assert done.out.splitlines()[0] == str(done.pid)  # still the same process
-    assert done.out.splitlines()[1:] == plain.out.splitlines()[1:]  # bitwise the same losses
-    assert done.err.splitlines() == ["flatout: applied gc_pause"]
-
-
 def test_levers_act_and_others_are_named(train):
     done = train('fused_optimizer = "fused"\nno_such_lever = true\nchannels_last = true\ntf32 = true')
     assert done.code == 7

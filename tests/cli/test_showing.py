@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import flatout as package
 from flatout.launch.command import understand
 from flatout.levers import TABLE
 from flatout.probe.machine import look
@@ -18,34 +17,6 @@ from flatout.tune.plan_files import job_folder, key_of
 pytestmark = pytest.mark.timeout(60)
 
 RECORDED = Path(__file__).parent.parent / "render" / "session.json"
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("word", ["--help", "-h"])
-def test_help_names_every_command(flatout, word):
-    done = flatout(word)
-    assert done.code == 0
-    for command in (
-        "tune",
-        "run",
-        "profile",
-        "check",
-        "explain",
-        "doctor",
-        "trial",
-        "plan",
-        "report",
-        "levers",
-    ):
-        assert f"\n  {command} " in done.out
-        helped = flatout.here(command, word)
-        assert helped.code == 0
-        assert helped.out.startswith("Usage: ")
-
-
-@pytest.mark.processes
-def test_version(flatout):
-    assert flatout("--version").out == f"flatout, version {package.__version__}\n"
 
 
 @pytest.mark.parametrize(

@@ -175,13 +175,8 @@ def test_larger_gains_come_first_within_a_severity():
     ]
 
 
-@pytest.mark.parametrize("rule", MEASURED, ids=lambda rule: rule.code)
-def test_levers_of_rules_exist_and_codes_are_in_their_range(rule):
-    assert set(rule.levers) <= {lever.name for lever in LEVERS}
-    hundred = {Severity.WRONG: "0", Severity.TIME: "1", Severity.MEMORY: "2", Severity.FRAGILE: "3"}[
-        rule.severity
-    ]
-    assert re.fullmatch(rf"FL{hundred}\d\d", rule.code)
+def test_levers_of_rules_exist():
+    assert {name for rule in MEASURED for name in rule.levers} <= {lever.name for lever in LEVERS}
 
 
 def test_the_noise_of_the_healthy_program_is_in_its_what_ifs():

@@ -355,23 +355,6 @@ FORMS = {
             dist.all_reduce(value)
             return value
     """,
-        "a scaled loss that is divided": """
-        class Trainer:
-            def __init__(self, model):
-                self.model, self.scaler = model.cuda(), None
-                self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-                self.scaler = torch.amp.GradScaler("cuda")
-
-            def train(self, loader):
-                for x in loader:
-                    self.optimizer.zero_grad()
-                    with torch.autocast("cuda", dtype=torch.float16):
-                        loss = self.model(x).square().mean()
-                    scaled = self.scaler.scale(loss) / 2
-                    scaled.backward()
-                    self.scaler.step(self.optimizer)
-                    self.scaler.update()
-    """,
     },
     ("", TOKENS.replace(".reshape(-1)", "")): {
         "one label for each sample": {

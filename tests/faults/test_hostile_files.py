@@ -13,11 +13,6 @@ pytestmark = pytest.mark.processes
 pytest.importorskip("torch", reason="not run: there is no torch here")
 
 OPENERS = openers()
-SLOW = (
-    "many lists",
-    "a number of a million digits inside",
-    "a gigabyte of zeros",
-)  # half a second each: with one opener
 SHARED = (
     "a device without end",
     "a pipe that nobody writes to",
@@ -113,7 +108,3 @@ def test_the_harness_detects_violations(tmp_path):
         folder = tmp_path / str(number)
         folder.mkdir()
         assert words in opened(replace(OPENERS["plan"], call=call), lambda path: None, folder).wrong()
-
-
-def test_there_are_at_least_two_hundred():
-    assert sum(len(hostile(OPENERS[kind])) for kind in ("plan", "snapshot", "log", "tensors")) >= 200

@@ -252,11 +252,16 @@ def test_chaos_from_the_start_is_measured_by_the_perturbed_program():
 
 
 @pytest.mark.parametrize(
+    ("effect", "chaos"),
+    [(Effect.ROUNDING, chaotic(1e-7)), (Effect.PRECISION, chaotic(1e-4, growth=1.5))],
+    ids=["chaos", "half precision"],
+)
+@pytest.mark.parametrize(
     "change", [lambda t, x: x * 64 / 63, lambda t, x: 0.9 * x + 0.23, lambda t, x: x + 0.02 * t]
 )
-def test_chaos_does_not_excuse_an_immediate_difference(change):
+def test_an_immediate_difference_has_no_excuse(effect, chaos, change):
     kinks = {**smooth(1e-7), "smooth": False}
-    found = judge(Effect.ROUNDING, seeds(), seeds(change), kinks, perturbed=seeds(chaotic(1e-7))[:2])
+    found = judge(effect, seeds(), seeds(change), kinks, perturbed=seeds(chaos)[:2])
     assert "start" in names(found, passed=False)
 
 
@@ -355,30 +360,20 @@ def test_the_first_losses_of_half_precision_are_measured_in_its_own_ulp():
     ) == {"start"}
 
 
-@pytest.mark.parametrize(
-    "change", [lambda t, x: x * 64 / 63, lambda t, x: 0.9 * x + 0.23, lambda t, x: x + 0.02 * t]
-)
-def test_half_precision_does_not_excuse_an_immediate_difference(change):
-    kinks = {**smooth(1e-7), "smooth": False}
-    found = judge(
-        Effect.PRECISION, seeds(), seeds(change), kinks, perturbed=seeds(chaotic(1e-4, growth=1.5))[:2]
-    )
-    assert "start" in names(found, passed=False)
+def rejection(name, why):
+    return {"checks": [{"name": name, "passed": False, "why": why, "value": 1.0, "limit": 0.5}]}
 
 
-def test_a_rejection_by_a_late_replica_is_final_and_called_late():
-    wrong = {
-        "checks": [
-            {"name": "gradient", "passed": False, "why": "the gradient is gone", "value": 1.0, "limit": 0.5}
-        ]
-    }
+def test_a_rejection_by_a_replica_is_final_and_a_late_one_is_called_late():
+    early = judge(Effect.ROUNDING, seeds(), seeds(), rejection("update", "the update is off"))
+    assert early.verdict == "failed"
+    assert "the update is off" in early.why
+    wrong = rejection("gradient", "the gradient is gone")
     found = judge(Effect.PRECISION, seeds(), seeds(), smooth(1e-3), late=wrong)
     assert names(found, passed=False) == {"late gradient"}
     assert "after a stretch of training the gradient is gone" in found.why
-    assert (
-        judge(Effect.PRECISION, seeds(), seeds(), smooth(1e-3), late={"failure": "it took too long"}).verdict
-        == "equivalent"
-    )
+    slow = {"failure": "it took too long"}
+    assert judge(Effect.PRECISION, seeds(), seeds(), smooth(1e-3), late=slow).verdict == "equivalent"
 
 
 # -- one lever alone ------------------------------------------------------------------------------------------------------
@@ -448,17 +443,6 @@ def test_other_batches_fail_where_there_is_a_loader():
     found = judge(Effect.ROUNDING, plain, tuned)
     assert names(found, passed=False) == {"batches"}
     assert "batch 1" in found.why
-
-
-def test_a_rejection_by_the_replica_is_final():
-    wrong = {
-        "checks": [
-            {"name": "update", "passed": False, "why": "the update is off", "value": 2.0, "limit": 1e-3}
-        ]
-    }
-    found = judge(Effect.ROUNDING, seeds(), seeds(), wrong)
-    assert found.verdict == "failed"
-    assert "the update is off" in found.why
 
 
 def test_a_missing_replica_is_reported():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.measure.clock import HostClock, clock_for, cpu_seconds, seconds, today
+from flatout.measure.clock import HostClock, cpu_seconds, seconds
 from flatout.measure.phases import KEPT_STEPS, PhaseRecorder
 from flatout.schema.records import PHASES
 
@@ -230,13 +230,3 @@ def test_the_host_clock_counts_milliseconds_and_never_goes_back():
     sum(range(100_000))
     assert seconds() >= first
     assert cpu_seconds() >= used
-
-
-def test_the_cpu_has_the_host_clock():
-    assert clock_for(None, "cpu").name == "host"
-
-
-def test_today_is_utc_and_sorts():
-    import re
-
-    assert re.fullmatch(r"20\d\d-[01]\d-[0-3]\dT[0-2]\d:[0-5]\d:[0-6]\dZ", today())
