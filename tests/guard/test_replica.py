@@ -2,12 +2,11 @@
 meant for them.
 """
 
-from __future__ import annotations
-
+import itertools
 import math
 from contextlib import contextmanager
-from typing import Any
 
+import known_bad_levers
 import pytest
 import torch
 from known_bad_levers import KNOWN_BAD
@@ -24,6 +23,7 @@ from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options
 from flatout.schema.plan import Choice
 
+NOTHING = lambda context, value, ledger: ledger.restore  # noqa: E731
 SHELF = {lever.name: lever for lever in TABLE}
 START = 3  # the step after which the replica begins to record
 STEPS = 18
@@ -37,20 +37,19 @@ class ReplicaProbe(Listener):
         self.context = TrainingContext(torch, self, Ledger())
         self.applier = Applier(levers, Facts(cores=2), self.context)
         self.choices = [Choice(lever.name, VALUES.get(lever.name, True)) for lever in levers]
-        self.replica: StepReplica | None = None
-        self.verdict: dict[str, Any] | None = None
+        self.replica = self.verdict = None
 
-    def forward_begin(self, root, args, kwargs):
+    def forward_begin(self, *what):
         if self.replica is not None:
-            self.replica.forward_begin(root, args, kwargs)
+            self.replica.forward_begin(*what)
 
-    def forward_end(self, root, output):
+    def forward_end(self, *what):
         if self.replica is not None:
-            self.replica.forward_end(root, output)
+            self.replica.forward_end(*what)
 
-    def optimizer_begin(self, optimizer):
+    def optimizer_begin(self, *what):
         if self.replica is not None:
-            self.replica.optimizer_begin(optimizer)
+            self.replica.optimizer_begin(*what)
 
     def step_end(self):
         if self.context.steps == self.start:
@@ -59,29 +58,17 @@ class ReplicaProbe(Listener):
             self.verdict, self.replica = self.replica.judge(bitwise=self.bitwise), None
 
 
-VALUES: dict[str, Any] = {
-    "threads": 1,
-    "autocast": "bfloat16",
-    "fused_optimizer": "fused",
-    "reduced_precision": True,
-}
+VALUES = {"threads": 1, "autocast": "bfloat16", "fused_optimizer": "fused"}
 
 
 def lever(apply, name="one"):
-    return Lever(
-        name,
-        Moment.STEP,
-        Effect.ROUNDING,
-        lambda facts, context: Options((True,)),
-        lambda value: "",
-        apply=apply,
-        live=True,
-    )
+    asked = Moment.STEP, Effect.ROUNDING, lambda facts, context: Options((True,)), lambda value: ""
+    return Lever(name, *asked, apply=apply, live=True)
 
 
 @contextmanager
-def observed(*levers, start=START, step_ms=0.0, bitwise=False):
-    probe = ReplicaProbe(*levers, start=start, step_ms=step_ms, bitwise=bitwise)
+def observed(*levers, **options):
+    probe = ReplicaProbe(*levers, **options)
     probe.context.install()
     try:
         yield probe
@@ -101,36 +88,59 @@ class Net(nn.Module):
         return self.head(self.drop(x.flatten(1)))
 
 
-def classify(optimizer="adamw", steps=STEPS):
-    """A small network with every component that may go wrong; returns its losses as hexadecimal floats."""
-    torch.manual_seed(0)
-    model, criterion = Net(), nn.CrossEntropyLoss()
-    if optimizer == "adamw":
-        descent: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
-    else:
-        descent = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-3)
+def descend(model, optimizer, batch, loss_of, steps=STEPS):
+    """Returns the losses as hexadecimal floats."""
     losses = []
     for _ in range(steps):
-        x, y = torch.randn(32, 3, 8, 8), torch.randint(5, (32,))
-        descent.zero_grad()
-        loss = criterion(model(x + y[:, None, None, None] / 4), y)
+        given = batch()
+        optimizer.zero_grad()
+        loss = loss_of(*given)
         loss.backward()
-        descent.step()
+        optimizer.step()
         losses.append(loss.item().hex())
     return losses
 
 
-def judged(
-    one,
-    program=classify,
-    start=START,
-    step_ms=0.0,
-    bitwise=False,
-):
-    with observed(one, start=start, step_ms=step_ms, bitwise=bitwise) as probe:
+def sgd(model, **more):
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, **more})
+
+
+def classify(adamw=True):
+    """A small network with every component that may go wrong."""
+    torch.manual_seed(0)
+    model, criterion = Net(), nn.CrossEntropyLoss()
+    if adamw:
+        descent = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
+    else:
+        descent = sgd(model, lr=0.02, momentum=0.9, weight_decay=1e-3)
+    return descend(
+        model,
+        descent,
+        lambda: (torch.randn(32, 3, 8, 8), torch.randint(5, (32,))),
+        lambda x, y: criterion(model(x + y[:, None, None, None] / 4), y),
+    )
+
+
+def learns_classes(model, batch):
+    """Plain descent of a model with the cross entropy."""
+    return descend(model, sgd(model), batch, lambda x, y: nn.functional.cross_entropy(model(x), y))
+
+
+def judged(one, program=classify, **options):
+    with observed(one, **options) as probe:
         program()
     assert probe.verdict is not None
     return probe.verdict
+
+
+def acts(function):
+    """``function(context, ledger)`` as what a lever applies."""
+    return lambda context, value, ledger: (function(context, ledger), ledger.restore)[1]
+
+
+def around(wrapper):
+    """A wrapper of the forward pass of each root module."""
+    return lambda context, value, ledger: known_bad_levers.around(context, wrapper, ledger)
 
 
 def failed(verdict):
@@ -148,10 +158,10 @@ def test_a_sound_lever_of_the_shelf_passes(name):
 
 
 def test_levers_act_in_the_order_of_the_table_whatever_their_value():
-    order: list[str] = []
+    order = []
 
     def noting(name):
-        return lever(lambda context, value, ledger: (order.append(name), ledger.restore)[1], name)
+        return lever(acts(lambda *_: order.append(name)), name)
 
     with observed(noting("first"), noting("second")) as probe:
         probe.choices.reverse()  # the most valuable first
@@ -175,14 +185,7 @@ class Noisy(nn.Module):
 
 def denoise():
     torch.manual_seed(0)
-    model = Noisy()
-    descent = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(STEPS):
-        x, y = torch.randn(16, 12), torch.randint(0, 5, (16,))
-        loss = nn.functional.cross_entropy(model(x), y)
-        descent.zero_grad()
-        loss.backward()
-        descent.step()
+    learns_classes(Noisy(), lambda: (torch.randn(16, 12), torch.randint(0, 5, (16,))))
 
 
 def test_a_model_that_draws_random_numbers_is_compared_with_float64():
@@ -209,14 +212,14 @@ class Attends(nn.Module):
 def attend():
     torch.manual_seed(0)
     model = Attends()
-    descent = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(STEPS):
-        x = torch.randn(16, 9, 12)
-        descent.zero_grad()
-        nn.functional.cross_entropy(
+    descend(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        lambda: (torch.randn(16, 9, 12),),
+        lambda x: nn.functional.cross_entropy(
             model(x).flatten(0, 1), x[..., :5].cumsum(1).argmax(-1).flatten()
-        ).backward()
-        descent.step()
+        ),
+    )
 
 
 def test_fused_attention_passes_and_one_with_another_scale_does_not():
@@ -230,14 +233,14 @@ def test_no_lever_passes_where_the_programs_own_gradients_are_nan():
     with pytest.MonkeyPatch.context() as patch:
         plain = nn.CrossEntropyLoss.forward
         patch.setattr(nn.CrossEntropyLoss, "forward", lambda *a: plain(*a) * math.nan)
-        verdict = judged(lever(lambda context, value, ledger: ledger.restore))
+        verdict = judged(lever(NOTHING))
     (check,) = verdict["checks"]
     assert not check["passed"]
     assert check["why"] == "the program's own gradients are NaN or infinite, so rounding cannot be checked"
 
 
 def test_doing_nothing_passes_with_no_difference():
-    verdict = judged(lever(lambda context, value, ledger: ledger.restore))
+    verdict = judged(lever(NOTHING))
     assert not failed(verdict)
     of_halves = {"resolution", "flushed", "bits", "saturated"}
     assert {c["name"] for c in verdict["checks"]} == {
@@ -253,78 +256,73 @@ def test_doing_nothing_passes_with_no_difference():
     }
 
 
-def test_noise_like_that_of_bfloat16_on_the_gradients_passes():
-    def apply(context, value, ledger):
-        draw = torch.Generator().manual_seed(5)
-        for p in context.parameters:
-            ledger.call(
-                "hook",
-                p.register_hook(
-                    lambda g: g * (1 + (torch.rand(g.shape, generator=draw) - 0.5) * 2.0**-8)
-                ).remove,
-            )
-        return ledger.restore
+def gradients(change, at=slice(None)):
+    @acts
+    def apply(context, ledger):
+        for p in context.parameters[at]:
+            ledger.call("hook", p.register_hook(change).remove)
 
-    assert not failed(judged(lever(apply)))
+    return apply
+
+
+def test_noise_like_that_of_bfloat16_on_the_gradients_passes():
+    draw = torch.Generator().manual_seed(5)
+    noisy = gradients(lambda g: g * (1 + (torch.rand(g.shape, generator=draw) - 0.5) * 2.0**-8))
+    assert not failed(judged(lever(noisy)))
 
 
 # -- broken levers, each with the comparison that must detect it -------------------------------------------------------------
 
 
-def gradients(change, at=slice(None)):
-    def apply(context, value, ledger):
-        for p in context.parameters[at]:
-            ledger.call("hook", p.register_hook(change).remove)
-        return ledger.restore
-
-    return apply
-
-
 def group(**settings):
-    def apply(context, value, ledger):
-        for optimizer in context.optimizers:
-            for held in optimizer.param_groups:
-                for key, setting in settings.items():
-                    ledger.set_item(held, key, setting)
-        return ledger.restore
+    @acts
+    def apply(context, ledger):
+        for held in [held for optimizer in context.optimizers for held in optimizer.param_groups]:
+            for key, setting in settings.items():
+                ledger.set_item(held, key, setting)
 
     return apply
 
 
 def module(name, **settings):
-    def apply(context, value, ledger):
+    @acts
+    def apply(context, ledger):
         for root in context.roots:
             for key, setting in settings.items():
                 ledger.set(getattr(root, name), key, setting)
-        return ledger.restore
 
     return apply
 
 
-def running_statistics_in_bfloat16(context, value, ledger):
+@acts
+def running_statistics_in_bfloat16(context, ledger):
     def rounded(norm, args, output):
         for held in (norm.running_mean.data, norm.running_var.data):
             held.copy_(held.bfloat16())
 
     for root in context.roots:
         ledger.call("forward hook", root.norm.register_forward_hook(rounded).remove)
-    return ledger.restore
 
 
-def skip_every(count):
-    def apply(context, value, ledger):
+def stepping(step):
+    """``step(really, count)`` in place of each update, where ``count`` is its number."""
+
+    @acts
+    def apply(context, ledger):
         for optimizer in context.optimizers:
-            calls = [0]
-
-            def sometimes(really=optimizer.step, calls=calls):
-                calls[0] += 1
-                if calls[0] % count:
-                    really()
-
-            ledger.set(optimizer, "step", sometimes, new=True)
-        return ledger.restore
+            count = itertools.count(1)
+            ledger.set(
+                optimizer,
+                "step",
+                lambda really=optimizer.step, count=count: step(really, next(count)),
+                new=True,
+            )
 
     return apply
+
+
+def skip_every(every):
+    return stepping(lambda really, count: really() if count % every else None)
 
 
 def eight_bits(g):
@@ -358,9 +356,9 @@ def test_a_broken_lever_fails_where_it_is_broken(apply, seen_by):
 
 
 def test_lost_clipping_fails():
-    def apply(context, value, ledger):
+    @acts
+    def apply(context, ledger):
         ledger.set(torch.nn.utils, "clip_grad_norm_", lambda parameters, *args, **kwargs: torch.zeros(()))
-        return ledger.restore
 
     assert failed(judged(lever(apply))) == {"clipping"}
 
@@ -387,21 +385,12 @@ def test_the_known_bad_of_a_lever_fails(name):
 
 
 def test_lost_momentum_fails():
-    def apply(context, value, ledger):
-        for optimizer in context.optimizers:
-            optimizer.state.clear()
-        return ledger.restore
-
-    assert "update" in failed(judged(lever(apply), lambda: classify("sgd")))
+    apply = acts(lambda context, ledger: [optimizer.state.clear() for optimizer in context.optimizers])
+    assert "update" in failed(judged(lever(apply), lambda: classify(adamw=False)))
 
 
 def test_a_lever_that_breaks_the_step_fails_with_its_error():
-    def apply(context, value, ledger):
-        for root in context.roots:
-            context.wrap_forward(root, lambda forward: lambda *args: 1 / 0, ledger)
-        return ledger.restore
-
-    verdict = judged(lever(apply))
+    verdict = judged(lever(around(lambda forward: lambda *args: 1 / 0)))
     assert failed(verdict) == {"levers"}
     assert "ZeroDivisionError" in verdict["checks"][0]["why"]
 
@@ -422,12 +411,8 @@ class Task(nn.Module):
 
     def __init__(self, beside=False):
         super().__init__()
-        self.inner, self.norm, self.head, self.beside = (
-            nn.Linear(12, 48),
-            nn.LayerNorm(48),
-            nn.Linear(48, 6),
-            beside,
-        )
+        self.inner, self.norm, self.head = nn.Linear(12, 48), nn.LayerNorm(48), nn.Linear(48, 6)
+        self.beside = beside
 
     def forward(self, x, y):
         logits = self.head(self.norm(self.inner(x).tanh()))
@@ -435,55 +420,40 @@ class Task(nn.Module):
         return (logits, loss) if self.beside else loss
 
 
-def task(beside=False, steps=STEPS):
+def task(beside=False):
     """Trains a Task; returns the gradients of each step."""
     torch.manual_seed(0)
     model, seen = Task(beside), []
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    for _ in range(steps):
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    )
+
+    def batch():
         x = torch.randn(64, 12)
-        y = (x[:, :6] + 0.3 * torch.randn(64, 6)).argmax(1)
-        optimizer.zero_grad()
-        output = model(x, y)
-        (output[1] if beside else output).backward()
-        seen.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-        optimizer.step()
+        return x, (x[:, :6] + 0.3 * torch.randn(64, 6)).argmax(1)
+
+    descend(model, optimizer, batch, lambda x, y: model(x, y)[1] if beside else model(x, y))
     return seen
 
 
 def around_forward(change):
     """Changes the output of the root module."""
-
-    def apply(context, value, ledger):
-        for root in context.roots:
-            context.wrap_forward(
-                root, lambda forward: lambda *args, **kwargs: change(forward(*args, **kwargs)), ledger
-            )
-        return ledger.restore
-
-    return apply
+    return around(lambda forward: lambda *args, **kwargs: change(forward(*args, **kwargs)))
 
 
 def other_log_softmax(other):
     """Replaces log_softmax while a root module runs."""
 
-    def apply(context, value, ledger):
-        def wrapper(forward):
-            def inside(*args, **kwargs):
-                really = nn.functional.log_softmax
-                nn.functional.log_softmax = lambda x, dim=-1, **_: other(x)
-                try:
-                    return forward(*args, **kwargs)
-                finally:
-                    nn.functional.log_softmax = really
+    def wrapper(forward):
+        def inside(*args, **kwargs):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(nn.functional, "log_softmax", lambda x, dim=-1, **_: other(x))
+                return forward(*args, **kwargs)
 
-            return inside
+        return inside
 
-        for root in context.roots:
-            context.wrap_forward(root, wrapper, ledger)
-        return ledger.restore
-
-    return apply
+    return around(wrapper)
 
 
 def unshifted(x, largest):
@@ -511,17 +481,15 @@ class ShortGradient(torch.autograd.Function):
 def late_flush(context, value, ledger):
     """From the twelfth update on, small elements of the gradient are zero."""
     updates = [0]
-    for optimizer in context.optimizers:
 
-        def counted(really=optimizer.step):
-            updates[0] += 1
-            really()
-
-        ledger.set(optimizer, "step", counted, new=True)
+    def counted(really, count):
+        updates[0] = count
+        really()
 
     def flush(g):
         return torch.where(g.abs() < 2.0**-6 * g.abs().max(), 0.0, g) if updates[0] >= 12 else g
 
+    stepping(counted)(context, value, ledger)
     return gradients(flush)(context, value, ledger)
 
 
@@ -568,36 +536,23 @@ SLOW_MS = 9000.0  # a step of this length is replayed with 16 of 32 samples
 
 
 @pytest.mark.parametrize("name", ["channels_last", "autocast", "fused_optimizer", "threads"])
-def test_long_steps_judge_levers_on_part_of_the_batch(name):
-    sizes: list[int] = []
-
-    def program():
-        really, Net.forward = Net.forward, lambda self, x: (sizes.append(len(x)), really(self, x))[1]
-        try:
-            classify()
-        finally:
-            Net.forward = really
-
-    sound, broken = (
-        judged(SHELF[name], program, step_ms=SLOW_MS),
-        judged(lever(KNOWN_BAD[name]), step_ms=SLOW_MS),
-    )
+def test_long_steps_judge_levers_on_part_of_the_batch(name, monkeypatch):
+    sizes, really = [], Net.forward
+    monkeypatch.setattr(Net, "forward", lambda self, x: (sizes.append(len(x)), really(self, x))[1])
+    sound = judged(SHELF[name], step_ms=SLOW_MS)
+    monkeypatch.undo()
+    broken = judged(lever(KNOWN_BAD[name]), step_ms=SLOW_MS)
     assert not failed(sound), sound
     assert failed(broken), broken
     assert set(sizes) == {8, 16, 32}  # also half of the part
     assert sizes.count(32) == STEPS
 
 
-def test_a_module_that_needs_its_whole_batch_is_replayed_with_all_of_it():
-    def program():
-        really, Net.forward = Net.forward, lambda self, x: really(self, x.reshape(32, 3, 8, 8))
-        try:
-            classify()
-        finally:
-            Net.forward = really
-
-    assert not failed(judged(SHELF["channels_last"], program, step_ms=SLOW_MS))
-    assert failed(judged(lever(KNOWN_BAD["channels_last"]), program, step_ms=SLOW_MS))
+def test_a_module_that_needs_its_whole_batch_is_replayed_with_all_of_it(monkeypatch):
+    really = Net.forward
+    monkeypatch.setattr(Net, "forward", lambda self, x: really(self, x.reshape(32, 3, 8, 8)))
+    assert not failed(judged(SHELF["channels_last"], step_ms=SLOW_MS))
+    assert failed(judged(lever(KNOWN_BAD["channels_last"]), step_ms=SLOW_MS))
 
 
 def test_a_late_replica_detects_failures_that_the_early_one_cannot():
@@ -605,12 +560,13 @@ def test_a_late_replica_detects_failures_that_the_early_one_cannot():
         """Its root module returns log-probabilities, and the program computes the loss."""
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(12, 48), nn.Tanh(), nn.Linear(48, 6), LogSoftmax())
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
-        for _ in range(200):
-            x = torch.randn(64, 12)
-            optimizer.zero_grad()
-            nn.functional.nll_loss(model(x), x[:, :6].argmax(1)).backward()
-            optimizer.step()
+        descend(
+            model,
+            torch.optim.Adam(model.parameters(), lr=0.03),
+            lambda: (torch.randn(64, 12),),
+            lambda x: nn.functional.nll_loss(model(x), x[:, :6].argmax(1)),
+            steps=200,
+        )
 
     saturating = lever(other_log_softmax(lambda x: unshifted(x, 5.0)))
     assert not failed(judged(saturating, surer))
@@ -624,14 +580,8 @@ class LogSoftmax(nn.Module):
 
 
 def test_a_loss_returned_with_the_logits_counts_once():
-    taken: list[torch.Tensor] = []
-
-    def note(context, value, ledger):
-        for p in context.parameters:
-            ledger.call("hook", p.register_hook(lambda g: taken.append(g.clone())).remove)
-        return ledger.restore
-
-    with observed(lever(note)) as probe:
+    taken = []
+    with observed(lever(gradients(lambda g: taken.append(g.clone())))) as probe:
         seen = task(beside=True)
     assert probe.verdict is not None
     first = taken[: len(seen[0])]
@@ -676,12 +626,12 @@ def test_a_program_in_float64_must_agree_far_beyond_single_precision():
     def double():
         torch.manual_seed(0)
         model = nn.Linear(6, 1).double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(STEPS):
-            x = torch.randn(8, 6, dtype=torch.float64)
-            optimizer.zero_grad()
-            (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
-            optimizer.step()
+        descend(
+            model,
+            sgd(model),
+            lambda: (torch.randn(8, 6, dtype=torch.float64),),
+            lambda x: (model(x) - x.sum(1, keepdim=True)).square().mean(),
+        )
 
     assert not failed(judged(SHELF["threads"], double))
     assert failed(judged(lever(gradients(lambda g: g * 1.02)), double)) == {"gradient", "parameters"}
@@ -698,13 +648,7 @@ def test_infinities_of_a_mask_in_the_outputs_are_no_error():
 
     def program():
         torch.manual_seed(0)
-        model = Masked()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(STEPS):
-            x, y = torch.randn(8, 6), torch.randint(3, (8,))
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
+        learns_classes(Masked(), lambda: (torch.randn(8, 6), torch.randint(3, (8,))))
 
     assert not failed(judged(SHELF["threads"], program))
 
@@ -734,20 +678,12 @@ CALLS = [0]
     ],
 )
 def test_bits_are_compared_where_the_plain_step_repeats_its_own(moves, one, fails):
-    def apply(context, value, ledger):
-        share = {"nothing": 0.0, "a little": 1e-6, "much": 0.5}[one]
-        handles = [p.register_hook(lambda grad: grad * (1 + share)) for p in context.parameters]
-        return lambda: [handle.remove() for handle in handles]
+    share = {"nothing": 0.0, "a little": 1e-6, "much": 0.5}[one]
+    apply = gradients(lambda grad: grad * (1 + share))
 
     def program():
         torch.manual_seed(0)
-        model = Unsteady(moves)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(STEPS):
-            x, y = torch.randn(32, 8), torch.randint(5, (32,))
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
+        learns_classes(Unsteady(moves), lambda: (torch.randn(32, 8), torch.randint(5, (32,))))
 
     assert failed(judged(lever(apply), program, bitwise=True)) >= fails
     assert bool(fails) == bool(failed(judged(lever(apply), program, bitwise=True)))
