@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from limits import hang_s
+from programs import STEPS_BY_HAND
 
 import flatout
 
@@ -296,10 +297,9 @@ def test_children_are_reached(enter):
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_loader_workers_are_inert(flatout, script, tmp_path, method):
     """Loader workers of a measured program do not take part in the trial, and end with it."""
-    script(f'''
-import multiprocessing, os
-import torch
-
+    script(
+        STEPS_BY_HAND
+        + f'''
 class Data(torch.utils.data.Dataset):
     def __len__(self):
         return 2000
@@ -308,15 +308,11 @@ class Data(torch.utils.data.Dataset):
         return torch.full((4,), float(at)), os.getpid()
 
 if __name__ == "__main__":
-    model = torch.nn.Linear(4, 1)
     loader = torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=1, multiprocessing_context="{method}")
-    for batch, workers in loader:
-        model.zero_grad()
-        model(batch).square().mean().backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 1e-9 * p.grad
-''')
+    for batch in loader:
+        steps(1)
+'''
+    )
     done = flatout("trial", "--steps", "5", "--out", str(tmp_path / "record.json"), "python", "train.py")
     record = json.loads((tmp_path / "record.json").read_text())
     assert done.code == 0, done.err

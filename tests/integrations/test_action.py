@@ -13,24 +13,17 @@ from pathlib import Path
 
 import pytest
 from limits import hang_s
+from programs import STEPS_BY_HAND
 
 yaml = pytest.importorskip("yaml")
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = """
-import time
-import torch
+PROGRAM = f"""{STEPS_BY_HAND}
 from work import PAUSE
-model = torch.nn.Linear(8, 1)
 for step in range(100000):
-    loss = model(torch.randn(16, 8)).square().mean()
-    model.zero_grad()
-    loss.backward()
-    with torch.no_grad():
-        for p in model.parameters():
-            p -= 0.01 * p.grad
+    steps(1)
     time.sleep(PAUSE)
 """
 UNSAFE = "import torch\n\ntorch.save(torch.nn.Linear(1, 1), 'model.pt')\n"

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import STEPS_BY_HAND
 
 from flatout.schema.toml import read_toml
 
@@ -14,18 +15,11 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.processes]
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = "flatout.integrations.pytest_plugin"
-PROGRAM = """
-import pathlib, time
-import torch
-model = torch.nn.Linear(8, 1)
+PROGRAM = f"""{STEPS_BY_HAND}
+import pathlib
 pause = float(pathlib.Path("pause").read_text())
 for step in range(100000):
-    loss = model(torch.randn(16, 8)).square().mean()
-    model.zero_grad()
-    loss.backward()
-    with torch.no_grad():
-        for p in model.parameters():
-            p -= 0.01 * p.grad
+    steps(1)
     time.sleep(pause)
 """
 TEST = """

@@ -29,14 +29,29 @@ UP = functional.interpolate
 # The list of torch.amp's page, "CUDA Ops that can autocast to float32". Each gets [4, 8] in bfloat16, numbers
 # between 0.1 and 0.9.
 DOCUMENTED = {
+    **{
+        name: getattr(torch, name)
+        for name in [
+            "acos",
+            "asin",
+            "cosh",
+            "erfinv",
+            "exp",
+            "expm1",
+            "log",
+            "log10",
+            "log1p",
+            "log2",
+            "norm",
+        ]
+    },
+    **{name: getattr(torch, name) for name in ["pdist", "prod", "reciprocal", "rsqrt", "sinh", "sum", "tan"]},
+    **{name: getattr(functional, name) for name in ["normalize", "softplus"]},
     "__pow__": lambda x: x**2,
     "__rdiv__": lambda x: 1 / x,
     "__rpow__": lambda x: 2**x,
     "__rtruediv__": lambda x: torch.Tensor.__rtruediv__(x, 2.0),
-    "acos": torch.acos,
-    "asin": torch.asin,
     "binary_cross_entropy_with_logits": lambda x: functional.binary_cross_entropy_with_logits(x, x),
-    "cosh": torch.cosh,
     "cosine_embedding_loss": lambda x: functional.cosine_embedding_loss(x, x, ONES[:, 0]),
     "cdist": lambda x: torch.cdist(x, x),
     "cosine_similarity": lambda x: functional.cosine_similarity(x, x),
@@ -44,41 +59,24 @@ DOCUMENTED = {
     "cumprod": lambda x: x.cumprod(1),
     "cumsum": lambda x: x.cumsum(1),
     "dist": lambda x: torch.dist(x, x + 1),
-    "erfinv": torch.erfinv,
-    "exp": torch.exp,
-    "expm1": torch.expm1,
     "group_norm": lambda x: functional.group_norm(x, 2),
     "hinge_embedding_loss": lambda x: functional.hinge_embedding_loss(x, ONES),
     "kl_div": lambda x: functional.kl_div(x, x, reduction="batchmean"),
     "l1_loss": lambda x: functional.l1_loss(x, x + 1),
     "layer_norm": lambda x: functional.layer_norm(x, (8,)),
-    "log": torch.log,
-    "log10": torch.log10,
     "log_softmax": lambda x: x.log_softmax(-1),
-    "log1p": torch.log1p,
-    "log2": torch.log2,
     "margin_ranking_loss": lambda x: functional.margin_ranking_loss(x[0], x[1], ONES[0]),
     "mse_loss": lambda x: functional.mse_loss(x, x + 1),
     "multilabel_margin_loss": lambda x: functional.multilabel_margin_loss(x, CLASSES.repeat(4, 2)),
     "multi_margin_loss": lambda x: functional.multi_margin_loss(x, CLASSES),
     "nll_loss": lambda x: functional.nll_loss(x, CLASSES),
-    "norm": torch.norm,
-    "normalize": functional.normalize,
-    "pdist": torch.pdist,
     "poisson_nll_loss": lambda x: functional.poisson_nll_loss(x, x),
     "pow": lambda x: torch.pow(x, x),
-    "prod": torch.prod,
-    "reciprocal": torch.reciprocal,
-    "rsqrt": torch.rsqrt,
-    "sinh": torch.sinh,
     "smooth_l1_loss": lambda x: functional.smooth_l1_loss(x, x + 1),
     "soft_margin_loss": lambda x: functional.soft_margin_loss(x, ONES),
     "softmax": lambda x: functional.softmax(x, -1),
     "softmin": lambda x: functional.softmin(x, -1),
-    "softplus": functional.softplus,
-    "sum": torch.sum,
     "renorm": lambda x: torch.renorm(x, 2, 0, 0.5),
-    "tan": torch.tan,
     "triplet_margin_loss": lambda x: functional.triplet_margin_loss(x, x, x + 1),
 }
 # These are in the list of the header but not on that page.
@@ -142,6 +140,16 @@ def live(program, module, *after):
     return ledger
 
 
+def seen(program, function, calls=1):
+    """The dtypes on both sides of a function inside a module under the lever."""
+    module = Calls(function)
+    ledger = live(program, module)
+    for _ in range(calls):
+        module(torch.randn(4, 8))
+    ledger.restore()
+    return module.seen
+
+
 @pytest.mark.parametrize("name", [*DOCUMENTED, *FURTHER])
 def test_operators_that_autocast_of_cuda_keeps_in_float32(program, name):
     module = Calls({**DOCUMENTED, **FURTHER}[name])
@@ -156,11 +164,7 @@ def test_operators_that_autocast_of_cuda_keeps_in_float32(program, name):
 
 @pytest.mark.parametrize("name", HALF)
 def test_the_rest_stays_in_half_precision(program, name):
-    module = Calls(HALF[name])
-    ledger = live(program, module)
-    module(torch.randn(4, 8))
-    assert module.seen == [(torch.bfloat16, torch.bfloat16)]
-    ledger.restore()
+    assert seen(program, HALF[name]) == [(torch.bfloat16, torch.bfloat16)]
 
 
 def test_the_lists_are_those_of_this_torch():
@@ -310,11 +314,7 @@ def test_other_dtypes_stay(program):
         (lambda x: x.double().exp(), torch.float64),
         (lambda x: x.double().scatter_add(0, index, x.double()), torch.float64),
     ):
-        module = Calls(function)
-        ledger = live(program, module)
-        module(torch.randn(4, 8))
-        assert module.seen == [(torch.bfloat16, dtype)]
-        ledger.restore()
+        assert seen(program, function) == [(torch.bfloat16, dtype)]
 
 
 def test_float32_may_be_mixed_with_half_precision(program):
@@ -329,11 +329,7 @@ def test_float32_may_be_mixed_with_half_precision(program):
         lambda x: functional.bilinear(x, x.exp(), torch.ones(1, 8, 8)),
         lambda x: torch.addcmul(x, x, x.exp()),
     ):
-        module = Calls(function)
-        ledger = live(program, module)
-        module(torch.randn(4, 8))
-        assert module.seen == [(torch.bfloat16, torch.float32)]
-        ledger.restore()
+        assert seen(program, function) == [(torch.bfloat16, torch.float32)]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -367,11 +363,8 @@ def test_scripts_and_transforms_of_functions(program):
         lambda x: torch.func.jvp(torch.log, (x,), (x,))[0],
         lambda x: torch.func.grad_and_value(lambda z: z.log_softmax(-1).sum())(x)[1],
     ):
-        module = Calls(function)
-        ledger = live(program, module)
-        [module(torch.randn(4, 8)) for _ in range(3)]  # the script is optimised on the way
-        assert {found for _, found in module.seen} == {torch.float32}
-        ledger.restore()
+        dtypes = seen(program, function, calls=3)  # the script is optimised on the way
+        assert {found for _, found in dtypes} == {torch.float32}
 
 
 class Normalised(torch.nn.Module):

@@ -16,16 +16,27 @@ LEVER = {lever.name: lever for lever in TABLE}
 FACTS = Facts(cores=4, cpu_flags=("avx512_bf16",), system="Linux")
 
 
+def asked(name, program, kind):
+    """The answer of a lever for a program, or for the context of one."""
+    answer = LEVER[name].applies(FACTS, getattr(program, "context", program))
+    assert isinstance(answer, kind), answer
+    return answer
+
+
 def reason(name, program):
-    answer = LEVER[name].applies(FACTS, program.context)
-    assert isinstance(answer, Skip), answer
-    return answer.reason
+    return asked(name, program, Skip).reason
 
 
 def values(name, program):
-    answer = LEVER[name].applies(FACTS, program.context)
-    assert isinstance(answer, Options), answer
-    return answer.values
+    return asked(name, program, Options).values
+
+
+def load(live, data, **options):
+    """The program's only loader, and what follows from a batch of it."""
+    live.context.loaders.clear()
+    live.context._loaders._dataset = None
+    live.loader = torch.utils.data.DataLoader(data, **options)
+    live.context.backwards += 1
 
 
 @pytest.mark.parametrize(
@@ -93,9 +104,8 @@ def test_one_of_two_optimizers_has_a_fused_form(program):
 def test_debugging_aids(program, aid):
     live = program()
     checks = torch.distributions.Distribution._validate_args
-    torch.distributions.Distribution.set_default_validate_args(
-        True
-    )  # the default, until the first torch.compile of a process
+    # The default, until the first torch.compile of a process.
+    torch.distributions.Distribution.set_default_validate_args(True)
     if aid == "anomaly":
         torch.autograd.set_detect_anomaly(True, check_nan=False)
     elif aid == "distributions":
@@ -105,9 +115,7 @@ def test_debugging_aids(program, aid):
         assert torch.empty(1000).isnan().all()
     try:
         if aid == "none":
-            assert (
-                reason("debug_off", live) == "anomaly detection is off, and torch.distributions is not used"
-            )
+            assert reason("debug_off", live).endswith("torch.distributions is not used")
         else:
             assert values("debug_off", live) == (True,)
             undo = LEVER["debug_off"].apply(live.context, True, Ledger())
@@ -194,11 +202,9 @@ def oldest(allowed):
     ],
 )
 def test_own_tf32_in_either_family_of_flags(ampere, sets, value, says):
-    assert isinstance(LEVER["tf32"].applies(FACTS, ampere), Options)
+    assert values("tf32", ampere)
     sets(value)
-    answer = LEVER["tf32"].applies(FACTS, ampere)
-    assert isinstance(answer, Skip)
-    assert says in answer.reason
+    assert says in reason("tf32", ampere)
 
 
 @pytest.mark.parametrize("name", ["tf32", "reduced_precision"])
@@ -234,26 +240,23 @@ def test_a_precision_that_the_script_sets_later_holds(ampere):
 
 def test_an_older_gpu_has_no_tf32(ampere, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (7, 5))
-    assert "no TF32" in LEVER["tf32"].applies(FACTS, ampere).reason
+    assert "no TF32" in reason("tf32", ampere)
 
 
 def test_own_determinism_is_kept(ampere):
+    says = "deterministic algorithms are enabled"
     for name in ("tf32", "cudnn_benchmark"):
-        assert isinstance(LEVER[name].applies(FACTS, ampere), Options)
-    torch.use_deterministic_algorithms(True)
-    for name in ("tf32", "cudnn_benchmark"):
-        assert "deterministic algorithms are enabled" in LEVER[name].applies(FACTS, ampere).reason
-    torch.use_deterministic_algorithms(False)
+        assert values(name, ampere)
+        torch.use_deterministic_algorithms(True)
+        assert says in reason(name, ampere)
+        torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.deterministic = True
-    assert "deterministic algorithms are enabled" in LEVER["cudnn_benchmark"].applies(FACTS, ampere).reason
+    assert says in reason("cudnn_benchmark", ampere)
 
 
 def test_own_cudnn_benchmark(ampere):
     torch.backends.cudnn.benchmark = True
-    assert (
-        LEVER["cudnn_benchmark"].applies(FACTS, ampere).reason
-        == "torch.backends.cudnn.benchmark is already True"
-    )
+    assert reason("cudnn_benchmark", ampere) == "torch.backends.cudnn.benchmark is already True"
 
 
 # -- loaders --------------------------------------------------------------------------------------------------------
@@ -288,13 +291,9 @@ class Augmented(torch.utils.data.Dataset):
 def test_random_data_is_resampled_not_exact(program, random, effect):
     live = program(epochs=not random)
     if random:
-        live.context.loaders.clear()
-        live.context._loaders._dataset = None
-        live.loader = torch.utils.data.DataLoader(Augmented(), batch_size=8)
+        load(live, Augmented(), batch_size=8)
         live.train()
-    answer = LEVER["loader"].applies(FACTS, live.context)
-    assert isinstance(answer, Options)
-    assert answer.effect is effect
+    assert asked("loader", live, Options).effect is effect
 
 
 @pytest.mark.parametrize(
@@ -345,10 +344,8 @@ def test_an_order_of_the_scripts_own_is_left_alone(program, own, value):
     arguments = {"batch_size": 4, "num_workers": 3, **own(live.loader.dataset)}
     if "batch_sampler" in arguments:
         del arguments["batch_size"]
-    live.context.loaders.clear()
-    live.loader = torch.utils.data.DataLoader(live.loader.dataset, **arguments)
+    load(live, live.loader.dataset, **arguments)
     assert live.loader.num_workers == 3
-    live.context.backwards += 1
     assert "may depend on earlier steps, so batches cannot be loaded ahead" in reason("loader", live)
 
 
@@ -379,7 +376,7 @@ class OwnGenerator(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("make", [Augmented, OwnGenerator])
 @pytest.mark.parametrize(
-    ("asked", "values", "effect"),
+    ("workers", "values", "effect"),
     [
         (4, ({"workers": 2}, {"workers": 1}, {"workers": 0}), Effect.EXACT),
         (5, ({"workers": 1}, {"workers": 0}), Effect.EXACT),
@@ -387,13 +384,10 @@ class OwnGenerator(torch.utils.data.Dataset):
     ],
 )
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_fewer_workers_are_exact_where_they_can_replace_the_others(program, make, asked, values, effect):
+def test_fewer_workers_are_exact_where_they_can_replace_the_others(program, make, workers, values, effect):
     live = program(epochs=0)
-    live.context.loaders.clear()
-    live.context._loaders._dataset = None
-    live.loader = torch.utils.data.DataLoader(make(), batch_size=8, num_workers=asked)
-    live.context.backwards += 1
-    answer = LEVER["loader"].applies(FACTS, live.context)
+    load(live, make(), batch_size=8, num_workers=workers)
+    answer = asked("loader", live, Options)
     assert answer.effect is effect
     assert values is None or answer.values == values
     assert {"threads": 1} not in answer.values  # it would use random numbers concurrently with the program

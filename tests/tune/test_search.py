@@ -8,10 +8,6 @@ from contextlib import contextmanager
 import pytest
 from limits import hang_s
 
-from flatout.job.folder import JobFolder
-from flatout.launch.command import understand
-from flatout.probe.machine import look
-from flatout.schema.session import SessionRecord
 from flatout.tune.goal import Goal
 from flatout.tune.search import search
 from flatout.tune.tuning import Tuning, Watcher
@@ -52,15 +48,10 @@ def counted(running):
 
 
 @pytest.mark.full
-def test_where_two_programs_do_not_fit_into_memory_only_one_runs(tmp_path, tiny, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(tiny)
+def test_where_two_programs_do_not_fit_into_memory_only_one_runs(new_tuning, tiny, monkeypatch):
     monkeypatch.setenv("STEPS", "1000000")
-    command, watcher = understand(("python", "train.py")), Crowded()
-    session = SessionRecord(["python", "train.py"], str(tmp_path), {}, budget_s=BUDGET_S)
-    watcher.tuning = Tuning(
-        command, JobFolder(tmp_path / "job").make(), look(), session, Goal(BUDGET_S), watcher
-    )
+    watcher = Crowded()
+    watcher.tuning = new_tuning(tiny, Goal(BUDGET_S), watcher=watcher)
     with counted(watcher.tuning.interleaver.running) as seen:
         found = search(watcher.tuning)
     assert max(seen) == 1

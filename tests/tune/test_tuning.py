@@ -120,6 +120,14 @@ def test_without_time_to_check_rounding_only_exact_levers_continue(make):
     )
 
 
+def trying(tuning, **values):
+    """The search with these levers in its space."""
+    for name, value in values.items():
+        tuning.candidates[name] = Candidate(LEVER[name], (value,), LEVER[name].effect)
+    make_space(tuning)
+    return tuning
+
+
 @pytest.mark.parametrize(
     ("start_cost_s", "tick_ms", "more", "budget_s"),
     [
@@ -154,14 +162,7 @@ def test_the_gain_of_a_lever_is_estimated_from_all_blocks(make):
     """Six processes: malloc is 20 % faster in three of them, gc_pause does nothing, threads=1 is half as
     fast.
     """
-    tuning = make(90.0)
-    for name, value, effect in (
-        ("malloc", "glibc", Effect.EXACT),
-        ("gc_pause", True, Effect.EXACT),
-        ("threads", 1, Effect.ROUNDING),
-    ):
-        tuning.candidates[name] = Candidate(LEVER[name], (value,), effect)
-    make_space(tuning)
+    tuning = trying(make(90.0), malloc="glibc", gc_pause=True, threads=1)
     assert set(tuning.choices) == {"malloc=glibc", "gc_pause", "threads=1"}
     speed = {"malloc=glibc": 1 / 1.2, "gc_pause": 1.0, "threads=1": 2.0}
     noise = random.Random(0)
@@ -225,11 +226,9 @@ def measured(tuning, logs, processes=6):
 
 
 def test_of_two_winners_that_exclude_each_other_one_stays_and_so_does_the_rest_of_the_plan(make):
-    tuning = make(300.0)
     speed = {"autocast": 2.6, "compile": 1.3, "inplace": 1.1, "fused_optimizer": 1.1}
-    for name, value in zip(speed, ("bfloat16", "default", True, "fused"), strict=True):
-        tuning.candidates[name] = Candidate(LEVER[name], (value,), LEVER[name].effect)
-    make_space(tuning)
+    values = dict(zip(speed, ("bfloat16", "default", True, "fused"), strict=True))
+    tuning = trying(make(300.0), **values)
     names = {key: choice.name for key, choice in tuning.choices.items()}
     sets = [frozenset(key for at, key in enumerate(names) if number >> at & 1) for number in range(16)]
     measured(
@@ -257,14 +256,8 @@ def test_a_lever_that_is_slower_alone_is_found_with_its_partner(make):
         ("loader",): math.log(6 / 24),
         ("autocast", "loader"): math.log(3 / 24),
     }
-    for logs, value in ((alone, True), (behind, {"workers": 4})):
-        tuning = make(300.0)
-        for name, each in (
-            ("autocast", "bfloat16"),
-            (next(name for name in ("channels_last", "loader") if (name,) in logs), value),
-        ):
-            tuning.candidates[name] = Candidate(LEVER[name], (each,), Effect.ROUNDING)
-        make_space(tuning)
+    for logs, partner in ((alone, {"channels_last": True}), (behind, {"loader": {"workers": 4}})):
+        tuning = trying(make(300.0), autocast="bfloat16", **partner)
         keys = {choice.name: key for key, choice in tuning.choices.items()}
         measured(
             tuning,
@@ -296,9 +289,7 @@ def conclude_again(tuning):
 
 
 def test_an_interrupted_search_continues_with_its_blocks(make):
-    tuning = make(90.0)
-    tuning.candidates["gc_pause"] = Candidate(LEVER["gc_pause"], (True,), Effect.EXACT)
-    make_space(tuning)
+    tuning = trying(make(90.0), gc_pause=True)
     tuning.keep_blocks(
         0,
         [frozenset(), frozenset({"gc_pause"})],
@@ -307,8 +298,7 @@ def test_an_interrupted_search_continues_with_its_blocks(make):
     )
     later = make(90.0)
     later.session = tuning.session
-    later.candidates["gc_pause"] = Candidate(LEVER["gc_pause"], (True,), Effect.EXACT)
-    make_space(later)
+    trying(later, gc_pause=True)
     recall(later)
     assert [(block.on, block.ms) for block in later.blocks] == [
         (frozenset(), 10.0),
@@ -320,10 +310,7 @@ def test_an_interrupted_search_continues_with_its_blocks(make):
 
 
 def test_a_lever_that_leaves_the_search_takes_the_blocks_of_later_programs_along(make):
-    tuning = make(60.0)
-    for name, value in (("gc_pause", True), ("attention", True)):
-        tuning.candidates[name] = Candidate(LEVER[name], (value,), Effect.EXACT)
-    make_space(tuning)
+    tuning = trying(make(60.0), gc_pause=True, attention=True)
     both = frozenset({"gc_pause", "attention"})
     rows = [frozenset(), frozenset({"gc_pause"}), both]
     blocks = [MeasuredBlock(row, float(row), 10 * row, 5.0) for row in range(3)]
