@@ -80,13 +80,6 @@ def test_the_replaced_value_is_returned():
     assert Thing.shared == "class"
 
 
-def test_an_instance_attribute_that_hides_a_method_is_gone_afterwards():
-    thing, ledger = Thing(), Ledger()
-    ledger.set(thing, "method", lambda: "other")
-    ledger.restore()
-    assert vars(thing) == {}
-
-
 def test_classes_keep_what_they_inherit():
     class Child(Thing):
         pass
@@ -97,15 +90,6 @@ def test_classes_keep_what_they_inherit():
     ledger.restore()
     assert "method" not in vars(Child)
     assert Child().method() == "method"
-
-
-def test_modules():
-    module, ledger = types.ModuleType("made_up"), Ledger()
-    module.x = 1  # type: ignore[attr-defined]
-    ledger.set(module, "x", 2)
-    assert module.x == 2
-    ledger.restore()
-    assert module.x == 1
 
 
 def test_a_missing_target_raises_and_changes_nothing():

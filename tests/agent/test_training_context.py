@@ -16,8 +16,6 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from flatout.agent.ledger import Ledger  # noqa: E402
-
 CYCLES = 5
 
 
@@ -591,20 +589,6 @@ def test_evaluation_is_not_taken_for_training(enter):
     assert probe.observed.count("forward") == CYCLES
 
 
-def test_a_model_called_in_pieces_is_reported(enter):
-    context, _ = enter()
-    layers = [nn.Linear(4, 4) for _ in range(20)]
-    optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.01)
-    for _ in range(2):
-        x = torch.randn(3, 4)
-        for layer in layers:
-            x = layer(x)
-        x.sum().backward()
-        optimizer.step()
-    assert context.in_pieces
-    assert context.steps == 2
-
-
 def test_an_error_in_the_program_is_its_own(enter):
     """The forward raises once, the optimizer once; the script catches both and continues."""
     context, _ = enter()
@@ -796,15 +780,6 @@ def test_at_rest_nothing_is_observed_and_training_continues(enter):
     assert len(probe.observed) == observed
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
-
-
-def test_a_loader_rule_chooses_arguments(enter):
-    context, _ = enter()
-    ledger = Ledger()
-    context.change_loaders(lambda dataset, arguments: {**arguments, "batch_size": 2}, ledger)
-    assert [len(b) for b in torch.utils.data.DataLoader([1, 2, 3, 4], 4)] == [2, 2]
-    ledger.restore()
-    assert [len(b) for b in torch.utils.data.DataLoader([1, 2, 3, 4], 4)] == [4]
 
 
 @pytest.mark.parametrize(

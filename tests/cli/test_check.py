@@ -25,9 +25,8 @@ def program(flatout, script):
     return flatout
 
 
-@pytest.mark.processes
 def test_output_shows_locations_lines_and_fixes(program):
-    done = program("check", "train.py")
+    done = program.here("check", "train.py")
     assert done.code == 1
     shown = done.out.splitlines()
     at = shown.index("  train.py:8:5")

@@ -213,10 +213,9 @@ def job(flatout):
     return folder
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("named", [True, False])
 def test_the_report_is_written_again(flatout, job, named):
-    done = flatout("report", *([str(job)] if named else []))
+    done = flatout.here("report", *([str(job)] if named else []))
     assert done.code == 0
     assert (flatout.folder / done.out.strip()).resolve() == (job / "report.html").resolve()
     assert (job / "report.html").read_text().startswith("<!doctype html>")

@@ -47,5 +47,5 @@ def marked(text):
 def assert_found(head, code, template, given=None, *, of_all=False):
     """The rule finds the marked lines and no other; ``of_all``: nor does any other rule."""
     text = head + textwrap.dedent(filled(template, given))
-    found = check(ScriptProgram.of_text(text), None if of_all else [code])
+    found = check(ScriptProgram.of_text(text), [] if of_all else [code])
     assert [(f.rule, f.place.line) for f in found] == [(code, at) for at in marked(text)]

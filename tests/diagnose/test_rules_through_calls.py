@@ -373,19 +373,16 @@ FORMS = {
 }
 
 
-def found(text: str) -> list[tuple[str, int]]:
-    return [(f.rule, f.place.line) for f in check(ScriptProgram.of_text(HEAD + textwrap.dedent(text)))]
-
-
 def test_the_loop_that_trains_comes_first():
-    text = """
+    text = filled("""
         model = nn.DataParallel(nn.Linear(4, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for x in batches():
             DESCEND optimizer model(x).square().mean()
             torch.cuda.empty_cache()
-    """
-    assert [rule for rule, _ in found(text)] == ["FL104", "FL115"]
+    """)
+    found = check(ScriptProgram.of_text(HEAD + textwrap.dedent(text)))
+    assert [f.rule for f in found] == ["FL104", "FL115"]
 
 
 @pytest.mark.parametrize(("code", "template", "given"), cases(FORMS))
