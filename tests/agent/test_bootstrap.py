@@ -113,13 +113,6 @@ def test_a_program_without_torch_pays_nothing(enter):
     assert done.stderr == ""
 
 
-def test_missing_torch_is_the_programs_own_error(enter, tmp_path):
-    done, entered = enter("import torch_that_is_not_there", torch="")
-    assert done.returncode == 1
-    assert "ModuleNotFoundError" in done.stderr
-    assert entered == []
-
-
 def test_a_broken_torch_raises_its_own_error(enter):
     done, entered = enter(
         "try:\n    import torch\nexcept ImportError as error:\n    print('caught', error)",
@@ -194,14 +187,6 @@ def test_another_sitecustomize_that_fails_still_fails(enter, tmp_path):
     assert done.stdout == "still\n"
     assert "RuntimeError: mine" in done.stderr
     assert len(entered) == 1
-
-
-@pytest.mark.parametrize("options", [["-I"], ["-S"], ["-E"]])
-def test_python_options_that_disable_flatout(enter, options):
-    done, entered = enter("print('alone')", options=options)
-    assert done.stdout == "alone\n"
-    assert done.stderr == ""
-    assert entered == []
 
 
 BECOMES_FIRST = """

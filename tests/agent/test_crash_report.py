@@ -158,13 +158,6 @@ def test_an_interrupting_signal_does_not_suppress_the_report(die):
     assert observed.stderr == plain.stderr + WORDS.format("ZeroDivisionError")
 
 
-def test_an_entry_that_cannot_be_found(die):
-    plain, observed = die(
-        "import os\nos.environ.pop('FLATOUT_EXPLAIN', None)\n1 / 0", function="explain:explain"
-    )
-    assert observed.stderr == plain.stderr
-
-
 def test_nothing_is_imported_before(die):
     source = "import sys\nprint(sorted(name for name in sys.modules if name.startswith('flatout')))\nprint(len(sys.meta_path))\n"
     source += "print('typing' in sys.modules, 'json' in sys.modules, 'traceback' in sys.modules)\nprint(sorted(sys.path))"

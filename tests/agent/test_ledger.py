@@ -143,14 +143,6 @@ def test_entries_name_their_targets():
     ledger.restore()
 
 
-def test_the_last_is_undone_first():
-    order, ledger = [], Ledger()
-    for at in range(3):
-        ledger.call(str(at), lambda at=at: order.append(at))
-    ledger.restore()
-    assert order == [2, 1, 0]
-
-
 def test_one_failure_does_not_stop_the_others_and_is_reported():
     order, ledger = [], Ledger()
     ledger.call("first", lambda: order.append("first"))

@@ -14,10 +14,6 @@ def codes(text, **options):
     return [finding.rule for finding in check(ScriptProgram.of_text(text), **options)]
 
 
-def test_without_comments_both_are_found():
-    assert codes(SAVES.format("", "")) == ["FL302", "FL304"]
-
-
 @pytest.mark.parametrize(
     ("comments", "left"),
     [

@@ -155,25 +155,6 @@ def test_a_loader_that_makes_its_iterator_by_itself_is_known(context):
     assert context.training_loader == 0
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        16,
-        True,
-        {},
-        {"size": 0},
-        {"size": 2.0},
-        {"size": True},
-        {"size": 8, "loader": -1},
-        {"size": 8, "workers": 1},
-    ],
-    ids=str,
-)
-def test_an_invalid_value_is_rejected(value):
-    with pytest.raises(TypeError, match="size"):
-        LEVER.check(value)
-
-
 def test_the_known_bad_is_bad(context):
     ledger = Ledger()
     KNOWN_BAD["batch_size"](context, {"size": 4}, ledger)

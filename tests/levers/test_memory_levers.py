@@ -233,15 +233,6 @@ def test_programs_left_alone_and_the_reasons(program):
     assert isinstance(LEVER["memory_budget"].applies(FACTS, blocks.context), Skip)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [{"ops": "all"}, {"blocks": 0}, {"blocks": 2}, {"share": 0.5}, {"ops": "linear", "share": "half"}],
-)
-def test_an_invalid_value_is_rejected(value):
-    with pytest.raises(TypeError, match="recompute"):
-        LEVER["recompute"].check(value)
-
-
 def test_no_block_that_may_be_computed_twice_is_reported(program):
     class Counting(Residual):
         calls = 0

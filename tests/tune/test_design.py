@@ -111,12 +111,6 @@ def test_the_first_processes_are_the_plain_program_and_the_likeliest_plan():
     ]
 
 
-def test_always_plain_is_in_each_wave():
-    space, rng = mixed_space(), np.random.default_rng(0)
-    blocks = measured(space, rng, 4)
-    assert next_processes(space, fit(space, blocks), blocks, 2, rng, always_plain=True)[0] == NONE
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_processes_are_balanced_at_first(seed):
     """Of twelve processes each lever is on in four to eight, and each pair of levers occurs in all four
