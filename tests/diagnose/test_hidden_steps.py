@@ -22,150 +22,150 @@ from torch.utils.data import DataLoader
 device = torch.device("cuda")
 """
 UNIT = """
-    class Unit:
-        def __init__(self, registry, logger):
-            self.net = registry.get("net")
-            self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
-            self.last, self.log_every, self.logger = None, 10, logger
+class Unit:
+    def __init__(self, registry, logger):
+        self.net = registry.get("net")
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.last, self.log_every, self.logger = None, 10, logger
 
-        def train_step(self, state, data):
-            loss = self.net(data.to(device)).square().mean()
-            self.optimizer.zero_grad()
-            loss.backward()
-            norm = nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
-            self.optimizer.step()
-            {line}
+    def train_step(self, state, data):
+        loss = self.net(data.to(device)).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+        self.optimizer.step()
+        {line}
 
-        def log(self, step, value):
-            if step % self.log_every != 0:
-                return
-            self.logger.log(value.item())
+    def log(self, step, value):
+        if step % self.log_every != 0:
+            return
+        self.logger.log(value.item())
 """
 ENGINE = """
-    def updates(model, optimizer):
-        def update(engine, batch):
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(batch[0].to(device)), batch[1])
-            loss.backward()
-            optimizer.step()
-            return {line}
-
-        return update
-"""
-ONCE = """
-    def smoke(width):
-        model = nn.Linear(width, 1).to(device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loss = model(torch.ones(8, width, device=device)).square().mean()
+def updates(model, optimizer):
+    def update(engine, batch):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(batch[0].to(device)), batch[1])
         loss.backward()
         optimizer.step()
-        {line}
+        return {line}
+
+    return update
+"""
+ONCE = """
+def smoke(width):
+    model = nn.Linear(width, 1).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(torch.ones(8, width, device=device)).square().mean()
+    loss.backward()
+    optimizer.step()
+    {line}
 """
 VALIDATES = """
-    @torch.no_grad()
-    def validate(model, batches, loss_of):
-        model.eval()
-        losses, total = torch.zeros(len(batches), device=device), 0.0
-        for at, (x, y) in enumerate(batches):
-            loss = F.cross_entropy(model(x), y)
-            {line}
-        model.train()
-        return losses.mean().item()
+@torch.no_grad()
+def validate(model, batches, loss_of):
+    model.eval()
+    losses, total = torch.zeros(len(batches), device=device), 0.0
+    for at, (x, y) in enumerate(batches):
+        loss = F.cross_entropy(model(x), y)
+        {line}
+    model.train()
+    return losses.mean().item()
 
 
-    def train(model, optimizer, loader, batches, loss_of):
-        for step, (x, y) in enumerate(loader):
-            DESCEND optimizer F.cross_entropy(model(x), y)
-            if step % 1000 == 0:
-                print(validate(model, batches, loss_of))
+def train(model, optimizer, loader, batches, loss_of):
+    for step, (x, y) in enumerate(loader):
+        DESCEND optimizer F.cross_entropy(model(x), y)
+        if step % 1000 == 0:
+            print(validate(model, batches, loss_of))
 """
 EVALUATES = """
-    class Trainer(Base):
-        def __init__(self, config):
-            self.model = config.build()
+class Trainer(Base):
+    def __init__(self, config):
+        self.model = config.build()
 
-        def train(self):
-            for epoch in range(9):
-                for x in self.loader:
-                    self.update(self._forward(x))
-                {before}self.predict(self.held_out)
+    def train(self):
+        for epoch in range(9):
+            for x in self.loader:
+                self.update(self._forward(x))
+            {before}self.predict(self.held_out)
 
-        def predict(self, loader):
-            self.model.eval()
-            found = []
-            for x in loader:
-                out = self._forward(x){mark}
-                found.append(out.argmax(-1).tolist())
-            return found
+    def predict(self, loader):
+        self.model.eval()
+        found = []
+        for x in loader:
+            out = self._forward(x){mark}
+            found.append(out.argmax(-1).tolist())
+        return found
 
-        def _forward(self, x):
-            return self.model(x)
+    def _forward(self, x):
+        return self.model(x)
 """
 WITHIN = """
-    def run(model, loader, valid, config):
-        optimizer = config.optimizer(model.parameters())
-        for epoch in range(9):
-            model.train()
-            for x in loader:
-                DESCEND optimizer model(x).square().mean()
-            model.eval()
-            {block}
-            for x in valid:
-                print(epoch, model(x).argmax(-1).sum()){mark}
+def run(model, loader, valid, config):
+    optimizer = config.optimizer(model.parameters())
+    for epoch in range(9):
+        model.train()
+        for x in loader:
+            DESCEND optimizer model(x).square().mean()
+        model.eval()
+        {block}
+        for x in valid:
+            print(epoch, model(x).argmax(-1).sum()){mark}
 """
 DATA = """
-    class Data({base}):
-        def __init__(self, first, second, num_workers):
-            self.first, self.second, self.num_workers = first, second, num_workers
+class Data({base}):
+    def __init__(self, first, second, num_workers):
+        self.first, self.second, self.num_workers = first, second, num_workers
 
-        def train_dataloader(self):
-            return DataLoader(self.first, shuffle=True, num_workers=self.num_workers{more}){mark}
+    def train_dataloader(self):
+        return DataLoader(self.first, shuffle=True, num_workers=self.num_workers{more}){mark}
 
-        def {other}(self):
-            return DataLoader(self.second, num_workers=self.num_workers{more})
+    def {other}(self):
+        return DataLoader(self.second, num_workers=self.num_workers{more})
 """
 AVERAGE = """
-    class Average:
-        def __init__(self, model, decay):
-            self.kept, self.decay = copy.deepcopy(model), decay
+class Average:
+    def __init__(self, model, decay):
+        self.kept, self.decay = copy.deepcopy(model), decay
 
-        def update(self, model):
-            weights = model.state_dict()
-            with torch.no_grad():
-                for name, kept in self.kept.state_dict().items():
-                    {line}
+    def update(self, model):
+        weights = model.state_dict()
+        with torch.no_grad():
+            for name, kept in self.kept.state_dict().items():
+                {line}
 
-        def mix(self, kept, weight, steps):
-            rate = min(self.decay, steps / 10)
-            {inner}
+    def mix(self, kept, weight, steps):
+        rate = min(self.decay, steps / 10)
+        {inner}
 """
 SUMS = """
-    class Trainer:
-        def step(self, batch):
-            self.optimizer.zero_grad()
-            total = {line}
-            for x in batch:
-                loss = self.net(x.to(device)).square().mean()
-                loss.backward()
-                total += loss.detach()
-            self.optimizer.step()
-            return total
+class Trainer:
+    def step(self, batch):
+        self.optimizer.zero_grad()
+        total = {line}
+        for x in batch:
+            loss = self.net(x.to(device)).square().mean()
+            loss.backward()
+            total += loss.detach()
+        self.optimizer.step()
+        return total
 """
 COMPILED = """
-    def share(mask):
-        return mask.float().mean(){read}{mark}
+def share(mask):
+    return mask.float().mean(){read}{mark}
 
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.Linear(4, 1)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 1)
 
-        def forward(self, x):
-            return self.head(x) * share(x > 0)
+    def forward(self, x):
+        return self.head(x) * share(x > 0)
 
 
-    model = {model}
+model = {model}
 """
 
 FORMS = {

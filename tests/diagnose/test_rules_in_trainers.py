@@ -26,164 +26,164 @@ def batches():
         yield torch.randn(8, 4), torch.randint(3, (8,))
 """
 INSIDE_THE_EPOCH = """
-    class Trainer:
-        def __init__(self, model, every):
-            self.model, self.every, self.steps = model, every, 0
-            self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+class Trainer:
+    def __init__(self, model, every):
+        self.model, self.every, self.steps = model, every, 0
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-        def fit(self, epochs):
-            for epoch in range(epochs):
-                self.model.train()
-                for x, y in batches():
-                    DESCEND self.optimizer F.cross_entropy(self.model(x), y)
-                    self.steps += 1
-                    if self.steps % self.every == 0:
-                        self.callback()
-                        {end}
-
-        def callback(self):
-            {before}
-            print(self.accuracy())
-            {after}
-
-        @torch.no_grad()
-        def accuracy(self):
-            self.model.eval(){mark}
-            return [(self.model(x).argmax(1) == y).float().mean() for x, y in batches()]
-"""
-BACK = """
-    def run(model, x, y, {switch}):
-        {set}
-        return F.cross_entropy(model(x), y)
-
-    def fit(model):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for epoch in range(3):
-            model.train()
-            for x, y in batches():
-                DESCEND optimizer run(model, x, y, True)
-            model.eval()
-            with torch.no_grad():
-                total = sum(run(model, x, y, False) for x, y in batches())
-            print(total)
-
-    fit(Net())
-"""
-BEST = """
-    def fit(model, optimizer):
-        best, kept = 9.0, None
-        for epoch in range(9):
-            total = torch.zeros(())
-            for x, y in batches():
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-                optimizer.step()
-                total += loss.detach()
-            value = total.item()
-            if value < best:
-                best = value
-                {keep}
-        {use}
-"""
-LOSS = """
-    class Soft(nn.Module):
-        def __init__(self, {given=criterion=nn.CrossEntropyLoss()}):
-            super().__init__()
-            self.criterion = criterion
-
-        def forward(self, scores, labels):
-            rows = {rows}
-            return sum({call=self.criterion(row[None], label[None])} for row, label in zip(rows, labels)){mark}
-
-    def fit(model, optimizer):
-        loss = Soft()
-        for x, y in batches():
-            DESCEND optimizer loss(model(x), y)
-"""
-LIGHTNING = """
-    import lightning
-
-    class Pair(lightning.LightningModule):
-        def __init__(self, every):
-            super().__init__()
-            self.automatic_optimization, self.every = False, every
-            self.first, self.second = Net(), Net()
-
-        def update(self, optimizer, loss, batch_idx):
-            {early}
-            self.manual_backward(loss / self.every)
-            if {test}
-                optimizer.step()
-                optimizer.zero_grad()
-
-        def training_step(self, batch, batch_idx):
-            first, second = self.optimizers()
-            self.update(first, F.cross_entropy(self.first(batch[0]), batch[1]), batch_idx)
-            self.update(second, F.cross_entropy(self.second(batch[0]), batch[1]), batch_idx)
-"""
-IGNITE = """
-    from ignite.engine import Engine
-
-    def trainer(model, optimizer):
-        def update(engine, batch):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(batch[0]), batch[1])
-            loss.backward()
-            {clip}
-            optimizer.step()
-            {clip_late}
-        return Engine(update)
-"""
-WINDOW = """
-    class Trainer:
-        def __init__(self, model, every):
-            self.model, self.every, self.count = model, every, 0
-            self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def fit(self):
-            for i, (x, y) in enumerate(batches(){start}):
-                (F.cross_entropy(self.model(x), y) / self.every).backward()
-                self.maybe_step(i)
-                {after}
-
-        def maybe_step(self, at):
-            {before}
-            if {test}
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-"""
-RESUME = """
-    class Trainer:
-        def __init__(self, model, file):
-            self.model = model
-            self.optimizer = None
-            {first}
-
-        def build(self):
-            return torch.optim.Adam(self.model.parameters())
-
-        def load(self, file):
-            saved = torch.load(file, map_location="cpu", weights_only=True)
-            self.model.load_state_dict(saved["model"])
-            if self.optimizer is not None:
-                self.optimizer.load_state_dict(saved["optimizer"]){mark}
-
-        def fit(self):
-            {second}
+    def fit(self, epochs):
+        for epoch in range(epochs):
+            self.model.train()
             for x, y in batches():
                 DESCEND self.optimizer F.cross_entropy(self.model(x), y)
+                self.steps += 1
+                if self.steps % self.every == 0:
+                    self.callback()
+                    {end}
+
+    def callback(self):
+        {before}
+        print(self.accuracy())
+        {after}
+
+    @torch.no_grad()
+    def accuracy(self):
+        self.model.eval(){mark}
+        return [(self.model(x).argmax(1) == y).float().mean() for x, y in batches()]
+"""
+BACK = """
+def run(model, x, y, {switch}):
+    {set}
+    return F.cross_entropy(model(x), y)
+
+def fit(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(3):
+        model.train()
+        for x, y in batches():
+            DESCEND optimizer run(model, x, y, True)
+        model.eval()
+        with torch.no_grad():
+            total = sum(run(model, x, y, False) for x, y in batches())
+        print(total)
+
+fit(Net())
+"""
+BEST = """
+def fit(model, optimizer):
+    best, kept = 9.0, None
+    for epoch in range(9):
+        total = torch.zeros(())
+        for x, y in batches():
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            total += loss.detach()
+        value = total.item()
+        if value < best:
+            best = value
+            {keep}
+    {use}
+"""
+LOSS = """
+class Soft(nn.Module):
+    def __init__(self, {given=criterion=nn.CrossEntropyLoss()}):
+        super().__init__()
+        self.criterion = criterion
+
+    def forward(self, scores, labels):
+        rows = {rows}
+        return sum({call=self.criterion(row[None], label[None])} for row, label in zip(rows, labels)){mark}
+
+def fit(model, optimizer):
+    loss = Soft()
+    for x, y in batches():
+        DESCEND optimizer loss(model(x), y)
+"""
+LIGHTNING = """
+import lightning
+
+class Pair(lightning.LightningModule):
+    def __init__(self, every):
+        super().__init__()
+        self.automatic_optimization, self.every = False, every
+        self.first, self.second = Net(), Net()
+
+    def update(self, optimizer, loss, batch_idx):
+        {early}
+        self.manual_backward(loss / self.every)
+        if {test}
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        self.update(first, F.cross_entropy(self.first(batch[0]), batch[1]), batch_idx)
+        self.update(second, F.cross_entropy(self.second(batch[0]), batch[1]), batch_idx)
+"""
+IGNITE = """
+from ignite.engine import Engine
+
+def trainer(model, optimizer):
+    def update(engine, batch):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        {clip}
+        optimizer.step()
+        {clip_late}
+    return Engine(update)
+"""
+WINDOW = """
+class Trainer:
+    def __init__(self, model, every):
+        self.model, self.every, self.count = model, every, 0
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fit(self):
+        for i, (x, y) in enumerate(batches(){start}):
+            (F.cross_entropy(self.model(x), y) / self.every).backward()
+            self.maybe_step(i)
+            {after}
+
+    def maybe_step(self, at):
+        {before}
+        if {test}
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+"""
+RESUME = """
+class Trainer:
+    def __init__(self, model, file):
+        self.model = model
+        self.optimizer = None
+        {first}
+
+    def build(self):
+        return torch.optim.Adam(self.model.parameters())
+
+    def load(self, file):
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+        self.model.load_state_dict(saved["model"])
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(saved["optimizer"]){mark}
+
+    def fit(self):
+        {second}
+        for x, y in batches():
+            DESCEND self.optimizer F.cross_entropy(self.model(x), y)
 """
 NAMES = """
-    def fit(model, file, warm):
-        optimizer = torch.optim.Adam(model.parameters())
-        if file:
-            saved = torch.load(file, map_location="cpu", weights_only=True)
-            model.load_state_dict(saved["model"])
-            optimizer.load_state_dict(saved["optimizer"]){mark}
-        {then}
-        for x, y in batches():
-            DESCEND optimizer F.cross_entropy(model(x), y)
+def fit(model, file, warm):
+    optimizer = torch.optim.Adam(model.parameters())
+    if file:
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"]){mark}
+    {then}
+    for x, y in batches():
+        DESCEND optimizer F.cross_entropy(model(x), y)
 """
 
 FORMS = {
@@ -218,7 +218,7 @@ FORMS = {
             "use": "return kept",
         },
         "FL032: saved at once": {
-            "keep": 'kept = {"weights": model.state_dict()}\n                torch.save(kept, "best.pt")',
+            "keep": 'kept = {"weights": model.state_dict()}\n            torch.save(kept, "best.pt")',
             "use": 'model.load_state_dict(torch.load("best.pt", map_location="cpu", weights_only=True)["weights"])',
         },
     },
@@ -229,23 +229,23 @@ FORMS = {
     },
     ("FL017", TEXT): {
         "FL017 of a function that is passed": """
-        def fit(model, optimizer, criterion=functools.partial(F.cross_entropy, label_smoothing=0.1)):
-            for x, y in batches():
-                optimizer.zero_grad()
-                probabilities = torch.softmax(model(x), dim=1)
-                criterion(probabilities, y).backward()  # <-
-                optimizer.step()
-        """,
+def fit(model, optimizer, criterion=functools.partial(F.cross_entropy, label_smoothing=0.1)):
+    for x, y in batches():
+        optimizer.zero_grad()
+        probabilities = torch.softmax(model(x), dim=1)
+        criterion(probabilities, y).backward()  # <-
+        optimizer.step()
+""",
         "FL017 across a loss class": """
-        class Smooth(nn.Module):
-            def forward(self, scores, labels):
-                return F.cross_entropy(scores, labels, label_smoothing=0.1)  # <-
+class Smooth(nn.Module):
+    def forward(self, scores, labels):
+        return F.cross_entropy(scores, labels, label_smoothing=0.1)  # <-
 
-        def fit(model, optimizer):
-            loss = Smooth()
-            for x, y in batches():
-                DESCEND optimizer loss(model(x).softmax(dim=1), y)
-        """,
+def fit(model, optimizer):
+    loss = Smooth()
+    for x, y in batches():
+        DESCEND optimizer loss(model(x).softmax(dim=1), y)
+""",
     },
     ("FL004", LIGHTNING): {
         "FL004 in Lightning": {
@@ -274,51 +274,51 @@ FORMS = {
     },
     ("FL041", RESUME): {
         "FL041 in __init__": {
-            "first": "self.load(file)\n            self.optimizer = self.build()",
+            "first": "self.load(file)\n        self.optimizer = self.build()",
             "mark": "  # <-",
         },
         "FL041 in another method": {"second": "self.optimizer = self.build()", "mark": "  # <-"},
         "FL041: loaded after it is made": {
-            "second": "self.optimizer = self.build()\n            self.load('last.pt')"
+            "second": "self.optimizer = self.build()\n        self.load('last.pt')"
         },
         "FL041: made only if there is none": {
-            "second": "if self.optimizer is None:\n                self.optimizer = self.build()"
+            "second": "if self.optimizer is None:\n            self.optimizer = self.build()"
         },
     },
     ("FL041", NAMES): {
         "FL041 of a name": {
             "mark": "  # <-",
-            "then": "model.layer.requires_grad_(True)\n        optimizer = torch.optim.Adam(model.parameters())",
+            "then": "model.layer.requires_grad_(True)\n    optimizer = torch.optim.Adam(model.parameters())",
         },
         "FL041: a new optimizer for a new phase": {
-            "then": "if warm:\n            optimizer = torch.optim.Adam(model.parameters(), lr=1e-5)"
+            "then": "if warm:\n        optimizer = torch.optim.Adam(model.parameters(), lr=1e-5)"
         },
     },
     ("", TEXT): {
         "FL015: both modes on purpose": """
-        def fit(model):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for epoch in range(3):
+def fit(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(3):
+        model.train()
+        for x, y in batches():
+            DESCEND optimizer F.cross_entropy(model(x), y)
+        model.eval()
+        with torch.no_grad():
+            for x, y in batches():
                 model.train()
-                for x, y in batches():
-                    DESCEND optimizer F.cross_entropy(model(x), y)
+                loss = F.cross_entropy(model(x), y)
                 model.eval()
-                with torch.no_grad():
-                    for x, y in batches():
-                        model.train()
-                        loss = F.cross_entropy(model(x), y)
-                        model.eval()
-                        print(loss, model(x).argmax(1))
-    """,
+                print(loss, model(x).argmax(1))
+""",
         "FL040: the step comes before the backward pass": """
-        def fit(model, optimizer, every):
-            for i, (x, y) in enumerate(batches()):
-                if i % every == 0:
-                    if i > 0:
-                        optimizer.step()
-                    optimizer.zero_grad()
-                (F.cross_entropy(model(x), y) / every).backward()
-    """,
+def fit(model, optimizer, every):
+    for i, (x, y) in enumerate(batches()):
+        if i % every == 0:
+            if i > 0:
+                optimizer.step()
+            optimizer.zero_grad()
+        (F.cross_entropy(model(x), y) / every).backward()
+""",
     },
 }
 

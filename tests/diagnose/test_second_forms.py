@@ -13,51 +13,51 @@ loader = DataLoader(TensorDataset(torch.randn(64, 4), torch.zeros(64, dtype=torc
 """
 FORMS = {
     "FL020": """
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(other(x), y).backward()
-            optimizer.step()  # <-
-    """,
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in loader:
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(other(x), y).backward()
+    optimizer.step()  # <-
+""",
     "FL201": """
-        def accuracy(model, loader):
-            correct = 0
-            for x, y in loader:
-                correct += (model(x).argmax(1) == y).sum().item()  # <-
-            return correct
+def accuracy(model, loader):
+    correct = 0
+    for x, y in loader:
+        correct += (model(x).argmax(1) == y).sum().item()  # <-
+    return correct
 
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for epoch in range(3):
-            for x, y in loader:
-                DESCEND optimizer nn.functional.cross_entropy(model(x), y)
-            print(accuracy(model, loader))
-    """,
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(3):
+    for x, y in loader:
+        DESCEND optimizer nn.functional.cross_entropy(model(x), y)
+    print(accuracy(model, loader))
+""",
     "FL311": """
-        def scaled(x, by=1.0):
-            if isinstance(by, float):
-                by = torch.tensor(by)
-            return x * by
+def scaled(x, by=1.0):
+    if isinstance(by, float):
+        by = torch.tensor(by)
+    return x * by
 
-        print(scaled(torch.ones(3), torch.ones(1)), torch.tensor(torch.ones(2)))  # <-
-    """,
+print(scaled(torch.ones(3), torch.ones(1)), torch.tensor(torch.ones(2)))  # <-
+""",
     "FL119": """
-        optimizer = torch.optim.AdamW([{"params": p, "lr": 1e-3} for p in model.parameters()])  # <-
-        for x, y in loader:
-            DESCEND optimizer nn.functional.cross_entropy(model(x), y)
-    """,
+optimizer = torch.optim.AdamW([{"params": p, "lr": 1e-3} for p in model.parameters()])  # <-
+for x, y in loader:
+    DESCEND optimizer nn.functional.cross_entropy(model(x), y)
+""",
     "FL036": """
-        import numpy as np
+import numpy as np
 
-        class Noisy(torch.utils.data.Dataset):
-            def __init__(self):
-                self.seed = 3
+class Noisy(torch.utils.data.Dataset):
+    def __init__(self):
+        self.seed = 3
 
-            def __len__(self):
-                return 9
+    def __len__(self):
+        return 9
 
-            def __getitem__(self, index):
-                return torch.zeros(4) + np.random.default_rng(self.seed + 1).random()  # <-
-    """,
+    def __getitem__(self, index):
+        return torch.zeros(4) + np.random.default_rng(self.seed + 1).random()  # <-
+""",
 }
 
 

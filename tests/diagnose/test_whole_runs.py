@@ -24,92 +24,92 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import AutoModel
 """
 WINDOW = """
-    def train(model, optimizer, loader, n, epochs):
-        {start}
-        for epoch in range(epochs):
-            {before}
-            for i, x in enumerate({loader=loader}):
-                (model(x).square().mean() / n).backward()
-                {count}
-                if {test=(i + 1) % n == 0}:{mark}
-                    optimizer.step()
-                    optimizer.zero_grad()
-            {after}
+def train(model, optimizer, loader, n, epochs):
+    {start}
+    for epoch in range(epochs):
+        {before}
+        for i, x in enumerate({loader=loader}):
+            (model(x).square().mean() / n).backward()
+            {count}
+            if {test=(i + 1) % n == 0}:{mark}
+                optimizer.step()
+                optimizer.zero_grad()
+        {after}
 """
 IN_CLASS = """
-    class Trainer:
-        def fit(self):
-            for epoch in range(9):
-                self.epoch()
+class Trainer:
+    def fit(self):
+        for epoch in range(9):
+            self.epoch()
 
-        def epoch(self):
-            seen = 0
-            for x in self.loader:
-                self.update(x, seen)
-                seen += 1
+    def epoch(self):
+        seen = 0
+        for x in self.loader:
+            self.update(x, seen)
+            seen += 1
 
-        def update(self, x, seen):
-            (self.model(x).square().mean() / self.n).backward()
-            last = seen % self.n == self.n - 1
-            if last:{mark}
-                nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
+    def update(self, x, seen):
+        (self.model(x).square().mean() / self.n).backward()
+        last = seen % self.n == self.n - 1
+        if last:{mark}
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 """
 REDUCED = """
-    def report(model, loader, group, other):
-        total, count = torch.zeros(1), torch.zeros(1)
-        for x in loader:
-            total += model(x).sum()
-            count += len(x)
-            {inside}
-        {after}
-        return total / count
+def report(model, loader, group, other):
+    total, count = torch.zeros(1), torch.zeros(1)
+    for x in loader:
+        total += model(x).sum()
+        count += len(x)
+        {inside}
+    {after}
+    return total / count
 """
 KEPT = """
-    class Stats:
-        def __init__(self):
-            self.all, self.sum, self.value = {}, 0.0, 0.0
+class Stats:
+    def __init__(self):
+        self.all, self.sum, self.value = {}, 0.0, 0.0
 
-        def __setitem__(self, key, value):
-            self.all.setdefault(key, [])
-            self.all[key].append(value{detach}){set}
+    def __setitem__(self, key, value):
+        self.all.setdefault(key, [])
+        self.all[key].append(value{detach}){set}
 
-        def update(self, value, n=1):
-            self.value = value
-            self.sum += self.value * n{updated}
+    def update(self, value, n=1):
+        self.value = value
+        self.sum += self.value * n{updated}
 
-    class Trainer:
-        def __init__(self, model, loader):
-            self.model, self.loader, self.stats = model, loader, Stats()
-            self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+class Trainer:
+    def __init__(self, model, loader):
+        self.model, self.loader, self.stats = model, loader, Stats()
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-        def fit(self):
-            losses, history = {}, []
-            for step, x in enumerate(self.loader):
-                self.optimizer.zero_grad()
-                loss = self.loss(x, self.stats)
-                loss.backward()
-                self.optimizer.step()
-                {line}
-
-        def loss(self, x, stats):
-            first, second = self.model(x).mean(), self.model(x).square().mean()
-            loss = F.mse_loss(self.model(x), x)
-            {inside}
-            return loss
-
-    def log(stats: Stats, loss):
-        stats.update(loss)
-
-    def fit(model, loader, stats: Stats):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for x in loader:
-            loss = model(x).square().mean()
+    def fit(self):
+        losses, history = {}, []
+        for step, x in enumerate(self.loader):
+            self.optimizer.zero_grad()
+            loss = self.loss(x, self.stats)
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            {function}
+            self.optimizer.step()
+            {line}
+
+    def loss(self, x, stats):
+        first, second = self.model(x).mean(), self.model(x).square().mean()
+        loss = F.mse_loss(self.model(x), x)
+        {inside}
+        return loss
+
+def log(stats: Stats, loss):
+    stats.update(loss)
+
+def fit(model, loader, stats: Stats):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in loader:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        {function}
 """
 KEEPS = {
     "a container of the program": {"line": 'self.stats["loss"] = loss', "set": "  # <-"},
@@ -127,39 +127,39 @@ KEEPS = {
     "a record of numbers": {"line": 'history.append({"step": step, "loss": loss.item()})'},
 }
 MODES = """
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = AutoModel.from_pretrained("distilbert-base-uncased")
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = AutoModel.from_pretrained("distilbert-base-uncased")
 
-        def forward(self, x):
-            return self.body(x).last_hidden_state
+    def forward(self, x):
+        return self.body(x).last_hidden_state
 
-    class Agent:
-        def __init__(self, net):
-            self.net = net
-            self.optimizer = torch.optim.Adam(self.net.parameters())
+class Agent:
+    def __init__(self, net):
+        self.net = net
+        self.optimizer = torch.optim.Adam(self.net.parameters())
 
-        def act(self, x):
-            self.net.eval()
-            with torch.inference_mode():
-                return self.net(x)
+    def act(self, x):
+        self.net.eval()
+        with torch.inference_mode():
+            return self.net(x)
 
-        def learn(self, x):
-            self.optimizer.zero_grad()
-            self.net(x).square().mean().backward(){agent}
-            self.optimizer.step()
-            {restore}
+    def learn(self, x):
+        self.optimizer.zero_grad()
+        self.net(x).square().mean().backward(){agent}
+        self.optimizer.step()
+        {restore}
 
-    def fine_tune(build, batches):
-        model = {model=build()}
-        optimizer = torch.optim.AdamW({parameters=model.parameters()})
-        {before}
-        for x in batches:
-            out = model(x){mark}
-            out.square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+def fine_tune(build, batches):
+    model = {model=build()}
+    optimizer = torch.optim.AdamW({parameters=model.parameters()})
+    {before}
+    for x in batches:
+        out = model(x){mark}
+        out.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 """
 AWAKE = {
     "a model by from_pretrained": {"model": 'AutoModel.from_pretrained("gpt2")', "mark": "  # <-"},
@@ -172,18 +172,18 @@ AWAKE = {
     "a model in training mode": {},
 }  # fmt: skip
 SCHEDULE = """
-    from accelerate import Accelerator
-    from diffusers.optimization import get_scheduler
+from accelerate import Accelerator
+from diffusers.optimization import get_scheduler
 
-    def train(args, model, optimizer, loader):
-        accelerator = Accelerator()
-        {first}
-        per_epoch = {length=len(loader) // args.accumulate}
-        if args.steps is None:
-            args.steps = args.epochs * per_epoch
-        schedule = get_scheduler("cosine", optimizer, num_training_steps={total=args.steps * accelerator.num_processes}){mark}
-        {last=model, optimizer, loader = accelerator.prepare(model, optimizer, loader)}
-        return schedule
+def train(args, model, optimizer, loader):
+    accelerator = Accelerator()
+    {first}
+    per_epoch = {length=len(loader) // args.accumulate}
+    if args.steps is None:
+        args.steps = args.epochs * per_epoch
+    schedule = get_scheduler("cosine", optimizer, num_training_steps={total=args.steps * accelerator.num_processes}){mark}
+    {last=model, optimizer, loader = accelerator.prepare(model, optimizer, loader)}
+    return schedule
 """
 PREPARED = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 LENGTHS = {
@@ -194,25 +194,25 @@ LENGTHS = {
     "another loader": {"length": "len(args.samples)"},
 }
 SAMPLES = """
-    class Samples(Dataset):
-        def __init__(self, root, rows, size):
-            self.root, self.rows, self.size, self.table = root, rows, size, None
-            self.names = os.path.join(root, "names.json")
-            self.file = h5py.File(os.path.join(root, "all.h5"))
+class Samples(Dataset):
+    def __init__(self, root, rows, size):
+        self.root, self.rows, self.size, self.table = root, rows, size, None
+        self.names = os.path.join(root, "names.json")
+        self.file = h5py.File(os.path.join(root, "all.h5"))
 
-        def __len__(self):
-            return len(self.rows)
+    def __len__(self):
+        return len(self.rows)
 
-        def __getitem__(self, index):
-            {line}
+    def __getitem__(self, index):
+        {line}
 
-        def read(self, path):
-            with open(path, "rb") as file:
-                return pickle.load(file){mark}
+    def read(self, path):
+        with open(path, "rb") as file:
+            return pickle.load(file){mark}
 
-        @functools.lru_cache
-        def kept(self, path):
-            return np.load(path)
+    @functools.lru_cache
+    def kept(self, path):
+        return np.load(path)
 """
 ONE_SAMPLE = {
     "a table of all samples": "return json.load(open(self.names))[index]  # <-",
@@ -232,38 +232,38 @@ ONE_SAMPLE = {
     "its own name as key": 'name = self.rows[index]; return json.load(open(f"{name}.json"))[name]',
 }
 SCRIPT = """
-    parser_args = object()
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.{optimizer=Adam(model.parameters())}
-    saved = torch.load("last.pt", map_location="cpu", weights_only=True)
-    {load}
-    model.load_state_dict(saved["net"]){mark=  # <-}
-    {start=start = saved['epoch'] + 1}
-    for epoch in range({first=start}, 9):
-        for x in torch.randn(9, 8, 4):
-            DESCEND optimizer model(x).square().mean()
-        torch.save({"epoch": epoch, "net": model.state_dict(), "optim": optimizer.state_dict()}, "last.pt")
+parser_args = object()
+model = nn.Linear(4, 1)
+optimizer = torch.optim.{optimizer=Adam(model.parameters())}
+saved = torch.load("last.pt", map_location="cpu", weights_only=True)
+{load}
+model.load_state_dict(saved["net"]){mark=  # <-}
+{start=start = saved['epoch'] + 1}
+for epoch in range({first=start}, 9):
+    for x in torch.randn(9, 8, 4):
+        DESCEND optimizer model(x).square().mean()
+    torch.save({"epoch": epoch, "net": model.state_dict(), "optim": optimizer.state_dict()}, "last.pt")
 """
 RESUMES = """
-    class Trainer:
-        def save(self):
-            state = {"model": self.net.state_dict(), "step": self.step}
-            state["opt"] = self.opt.state_dict()
-            torch.save(state, self.file)
+class Trainer:
+    def save(self):
+        state = {"model": self.net.state_dict(), "step": self.step}
+        state["opt"] = self.opt.state_dict()
+        torch.save(state, self.file)
 
-        def load(self, file, opt=None):
-            state = self.read(file)
-            self.net.load_state_dict(state["model"]){mark}
-            {more}
-            self.step = state.get("step", 0)
+    def load(self, file, opt=None):
+        state = self.read(file)
+        self.net.load_state_dict(state["model"]){mark}
+        {more}
+        self.step = state.get("step", 0)
 
-        def read(self, file):
-            return torch.load(file, map_location="cpu", weights_only=True)
+    def read(self, file):
+        return torch.load(file, map_location="cpu", weights_only=True)
 
-        def fit(self):
-            while self.step < 900:
-                self.update(next(self.batches))
-                self.step += 1
+    def fit(self):
+        while self.step < 900:
+            self.update(next(self.batches))
+            self.step += 1
 """
 
 FORMS = {
@@ -321,7 +321,7 @@ FORMS = {
     ("FL043", REDUCED): {
         "a pasted reduction": {"after": "dist.all_reduce(total); dist.all_reduce(total)  # <-"},
         "a reduction after a log": {
-            "after": "dist.all_reduce(total)\n        print(total.item())\n        if dist.is_initialized():\n            dist.all_reduce(total)  # <-"
+            "after": "dist.all_reduce(total)\n    print(total.item())\n    if dist.is_initialized():\n        dist.all_reduce(total)  # <-"
         },
         "a running total": {"inside": "dist.all_reduce(total)  # <-"},
         "two tensors": {"after": "dist.all_reduce(total); dist.all_reduce(count)"},
@@ -329,10 +329,10 @@ FORMS = {
         "a mean in between": {"inside": "dist.all_reduce(total); total /= dist.get_world_size()"},
         "a total that is cleared": {"inside": "dist.all_reduce(total); print(total); total.zero_()"},
         "two arms": {
-            "after": "if group:\n            dist.all_reduce(total)\n        else:\n            dist.all_reduce(total)"
+            "after": "if group:\n        dist.all_reduce(total)\n    else:\n        dist.all_reduce(total)"
         },
         "two conditions": {
-            "after": "if group:\n            dist.all_reduce(total)\n        if not group:\n            dist.all_reduce(total)"
+            "after": "if group:\n        dist.all_reduce(total)\n    if not group:\n        dist.all_reduce(total)"
         },
         "a largest value": {"inside": "dist.all_reduce(total, op=dist.ReduceOp.MAX)"},
     },
