@@ -42,48 +42,25 @@ def test_the_fixed_program_has_the_finding_no_more(rule):
     assert [finding.place.text for finding in again] == left
 
 
-@pytest.mark.parametrize(
-    ("code", "before", "after"),
-    [
-        (
-            "FL203",
-            ("loss.backward(retain_graph=True)  # twice?", "optimizer.step()"),
-            ("loss.backward()  # twice?", "optimizer.step()"),
-        ),
-        (
-            "FL203",
-            ("loss.backward(retain_graph=True, inputs=(list(model.parameters())))", "optimizer.step()"),
-            ("loss.backward(inputs=(list(model.parameters())))", "optimizer.step()"),
-        ),
-        (
-            "FL203",
-            ("loss.backward((None), retain_graph=True)", "optimizer.step()"),
-            ("loss.backward((None))", "optimizer.step()"),
-        ),
-        (
-            "FL105",
-            ("loss.backward()", "gc.collect()  # of everything", "optimizer.step()"),
-            ("loss.backward()", "optimizer.step()"),
-        ),
-        (
-            "FL105",
-            ("with torch.enable_grad():", "    gc.collect()", "loss.backward()", "optimizer.step()"),
-            ("with torch.enable_grad():", "    pass", "loss.backward()", "optimizer.step()"),
-        ),
-        (
-            "FL202",
-            ("loss.backward()", "optimizer.step()", "kept.append(loss / 2)  # for the mean"),
-            ("loss.backward()", "optimizer.step()", "kept.append(loss.detach() / 2)  # for the mean"),
-        ),
-        (
-            "FL306",
-            ("loss = (model).forward(torch.ones(2, 4)).sum() # é", "loss.backward()", "optimizer.step()"),
-            ("loss = (model)(torch.ones(2, 4)).sum() # é", "loss.backward()", "optimizer.step()"),
-        ),
-    ],
-)
+WRITTEN = [
+    ("FL203", "loss.backward(retain_graph=True)  # twice?", "loss.backward()  # twice?"),
+    ("FL203", "loss.backward(retain_graph=True, inputs=(list(x)))", "loss.backward(inputs=(list(x)))"),
+    ("FL203", "loss.backward((None), retain_graph=True)", "loss.backward((None))"),
+    ("FL105", "loss.backward()\ngc.collect()  # of everything", "loss.backward()"),
+    ("FL105", "with here:\n    gc.collect()\nloss.backward()", "with here:\n    pass\nloss.backward()"),
+    (
+        "FL202",
+        "loss.backward()\nkept.append(loss / 2)  # mean",
+        "loss.backward()\nkept.append(loss.detach() / 2)  # mean",
+    ),
+    ("FL306", "(model).forward(x).sum().backward() # é", "(model)(x).sum().backward() # é"),
+]
+
+
+@pytest.mark.parametrize(("code", "before", "after"), WRITTEN)
 def test_the_rest_of_the_line_stays_as_it_is_written(code, before, after):
-    assert fixed(step(*before), code) == step(*after)
+    before, after = (step(*lines.split("\n"), "optimizer.step()") for lines in (before, after))
+    assert fixed(before, code) == after
 
 
 @pytest.mark.parametrize(

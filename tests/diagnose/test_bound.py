@@ -29,13 +29,19 @@ def measured(**ratios):
     return [WhatIf(name, Ratio(ratio, 0.99 * ratio, 1.01 * ratio, 8)) for name, ratio in ratios.items()]
 
 
+def of(**operation):
+    """Measured, with a loader that costs nothing and one operator."""
+    made = {"name": "aten::add", "calls": 4, "host_ms": 8.0, "share": 1.0, **operation}
+    return {"what_ifs": measured(loader=1.0), "operations": [Operation(**made)]}
+
+
 @pytest.mark.parametrize(
     ("more", "bound", "words"),
     [
         ({"what_ifs": measured(loader=2.5)}, "data", "2.50x (2.48-2.52, n=8) as fast"),
         ({"what_ifs": measured(loader=1.005, optimizer=3.0)}, "optimizer", "an optimizer that does nothing"),
         (
-            {"what_ifs": measured(loader=1.005, copies=1.9, optimizer=1.1)},
+            {"what_ifs": measured(copies=1.9, optimizer=1.1, loader=1.005)},
             "copy",
             "batches on the device already",
         ),
@@ -52,28 +58,9 @@ def measured(**ratios):
             "compute",
             "aten::addmm, takes 80% of the time of all operators",
         ),
-        (
-            {
-                "what_ifs": measured(loader=1.0),
-                "operations": [Operation("aten::add", 1000, 8.0, share=1.0)],
-                "operators_a_step": 1000.0,
-            },
-            "launch",
-            "1000 operators",
-        ),
-        (
-            {"what_ifs": measured(loader=1.0), "operations": [Operation("aten::add", 4, 8.0, share=1.0)]},
-            "memory",
-            "the largest such operator, aten::add, takes 100%",
-        ),
-        (
-            {
-                "what_ifs": measured(loader=1.0),
-                "operations": [Operation("aten::addmm", 4, 8.0, share=1.0, flops=1.0, limit="memory")],
-            },
-            "memory",
-            "aten::addmm",
-        ),
+        ({**of(calls=1000), "operators_a_step": 1000.0}, "launch", "1000 operators"),
+        (of(), "memory", "the largest such operator, aten::add, takes 100%"),
+        (of(name="aten::addmm", flops=1.0, limit="memory"), "memory", "aten::addmm"),
     ],
 )
 def test_each_bound(more, bound, words):

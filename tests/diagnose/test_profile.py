@@ -112,7 +112,6 @@ def ill(flatout_in, tmp_path_factory):
     return record, done, cli.folder
 
 
-@pytest.mark.processes
 def test_quiet_steps_and_phases(ill):
     record, _, _ = ill
     assert record.status == "done"
@@ -243,7 +242,6 @@ def well(flatout_in, tmp_path_factory):
 
 
 @pytest.mark.full
-@pytest.mark.processes
 def test_a_program_without_a_loader_that_holds_nothing(well):
     record, done = well
     assert json.loads(done.out) == record.to_json()
@@ -265,7 +263,6 @@ def test_no_recording_begins_in_the_step_in_which_another_ends(well):
     assert not [note for note in record.notes if "recording begins" in note]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("source", "code", "words"),
     [

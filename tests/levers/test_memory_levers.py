@@ -77,13 +77,19 @@ def images(*blocks):
     )
 
 
+def beside(program, epochs, *blocks):
+    """Two programs, one of which has trained for some more epochs; the other one will draw the same numbers."""
+    plain, live = (program(model=images(*blocks)) for _ in range(2))
+    random = torch.get_rng_state()
+    plain.train(epochs)
+    torch.set_rng_state(random)
+    return plain, live
+
+
 @pytest.mark.parametrize("value", RECOMPUTE, ids=str)
 def test_recompute_is_exact(program, value):
     """Switched on, off and on again between steps; dropout and running statistics must be the same too."""
-    plain, live = (program(model=images(Residual, Residual)) for _ in range(2))
-    random = torch.get_rng_state()
-    plain.train(3)
-    torch.set_rng_state(random)
+    plain, live = beside(program, 3, Residual, Residual)
     live.train(0)
     for on in (True, False, True):
         undo = LEVER["recompute"].apply(live.context, value, Ledger()) if on else None
@@ -101,10 +107,7 @@ def test_recompute_is_exact(program, value):
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.LeakyReLU, nn.Hardtanh])
 @pytest.mark.parametrize("block", [Residual, Twice, Kept])
 def test_inplace_only_where_nothing_changes(program, block, activation):
-    plain, live = (program(model=images(*[lambda: block(activation)] * 2)) for _ in range(2))
-    random = torch.get_rng_state()
-    plain.train(2)
-    torch.set_rng_state(random)
+    plain, live = beside(program, 2, *[lambda: block(activation)] * 2)
     undo = LEVER["inplace"].apply(live.context, True, Ledger())
     live.train(2)
     placed = [m.inplace for m in live.model.modules() if type(m) is activation]
@@ -156,31 +159,31 @@ def test_inplace_leaves_the_batch_alone(program):
 )
 def test_the_known_bad_shows_in_the_losses(program, name, value, block):
     """The guard of an exact lever compares bits; the guard of the budget compares gradients."""
-    plain, live = (program(model=images(block, block)) for _ in range(2))
-    random = torch.get_rng_state()
-    plain.train(1)
-    torch.set_rng_state(random)
+    plain, live = beside(program, 1, block, block)
     KNOWN_BAD[name](live.context, value, Ledger())
     live.train(1)
     assert live.losses != plain.losses
+
+
+def with_and_without(hooks, gradients):
+    """The same gradients with these hooks around the forward pass as without: ``gradients(around)``."""
+    around = torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
+    pairs = zip(gradients(contextlib.nullcontext()), gradients(around), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_offloaded_tensors_come_back_bit_for_bit():
     """Large tensors that are not parameters go to the host and come back in their own layout."""
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     x = torch.randn(64, 64)
-    gradients = []
     hooks = OffloadHooks(torch, "cpu", least_bytes=64 * 256 * 4)
-    for around in (
-        contextlib.nullcontext(),
-        torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack),
-    ):
-        model.zero_grad()
+
+    def gradients(around):
         with around:
             loss = model(x).square().mean()
-        loss.backward()
-        gradients.append([p.grad.clone() for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    with_and_without(hooks, gradients)
     assert hooks.moved_bytes == 2 * 64 * 256 * 4  # GELU's input and output; the weights stay
     part = torch.arange(24.0).view(4, 6).t()[1:4]
     assert torch.equal(hooks.unpack(OffloadHooks(torch, "cpu", least_bytes=1).pack(part)), part)
@@ -192,30 +195,23 @@ def test_offloaded_tensors_come_back_bit_for_bit():
 
 def test_a_tensor_saved_by_several_operations_goes_to_the_host_once():
     """Three projections save their one input; a tensor that was written to in between is another one."""
-    query, key, value = (nn.Linear(64, 64, bias=False) for _ in range(3))
-    gradients = []
+    layers = [nn.Linear(64, 64, bias=False) for _ in range(3)]
     hooks = OffloadHooks(torch, "cpu", least_bytes=4 * 32 * 64 * 4)
-    for around in (
-        contextlib.nullcontext(),
-        torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack),
-    ):
+
+    def gradients(around):
         x = torch.linspace(-1, 1, 4 * 32 * 64).view(4, 32, 64).requires_grad_()
         with around:
             seen = x * 1.0
-            sums = [layer(seen).sum() for layer in (query, key, value)]
-        sum(sums).backward()
-        gradients.append([x.grad, *(layer.weight.grad.clone() for layer in (query, key, value))])
-        for layer in (query, key, value):
-            layer.weight.grad = None
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+            total = sum(layer(seen).sum() for layer in layers)
+        return torch.autograd.grad(total, [x, *(layer.weight for layer in layers)])
+
+    with_and_without(hooks, gradients)
     assert hooks.moved_bytes == 4 * 32 * 64 * 4
     tensor = torch.zeros(4, 32, 64)
     before = hooks.pack(tensor)
     tensor.add_(1)
-    assert [float(hooks.unpack(packed).sum()) for packed in (before, hooks.pack(tensor))] == [
-        0.0,
-        tensor.numel(),
-    ]
+    sums = [float(hooks.unpack(packed).sum()) for packed in (before, hooks.pack(tensor))]
+    assert sums == [0.0, tensor.numel()]
 
 
 def test_programs_left_alone_and_the_reasons(program):

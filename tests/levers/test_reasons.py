@@ -706,7 +706,6 @@ def marked(row):
     return pytest.param(row, marks=marks, id=f"{row.lever}: {row.sentence[:60]}")
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("row", [marked(row) for row in ROWS])
 def test_a_reason_is_shown_where_it_is_true(answers, row):
     assert answers[row.shown][row.lever].get("skip") == row.sentence
