@@ -135,32 +135,36 @@ def test_a_script_alone(flatout, script):
 
 # -- plans that are found -------------------------------------------------------------------------------------------
 
+# A plan of one lever, and a program that shows whether it is used.
+MALLOC, SHOWS = 'malloc = "glibc"', "import os; print(os.environ.get('MALLOC_MMAP_THRESHOLD_'))"
+USED, UNUSED = "4294967295\n", "None\n"
+
 
 def test_a_plan_for_this_command_is_found_and_one_for_another_is_not(flatout, script):
-    script("import os; print(os.environ.get('MALLOC_MMAP_THRESHOLD_'))")
+    script(SHOWS)
     words = ("python", "train.py")
     key, path = keys(flatout, *words)
-    write_plan(path, 'malloc = "glibc"', key)
-    assert flatout("run", *words).out == "4294967295\n"
-    assert flatout("run", *words, "--other").out == "None\n"
-    assert flatout("run", "--plan", "none", *words).out == "None\n"
+    write_plan(path, MALLOC, key)
+    assert flatout("run", *words).out == USED
+    assert flatout("run", *words, "--other").out == UNUSED
+    assert flatout("run", "--plan", "none", *words).out == UNUSED
 
 
 def test_the_plan_beside_the_script_is_found(flatout, script):
-    script("import os; print(os.environ.get('MALLOC_MMAP_THRESHOLD_'))", name="sub/train.py")
+    script(SHOWS, name="sub/train.py")
     key, _ = keys(flatout, "python", "sub/train.py")
-    write_plan(flatout.folder / "sub" / "flatout.toml", 'malloc = "glibc"', key)
-    assert flatout("run", "python", "sub/train.py").out == "4294967295\n"
+    write_plan(flatout.folder / "sub" / "flatout.toml", MALLOC, key)
+    assert flatout("run", "python", "sub/train.py").out == USED
     # A hand-written plan without a command applies too.
-    write_plan(flatout.folder / "sub" / "flatout.toml", 'malloc = "glibc"')
-    assert flatout("run", "python", "sub/train.py", "--any").out == "4294967295\n"
+    write_plan(flatout.folder / "sub" / "flatout.toml", MALLOC)
+    assert flatout("run", "python", "sub/train.py", "--any").out == USED
 
 
 def test_a_plan_for_another_command_of_the_script_is_mentioned(flatout, script):
     script("pass")
     script("pass", name="other.py")
     key, _ = keys(flatout, "python", "train.py")
-    write_plan(flatout.folder / "flatout.toml", 'malloc = "glibc"', key)
+    write_plan(flatout.folder / "flatout.toml", MALLOC, key)
     assert flatout("run", "python", "train.py", "--epochs", "1").said == [
         "flatout: no plan fits this command yet (a plan for `python train.py` exists: --plan flatout.toml uses it); "
         "running it as it is. To tune: flatout tune python train.py --epochs 1"
@@ -170,40 +174,36 @@ def test_a_plan_for_another_command_of_the_script_is_mentioned(flatout, script):
 
 def test_of_two_plans_the_newer_one_counts(flatout, script):
     """You edit flatout.toml; the tuner's own record must not hide that. A later tuning counts again."""
-    script("import os; print(os.environ.get('MALLOC_MMAP_THRESHOLD_'))")
+    script(SHOWS)
     key, record = keys(flatout, "python", "train.py")
     beside = flatout.folder / "flatout.toml"
-    write_plan(record, 'malloc = "glibc"', key)
+    write_plan(record, MALLOC, key)
     write_plan(beside, "", key)
     os.utime(record, (1, 1))
-    assert flatout("run", "python", "train.py").out == "None\n"
+    assert flatout("run", "python", "train.py").out == UNUSED
     assert "malloc" not in flatout("plan", "python", "train.py").out
     os.utime(beside, (0, 0))
-    assert flatout("run", "python", "train.py").out == "4294967295\n"
+    assert flatout("run", "python", "train.py").out == USED
     assert "malloc" in flatout("plan", "python", "train.py").out
 
 
-@pytest.mark.parametrize(
-    ("what", "says"),
-    [
-        ("machine", "another machine ('Z80, 1 cores')"),
-        ("versions", "other versions ('torch 0.1')"),
-        ("script", "the script has changed"),
-        ("python", "another Python ('2.7')"),
-    ],
-)
-def test_a_plan_for_another_machine_is_not_used_and_says_why(flatout, script, what, says):
-    script("import os; print(os.environ.get('MALLOC_MMAP_THRESHOLD_'))")
+def test_a_plan_for_another_machine_is_not_used_and_says_why(flatout, script):
+    script(SHOWS)
     key, path = keys(flatout, "python", "train.py")
-    key[what] = {"machine": "Z80, 1 cores", "versions": "torch 0.1", "python": "2.7"}.get(what, "0123")
-    write_plan(path, 'malloc = "glibc"', key)
-    done = flatout("run", "python", "train.py")
-    assert done.out == "None\n"
-    assert len(done.said) == 1
-    assert says in done.said[0]
-    assert "is not used" in done.said[0]
+    for what, other, says in (
+        ("machine", "Z80, 1 cores", "another machine ('Z80, 1 cores')"),
+        ("versions", "torch 0.1", "other versions ('torch 0.1')"),
+        ("python", "2.7", "another Python ('2.7')"),
+        ("script", "0123", "the script has changed"),
+    ):
+        write_plan(path, MALLOC, {**key, what: other})
+        done = flatout("run", "python", "train.py")
+        assert done.out == UNUSED
+        assert len(done.said) == 1
+        assert says in done.said[0]
+        assert "is not used" in done.said[0]
     asked = flatout("run", "--plan", str(path), "python", "train.py")
-    assert asked.out == "4294967295\n"
+    assert asked.out == USED
     assert says in asked.said[0]
     assert "each lever is checked again here" in asked.said[0]
 
@@ -294,17 +294,14 @@ def test_a_plan_with_a_wrong_value_starts_nothing(train):
     assert "plan.toml: the value of threads must be a whole number from 1 to " in bad.err
 
 
-def test_a_program_without_torch_gets_a_message(train):
-    done = train("gc_pause = true", source="print('no torch here')")
-    assert done.out == "no torch here\n"
-    assert done.err == "flatout: nothing was applied: this program never imported torch\n"
-
-
-def test_a_program_that_never_steps(train):
-    done = train("gc_pause = true", source="import torch\nprint('looked')")
-    assert done.out == "looked\n"
-    assert done.code == 0
-    assert done.err == "flatout: nothing was applied: this program never finished a training step\n"
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [("", "never imported torch"), ("import torch\n", "never finished a training step")],
+)
+def test_a_program_that_cannot_be_changed_gets_a_message(train, source, says):
+    done = train("gc_pause = true", source=f"{source}print('looked')")
+    assert (done.code, done.out) == (0, "looked\n")
+    assert done.err == f"flatout: nothing was applied: this program {says}\n"
 
 
 @pytest.mark.parametrize("option", ["-I", "-E", "-S"])

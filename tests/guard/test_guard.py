@@ -53,6 +53,9 @@ def smooth(error):
     }
 
 
+KINKS = {**smooth(1e-7), "smooth": False}
+
+
 def names(found, passed):
     return {check.name for check in found.checks if check.passed is passed}
 
@@ -226,8 +229,7 @@ def test_in_a_smooth_network_the_first_losses_must_be_explained_by_the_gradient(
     small = seeds(lambda t, x: x + 1e-3)
     assert judge(Effect.ROUNDING, seeds(), small, smooth(1e-3)).verdict == "equivalent"
     assert names(judge(Effect.ROUNDING, seeds(), small, smooth(1e-7)), passed=False) == {"start"}
-    kinks = {**smooth(1e-7), "smooth": False}
-    assert judge(Effect.ROUNDING, seeds(), small, kinks).verdict == "equivalent"
+    assert judge(Effect.ROUNDING, seeds(), small, KINKS).verdict == "equivalent"
 
 
 def chaotic(start, growth=30.0):
@@ -238,15 +240,15 @@ def chaotic(start, growth=30.0):
 
 
 def test_chaos_from_the_start_is_measured_by_the_perturbed_program():
-    kinks, tuned = {**smooth(1e-7), "smooth": False}, seeds(chaotic(3e-7))
-    assert names(judge(Effect.ROUNDING, seeds(), tuned, kinks), passed=False) == {"start"}
+    tuned = seeds(chaotic(3e-7))
+    assert names(judge(Effect.ROUNDING, seeds(), tuned, KINKS), passed=False) == {"start"}
     perturbed = seeds(chaotic(1e-7))[:2]
-    found = judge(Effect.ROUNDING, seeds(), tuned, kinks, perturbed=perturbed)
+    found = judge(Effect.ROUNDING, seeds(), tuned, KINKS, perturbed=perturbed)
     assert found.verdict == "equivalent"
     assert "one rounding" in next(check.why for check in found.checks if check.name == "start")
     # A program that amplifies rounding less, or more slowly, is no excuse.
     for calm in (seeds(), seeds(lambda t, x: x + 1e-7 * 1.2**t), seeds(chaotic(1e-7, growth=4.0))):
-        assert names(judge(Effect.ROUNDING, seeds(), tuned, kinks, perturbed=calm[:2]), passed=False) == {
+        assert names(judge(Effect.ROUNDING, seeds(), tuned, KINKS, perturbed=calm[:2]), passed=False) == {
             "start"
         }
 
@@ -260,8 +262,7 @@ def test_chaos_from_the_start_is_measured_by_the_perturbed_program():
     "change", [lambda t, x: x * 64 / 63, lambda t, x: 0.9 * x + 0.23, lambda t, x: x + 0.02 * t]
 )
 def test_an_immediate_difference_has_no_excuse(effect, chaos, change):
-    kinks = {**smooth(1e-7), "smooth": False}
-    found = judge(effect, seeds(), seeds(change), kinks, perturbed=seeds(chaos)[:2])
+    found = judge(effect, seeds(), seeds(change), KINKS, perturbed=seeds(chaos)[:2])
     assert "start" in names(found, passed=False)
 
 
@@ -269,14 +270,13 @@ def test_a_seed_is_compared_with_its_own_perturbed_run():
     """One seed amplifies rounding a hundred times as much as another; a run of a third seed
     excuses nothing.
     """
-    kinks = {**smooth(1e-7), "smooth": False}
     tuned = [seeds(chaotic(start))[seed] for seed, start in enumerate((3e-7, 3e-5))]
     plain, perturbed = seeds(count=2), seeds(chaotic(1e-7))
-    assert judge(Effect.ROUNDING, plain, tuned, kinks, perturbed=perturbed[:1]).verdict == "equivalent"
-    assert names(judge(Effect.ROUNDING, plain, tuned, kinks, perturbed=perturbed[1:2]), passed=False) == {
+    assert judge(Effect.ROUNDING, plain, tuned, KINKS, perturbed=perturbed[:1]).verdict == "equivalent"
+    assert names(judge(Effect.ROUNDING, plain, tuned, KINKS, perturbed=perturbed[1:2]), passed=False) == {
         "start"
     }
-    assert names(judge(Effect.ROUNDING, plain, tuned, kinks, perturbed=perturbed[2:]), passed=False) == {
+    assert names(judge(Effect.ROUNDING, plain, tuned, KINKS, perturbed=perturbed[2:]), passed=False) == {
         "start"
     }
 
@@ -347,16 +347,16 @@ def test_losses_with_few_bits_in_the_plain_program_may_have_few_bits(short):
 
 def test_the_first_losses_of_half_precision_are_measured_in_its_own_ulp():
     assert perturbation_for(Effect.PRECISION) > 1000 * perturbation_for(Effect.ROUNDING)
-    kinks, tuned = {**smooth(1e-7), "smooth": False}, seeds(chaotic(3e-4))
-    found = judge(Effect.PRECISION, seeds(), tuned, kinks)
+    tuned = seeds(chaotic(3e-4))
+    found = judge(Effect.PRECISION, seeds(), tuned, KINKS)
     assert needs_perturbed_runs(found)
     assert (
-        judge(Effect.PRECISION, seeds(), tuned, kinks, perturbed=seeds(chaotic(1e-4))[:2]).verdict
+        judge(Effect.PRECISION, seeds(), tuned, KINKS, perturbed=seeds(chaotic(1e-4))[:2]).verdict
         == "equivalent"
     )
     # The program's amplification of float32's last place does not excuse it.
     assert names(
-        judge(Effect.PRECISION, seeds(), tuned, kinks, perturbed=seeds(chaotic(1e-7))[:2]), passed=False
+        judge(Effect.PRECISION, seeds(), tuned, KINKS, perturbed=seeds(chaotic(1e-7))[:2]), passed=False
     ) == {"start"}
 
 

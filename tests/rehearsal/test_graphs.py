@@ -95,7 +95,7 @@ def test_different_rounding_stays_close(arguments, plain, tmp_path):
         assert values(line) == pytest.approx(values(other), rel=1e-3, abs=1e-4)
 
 
-CASES = re.findall(r"^@case\ndef (\w+)", (HERE / "graph_cases.py").read_text(encoding="utf-8"), re.MULTILINE)
+CASES = re.findall(r"^@c.*?\ndef (\w+)", (HERE / "graph_cases.py").read_text(encoding="utf-8"), re.M | re.S)
 
 
 @pytest.fixture(scope="module")
