@@ -28,7 +28,7 @@ torch = pytest.importorskip("torch")
 OLD = "what the person had\n"
 
 
-def contents(folder: Path) -> dict[str, object]:
+def contents(folder):
     """Names, content, links and times of everything below a folder."""
     found: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):

@@ -1,7 +1,5 @@
 """Device synchronisations and call counters: recorded with their line, with torch restored afterwards."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 
@@ -19,7 +17,7 @@ def ticking():
     """A clock that advances by a microsecond each time it is read."""
     now = [0]
 
-    def read() -> int:
+    def read():
         now[0] += 1000
         return now[0]
 
@@ -35,7 +33,7 @@ def synchronisations():
     ledger.restore()
 
 
-def here() -> int:
+def here():
     return inspect.currentframe().f_back.f_lineno
 
 

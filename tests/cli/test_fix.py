@@ -1,7 +1,5 @@
 """`flatout fix` edits what has a certain fix, and nothing else; the losses stay, or change as the rule says."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -17,14 +15,14 @@ FIXABLE = [rule for rule in TABLE if rule.fix_changes is not None]
 HEAD = "import gc, torch\nkept = []\nmodel = torch.nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
 
 
-def fixed(text: str, code: str) -> str:
+def fixed(text, code):
     program = ScriptProgram.of_text(text)
     (changed,) = fixes(program, check(program, [code]))
     assert not changed[0].left
     return changed[1]
 
 
-def step(*lines: str) -> str:
+def step(*lines):
     loop = [
         "for _ in range(9):",
         "    loss = model(torch.randn(2, 4)).sum()",

@@ -3,8 +3,6 @@
 Predictions match real steps, the program stays unchanged, and unpredictable cases are explained.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -58,7 +56,7 @@ while True:
 """
 
 
-def record_of(flatout) -> MemoryForecast:
+def record_of(flatout):
     return MemoryForecast.from_json(json.loads((flatout.folder / "job" / "memory.json").read_text()))
 
 
