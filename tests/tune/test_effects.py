@@ -95,6 +95,12 @@ def blocks_of(rows, rng=None, noise=0.0):
     ]
 
 
+def spread(**known):
+    """Nothing but these variations, as (median, log sd)."""
+    tiny = (1e-4, FIXED)
+    return Spread(tail=1e9, noise_tail=1e9, misfit=0.0, work=tiny, drift=tiny, **known)
+
+
 # -- allowed sets -----------------------------------------------------------------------------------------------------------
 
 
@@ -175,23 +181,11 @@ def test_as_generalised_least_squares():
         100 * math.exp(-0.2 * ("a" in on) + 0.1 * ("b" in on) + 0.01 * rng.standard_normal())
         for _, on in rows
     ]
-    spread = Spread(
-        tail=1e9,
-        noise_tail=1e9,
-        misfit=0.0,
-        luck=(0.05, FIXED),
-        noise=(0.2, FIXED),
-        work=(1e-4, FIXED),
-        drift=(1e-4, FIXED),
-    )
-    fitted = fit(
-        space,
-        [
-            TimedBlock(process, frozenset(on), 0.0, at, t)
-            for at, ((process, on), t) in enumerate(zip(rows, ms, strict=True))
-        ],
-        spread,
-    )
+    blocks = [
+        TimedBlock(process, frozenset(on), 0.0, at, t)
+        for at, ((process, on), t) in enumerate(zip(rows, ms, strict=True))
+    ]
+    fitted = fit(space, blocks, spread(luck=(0.05, FIXED), noise=(0.2, FIXED)))
 
     x = np.array([["a" in on, "b" in on, on == "ab"] for _, on in rows], dtype=float)
     prior = np.array([-0.1, 0.0, 0.0])
@@ -216,20 +210,11 @@ def test_unknown_process_variation_widens_the_interval():
     rows = [(process, process % 2) for process in range(4) for _ in range(6)]
     shift = (0.0, -0.02, 0.09, -0.12)
     y = np.array([shift[process] + 0.01 * rng.standard_normal() for process, _ in rows])
-    spread = Spread(
-        tail=1e9,
-        noise_tail=1e9,
-        misfit=0.0,
-        luck=(median, log_sd),
-        noise=(0.01, FIXED),
-        work=(1e-4, FIXED),
-        drift=(1e-4, FIXED),
-    )
     blocks = [
         TimedBlock(process, frozenset({"p"} if on else ()), 0.0, at, math.exp(t))
         for at, ((process, on), t) in enumerate(zip(rows, y, strict=True))
     ]
-    fitted = fit(space, blocks, spread)
+    fitted = fit(space, blocks, spread(luck=(median, log_sd), noise=(0.01, FIXED)))
 
     x = np.array([on for _, on in rows], dtype=float)
     same = np.array([[a == b for b, _ in rows] for a, _ in rows], dtype=float)
