@@ -120,6 +120,13 @@ def test_without_time_to_check_rounding_only_exact_levers_continue(make):
     )
 
 
+def seen(process, times):
+    """The result of a program: a block for each of the times."""
+    return ProgramResult(
+        blocks=[MeasuredBlock(at, 10.0 * process + at, at * 35, ms) for at, ms in enumerate(times)]
+    )
+
+
 def trying(tuning, **values):
     """The search with these levers in its space."""
     for name, value in values.items():
@@ -172,18 +179,8 @@ def test_the_gain_of_a_lever_is_estimated_from_all_blocks(make):
             frozenset(life | set(live))
             for live in ((), ("gc_pause",), ("threads=1",), ("gc_pause", "threads=1"))
         ] * 2
-        seen = ProgramResult(
-            blocks=[
-                MeasuredBlock(
-                    at,
-                    10.0 * process + at,
-                    at * 35,
-                    10.0 * math.prod(speed[key] for key in row) * noise.lognormvariate(0, 0.01),
-                )
-                for at, row in enumerate(rows)
-            ]
-        )
-        tuning.keep_blocks(process, rows, seen, 0)
+        times = [10.0 * math.prod(map(speed.get, row)) * noise.lognormvariate(0, 0.01) for row in rows]
+        tuning.keep_blocks(process, rows, seen(process, times), 0)
     assert best_measured(tuning) == {"malloc=glibc"}
     (found,) = conclude(tuning)
     assert (found.lever.name, found.value) == ("malloc", "glibc")
@@ -210,19 +207,8 @@ def measured(tuning, logs, processes=6):
     for process in range(processes):
         fixed = frozenset(key for at, key in enumerate(life) if process >> at & 1)
         rows = [row for row in logs if row & set(life) == fixed] * 3
-        tuning.keep_blocks(
-            process,
-            rows,
-            ProgramResult(
-                blocks=[
-                    MeasuredBlock(
-                        at, 10.0 * process + at, at * 35, 10.0 * math.exp(logs[row] + noise.gauss(0, 0.01))
-                    )
-                    for at, row in enumerate(rows)
-                ]
-            ),
-            0,
-        )
+        times = [10.0 * math.exp(logs[row] + noise.gauss(0, 0.01)) for row in rows]
+        tuning.keep_blocks(process, rows, seen(process, times), 0)
 
 
 def test_of_two_winners_that_exclude_each_other_one_stays_and_so_does_the_rest_of_the_plan(make):
@@ -270,13 +256,9 @@ def test_a_lever_that_is_slower_alone_is_found_with_its_partner(make):
 
 def test_determinism_is_judged_before_the_levers_of_the_observed_program(make):
     tuning = make(90.0)
+    digests = {"1": "a", "2": "b", "4": "c", "8": "under levers"}
     tuning.keep_first_plain(
-        TrialRecord(
-            "finished",
-            losses=["0x1p+0"] * 9,
-            warmup_steps=5,
-            weights_digests={"1": "a", "2": "b", "4": "c", "8": "under levers"},
-        )
+        TrialRecord("finished", losses=["0x1p+0"] * 9, warmup_steps=5, weights_digests=digests)
     )
     assert len(tuning.first_plain.losses) == 5
     assert tuning.first_plain.weights_digests == {"1": "a", "2": "b", "4": "c"}
@@ -290,12 +272,7 @@ def conclude_again(tuning):
 
 def test_an_interrupted_search_continues_with_its_blocks(make):
     tuning = trying(make(90.0), gc_pause=True)
-    tuning.keep_blocks(
-        0,
-        [frozenset(), frozenset({"gc_pause"})],
-        ProgramResult(blocks=[MeasuredBlock(0, 1.0, 0, 10.0), MeasuredBlock(1, 2.0, 35, 9.0)]),
-        0,
-    )
+    tuning.keep_blocks(0, [frozenset(), frozenset({"gc_pause"})], seen(0, [10.0, 9.0]), 0)
     later = make(90.0)
     later.session = tuning.session
     trying(later, gc_pause=True)
@@ -317,10 +294,10 @@ def test_a_lever_that_leaves_the_search_takes_the_blocks_of_later_programs_along
     for process in range(
         2
     ):  # two programs that ran at the same time; each says that attention changes nothing
-        seen = ProgramResult(list(blocks), left_out=("attention", "nothing to replace"))
-        tuning.keep_blocks(process, rows, seen, 0)
+        result = ProgramResult(list(blocks), left_out=("attention", "nothing to replace"))
+        tuning.keep_blocks(process, rows, result, 0)
         assert tuning.refit().best() <= tuning.space.index.keys()
-        program_ended(tuning, both, seen)
+        program_ended(tuning, both, result)
         assert tuning.gain(frozenset({"gc_pause"})).n == process + 1
     assert tuning.candidates["attention"].status is Status.REJECTED
     assert [block.on for block in tuning.blocks] == rows[:2] * 2
